@@ -1,0 +1,50 @@
+# Every target sets up what it needs, in .venv; a second call does no set-up work.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+READY := $(VENV)/ready
+HOROVOD := $(VENV)/horovod-tried
+
+.PHONY: bench test horovod lint system-packages clean help
+
+help:
+	@echo "make bench            set up, then the quick sweep: a table and a plot"
+	@echo "make test             set up, then the whole test suite"
+	@echo "make horovod          build Horovod into .venv (part of bench and test)"
+	@echo "make lint             ruff and shellcheck"
+	@echo "make system-packages  install Open MPI and what the builds need (Debian, as root)"
+	@echo "make clean            remove .venv, caches and outputs; records in logs/ stay"
+
+bench: $(READY) $(HOROVOD)
+	$(PY) benchmarks.py
+
+test: $(READY) $(HOROVOD) lint
+	$(PY) -m pytest
+
+horovod:
+	rm -f $(HOROVOD)
+	$(MAKE) $(HOROVOD)
+
+$(READY): requirements.txt pyproject.toml scripts/setup.sh
+	PYTHON="$(PYTHON)" scripts/setup.sh $(VENV)
+	touch $@
+
+$(HOROVOD): $(READY) scripts/horovod.sh
+	scripts/horovod.sh $(VENV)
+	touch $@
+
+lint: $(READY)
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	@if command -v shellcheck >/dev/null; then \
+	  git ls-files -z '*.sh' .ci/run | xargs -0 shellcheck; \
+	else echo "shellcheck not installed: shell scripts not checked"; fi
+
+system-packages:
+	scripts/system_packages.sh
+
+clean:
+	rm -rf $(VENV) plots/out build *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""Shared machinery of the benchmark: harness, launchers, models, results. Not installed."""

@@ -1,0 +1,1 @@
+"""Runs experiments: from a YAML file to records."""

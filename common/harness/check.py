@@ -1,0 +1,65 @@
+"""Is it still the right training: a plain reference to compare with, and agreement of replicas."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from common.models.workload import Workload
+from dear.communicator import Communicator
+
+# Largest difference to plain training, relative to how far training moved the parameters. A lost
+# or doubled step gives about 1; rounding, magnified by a few steps, stays far below.
+TOLERANCE = {"float32": 0.02, "float64": 1e-6, "bfloat16": 0.2}
+
+
+def snapshot(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """A copy of the model's state."""
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def plain_steps(
+    workload: Workload, optimizer: torch.optim.Optimizer, communicator: Communicator, steps: int
+) -> dict[str, torch.Tensor]:
+    """Trains `steps` steps with written-out gradient averaging; returns the state they lead to."""
+    for _ in range(steps):
+        optimizer.zero_grad()
+        workload.loss().backward()
+        for param in workload.model.parameters():
+            if param.grad is not None:
+                communicator.all_reduce(param.grad, op="mean").wait()
+        optimizer.step()
+    optimizer.zero_grad()
+    return snapshot(workload.model)
+
+
+def distance(
+    state: dict[str, torch.Tensor],
+    wanted: dict[str, torch.Tensor],
+    start: dict[str, torch.Tensor],
+    names: list[str],
+) -> float:
+    """Norm of `state - wanted` over norm of `wanted - start`, over the parameters `names`."""
+    off = sum((state[name] - wanted[name]).double().norm().item() ** 2 for name in names)
+    moved = sum((wanted[name] - start[name]).double().norm().item() ** 2 for name in names)
+    return (off / moved) ** 0.5 if moved else float("inf") if off else 0.0
+
+
+def replica_spread(model: torch.nn.Module, communicator: Communicator) -> float:
+    """Largest difference of any parameter element between ranks; 0 if they agree.
+
+    Infinite if a parameter is not finite: training has diverged, and nothing can be compared.
+    """
+    spread = 0.0
+    for param in model.parameters():
+        highest, lowest = param.detach().clone(), param.detach().clone()
+        works = [
+            communicator.all_reduce(highest, op="max"),
+            communicator.all_reduce(lowest, op="min"),
+        ]
+        for work in works:
+            work.wait()
+        difference = (highest - lowest).abs().max().item()
+        spread = max(spread, difference if math.isfinite(difference) else math.inf)
+    return spread

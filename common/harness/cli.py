@@ -1,0 +1,143 @@
+"""The command line: verbs, flags, and exit statuses."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import dear
+from common.harness import commands
+from dear.errors import UserError, unknown
+
+ROOT = Path(__file__).parents[2]
+VERBS = ("run", "list", "show")
+OK, TRIAL_FAILED, USER_ERROR, INTERRUPTED = 0, 1, 2, 130
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs one command and returns the exit status."""
+    # A batch system's SIGTERM deserves the same care as Ctrl-C.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        options = _parse(list(arguments))
+        return {"run": _run, "list": _list, "show": _show}[options.verb](options)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return USER_ERROR
+    except KeyboardInterrupt:
+        print("interrupted; finished trials are recorded, run again to go on", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:  # `| head`
+        sys.stderr.close()
+        return OK
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> None:  # type: ignore[override]
+        raise UserError(f"{message} (see `python benchmarks.py --help`)")
+
+
+def _parse(arguments: list[str]) -> argparse.Namespace:
+    words = [word for word in arguments if not word.startswith("-")]
+    if not words or words[0] not in VERBS:
+        first = arguments[0] if arguments else ""
+        if words and arguments and not first.startswith("-"):
+            raise unknown("verb", first, VERBS)
+        if first not in ("-h", "--help", "--version"):
+            arguments = ["run", *arguments]
+    parser = _Parser(
+        prog="benchmarks.py",
+        description="Which data-parallel training algorithm is fastest for my model? Without a "
+        "verb, runs the quick sweep (configs/experiments/quick.yaml).",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"DeAR Bench {dear.__version__}")
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="{run,list,show}")
+    _add_run(verbs.add_parser("run", help="run an experiment", allow_abbrev=False))
+    listing = verbs.add_parser("list", help="algorithms, models, experiments", allow_abbrev=False)
+    listing.add_argument("--json", action="store_true", help="as JSON on stdout")
+    show = verbs.add_parser("show", help="print a sweep's table again", allow_abbrev=False)
+    show.add_argument("sweep", nargs="?", default="quick", help="a folder below --logs (quick)")
+    show.add_argument("--json", action="store_true", help="the records as JSON on stdout")
+    for sub in verbs.choices.values():
+        sub.add_argument("--logs", type=Path, default=ROOT / "logs", help="folder of results")
+    return parser.parse_args(arguments)
+
+
+def _add_run(run: argparse.ArgumentParser) -> None:
+    run.add_argument(
+        "experiment",
+        nargs="?",
+        type=Path,
+        default=ROOT / "configs" / "experiments" / "quick.yaml",
+        help="an experiment file (default: the quick sweep)",
+    )
+    run.add_argument("-n", "--dry-run", action="store_true", help="print the trials, run nothing")
+    run.add_argument(
+        "-k",
+        "--filter",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="only trials whose title contains TEXT, or key=value of the trial; may be repeated",
+    )
+    run.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="change a key of the experiment, e.g. measure.repeats=5 or models.0.batch_size=8",
+    )
+    run.add_argument(
+        "--rerun",
+        choices=("failed", "all"),
+        default="failed",
+        help="what to run again: trials without a good record (default), or all",
+    )
+    run.add_argument("--fail-fast", action="store_true", help="stop at the first failed trial")
+    run.add_argument("--no-plot", action="store_true", help="draw no figures")
+    run.add_argument("--stream", action="store_true", help="print rank 0's output at the end")
+    run.add_argument("--json", action="store_true", help="records (or the plan) as JSON on stdout")
+    run.add_argument("-q", "--quiet", action="store_true", help="no progress line")
+
+
+def _run(options: argparse.Namespace) -> int:
+    good = commands.run(
+        experiment_path=options.experiment,
+        overrides=options.set,
+        filters=options.filter,
+        logs=options.logs,
+        dry_run=options.dry_run,
+        rerun=options.rerun,
+        fail_fast=options.fail_fast,
+        plot=not options.no_plot,
+        stream=options.stream,
+        as_json=options.json,
+        quiet=options.quiet,
+    )
+    return OK if good else TRIAL_FAILED
+
+
+def _list(options: argparse.Namespace) -> int:
+    listing = commands.listing()
+    if options.json:
+        print(json.dumps(listing, indent=2))
+        return OK
+    for heading, entries in listing.items():
+        print(f"{heading}:")
+        if isinstance(entries, dict):
+            width = max(map(len, entries))
+            for name, text in entries.items():
+                print(f"  {name:{width}}  {text}")
+        else:
+            print(commands.wrapped(entries))
+    return OK
+
+
+def _show(options: argparse.Namespace) -> int:
+    commands.show(options.logs / options.sweep, options.json)
+    return OK

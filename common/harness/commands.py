@@ -1,0 +1,234 @@
+"""What the verbs do."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import sys
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from common.harness.experiment import Experiment, load
+from common.harness.trial import Trial
+from common.models.registry import MODELS, model_entry
+from common.results import records
+from common.results.comparison import Comparison
+from dear.algorithm import algorithm_class, algorithm_names
+from dear.errors import UserError
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(
+    *,
+    experiment_path: Path,
+    overrides: Sequence[str],
+    filters: Sequence[str],
+    logs: Path,
+    dry_run: bool,
+    rerun: Any,
+    fail_fast: bool,
+    plot: bool,
+    stream: bool,
+    as_json: bool,
+    quiet: bool,
+) -> bool:
+    """Runs an experiment (or prints its plan); False if a trial that can run here did not."""
+    from common.harness.sweep import Sweep, to_run
+
+    experiment = load(experiment_path, overrides)
+    everything = experiment.trials()
+    trials = [trial for trial in everything if _selected(trial, filters)]
+    if not trials:
+        raise UserError(f"--filter {' '.join(filters)}: no trial of {experiment.name} matches")
+    launcher = _launcher(experiment, trials)
+    folder = logs / experiment.name
+    if dry_run:
+        todo = {trial.hash for trial in to_run(trials, folder / "records.jsonl", rerun)}
+        _print_plan(trials, todo, folder, launcher, experiment, as_json)
+        return True
+
+    from common.harness import ui
+    from common.harness.machine import machine_card
+
+    progress = ui.ProgressLine(quiet=quiet)
+    comparison = Comparison(
+        compare_to=experiment.base, trials=tuple(trial.hash for trial in everything)
+    )
+    sweep = Sweep(experiment, trials, comparison, folder, launcher, machine_card(), progress)
+    try:
+        sweep.run(rerun, fail_fast)
+    finally:
+        progress.clear()
+    results = comparison.results(folder)
+    _write_outputs(folder, results, experiment.base)
+    if stream:
+        text = "".join(path.read_text() for path in sorted(_rank0_logs(folder, trials)))
+        print(text, file=sys.stderr if as_json else sys.stdout)
+    if as_json:
+        print(json.dumps(results))
+    else:
+        _print_results(folder, results, experiment.base)
+    if plot and any(result["status"] == "ok" for result in results):
+        _plot(folder, quiet=as_json or quiet)
+    status = {result["hash"]: result["status"] for result in results}
+    return all(status.get(trial.hash) in ("ok", "unsupported") for trial in trials)
+
+
+def show(folder: Path, as_json: bool) -> None:
+    """Prints the table (or records) of a sweep that has run."""
+    path = folder / "records.jsonl"
+    if not path.exists():
+        known = sorted(p.parent.name for p in folder.parent.glob("*/records.jsonl"))
+        raise UserError(f"no records in {folder}; sweeps there: {', '.join(known) or 'none'}")
+    comparison = Comparison.load(folder)
+    results = comparison.results(folder)
+    if as_json:
+        print(json.dumps(results))
+        return
+    _print_results(folder, results, comparison.compare_to)
+
+
+def listing() -> dict[str, Any]:
+    """Names of everything that an experiment can ask for."""
+    algorithms = {}
+    for name in algorithm_names():
+        cls = algorithm_class(name)
+        first = (inspect.getdoc(cls) or "").split("\n")[0]
+        missing = cls.unavailable()
+        algorithms[name] = first + (f"  [unsupported here: {missing}]" if missing else "")
+    experiments = {}
+    for path in sorted((ROOT / "configs" / "experiments").glob("*.yaml")):
+        experiments[str(path.relative_to(ROOT))] = yaml.safe_load(path.read_text()).get(
+            "description", ""
+        )
+    return {"algorithms": algorithms, "models": sorted(MODELS), "experiments": experiments}
+
+
+def wrapped(names: Sequence[str]) -> str:
+    """Names as an indented paragraph."""
+    return textwrap.fill(" ".join(names), 98, initial_indent="  ", subsequent_indent="  ")
+
+
+def _selected(trial: Trial, filters: Sequence[str]) -> bool:
+    values = trial.to_json()
+    for text in filters:
+        key, equals, wanted = text.partition("=")
+        if equals and key in values:
+            if str(values[key]) != wanted:
+                return False
+        elif text not in trial.title:
+            return False
+    return True
+
+
+def _launcher(experiment: Experiment, trials: Sequence[Trial]) -> Any:
+    if experiment.launcher == "mpirun":
+        from common.launch.mpirun import MpirunLauncher
+
+        hostfile = Path(experiment.hostfile) if experiment.hostfile else None
+        return MpirunLauncher(hostfile, max(trial.world_size for trial in trials))
+    from common.launch.local import LocalLauncher
+
+    return LocalLauncher(sorted({model_entry(trial.model).module for trial in trials}))
+
+
+def _print_plan(
+    trials: Sequence[Trial],
+    todo: set[str],
+    folder: Path,
+    launcher: Any,
+    experiment: Experiment,
+    as_json: bool,
+) -> None:
+    from common.harness.ui import duration
+    from common.launch.job import Job
+
+    known = records.latest(records.load(folder / "records.jsonl"))
+    plan = []
+    for trial in trials:
+        job = Job(
+            folder=folder / trial.id,
+            repeat=0,
+            world_size=trial.world_size,
+            timeout_s=experiment.timeout_s,
+        )
+        plan.append(
+            {
+                "id": trial.id,
+                "run": trial.hash in todo,
+                "last_duration_s": known.get(trial.hash, {}).get("duration_s"),
+                "command": launcher.command(job),
+                "trial": trial.to_json(),
+            }
+        )
+    if as_json:
+        print(json.dumps(plan, indent=2))
+        return
+    for trial, entry in zip(trials, plan, strict=True):
+        state = "to run" if entry["run"] else "done"
+        if entry["last_duration_s"]:
+            state += f", took {duration(entry['last_duration_s'])}"
+        print(f"{trial.title}  [{state}]")
+        options = ", ".join(f"{key}={value}" for key, value in trial.options.items())
+        print(
+            f"    {trial.measure.repeats} repeats, global batch "
+            f"{trial.batch_size * trial.world_size}, {trial.dtype}, {trial.backend}, "
+            f"{trial.threads_per_rank} threads per rank" + (f"; {options}" if options else "")
+        )
+        print(f"    {_short(entry['command'])}")
+    runs = sum(entry["run"] for entry in plan)
+    print(f"{len(plan)} trials, {runs} to run; results in {_short(str(folder))}")
+
+
+def _short(text: str) -> str:
+    here = f"{Path.cwd()}{os.sep}"
+    return text.replace(here, "")
+
+
+def _write_outputs(folder: Path, results: list[records.Record], compare_to: str) -> None:
+    from common.results import tables
+
+    table = tables.rows(results, compare_to)
+    (folder / "table.md").write_text(tables.markdown(table, compare_to))
+    (folder / "table.csv").write_text(tables.csv_text(table))
+    (folder / "reports.json").write_text(json.dumps(tables.reference_reports(results), indent=2))
+
+
+def _print_results(folder: Path, results: list[records.Record], compare_to: str) -> None:
+    from common.results import tables
+    from common.results.terminal import print_table
+
+    machine = results[0]["machine"]
+    title = (
+        f"{folder.name}: real processes on {machine['cores']} x {machine['cpu']}, torch "
+        f"{machine['packages']['torch']}, commit {machine['commit']}"
+    )
+    table = tables.rows(results, compare_to)
+    print_table(table, title, compare_to)
+    for line in tables.summary(table, compare_to):
+        print(line)
+    for result in results:
+        if result["status"] not in ("ok", "unsupported"):
+            rank = (result["error"] or {}).get("rank") or 0
+            logs = sorted((folder / result["id"]).glob(f"log-*-rank{rank}.txt"))
+            print(f"{result['status']}: {result['id']}: {result['error']['message']}")
+            print(f"    log: {_short(str(logs[-1]))}" if logs else "    no log: it never started")
+    print(f"records, table.md, table.csv: {_short(str(folder))}")
+
+
+def _rank0_logs(folder: Path, trials: Sequence[Trial]) -> list[Path]:
+    return [path for trial in trials for path in (folder / trial.id).glob("log-*-rank0.txt")]
+
+
+def _plot(folder: Path, quiet: bool) -> None:
+    from plots.throughput import draw
+
+    paths = draw(folder, ROOT / "plots" / "out" / folder.name)
+    if not quiet:
+        print(f"figure: {_short(str(paths[0]))} (and {', '.join(p.suffix[1:] for p in paths[1:])})")

@@ -1,0 +1,104 @@
+"""Times training steps: barrier, steps, and for each step the slowest rank."""
+
+from __future__ import annotations
+
+import os
+import resource
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+
+from common.harness.trial import MeasureConfig
+from dear.communicator import Communicator
+
+MAX_STEPS = 1000
+
+
+@dataclass(kw_only=True)
+class Phases:
+    """Seconds of one rank's steps, part by part; only where the host waits for each part (CPU)."""
+
+    forward_s: list[float] = field(default_factory=list)
+    backward_s: list[float] = field(default_factory=list)
+    update_s: list[float] = field(default_factory=list)
+    """The call of `optimizer.step()`."""
+    exposed_comm_s: list[float] = field(default_factory=list)
+    """Held up in `Work.wait`, inside any of the other three."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """Result of `measure`, the same on all ranks."""
+
+    iters: list[list[float]]
+    """Step times in seconds, a list per block; each the maximum over ranks."""
+    bytes_sent: int
+    """Payload bytes that this rank handed to the communicator per step."""
+    cpu_s: float
+    """CPU seconds of all ranks per second of measurement."""
+    foreign_cpu_s: float
+    """CPU seconds of all other processes of this host per second of measurement."""
+
+
+def measure(
+    step: Callable[[], None], config: MeasureConfig, communicator: Communicator, estimate_s: float
+) -> Measured:
+    """Runs and times blocks of steps.
+
+    Args:
+        step: one training step, which returns when the device has finished it.
+        estimate_s: this rank's guess of a step's duration, from the warm-up.
+    """
+    steps = config.steps_per_iter
+    if steps is None:
+        # One rank decides, or the ranks would run different numbers of collectives.
+        wanted = max(config.min_steps, round(config.min_iter_s / max(estimate_s, 1e-6)))
+        steps = communicator.broadcast_object(min(wanted, MAX_STEPS))
+    iters = []
+    sent = communicator.bytes_sent
+    usage = _Usage()
+    for _ in range(config.num_iters):
+        communicator.barrier()
+        marks = [time.perf_counter()]
+        for _ in range(steps):
+            step()
+            marks.append(time.perf_counter())
+        iters.append([after - before for before, after in pairwise(marks)])
+    own, busy, elapsed = usage.since()
+    sent = communicator.bytes_sent - sent
+    ranks = communicator.gather_objects((iters, own))
+    used = sum(cpu for _, cpu in ranks)
+    return Measured(
+        iters=[
+            [max(times) for times in zip(*blocks, strict=True)]
+            for blocks in zip(*(blocks for blocks, _ in ranks), strict=True)
+        ],
+        bytes_sent=sent // (steps * config.num_iters),
+        cpu_s=used / elapsed,
+        foreign_cpu_s=max(0.0, busy - used) / elapsed,
+    )
+
+
+class _Usage:
+    """CPU time of this process and of the whole host since construction."""
+
+    def __init__(self) -> None:
+        self._began = (self._own(), self._busy(), time.perf_counter())
+
+    def since(self) -> tuple[float, float, float]:
+        """CPU seconds of this process, of the host, and elapsed seconds."""
+        own, busy, clock = self._began
+        return self._own() - own, self._busy() - busy, time.perf_counter() - clock
+
+    @staticmethod
+    def _own() -> float:
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        return usage.ru_utime + usage.ru_stime
+
+    @staticmethod
+    def _busy() -> float:
+        # user, nice, system, idle, iowait, irq, softirq, in clock ticks; idle and iowait are rest.
+        values = [int(v) for v in Path("/proc/stat").read_text().split("\n")[0].split()[1:8]]
+        return (sum(values) - values[3] - values[4]) / os.sysconf("SC_CLK_TCK")

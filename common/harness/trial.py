@@ -1,0 +1,122 @@
+"""A trial: everything that can change a number, and nothing else."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from dear.errors import UserError
+from dear.options import at_least, positive
+
+BASELINE = "none"
+"""The algorithm of the single-worker baseline: the plain optimizer, no communication."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """The same optimizer and settings for every algorithm of an experiment."""
+
+    name: Literal["sgd", "adamw"] = "sgd"
+    lr: float = 0.01
+    momentum: float = 0.0
+    """SGD only."""
+    weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        positive("optimizer.lr", self.lr)
+        at_least("optimizer.momentum", self.momentum, 0)
+        at_least("optimizer.weight_decay", self.weight_decay, 0)
+        if self.name != "sgd" and self.momentum:
+            raise UserError(f"optimizer.momentum: {self.name} has none; it is an option of sgd")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasureConfig:
+    """How long to measure. Steps are timed one by one; the first ones are left out."""
+
+    repeats: int = 3
+    """Separate starts of the workers, interleaved with those of the compared algorithms."""
+    warmup_steps: int = 3
+    num_iters: int = 1
+    """Blocks of steps per repeat; a barrier stands before each block."""
+    steps_per_iter: int | None = None
+    """Steps per block; None lets rank 0 choose so that a block takes `min_iter_s`."""
+    min_iter_s: float = 1.0
+    min_steps: int = 3
+    """Least steps per block where rank 0 chooses."""
+    check_steps: int = 2
+    """Steps that are first trained plainly and then with the algorithm, and compared."""
+
+    def __post_init__(self) -> None:
+        for name in ("repeats", "num_iters", "min_steps", "check_steps"):
+            at_least(f"measure.{name}", getattr(self, name), 1)
+        at_least("measure.warmup_steps", self.warmup_steps, 0)
+        positive("measure.min_iter_s", self.min_iter_s)
+        if self.steps_per_iter is not None:
+            at_least("measure.steps_per_iter", self.steps_per_iter, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """One point of an experiment, resolved: no defaults are left to fill in."""
+
+    algorithm: str
+    options: dict[str, Any] = field(default_factory=dict)
+    model: str
+    batch_size: int
+    """Samples per worker."""
+    sentence_len: int | None
+    world_size: int
+    launcher: str
+    backend: str
+    """torch.distributed backend."""
+    device: Literal["cpu", "cuda"]
+    dtype: str
+    seed: int
+    threads_per_rank: int
+    optimizer: OptimizerConfig
+    measure: MeasureConfig
+    label: str
+    """How tables name the algorithm; tells option variants apart."""
+
+    @property
+    def hash(self) -> str:
+        """Identity: a digest of all fields but the label."""
+        values = self.to_json()
+        del values["label"]
+        text = json.dumps(values, sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+    @property
+    def id(self) -> str:
+        """Readable and unique; the name of the trial's folder."""
+        return (
+            f"{self.model}-bs{self.batch_size}-n{self.world_size}-{self.algorithm}-{self.hash[:8]}"
+        )
+
+    @property
+    def title(self) -> str:
+        """For people: what is run."""
+        return f"{self.model} bs={self.batch_size} n={self.world_size} {self.label}"
+
+    @property
+    def cell(self) -> tuple[Any, ...]:
+        """What compared trials have in common: all but algorithm and world size."""
+        same = dataclasses.replace(self, algorithm="", options={}, label="", world_size=0)
+        return (self.model, self.batch_size, same.hash)
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Trial:
+        return cls(
+            **{
+                **values,
+                "optimizer": OptimizerConfig(**values["optimizer"]),
+                "measure": MeasureConfig(**values["measure"]),
+            }
+        )

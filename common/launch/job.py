@@ -1,0 +1,107 @@
+"""What a launcher is asked to start, and what it answers."""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One repeat of one trial: `world_size` workers on `folder/trial.json`."""
+
+    folder: Path
+    repeat: int
+    world_size: int
+    timeout_s: float
+
+    @property
+    def result_path(self) -> Path:
+        return self.folder / f"repeat-{self.repeat}.json"
+
+    def log_path(self, rank: int) -> Path:
+        """What rank `rank` printed."""
+        return self.folder / f"log-{self.repeat}-rank{rank}.txt"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a job ended."""
+
+    status: str
+    """As in records: ok, failed, timeout, oom, unsupported, interrupted."""
+    error: dict[str, Any] | None = None
+    """kind, message, rank (None if it is not one rank's), where."""
+    result: dict[str, Any] | None = None
+
+
+class Launcher(ABC):
+    """Starts the workers of a job and returns when none of them is left."""
+
+    @abstractmethod
+    def command(self, job: Job) -> str:
+        """The job as a command that a person could type."""
+
+    @abstractmethod
+    def run(self, job: Job) -> Outcome:
+        """Runs the job to its end, its time limit, or the first failure of a rank.
+
+        On `KeyboardInterrupt` the workers are stopped, then it is raised again.
+        """
+
+
+def ranks_phase(job: Job, rank: int) -> str:
+    """What the rank said it was doing last."""
+    path = job.folder / f"phase-{job.repeat}-rank{rank}"
+    return path.read_text().partition(" ")[2] if path.exists() else "starting"
+
+
+def rank_errors(job: Job) -> dict[int, dict[str, Any]]:
+    """What failing ranks wrote before they left."""
+    errors = {}
+    for path in sorted(job.folder.glob(f"error-{job.repeat}-rank*.json")):
+        error = json.loads(path.read_text())
+        errors[error["rank"]] = error
+    return errors
+
+
+def outcome_of(job: Job, exit_codes: dict[int, int | None]) -> Outcome:
+    """Judges a job whose processes have all ended.
+
+    Args:
+        exit_codes: per rank, as subprocess gives them (minus the signal's number for a signal), or
+            None where the launcher stopped the rank itself.
+    """
+    errors = rank_errors(job)
+    killed = [rank for rank, code in exit_codes.items() if code is not None and code < 0]
+    if killed:
+        # The others fail because this one is gone; it is the cause even if they were noticed first.
+        rank = killed[0]
+        message = f"rank {rank} was killed by signal {-exit_codes[rank]}"
+        return _failed(job, "failed", message, rank)
+    for kind in ("unsupported", "oom", "failed"):
+        for error in errors.values():
+            if error["kind"] == kind:
+                return Outcome(status=kind, error=error)
+    for rank, code in exit_codes.items():
+        if code:
+            return _failed(job, "failed", f"rank {rank} exited with status {code}", rank)
+    if not job.result_path.exists():
+        return _failed(job, "failed", "the workers ended without a result", None)
+    return Outcome(status="ok", result=json.loads(job.result_path.read_text()))
+
+
+def timed_out(job: Job) -> Outcome:
+    """The outcome of a job that the launcher stopped at its time limit."""
+    phases = "; ".join(f"rank {r}: {ranks_phase(job, r)}" for r in range(job.world_size))
+    message = f"not finished after {job.timeout_s:g} s ({phases}); stacks are in the logs"
+    return _failed(job, "timeout", message, None)
+
+
+def _failed(job: Job, status: str, message: str, rank: int | None) -> Outcome:
+    where = None if rank is None else ranks_phase(job, rank)
+    error = {"kind": status, "message": message, "rank": rank, "where": where}
+    return Outcome(status=status, error=error)

@@ -1,0 +1,148 @@
+"""Ranks as processes of this machine, forked from a server that has imported torch already.
+
+Importing torch takes seconds and a sweep starts dozens of jobs; the fork server pays once.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from multiprocessing.connection import wait
+from multiprocessing.context import ForkServerProcess
+
+from common.launch.job import Job, Launcher, Outcome, outcome_of, timed_out
+
+# After the first rank has failed, the others get this long to say what they saw.
+GRACE_S = 2.0
+
+
+class LocalLauncher(Launcher):
+    """Starts one process per rank.
+
+    Args:
+        preload: modules that the fork server imports before the first job.
+    """
+
+    def __init__(self, preload: Sequence[str]) -> None:
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["common.harness.worker", *preload])
+
+    def command(self, job: Job) -> str:
+        worker = f"python -m common.harness.worker {job.folder} {job.repeat}"
+        if job.world_size == 1:
+            return worker
+        return (
+            f"torchrun --standalone --nproc-per-node {job.world_size} "
+            f"-m {worker.removeprefix('python -m ')}"
+        )
+
+    def run(self, job: Job) -> Outcome:
+        processes = [
+            self._context.Process(target=_be_rank, args=(job, rank), daemon=True)
+            for rank in range(job.world_size)
+        ]
+        try:
+            for process in processes:
+                process.start()
+            in_time = self._wait(processes, job.timeout_s)
+            if not in_time:
+                _dump_stacks(processes)
+        finally:
+            stopped = _stop(processes)
+            (job.folder / _store_name(job)).unlink(missing_ok=True)
+        if not in_time:
+            return timed_out(job)
+        codes = {
+            rank: None if rank in stopped else process.exitcode
+            for rank, process in enumerate(processes)
+        }
+        return outcome_of(job, codes)
+
+    @staticmethod
+    def _wait(processes: list[ForkServerProcess], timeout_s: float) -> bool:
+        """Waits for all to end, or a little longer than the first failure; False if out of time."""
+        deadline = time.monotonic() + timeout_s
+        failed = False
+        running = list(processes)
+        while running:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return failed
+            wait([process.sentinel for process in running], timeout=left)
+            ended = [process for process in running if process.exitcode is not None]
+            running = [process for process in running if process not in ended]
+            if not failed and any(process.exitcode for process in ended):
+                failed = True
+                deadline = min(deadline, time.monotonic() + GRACE_S)
+        return True
+
+
+def _stop(processes: list[ForkServerProcess]) -> set[int]:
+    """Kills what still runs, each with its process group; returns those ranks."""
+    stopped = set()
+    for rank, process in enumerate(processes):
+        if process.pid is not None and process.exitcode is None:
+            stopped.add(rank)
+            _signal_group(process.pid, signal.SIGKILL)
+    for process in processes:
+        if process.pid is not None:
+            process.join()
+    return stopped
+
+
+def _signal_group(pid: int, number: int) -> None:
+    try:
+        os.killpg(pid, number)
+    except ProcessLookupError:
+        # Not yet the leader of its own group, or gone: the process itself is meant.
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:
+            return
+
+
+def _dump_stacks(processes: list[ForkServerProcess]) -> None:
+    for process in processes:
+        if process.exitcode is None:
+            _signal_group(process.pid, signal.SIGUSR1)
+    wait([process.sentinel for process in processes if process.exitcode is None], timeout=0.5)
+
+
+def _store_name(job: Job) -> str:
+    return f"store-{job.repeat}"
+
+
+def _be_rank(job: Job, rank: int) -> None:
+    """Runs in the new process."""
+    os.setsid()  # a Ctrl-C at the terminal is the driver's to handle
+    threading.Thread(target=_die_with_driver, daemon=True).start()
+    with job.log_path(rank).open("w") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    sys.stdin = open(os.devnull)  # noqa: SIM115  (for the life of the process)
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(job.world_size),
+        LOCAL_RANK=str(rank),
+        LOCAL_WORLD_SIZE=str(job.world_size),
+        DEAR_STORE=str(job.folder / _store_name(job)),
+    )
+    from common.harness import worker
+
+    code = worker.main(job.folder, job.repeat)
+    sys.stdout.flush()
+    # No interpreter shutdown: libraries' threads may outlive their modules there.
+    os._exit(code)
+
+
+def _die_with_driver() -> None:
+    # The fork server outlives a driver killed by SIGKILL as long as it has children.
+    wait([multiprocessing.parent_process().sentinel])
+    os.kill(os.getpid(), signal.SIGKILL)

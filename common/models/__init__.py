@@ -1,0 +1,1 @@
+"""Models with the real shapes of weights, from the libraries of the field."""

@@ -1,0 +1,59 @@
+"""BERT pre-training (masked words and next sentence), Base and Large, from transformers."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # configurations only; nothing is downloaded
+
+import torch
+from torch.nn import functional
+from transformers import BertConfig, BertForPreTraining
+
+from common.models.workload import Workload
+
+# 30522 word pieces, padded to a multiple of 8 for the matrix units.
+VOCABULARY = 30528
+_TOKEN_IDS = 2000  # the references draw random ids below this
+_SIZES = {
+    "bert_base": {
+        "hidden_size": 768,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "intermediate_size": 3072,
+    },
+    "bert": {
+        "hidden_size": 1024,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "intermediate_size": 4096,
+    },
+}
+
+
+def build(
+    name: str, batch_size: int, sentence_len: int | None, generator: torch.Generator
+) -> Workload:
+    """BERT with random weights; token ids `[batch_size, sentence_len]`, every word a target."""
+    model = BertForPreTraining(BertConfig(vocab_size=VOCABULARY, **_SIZES[name]))
+    shape = (batch_size, sentence_len)
+    tokens = torch.randint(_TOKEN_IDS, shape, generator=generator)
+    words = torch.randint(_TOKEN_IDS, shape, generator=generator)
+    follows = torch.randint(2, (batch_size,), generator=generator)
+    return Workload(
+        model=model,
+        inputs={
+            "input_ids": tokens,
+            "token_type_ids": torch.zeros_like(tokens),
+            "attention_mask": torch.ones_like(tokens),
+        },
+        targets=(words, follows),
+        criterion=_loss,
+    )
+
+
+def _loss(output: object, words: torch.Tensor, follows: torch.Tensor) -> torch.Tensor:
+    word_scores = output.prediction_logits.view(-1, VOCABULARY)
+    return functional.cross_entropy(word_scores, words.view(-1)) + functional.cross_entropy(
+        output.seq_relationship_logits, follows
+    )

@@ -1,0 +1,34 @@
+"""Lets the published torchvision wheel import beside a CPU build of torch.
+
+That wheel is built for CUDA; beside a CPU torch its C++ operators do not load, and its import fails
+where it registers a fake kernel for `nms` and `qnms`. Declaring the two operators is enough: the
+classification models use neither. Where the operators exist this does nothing.
+"""
+
+from __future__ import annotations
+
+import torch
+
+_SIGNATURES = {
+    "nms": "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+    "qnms": "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+}
+
+
+def _import_needs_help() -> bool:
+    try:
+        import torchvision  # noqa: F401
+    except RuntimeError as error:
+        if "torchvision::nms does not exist" in str(error):
+            return True
+        raise
+    return False
+
+
+# The library object must live as long as the operators do.
+_library: torch.library.Library | None = None
+if _import_needs_help():
+    _library = torch.library.Library("torchvision", "DEF")
+    for _name, _signature in _SIGNATURES.items():
+        if not hasattr(torch.ops.torchvision, _name):
+            _library.define(_signature)

@@ -1,0 +1,1 @@
+"""Records, and what is derived from them: statistics, tables."""

@@ -1,0 +1,257 @@
+"""The comparison that a sweep is run for, as rows, Markdown, CSV, and the references' reports."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from common.results.records import Record
+from common.results.stats import speedup, verdict
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One trial in a table; None where there is nothing to say."""
+
+    model: str
+    batch_size: int
+    world_size: int
+    algorithm: str
+    status: str
+    throughput: float | None = None
+    unit: str | None = None
+    ci_low: float | None = None
+    ci_high: float | None = None
+    n: int | None = None
+    """Timed steps."""
+    repeats: int | None = None
+    speedup: float | None = None
+    """Median step time of the algorithm compared to, over this one's."""
+    speedup_low: float | None = None
+    speedup_high: float | None = None
+    verdict: str | None = None
+    efficiency: float | None = None
+    """Throughput over world size times the single worker's throughput."""
+    correct: bool | None = None
+    """Replicas agree, and the first steps match plain training."""
+    reason: str | None = None
+    """Why there is no number, or why to doubt it."""
+
+
+def rows(records: Iterable[Record], compare_to: str) -> list[Row]:
+    """One row per record; speed-ups are relative to `compare_to` in the same cell and world."""
+    records = list(records)
+    return [_row(record, records, compare_to) for record in records]
+
+
+def _row(record: Record, records: list[Record], compare_to: str) -> Row:
+    trial = record["trial"]
+    known: dict[str, Any] = {
+        "model": trial["model"],
+        "batch_size": trial["batch_size"],
+        "world_size": trial["world_size"],
+        "algorithm": trial["label"],
+        "status": record["status"],
+    }
+    if record["status"] != "ok":
+        error = record["error"] or {}
+        return Row(**known, reason=error.get("message"))
+    found = record["throughput"]
+    check = record["check"]
+    known |= {
+        "throughput": found["value"],
+        "unit": found["unit"],
+        "ci_low": found["ci_low"],
+        "ci_high": found["ci_high"],
+        "n": found["n"],
+        "repeats": len(record["repeats"]),
+        "correct": check["replicas_agree"] and check["matches_reference"],
+        "reason": "; ".join(record["notes"]) or None,
+    }
+    base = _peer(record, records, lambda t: _is_base(t, compare_to, trial["world_size"]))
+    if base is not None and base is not record and trial["algorithm"] != "none":
+        ratio = speedup(record["repeats"], base["repeats"])
+        count = min(len(record["repeats"]), len(base["repeats"]))
+        known |= {
+            "speedup": ratio.value,
+            "speedup_low": ratio.low,
+            "speedup_high": ratio.high,
+            "verdict": verdict(ratio, count),
+        }
+        if not _interleaved(record, base):
+            note = f"not measured together with {compare_to}"
+            known["reason"] = "; ".join(filter(None, [known["reason"], note]))
+    single = _peer(record, records, lambda t: t["algorithm"] == "none")
+    if single is not None:
+        known["efficiency"] = found["value"] / (trial["world_size"] * single["throughput"]["value"])
+    return Row(**known)
+
+
+def _is_base(trial: dict[str, Any], compare_to: str, world_size: int) -> bool:
+    names = (trial["algorithm"], trial["label"])
+    return compare_to in names and trial["world_size"] == world_size
+
+
+def _peer(record: Record, records: list[Record], wanted: Any) -> Record | None:
+    """The first good record of the same model and settings whose trial is `wanted`."""
+    for other in records:
+        same = _settings(other["trial"]) == _settings(record["trial"])
+        if other["status"] == "ok" and same and wanted(other["trial"]):
+            return other
+    return None
+
+
+def _settings(trial: dict[str, Any]) -> dict[str, Any]:
+    own = ("algorithm", "options", "label", "world_size")
+    return {key: value for key, value in trial.items() if key not in own}
+
+
+def _interleaved(record: Record, base: Record) -> bool:
+    return record["run"] == base["run"]
+
+
+_HEADINGS = (
+    "model",
+    "batch",
+    "workers",
+    "algorithm",
+    "throughput",
+    "95 % CI",
+    "n",
+    "speed-up (95 % CI)",
+    "verdict",
+    "efficiency",
+    "correct",
+    "notes",
+)
+NUMERIC = ("batch", "workers", "throughput", "95 % CI", "n", "efficiency")
+
+
+def headings(compare_to: str) -> list[str]:
+    """Column titles; the speed-up says relative to what."""
+    return [text.replace("speed-up", f"speed-up vs {compare_to}") for text in _HEADINGS]
+
+
+def cells(row: Row) -> list[str]:
+    """The row as text, in the order of `headings`."""
+    return [" ".join(text.split()) for text in _texts(row)]
+
+
+def _texts(row: Row) -> list[str]:
+    if row.status != "ok":
+        blank = [""] * 6
+        return [*_name(row), row.status, *blank, row.reason or ""]
+    ratio = ""
+    if row.speedup is not None:
+        ratio = f"{row.speedup:.2f} ({row.speedup_low:.2f}-{row.speedup_high:.2f})"
+    return [
+        *_name(row),
+        f"{significant(row.throughput)} {row.unit}",
+        f"{significant(row.ci_low)}-{significant(row.ci_high)}",
+        str(row.n),
+        ratio,
+        row.verdict or "",
+        "" if row.efficiency is None else f"{row.efficiency:.0%}",
+        "yes" if row.correct else "NO",
+        row.reason or "",
+    ]
+
+
+def _name(row: Row) -> list[str]:
+    return [row.model, str(row.batch_size), str(row.world_size), row.algorithm]
+
+
+def significant(value: float | None) -> str:
+    """Three significant digits, without an exponent."""
+    if value is None:
+        return ""
+    decimals = 2 - math.floor(math.log10(value)) if value > 0 else 0
+    return f"{value:.{max(decimals, 0)}f}"
+
+
+def summary(table: list[Row], compare_to: str) -> list[str]:
+    """The answer in a sentence per model and world size."""
+    lines = []
+    for cell in dict.fromkeys((row.model, row.batch_size, row.world_size) for row in table):
+        rivals = [
+            row
+            for row in table
+            if (row.model, row.batch_size, row.world_size) == cell
+            and row.throughput
+            and row.correct
+        ]
+        if len(rivals) < 2:
+            continue
+        best = max(rivals, key=lambda row: row.throughput or 0.0)
+        text = f"{best.model}, {best.world_size} workers: {best.algorithm} has the highest median"
+        if best.speedup is None:
+            others = [row for row in rivals if row.speedup is not None]
+            text += "" if others else f" (no {compare_to} to compare with)"
+        else:
+            text += (
+                f", {best.speedup:.2f}x {compare_to} "
+                f"(95 % CI {best.speedup_low:.2f}-{best.speedup_high:.2f}: {best.verdict})"
+            )
+        lines.append(text)
+    return lines
+
+
+def markdown(table: list[Row], compare_to: str) -> str:
+    """A table for a README or a pull request."""
+    titles = headings(compare_to)
+    body = [[text.replace("|", r"\|") for text in cells(row)] for row in table]
+    widths = [max(len(line[i]) for line in [titles, *body]) for i in range(len(titles))]
+    right = [title in NUMERIC for title in titles]
+
+    def line(texts: list[str]) -> str:
+        padded = [
+            text.rjust(width) if aligned else text.ljust(width)
+            for text, width, aligned in zip(texts, widths, right, strict=True)
+        ]
+        return "| " + " | ".join(padded) + " |"
+
+    rule = ["-" * (width - 1) + (":" if r else "-") for width, r in zip(widths, right, strict=True)]
+    return "\n".join([line(titles), line(rule), *(line(text) for text in body)]) + "\n"
+
+
+def csv_text(table: list[Row]) -> str:
+    """All fields of all rows, full precision; None is empty."""
+    out = io.StringIO()
+    names = list(Row.__dataclass_fields__)
+    writer = csv.DictWriter(out, names, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(asdict(row) for row in table)
+    return out.getvalue()
+
+
+def reference_reports(records: Iterable[Record], rdma: int = 0) -> dict[str, Any]:
+    """`reports.json` of the reference suites: {rdma: {MODEL_BS: {method: [samples/s, ...]}}}.
+
+    One number per world size, ascending, as text with three decimals; mean rate as they take it.
+    """
+    speeds: dict[str, dict[str, dict[int, float]]] = {}
+    for record in records:
+        trial = record["trial"]
+        if record["status"] != "ok" or trial["algorithm"] == "none":
+            continue
+        task = f"{trial['model']}_{trial['batch_size']}"
+        rates = [
+            trial["world_size"] * trial["batch_size"] * len(block) / sum(block)
+            for repeat in record["iters"]
+            for block in repeat
+        ]
+        by_world = speeds.setdefault(task, {}).setdefault(trial["label"], {})
+        by_world[trial["world_size"]] = sum(rates) / len(rates)
+    return {
+        str(rdma): {
+            task: {
+                method: [f"{by_world[world]:.3f}" for world in sorted(by_world)]
+                for method, by_world in methods.items()
+            }
+            for task, methods in speeds.items()
+        }
+    }

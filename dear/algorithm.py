@@ -1,0 +1,99 @@
+"""The contract of a data-parallel training algorithm, and how its file is found.
+
+An algorithm is one file in `dear/algorithms/`; the file name is its name on the command line, in
+records and in plots. The file defines one subclass of `Algorithm` and takes torch from `dear.lazy`,
+so that listing and checking never import torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import dear.algorithms
+from dear.errors import unknown
+from dear.options import build_options
+
+if TYPE_CHECKING:
+    import torch
+
+    from dear.communicator import Communicator
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Settings of one algorithm: a frozen dataclass, every field documented with its unit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capabilities:
+    """What an algorithm promises and needs; the harness checks it before it starts anything."""
+
+    consistency: Literal["synchronous", "delayed", "decentralized", "asynchronous"]
+    """`synchronous`: after each step all replicas equal serial training on the joined batch."""
+    devices: tuple[str, ...] = ("cpu", "cuda")
+    min_world_size: int = 1
+    needs_topology: bool = False
+
+
+class Algorithm(ABC):
+    """How gradients (or parameters) of the replicas are brought together, and when."""
+
+    Options: ClassVar[type[Options]] = Options
+    capabilities: ClassVar[Capabilities]
+
+    @classmethod
+    def unavailable(cls) -> str | None:
+        """Why the algorithm cannot run in this installation (no torch import), or None."""
+        return None
+
+    @abstractmethod
+    def wrap(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        communicator: Communicator,
+        options: Any,
+    ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        """Makes `model` and `optimizer` train as one replica of many.
+
+        Afterwards the ordinary loop trains: `zero_grad(); loss = criterion(model(x), y);
+        loss.backward(); optimizer.step()`. The returned optimizer also has `synchronize()` (nothing
+        in flight, parameters current, gradients averaged), `no_sync()` and `close()` (hooks
+        removed). Replicas must start equal: see `dear.broadcast_parameters`.
+
+        Raises:
+            UserError: the model or optimizer is of a kind that the algorithm cannot train.
+            Unavailable: a library that the algorithm stands on is missing.
+        """
+
+
+def algorithm_names() -> list[str]:
+    """Every algorithm there is, by the names of the files, sorted."""
+    return sorted(module.name for module in pkgutil.iter_modules(dear.algorithms.__path__))
+
+
+def algorithm_class(name: str) -> type[Algorithm]:
+    """The class in `dear/algorithms/<name>.py`; raises `UserError` for an unknown name."""
+    names = algorithm_names()
+    if name not in names:
+        raise unknown("algorithm", name, names)
+    module = importlib.import_module(f"dear.algorithms.{name}")
+    found = [
+        value
+        for value in vars(module).values()
+        if isinstance(value, type)
+        and issubclass(value, Algorithm)
+        and value.__module__ == module.__name__
+    ]
+    if len(found) != 1:
+        raise TypeError(f"{module.__file__} must define one Algorithm, found {len(found)}")
+    return found[0]
+
+
+def algorithm_options(name: str, given: dict[str, Any]) -> Options:
+    """Typed options of algorithm `name`; raises `UserError` for an unknown or invalid one."""
+    return build_options(algorithm_class(name).Options, given, f"option of {name}")

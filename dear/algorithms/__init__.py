@@ -1,0 +1,1 @@
+"""The algorithms, one file each; the file name is the name."""

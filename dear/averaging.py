@@ -1,0 +1,110 @@
+"""Averages gradients tensor by tensor: the collective part of `allreduce` and `wfbp`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+from dear.backward import BackwardSchedule
+from dear.engine import Engine
+from dear.lazy import torch
+
+if TYPE_CHECKING:
+    from torch.nn import Parameter
+
+    from dear.communicator import Communicator, Work
+
+
+class GradientAverager:
+    """`launch` starts the all-reduce of one parameter's gradient, `finish` waits for all of them.
+
+    Every rank must launch the same parameters in the same order, also those that have no gradient
+    on it: they count as zero if another rank has one. A parameter that no rank has a gradient for
+    keeps `grad=None`, so that optimizers leave it alone as in serial training.
+
+    Cost per pass and rank: one all-reduce per launched parameter, and one of a byte per parameter.
+    """
+
+    def __init__(self, params: Sequence[Parameter], communicator: Communicator) -> None:
+        self._params = list(params)
+        self._communicator = communicator
+        self._running: list[tuple[Parameter, torch.Tensor, Work]] = []
+
+    def launch(self, param: Parameter) -> None:
+        """Starts averaging `param.grad` in place."""
+        gradient = param.grad if param.grad is not None else torch.zeros_like(param)
+        self._running.append((param, gradient, self._communicator.all_reduce(gradient, op="mean")))
+
+    def forget(self) -> None:
+        """Waits for what a pass that ended early has left under way, and drops it."""
+        while self._running:
+            self._running.pop()[2].wait()
+
+    def finish(self) -> None:
+        """Returns when every launched gradient is the mean over ranks."""
+        if not self._params:
+            return
+        has = [param.grad is not None for param in self._params]
+        used = torch.tensor(has, dtype=torch.uint8, device=self._params[0].device)
+        exchange = self._communicator.all_reduce(used, op="max")
+        for _, _, work in self._running:
+            work.wait()
+        exchange.wait()
+        somewhere = dict(zip(self._params, used.tolist(), strict=True))
+        for param, gradient, _ in self._running:
+            if param.grad is None and somewhere[param]:
+                param.grad = gradient
+        self._running.clear()
+
+
+class AveragingEngine(Engine):
+    """Averages in or right after the backward pass; the step is the optimizer's own.
+
+    Args:
+        overlap: start each tensor's all-reduce as soon as its gradient is there; otherwise all of
+            them start when the pass has ended.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        communicator: Communicator,
+        params: Sequence[Parameter],
+        *,
+        overlap: bool,
+    ) -> None:
+        super().__init__(model, communicator)
+        self._averager = averager = GradientAverager(params, communicator)
+        # Without overlap the whole model is one unit, complete at the end of the pass only: even
+        # if every gradient arrives, the last one arrives last.
+        units = [[param] for param in params] if overlap else [list(params)]
+
+        def launch(unit: int) -> None:
+            for param in units[unit]:
+                averager.launch(param)
+
+        self._schedule = BackwardSchedule(
+            self.hooks, units, communicator, launch=launch, finish=averager.finish
+        )
+
+    def step(self, update: Callable[[], Any]) -> Any:
+        self._schedule.run_if_missing()
+        self._schedule.restart()
+        return update()
+
+    def step_closure(self, update: Callable[[Callable[[], Any]], Any], closure: Any) -> Any:
+        self._schedule.restart()
+        return update(closure)
+
+    def synchronize(self) -> None:
+        """Averages what was accumulated under `no_sync`; the rest `backward()` has averaged."""
+        if self._schedule.unsent:
+            self._schedule.run_if_missing()
+
+    def forget(self) -> None:
+        self._averager.forget()
+        self._schedule.forget()
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        return self._schedule.paused()

@@ -1,0 +1,137 @@
+"""Starts communication while the backward pass still runs, in one order on all ranks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from dear.errors import UserError
+from dear.hooks import Hooks, at_end_of_backward
+from dear.lazy import torch
+
+if TYPE_CHECKING:
+    from torch.nn import Parameter
+
+    from dear.communicator import Communicator
+
+
+class BackwardSchedule:
+    """Calls `launch(unit)` as units of parameters get their gradients, `finish()` after the pass.
+
+    A unit is a group of parameters that travel together. Ranks may see gradients in different
+    orders or lack some; collectives must still match. So units are launched in one agreed order,
+    each when it and all before it are complete; what is missing at the end of the pass is launched
+    then. The order is the reverse of registration in the first pass and afterwards the order in
+    which rank 0's units were complete in it.
+
+    A pass is one `backward()` outside `paused()`. Gradients accumulate in `p.grad` over passes as
+    in plain torch.
+    """
+
+    def __init__(
+        self,
+        hooks: Hooks,
+        units: Sequence[Sequence[Parameter]],
+        communicator: Communicator,
+        *,
+        launch: Callable[[int], None],
+        finish: Callable[[], None],
+    ) -> None:
+        self._units = units
+        self._communicator = communicator
+        self._launch = launch
+        self._finish = finish
+        self._unit_of = {param: i for i, unit in enumerate(units) for param in unit}
+        self._order = list(reversed(range(len(units))))
+        self._learnt = False
+        self._in_pass = False
+        self._paused = False
+        self.passed = False
+        """True if a pass has ended since `restart`."""
+        self.unsent = False
+        """True if gradients have been added under `paused` since the last pass."""
+        hooks.on_gradient(self._unit_of, self._on_gradient)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Backward passes inside communicate nothing; the next pass outside carries their sum."""
+        self._paused, before = True, self._paused
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    def restart(self) -> None:
+        """Forgets the last pass: the next step needs a new one."""
+        self.passed = False
+
+    def forget(self) -> None:
+        """Forgets gradients that have been discarded, also those of a pass that an error ended."""
+        self._in_pass = self.passed = self.unsent = False
+
+    def run_if_missing(self) -> None:
+        """Communicates the gradients there are if no pass since `restart` has carried them all.
+
+        So gradients accumulated under `paused` are never lost, and a rank whose loss did not depend
+        on the model still takes part in the step.
+        """
+        if not self.passed or self.unsent:
+            self._begin()
+            self._end()
+
+    def _begin(self) -> None:
+        self._in_pass = True
+        self.unsent = False
+        self._next = 0
+        self._seen: set[Parameter] = set()
+        self._missing = [len(unit) for unit in self._units]
+        self._completed: list[int] = []
+
+    def _on_gradient(self, param: Parameter) -> None:
+        if param.grad.layout is not torch.strided:
+            raise UserError(
+                f"sparse gradient of shape {tuple(param.shape)}: only dense gradients are "
+                "communicated; build the embedding with sparse=False"
+            )
+        if self._paused:
+            self.unsent = True
+            return
+        if not self._in_pass:
+            self._begin()
+            at_end_of_backward(self._end)
+        if param in self._seen:
+            self._in_pass = False
+            raise UserError(
+                f"a parameter of shape {tuple(param.shape)} got its gradient twice in one backward "
+                "pass (reentrant checkpointing?); use torch.utils.checkpoint with "
+                "use_reentrant=False"
+            )
+        self._seen.add(param)
+        unit = self._unit_of[param]
+        self._missing[unit] -= 1
+        if self._missing[unit] == 0:
+            self._completed.append(unit)
+        while self._next < len(self._order) and self._missing[self._order[self._next]] == 0:
+            self._launch_next()
+
+    def _launch_next(self) -> None:
+        self._next += 1
+        self._launch(self._order[self._next - 1])
+
+    def _end(self) -> None:
+        if not self._in_pass:  # an error in the pass has ended it already
+            return
+        while self._next < len(self._order):
+            self._launch_next()
+        self._in_pass = False
+        self.passed = True
+        self._finish()
+        if not self._learnt:
+            self._learn()
+
+    def _learn(self) -> None:
+        seen = set(self._completed)
+        rest = [unit for unit in self._order if unit not in seen]
+        self._order = self._communicator.broadcast_object(self._completed + rest)
+        self._learnt = True

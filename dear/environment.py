@@ -1,0 +1,108 @@
+"""Which rank am I: what torchrun, Open MPI, MPICH (PMI) and Slurm put in the environment."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from dear.errors import UserError
+
+# launcher, then the variables of: rank, world size, rank on this host, ranks on this host.
+_VARIABLES = (
+    ("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    (
+        "Open MPI",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    ("MPICH", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    ("Slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankFacts:
+    """One process's place in the job, as its launcher told it."""
+
+    launcher: str
+    """`torchrun`, `Open MPI`, `MPICH`, `Slurm`, or `none` for a process started alone."""
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+
+    @property
+    def one_host(self) -> bool:
+        """True if every rank of the job runs on this host."""
+        return self.local_world_size == self.world_size
+
+
+def rank_facts(env: Mapping[str, str] = os.environ) -> RankFacts:
+    """Reads the facts; a process that no launcher started is rank 0 of a world of 1.
+
+    Raises:
+        UserError: a variable is missing, not a number, or contradicts another.
+    """
+    for launcher, rank, size, local_rank, local_size in _VARIABLES:
+        if rank not in env:
+            continue
+        # Slurm sets SLURM_PROCID=0 in batch scripts too; only a step (srun) starts ranks.
+        in_step = "SLURM_STEP_ID" in env
+        if launcher == "Slurm" and not in_step:
+            continue
+        # srun's own PMI says the rank but not the place on the host; Slurm's variables do.
+        if launcher == "MPICH" and local_rank not in env and in_step:
+            continue
+        # The number per node may be the whole allocation's; the step's own list is what counts.
+        if launcher == "Slurm" and (local_size not in env or "SLURM_STEP_TASKS_PER_NODE" in env):
+            env = {**env, local_size: _tasks_on_this_node(env)}
+        facts = RankFacts(
+            launcher=launcher,
+            rank=_number(env, rank, launcher),
+            world_size=_number(env, size, launcher),
+            local_rank=_number(env, local_rank, launcher, default=rank),
+            local_world_size=_number(env, local_size, launcher, default=size),
+        )
+        if not 0 <= facts.rank < facts.world_size:
+            raise UserError(
+                f"{launcher} says rank {facts.rank} of {facts.world_size}: {rank} must lie in "
+                f"0..{size}-1"
+            )
+        if not 0 <= facts.local_rank < facts.local_world_size <= facts.world_size:
+            raise UserError(
+                f"{launcher} says {local_rank}={facts.local_rank}, "
+                f"{local_size}={facts.local_world_size}, {size}={facts.world_size}: each must be "
+                "less than the next (the last two may be equal)"
+            )
+        return facts
+    return RankFacts(launcher="none", rank=0, world_size=1, local_rank=0, local_world_size=1)
+
+
+def _tasks_on_this_node(env: Mapping[str, str]) -> str:
+    """From Slurm's list of tasks per node of the step, e.g. `4(x2),3` for 4, 4 and 3."""
+    counts: list[str] = []
+    for count, times in re.findall(
+        r"(\d+)(?:\(x(\d+)\))?", env.get("SLURM_STEP_TASKS_PER_NODE", "")
+    ):
+        counts += [count] * int(times or 1)
+    node = env.get("SLURM_NODEID", "0")
+    if node.isdecimal() and int(node) < len(counts):
+        return counts[int(node)]
+    return env.get("SLURM_NTASKS", "")
+
+
+def _number(env: Mapping[str, str], name: str, launcher: str, default: str | None = None) -> int:
+    # A launcher that names ranks but not their place on the host (RANK and WORLD_SIZE set by
+    # hand) is taken to run on one host.
+    text = env.get(name, env.get(default, "") if default else "")
+    try:
+        return int(text)
+    except ValueError:
+        raise UserError(
+            f"{launcher} environment: {name}={text!r} is not a number; start the script with "
+            "torchrun or mpirun, or unset the variable to run alone"
+        ) from None

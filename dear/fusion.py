@@ -1,0 +1,115 @@
+"""Which tensors travel together, and the flat buffers they travel in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from dear.lazy import torch
+
+if TYPE_CHECKING:
+    from torch.nn import Module, Parameter
+
+MIB = 2**20
+
+
+def by_threshold(sizes: Sequence[float], threshold: float) -> list[list[int]]:
+    """Neighbours joined as long as the group stays below `threshold` (same unit as `sizes`).
+
+    A group always takes its first item; DeAR (arXiv 2302.12445) fuses layers so, in forward order.
+    """
+    groups: list[list[int]] = []
+    total = 0.0
+    for index, size in enumerate(sizes):
+        if groups and total + size < threshold:
+            groups[-1].append(index)
+            total += size
+        else:
+            groups.append([index])
+            total = size
+    return groups
+
+
+def padded(numel: int, world_size: int) -> int:
+    """The least multiple of `world_size` that holds `numel` elements."""
+    return -(-numel // world_size) * world_size
+
+
+def layers(model: Module, trained: Sequence[Parameter]) -> list[list[Parameter]]:
+    """The `trained` parameters by the module that owns them, in registration order.
+
+    A parameter shared by modules belongs to the first; modules that own none are left out.
+    """
+    wanted = set(trained)
+    result = []
+    for module in model.modules():
+        own = [param for param in module.parameters(recurse=False) if param in wanted]
+        wanted.difference_update(own)
+        if own:
+            result.append(own)
+    return result
+
+
+def fuse(units: Sequence[Sequence[Parameter]], threshold: float) -> list[list[Parameter]]:
+    """Joins neighbouring units below `threshold` bytes; dtypes and devices are never mixed."""
+    runs: list[list[list[Parameter]]] = []
+    kind = None
+    for unit in units:
+        for same in _split_by_kind(unit):
+            if (same[0].dtype, same[0].device) != kind:
+                kind = (same[0].dtype, same[0].device)
+                runs.append([])
+            runs[-1].append(same)
+    groups = []
+    for run in runs:
+        sizes = [sum(param.nbytes for param in unit) for unit in run]
+        for members in by_threshold(sizes, threshold):
+            groups.append([param for index in members for param in run[index]])
+    return groups
+
+
+def _split_by_kind(unit: Sequence[Parameter]) -> list[list[Parameter]]:
+    kinds: dict[tuple[torch.dtype, torch.device], list[Parameter]] = {}
+    for param in unit:
+        kinds.setdefault((param.dtype, param.device), []).append(param)
+    return list(kinds.values())
+
+
+class FlatBuffer:
+    """One contiguous buffer for the gradients of a group, with a mark per parameter.
+
+    Layout, in elements: the gradients one after another, then one mark per parameter (1 where this
+    rank has a gradient, so that after a sum over ranks 0 means nobody has), then zeros up to a
+    multiple of the world size.
+    """
+
+    def __init__(self, params: Sequence[Parameter], world_size: int) -> None:
+        self.params = list(params)
+        numel = sum(param.numel() for param in params)
+        self.data = torch.zeros(
+            padded(numel + len(params), world_size), dtype=params[0].dtype, device=params[0].device
+        )
+        self.views = []
+        """The place of each parameter's gradient in `data`, in the parameter's shape."""
+        offset = 0
+        for param in params:
+            self.views.append(self.data.narrow(0, offset, param.numel()).view(param.shape))
+            offset += param.numel()
+        self.marks = self.data.narrow(0, offset, len(params))
+
+    def pack(self) -> None:
+        """Copies the gradients in; a parameter without one contributes zeros."""
+        for param, view in zip(self.params, self.views, strict=True):
+            if param.grad is None:
+                view.zero_()
+            else:
+                view.copy_(param.grad)
+        self.marks.copy_(torch.tensor([float(p.grad is not None) for p in self.params]))
+
+    def gradients(self) -> list[tuple[Parameter, torch.Tensor | None]]:
+        """Each parameter with its place in the buffer, or None if no rank has a gradient for it."""
+        marks = self.marks.abs().tolist()
+        return [
+            (param, view if mark > 0 else None)
+            for param, view, mark in zip(self.params, self.views, marks, strict=True)
+        ]

@@ -1,0 +1,31 @@
+"""`torch` for files that must also be readable without it.
+
+The command line lists algorithms, checks their options and prints plans in a fraction of a second,
+which an `import torch` (seconds) would spoil. Algorithm files therefore take torch from here:
+it is imported when the first attribute is asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+
+class LazyModule:
+    """Stands for a module and imports it at the first use of an attribute."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        module: ModuleType = importlib.import_module(self._name)
+        return getattr(module, attribute)
+
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = LazyModule("torch")
+
+__all__ = ["LazyModule", "torch"]

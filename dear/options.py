@@ -1,0 +1,114 @@
+"""Frozen dataclasses from untyped values (YAML, command line, keyword arguments), strictly."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import types
+from collections.abc import Mapping
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from dear.errors import UserError, unknown
+
+T = TypeVar("T")
+
+
+def build_options(cls: type[T], given: Mapping[str, Any], what: str) -> T:
+    """Makes a `cls` from `given`; every key must be a field and every value of the field's type.
+
+    Args:
+        cls: a dataclass whose fields are bool, int, float, str, Literal, tuples, dicts, dataclasses
+            or unions of these. Its `__post_init__` may raise `UserError` for a bad value.
+        what: how messages call a key, e.g. `option of dear`.
+
+    Raises:
+        UserError: an unknown key, a missing one, or a value of the wrong type.
+    """
+    fields = {field.name: field for field in dataclasses.fields(cls) if field.init}
+    hints = get_type_hints(cls)
+    values: dict[str, Any] = {}
+    for key, value in given.items():
+        if key not in fields:
+            if not fields:
+                raise UserError(f"unknown {what} {key!r}: it has none")
+            raise unknown(what, key, fields)
+        values[key] = _convert(value, hints[key], f"{what} {key!r}")
+    for name, field in fields.items():
+        if (
+            name not in values
+            and field.default is dataclasses.MISSING
+            and field.default_factory is dataclasses.MISSING
+        ):
+            raise UserError(f"{what}: {name!r} is missing")
+    return cls(**values)
+
+
+def _convert(value: Any, hint: Any, what: str) -> Any:
+    origin = get_origin(hint)
+    if origin in (Union, types.UnionType):
+        return _convert_union(value, get_args(hint), what)
+    if origin is Literal:
+        if value not in get_args(hint):
+            raise unknown(what, value, [str(choice) for choice in get_args(hint)])
+        return value
+    if origin is tuple:
+        if not isinstance(value, (list, tuple)):
+            value = [value]
+        return tuple(_convert(item, get_args(hint)[0], what) for item in value)
+    if origin is dict or hint is dict:
+        if not isinstance(value, Mapping):
+            raise _mismatch(what, value, "a mapping of names to values")
+        return dict(value)
+    if hint is Any:
+        return value
+    if dataclasses.is_dataclass(hint):
+        if not isinstance(value, Mapping):
+            raise _mismatch(what, value, "a mapping of names to values")
+        return build_options(hint, value, f"key of {what}")
+    return _convert_scalar(value, hint, what)
+
+
+def _convert_union(value: Any, hints: tuple[Any, ...], what: str) -> Any:
+    if value is None and type(None) in hints:
+        return None
+    errors = []
+    for hint in hints:
+        if hint is type(None):
+            continue
+        try:
+            return _convert(value, hint, what)
+        except UserError as error:
+            errors.append(error)
+    raise errors[0]
+
+
+def _convert_scalar(value: Any, hint: Any, what: str) -> Any:
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if hint is float and isinstance(value, str):
+        # YAML 1.1 reads 1e-3 (no dot) as text.
+        try:
+            return float(value)
+        except ValueError:
+            raise _mismatch(what, value, "a number") from None
+    right = isinstance(value, hint) and not (hint is int and isinstance(value, bool))
+    if not right:
+        names = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+        raise _mismatch(what, value, names[hint])
+    return value
+
+
+def _mismatch(what: str, value: Any, wanted: str) -> UserError:
+    return UserError(f"{what}: must be {wanted}, got {value!r}")
+
+
+def at_least(name: str, value: float, least: float) -> None:
+    """Raises `UserError` unless `value >= least` and finite; for `__post_init__` checks."""
+    if not least <= value < math.inf:
+        raise UserError(f"{name} must be at least {least}, got {value}")
+
+
+def positive(name: str, value: float) -> None:
+    """Raises `UserError` unless `value > 0` and finite; for `__post_init__` checks."""
+    if not 0 < value < math.inf:
+        raise UserError(f"{name} must be greater than 0 and finite, got {value}")

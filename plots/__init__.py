@@ -1,0 +1,1 @@
+"""Figures, one file each; they read records and nothing else."""

@@ -1,0 +1,60 @@
+"""One look for all figures: colours and order of algorithms, fonts, files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
+
+# Okabe and Ito's palette, told apart with any kind of colour vision.
+_COLOURS = {
+    "none": "#999999",
+    "allreduce": "#56B4E9",
+    "wfbp": "#009E73",
+    "horovod": "#E69F00",
+    "ddp": "#0072B2",
+    "dear": "#D55E00",
+}
+_FURTHER = ["#CC79A7", "#F0E442", "#000000", "#8C564B", "#17BECF", "#7F7F7F"]
+
+
+def colours(algorithms: list[str]) -> dict[str, str]:
+    """A fixed colour for each known algorithm, and distinct ones for others."""
+    spare = iter(_FURTHER * (1 + len(algorithms) // len(_FURTHER)))
+    return {name: _COLOURS.get(name) or next(spare) for name in algorithms}
+
+
+def order(algorithm: str) -> tuple[int, str]:
+    """Sort key: the known ones as above, others after them by name."""
+    known = list(_COLOURS)
+    return (known.index(algorithm) if algorithm in known else len(known), algorithm)
+
+
+def setup() -> None:
+    """Sets matplotlib's defaults for all figures."""
+    plt.rcParams.update(
+        {
+            "font.size": 9,
+            "axes.spines.top": False,
+            "axes.spines.right": False,
+            "axes.axisbelow": True,
+            "axes.grid": True,
+            "axes.grid.axis": "x",
+            "grid.color": "#dddddd",
+            "pdf.fonttype": 42,  # text stays text
+        }
+    )
+
+
+def save(figure: Figure, stem: Path) -> list[Path]:
+    """Writes `stem`.png and `stem`.pdf and returns their paths."""
+    paths = [stem.with_suffix(".png"), stem.with_suffix(".pdf")]
+    for path in paths:
+        figure.savefig(path, dpi=160, bbox_inches="tight")
+    plt.close(figure)
+    return paths

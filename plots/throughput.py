@@ -1,0 +1,114 @@
+"""Throughput of every algorithm, a panel per model and world size: `python -m plots.throughput`."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+
+from common.results import tables
+from common.results.comparison import Comparison
+from common.results.records import Record
+from common.results.tables import Row, significant
+from plots import style
+
+
+def draw(folder: Path, out: Path) -> list[Path]:
+    """Reads `folder/records.jsonl`; writes throughput.{png,pdf,csv} to `out`, returns the paths."""
+    comparison = Comparison.load(folder)
+    good = [record for record in comparison.results(folder) if record["status"] == "ok"]
+    good.sort(key=lambda record: style.order(record["trial"]["algorithm"]))
+    table = tables.rows(good, comparison.compare_to)
+    names = [record["trial"]["algorithm"] for record in good]
+    colour = style.colours(sorted(set(names), key=style.order))
+
+    style.setup()
+    panels: dict[tuple[str, int, int], list[tuple[Row, str]]] = {}
+    singles = [row for row, name in zip(table, names, strict=True) if name == "none"]
+    for row, name in zip(table, names, strict=True):
+        if name != "none":
+            panels.setdefault((row.model, row.batch_size, row.world_size), []).append((row, name))
+    for row in singles:  # an experiment of single workers only has panels too
+        if not any(key[:2] == (row.model, row.batch_size) for key in panels):
+            panels[row.model, row.batch_size, row.world_size] = [(row, "none")]
+    heights = [len(rows) + 1.2 for rows in panels.values()]
+    figure, axes = plt.subplots(
+        len(panels),
+        1,
+        figsize=(6.4, 0.34 * sum(heights) + 0.6),
+        height_ratios=heights,
+        squeeze=False,
+        layout="constrained",
+    )
+    for axis, (key, rows) in zip(axes[:, 0], panels.items(), strict=True):
+        single = next((s for s in singles if (s.model, s.batch_size) == key[:2]), None)
+        _panel(axis, rows, colour, single)
+    figure.supxlabel(_caption(good, table), fontsize=7, color="#555555", x=0.01, ha="left")
+
+    out.mkdir(parents=True, exist_ok=True)
+    data = out / "throughput.csv"
+    data.write_text(tables.csv_text(table))
+    return [*style.save(figure, out / "throughput"), data]
+
+
+def _panel(
+    axis: Axes, rows: list[tuple[Row, str]], colour: dict[str, str], single: Row | None
+) -> None:
+    first = rows[0][0]
+    for place, (row, name) in enumerate(rows):
+        error = [[row.throughput - row.ci_low], [row.ci_high - row.throughput]]
+        axis.barh(place, row.throughput, color=colour[name], height=0.72)
+        axis.errorbar(row.throughput, place, xerr=error, color="#222222", capsize=2.5, lw=1)
+        text = f" {significant(row.throughput)}" + ("" if row.correct else "  INCORRECT")
+        axis.annotate(
+            text, (row.ci_high, place), xytext=(3, 0), textcoords="offset points", va="center"
+        )
+    axis.set_yticks(range(len(rows)), [row.algorithm for row, _ in rows])
+    axis.invert_yaxis()
+    axis.tick_params(axis="y", length=0)
+    most = max(row.ci_high for row, _ in rows)
+    if single is not None and single.world_size != first.world_size:
+        ideal = single.throughput * first.world_size
+        axis.axvline(ideal, color="#777777", lw=1, ls="--")
+        axis.annotate(
+            f"{first.world_size} x single worker",
+            (ideal, -0.62),
+            ha="right",
+            va="bottom",
+            xytext=(-3, 0),
+            textcoords="offset points",
+            fontsize=7,
+            color="#555555",
+        )
+        most = max(most, ideal)
+    axis.set_xlim(0, most * 1.13)
+    axis.set_ylim(len(rows) - 0.5, -1.0)
+    axis.set_title(
+        f"{first.model}, batch {first.batch_size} per worker, {first.world_size} workers",
+        loc="left",
+        fontsize=9,
+        fontweight="bold",
+    )
+    axis.set_xlabel(f"{first.unit}, all workers together", fontsize=8)
+
+
+def _caption(good: list[Record], table: list[Row]) -> str:
+    machine = good[0]["machine"]
+    counts = sorted({row.n for row in table})
+    steps = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+    text = (
+        f"Medians of n = {steps} steps in {len(good[0]['repeats'])} interleaved repeats; bars: "
+        f"95 % bootstrap CI. Real processes over {good[0]['trial']['backend']} on "
+        f"{machine['cores']} x {machine['cpu']}, torch {machine['packages']['torch']}, commit "
+        f"{machine['commit']}."
+    )
+    return "\n".join(textwrap.wrap(text, 115))
+
+
+if __name__ == "__main__":
+    sweep = Path(sys.argv[1] if len(sys.argv) > 1 else "logs/quick")
+    for written in draw(sweep, Path("plots/out") / sweep.name):
+        print(written)

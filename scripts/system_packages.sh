@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# Optional system packages on Debian: Open MPI (the mpirun launcher, Horovod over MPI) and the tools
+# of the builds and checks. Needs root; everything else works without them.
+set -euo pipefail
+packages=(g++ cmake make git openmpi-bin libopenmpi-dev shellcheck)
+if [[ $EUID -ne 0 ]]; then
+  echo "run as root: apt-get install -y --no-install-recommends ${packages[*]}" >&2
+  exit 2
+fi
+missing=()
+for package in "${packages[@]}"; do
+  dpkg -s "$package" > /dev/null 2>&1 || missing+=("$package")
+done
+[[ ${#missing[@]} -gt 0 ]] || exit 0
+apt-get update -q
+DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends "${missing[@]}"

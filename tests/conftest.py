@@ -1,0 +1,31 @@
+"""Fixtures: worlds of rank processes, kept while one test module runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.ranks import RankPool
+
+
+# Not longer than a module: Horovod's background threads never rest, and would slow what follows.
+@pytest.fixture(scope="module")
+def _pools() -> Iterator[dict[int, RankPool]]:
+    pools: dict[int, RankPool] = {}
+    yield pools
+    for pool in pools.values():
+        if not pool.broken:
+            pool.close()
+
+
+@pytest.fixture
+def world(_pools: dict[int, RankPool]) -> Callable[[int], RankPool]:
+    """`world(n)` is a pool of n ranks; a pool that a failed test broke is replaced."""
+
+    def get(world_size: int) -> RankPool:
+        if world_size not in _pools or _pools[world_size].broken:
+            _pools[world_size] = RankPool(world_size)
+        return _pools[world_size]
+
+    return get

@@ -1,0 +1,118 @@
+"""What `import dear` costs, and what every algorithm file must say."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import dear
+import dear.algorithms
+from dear.algorithm import Algorithm, algorithm_class, algorithm_names
+from tests.test_optimizer import make_model, make_sgd, message
+
+_FOLDER = Path(dear.algorithms.__file__).parent
+
+_LIST_ALL = """
+import sys
+import dear
+from dear.algorithm import algorithm_class, algorithm_names, algorithm_options
+for name in algorithm_names():
+    algorithm_class(name).unavailable()
+    print(name, algorithm_options(name, {}))
+loaded = {"torch", "numpy", "horovod"} & set(sys.modules)
+sys.exit(f"imported {sorted(loaded)}" if loaded else 0)
+"""
+
+
+def test_listing_algorithms_and_their_options_imports_no_torch():
+    ended = subprocess.run([sys.executable, "-c", _LIST_ALL], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert [line.split()[0] for line in ended.stdout.splitlines()] == algorithm_names()
+
+
+def test_every_public_name_can_be_had_and_no_other():
+    assert all(getattr(dear, name) is not None for name in dear.__all__)
+    assert set(dear.__all__) <= set(dir(dear))
+    with pytest.raises(AttributeError, match="nonsense"):
+        _ = dear.nonsense
+
+
+def test_every_file_is_an_algorithm():
+    files = {path.stem for path in _FOLDER.glob("*.py")} - {"__init__"}
+    assert files == set(algorithm_names())
+    assert {"allreduce", "wfbp", "ddp", "dear", "horovod"} <= files
+
+
+@pytest.mark.parametrize("name", algorithm_names())
+def test_every_algorithm_file_defines_one_documented_algorithm(name):
+    found = algorithm_class(name)
+    tree = ast.parse((_FOLDER / f"{name}.py").read_text())
+    classes = [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
+    assert found.__name__ in classes
+    module = sys.modules[found.__module__]
+    others = [getattr(module, other) for other in classes if other != found.__name__]
+    assert not any(issubclass(other, Algorithm) for other in others)
+    assert "capabilities" in vars(found)
+    for words in ("Invariant:", "Bytes move:", "Cost per step"):
+        assert words in found.__doc__
+
+
+@pytest.mark.parametrize("name", algorithm_names())
+def test_every_option_has_a_default_and_a_docstring(name):
+    options = algorithm_class(name).Options
+    options()
+    tree = ast.parse((_FOLDER / f"{name}.py").read_text())
+    bodies = [
+        node.body
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef) and node.name == "Options"
+    ]
+    for body in bodies:
+        for field, after in zip(body, [*body[1:], None], strict=True):
+            if isinstance(field, ast.AnnAssign):
+                text = after.value if isinstance(after, ast.Expr) else None
+                assert isinstance(text, ast.Constant), f"{field.target.id} has no docstring"
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "options", "word"),
+    [
+        ("dear", {"threshold_mb": 0}, "greater than 0"),
+        ("dear", {"threshold_mb": "much"}, "number"),
+        ("dear", {"fusion": "all"}, "none, threshold"),
+        ("dear", {"threshhold_mb": 1}, "did you mean 'threshold_mb'"),
+        ("ddp", {"bucket_cap_mb": 0}, "bucket_cap_mb"),
+        ("ddp", {"find_unused_parameters": 1}, "true or false"),
+        ("wfbp", {"fusion": "none"}, "it has none"),
+        ("horovod", {"controller": "tcp"}, "gloo, mpi"),
+        ("dear", {}, "dear.init()"),  # this process has joined no job
+    ],
+)
+def test_bad_options_are_user_errors_that_help(algorithm, options, word):
+    model = make_model()
+    assert word in message(
+        lambda: dear.DistributedOptimizer(make_sgd(model), model, algorithm=algorithm, **options)
+    )
+
+
+def _horovod_in_use() -> tuple[str, str, bool]:
+    model = make_model()
+    optimizer = dear.DistributedOptimizer(make_sgd(model), model, algorithm="horovod")
+    optimizer.close()
+    real = sys.modules["horovod.torch"]
+    ours = sys.modules["dear.algorithms.horovod"]
+    return real.__file__, ours.__file__, real.is_initialized() and real.size() == dear.size()
+
+
+def test_the_horovod_algorithm_runs_the_real_horovod(world):
+    missing = algorithm_class("horovod").unavailable()
+    if missing:
+        pytest.skip(missing)
+    for real, ours, running in world(2).run(_horovod_in_use):
+        assert Path(dear.__file__).parent not in Path(real).parents
+        assert Path(ours).parent == _FOLDER
+        assert running

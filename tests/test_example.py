@@ -1,0 +1,133 @@
+"""The MNIST example: real images, every algorithm, started as users start it."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import re
+import shutil
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import dear
+from dear.algorithm import algorithm_class, algorithm_names
+
+ROOT = Path(__file__).parents[1]
+SCRIPT = ROOT / "examples" / "mnist" / "train.py"
+sys.path.insert(0, str(SCRIPT.parent))
+
+from idx import load_digits, load_mnist, read_idx  # noqa: E402
+
+
+def mnist_folder() -> Path:
+    """MNIST's files: MNIST_DIR, or data/mnist in a folder `shared` beside the checkout."""
+    folder = Path(os.environ.get("MNIST_DIR", ROOT.parent / "shared" / "data" / "mnist"))
+    if not folder.is_dir():
+        pytest.skip(f"no MNIST files in {folder} (set MNIST_DIR)")
+    return folder
+
+
+def last_accuracy(output: str) -> float:
+    return float(re.findall(r"test accuracy ([0-9.]+)", output)[-1])
+
+
+def run(*command: str, **options) -> subprocess.CompletedProcess:
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=110, **options
+    )
+
+
+@pytest.mark.parametrize("algorithm", algorithm_names())
+def test_two_workers_reach_96_percent_in_3_epochs(algorithm):
+    reason = algorithm_class(algorithm).unavailable()
+    if reason:
+        pytest.skip(reason)
+    flags = ["--data-dir", str(mnist_folder()), "--epochs", "3", "--algorithm", algorithm]
+    done = run(
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+        *(str(SCRIPT), *flags),
+    )
+    assert done.returncode == 0, done.stderr
+    assert last_accuracy(done.stdout) >= 0.96
+
+
+def test_it_runs_alone_and_offline_on_the_bundled_digits():
+    done = run(sys.executable, str(SCRIPT), "--epochs", "4", "--lr", "0.05")
+    assert done.returncode == 0, done.stderr
+    assert last_accuracy(done.stdout) >= 0.9
+    assert "1 process(es), dear" in done.stdout
+
+
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="no mpirun here")
+def test_it_runs_under_mpirun():
+    root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
+    done = run(
+        *("mpirun", *root, "--oversubscribe", "-np", "2"),
+        *(sys.executable, str(SCRIPT), "--epochs", "1", "--algorithm", "wfbp"),
+    )
+    assert done.returncode == 0, done.stderr
+    assert "2 process(es), wfbp" in done.stdout
+
+
+def test_the_shell_script_starts_as_many_workers_as_it_is_told():
+    env = {**os.environ, "nworkers": "2", "method": "allreduce"}
+    done = subprocess.run(
+        [str(ROOT / "mnist.sh"), "--epochs", "1"],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "2 process(es), allreduce" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--algorithm", "deer"], "did you mean 'dear'?"),
+        (["--data-dir", "/nonexistent"], "no MNIST files"),
+    ],
+)
+def test_a_mistake_is_one_line_and_status_2(flags, words):
+    done = run(sys.executable, str(SCRIPT), *flags)
+    assert done.returncode == 2
+    assert words in done.stderr and done.stderr.count("\n") == 1
+
+
+def idx(array: np.ndarray) -> bytes:
+    header = struct.pack(">HBB", 0, 0x08, array.ndim) + struct.pack(f">{array.ndim}I", *array.shape)
+    return header + array.astype(np.uint8).tobytes()
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_idx_files_are_read_gzipped_or_not(tmp_path, zipped):
+    images = np.arange(10 * 28 * 28).reshape(10, 28, 28) % 256
+    labels = np.arange(10)
+    for name, array in (("images-idx3", images), ("labels-idx1", labels)):
+        data = idx(array)
+        path = tmp_path / f"t10k-{name}-ubyte{'.gz' if zipped else ''}"
+        path.write_bytes(gzip.compress(data) if zipped else data)
+    (train_images, train_labels), (test_images, test_labels) = load_mnist(tmp_path)
+    assert train_images.shape == (9, 1, 28, 28) and test_images.shape == (1, 1, 28, 28)
+    assert sorted([*train_labels.tolist(), *test_labels.tolist()]) == list(range(10))
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[:-1], lambda data: b"\x89PNG" + data])
+def test_a_damaged_idx_file_is_refused(tmp_path, damage):
+    path = tmp_path / "t10k-images-idx3-ubyte"
+    path.write_bytes(damage(idx(np.zeros((2, 28, 28)))))
+    with pytest.raises(dear.UserError, match=str(path)):
+        read_idx(path)
+
+
+def test_the_bundled_digits_look_like_mnist():
+    (images, labels), (test_images, _) = load_digits()
+    assert images.shape[1:] == (1, 28, 28) and len(images) + len(test_images) == 1797
+    assert set(labels.tolist()) == set(range(10))

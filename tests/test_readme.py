@@ -1,0 +1,36 @@
+"""What the README shows comes from records that are in the repository, and what it names exists."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from common.results.readme import with_tables
+from common.results.records import load
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+
+
+def test_the_table_is_that_of_the_committed_record():
+    assert with_tables(README) == README
+    assert "| dear " in README
+
+
+def test_the_committed_record_is_good_and_complete():
+    found = load(ROOT / "docs" / "records" / "quick" / "records.jsonl")
+    assert len(found) == 12
+    assert all(record["status"] == "ok" for record in found)
+    assert "dirty" not in found[0]["machine"]["commit"]
+
+
+def test_every_link_leads_to_a_file():
+    for document in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+        for target in re.findall(r"\]\(([^)#:]+)\)", document.read_text()):
+            assert (document.parent / target).exists(), (document.name, target)
+
+
+def test_make_targets_that_the_readme_names_exist():
+    makefile = (ROOT / "Makefile").read_text()
+    for target in re.findall(r"^make (\S+)", README, re.MULTILINE):
+        assert f"\n{target}:" in makefile

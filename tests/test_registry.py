@@ -1,0 +1,184 @@
+"""The models: complete, of the right shapes, and listed without a wait."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from common.models import registry
+from dear.errors import UserError
+
+ROOT = Path(__file__).parents[1]
+
+
+def generator(seed=1):
+    return torch.Generator().manual_seed(seed)
+
+
+def shapes_only(name, batch_size=2):
+    """The workload without memory or arithmetic."""
+    with torch.device("meta"):
+        return registry.build(name, batch_size, registry.sentence_len(name, None), generator())
+
+
+def parameters(workload):
+    return sum(param.numel() for param in workload.model.parameters())
+
+
+@pytest.fixture
+def small_bert(monkeypatch):
+    """bert_base with two thin layers, at its full vocabulary."""
+    from common.models import bert
+
+    thin = {
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 32,
+    }
+    monkeypatch.setitem(bert._SIZES, "bert_base", thin)
+    return registry.build("bert_base", 16, 64, generator())
+
+
+def test_every_classifier_of_torchvision_is_listed_and_nothing_else():
+    import common.models.torchvision_cpu  # noqa: F401  (before torchvision)
+    import torchvision  # isort: skip
+
+    theirs = torchvision.models.list_models(module=torchvision.models)
+    builder = "common.models.cnn:build_torchvision"
+    ours = [name for name, entry in registry.MODELS.items() if entry.builder == builder]
+    assert sorted(ours) == sorted(theirs)
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        ("resnet50", 25_557_032),
+        ("densenet201", 20_013_928),
+        ("inception_v3", 23_834_568),
+        ("inceptionv4", 42_679_816),
+        ("bert_base", 110_111_042),
+        ("bert", 336_232_258),
+        ("mnist_cnn", 1_199_882),
+    ],
+)
+def test_parameter_counts(name, count):
+    assert parameters(shapes_only(name)) == count
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("resnet50", (2, 3, 224, 224)),
+        ("inception_v3", (2, 3, 227, 227)),
+        ("inceptionv4", (2, 3, 224, 224)),
+        ("mnist_cnn", (2, 1, 28, 28)),
+    ],
+)
+def test_image_models_take_one_batch_of_images(name, shape):
+    workload = shapes_only(name)
+    (images,) = workload.inputs
+    (labels,) = workload.targets
+    assert images.shape == shape
+    assert labels.shape == (2,)
+    assert labels.dtype == torch.int64
+
+
+def test_image_labels_are_classes_of_the_model():
+    workload = registry.build("squeezenet1_1", 64, None, generator())
+    (labels,) = workload.targets
+    with torch.no_grad():
+        classes = workload.model(workload.inputs[0][:1]).shape[1]
+    assert labels.min() >= 0
+    assert 900 < labels.max() < classes == 1000
+
+
+def test_bert_takes_sentences_of_token_ids_below_2000(small_bert):
+    words, follows = small_bert.targets
+    assert set(small_bert.inputs) == {"input_ids", "token_type_ids", "attention_mask"}
+    assert {value.shape for value in small_bert.inputs.values()} == {(16, 64)}
+    assert words.shape == (16, 64)
+    assert set(follows.tolist()) == {0, 1}
+    for ids in (small_bert.inputs["input_ids"], words):
+        assert ids.min() >= 0
+        assert 1000 < ids.max() < 2000
+    assert small_bert.inputs["attention_mask"].all()
+
+
+def test_bert_vocabulary_is_padded_to_a_multiple_of_eight(small_bert):
+    assert small_bert.model.get_input_embeddings().num_embeddings == 30528
+    assert small_bert.model.get_output_embeddings().out_features == 30528
+
+
+def test_bert_trains_all_its_parameters(small_bert):
+    loss = small_bert.loss()
+    loss.backward()
+    assert 9 < loss.item() < 14  # ln 30528 for the words and ln 2 for the next sentence are 11.0
+    idle = [name for name, p in small_bert.model.named_parameters() if p.grad is None]
+    assert idle == []
+
+
+def test_mnist_cnn_trains_at_batch_two():
+    torch.manual_seed(1)
+    workload = registry.build("mnist_cnn", 2, None, generator())
+    loss = workload.loss()
+    loss.backward()
+    assert loss.shape == ()
+    assert 1 < loss.item() < 5  # ln 10 is 2.3
+    assert all(param.grad.norm() > 0 for param in workload.model.parameters())
+
+
+def test_workload_casts_what_is_floating_point_only(small_bert):
+    workload = registry.build("mnist_cnn", 2, None, generator())
+    cast = workload.to(torch.device("cpu"), torch.float64)
+    assert {param.dtype for param in cast.model.parameters()} == {torch.float64}
+    assert cast.inputs[0].dtype == torch.float64
+    assert cast.targets[0].dtype == torch.int64
+    assert cast.loss().dtype == torch.float64
+    tokens = small_bert.to(torch.device("cpu"), torch.float64).inputs["input_ids"]
+    assert tokens.dtype == torch.int64
+
+
+def test_the_batch_is_that_of_the_generator():
+    first, again, other = (
+        registry.build("mnist_cnn", 4, None, generator(seed)).inputs[0] for seed in (1, 1, 2)
+    )
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
+def test_an_unknown_model_is_a_user_error_with_a_suggestion():
+    with pytest.raises(UserError, match="model 'resnet51'; did you mean 'resnet50'"):
+        registry.model_entry("resnet51")
+
+
+def test_sentence_length_is_for_sentence_models():
+    assert registry.sentence_len("bert_base", None) == 64
+    assert registry.sentence_len("bert", 128) == 128
+    assert registry.sentence_len("resnet50", None) is None
+    with pytest.raises(UserError, match="sentence_len: model resnet50 has no sentences"):
+        registry.sentence_len("resnet50", 64)
+
+
+def test_units_are_sentences_for_bert_and_images_else():
+    units = {name: entry.sample_unit for name, entry in registry.MODELS.items()}
+    assert [name for name, unit in units.items() if unit == "sen"] == ["bert_base", "bert"]
+    assert set(units.values()) == {"sen", "img"}
+
+
+def test_listing_imports_no_numeric_library():
+    code = (
+        "import sys; from common.harness import commands; listing = commands.listing(); "
+        "assert 'resnet50' in listing['models'] and 'dear' in listing['algorithms']; "
+        "print([m for m in ('torch', 'torchvision', 'transformers', 'timm', 'numpy') "
+        "if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,71 @@
+"""The set-up: what it does when Horovod cannot be built, and that it is done only once."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dear.algorithm import algorithm_class
+from dear.errors import Unavailable
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def bare_path(tmp_path):
+    """A PATH with the usual tools but no compiler."""
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    for name in ("bash", "dirname", "mktemp", "rm", "find", "head", "uname", "nproc", "env"):
+        (tools / name).symlink_to(shutil.which(name))
+    return str(tools)
+
+
+def test_a_failed_horovod_build_is_one_line_and_no_failure(tmp_path, bare_path):
+    venv = tmp_path / "venv"
+    (venv / "bin").mkdir(parents=True)
+    (venv / "bin" / "python").symlink_to(sys.executable)
+    done = subprocess.run(
+        [str(ROOT / "scripts" / "horovod.sh"), str(venv)],
+        env={"PATH": bare_path, "HOME": str(tmp_path), "HOROVOD_WHEELS": str(tmp_path / "none")},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("\n") == 1
+    assert "Horovod not built: no C++ compiler" in done.stdout
+    assert (venv / "horovod-build-failed.txt").read_text() == "no C++ compiler (g++) found\n"
+
+
+def test_horovod_says_why_it_is_missing(tmp_path, monkeypatch):
+    horovod = algorithm_class("horovod")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    assert "not installed" in horovod.unavailable()
+    (tmp_path / "horovod-build-failed.txt").write_text("no C++ compiler (g++) found\n")
+    assert "no C++ compiler" in horovod.unavailable()
+    assert "make horovod" in horovod.unavailable()
+    with pytest.raises(Unavailable, match="make horovod"):
+        horovod().wrap(None, None, None, horovod.Options())
+
+
+@pytest.mark.parametrize("make_level", ["0", "1"], ids=["by_hand", "under_make_test"])
+def test_a_second_make_does_no_set_up_work(tmp_path, make_level):
+    (tmp_path / "ready").touch()
+    (tmp_path / "horovod-tried").touch()
+    done = subprocess.run(
+        ["make", "--no-print-directory", "--dry-run", "bench", f"VENV={tmp_path}"],
+        cwd=ROOT,
+        env={**os.environ, "MAKEFLAGS": "", "MAKELEVEL": make_level},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split() == [f"{tmp_path}/bin/python", "benchmarks.py"]

@@ -1,0 +1,158 @@
+"""Confidence intervals and verdicts: right where the answer is known, modest where it is not."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.results.stats import Estimate, median_step_s, speedup, throughput, verdict
+
+REPEATS = st.lists(st.lists(st.floats(1e-4, 1e3), min_size=1, max_size=6), min_size=1, max_size=4)
+TIGHT = [[0.100, 0.101, 0.099, 0.100], [0.101, 0.100, 0.100, 0.099], [0.099, 0.100, 0.101, 0.102]]
+
+
+def scaled(repeats, factor):
+    return [[step * factor for step in repeat] for repeat in repeats]
+
+
+def starts(rng, drift, own_luck, noise, steps):
+    """One repeat per value of `drift`, with luck of its own start and noise of each step."""
+    return [
+        list(common * (1 + own_luck * rng.standard_normal()) * rng.normal(1, noise, steps))
+        for common in drift
+    ]
+
+
+@settings(max_examples=25, deadline=None)
+@given(REPEATS, REPEATS)
+def test_estimates_lie_within_their_intervals(repeats, base):
+    for estimate in (median_step_s(repeats), throughput(repeats, 8), speedup(repeats, base)):
+        assert estimate.low <= estimate.value <= estimate.high
+        assert estimate.n == sum(map(len, repeats))
+
+
+@pytest.mark.parametrize(
+    ("repeats", "median"),
+    [
+        ([[3.0, 1.0, 2.0]], 2.0),
+        ([[1.0, 2.0], [3.0, 4.0]], 2.5),
+        ([[1.0], [2.0] * 9], 2.0),
+        ([[5.0]], 5.0),
+    ],
+)
+def test_median_is_over_the_steps_of_all_repeats(repeats, median):
+    assert median_step_s(repeats).value == median
+
+
+def test_throughput_is_samples_over_the_median_step():
+    step, rate = median_step_s(TIGHT), throughput(TIGHT, 64)
+    assert rate.value == 64 / step.value
+    assert (rate.low, rate.high) == (64 / step.high, 64 / step.low)
+
+
+def test_constant_times_in_repeats_of_unequal_length_have_no_spread():
+    estimate = median_step_s([[0.5] * 2, [0.5] * 7, [0.5]])
+    assert (estimate.low, estimate.value, estimate.high) == (0.5, 0.5, 0.5)
+    assert estimate.half_width == 0
+
+
+def test_half_width_is_relative_to_the_value():
+    assert Estimate(value=2.0, low=1.8, high=2.4, n=9).half_width == pytest.approx(0.15)
+
+
+def test_luck_of_a_start_widens_the_interval_more_than_noise_of_its_steps():
+    times = [0.100 + 0.002 * k for k in range(10)]
+    between, within = [[time] * 10 for time in times], [times] * 10
+    assert median_step_s(between).half_width > 1.5 * median_step_s(within).half_width
+
+
+def test_estimates_are_reproducible_and_scale_with_the_times():
+    times = starts(np.random.default_rng(3), [1.0, 1.1, 1.2], 0.05, 0.05, 7)
+    once, again, double = (median_step_s(r) for r in (times, times, scaled(times, 2)))
+    assert once == again
+    assert (double.low, double.high) == (2 * once.low, 2 * once.high)
+
+
+@pytest.mark.parametrize("noise", [0.001, 0.05, 0.5])
+def test_identical_times_are_never_faster_or_slower(noise):
+    repeats = starts(np.random.default_rng(1), [1, 1, 1], 0, noise, 10)
+    repeats = [[abs(step) for step in repeat] for repeat in repeats]
+    ratio = speedup(repeats, repeats)
+    assert ratio.value == 1
+    assert ratio.low <= 1 <= ratio.high
+    assert verdict(ratio, 3) == ("SAME" if noise < 0.01 else "UNSURE")
+
+
+def test_a_clear_difference_has_a_word_both_ways():
+    slow = scaled(TIGHT, 1.3)
+    faster, slower = speedup(TIGHT, slow), speedup(slow, TIGHT)
+    assert faster.value == pytest.approx(1.3)
+    assert slower.value == pytest.approx(1 / 1.3)
+    assert verdict(faster, 3) == "FASTER"
+    assert verdict(slower, 3) == "SLOWER"
+
+
+@pytest.mark.parametrize("repeats", [1, 2])
+def test_too_few_repeats_leave_it_unsure(repeats):
+    ratio = speedup(TIGHT[:repeats], scaled(TIGHT, 1.3)[:repeats])
+    assert verdict(ratio, repeats) == "UNSURE"
+
+
+@pytest.mark.parametrize(
+    ("value", "low", "high", "word"),
+    [
+        (1.30, 1.25, 1.35, "FASTER"),
+        (1.02, 1.001, 1.04, "FASTER"),
+        (0.77, 0.70, 0.80, "SLOWER"),
+        (1.01, 1.005, 1.015, "SAME"),  # certain, but not worth a word
+        (0.99, 0.985, 0.995, "SAME"),
+        (1.00, 0.96, 1.04, "SAME"),
+        (1.00, 0.90, 1.04, "UNSURE"),
+        (1.00, 0.96, 1.10, "UNSURE"),
+        (1.30, 0.99, 1.60, "UNSURE"),
+        (0.70, 0.50, 1.01, "UNSURE"),
+    ],
+)
+def test_verdict_of_an_interval(value, low, high, word):
+    assert verdict(Estimate(value=value, low=low, high=high, n=30), 3) == word
+
+
+def test_what_slows_both_in_the_same_repeats_does_not_blur_the_ratio():
+    ours = [scaled([row], slow)[0] for row, slow in zip(TIGHT, (1, 2, 3), strict=True)]
+    together, apart = scaled(ours, 1.3), scaled(ours[::-1], 1.3)
+    assert verdict(speedup(ours, together), 3) == "FASTER"
+    assert speedup(ours, together).half_width < 0.05
+    assert verdict(speedup(ours, apart), 3) == "UNSURE"
+
+
+def test_different_numbers_of_repeats_can_be_compared():
+    ratio = speedup(TIGHT, scaled([*TIGHT, *TIGHT], 1.3))
+    assert verdict(ratio, 3) == "FASTER"
+
+
+@pytest.mark.parametrize(
+    ("own_luck", "noise", "most"),
+    [
+        (0.0, 0.02, 0.05),
+        # 5 % is what the interval promises; two standard errors of 200 sweeps come on top.
+        (0.05, 0.01, 0.08),
+    ],
+    ids=["drift-of-the-machine", "and-luck-of-each-start"],
+)
+def test_equal_algorithms_rarely_get_a_word(own_luck, noise, most):
+    rng = np.random.default_rng(20240501)
+    words = []
+    for _ in range(200):
+        drift = 1 + 0.1 * rng.standard_normal(3)
+        ours, theirs = (starts(rng, drift, own_luck, noise, 5) for _ in range(2))
+        words.append(verdict(speedup(ours, theirs), 3))
+    assert (words.count("FASTER") + words.count("SLOWER")) / len(words) <= most
+
+
+def test_interval_covers_the_true_median_about_as_often_as_it_says():
+    rng = np.random.default_rng(7)
+    found = [median_step_s(starts(rng, [1, 1, 1], 0.1, 0.02, 10)) for _ in range(200)]
+    assert np.mean([each.low <= 1 <= each.high for each in found]) >= 0.9
+    assert np.mean([each.half_width for each in found]) < 0.3  # nor by being very wide

@@ -6,22 +6,36 @@ VENV := .venv
 PY := $(VENV)/bin/python
 READY := $(VENV)/ready
 HOROVOD := $(VENV)/horovod-tried
+CORE := $(VENV)/comm-core-built
+CORE_SOURCES := $(shell find common/comm_core -name '*.cc' -o -name '*.h' -o -name CMakeLists.txt)
 
-.PHONY: bench test horovod lint system-packages clean help
+.PHONY: bench test core horovod sanitize torch-suite lint system-packages clean help
 
 help:
 	@echo "make bench            set up, then the quick sweep: a table and a plot"
 	@echo "make test             set up, then the whole test suite"
+	@echo "make core             build the comm core (part of bench and test)"
+	@echo "make sanitize         the comm core's C++ tests under ThreadSanitizer and AddressSanitizer"
+	@echo "make torch-suite      torch's own tests of backends on the comm core, 2 and 4 ranks"
 	@echo "make horovod          build Horovod into .venv (part of bench and test)"
 	@echo "make lint             ruff and shellcheck"
 	@echo "make system-packages  install Open MPI and what the builds need (Debian, as root)"
 	@echo "make clean            remove .venv, caches and outputs; records in logs/ stay"
 
-bench: $(READY) $(HOROVOD)
+bench: $(READY) $(CORE) $(HOROVOD)
 	$(PY) benchmarks.py
 
-test: $(READY) $(HOROVOD) lint
+test: $(READY) $(CORE) $(HOROVOD) lint
 	$(PY) -m pytest
+
+core: $(CORE)
+
+sanitize: $(READY)
+	scripts/sanitize.sh $(VENV)
+
+torch-suite: $(CORE)
+	$(PY) tests/torch_suite/run.py --world-size 2
+	$(PY) tests/torch_suite/run.py --world-size 4
 
 horovod:
 	rm -f $(HOROVOD)
@@ -29,6 +43,10 @@ horovod:
 
 $(READY): requirements.txt pyproject.toml scripts/setup.sh
 	PYTHON="$(PYTHON)" scripts/setup.sh $(VENV)
+	touch $@
+
+$(CORE): $(READY) scripts/build.sh $(CORE_SOURCES)
+	scripts/build.sh $(VENV)
 	touch $@
 
 $(HOROVOD): $(READY) scripts/horovod.sh
@@ -46,5 +64,5 @@ system-packages:
 	scripts/system_packages.sh
 
 clean:
-	rm -rf $(VENV) plots/out build *.egg-info
+	rm -rf $(VENV) plots/out build *.egg-info common/comm_core/*.so common/comm_core/_built_for.json
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

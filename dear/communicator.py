@@ -6,6 +6,8 @@ decided where the process group is made. Time, too, comes from here, never from 
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,10 +17,13 @@ from typing import Any, Literal, TypeVar
 import torch
 import torch.distributed as dist
 
+from dear.backends import shown
 from dear.errors import UserError, unknown
 
 Op = Literal["mean", "sum", "min", "max"]
 T = TypeVar("T")
+
+CALLBACK_S = 5.0
 
 # torch 2.13 renames these two; 2.11 has the old names only.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -47,7 +52,8 @@ class Work:
         self._times: WorkTimes | None = None
         self.nbytes = nbytes
         """Payload in bytes: the larger of input and output on this rank."""
-        if communicator.record_times:
+        self._recorded = threading.Event()
+        if communicator.record_times and not communicator.native_times:
             enqueued = communicator.clock()
             handle.get_future().add_done_callback(lambda _: self._finished(enqueued))
 
@@ -81,6 +87,15 @@ class Work:
         Raises:
             UserError: the communicator was not made with `record_times`, or it is still running.
         """
+        if self._communicator.native_times and self._handle.is_completed():
+            times = self._handle.times()
+            return WorkTimes(
+                enqueued_s=times.enqueued_s,
+                started_s=times.started_s,
+                finished_s=times.finished_s,
+            )
+        if self._communicator.record_times and self._handle.is_completed():
+            self._recorded.wait(CALLBACK_S)  # the callback may be a moment behind the end
         if self._times is None:
             raise UserError("no times: the collective is running, or record_times is off")
         return self._times
@@ -92,6 +107,7 @@ class Work:
         self._times = WorkTimes(
             enqueued_s=enqueued_s, started_s=max(enqueued_s, before), finished_s=now
         )
+        self._recorded.set()
 
 
 class Communicator:
@@ -117,7 +133,11 @@ class Communicator:
     ) -> None:
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
-        self.backend = dist.get_backend(group)
+        self.backend = shown(dist.get_backend(group))
+        self.native = self.backend == "comm_core"
+        """The backend knows priorities."""
+        # It also takes times, on the clock that time.perf_counter reads on Linux.
+        self.native_times = self.native and clock is time.perf_counter
         self.record_times = record_times
         self.clock = clock
         self.channel_free_s: dict[int, float] = {}
@@ -136,7 +156,8 @@ class Communicator:
         flat = flat_view(tensor)
         if op == "mean":
             flat = _scaled(flat, self.size)
-        handle = dist.all_reduce(flat, op=reduce_op, group=group, async_op=True)
+        with _at(priority):
+            handle = dist.all_reduce(flat, op=reduce_op, group=group, async_op=True)
         return self._work(handle, channel, tensor.nbytes, tensor.nbytes)
 
     def reduce_scatter(
@@ -162,7 +183,8 @@ class Communicator:
             )
         if op == "mean":
             input = _scaled(input, self.size)
-        handle = _reduce_scatter(output, input, op=reduce_op, group=group, async_op=True)
+        with _at(priority):
+            handle = _reduce_scatter(output, input, op=reduce_op, group=group, async_op=True)
         return self._work(handle, channel, input.nbytes, input.nbytes)
 
     def all_gather(
@@ -175,7 +197,8 @@ class Communicator:
                 f"all_gather: output has {output.numel()} elements, must be {self.size} x "
                 f"{input.numel()}"
             )
-        handle = _all_gather(output, input, group=group, async_op=True)
+        with _at(priority):
+            handle = _all_gather(output, input, group=group, async_op=True)
         return self._work(handle, channel, output.nbytes, input.nbytes)
 
     def broadcast(
@@ -184,7 +207,8 @@ class Communicator:
         """Copies rank `root`'s `tensor` into everybody's, in place."""
         group = self._queue(channel, priority)
         source = self._global_rank(root)
-        handle = dist.broadcast(flat_view(tensor), src=source, group=group, async_op=True)
+        with _at(priority):
+            handle = dist.broadcast(flat_view(tensor), src=source, group=group, async_op=True)
         return self._work(handle, channel, tensor.nbytes, tensor.nbytes)
 
     def broadcast_object(self, value: T, *, root: int = 0) -> T:
@@ -213,7 +237,7 @@ class Communicator:
             raise UserError(
                 f"channel {channel} does not exist: this communicator has {len(self.groups)}"
             )
-        if priority:
+        if priority and not self.native:
             raise UserError(f"backend {self.backend} has no priorities; use priority=0")
         return self.groups[channel]
 
@@ -225,6 +249,14 @@ class Communicator:
     def _work(self, handle: Any, channel: int, nbytes: int, sent: int) -> Work:
         self.bytes_sent += sent
         return Work(self, handle, channel, nbytes)
+
+
+def _at(priority: int) -> contextlib.AbstractContextManager[None]:
+    if not priority:
+        return contextlib.nullcontext()
+    import comm_core  # not at the top: other backends do without it
+
+    return comm_core.priority(priority)
 
 
 def flat_view(tensor: torch.Tensor) -> torch.Tensor:

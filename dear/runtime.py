@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from dear.backends import default_backend, prepare
 from dear.communicator import Communicator
 from dear.environment import RankFacts, rank_facts
 from dear.errors import UserError
@@ -33,19 +34,20 @@ def init(backend: str | None = None, timeout_s: float = DEFAULT_TIMEOUT_S) -> No
     Uses the process group that exists, if the script already made one. A second call does nothing.
 
     Args:
-        backend: a torch.distributed backend; by default `nccl` where every rank of this host has a
-            GPU of its own, else `gloo`.
+        backend: `comm_core`, `gloo`, `nccl`, `mpi` or another that torch.distributed knows; by
+            default `nccl` where every rank of this host has a GPU of its own, else `comm_core`.
         timeout_s: the longest that any one collective may take, in seconds; then it raises.
 
     Raises:
         UserError: the environment is contradictory, or offers no way for the ranks to meet.
+        Unavailable: the backend is not built.
     """
     global _facts, _communicator
     if _communicator is not None:
         return
     facts = rank_facts()
     if not dist.is_initialized():
-        _join(facts, backend or _default_backend(facts), timeout_s)
+        _join(facts, prepare(backend or default_backend(facts)), timeout_s)
     elif facts.launcher == "none":
         size = dist.get_world_size()
         facts = RankFacts(
@@ -72,11 +74,6 @@ def _let_threads_end() -> None:
     # the thread in the middle of a C++ destructor, which aborts the process. Sleeping gives up the
     # lock; destroying the process group does not help, since torch keeps its threads.
     time.sleep(THREADS_END_S)
-
-
-def _default_backend(facts: RankFacts) -> str:
-    gpus = torch.cuda.device_count()
-    return "nccl" if gpus and facts.local_world_size <= gpus else "gloo"
 
 
 def _join(facts: RankFacts, backend: str, timeout_s: float) -> None:

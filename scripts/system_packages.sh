@@ -2,7 +2,7 @@
 # Optional system packages on Debian: Open MPI (the mpirun launcher, Horovod over MPI) and the tools
 # of the builds and checks. Needs root; everything else works without them.
 set -euo pipefail
-packages=(g++ cmake make git openmpi-bin libopenmpi-dev shellcheck)
+packages=(g++ cmake make git openmpi-bin libopenmpi-dev iproute2 iperf3 shellcheck)
 if [[ $EUID -ne 0 ]]; then
   echo "run as root: apt-get install -y --no-install-recommends ${packages[*]}" >&2
   exit 2

@@ -25,7 +25,7 @@ def world(_pools: dict[int, RankPool]) -> Callable[[int], RankPool]:
 
     def get(world_size: int) -> RankPool:
         if world_size not in _pools or _pools[world_size].broken:
-            _pools[world_size] = RankPool(world_size)
+            _pools[world_size] = RankPool(world_size, backend="comm_core")
         return _pools[world_size]
 
     return get

@@ -19,16 +19,31 @@ class RankError(AssertionError):
 
 
 class RankPool:
-    """`world_size` processes in one job, each waiting for functions to run."""
+    """`world_size` processes in one job, each waiting for functions to run.
 
-    def __init__(self, world_size: int, timeout_s: float = 30.0) -> None:
+    `environments`: what each rank's environment has besides, in rank order.
+    """
+
+    def __init__(
+        self,
+        world_size: int,
+        timeout_s: float = 30.0,
+        backend: str = "gloo",
+        environments: list[dict[str, str]] | None = None,
+    ) -> None:
         self._folder = tempfile.TemporaryDirectory()
         self._timeout_s = timeout_s
         self._pipes = []
         self._processes = []
         for rank in range(world_size):
             ours, theirs = _CONTEXT.Pipe()
-            args = (rank, world_size, f"{self._folder.name}/store", timeout_s, theirs)
+            environment = {
+                **(environments[rank] if environments else {}),
+                "RANK": str(rank),
+                "WORLD_SIZE": str(world_size),
+                "DEAR_STORE": f"{self._folder.name}/store",
+            }
+            args = (environment, backend, timeout_s, theirs)
             process = _CONTEXT.Process(target=_serve, args=args, daemon=True)
             process.start()
             theirs.close()
@@ -75,14 +90,16 @@ class RankPool:
         self._folder.cleanup()
 
 
-def _serve(rank: int, world_size: int, store: str, timeout_s: float, pipe: Any) -> None:
+def _serve(environment: dict[str, str], backend: str, timeout_s: float, pipe: Any) -> None:
     import torch
 
     import dear
 
     torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), DEAR_STORE=store)
-    dear.init(backend="gloo", timeout_s=timeout_s)
+    os.environ.update(environment)
+    if "comm_core" in backend:
+        import comm_core  # noqa: F401 - makes the backend known
+    dear.init(backend=backend, timeout_s=timeout_s)
     while True:
         try:
             function, args = pipe.recv()

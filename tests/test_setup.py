@@ -59,6 +59,7 @@ def test_horovod_says_why_it_is_missing(tmp_path, monkeypatch):
 @pytest.mark.parametrize("make_level", ["0", "1"], ids=["by_hand", "under_make_test"])
 def test_a_second_make_does_no_set_up_work(tmp_path, make_level):
     (tmp_path / "ready").touch()
+    (tmp_path / "comm-core-built").touch()
     (tmp_path / "horovod-tried").touch()
     done = subprocess.run(
         ["make", "--no-print-directory", "--dry-run", "bench", f"VENV={tmp_path}"],

@@ -64,8 +64,8 @@ class Experiment:
     launcher: Literal["local", "mpirun"] = "local"
     hostfile: str | None = None
     """For mpirun: lines `HOST slots=N`; relative to the current folder."""
-    backend: Literal["gloo", "nccl"] | None = None
-    """A torch.distributed backend; None takes gloo for cpu and nccl for cuda."""
+    backend: Literal["comm_core", "gloo", "mpi", "nccl"] | None = None
+    """What moves the bytes; None takes comm_core for cpu and nccl for cuda."""
     device: Literal["cpu", "cuda"] = "cpu"
     dtype: str = "float32"
     seed: int = 1
@@ -89,7 +89,9 @@ class Experiment:
         positive("timeout_s", self.timeout_s)
         at_least("seed", self.seed, 0)
         if self.backend == "nccl" and self.device == "cpu":
-            raise UserError("backend: nccl moves CUDA tensors only; use device: cuda or gloo")
+            raise UserError("backend: nccl moves CUDA tensors only; use device: cuda or comm_core")
+        if self.backend == "mpi" and self.launcher != "mpirun":
+            raise UserError("backend: mpi needs ranks that mpirun started; use launcher=mpirun")
         if self.hostfile is not None and self.launcher != "mpirun":
             raise UserError(f"hostfile: launcher {self.launcher} reads none; use launcher=mpirun")
         for choice in self.algorithm_choices():
@@ -145,7 +147,7 @@ class Experiment:
             sentence_len=sentence_len(model.name, model.sentence_len),
             world_size=world_size,
             launcher=self.launcher,
-            backend=self.backend or {"cpu": "gloo", "cuda": "nccl"}[self.device],
+            backend=self.backend or {"cpu": "comm_core", "cuda": "nccl"}[self.device],
             device=self.device,
             dtype=self.dtype,
             seed=self.seed,

@@ -1,0 +1,442 @@
+"""`Communicator(nstreams)`: the multi-stream interface of the systems this project grew from.
+
+    comm = Communicator(2)
+    handle = comm.allReduce(gradient)      # returns at once
+    ...
+    comm.syncStream(handle)                # now `gradient` is the sum over the ranks
+
+It drives any torch.distributed process group: comm_core or Gloo for CPU tensors, NCCL for CUDA.
+"""
+
+# ruff: noqa: N815 - the seed systems' method names, kept beside the snake_case ones
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from types import TracebackType
+
+import torch
+import torch.distributed as dist
+
+from . import collectives, neighbors
+from .collectives import Body, Channel
+from .groups import copy_of
+from .handles import Handles
+from .job import barriar, barrier, init, rank, size
+from .lanes import Lane
+from .neighbors import Neighbors, Ranks
+from .operands import check_pair, check_rank, check_tensor
+from .streams import Operation
+
+__all__ = ["Communicator", "barriar", "barrier", "init", "rank", "size"]
+
+log = logging.getLogger("comm_core")
+
+MULTI_BCAST_NUMEL = 512 * 512
+"""`multiBcast` gives tensors of at least so many elements to one rank each."""
+
+
+class Communicator:
+    """Collectives on `nstreams` streams, each a process group of its own.
+
+    Calls go to the streams in turn. The operations of one stream run one after another in the order
+    of the calls, those of different streams at the same time. All ranks must make the same calls in
+    the same order; `sendrecv` is counted per pair of ranks, so others need not take part.
+
+    Every operation returns a handle at once. Its tensors must be left alone until
+    `syncStream(handle)` or `synchronize()`: for CPU tensors these block the caller; for CUDA
+    tensors they make the *current CUDA stream* wait and do not block. An operation on CUDA tensors
+    itself waits for what the current CUDA stream has queued before the call.
+
+    Tensors may have any shape, be empty, and be any strided layout (what is not contiguous is
+    copied in and out); any dtype that the backend has. Sums of bools are their logical or. Ranks
+    are those of `group`.
+
+    Errors of a wrong argument are raised by the call: TypeError, ValueError. What the backend
+    refuses (a dtype) or meets on the way (a dead peer, a timeout) is raised as RuntimeError by the
+    call, or by `syncStream` and `synchronize`; it never goes unnoticed.
+
+    Args:
+        nstreams: number of streams, at least 1.
+        group: the ranks and the backend; default: all ranks of the job. Constructing is a
+            collective call of these ranks.
+        timeout_s: longest that one operation may take, in seconds; default: the backend's own.
+    """
+
+    def __init__(
+        self,
+        nstreams: int = 1,
+        group: dist.ProcessGroup | None = None,
+        timeout_s: float | None = None,
+    ) -> None:
+        if not isinstance(nstreams, int) or isinstance(nstreams, bool):
+            raise TypeError(f"nstreams must be an int, got {nstreams!r}")
+        if nstreams < 1:
+            raise ValueError(f"a Communicator needs at least 1 stream, got nstreams={nstreams}")
+        self.nstreams = nstreams
+        self._group = group
+        self._timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
+        self._handles = Handles()
+        self._lanes: list[Lane] = []
+        self._open()
+
+    # Life -----------------------------------------------------------------------------------------
+
+    def _open(self) -> None:
+        if not dist.is_initialized():
+            raise RuntimeError("torch.distributed is not initialised: call comm_core.init() first")
+        group = dist.group.WORLD if self._group is None else self._group
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        if self.rank < 0:
+            raise ValueError(f"rank {dist.get_rank()} of the job is not in the given group")
+        self._lanes = [Lane(copy_of(group, self._timeout)) for _ in range(self.nstreams)]
+        self._turn = 0
+        self._pair_turns: dict[int, int] = {}
+        if self._lanes[0].backends.get("cuda") == "nccl" and torch.cuda.is_available():
+            # NCCL's first call on a group must be one of all its ranks; a sendrecv is not.
+            for lane in self._lanes:
+                dist.barrier(lane.channel.group, device_ids=[torch.cuda.current_device()])
+
+    def destroy(self) -> None:
+        """Waits for what is under way and lets go of the process groups. A second call is fine.
+
+        Errors that nobody has waited for are logged as warnings.
+        """
+        if not self._lanes:
+            return
+        self._handles.settle_all()
+        for error in self._handles.take_unreported():
+            log.warning("nobody waited for an operation, and it failed: %s", error)
+        lanes, self._lanes = self._lanes, []
+        for lane in lanes:
+            lane.close()
+
+    def reload(self) -> None:
+        """Destroys the process groups and makes new ones; a collective call."""
+        self.destroy()
+        self._open()
+
+    def __enter__(self) -> Communicator:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.destroy()
+
+    # Waiting --------------------------------------------------------------------------------------
+
+    def sync_stream(self, handle: int) -> None:
+        """Waits for the operation that `handle` names. May be called any number of times.
+
+        Raises:
+            TypeError: `handle` is no int.
+            ValueError: this communicator never returned `handle`.
+            RuntimeError: the operation failed.
+        """
+        self._check_open()
+        self._handles.wait(handle)
+
+    def synchronize(self) -> None:
+        """Waits for every operation so far.
+
+        Raises:
+            RuntimeError: one of them failed and has not been reported yet (the first such).
+        """
+        self._check_open()
+        self._handles.wait_all()
+
+    def barrier(self) -> None:
+        """Returns once every rank has called it and, here, every operation so far has ended.
+
+        Blocks the host, on CUDA too.
+        """
+        self.synchronize()
+        self._handles.settle_all()  # CUDA: only the current stream has waited so far
+        on_host = "cpu" in self._lanes[0].backends
+        device_ids = None if on_host else [torch.cuda.current_device()]
+        dist.barrier(self._lanes[0].channel.group, device_ids=device_ids)
+
+    def num_free_streams(self) -> int:
+        """Number of streams, 0 .. nstreams, with nothing queued or under way."""
+        self._check_open()
+        return sum(lane.idle() for lane in self._lanes)
+
+    # Collectives ----------------------------------------------------------------------------------
+
+    def reduce(self, tensor: torch.Tensor, root: int) -> int:
+        """Sums `tensor` over the ranks into that of rank `root`; the others' become undefined."""
+        tensor, body = self._checked("reduce", tensor), collectives.reduce
+        check_rank("reduce: root", root, self.size)
+        return self._in_turn("reduce", lambda c: body(c, tensor, root), [tensor], lone=True)
+
+    def bcast(self, tensor: torch.Tensor, root: int) -> int:
+        """Copies rank `root`'s `tensor` into everybody's."""
+        tensor, body = self._checked("bcast", tensor), collectives.broadcast
+        check_rank("bcast: root", root, self.size)
+        return self._in_turn("bcast", lambda c: body(c, tensor, root), [tensor], lone=True)
+
+    def all_reduce(self, tensor: torch.Tensor) -> int:
+        """Sums `tensor` over the ranks, in place; everybody gets the sum."""
+        tensor, body = self._checked("allReduce", tensor), collectives.all_reduce
+        return self._in_turn("allReduce", lambda c: body(c, tensor), [tensor], lone=True)
+
+    def reduce_scatter(self, send: torch.Tensor, recv: torch.Tensor) -> int:
+        """Sums `send` `[size * n]` over the ranks; rank r's `recv` `[n]` gets part r of the sum."""
+        send, recv = self._checked_pair("reduceScatter", send, recv)
+        if send.numel() != recv.numel() * self.size:
+            raise ValueError(
+                f"reduceScatter: send has {send.numel()} elements, must be {self.size} ranks x "
+                f"{recv.numel()} of recv"
+            )
+        body = collectives.reduce_scatter
+        return self._in_turn(
+            "reduceScatter", lambda c: body(c, send, recv), [send, recv], lone=True
+        )
+
+    def all_gather(self, send: torch.Tensor, recv: torch.Tensor) -> int:
+        """Concatenates everybody's `send` `[n]` into `recv` `[size * n]`, in rank order."""
+        send, recv = self._checked_pair("allGather", send, recv)
+        if recv.numel() != send.numel() * self.size:
+            raise ValueError(
+                f"allGather: recv has {recv.numel()} elements, must be {self.size} ranks x "
+                f"{send.numel()} of send"
+            )
+        body = collectives.all_gather
+        return self._in_turn("allGather", lambda c: body(c, send, recv), [send, recv], lone=True)
+
+    def all_reduce_rsag(self, tensor: torch.Tensor) -> int:
+        """`allReduce` as a reduce-scatter and an all-gather.
+
+        Pads with zeros to a multiple of the ranks (then one copy in and one out); a tensor with
+        fewer elements than ranks is all-reduced.
+        """
+        tensor, body = self._checked("allReduceRSAG", tensor), collectives.all_reduce_rsag
+        if tensor.numel() < self.size:
+            return self.all_reduce(tensor)
+        lone = tensor.numel() % self.size == 0
+        return self._composed("allReduceRSAG", lambda c: body(c, tensor), tensor, lone)
+
+    def all_reduce_rb(self, tensor: torch.Tensor) -> int:
+        """`allReduce` as a reduce to rank 0 and a broadcast from it."""
+        tensor, body = self._checked("allReduceRB", tensor), collectives.all_reduce_rb
+        return self._composed("allReduceRB", lambda c: body(c, tensor), tensor, lone=True)
+
+    def multi_bcast(
+        self,
+        tensors: Sequence[torch.Tensor],
+        outs: Sequence[torch.Tensor],
+        op: Callable[[torch.Tensor, torch.Tensor], object],
+    ) -> int:
+        """Fills `outs[i]` by `op(tensors[i], outs[i])`, sharing the work of large tensors.
+
+        Tensors of at least `MULTI_BCAST_NUMEL` elements go to the ranks in turn: `op` runs there
+        only, in this call, and the result is broadcast. For smaller ones `op` runs on every rank.
+        Shapes must be the same on all ranks. One handle stands for all the broadcasts. If `op`
+        raises on the one rank that runs it, the others wait until their process group times out.
+
+        Raises:
+            ValueError: `tensors` and `outs` differ in length.
+        """
+        self._check_open()
+        if len(tensors) != len(outs):
+            raise ValueError(f"multiBcast: {len(tensors)} tensors but {len(outs)} outs")
+        checked = [self._checked("multiBcast", out) for out in outs]
+        operations: list[Operation] = []
+        owner = 0
+        for tensor, out, target in zip(tensors, outs, checked, strict=True):
+            if tensor.numel() < MULTI_BCAST_NUMEL:
+                op(tensor, out)
+                continue
+            if owner == self.rank:
+                op(tensor, out)
+            lane = self._next_lane()
+            body = collectives.broadcast(lane.channel, target, owner)
+            stream, lone = lane.stream(target.device), collectives.plain(target)
+            operations.append(stream.submit("multiBcast", body, tensors=[target], lone=lone))
+            owner = (owner + 1) % self.size
+        return self._handles.new(*operations)
+
+    def sendrecv(self, send: torch.Tensor, recv: torch.Tensor, peer: int) -> int:
+        """Exchanges with rank `peer`, which calls it too: its `recv` gets this `send`.
+
+        The two directions may differ in size. Only the two ranks take part. `peer` may be this
+        rank. Exchanges of three or more ranks on one stream must not wait for each other in a
+        circle.
+        """
+        send, recv = self._checked_pair("sendrecv", send, recv)
+        check_rank("sendrecv: peer", peer, self.size)
+        if peer == self.rank and send.numel() != recv.numel():
+            raise ValueError(
+                f"sendrecv with oneself: send has {send.numel()} elements, recv {recv.numel()}"
+            )
+        turn = self._pair_turns.get(peer, 0)
+        self._pair_turns[peer] = turn + 1
+        lane = self._lanes[turn % self.nstreams]
+        if peer == self.rank:
+            body = collectives.copy(send, recv)
+        else:
+            body = collectives.sendrecv(lane.channel, send, recv, peer)
+        stream = lane.stream(send.device)
+        return self._handles.new(stream.submit("sendrecv", body, tensors=[send, recv], lone=False))
+
+    # Neighbours -----------------------------------------------------------------------------------
+
+    def neighbor_all_reduce(
+        self,
+        tensor: torch.Tensor,
+        sources: Ranks,
+        destinations: Ranks,
+        *,
+        self_weight: float | None = None,
+        out: torch.Tensor | None = None,
+        check: bool = True,
+    ) -> int:
+        """`out = self_weight * tensor + sum over the sources j of weight_j * tensor_j`.
+
+        Every rank calls it, with its own neighbours in a directed graph; the lists may be empty.
+        Terms are added in the order of the ranks, so the result does not depend on timing.
+
+        Args:
+            tensor: floating-point or complex; the same numel and dtype on all ranks.
+            sources: ranks to receive from; as `{rank: weight}` together with `self_weight`, else
+                all weights are 1 / (number of sources + 1).
+            destinations: ranks to send to; as `{rank: factor}` they get `factor * tensor`.
+            self_weight: weight of this rank's own tensor.
+            out: like `tensor`; default `tensor` itself.
+            check: compare all ranks' lists, sizes and dtypes first. This is one small blocking
+                all-gather in each call (a cache could not know whether the *other* ranks' lists
+                are new); for a graph that is used again, call `check_neighbors` once and pass
+                False, on all ranks.
+
+        Raises:
+            ValueError: lists that are wrong or (on every rank) contradict each other.
+            TypeError: an integer tensor.
+        """
+        name = "neighbor_all_reduce"
+        near = Neighbors.of(self.rank, self.size, sources, destinations, self_weight)
+        tensor = self._checked(name, tensor, written=out is None)
+        if not (tensor.is_floating_point() or tensor.is_complex()):
+            raise TypeError(f"{name}: weights need a floating-point tensor, got {tensor.dtype}")
+        target = tensor if out is None else self._checked(name, out)
+        check_pair(name, tensor, target)
+        if target.shape != tensor.shape:
+            raise ValueError(
+                f"{name}: out is {tuple(target.shape)}, must be {tuple(tensor.shape)} like tensor"
+            )
+        if check:
+            self._check_graph(near, tensor, [tensor.numel()] * len(near.sources))
+        body = neighbors.all_reduce
+        return self._in_turn(
+            name, lambda c: body(c, tensor, target, near), [tensor, target], lone=False
+        )
+
+    def neighbor_all_gather(
+        self,
+        tensor: torch.Tensor,
+        outputs: Sequence[torch.Tensor],
+        sources: Ranks,
+        destinations: Ranks,
+        *,
+        check: bool = True,
+    ) -> int:
+        """Receives `tensor` of each source into `outputs`, in the order of `sources`.
+
+        Args:
+            tensor: what every destination gets; ranks may differ in size.
+            outputs: one per source, as large as what that sends; views of one tensor will do.
+            sources, destinations, check: as in `neighbor_all_reduce`, without weights.
+        """
+        name = "neighbor_all_gather"
+        near = Neighbors.of(self.rank, self.size, list(sources), list(destinations), None)
+        tensor = self._checked(name, tensor, written=False)
+        if len(outputs) != len(near.sources):
+            raise ValueError(f"{name}: {len(near.sources)} sources but {len(outputs)} outputs")
+        outputs = [self._checked(name, output) for output in outputs]
+        for output in outputs:
+            check_pair(name, tensor, output)
+        if check:
+            self._check_graph(near, tensor, [output.numel() for output in outputs])
+        body = neighbors.all_gather
+        return self._in_turn(
+            name, lambda c: body(c, tensor, outputs, near), [tensor, *outputs], lone=False
+        )
+
+    def check_neighbors(self, sources: Ranks, destinations: Ranks) -> None:
+        """Compares all ranks' neighbour lists; a blocking collective call.
+
+        Raises:
+            ValueError: on every rank, naming two ranks that contradict each other.
+        """
+        near = Neighbors.of(self.rank, self.size, list(sources), list(destinations), None)
+        self._check_graph(near, None, [0] * len(near.sources))
+
+    def _check_graph(
+        self, near: Neighbors, tensor: torch.Tensor | None, wanted: Sequence[int]
+    ) -> None:
+        self._check_open()
+        dtype, sent = (None, 0) if tensor is None else (tensor.dtype, tensor.numel())
+        row = neighbors.description(near, self.size, dtype, sent, wanted)
+        if "cpu" not in self._lanes[0].backends:
+            row = row.cuda()
+        rows = row.new_empty(self.size, row.numel())
+        self.sync_stream(self.all_gather(row, rows))
+        if problem := neighbors.disagreement(rows.cpu()):
+            raise ValueError(f"neighbours contradict each other: {problem}")
+
+    # Inside ---------------------------------------------------------------------------------------
+
+    def _checked(self, name: str, tensor: torch.Tensor, written: bool = True) -> torch.Tensor:
+        self._check_open()
+        return check_tensor(name, tensor, self._lanes[0].backends, written)
+
+    def _checked_pair(
+        self, name: str, send: torch.Tensor, recv: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        send, recv = self._checked(name, send, written=False), self._checked(name, recv)
+        check_pair(name, send, recv)
+        return send, recv
+
+    def _check_open(self) -> None:
+        if not self._lanes:
+            raise RuntimeError("this Communicator has been destroyed; reload() brings it back")
+
+    def _next_lane(self) -> Lane:
+        self._check_open()
+        lane = self._lanes[self._turn % self.nstreams]
+        self._turn += 1
+        return lane
+
+    def _in_turn(
+        self,
+        name: str,
+        body: Callable[[Channel], Body],
+        tensors: Sequence[torch.Tensor],
+        lone: bool,
+    ) -> int:
+        lane = self._next_lane()
+        lone = lone and all(collectives.plain(tensor) for tensor in tensors)
+        stream = lane.stream(tensors[0].device)
+        return self._handles.new(
+            stream.submit(name, body(lane.channel), tensors=tensors, lone=lone)
+        )
+
+    def _composed(
+        self, name: str, body: Callable[[Channel], Body], tensor: torch.Tensor, lone: bool
+    ) -> int:
+        # Two collectives are as good as one where the backend itself keeps them in order.
+        return self._in_turn(name, body, [tensor], lone and self._lanes[0].channel.ordered)
+
+    allReduce = all_reduce
+    reduceScatter = reduce_scatter
+    allGather = all_gather
+    allReduceRSAG = all_reduce_rsag
+    allReduceRB = all_reduce_rb
+    multiBcast = multi_bcast
+    syncStream = sync_stream
+    getNumOfFreeStreams = num_free_streams

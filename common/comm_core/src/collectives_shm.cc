@@ -1,0 +1,227 @@
+#include <algorithm>
+
+#include "collectives.h"
+#include "group.h"
+#include "reduce_kernels.h"
+#include "shm/all_reduce_stage.h"
+#include "shm/copy_stage.h"
+#include "shm/direct_stage.h"
+#include "shm/reduce_stage.h"
+
+namespace comm_core {
+
+namespace {
+
+constexpr size_t kMostLocalRanks = 256;
+
+std::vector<std::string> labels(Group& group) {
+  const auto& ranks = group.topology().hosts[size_t(group.topology().host_of[size_t(group.rank())])];
+  std::vector<std::string> names;
+  for (int rank : ranks) names.push_back(group.peer(rank).label);
+  return names;
+}
+
+void copy_own(const ConstSpan& from, const Span& to) {
+  if (from.data != to.data) copy(to.data, from.data, from.bytes);
+}
+
+// A stage for the part that stays on this rank.
+std::unique_ptr<Stage> own_copy(ConstSpan from, Span to) {
+  return std::make_unique<LocalStage>([from, to] { copy_own(from, to); });
+}
+
+// The blocks as one piece of memory; empty if they are not.
+ConstSpan one_piece(const std::vector<ConstSpan>& blocks) {
+  ConstSpan whole = blocks[0];
+  for (size_t i = 1; i < blocks.size(); ++i) {
+    if (blocks[i].data != whole.data + whole.bytes) return {};
+    whole.bytes += blocks[i].bytes;
+  }
+  return whole;
+}
+
+std::unique_ptr<Stage> direct_reduce_scatter(Group& group, const OpSpec& spec,
+                                             const FrameHeader& frame, int64_t divisor,
+                                             std::function<std::unique_ptr<Stage>()> otherwise) {
+  const int n = group.size();
+  const Span output = spec.outputs[0];
+  ShmDirectStage::Plan plan;
+  plan.frame = frame;
+  plan.input = one_piece(spec.inputs);
+  plan.total = output.bytes;
+  plan.otherwise = std::move(otherwise);
+  const size_t first = size_t(spec.inputs[size_t(group.rank())].data - spec.inputs[0].data);
+  plan.work = [=, dtype = spec.dtype, op = spec.op](const std::vector<const char*>& inputs,
+                                                    size_t begin, size_t end) {
+    const void* sources[kMostLocalRanks];
+    for (int r = 0; r < n; ++r) sources[r] = inputs[size_t(r)] + first + begin;
+    const size_t count = (end - begin) / size_of(dtype);
+    reduce(dtype, op, output.data + begin, sources, n, count);
+    if (divisor > 0) divide(dtype, output.data + begin, count, divisor);
+  };
+  return std::make_unique<ShmDirectStage>(*group.shm(), group.peer_buffers(), std::move(plan),
+                                          labels(group));
+}
+
+std::unique_ptr<Stage> direct_all_gather(Group& group, const OpSpec& spec,
+                                         const FrameHeader& frame,
+                                         std::function<std::unique_ptr<Stage>()> otherwise) {
+  ShmDirectStage::Plan plan;
+  plan.frame = frame;
+  plan.input = spec.inputs[0];
+  plan.otherwise = std::move(otherwise);
+  for (const Span& block : spec.outputs) plan.total = std::max(plan.total, block.bytes);
+  plan.chunk = std::max<size_t>(16 << 10, plan.chunk / spec.outputs.size() / 4096 * 4096);
+  const bool streaming = frame.total_bytes >= group.options().shm_stream;
+  plan.work = [outputs = spec.outputs, me = size_t(group.rank()), streaming](
+                  const std::vector<const char*>& inputs, size_t begin, size_t end) {
+    for (size_t k = 0; k < outputs.size(); ++k) {
+      // Neighbours first: not everybody reads the same rank's memory at once.
+      const size_t r = (me + k) % outputs.size();
+      const size_t to = std::min(end, outputs[r].bytes);
+      if (begin >= to || outputs[r].data == inputs[r]) continue;
+      copy(outputs[r].data + begin, inputs[r] + begin, to - begin, streaming);
+    }
+  };
+  return std::make_unique<ShmDirectStage>(*group.shm(), group.peer_buffers(), std::move(plan),
+                                          labels(group));
+}
+
+}  // namespace
+
+Cut cut(size_t total_bytes, size_t element, int n, int i) {
+  const size_t count = total_bytes / element, parts = size_t(n), at = size_t(i);
+  const size_t begin = count / parts * at + std::min(at, count % parts);
+  const size_t size = count / parts + (at < count % parts ? 1 : 0);
+  return {begin * element, size * element};
+}
+
+Stages alone(const OpSpec& spec) {
+  Stages stages;
+  for (size_t i = 0; i < std::min(spec.inputs.size(), spec.outputs.size()); ++i) {
+    stages.push_back(own_copy(spec.inputs[i], spec.outputs[i]));
+  }
+  return stages;
+}
+
+Stages over_shm(Group& group, const OpSpec& spec, const FrameHeader& frame) {
+  ShmStreams& streams = *group.shm();
+  const size_t n = size_t(streams.size()), me = size_t(streams.me());
+  const size_t slot = streams.slot_bytes();
+  const size_t share = std::max<size_t>(64, slot / std::max<size_t>(1, n - 1) / 64 * 64);
+  const bool is_root = int(me) == spec.root;
+  const int64_t divisor = spec.op == ReduceOp::avg ? int64_t(n) : 0;
+  Stages stages;
+
+  if (spec.kind == OpKind::all_reduce) {
+    ShmAllReducePlan plan{frame, spec.dtype, spec.op, spec.inputs[0], spec.outputs[0], divisor,
+                          spec.inputs[0].bytes <= group.options().shm_flat};
+    stages.push_back(std::make_unique<ShmAllReduceStage>(streams, plan, labels(group)));
+    return stages;
+  }
+  if (spec.kind == OpKind::reduce_scatter || spec.kind == OpKind::reduce) {
+    ShmReducePlan plan;
+    plan.frame = frame;
+    plan.dtype = spec.dtype;
+    plan.op = spec.op;
+    plan.divisor = divisor;
+    plan.inputs.resize(n);
+    plan.bytes.resize(n);
+    if (spec.kind == OpKind::reduce) {
+      plan.inputs[size_t(spec.root)] = spec.inputs[0];
+      plan.bytes[size_t(spec.root)] = spec.inputs[0].bytes;
+      if (is_root) plan.output = spec.outputs[0];
+    } else {
+      plan.inputs = spec.inputs;
+      for (size_t i = 0; i < n; ++i) plan.bytes[i] = spec.inputs[i].bytes;
+      plan.output = spec.outputs[0];
+    }
+    // With more sources than two, the loads are what it waits for.
+    plan.streaming = n == 2 && plan.output.bytes >= group.options().shm_stream;
+    const auto staged = [&group, plan]() -> std::unique_ptr<Stage> {
+      return std::make_unique<ShmReduceStage>(*group.shm(), plan, labels(group));
+    };
+    // Whether the inputs are shared buffers only their owners know: asked where it is worth it.
+    const bool ask = spec.kind == OpKind::reduce_scatter &&
+                     frame.total_bytes >= group.options().shm_direct && n <= kMostLocalRanks;
+    stages.push_back(ask ? direct_reduce_scatter(group, spec, frame, divisor, staged) : staged());
+    return stages;
+  }
+
+  ShmCopyPlan plan;
+  plan.frame = frame;
+  plan.outgoing.resize(n);
+  plan.incoming.resize(n);
+  plan.rounds.resize(n);
+  plan.listens.assign(n, true);
+  plan.portion = slot;
+  size_t received = 0;
+  switch (spec.kind) {
+    case OpKind::all_gather:
+      plan.outgoing[0] = spec.inputs[0];
+      plan.incoming = spec.outputs;
+      for (size_t r = 0; r < n; ++r) {
+        plan.rounds[r] = ShmCopyStage::rounds_for(spec.outputs[r].bytes, slot);
+        received += spec.outputs[r].bytes;
+      }
+      stages.push_back(own_copy(spec.inputs[0], spec.outputs[me]));
+      break;
+    case OpKind::broadcast:
+      plan.outgoing[0] = spec.outputs[0];
+      plan.incoming[size_t(spec.root)] = spec.outputs[0];
+      plan.rounds[size_t(spec.root)] = ShmCopyStage::rounds_for(spec.outputs[0].bytes, slot);
+      for (size_t r = 0; r < n; ++r) plan.listens[r] = int(r) == spec.root;
+      break;
+    case OpKind::gather:
+      plan.multicast = false;
+      plan.outgoing[size_t(spec.root)] = spec.inputs[0];
+      for (size_t r = 0; r < n; ++r) {
+        plan.listens[r] = is_root;
+        if (int(r) == spec.root) continue;
+        plan.rounds[r] = ShmCopyStage::rounds_for(spec.inputs[0].bytes, slot);
+        if (is_root) plan.incoming[r] = spec.outputs[r];
+      }
+      if (is_root) stages.push_back(own_copy(spec.inputs[0], spec.outputs[me]));
+      break;
+    case OpKind::scatter:
+      plan.multicast = false;
+      plan.portion = share;
+      plan.incoming[size_t(spec.root)] = spec.outputs[0];
+      plan.rounds[size_t(spec.root)] = ShmCopyStage::rounds_for(spec.outputs[0].bytes, share);
+      for (size_t r = 0; r < n; ++r) plan.listens[r] = int(r) == spec.root;
+      if (is_root) {
+        plan.outgoing = spec.inputs;
+        stages.push_back(own_copy(spec.inputs[me], spec.outputs[0]));
+      }
+      break;
+    case OpKind::all_to_all:
+      plan.multicast = false;
+      plan.portion = share;
+      plan.outgoing = spec.inputs;
+      plan.incoming = spec.outputs;
+      plan.rounds.assign(n, ShmCopyPlan::kUntilLast);
+      stages.push_back(own_copy(spec.inputs[me], spec.outputs[me]));
+      break;
+    case OpKind::barrier:
+      plan.rounds.assign(n, 1);
+      break;
+    default:
+      throw InvalidRequestError(std::string(name(spec.kind)) + " is no collective");
+  }
+  plan.streaming = received >= group.options().shm_stream;
+  const bool ask = spec.kind == OpKind::all_gather &&
+                   frame.total_bytes >= group.options().shm_direct;
+  if (!ask) {
+    stages.push_back(std::make_unique<ShmCopyStage>(streams, plan, labels(group)));
+    return stages;
+  }
+  stages.clear();
+  const auto staged = [&group, plan, from = spec.inputs[0], to = spec.outputs[me]] {
+    copy_own(from, to);
+    return std::make_unique<ShmCopyStage>(*group.shm(), plan, labels(group));
+  };
+  stages.push_back(direct_all_gather(group, spec, frame, staged));
+  return stages;
+}
+
+}  // namespace comm_core

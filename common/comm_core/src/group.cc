@@ -1,0 +1,522 @@
+#include "group.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <thread>
+
+#include "clock.h"
+#include "planner.h"
+#include "reduce_kernels.h"
+#include "stage.h"
+#include "tcp/control.h"
+#include "tcp/messenger.h"
+
+namespace comm_core {
+
+namespace {
+
+uint64_t next_number() {
+  static std::atomic<uint64_t> number{0};
+  return number++;
+}
+
+template <typename E>
+bool prefixed(const std::exception& error, const std::string& prefix, std::exception_ptr& result) {
+  if (dynamic_cast<const E*>(&error) == nullptr) return false;
+  result = std::make_exception_ptr(E(prefix + error.what()));
+  return true;
+}
+
+bool point_to_point(OpKind kind) { return kind == OpKind::send || kind == OpKind::recv; }
+
+template <typename Blocks>
+uint64_t total(const Blocks& blocks) {
+  uint64_t bytes = 0;
+  for (const auto& block : blocks) bytes += block.bytes;
+  return bytes;
+}
+
+}  // namespace
+
+std::exception_ptr with_context(const std::exception_ptr& error, const std::string& prefix) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const std::exception& e) {
+    std::exception_ptr result;
+    if (prefixed<TimeoutError>(e, prefix, result) || prefixed<PeerLostError>(e, prefix, result) ||
+        prefixed<MismatchError>(e, prefix, result) || prefixed<AbortedError>(e, prefix, result) ||
+        prefixed<InvalidRequestError>(e, prefix, result)) {
+      return result;
+    }
+    return std::make_exception_ptr(SystemError(prefix + e.what()));
+  }
+}
+
+std::string message_of(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const std::exception& e) {
+    return e.what();
+  }
+}
+
+// A connection of collectives and where the engine watches it.
+struct Group::Connection {
+  Connection(Poller& p, std::unique_ptr<Link> l) : poller(p), link(std::move(l)) {
+    id = poller.add(link->fd(), Watch::when_active, nullptr);
+  }
+  ~Connection() { poller.remove(id, link->fd(), Watch::when_active); }
+  Poller& poller;
+  std::unique_ptr<Link> link;
+  uint64_t id;
+};
+
+Group::Group(std::shared_ptr<Engine> engine, int rank, int size, std::string name,
+             double timeout_s)
+    : engine_(std::move(engine)),
+      rank_(rank),
+      size_(size),
+      name_(std::move(name)),
+      number_(next_number()),
+      timeout_s_(timeout_s),
+      in_(size_t(size)),
+      out_(size_t(size)) {}
+
+std::shared_ptr<Group> Group::create(std::shared_ptr<Engine> engine, Store& store, int rank,
+                                     int size, const std::string& name,
+                                     const std::string& towards, double timeout_s) {
+  if (size < 1 || rank < 0 || rank >= size) {
+    throw InvalidRequestError("rank " + std::to_string(rank) + " is none of a group of " +
+                              std::to_string(size));
+  }
+  std::shared_ptr<Group> group(new Group(std::move(engine), rank, size, name, timeout_s));
+  if (size > 1) {
+    group->meet(store, towards);
+  } else {
+    group->peers_.resize(1);
+    group->topology_ = Topology::of(group->peers_);
+    group->engine_->call([&] { group->engine_->add_group(group.get()); });
+  }
+  return group;
+}
+
+void Group::meet(Store& store, const std::string& towards) {
+  const Options& options = engine_->options();
+  if (rank_ == 0) {
+    std::string secret(32, '\0'), id(16, '\0');
+    random_bytes(secret.data(), secret.size());
+    random_bytes(id.data(), id.size());
+    store.set("secret", secret + id);
+  }
+  const std::string secret = store.get("secret");
+  if (secret.size() != 48) throw MismatchError("the store holds a malformed secret");
+  secret_ = secret.substr(0, 32);
+  std::copy(secret.begin() + 32, secret.end(), id_.begin());
+
+  const std::string host = !options.interface.empty() ? address_of_interface(options.interface)
+                           : towards.empty()          ? "127.0.0.1"
+                                                      : address_towards(towards);
+  PeerInfo mine;
+  mine.host_id = host_identity(options);
+  mine.host_name = host_name();
+  mine.pid = int(getpid());
+  engine_->call([&] {
+    mine.address = engine_->listener(host).address();
+    engine_->add_group(this);
+    engine_->listener(host).add_group(
+        id_, {secret_, size_, rank_,
+              [this](const Hello& hello, Fd fd) { accept(hello, std::move(fd)); }});
+  });
+  try {
+    store.set("r" + std::to_string(rank_), mine.serialize());
+    std::vector<PeerInfo> peers;
+    for (int r = 0; r < size_; ++r) {
+      peers.push_back(PeerInfo::parse(r, store.get("r" + std::to_string(r))));
+    }
+    Topology topology = Topology::of(peers);
+    for (const PeerInfo& peer : peers) {
+      const bool reachable = !peer.address.is_loopback() || options.allow_loopback;
+      if (topology.one_host() || reachable) continue;
+      std::string known;
+      for (const Interface& i : interfaces()) known += " " + i.name + "=" + i.address;
+      throw InvalidRequestError(peer.label + " would be reached over a loopback address, but the " +
+                                "ranks are on " + std::to_string(topology.hosts.size()) +
+                                " hosts; set COMM_CORE_IFNAME to the interface of the network "
+                                "(here:" + known + ")");
+    }
+    const auto& local = topology.hosts[size_t(topology.host_of[size_t(rank_)])];
+    if (options.transport == TransportChoice::shm && !topology.one_host()) {
+      throw InvalidRequestError("COMM_CORE_TRANSPORT=shm, but the ranks are on " +
+                                std::to_string(topology.hosts.size()) + " hosts");
+    }
+    std::unique_ptr<ShmStreams> shm;
+    if (options.transport != TransportChoice::tcp && local.size() > 1) {
+      const int me = topology.local_rank[size_t(rank_)];
+      shm = std::make_unique<ShmStreams>(store, local, me, options.shm_slot);
+    }
+    engine_->call([&] {
+      peers_ = std::move(peers);
+      topology_ = std::move(topology);
+      shm_ = std::move(shm);
+      if (shm_ != nullptr) {
+        bell_id_ = engine_->poller().add(shm_->doorbell(), Watch::when_active, shm_.get());
+      }
+      messenger_ = std::make_unique<Messenger>(*this);
+      control_ = std::make_unique<Control>(*this);
+      for (auto& [hello, fd] : early_) accept(hello, std::move(fd));
+      early_.clear();
+    });
+    const double deadline = now_s() + timeout_s_;
+    for (bool connected = false; !connected;) {
+      engine_->call([&] {
+        if (error_) std::rethrow_exception(error_);
+        connected = control_->connected();
+      });
+      if (!connected && now_s() > deadline) {
+        throw TimeoutError("group " + name_ + ": not all ranks have connected to " +
+                           peers_[0].label);
+      }
+      if (!connected) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+  } catch (...) {
+    close();
+    throw;
+  }
+}
+
+Group::~Group() { close(); }
+
+void Group::accept(const Hello& hello, Fd fd) {
+  if (closed_) return;
+  if (control_ == nullptr) {
+    early_.emplace_back(hello, std::move(fd));
+    return;
+  }
+  const int peer = hello.from;
+  tune_socket(fd.get(), options().sockets);
+  if (hello.kind == LinkKind::data) {
+    std::unique_ptr<Connection>& in = in_[size_t(peer)];
+    if (in == nullptr) {
+      in = std::make_unique<Connection>(
+          engine_->poller(),
+          std::make_unique<InLink>(std::move(fd), peers_[size_t(peer)].label));
+    }
+  } else if (hello.kind == LinkKind::messages) {
+    messenger_->accept(peer, std::move(fd));
+  } else {
+    control_->accept(peer, std::move(fd));
+  }
+}
+
+LinkTarget Group::target(int peer, LinkKind kind) const {
+  LinkTarget target;
+  target.address = peers_[size_t(peer)].address;
+  target.peer = peers_[size_t(peer)].label;
+  target.secret = secret_;
+  target.hello.from = rank_;
+  target.hello.to = peer;
+  target.hello.kind = kind;
+  target.hello.group = id_;
+  target.options = engine_->options().sockets;
+  return target;
+}
+
+OutLink& Group::out(int peer) {
+  std::unique_ptr<Connection>& out = out_[size_t(peer)];
+  if (out == nullptr) {
+    out = std::make_unique<Connection>(engine_->poller(),
+                                       std::make_unique<OutLink>(target(peer, LinkKind::data)));
+  }
+  return static_cast<OutLink&>(*out->link);
+}
+
+InLink* Group::in(int peer) {
+  std::unique_ptr<Connection>& in = in_[size_t(peer)];
+  return in == nullptr ? nullptr : static_cast<InLink*>(in->link.get());
+}
+
+void Group::check(const OpSpec& spec) const {
+  const std::string what = comm_core::name(spec.kind);
+  const bool reduces = spec.kind == OpKind::all_reduce || spec.kind == OpKind::reduce_scatter ||
+                       spec.kind == OpKind::reduce;
+  if (reduces && !supports(spec.dtype, spec.op)) {
+    throw InvalidRequestError(what + ": there is no " + comm_core::name(spec.op) + " of " +
+                              comm_core::name(spec.dtype));
+  }
+  if (spec.root < 0 || spec.root >= size_) {
+    throw InvalidRequestError(what + ": root " + std::to_string(spec.root) +
+                              " is no rank of a group of " + std::to_string(size_));
+  }
+  if (point_to_point(spec.kind)) {
+    const bool any = spec.kind == OpKind::recv && spec.peer == -1;
+    if (!any && (spec.peer < 0 || spec.peer >= size_)) {
+      throw InvalidRequestError(what + ": peer " + std::to_string(spec.peer) +
+                                " is no rank of a group of " + std::to_string(size_));
+    }
+    if (spec.peer == rank_) throw InvalidRequestError(what + ": a rank cannot send to itself");
+  }
+  // How many blocks an operation has on this rank; the header of OpSpec says the same in words.
+  const bool is_root = spec.root == rank_;
+  const size_t n = size_t(size_), ins = spec.inputs.size(), outs = spec.outputs.size();
+  bool fits = true;
+  switch (spec.kind) {
+    case OpKind::all_reduce:
+      fits = ins == 1 && outs == 1 && spec.inputs[0].bytes == spec.outputs[0].bytes;
+      break;
+    case OpKind::reduce_scatter:
+      fits = ins == n && outs == 1 && spec.inputs[size_t(rank_)].bytes == spec.outputs[0].bytes;
+      break;
+    case OpKind::all_gather:
+      fits = ins == 1 && outs == n && spec.outputs[size_t(rank_)].bytes == spec.inputs[0].bytes;
+      break;
+    case OpKind::broadcast:
+      fits = outs == 1;
+      break;
+    case OpKind::reduce:
+      fits = ins == 1 && (!is_root || (outs == 1 && outs == ins));
+      break;
+    case OpKind::gather:
+      fits = ins == 1 && (!is_root || outs == n);
+      break;
+    case OpKind::scatter:
+      fits = outs == 1 && (!is_root || ins == n);
+      break;
+    case OpKind::all_to_all:
+      fits = ins == n && outs == n;
+      break;
+    case OpKind::send:
+      fits = ins == 1;
+      break;
+    case OpKind::recv:
+      fits = outs == 1;
+      break;
+    default:
+      break;
+  }
+  if (!fits) {
+    throw InvalidRequestError(what + ": the number or sizes of the blocks do not fit a group of " +
+                              std::to_string(size_));
+  }
+}
+
+OpPtr Group::submit(OpSpec spec) {
+  if (closed_) throw AbortedError("group " + name_ + " was destroyed");
+  check(spec);
+  auto op = std::make_shared<Op>(std::move(spec), engine_.get(), shared_from_this());
+  // Numbers and queue positions must agree, whatever threads submit.
+  std::lock_guard<std::mutex> lock(submit_mutex_);
+  if (!point_to_point(op->spec_.kind)) op->sequence_ = next_sequence_++;
+  engine_->submit(op);
+  return op;
+}
+
+void Group::enqueue(const OpPtr& op) {
+  if (error_ || closed_) {
+    const auto destroyed = std::make_exception_ptr(AbortedError("the group was destroyed"));
+    const auto error = error_ ? error_ : destroyed;
+    engine_->complete(op, with_context(error, op->describe() + ": "));
+    return;
+  }
+  if (!point_to_point(op->spec_.kind)) {
+    queue_.push_back(op);
+    return;
+  }
+  if (op->held_) {
+    held_messages_.push_back(op);
+  } else {
+    start_message(op);
+  }
+}
+
+void Group::release(const OpPtr& op) {
+  engine_->run_soon([this, op] {
+    op->held_ = false;
+    const auto found = std::find(held_messages_.begin(), held_messages_.end(), op);
+    if (found == held_messages_.end()) return;
+    held_messages_.erase(found);
+    if (!op->done()) start_message(op);
+  });
+}
+
+std::exception_ptr Group::error() {
+  std::exception_ptr error;
+  engine_->call([&] { error = error_; });
+  return error;
+}
+
+void Group::start_message(const OpPtr& op) {
+  op->times_.started_s = now_s();
+  op->deadline_s_ =
+      op->times_.started_s + (op->spec_.timeout_s > 0 ? op->spec_.timeout_s : timeout_s_);
+  op->spec_.kind == OpKind::send ? messenger_->send(op) : messenger_->receive(op);
+}
+
+bool Group::step() {
+  const OpPtr op = queue_.front();  // stays alive should the group fail
+  bool moved = false;
+  try {
+    if (op->times_.started_s == 0) {
+      op->times_.started_s = now_s();
+      op->deadline_s_ =
+          op->times_.started_s + (op->spec_.timeout_s > 0 ? op->spec_.timeout_s : timeout_s_);
+      op->stages_ = plan(*this, op->spec_, op->sequence_);
+      moved = true;
+    }
+    while (op->stage_ < op->stages_.size()) {
+      const Progress progress = op->stages_[op->stage_]->step();
+      if (progress == Progress::blocked) return moved;
+      if (progress == Progress::moved) return true;
+      ++op->stage_;
+      moved = true;
+    }
+  } catch (const std::exception&) {
+    fail(std::current_exception(), true);
+    return true;
+  }
+  queue_.pop_front();
+  engine_->complete(op, nullptr);
+  return true;
+}
+
+void Group::fail(std::exception_ptr error, bool tell) {
+  if (error_ || closed_) return;
+  std::string progress;
+  if (!queue_.empty()) {
+    const Op& op = *queue_.front();
+    if (op.stage_ < op.stages_.size()) progress = op.stages_[op.stage_]->status() + "; ";
+  }
+  error_ = error;
+  std::string told = message_of(error);
+  bool first = true;
+  std::deque<OpPtr> ending;
+  ending.swap(queue_);
+  for (const OpPtr& op : ending) {
+    const std::string prefix = op->describe() + ": " + (first ? progress : "");
+    if (first) told = prefix + told;
+    first = false;
+    engine_->complete(op, with_context(error, prefix));
+  }
+  for (const OpPtr& op : std::exchange(held_messages_, {})) {
+    engine_->complete(op, with_context(error, op->describe() + ": "));
+  }
+  if (messenger_ != nullptr) messenger_->fail(error);
+  if (tell && control_ != nullptr) control_->tell_failure(told);
+}
+
+void Group::abort(const std::string& reason) {
+  engine_->call([&] {
+    fail(std::make_exception_ptr(AbortedError("aborted on rank " + std::to_string(rank_) + ": " +
+                                              reason)),
+         true);
+  });
+}
+
+void Group::close() {
+  if (closed_.exchange(true)) return;
+  engine_->call([&] { leave(); });
+  engine_->bury();
+}
+
+void Group::leave() {
+  const auto error = std::make_exception_ptr(AbortedError("the group was destroyed"));
+  std::deque<OpPtr> ending;
+  ending.swap(queue_);
+  for (const OpPtr& op : std::exchange(held_messages_, {})) ending.push_back(op);
+  for (const OpPtr& op : ending) engine_->complete(op, with_context(error, op->describe() + ": "));
+  if (messenger_ != nullptr) messenger_->fail(error_ ? error_ : error);
+  if (control_ != nullptr && !error_) control_->tell_goodbye();
+  if (shm_ != nullptr) shm_->leave();
+  if (size_ > 1) engine_->stop_listening(id_);
+  engine_->remove_group(this);
+  control_.reset();
+  messenger_.reset();
+  in_.clear();
+  out_.clear();
+  in_.resize(size_t(size_));
+  out_.resize(size_t(size_));
+  if (shm_ != nullptr) engine_->poller().remove(bell_id_, shm_->doorbell(), Watch::when_active);
+  shm_.reset();
+}
+
+double Group::check_deadlines(double now) {
+  double next = messenger_ != nullptr ? messenger_->check_deadlines(now) : -1;
+  if (!queue_.empty() && queue_.front()->times_.started_s > 0) {
+    const Op& op = *queue_.front();
+    if (op.deadline_s_ <= now) {
+      const double waited = now - op.times_.started_s;
+      fail(std::make_exception_ptr(
+               TimeoutError("timed out after " + std::to_string(waited).substr(0, 6) + " s")),
+           true);
+    } else if (next < 0 || op.deadline_s_ < next) {
+      next = op.deadline_s_;
+    }
+  }
+  return next;
+}
+
+void Group::announce_sleep(bool asleep) {
+  if (shm_ != nullptr && !queue_.empty()) shm_->announce_sleep(asleep);
+}
+
+bool Group::spins() const {
+  // Where ranks outnumber processors, spinning keeps away the one that is waited for.
+  return shm_ != nullptr && !queue_.empty() &&
+         shm_->size() <= int(std::thread::hardware_concurrency());
+}
+
+uint64_t Group::total_bytes(const OpSpec& spec) const {
+  switch (spec.kind) {
+    case OpKind::all_reduce:
+    case OpKind::reduce:
+    case OpKind::send:
+      return total(spec.inputs);
+    case OpKind::reduce_scatter:
+    case OpKind::all_to_all:
+      return total(spec.inputs);
+    case OpKind::all_gather:
+    case OpKind::broadcast:
+    case OpKind::recv:
+      return total(spec.outputs);
+    case OpKind::gather:
+      return spec.inputs[0].bytes * uint64_t(size_);
+    case OpKind::scatter:
+      return spec.outputs[0].bytes * uint64_t(size_);
+    default:
+      return 0;
+  }
+}
+
+std::string Group::describe(const Op& op) const {
+  FrameHeader header;
+  header.kind = op.spec().kind;
+  header.dtype = op.spec().dtype;
+  header.op = op.spec().op;
+  header.root = op.spec().root;
+  header.sequence = op.sequence();
+  header.total_bytes = total_bytes(op.spec());
+  std::string text = comm_core::describe(header);
+  if (point_to_point(op.spec().kind)) {
+    text += op.spec().kind == OpKind::send ? " to " : " from ";
+    text += op.spec().peer < 0 ? "any rank" : "rank " + std::to_string(op.spec().peer);
+  }
+  return text + " on rank " + std::to_string(rank_) + " of group " + name_;
+}
+
+std::string Group::summary() const {
+  std::string text = "group " + name_ + ": " + std::to_string(size_) + " ranks";
+  if (size_ == 1) return text;
+  text += " on " + std::to_string(topology_.hosts.size()) + " hosts, ";
+  if (shm_ != nullptr) text += "shared memory inside";
+  if (shm_ != nullptr && !topology_.one_host()) text += ", ";
+  if (shm_ == nullptr || !topology_.one_host()) text += "TCP between";
+  return text + "; this is rank " + std::to_string(rank_) + " at " + peers_[size_t(rank_)].address.text();
+}
+
+uint64_t Group::dropped_connections() {
+  uint64_t dropped = 0;
+  engine_->call([&] { dropped = engine_->dropped_connections(); });
+  return dropped;
+}
+
+}  // namespace comm_core

@@ -1,0 +1,125 @@
+// The ranks of one process group, as one of them sees it: connections, shared memory, and the queue
+// of collectives, which run in the order in which they were submitted.
+#pragma once
+
+#include <condition_variable>
+#include <deque>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "engine.h"
+#include "scratch.h"
+#include "shm/streams.h"
+#include "store.h"
+#include "tcp/link.h"
+#include "topology.h"
+
+namespace comm_core {
+
+class Control;
+class Messenger;
+
+class Group : public std::enable_shared_from_this<Group> {
+ public:
+  // Meets the other ranks through `store`; every rank calls it, and it returns when all are
+  // connected. `towards`: a host of the rendezvous, by which the interface is chosen if the options
+  // name none. Throws CommError.
+  static std::shared_ptr<Group> create(std::shared_ptr<Engine> engine, Store& store, int rank,
+                                       int size, const std::string& name,
+                                       const std::string& towards, double timeout_s);
+  ~Group();
+
+  int rank() const { return rank_; }
+  int size() const { return size_; }
+  const std::string& name() const { return name_; }
+  double timeout_s() const { return timeout_s_; }
+  uint64_t sequence() const { return next_sequence_ - 1; }
+  // The first failure, or null; from any thread.
+  std::exception_ptr error();
+  void set_timeout_s(double timeout_s) { timeout_s_ = timeout_s; }
+
+  // Queues an operation. Throws InvalidRequestError if it makes no sense; a group that has failed
+  // returns an operation that has failed.
+  OpPtr submit(OpSpec spec);
+  // The input of an operation submitted as `held` is there now.
+  void release(const OpPtr& op);
+  // Fails everything that is under way here, and soon on all ranks.
+  void abort(const std::string& reason);
+  // Leaves the group. Idempotent; later submissions throw.
+  void close();
+
+  // "4 ranks on 2 hosts, shm + tcp over 10.0.0.1 (eth0)": for logs.
+  std::string summary() const;
+  std::string describe(const Op& op) const;
+  uint64_t total_bytes(const OpSpec& spec) const;
+  uint64_t dropped_connections();
+
+  // For the engine:
+  uint64_t number() const { return number_; }
+  void enqueue(const OpPtr& op);
+  // The operation whose turn it is, or null.
+  const Op* head() const {
+    return queue_.empty() || queue_.front()->held_ ? nullptr : queue_.front().get();
+  }
+  bool step();
+  void announce_sleep(bool asleep);
+  bool spins() const;
+  double check_deadlines(double now_s);
+
+  // For stages and their planner, in the engine:
+  Engine& engine() { return *engine_; }
+  const Options& options() const { return engine_->options(); }
+  const PeerInfo& peer(int rank) const { return peers_[size_t(rank)]; }
+  const Topology& topology() const { return topology_; }
+  ShmStreams* shm() { return shm_.get(); }
+  PeerBuffers& peer_buffers() { return peer_buffers_; }
+  ScratchPool& scratch() { return scratch_; }
+  // The connection to `peer`; it may not be ready yet.
+  OutLink& out(int peer);
+  // The connection from `peer`, null until it has connected.
+  InLink* in(int peer);
+  LinkTarget target(int peer, LinkKind kind) const;
+  // Ends the group with what went wrong; tells the others unless they told us.
+  void fail(std::exception_ptr error, bool tell);
+
+ private:
+  struct Connection;
+
+  Group(std::shared_ptr<Engine> engine, int rank, int size, std::string name, double timeout_s);
+  void meet(Store& store, const std::string& towards);
+  void accept(const Hello& hello, Fd fd);
+  void leave();
+  void start_message(const OpPtr& op);
+  void check(const OpSpec& spec) const;
+
+  std::shared_ptr<Engine> engine_;
+  const int rank_, size_;
+  const std::string name_;
+  const uint64_t number_;
+  double timeout_s_;
+  std::vector<PeerInfo> peers_;
+  Topology topology_;
+  std::string secret_;
+  Bytes16 id_{};
+  std::unique_ptr<ShmStreams> shm_;
+  uint64_t bell_id_ = 0;
+  PeerBuffers peer_buffers_;
+  std::vector<std::unique_ptr<Connection>> in_, out_;
+  std::unique_ptr<Control> control_;
+  std::vector<std::pair<Hello, Fd>> early_;  // connected before this rank knew everybody
+  std::unique_ptr<Messenger> messenger_;
+  ScratchPool scratch_;
+  std::deque<OpPtr> queue_;
+  std::vector<OpPtr> held_messages_;
+  std::atomic<uint64_t> next_sequence_{1};
+  std::mutex submit_mutex_;
+  std::exception_ptr error_;
+  std::atomic<bool> closed_{false};
+};
+
+// The same kind of error as `error` with `prefix` before its text.
+std::exception_ptr with_context(const std::exception_ptr& error, const std::string& prefix);
+std::string message_of(const std::exception_ptr& error);
+
+}  // namespace comm_core

@@ -1,0 +1,55 @@
+// Memory that one stage borrows from its group, kept for the next.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <vector>
+
+namespace comm_core {
+
+class ScratchPool {
+ public:
+  struct Block {
+    std::unique_ptr<char[]> data;
+    size_t bytes = 0;
+  };
+
+  Block take(size_t bytes) {
+    for (size_t i = 0; i < free_.size(); ++i) {
+      if (free_[i].bytes >= bytes && free_[i].bytes <= 2 * bytes + 4096) {
+        Block block = std::move(free_[i]);
+        free_.erase(free_.begin() + long(i));
+        held_ -= block.bytes;
+        return block;
+      }
+    }
+    return {std::unique_ptr<char[]>(new char[bytes]), bytes};
+  }
+
+  void give(Block block) {
+    if (held_ + block.bytes > kMostHeld) return;
+    held_ += block.bytes;
+    free_.push_back(std::move(block));
+  }
+
+ private:
+  static constexpr size_t kMostHeld = 64 << 20;
+  std::vector<Block> free_;
+  size_t held_ = 0;
+};
+
+// Returns its memory when it goes.
+class Scratch {
+ public:
+  Scratch(ScratchPool& pool, size_t bytes) : pool_(pool), block_(pool.take(bytes)) {}
+  ~Scratch() { pool_.give(std::move(block_)); }
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
+  char* data() const { return block_.data.get(); }
+
+ private:
+  ScratchPool& pool_;
+  ScratchPool::Block block_;
+};
+
+}  // namespace comm_core

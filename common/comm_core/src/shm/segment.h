@@ -1,0 +1,31 @@
+// Shared memory of the ranks of one host: a mapped file in /dev/shm, gone with its last user.
+#pragma once
+
+#include <cstddef>
+#include <string>
+
+namespace comm_core {
+
+class Mapping {
+ public:
+  Mapping() = default;
+  // A new file of `bytes`, all of it backed by memory. Throws SystemError if there is too little.
+  static Mapping create(const std::string& path, size_t bytes);
+  // The whole of an existing file. Throws SystemError.
+  static Mapping open(const std::string& path);
+  Mapping(Mapping&& other) noexcept;
+  Mapping& operator=(Mapping&& other) noexcept;
+  ~Mapping();
+
+  char* data() const { return data_; }
+  size_t bytes() const { return bytes_; }
+
+ private:
+  char* data_ = nullptr;
+  size_t bytes_ = 0;
+};
+
+// "/dev/shm/comm_core-<user>-<random>": a name that nobody else has.
+std::string unique_path();
+
+}  // namespace comm_core

@@ -1,0 +1,90 @@
+// Streams of rounds through shared memory between the ranks of one host.
+//
+// Every local rank owns two streams. It writes rounds into the stream's slots and publishes them;
+// the others read each round and release it; a slot is written again when all have. Counters only
+// grow, across operations, so no barrier is needed between two of them. Who waits does so without
+// spinning: he raises a flag, and whoever publishes or releases rings his doorbell.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "poller.h"
+#include "shm/buffers.h"
+#include "shm/segment.h"
+#include "store.h"
+#include "tcp/wire.h"
+
+namespace comm_core {
+
+struct SlotHeader {
+  FrameHeader frame;
+  uint32_t last;           // the stream's last round in this operation
+  uint32_t pad;
+  BufferPlace place;       // of the sender's input, where stages read it in place
+};
+
+class ShmStreams : public Watcher {
+ public:
+  static constexpr uint64_t kSlots = 2;
+
+  // Collective over the ranks of this host. `ranks`: their ranks in the group; `me`: place therein.
+  ShmStreams(Store& store, const std::vector<int>& ranks, int me, size_t slot_bytes);
+  ~ShmStreams() override;
+
+  int size() const { return n_; }
+  int me() const { return me_; }
+  size_t slot_bytes() const { return slot_bytes_; }
+  // Streams: `inputs(r)` and `results(r)` of local rank r.
+  int inputs(int r) const { return r; }
+  int results(int r) const { return n_ + r; }
+
+  // Of one's own streams: is there a free slot; the slot; make it visible.
+  bool room(int stream);
+  SlotHeader& header(int stream) { return *slot(stream, written_[size_t(stream)]).header; }
+  uint64_t* lengths(int stream) { return slot(stream, written_[size_t(stream)]).lengths; }
+  char* data(int stream) { return slot(stream, written_[size_t(stream)]).data; }
+  void publish(int stream);
+
+  // Of the others' streams: is a round there; the round; done with it.
+  bool ready(int stream) const;
+  const SlotHeader& front(int stream) { return *slot(stream, read_[size_t(stream)]).header; }
+  const uint64_t* front_lengths(int stream) { return slot(stream, read_[size_t(stream)]).lengths; }
+  const char* front_data(int stream) { return slot(stream, read_[size_t(stream)]).data; }
+  void release(int stream, uint64_t rounds = 1);
+  // Everything that I have published has been read.
+  bool drained(int stream);
+
+  // True if local rank r has left the group.
+  bool left(int r) const;
+  void leave();
+
+  void announce_sleep(bool asleep);
+  int doorbell() const { return bell_.get(); }
+  void on_event() override;
+
+ private:
+  struct Slot {
+    SlotHeader* header;
+    uint64_t* lengths;
+    char* data;
+  };
+  struct Facts;  // of one rank, in shared memory
+
+  Slot slot(int stream, uint64_t round);
+  std::atomic<uint64_t>& published(int stream) const;
+  std::atomic<uint64_t>& released(int reader, int stream);
+  Facts& facts(int r) const;
+  void wake(int r);
+
+  int n_, me_;
+  size_t slot_bytes_, slot_stride_, counters_offset_, slots_offset_;
+  Mapping mapping_;
+  Fd bell_;
+  std::vector<Fd> bells_;
+  std::vector<uint64_t> written_, read_, free_from_;
+};
+
+}  // namespace comm_core

@@ -1,0 +1,60 @@
+#include "tcp/wire.h"
+
+#include <sys/random.h>
+
+namespace comm_core {
+
+namespace {
+
+bool reduces(OpKind kind) {
+  return kind == OpKind::all_reduce || kind == OpKind::reduce_scatter || kind == OpKind::reduce;
+}
+
+bool has_root(OpKind kind) {
+  return kind == OpKind::broadcast || kind == OpKind::reduce || kind == OpKind::gather ||
+         kind == OpKind::scatter;
+}
+
+}  // namespace
+
+std::string describe(const FrameHeader& h) {
+  std::string text = name(h.kind);
+  text += " #" + std::to_string(h.sequence);
+  if (h.kind == OpKind::barrier) return text;
+  text += std::string(" (") + name(h.dtype);
+  if (reduces(h.kind)) text += std::string(", ") + name(h.op);
+  if (has_root(h.kind)) text += ", root " + std::to_string(h.root);
+  return text + ", " + std::to_string(h.total_bytes) + " bytes)";
+}
+
+void check_header(const FrameHeader& mine, const FrameHeader& theirs, const std::string& peer) {
+  if (theirs.magic != kFrameMagic) {
+    throw MismatchError("malformed header from " + peer);
+  }
+  const bool uneven = mine.kind == OpKind::all_to_all;  // totals may differ, payloads may not
+  const bool same = mine.kind == theirs.kind && mine.dtype == theirs.dtype &&
+                    mine.op == theirs.op && mine.root == theirs.root &&
+                    mine.sequence == theirs.sequence && mine.stage == theirs.stage &&
+                    (uneven || mine.total_bytes == theirs.total_bytes);
+  if (!same) {
+    throw MismatchError("the ranks disagree: here " + describe(mine) + ", " + peer + " called " +
+                        describe(theirs));
+  }
+  if (mine.payload_bytes != theirs.payload_bytes) {
+    throw MismatchError("the ranks disagree: in " + describe(mine) + " this rank expects " +
+                        std::to_string(mine.payload_bytes) + " bytes from " + peer +
+                        ", which sends " + std::to_string(theirs.payload_bytes));
+  }
+}
+
+void random_bytes(void* data, size_t bytes) {
+  char* next = static_cast<char*>(data);
+  while (bytes > 0) {
+    const ssize_t got = getrandom(next, bytes, 0);
+    if (got < 0) throw_errno("getrandom");
+    next += got;
+    bytes -= size_t(got);
+  }
+}
+
+}  // namespace comm_core

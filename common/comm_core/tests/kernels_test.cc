@@ -1,0 +1,510 @@
+// The kernels against naive code: every type and operation, aliasing, odd lengths and alignments.
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <complex>
+#include <cstdarg>
+#include <cstdio>
+#include <cstring>
+#include <limits>
+#include <random>
+#include <string>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "errors.h"
+#include "reduce_fold.h"
+#include "reduce_kernels.h"
+
+using namespace comm_core;
+
+namespace {
+
+const DType kTypes[] = {DType::f32, DType::f64, DType::f16, DType::bf16, DType::i8,  DType::i16,
+                        DType::i32, DType::i64, DType::u8,  DType::b8,   DType::c64, DType::c128};
+const ReduceOp kOps[] = {ReduceOp::sum,     ReduceOp::avg,  ReduceOp::min, ReduceOp::max,
+                         ReduceOp::product, ReduceOp::band, ReduceOp::bor, ReduceOp::bxor};
+const size_t kCounts[] = {0, 1, 2, 7, 2047, 2048, 2049, 10007};
+constexpr int kMaxSources = 8;
+
+int failures = 0;
+
+__attribute__((format(printf, 1, 2))) void fail(const char* format, ...) {
+  if (++failures > 30) return;
+  va_list arguments;
+  va_start(arguments, format);
+  std::vprintf(format, arguments);
+  va_end(arguments);
+}
+
+bool is_complex(DType dtype) { return dtype == DType::c64 || dtype == DType::c128; }
+bool is_half(DType dtype) { return dtype == DType::f16 || dtype == DType::bf16; }
+bool is_floating(DType dtype) {
+  return is_half(dtype) || dtype == DType::f32 || dtype == DType::f64;
+}
+
+// --- Naive conversions: arithmetic on the definition of the formats, no bit tricks.
+
+struct HalfFormat {
+  int fraction_bits;
+  int bias;
+};
+
+HalfFormat format_of(DType dtype) {
+  return dtype == DType::f16 ? HalfFormat{10, 15} : HalfFormat{7, 127};
+}
+
+double naive_widen(DType dtype, uint16_t x) {
+  const HalfFormat f = format_of(dtype);
+  const int fraction = x & ((1 << f.fraction_bits) - 1);
+  const int exponent = (x & 0x7fff) >> f.fraction_bits;
+  double value;
+  if (exponent == (1 << (15 - f.fraction_bits)) - 1) {
+    value = fraction == 0 ? INFINITY : NAN;
+  } else if (exponent == 0) {
+    value = std::ldexp(fraction, 1 - f.bias - f.fraction_bits);
+  } else {
+    value = std::ldexp(fraction + (1 << f.fraction_bits), exponent - f.bias - f.fraction_bits);
+  }
+  return (x & 0x8000) ? -value : value;
+}
+
+uint16_t naive_narrow(DType dtype, float x) {
+  const HalfFormat f = format_of(dtype);
+  const uint16_t sign = std::signbit(x) ? 0x8000 : 0;
+  const uint16_t infinity = 0x7fff >> f.fraction_bits << f.fraction_bits;
+  if (std::isnan(x)) return sign | infinity | 1;
+  if (std::isinf(x)) return sign | infinity;
+  // The last place of a value of this size, then to the nearest even multiple of it. One more
+  // in magnitude is the next pattern, also across exponents and from the largest to infinity.
+  int exponent = 1 - f.bias;
+  if (x != 0) exponent = std::max(exponent, std::ilogb(x));
+  const double steps = std::nearbyint(std::ldexp(std::fabs(x), f.fraction_bits - exponent));
+  const int pattern = static_cast<int>(steps) +
+                      ((exponent + f.bias - 1) << f.fraction_bits);
+  return sign | static_cast<uint16_t>(std::min<int>(pattern, infinity));
+}
+
+bool same_half(DType dtype, uint16_t a, uint16_t b) {
+  return a == b || (std::isnan(naive_widen(dtype, a)) && std::isnan(naive_widen(dtype, b)));
+}
+
+// --- Naive reductions.
+
+template <class T>
+T naive_apply(ReduceOp op, T a, T b) {
+  if constexpr (std::is_floating_point_v<T>) {
+    if (op == ReduceOp::sum || op == ReduceOp::avg) return a + b;
+    if (op == ReduceOp::product) return a * b;
+    if (std::isnan(a) || std::isnan(b)) return std::numeric_limits<T>::quiet_NaN();
+    if (op == ReduceOp::min) return a < b ? a : b;
+    return a > b ? a : b;
+  } else if constexpr (std::is_same_v<T, bool>) {
+    if (op == ReduceOp::sum || op == ReduceOp::max || op == ReduceOp::bor) return a || b;
+    if (op == ReduceOp::bxor) return a != b;
+    return a && b;
+  } else if constexpr (std::is_integral_v<T>) {
+    const uint64_t x = static_cast<uint64_t>(a);
+    const uint64_t y = static_cast<uint64_t>(b);
+    switch (op) {
+      case ReduceOp::sum: return static_cast<T>(x + y);
+      case ReduceOp::product: return static_cast<T>(x * y);
+      case ReduceOp::min: return std::min(a, b);
+      case ReduceOp::max: return std::max(a, b);
+      case ReduceOp::band: return static_cast<T>(x & y);
+      case ReduceOp::bor: return static_cast<T>(x | y);
+      default: return static_cast<T>(x ^ y);
+    }
+  } else {
+    return op == ReduceOp::product ? a * b : a + b;
+  }
+}
+
+template <class T>
+void naive_reduce_as(ReduceOp op, char* dst, const void* const* srcs, int n, size_t count) {
+  for (size_t i = 0; i < count; ++i) {
+    T result;
+    std::memcpy(&result, static_cast<const char*>(srcs[0]) + i * sizeof(T), sizeof(T));
+    for (int k = 1; k < n; ++k) {
+      T next;
+      std::memcpy(&next, static_cast<const char*>(srcs[k]) + i * sizeof(T), sizeof(T));
+      result = naive_apply(op, result, next);
+    }
+    std::memcpy(dst + i * sizeof(T), &result, sizeof(T));
+  }
+}
+
+void naive_reduce_half(DType dtype, ReduceOp op, char* dst, const void* const* srcs, int n,
+                       size_t count) {
+  for (size_t i = 0; i < count; ++i) {
+    float result = 0;
+    for (int k = 0; k < n; ++k) {
+      const uint16_t stored = static_cast<const uint16_t*>(srcs[k])[i];
+      const float next = static_cast<float>(naive_widen(dtype, stored));
+      result = k == 0 ? next : naive_apply(op, result, next);
+    }
+    const uint16_t narrowed = naive_narrow(dtype, result);
+    std::memcpy(dst + 2 * i, &narrowed, 2);
+  }
+}
+
+void naive_reduce(DType dtype, ReduceOp op, char* dst, const void* const* srcs, int n,
+                  size_t count) {
+  if (n == 1) {
+    std::memcpy(dst, srcs[0], count * size_of(dtype));
+    return;
+  }
+  switch (dtype) {
+    case DType::f32: return naive_reduce_as<float>(op, dst, srcs, n, count);
+    case DType::f64: return naive_reduce_as<double>(op, dst, srcs, n, count);
+    case DType::f16:
+    case DType::bf16: return naive_reduce_half(dtype, op, dst, srcs, n, count);
+    case DType::i8: return naive_reduce_as<int8_t>(op, dst, srcs, n, count);
+    case DType::i16: return naive_reduce_as<int16_t>(op, dst, srcs, n, count);
+    case DType::i32: return naive_reduce_as<int32_t>(op, dst, srcs, n, count);
+    case DType::i64: return naive_reduce_as<int64_t>(op, dst, srcs, n, count);
+    case DType::u8: return naive_reduce_as<uint8_t>(op, dst, srcs, n, count);
+    case DType::b8: return naive_reduce_as<bool>(op, dst, srcs, n, count);
+    case DType::c64: return naive_reduce_as<std::complex<float>>(op, dst, srcs, n, count);
+    case DType::c128: return naive_reduce_as<std::complex<double>>(op, dst, srcs, n, count);
+  }
+}
+
+// Bit for bit, except that a NaN is a NaN.
+bool same(DType dtype, const char* a, const char* b) {
+  if (std::memcmp(a, b, size_of(dtype)) == 0) return true;
+  if (is_half(dtype)) {
+    uint16_t x, y;
+    std::memcpy(&x, a, 2);
+    std::memcpy(&y, b, 2);
+    return same_half(dtype, x, y);
+  }
+  if (dtype == DType::f32) {
+    float x, y;
+    std::memcpy(&x, a, 4);
+    std::memcpy(&y, b, 4);
+    return std::isnan(x) && std::isnan(y);
+  }
+  if (dtype == DType::f64) {
+    double x, y;
+    std::memcpy(&x, a, 8);
+    std::memcpy(&y, b, 8);
+    return std::isnan(x) && std::isnan(y);
+  }
+  if (is_complex(dtype)) {  // Equal zeros of different signs.
+    std::complex<double> x, y;
+    if (dtype == DType::c64) {
+      std::complex<float> u, v;
+      std::memcpy(&u, a, 8);
+      std::memcpy(&v, b, 8);
+      x = u;
+      y = v;
+    } else {
+      std::memcpy(&x, a, 16);
+      std::memcpy(&y, b, 16);
+    }
+    return x == y;
+  }
+  return false;
+}
+
+// --- Data.
+
+std::mt19937 generator(12345);
+
+// Random bits for the integers; for the floats half of that (infinities, NaNs, subnormals) and half
+// numbers of a size that adds up; small whole numbers for the complex types, exact in any order
+// of evaluation.
+void fill(DType dtype, char* data, size_t count) {
+  const size_t size = size_of(dtype);
+  for (size_t i = 0; i < count; ++i) {
+    char* p = data + i * size;
+    for (size_t b = 0; b < size; ++b) p[b] = static_cast<char>(generator());
+    const float number = (static_cast<float>(generator() % 20001) - 10000.0f) * 0.000317f;
+    const float parts[] = {static_cast<float>(generator() % 7) - 3,
+                           static_cast<float>(generator() % 7) - 3};
+    const double wide_parts[] = {parts[0], parts[1]};
+    if (dtype == DType::b8) *p = *p & 1;
+    if (dtype == DType::c64) std::memcpy(p, parts, sizeof(parts));
+    if (dtype == DType::c128) std::memcpy(p, wide_parts, sizeof(wide_parts));
+    if (!is_floating(dtype) || generator() % 2 == 0) continue;
+    const double wide_number = number;
+    const uint16_t half = is_half(dtype) ? naive_narrow(dtype, number) : 0;
+    if (is_half(dtype)) std::memcpy(p, &half, 2);
+    if (dtype == DType::f32) std::memcpy(p, &number, 4);
+    if (dtype == DType::f64) std::memcpy(p, &wide_number, 8);
+  }
+}
+
+// A buffer for `count` elements that starts `offset` elements off a vector boundary.
+class Buffer {
+ public:
+  Buffer(DType dtype, size_t count, size_t offset)
+      : bytes_(size_of(dtype) * count), offset_(size_of(dtype) * offset) {
+    memory_.assign(kSlack + offset_ + bytes_ + kSlack, kFill);
+  }
+  char* data() { return aligned() + offset_; }
+  // Whether only data() was written.
+  bool intact() {
+    for (char* p = memory_.data(); p < data(); ++p) {
+      if (*p != kFill) return false;
+    }
+    for (char* p = data() + bytes_; p < memory_.data() + memory_.size(); ++p) {
+      if (*p != kFill) return false;
+    }
+    return true;
+  }
+
+ private:
+  static constexpr size_t kSlack = 128;
+  static constexpr char kFill = 0x5a;
+  char* aligned() {
+    return memory_.data() + 64 - reinterpret_cast<uintptr_t>(memory_.data()) % 64;
+  }
+  size_t bytes_;
+  size_t offset_;
+  std::vector<char> memory_;
+};
+
+// --- Tests.
+
+void check_case(DType dtype, ReduceOp op, int n, size_t count, std::vector<Buffer>& sources) {
+  static size_t dst_offset = 0;
+  const size_t size = size_of(dtype);
+  std::vector<const void*> srcs;
+  for (int k = 0; k < n; ++k) srcs.push_back(sources[k].data());
+  std::vector<char> wanted(count * size + 1);
+  naive_reduce(dtype, op, wanted.data(), srcs.data(), n, count);
+
+  for (bool streaming : {false, true}) {
+    for (int alias = -1; alias < n; ++alias) {
+      dst_offset = (dst_offset + 5) % 32;
+      Buffer dst(dtype, count, dst_offset);
+      std::vector<const void*> from = srcs;
+      if (alias >= 0) {
+        std::memcpy(dst.data(), srcs[alias], count * size);
+        from[alias] = dst.data();
+      }
+      reduce(dtype, op, dst.data(), from.data(), n, count, streaming);
+      for (size_t i = 0; i < count; ++i) {
+        if (same(dtype, dst.data() + i * size, wanted.data() + i * size)) continue;
+        fail("%s %s: %d sources, element %zu of %zu, dst is source %d, streaming %d\n",
+             name(dtype), name(op), n, i, count, alias, streaming);
+        break;
+      }
+      if (!dst.intact()) {
+        fail("%s %s: %d sources, %zu elements: wrote outside of dst\n", name(dtype), name(op), n,
+             count);
+      }
+    }
+  }
+}
+
+void test_reduce() {
+  for (DType dtype : kTypes) {
+    std::vector<Buffer> sources;
+    const size_t longest = kCounts[std::size(kCounts) - 1];
+    for (int k = 0; k < kMaxSources; ++k) {
+      sources.emplace_back(dtype, longest, static_cast<size_t>(k * 3 % 8));
+    }
+    for (Buffer& source : sources) fill(dtype, source.data(), longest);
+    for (ReduceOp op : kOps) {
+      if (!supports(dtype, op)) continue;
+      for (int n : {1, 2, 3, 4, 5, 8}) {
+        for (size_t count : kCounts) check_case(dtype, op, n, count, sources);
+      }
+    }
+  }
+}
+
+void test_supports() {
+  for (DType dtype : kTypes) {
+    for (ReduceOp op : kOps) {
+      const bool bitwise = op == ReduceOp::band || op == ReduceOp::bor || op == ReduceOp::bxor;
+      const bool ordered = op == ReduceOp::min || op == ReduceOp::max;
+      bool wanted = true;
+      if (is_floating(dtype)) wanted = !bitwise;
+      else if (is_complex(dtype)) wanted = !bitwise && !ordered;
+      else wanted = op != ReduceOp::avg;
+      if (supports(dtype, op) != wanted) {
+        fail("supports(%s, %s) is not %d\n", name(dtype), name(op), wanted);
+      }
+      if (wanted) continue;
+      const void* srcs[] = {nullptr, nullptr};
+      try {
+        reduce(dtype, op, nullptr, srcs, 2, 0);
+        fail("%s %s: accepted\n", name(dtype), name(op));
+      } catch (const InvalidRequestError&) {
+      }
+    }
+  }
+}
+
+void test_bool_bytes() {
+  // Other producers than torch may store true as any byte but 0.
+  const uint8_t a[] = {0, 0, 2, 4};
+  const uint8_t b[] = {0, 3, 0, 8};
+  const void* srcs[] = {a, b};
+  const std::pair<ReduceOp, const char*> cases[] = {{ReduceOp::sum, "\0\1\1\1"},
+                                                    {ReduceOp::product, "\0\0\0\1"},
+                                                    {ReduceOp::bxor, "\0\1\1\0"}};
+  for (const auto& [op, wanted] : cases) {
+    uint8_t got[4];
+    reduce(DType::b8, op, got, srcs, 2, 4);
+    if (std::memcmp(got, wanted, 4) != 0) fail("bool %s of bytes above 1\n", name(op));
+  }
+}
+
+// `widen` and `narrow` over all patterns, the midpoints between neighbours and what is beside them.
+void check_half(DType dtype, const char* what, void (*widen)(float*, const uint16_t*, size_t),
+                void (*narrow)(uint16_t*, const float*, size_t)) {
+  std::vector<uint16_t> patterns(65536);
+  for (size_t i = 0; i < patterns.size(); ++i) patterns[i] = static_cast<uint16_t>(i);
+  std::vector<float> values(patterns.size());
+  widen(values.data(), patterns.data(), patterns.size());
+  for (size_t i = 0; i < patterns.size(); ++i) {
+    const double wanted = naive_widen(dtype, patterns[i]);
+    if (std::isnan(wanted) ? !std::isnan(values[i])
+                           : values[i] != wanted || std::signbit(values[i]) != (i >= 0x8000)) {
+      fail("%s %s: widening %04zx\n", what, name(dtype), i);
+    }
+  }
+
+  std::vector<uint16_t> back(values.size());
+  narrow(back.data(), values.data(), values.size());
+  for (size_t i = 0; i < back.size(); ++i) {
+    if (same_half(dtype, back[i], patterns[i])) continue;
+    fail("%s %s: %04zx and back\n", what, name(dtype), i);
+  }
+
+  const uint16_t infinity = dtype == DType::f16 ? 0x7c00 : 0x7f80;
+  std::vector<float> hard;
+  std::vector<uint16_t> wanted;
+  for (int sign : {0, 0x8000}) {
+    for (int i = 0; i < infinity; ++i) {
+      const uint16_t low = static_cast<uint16_t>(i | sign);
+      const uint16_t high = static_cast<uint16_t>(low + 1);
+      // What would follow the largest number, were it not infinity.
+      const double next = i + 1 < infinity ? naive_widen(dtype, high)
+                                           : 2 * naive_widen(dtype, low) -
+                                                 naive_widen(dtype, static_cast<uint16_t>(low - 1));
+      const float middle = static_cast<float>((naive_widen(dtype, low) + next) / 2);
+      hard.insert(hard.end(), {std::nextafter(middle, 0.0f), middle,
+                               std::nextafter(middle, sign ? -INFINITY : INFINITY)});
+      wanted.insert(wanted.end(), {low, (low & 1) ? high : low, high});
+    }
+  }
+  for (int i = 0; i < 1000000; ++i) {
+    const float any = std::bit_cast<float>(static_cast<uint32_t>(generator()));
+    hard.push_back(any);
+    wanted.push_back(naive_narrow(dtype, any));
+  }
+  std::vector<uint16_t> got(hard.size());
+  narrow(got.data(), hard.data(), hard.size());
+  for (size_t i = 0; i < hard.size(); ++i) {
+    if (same_half(dtype, got[i], wanted[i])) continue;
+    fail("%s %s: %a became %04x, not %04x\n", what, name(dtype), hard[i], got[i], wanted[i]);
+  }
+}
+
+void test_half() {
+  const HalfKernels& f16 = f16_kernels();
+  const HalfKernels& bf16 = bf16_kernels();
+  check_half(DType::f16, "vector", f16.widen, f16.narrow);
+  check_half(DType::f16, "portable", widen_all<Float16>, narrow_all<Float16>);
+  check_half(DType::bf16, "vector", bf16.widen, bf16.narrow);
+  check_half(DType::bf16, "portable", widen_all<BFloat16>, narrow_all<BFloat16>);
+}
+
+// 2048 + 1 + 1 + ... is 2048 in float16 if every step rounds.
+void test_rounds_once() {
+  const uint16_t large = 0x6800;
+  const uint16_t one = 0x3c00;
+  const void* srcs[] = {&large, &one, &one, &one, &one, &one, &one, &one};
+  for (int n : {3, 5, 7}) {
+    uint16_t sum;
+    reduce(DType::f16, ReduceOp::sum, &sum, srcs, n, 1);
+    if (naive_widen(DType::f16, sum) != 2048 + n - 1) fail("float16 sum of %d rounds twice\n", n);
+  }
+}
+
+void test_divide() {
+  for (DType dtype : kTypes) {
+    const bool whole = !is_floating(dtype) && !is_complex(dtype);
+    const size_t count = 4099;
+    Buffer data(dtype, count, 3);
+    fill(dtype, data.data(), count);
+    std::vector<char> before(data.data(), data.data() + count * size_of(dtype));
+    try {
+      divide(dtype, data.data(), count, 3);
+      if (whole) fail("division of %s: accepted\n", name(dtype));
+    } catch (const InvalidRequestError&) {
+      if (!whole) fail("division of %s: refused\n", name(dtype));
+    }
+    if (whole) continue;
+    const DType part = dtype == DType::c64 ? DType::f32 : dtype == DType::c128 ? DType::f64 : dtype;
+    const size_t size = size_of(part);
+    for (size_t at = 0; at < before.size(); at += size) {
+      char* p = before.data() + at;
+      if (is_half(part)) {
+        uint16_t x;
+        std::memcpy(&x, p, 2);
+        x = naive_narrow(part, static_cast<float>(naive_widen(part, x)) / 3);
+        std::memcpy(p, &x, 2);
+      } else if (part == DType::f32) {
+        float x;
+        std::memcpy(&x, p, 4);
+        x /= 3;
+        std::memcpy(p, &x, 4);
+      } else {
+        double x;
+        std::memcpy(&x, p, 8);
+        x /= 3;
+        std::memcpy(p, &x, 8);
+      }
+      if (!same(part, p, data.data() + at)) {
+        fail("division of %s, byte %zu\n", name(dtype), at);
+        break;
+      }
+    }
+    if (!data.intact()) fail("division of %s wrote outside\n", name(dtype));
+  }
+}
+
+void test_copy() {
+  for (size_t bytes : {0, 1, 63, 64, 65, 127, 128, 1000, 100003}) {
+    for (size_t to = 0; to < 64; to += 7) {
+      for (size_t from = 0; from < 64; from += 9) {
+        Buffer src(DType::u8, bytes, from);
+        Buffer dst(DType::u8, bytes, to);
+        fill(DType::u8, src.data(), bytes);
+        copy(dst.data(), src.data(), bytes, true);
+        if (std::memcmp(dst.data(), src.data(), bytes) != 0 || !dst.intact()) {
+          fail("streaming copy of %zu bytes from offset %zu to %zu\n", bytes, from, to);
+        }
+      }
+    }
+  }
+}
+
+void test_names() {
+  if (size_of(DType::bf16) != 2 || size_of(DType::c128) != 16) fail("size_of\n");
+  if (std::string(name(DType::b8)) != "bool") fail("name of bool\n");
+  if (std::string(name(ReduceOp::product)) != "product") fail("name of product\n");
+}
+
+}  // namespace
+
+int main() {
+  test_names();
+  test_supports();
+  test_bool_bytes();
+  test_half();
+  test_rounds_once();
+  test_divide();
+  test_copy();
+  test_reduce();
+  std::printf("kernels_test: %d failures\n", failures);
+  return failures == 0 ? 0 : 1;
+}

@@ -1,0 +1,98 @@
+// The torch.distributed backend "comm_core".
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "group.h"
+#include "tensors.h"
+#include "work.h"
+
+namespace comm_core {
+
+using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+using TensorList = std::vector<at::Tensor>;
+using TensorLists = std::vector<std::vector<at::Tensor>>;
+using Milliseconds = std::chrono::milliseconds;
+
+class CoreBackend : public c10d::Backend {
+ public:
+  // Meets the other ranks through `store`. `towards`: the rendezvous' host, for the choice of the
+  // interface, may be empty. Throws DistBackendError, ValueError.
+  CoreBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+              const std::string& name, const std::string& towards, double timeout_s);
+  ~CoreBackend() override;
+
+  const std::string getBackendName() const override { return "comm_core"; }
+  bool supportsCoalescing() const override { return true; }
+  void setTimeout(Milliseconds timeout) override;
+  void startCoalescing() override;
+  WorkPtr endCoalescing() override;
+
+  WorkPtr broadcast(TensorList& tensors, const c10d::BroadcastOptions& options) override;
+  WorkPtr allreduce(TensorList& tensors, const c10d::AllreduceOptions& options) override;
+  WorkPtr allreduce_coalesced(TensorList& tensors,
+                              const c10d::AllreduceCoalescedOptions& options) override;
+  WorkPtr reduce(TensorList& tensors, const c10d::ReduceOptions& options) override;
+  WorkPtr allgather(TensorLists& outputs, TensorList& inputs,
+                    const c10d::AllgatherOptions& options) override;
+  WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input,
+                          const c10d::AllgatherOptions& options) override;
+  WorkPtr allgather_coalesced(TensorLists& outputs, TensorList& inputs,
+                              const c10d::AllgatherOptions& options) override;
+  WorkPtr allgather_into_tensor_coalesced(TensorList& outputs, TensorList& inputs,
+                                          const c10d::AllgatherOptions& options) override;
+  WorkPtr gather(TensorLists& outputs, TensorList& inputs,
+                 const c10d::GatherOptions& options) override;
+  WorkPtr scatter(TensorList& outputs, TensorLists& inputs,
+                  const c10d::ScatterOptions& options) override;
+  WorkPtr reduce_scatter(TensorList& outputs, TensorLists& inputs,
+                         const c10d::ReduceScatterOptions& options) override;
+  WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                               const c10d::ReduceScatterOptions& options) override;
+  WorkPtr reduce_scatter_tensor_coalesced(TensorList& outputs, TensorList& inputs,
+                                          const c10d::ReduceScatterOptions& options) override;
+  WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_sizes,
+                        std::vector<int64_t>& input_sizes,
+                        const c10d::AllToAllOptions& options) override;
+  WorkPtr alltoall(TensorList& outputs, TensorList& inputs,
+                   const c10d::AllToAllOptions& options) override;
+  WorkPtr send(TensorList& tensors, int peer, int tag) override;
+  WorkPtr recv(TensorList& tensors, int peer, int tag) override;
+  WorkPtr recvAnysource(TensorList& tensors, int tag) override;
+  WorkPtr barrier(const c10d::BarrierOptions& options) override;
+  void monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all) override;
+  void setSequenceNumberForGroup() override {}
+  uint64_t getSequenceNumberForGroup() override { return group_->sequence(); }
+
+  void abort() override;
+  void shutdown() override;
+
+  const std::shared_ptr<Group>& group() const { return group_; }
+
+ private:
+  // Sends the operation off; `result` is what the work's future yields.
+  WorkPtr submit(OpSpec spec, Tensors&& tensors, c10d::OpType type, TensorList result,
+                 Milliseconds timeout, bool async);
+  // One work for several; `kind` and `shown`: for the profiler, null: the parts have events.
+  WorkPtr together(std::vector<WorkPtr> works, const char* kind, const TensorList& shown,
+                   c10d::OpType type, TensorList result);
+
+  std::shared_ptr<Group> group_;
+  bool coalescing_ = false;
+  std::vector<WorkPtr> coalesced_;
+};
+
+// The priority of what this thread submits next; higher goes first (default 0).
+void set_priority(int priority);
+int priority();
+
+// The engine of this process; made on first use, ended by `shut_down_engine`.
+std::shared_ptr<Engine> process_engine();
+void shut_down_engine();
+
+}  // namespace comm_core

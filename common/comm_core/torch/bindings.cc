@@ -1,0 +1,69 @@
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/utils/pybind.h>
+
+#include "backend.h"
+
+namespace py = pybind11;
+using namespace comm_core;
+
+namespace {
+
+template <typename T>
+using intrusive_class = py::class_<T, c10::intrusive_ptr<T>>;
+
+}  // namespace
+
+PYBIND11_MODULE(_core, m) {
+  m.doc() = "The compiled communication core; use it through the package comm_core.";
+  // The base classes are torch's.
+  py::module_::import("torch.distributed");
+
+  py::class_<OpTimes>(m, "Times", "When an operation was queued, started and ended.")
+      .def_readonly("enqueued_s", &OpTimes::enqueued_s, "seconds on time.monotonic()")
+      .def_readonly("started_s", &OpTimes::started_s)
+      .def_readonly("finished_s", &OpTimes::finished_s);
+
+  py::class_<CoreWork, c10d::Work, c10::intrusive_ptr<CoreWork>>(m, "Work")
+      .def("times", &CoreWork::times, "Times of a finished operation; ValueError before that.");
+
+  py::class_<CoreBackend, c10d::Backend, c10::intrusive_ptr<CoreBackend>>(m, "CoreBackend")
+      .def(py::init([](const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+                       const std::string& name, const std::string& towards, double timeout_s) {
+             return c10::make_intrusive<CoreBackend>(store, rank, size, name, towards, timeout_s);
+           }),
+           py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("name"), py::arg("towards"),
+           py::arg("timeout_s"), py::call_guard<py::gil_scoped_release>())
+      .def("summary", [](CoreBackend& b) { return b.group()->summary(); })
+      .def("dropped_connections",
+           [](CoreBackend& b) { return b.group()->dropped_connections(); },
+           py::call_guard<py::gil_scoped_release>());
+
+  m.def("shared_bytes", [](int64_t bytes) {
+    try {
+      return shared_bytes(bytes);
+    } catch (const CommError&) {
+      throw_as_torch(std::current_exception());
+    }
+  });
+  m.def("set_priority", &set_priority);
+  m.def("priority", &priority);
+  m.def("events", [] {
+    py::list all;
+    for (const Event& e : process_engine()->events()) {
+      py::dict event;
+      event["operation"] = name(e.kind);
+      event["dtype"] = name(e.dtype);
+      event["priority"] = e.priority;
+      event["group"] = e.group;
+      event["sequence"] = e.sequence;
+      event["nbytes"] = e.bytes;
+      event["enqueued_s"] = e.times.enqueued_s;
+      event["started_s"] = e.times.started_s;
+      event["finished_s"] = e.times.finished_s;
+      event["ok"] = e.ok;
+      all.append(event);
+    }
+    return all;
+  });
+  m.def("shut_down", &shut_down_engine, py::call_guard<py::gil_scoped_release>());
+}

@@ -1,0 +1,182 @@
+#include "tensors.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include "shm/buffers.h"
+
+namespace comm_core {
+
+namespace {
+
+// Copies of tensors are nothing that autograd should see.
+struct NoAutograd {
+  at::NoGradGuard no_grad;
+  at::AutoDispatchBelowADInplaceOrView below;
+};
+
+}  // namespace
+
+DType dtype_of(const at::Tensor& tensor, const std::string& what) {
+  switch (tensor.scalar_type()) {
+    case at::kFloat: return DType::f32;
+    case at::kDouble: return DType::f64;
+    case at::kHalf: return DType::f16;
+    case at::kBFloat16: return DType::bf16;
+    case at::kChar: return DType::i8;
+    case at::kShort: return DType::i16;
+    case at::kInt: return DType::i32;
+    case at::kLong: return DType::i64;
+    case at::kByte: return DType::u8;
+    case at::kBool: return DType::b8;
+    case at::kComplexFloat: return DType::c64;
+    case at::kComplexDouble: return DType::c128;
+    default:
+      C10_THROW_ERROR(TypeError, what + ": comm_core has no " + toString(tensor.scalar_type()) +
+                                     " tensors");
+  }
+}
+
+at::Tensor shared_bytes(int64_t bytes) {
+  TORCH_CHECK_VALUE(bytes >= 0, "a tensor cannot have ", bytes, " bytes");
+  char* data = SharedBuffers::instance().allocate(size_t(bytes));
+  const auto release = [](void* memory) {
+    SharedBuffers::instance().free(static_cast<char*>(memory));
+  };
+  return at::from_blob(data, {bytes}, release, at::TensorOptions().dtype(at::kByte));
+}
+
+void Tensors::check(const at::Tensor& tensor) {
+  if (tensor.layout() != at::kStrided) {
+    C10_THROW_ERROR(TypeError, what_ + ": comm_core needs dense tensors, not " +
+                                   c10::str(tensor.layout()));
+  }
+  const c10::DeviceType kind = tensor.device().type();
+  if (kind != c10::DeviceType::CPU && kind != c10::DeviceType::CUDA) {
+    C10_THROW_ERROR(ValueError, what_ + ": comm_core moves CPU and CUDA tensors, this one is on " +
+                                    tensor.device().str());
+  }
+  if (!type_) {
+    dtype_of(tensor, what_);
+    type_ = tensor.scalar_type();
+    device_ = tensor.device();
+    if (kind == c10::DeviceType::CUDA) {
+      const c10::impl::VirtualGuardImpl guard(kind);
+      stream_ = guard.getStreamFromGlobalPool(tensor.device());
+      // The copies start when the stream that makes the inputs has come this far.
+      c10::Event made(kind);
+      made.record(guard.getStream(tensor.device()));
+      made.block(*stream_);
+      kept_->stream = stream_;
+    }
+  } else if (*type_ != tensor.scalar_type()) {
+    C10_THROW_ERROR(TypeError, what_ + ": the tensors differ in type: " + toString(*type_) +
+                                   " and " + toString(tensor.scalar_type()));
+  } else if (*device_ != tensor.device()) {
+    C10_THROW_ERROR(ValueError, what_ + ": the tensors are on different devices: " +
+                                    device_->str() + " and " + tensor.device().str());
+  }
+}
+
+at::Tensor Tensors::host_copy(const at::Tensor& tensor, bool with_values) {
+  const NoAutograd guard;
+  if (!stream_) {
+    return with_values ? tensor.contiguous() : at::empty(tensor.sizes(), tensor.options());
+  }
+  at::Tensor host = at::empty(tensor.sizes(), tensor.options().device(at::kCPU).pinned_memory(true));
+  if (with_values) {
+    const c10::impl::VirtualGuardImpl device_guard(stream_->device_type());
+    const c10::Stream before = device_guard.exchangeStream(*stream_);
+    host.copy_(tensor, /*non_blocking=*/true);
+    device_guard.exchangeStream(before);
+    device_guard.recordDataPtrOnStream(tensor.storage().data_ptr(), *stream_);
+  }
+  return host;
+}
+
+ConstSpan Tensors::input(const at::Tensor& tensor) {
+  check(tensor);
+  const bool direct = !stream_ && tensor.is_contiguous();
+  const at::Tensor memory = direct ? tensor : host_copy(tensor, true);
+  kept_->tensors.push_back(memory);
+  read_.push_back(memory);
+  return {static_cast<const char*>(memory.const_data_ptr()), memory.nbytes()};
+}
+
+Span Tensors::output(const at::Tensor& tensor, bool keeps) {
+  check(tensor);
+  const bool direct = !stream_ && tensor.is_contiguous();
+  const at::Tensor memory = direct ? tensor : host_copy(tensor, keeps);
+  kept_->tensors.push_back(memory);
+  if (keeps) read_.push_back(memory);
+  if (!direct) kept_->copies_back.push_back({memory, tensor});
+  return {static_cast<char*>(memory.mutable_data_ptr()), memory.nbytes()};
+}
+
+std::vector<ConstSpan> Tensors::input_blocks(const at::Tensor& tensor, int n) {
+  const ConstSpan whole = input(tensor);
+  std::vector<ConstSpan> blocks;
+  const size_t bytes = whole.bytes / size_t(n);
+  for (size_t i = 0; i < size_t(n); ++i) blocks.emplace_back(whole.data + i * bytes, bytes);
+  return blocks;
+}
+
+std::vector<Span> Tensors::output_blocks(const at::Tensor& tensor, int n) {
+  const Span whole = output(tensor);
+  std::vector<Span> blocks;
+  const size_t bytes = whole.bytes / size_t(n);
+  for (size_t i = 0; i < size_t(n); ++i) blocks.push_back({whole.data + i * bytes, bytes});
+  return blocks;
+}
+
+DType Tensors::dtype() const {
+  return type_ ? dtype_of(kept_->tensors.front(), what_) : DType::u8;
+}
+
+std::vector<at::Tensor> Tensors::shown() const { return read_.empty() ? kept_->tensors : read_; }
+
+void Tensors::prepare(OpSpec& spec) {
+  spec.dtype = dtype();
+  spec.keep_alive = kept_;
+  spec.held = stream_.has_value();
+  if (stream_) {
+    kept_->staged = std::make_shared<c10::Event>(stream_->device_type());
+    kept_->finished = std::make_shared<c10::Event>(stream_->device_type());
+    kept_->staged->record(*stream_);
+  }
+  if (kept_->copies_back.empty()) return;
+  Kept* kept = kept_.get();  // lives as long as the operation
+  spec.epilogue = [kept] {
+    const NoAutograd guard;
+    if (!kept->stream) {
+      for (Copy& c : kept->copies_back) c.to.copy_(c.from);
+      return;
+    }
+    const c10::impl::VirtualGuardImpl device_guard(kept->stream->device_type());
+    const c10::Device device_before = device_guard.exchangeDevice(kept->stream->device());
+    const c10::Stream before = device_guard.exchangeStream(*kept->stream);
+    for (Copy& c : kept->copies_back) {
+      c.to.copy_(c.from, /*non_blocking=*/true);
+      device_guard.recordDataPtrOnStream(c.to.storage().data_ptr(), *kept->stream);
+    }
+    kept->finished->record(*kept->stream);
+    device_guard.exchangeStream(before);
+    device_guard.exchangeDevice(device_before);
+  };
+}
+
+std::function<void()> Tensors::ready() {
+  return [kept = kept_] { kept->staged->synchronize(); };
+}
+
+std::function<void()> Tensors::synchronize() {
+  if (!stream_) return nullptr;
+  return [kept = kept_] {
+    if (kept->copies_back.empty()) return;
+    const c10::impl::VirtualGuardImpl guard(kept->stream->device_type());
+    kept->finished->block(guard.getStream(kept->stream->device()));
+  };
+}
+
+}  // namespace comm_core

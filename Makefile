@@ -34,8 +34,9 @@ sanitize: $(READY)
 	scripts/sanitize.sh $(VENV)
 
 torch-suite: $(CORE)
-	$(PY) tests/torch_suite/run.py --world-size 2
-	$(PY) tests/torch_suite/run.py --world-size 4
+	$(PY) -m pip install --disable-pip-version-check -q -r tests/torch_suite/requirements.txt
+	$(PY) tests/torch_suite/run.py --world-size 2 --json docs/records/torch_suite/world2.json
+	$(PY) tests/torch_suite/run.py --world-size 4 --json docs/records/torch_suite/world4.json
 
 horovod:
 	rm -f $(HOROVOD)

@@ -37,7 +37,7 @@ def prepare(backend: str) -> str:
     """Makes a backend known to torch.distributed; returns the name it has there.
 
     Args:
-        backend: `comm_core`, `mpi`, a name that torch knows, or pairs like `cpu:comm_core,cuda:nccl`.
+        backend: `comm_core`, `mpi`, a name that torch knows, or pairs (`cpu:comm_core,cuda:nccl`).
 
     Raises:
         Unavailable: it is not built.

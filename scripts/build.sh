@@ -13,6 +13,7 @@ if ! command -v "${CXX:-c++}" > /dev/null; then
   echo "error: no C++ compiler found (Debian: apt-get install g++)" >&2
   exit 2
 fi
+rm -rf "$build_dir/extensions"
 mkdir -p "$build_dir"
 facts=$("$python" "$source_dir/build_facts.py")
 cmake_args=()
@@ -28,6 +29,12 @@ if ! { cmake -S "$source_dir" -B "$build_dir" -G Ninja "${cmake_args[@]}" \
   echo "error: the comm core was not built; the whole log is in $log" >&2
   exit 2
 fi
+# Renamed into place: a process that has the old file mapped keeps it whole.
+rm -f "$source_dir"/_core*.so "$source_dir"/_mpi*.so
+for extension in "$build_dir"/extensions/*.so; do
+  cp "$extension" "$source_dir/.new"
+  mv "$source_dir/.new" "$source_dir/$(basename "$extension")"
+done
 "$python" "$source_dir/build_facts.py" --record
 mpi=$(grep -oE 'comm_core: (no MPI|MPI .*)' "$log" | tail -n 1 || true)
 echo "   compiler  $("${CXX:-c++}" --version | head -n 1)"

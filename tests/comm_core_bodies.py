@@ -264,6 +264,7 @@ def messages() -> None:
 def messages_from_anybody() -> None:
     rank, n = me()
     for numel in (3, 50001):
+        dist.barrier()
         if rank > 0:
             dist.send(values(rank, numel), 0, tag=rank % 2)
             continue
@@ -444,7 +445,7 @@ def objects() -> None:
 def times_and_events() -> None:
     import comm_core
 
-    rank, n = me()
+    rank, _n = me()
     before = time.monotonic()
     works = [dist.all_reduce(values(rank, 20000), async_op=True) for _ in range(3)]
     for work in works:
@@ -587,14 +588,14 @@ def again_after_destroy(folder: str) -> None:
 
 
 def meet(rank: int, _say: Any, size: int, how: str, port: int) -> float:
-    """A world over TCPStore, env:// or tcp://."""
+    """A world over TCPStore, env:// or tcp://, or the one that is there."""
     common = {"rank": rank, "world_size": size}
     if how == "tcpstore":
         store = dist.TCPStore("127.0.0.1", port, size, is_master=rank == 0)
         dist.init_process_group("comm_core", store=store, **common)
     elif how == "tcp":
         dist.init_process_group("comm_core", init_method=f"tcp://127.0.0.1:{port}", **common)
-    else:
+    elif how == "env":
         os.environ.update(
             MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(size)
         )

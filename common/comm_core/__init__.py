@@ -122,6 +122,10 @@ def events() -> list[dict[str, Any]]:
 
 
 def __getattr__(name: str) -> Any:
+    if name == "Window":
+        from comm_core.windows import Window
+
+        return Window
     if name == "Communicator":
         from comm_core.communicator import Communicator
 

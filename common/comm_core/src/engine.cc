@@ -43,7 +43,7 @@ void Engine::stop() {
 
 Listener& Engine::listener(const std::string& host) {
   if (listener_ == nullptr) {
-    listener_ = std::make_unique<Listener>(poller_, Address::parse(host, 0));
+    listener_ = std::make_unique<Listener>(poller_, Address::parse(host, 0), options_.sockets);
   } else if (listener_->address().host() != host) {
     throw InvalidRequestError("this process already listens on " + listener_->address().text() +
                               "; a group on " + host + " needs a process of its own");
@@ -260,7 +260,12 @@ void Engine::take_incoming() {
     taken.swap(incoming_);
     has_incoming_.store(false);
   }
-  for (auto& work : taken) work();
+  for (auto& work : taken) {
+    work();
+    // What it holds goes before the next runs: after a group's end, the caller may drop the engine,
+    // whose own thread must not be left with the last hold on it.
+    work = nullptr;
+  }
 }
 
 bool Engine::has_work() {

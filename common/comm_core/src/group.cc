@@ -16,6 +16,12 @@ namespace comm_core {
 
 namespace {
 
+// A rank that fails tells why and may then end at once: its end can be noticed before its reason.
+constexpr double kReasonGraceS = 0.25;
+
+// A collective that takes longer is shown to rank 0, in case it waits for one that never comes.
+constexpr double kShowAfterS = 1.0;
+
 uint64_t next_number() {
   static std::atomic<uint64_t> number{0};
   return number++;
@@ -28,7 +34,7 @@ bool prefixed(const std::exception& error, const std::string& prefix, std::excep
   return true;
 }
 
-bool point_to_point(OpKind kind) { return kind == OpKind::send || kind == OpKind::recv; }
+bool point_to_point(OpKind kind) { return kind >= OpKind::send; }
 
 template <typename Blocks>
 uint64_t total(const Blocks& blocks) {
@@ -81,7 +87,8 @@ Group::Group(std::shared_ptr<Engine> engine, int rank, int size, std::string nam
       number_(next_number()),
       timeout_s_(timeout_s),
       in_(size_t(size)),
-      out_(size_t(size)) {}
+      out_(size_t(size)),
+      finished_by_(size_t(size), UINT64_MAX) {}
 
 std::shared_ptr<Group> Group::create(std::shared_ptr<Engine> engine, Store& store, int rank,
                                      int size, const std::string& name,
@@ -96,7 +103,10 @@ std::shared_ptr<Group> Group::create(std::shared_ptr<Engine> engine, Store& stor
   } else {
     group->peers_.resize(1);
     group->topology_ = Topology::of(group->peers_);
-    group->engine_->call([&] { group->engine_->add_group(group.get()); });
+    group->engine_->call([&] {
+      group->engine_->add_group(group.get());
+      group->messenger_ = std::make_unique<Messenger>(*group);
+    });
   }
   return group;
 }
@@ -129,7 +139,7 @@ void Group::meet(Store& store, const std::string& towards) {
               [this](const Hello& hello, Fd fd) { accept(hello, std::move(fd)); }});
   });
   try {
-    store.set("r" + std::to_string(rank_), mine.serialize());
+    store.set(std::string("r").append(std::to_string(rank_)), mine.serialize());
     std::vector<PeerInfo> peers;
     for (int r = 0; r < size_; ++r) {
       peers.push_back(PeerInfo::parse(r, store.get("r" + std::to_string(r))));
@@ -254,7 +264,9 @@ void Group::check(const OpSpec& spec) const {
       throw InvalidRequestError(what + ": peer " + std::to_string(spec.peer) +
                                 " is no rank of a group of " + std::to_string(size_));
     }
-    if (spec.peer == rank_) throw InvalidRequestError(what + ": a rank cannot send to itself");
+    if (spec.peer == rank_ && (spec.kind == OpKind::send || spec.kind == OpKind::recv)) {
+      throw InvalidRequestError(what + ": a rank cannot send to itself");
+    }
   }
   // How many blocks an operation has on this rank; the header of OpSpec says the same in words.
   const bool is_root = spec.root == rank_;
@@ -286,9 +298,12 @@ void Group::check(const OpSpec& spec) const {
       fits = ins == n && outs == n;
       break;
     case OpKind::send:
+    case OpKind::put:
+    case OpKind::accumulate:
       fits = ins == 1;
       break;
     case OpKind::recv:
+    case OpKind::get:
       fits = outs == 1;
       break;
     default:
@@ -320,6 +335,7 @@ void Group::enqueue(const OpPtr& op) {
   }
   if (!point_to_point(op->spec_.kind)) {
     queue_.push_back(op);
+    for (size_t r = 0; r < shown_.size() && !error_; ++r) compare(int(r), shown_[r]);
     return;
   }
   if (op->held_) {
@@ -349,7 +365,44 @@ void Group::start_message(const OpPtr& op) {
   op->times_.started_s = now_s();
   op->deadline_s_ =
       op->times_.started_s + (op->spec_.timeout_s > 0 ? op->spec_.timeout_s : timeout_s_);
-  op->spec_.kind == OpKind::send ? messenger_->send(op) : messenger_->receive(op);
+  messenger_->start(op);
+}
+
+// A rank may leave while others are at work on an operation that it has done its part of, but none
+// that it has not taken part in can end.
+void Group::expect_everybody(const Op& op) const {
+  for (size_t r = 0; r < finished_by_.size(); ++r) {
+    if (op.sequence_ <= finished_by_[r]) continue;
+    throw PeerLostError("lost " + peers_[r].label + ": it left the group after operation #" +
+                        std::to_string(finished_by_[r]));
+  }
+}
+
+void Group::peer_left(int peer, uint64_t finished) {
+  finished_by_[size_t(peer)] = finished;
+  messenger_->left(peer);
+  if (queue_.empty()) return;
+  try {
+    expect_everybody(*queue_.front());
+  } catch (const PeerLostError&) {
+    fail(std::current_exception(), true);
+  }
+}
+
+// Ranks that disagree about the sizes may take different ways, one through shared memory and one
+// over TCP, and never meet there. Everybody meets rank 0 here.
+void Group::compare(int peer, const FrameHeader& theirs) {
+  shown_.resize(size_t(size_));
+  shown_[size_t(peer)] = theirs;  // for the operations that are not yet in the queue
+  for (const OpPtr& op : queue_) {
+    if (op->sequence_ != theirs.sequence) continue;
+    try {
+      check_header(frame(*op), theirs, peers_[size_t(peer)].label);
+    } catch (const MismatchError&) {
+      fail(std::current_exception(), true);
+    }
+    return;
+  }
 }
 
 bool Group::step() {
@@ -357,6 +410,7 @@ bool Group::step() {
   bool moved = false;
   try {
     if (op->times_.started_s == 0) {
+      expect_everybody(*op);
       op->times_.started_s = now_s();
       op->deadline_s_ =
           op->times_.started_s + (op->spec_.timeout_s > 0 ? op->spec_.timeout_s : timeout_s_);
@@ -370,6 +424,10 @@ bool Group::step() {
       ++op->stage_;
       moved = true;
     }
+  } catch (const PeerLostError&) {
+    suspicion_ = std::current_exception();
+    suspicion_until_s_ = now_s() + kReasonGraceS;
+    return true;
   } catch (const std::exception&) {
     fail(std::current_exception(), true);
     return true;
@@ -387,6 +445,7 @@ void Group::fail(std::exception_ptr error, bool tell) {
     if (op.stage_ < op.stages_.size()) progress = op.stages_[op.stage_]->status() + "; ";
   }
   error_ = error;
+  suspicion_ = nullptr;
   std::string told = message_of(error);
   bool first = true;
   std::deque<OpPtr> ending;
@@ -419,13 +478,15 @@ void Group::close() {
 }
 
 void Group::leave() {
+  const uint64_t finished =
+      (queue_.empty() ? next_sequence_.load() : queue_.front()->sequence_) - 1;
   const auto error = std::make_exception_ptr(AbortedError("the group was destroyed"));
   std::deque<OpPtr> ending;
   ending.swap(queue_);
   for (const OpPtr& op : std::exchange(held_messages_, {})) ending.push_back(op);
   for (const OpPtr& op : ending) engine_->complete(op, with_context(error, op->describe() + ": "));
   if (messenger_ != nullptr) messenger_->fail(error_ ? error_ : error);
-  if (control_ != nullptr && !error_) control_->tell_goodbye();
+  if (control_ != nullptr && !error_) control_->tell_goodbye(finished);
   if (shm_ != nullptr) shm_->leave();
   if (size_ > 1) engine_->stop_listening(id_);
   engine_->remove_group(this);
@@ -441,6 +502,13 @@ void Group::leave() {
 
 double Group::check_deadlines(double now) {
   double next = messenger_ != nullptr ? messenger_->check_deadlines(now) : -1;
+  if (suspicion_) {
+    if (suspicion_until_s_ <= now) {
+      fail(std::exchange(suspicion_, nullptr), true);
+    } else if (next < 0 || suspicion_until_s_ < next) {
+      next = suspicion_until_s_;
+    }
+  }
   if (!queue_.empty() && queue_.front()->times_.started_s > 0) {
     const Op& op = *queue_.front();
     if (op.deadline_s_ <= now) {
@@ -448,9 +516,19 @@ double Group::check_deadlines(double now) {
       fail(std::make_exception_ptr(
                TimeoutError("timed out after " + std::to_string(waited).substr(0, 6) + " s")),
            true);
-    } else if (next < 0 || op.deadline_s_ < next) {
-      next = op.deadline_s_;
+      return next;
     }
+    double then = op.deadline_s_;
+    if (rank_ != 0 && !op.shown_) {
+      const double show = op.times_.started_s + kShowAfterS;
+      if (show <= now) {
+        queue_.front()->shown_ = true;
+        control_->show(frame(op));
+      } else {
+        then = std::min(then, show);
+      }
+    }
+    if (next < 0 || then < next) next = then;
   }
   return next;
 }
@@ -470,6 +548,8 @@ uint64_t Group::total_bytes(const OpSpec& spec) const {
     case OpKind::all_reduce:
     case OpKind::reduce:
     case OpKind::send:
+    case OpKind::put:
+    case OpKind::accumulate:
       return total(spec.inputs);
     case OpKind::reduce_scatter:
     case OpKind::all_to_all:
@@ -477,6 +557,7 @@ uint64_t Group::total_bytes(const OpSpec& spec) const {
     case OpKind::all_gather:
     case OpKind::broadcast:
     case OpKind::recv:
+    case OpKind::get:
       return total(spec.outputs);
     case OpKind::gather:
       return spec.inputs[0].bytes * uint64_t(size_);
@@ -487,7 +568,7 @@ uint64_t Group::total_bytes(const OpSpec& spec) const {
   }
 }
 
-std::string Group::describe(const Op& op) const {
+FrameHeader Group::frame(const Op& op) const {
   FrameHeader header;
   header.kind = op.spec().kind;
   header.dtype = op.spec().dtype;
@@ -495,9 +576,13 @@ std::string Group::describe(const Op& op) const {
   header.root = op.spec().root;
   header.sequence = op.sequence();
   header.total_bytes = total_bytes(op.spec());
-  std::string text = comm_core::describe(header);
+  return header;
+}
+
+std::string Group::describe(const Op& op) const {
+  std::string text = comm_core::describe(frame(op));
   if (point_to_point(op.spec().kind)) {
-    text += op.spec().kind == OpKind::send ? " to " : " from ";
+    text += op.spec().kind == OpKind::recv || op.spec().kind == OpKind::get ? " from " : " to ";
     text += op.spec().peer < 0 ? "any rank" : "rank " + std::to_string(op.spec().peer);
   }
   return text + " on rank " + std::to_string(rank_) + " of group " + name_;
@@ -511,6 +596,11 @@ std::string Group::summary() const {
   if (shm_ != nullptr && !topology_.one_host()) text += ", ";
   if (shm_ == nullptr || !topology_.one_host()) text += "TCP between";
   return text + "; this is rank " + std::to_string(rank_) + " at " + peers_[size_t(rank_)].address.text();
+}
+
+void Group::with_windows(const std::function<void(Windows&)>& work) {
+  if (closed_) throw AbortedError("group " + name_ + " was destroyed");
+  engine_->call([&] { work(messenger_->windows()); });
 }
 
 uint64_t Group::dropped_connections() {

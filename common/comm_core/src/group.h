@@ -19,6 +19,7 @@ namespace comm_core {
 
 class Control;
 class Messenger;
+class Windows;
 
 class Group : public std::enable_shared_from_this<Group> {
  public:
@@ -49,6 +50,9 @@ class Group : public std::enable_shared_from_this<Group> {
   // Leaves the group. Idempotent; later submissions throw.
   void close();
 
+  // Runs `work` on this rank's windows between two steps of the engine.
+  void with_windows(const std::function<void(Windows&)>& work);
+
   // "4 ranks on 2 hosts, shm + tcp over 10.0.0.1 (eth0)": for logs.
   std::string summary() const;
   std::string describe(const Op& op) const;
@@ -60,7 +64,7 @@ class Group : public std::enable_shared_from_this<Group> {
   void enqueue(const OpPtr& op);
   // The operation whose turn it is, or null.
   const Op* head() const {
-    return queue_.empty() || queue_.front()->held_ ? nullptr : queue_.front().get();
+    return queue_.empty() || queue_.front()->held_ || suspicion_ ? nullptr : queue_.front().get();
   }
   bool step();
   void announce_sleep(bool asleep);
@@ -80,6 +84,10 @@ class Group : public std::enable_shared_from_this<Group> {
   // The connection from `peer`, null until it has connected.
   InLink* in(int peer);
   LinkTarget target(int peer, LinkKind kind) const;
+  // `peer` has left in peace; the last collective that it took part in was number `finished`.
+  void peer_left(int peer, uint64_t finished);
+  // On rank 0: `peer` has been waiting in this collective; fails the group if here it is another.
+  void compare(int peer, const FrameHeader& theirs);
   // Ends the group with what went wrong; tells the others unless they told us.
   void fail(std::exception_ptr error, bool tell);
 
@@ -90,8 +98,10 @@ class Group : public std::enable_shared_from_this<Group> {
   void meet(Store& store, const std::string& towards);
   void accept(const Hello& hello, Fd fd);
   void leave();
+  void expect_everybody(const Op& op) const;
   void start_message(const OpPtr& op);
   void check(const OpSpec& spec) const;
+  FrameHeader frame(const Op& op) const;
 
   std::shared_ptr<Engine> engine_;
   const int rank_, size_;
@@ -109,12 +119,17 @@ class Group : public std::enable_shared_from_this<Group> {
   std::unique_ptr<Control> control_;
   std::vector<std::pair<Hello, Fd>> early_;  // connected before this rank knew everybody
   std::unique_ptr<Messenger> messenger_;
+  std::vector<FrameHeader> shown_;     // by rank, the last that `compare` was called with
   ScratchPool scratch_;
+  std::vector<uint64_t> finished_by_;  // by rank; the largest number while it is here
   std::deque<OpPtr> queue_;
   std::vector<OpPtr> held_messages_;
   std::atomic<uint64_t> next_sequence_{1};
   std::mutex submit_mutex_;
   std::exception_ptr error_;
+  // A peer is gone; its reason, which is the better error, may still be on its way.
+  std::exception_ptr suspicion_;
+  double suspicion_until_s_ = 0;
   std::atomic<bool> closed_{false};
 };
 

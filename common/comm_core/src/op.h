@@ -51,6 +51,7 @@ const char* name(OpKind kind);
 //   scatter         inputs[n] on the root; outputs[0]
 //   all_to_all      inputs[n], outputs[n]; nothing overlaps
 //   barrier         nothing
+//   send, put, accumulate  inputs[0];  recv, get  outputs[0];  lock, unlock  nothing
 struct OpSpec {
   OpKind kind = OpKind::barrier;
   DType dtype = DType::u8;
@@ -62,6 +63,9 @@ struct OpSpec {
   double timeout_s = 0;    // 0: the group's
   int peer = -1;           // send, recv, windows; -1 in recv: any source
   uint64_t tag = 0;        // send, recv
+  uint32_t window = 0;     // one-sided operations: where at the peer
+  uint32_t slot = 0;
+  uint64_t offset = 0;     // bytes
   bool held = false;       // starts only after Group::release: its input is still being made
   bool wake = true;        // false: the caller waits at once and will do the work himself
   std::function<void()> epilogue;      // runs in the engine when the result is there
@@ -112,6 +116,7 @@ class Op {
   OpTimes times_;
   double deadline_s_ = 0;
   bool held_ = false;
+  bool shown_ = false;  // to rank 0, because it takes long
   std::atomic<bool> done_{false};
   std::exception_ptr error_;
   std::mutex mutex_;

@@ -10,7 +10,7 @@ void expect(bool condition, const std::string& what) {
 }
 
 void run_ranks(const World& world, const std::function<void(Rank&)>& body) {
-  auto store = std::make_shared<MemoryStore>();
+  auto store = world.store != nullptr ? world.store : std::make_shared<MemoryStore>();
   std::vector<std::string> failures(size_t(world.size));
   std::vector<std::thread> threads;
   for (int r = 0; r < world.size; ++r) {

@@ -17,6 +17,7 @@ struct World {
   std::string transport;   // "", "tcp"
   double timeout_s = 60;
   Options options;
+  std::shared_ptr<Store> store = nullptr;  // null: one of its own
 };
 
 struct Rank {

@@ -28,20 +28,6 @@ class TorchStore : public Store {
   c10::intrusive_ptr<c10d::Store> store_;
 };
 
-ReduceOp op_of(const c10d::ReduceOp& op, const std::string& what) {
-  switch (op.op_) {
-    case c10d::ReduceOp::SUM: return ReduceOp::sum;
-    case c10d::ReduceOp::AVG: return ReduceOp::avg;
-    case c10d::ReduceOp::PRODUCT: return ReduceOp::product;
-    case c10d::ReduceOp::MIN: return ReduceOp::min;
-    case c10d::ReduceOp::MAX: return ReduceOp::max;
-    case c10d::ReduceOp::BAND: return ReduceOp::band;
-    case c10d::ReduceOp::BOR: return ReduceOp::bor;
-    case c10d::ReduceOp::BXOR: return ReduceOp::bxor;
-    default: C10_THROW_ERROR(ValueError, what + ": comm_core has no such reduction");
-  }
-}
-
 const at::Tensor& only(const TensorList& tensors, const char* what) {
   if (tensors.size() != 1) {
     C10_THROW_ERROR(ValueError, std::string(what) + ": one tensor is expected, got " +
@@ -92,6 +78,20 @@ void release_when_ready(std::shared_ptr<Group> group, OpPtr op, std::function<vo
 }
 
 }  // namespace
+
+ReduceOp op_of(const c10d::ReduceOp& op, const std::string& what) {
+  switch (op.op_) {
+    case c10d::ReduceOp::SUM: return ReduceOp::sum;
+    case c10d::ReduceOp::AVG: return ReduceOp::avg;
+    case c10d::ReduceOp::PRODUCT: return ReduceOp::product;
+    case c10d::ReduceOp::MIN: return ReduceOp::min;
+    case c10d::ReduceOp::MAX: return ReduceOp::max;
+    case c10d::ReduceOp::BAND: return ReduceOp::band;
+    case c10d::ReduceOp::BOR: return ReduceOp::bor;
+    case c10d::ReduceOp::BXOR: return ReduceOp::bxor;
+    default: C10_THROW_ERROR(ValueError, what + ": comm_core has no such reduction");
+  }
+}
 
 void set_priority(int priority) { current_priority = priority; }
 int priority() { return current_priority; }
@@ -406,6 +406,10 @@ WorkPtr CoreBackend::alltoall_base(at::Tensor& output, at::Tensor& input,
     expect_count(sizes.size(), size_, "all_to_all_single: split sizes");
     int64_t total = 0;
     for (int64_t size : sizes) {
+      if (size < 0) {
+        C10_THROW_ERROR(ValueError, "all_to_all_single: a split size is negative: " +
+                                        std::to_string(size));
+      }
       total += size;
       bytes.push_back(rows == 0 ? 0 : tensor.nbytes() / size_t(rows) * size_t(size));
     }

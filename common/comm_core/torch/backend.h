@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "group.h"
+#include "windows.h"
 #include "tensors.h"
 #include "work.h"
 
@@ -72,6 +73,17 @@ class CoreBackend : public c10d::Backend {
   void abort() override;
   void shutdown() override;
 
+  // One-sided memory. `memory` [slots, elements] stays alive until `remove_window`; the numbers are
+  // the callers' and equal on all ranks. Throws ValueError, DistBackendError.
+  void add_window(int64_t number, const at::Tensor& memory);
+  void remove_window(int64_t number);
+  std::vector<uint64_t> window_versions(int64_t number);
+  at::Tensor read_window(int64_t number, int64_t first, int64_t count, bool reset, bool clear);
+  // `kind`: put, accumulate, get, lock, unlock.
+  WorkPtr window_operation(const std::string& kind, int64_t number, int peer, int64_t slot,
+                           int64_t offset, const std::optional<at::Tensor>& tensor,
+                           c10d::ReduceOp::RedOpType op);
+
   const std::shared_ptr<Group>& group() const { return group_; }
 
  private:
@@ -82,10 +94,16 @@ class CoreBackend : public c10d::Backend {
   WorkPtr together(std::vector<WorkPtr> works, const char* kind, const TensorList& shown,
                    c10d::OpType type, TensorList result);
 
+  void on_windows(const std::function<void(Windows&)>& work);
+
   std::shared_ptr<Group> group_;
+  std::map<int64_t, at::Tensor> window_memory_;
   bool coalescing_ = false;
   std::vector<WorkPtr> coalesced_;
 };
+
+// Throws ValueError for a reduction that the core does not know.
+ReduceOp op_of(const c10d::ReduceOp& op, const std::string& what);
 
 // The priority of what this thread submits next; higher goes first (default 0).
 void set_priority(int priority);

@@ -33,6 +33,17 @@ PYBIND11_MODULE(_core, m) {
            }),
            py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("name"), py::arg("towards"),
            py::arg("timeout_s"), py::call_guard<py::gil_scoped_release>())
+      .def("add_window", &CoreBackend::add_window, py::call_guard<py::gil_scoped_release>())
+      .def("remove_window", &CoreBackend::remove_window, py::call_guard<py::gil_scoped_release>())
+      .def("window_versions", &CoreBackend::window_versions,
+           py::call_guard<py::gil_scoped_release>())
+      .def("read_window", &CoreBackend::read_window, py::call_guard<py::gil_scoped_release>())
+      .def("window_operation",
+           [](CoreBackend& b, const std::string& kind, int64_t number, int peer, int64_t slot,
+              int64_t offset, const std::optional<at::Tensor>& tensor, const c10d::ReduceOp& op) {
+             return b.window_operation(kind, number, peer, slot, offset, tensor, op.op_);
+           },
+           py::call_guard<py::gil_scoped_release>())
       .def("summary", [](CoreBackend& b) { return b.group()->summary(); })
       .def("dropped_connections",
            [](CoreBackend& b) { return b.group()->dropped_connections(); },

@@ -43,9 +43,9 @@ void CoreBackend::monitoredBarrier(const c10d::BarrierOptions& options, bool wai
     } catch (const CommError& e) {
       C10_THROW_ERROR(DistBackendError, errors + e.what());
     }
-    const std::string text = errors + "no answer within " + seconds;
-    group_->abort(text);
-    C10_THROW_ERROR(DistBackendError, text);
+    // No abort: rank 0 may have begun later and be waiting still, to name the faulty rank.
+    C10_THROW_ERROR(DistBackendError, errors + "no answer within " + seconds +
+                                          "; the log of rank 0 names the faulty rank");
   }
   try {
     std::vector<OpPtr> reports;

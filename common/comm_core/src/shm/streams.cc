@@ -15,6 +15,14 @@ constexpr size_t kLine = 128;  // two cache lines: neighbours are fetched in pai
 
 size_t round_up(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
 
+// Names are only for the ranks to meet; they go in any case, also when a peer never comes.
+struct Name {
+  std::string path;
+  ~Name() {
+    if (!path.empty()) unlink(path.c_str());
+  }
+};
+
 }  // namespace
 
 struct ShmStreams::Facts {
@@ -40,9 +48,11 @@ ShmStreams::ShmStreams(Store& store, const std::vector<int>& ranks, int me, size
   const std::string leader = "shm" + std::to_string(ranks[0]);
   const auto key = [&](const char* what, int rank) { return what + std::to_string(rank); };
   std::string path;
+  Name memory_name, bell_name;
   if (me_ == 0) {
     path = unique_path();
     mapping_ = Mapping::create(path, total);  // a new file is all zeros
+    memory_name.path = path;
     store.set(leader, path);
   } else {
     path = store.get(leader);
@@ -57,6 +67,7 @@ ShmStreams::ShmStreams(Store& store, const std::vector<int>& ranks, int me, size
   }
   const std::string own_bell = path + "." + std::to_string(me_);
   if (mkfifo(own_bell.c_str(), 0600) != 0) throw_errno("cannot create " + own_bell);
+  bell_name.path = own_bell;
   bell_ = Fd(open(own_bell.c_str(), O_RDWR | O_NONBLOCK | O_CLOEXEC));
   if (!bell_) throw_errno("cannot open " + own_bell);
   store.set(key("bell", ranks[size_t(me_)]), "1");
@@ -68,8 +79,6 @@ ShmStreams::ShmStreams(Store& store, const std::vector<int>& ranks, int me, size
   }
   store.set(key("open", ranks[size_t(me_)]), "1");
   for (int rank : ranks) store.get(key("open", rank));
-  unlink(own_bell.c_str());
-  if (me_ == 0) unlink(path.c_str());
 }
 
 ShmStreams::~ShmStreams() = default;

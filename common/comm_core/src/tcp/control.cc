@@ -1,5 +1,6 @@
 #include "tcp/control.h"
 
+#include <cstdlib>
 #include <cstring>
 
 #include "group.h"
@@ -21,7 +22,8 @@ class Control::Line : public Watcher {
   }
   ~Line() override { close(); }
 
-  bool ready() const { return handshake_ == nullptr && !closed_; }
+  // It has been connected; the other side may have left in peace since.
+  bool greeted() const { return handshake_ == nullptr; }
 
   void on_event() override {
     if (closed_) return;
@@ -41,11 +43,7 @@ class Control::Line : public Watcher {
 
   void send(const std::string& bytes) {
     pending_ += bytes;
-    try {
-      if (ready()) flush();
-    } catch (const CommError&) {
-      close();  // its end will be reported by whoever was told of it first
-    }
+    if (greeted() && !closed_) flush();
   }
 
  private:
@@ -55,10 +53,15 @@ class Control::Line : public Watcher {
   }
 
   void flush() {
-    while (!pending_.empty()) {
-      const size_t sent = link_->write(pending_.data(), pending_.size());
-      if (sent == 0) return;
-      pending_.erase(0, sent);
+    try {
+      while (!pending_.empty()) {
+        const size_t sent = link_->write(pending_.data(), pending_.size());
+        if (sent == 0) return;
+        pending_.erase(0, sent);
+      }
+    } catch (const CommError&) {
+      // Its goodbye may still be there to be read, and if not, then its end.
+      pending_.clear();
     }
   }
 
@@ -108,10 +111,11 @@ void Control::accept(int peer, Fd fd) {
   if (group_.rank() != 0 || lines_[size_t(peer)] != nullptr) return;
   auto link = std::make_unique<Link>(std::move(fd), group_.peer(peer).label);
   lines_[size_t(peer)] = std::make_unique<Line>(*this, peer, std::move(link), nullptr);
+  lines_[size_t(peer)]->send(farewells_);
 }
 
 bool Control::connected() const {
-  if (group_.rank() != 0) return lines_[0]->ready();
+  if (group_.rank() != 0) return lines_[0]->greeted();
   for (size_t peer = 1; peer < lines_.size(); ++peer) {
     if (lines_[peer] == nullptr) return false;
   }
@@ -122,12 +126,20 @@ void Control::tell_failure(const std::string& reason) {
   send_all(Kind::failure, group_.rank(), reason, -1);
 }
 
-void Control::tell_goodbye() { send_all(Kind::goodbye, group_.rank(), "", -1); }
+void Control::tell_goodbye(uint64_t finished) {
+  send_all(Kind::goodbye, group_.rank(), std::to_string(finished), -1);
+}
+
+void Control::show(const FrameHeader& frame) {
+  send_all(Kind::waiting, group_.rank(),
+           std::string(reinterpret_cast<const char*>(&frame), sizeof frame), -1);
+}
 
 void Control::send_all(Kind kind, int from, const std::string& text, int except) {
   Message message{kMagic, kind, 0, uint16_t(std::min(text.size(), kMostText)), from};
   std::string bytes(reinterpret_cast<const char*>(&message), sizeof message);
   bytes += text.substr(0, kMostText);
+  if (kind == Kind::goodbye) farewells_ += bytes;
   for (size_t peer = 0; peer < lines_.size(); ++peer) {
     if (lines_[peer] != nullptr && int(peer) != except) lines_[peer]->send(bytes);
   }
@@ -135,9 +147,17 @@ void Control::send_all(Kind kind, int from, const std::string& text, int except)
 
 void Control::heard(int line, Kind kind, int from, const std::string& text) {
   if (from < 0 || from >= group_.size()) return;
+  if (kind == Kind::waiting) {
+    FrameHeader frame;
+    if (group_.rank() != 0 || text.size() != sizeof frame) return;
+    memcpy(&frame, text.data(), sizeof frame);
+    group_.compare(from, frame);
+    return;
+  }
   if (group_.rank() == 0) send_all(kind, from, text, line);
   if (kind == Kind::goodbye) {
     left_[size_t(from)] = true;
+    group_.peer_left(from, strtoull(text.c_str(), nullptr, 10));
     return;
   }
   group_.fail(std::make_exception_ptr(

@@ -24,13 +24,15 @@ class Control {
 
   // Tells everybody that the group has failed, and why.
   void tell_failure(const std::string& reason);
-  // Tells everybody that this rank leaves in peace.
-  void tell_goodbye();
+  // Tells rank 0 what this rank has been waiting in for long.
+  void show(const FrameHeader& frame);
+  // Tells everybody that this rank leaves in peace, after the collective with that number.
+  void tell_goodbye(uint64_t finished);
 
  private:
   class Line;
   friend class Line;
-  enum class Kind : uint8_t { failure, goodbye };
+  enum class Kind : uint8_t { failure, goodbye, waiting };
   struct Message {
     uint32_t magic;
     Kind kind;
@@ -46,6 +48,7 @@ class Control {
   Group& group_;
   std::vector<std::unique_ptr<Line>> lines_;  // rank 0: one for each rank; others: [0] only
   std::vector<bool> left_;
+  std::string farewells_;  // for ranks that connect only after others have left
 };
 
 }  // namespace comm_core

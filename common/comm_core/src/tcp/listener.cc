@@ -107,8 +107,8 @@ class Listener::Guest : public Watcher {
   Digest proof_{};
 };
 
-Listener::Listener(Poller& poller, Address address)
-    : poller_(poller), address_(address), fd_(listen_on(address_)) {
+Listener::Listener(Poller& poller, Address address, const SocketOptions& options)
+    : poller_(poller), address_(address), fd_(listen_on(address_, options)) {
   id_ = poller_.add(fd_.get(), Watch::always, this);
 }
 

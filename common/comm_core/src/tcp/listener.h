@@ -20,7 +20,7 @@ class Listener : public Watcher {
   };
 
   // Listens on `address`, whose port it fills in.
-  Listener(Poller& poller, Address address);
+  Listener(Poller& poller, Address address, const SocketOptions& options);
   ~Listener() override;
 
   const Address& address() const { return address_; }

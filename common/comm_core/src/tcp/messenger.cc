@@ -8,224 +8,86 @@ namespace comm_core {
 
 namespace {
 
-constexpr uint32_t kMagic = 0x434d4d53;
 // Small messages that nobody has asked for; more than this and the program has lost its way.
 constexpr size_t kMostHeld = size_t(1) << 30;
 
 }  // namespace
 
-// Writes the messages for one peer, one after the other.
-class Messenger::Sender : public Watcher {
- public:
-  Sender(Messenger& messenger, int peer)
-      : messenger_(messenger),
-        peer_(peer),
-        link_(messenger.group_.target(peer, LinkKind::messages)) {
-    id_ = poller().add(link_.fd(), Watch::always, this);
-  }
-  ~Sender() override { poller().remove(id_, link_.fd(), Watch::always); }
-
-  void add(const Header& header, OpPtr op) {
-    queue_.push_back({header, std::move(op)});
-    on_event();
-  }
-
-  // Touches no operation's memory any more.
-  void break_off() {
-    broken_ = true;
-    queue_.clear();
-  }
-
-  void on_event() override {
-    if (broken_) return;
-    try {
-      if (!link_.ready()) return;
-      while (!queue_.empty() && advance()) {
-      }
-    } catch (const CommError&) {
-      break_off();
-      messenger_.lost(peer_, std::current_exception());
-    }
-  }
-
- private:
-  struct Item {
-    Header header;
-    OpPtr op;  // whose input is the payload; null if there is none
-    size_t done = 0;
-  };
-
-  Poller& poller() { return messenger_.group_.engine().poller(); }
-
-  bool advance() {
-    Item& item = queue_.front();
-    constexpr size_t kHeader = sizeof(Header);
-    const bool pays = item.op != nullptr;
-    const size_t total = kHeader + (pays ? item.header.bytes : 0);
-    iovec parts[2];
-    int num_parts = 0;
-    if (item.done < kHeader) {
-      parts[num_parts++] = {reinterpret_cast<char*>(&item.header) + item.done, kHeader - item.done};
-    }
-    const size_t body = item.done < kHeader ? 0 : item.done - kHeader;
-    if (pays && body < item.header.bytes) {
-      const ConstSpan& block = item.op->spec().inputs[0];
-      parts[num_parts++] = {const_cast<char*>(block.data) + body, block.bytes - body};
-    }
-    const size_t sent = link_.write(parts, num_parts);
-    item.done += sent;
-    if (item.done < total) return sent > 0;
-    OpPtr op = std::move(item.op);
-    queue_.pop_front();
-    if (op != nullptr) messenger_.finished(op);
-    return true;
-  }
-
-  Messenger& messenger_;
-  int peer_;
-  OutLink link_;
-  uint64_t id_;
-  bool broken_ = false;
-  std::deque<Item> queue_;
-};
-
-// Reads the messages of one peer.
-class Messenger::Receiver : public Watcher {
- public:
-  Receiver(Messenger& messenger, int peer, Fd fd)
-      : messenger_(messenger), peer_(peer), link_(std::move(fd), messenger.group_.peer(peer).label) {
-    id_ = poller().add(link_.fd(), Watch::always, this);
-  }
-  ~Receiver() override { poller().remove(id_, link_.fd(), Watch::always); }
-
-  // Where the payload of the present message goes: into an operation, or aside until asked for.
-  void into(OpPtr op) { op_ = std::move(op); }
-  void hold() { holding_ = true; }
-  // Touches no operation's memory any more.
-  void break_off() {
-    broken_ = true;
-    op_ = nullptr;
-  }
-
-  void on_event() override {
-    if (broken_) return;
-    try {
-      while (advance()) {
-      }
-    } catch (const CommError&) {
-      break_off();
-      messenger_.lost(peer_, std::current_exception());
-    }
-  }
-
- private:
-  Poller& poller() { return messenger_.group_.engine().poller(); }
-
-  bool advance() {
-    if (have_ < sizeof header_) {
-      const size_t got =
-          link_.read(reinterpret_cast<char*>(&header_) + have_, sizeof header_ - have_);
-      have_ += got;
-      if (have_ < sizeof header_) return got > 0;
-      if (header_.magic != kMagic) throw MismatchError("malformed message from " + link_.peer());
-      done_ = 0;
-      op_ = nullptr;
-      holding_ = false;
-      messenger_.arrived(peer_, header_, *this);
-      if (broken_) return false;
-      if (holding_) held_.resize(header_.bytes);
-    }
-    if (op_ == nullptr && !holding_) {
-      have_ = 0;
-      return true;
-    }
-    char* to = op_ != nullptr ? op_->spec().outputs[0].data : held_.data();
-    if (done_ < header_.bytes) {
-      const size_t got = link_.read(to + done_, header_.bytes - done_);
-      done_ += got;
-      if (done_ < header_.bytes) return got > 0;
-    }
-    have_ = 0;
-    if (op_ != nullptr) {
-      messenger_.finished(std::exchange(op_, nullptr));
-    } else {
-      messenger_.held(peer_, header_, std::move(held_));
-    }
-    return !broken_;
-  }
-
-  Messenger& messenger_;
-  int peer_;
-  Link link_;
-  uint64_t id_;
-  bool broken_ = false;
-  Header header_;
-  size_t have_ = 0, done_ = 0;
-  OpPtr op_;
-  bool holding_ = false;
-  std::string held_;
-};
-
 Messenger::Messenger(Group& group)
-    : group_(group), senders_(size_t(group.size())), receivers_(size_t(group.size())) {}
+    : group_(group),
+      windows_(group, *this),
+      senders_(size_t(group.size())),
+      receivers_(size_t(group.size())),
+      gone_(size_t(group.size())) {}
 
 Messenger::~Messenger() = default;
 
 void Messenger::accept(int peer, Fd fd) {
-  std::unique_ptr<Receiver>& receiver = receivers_[size_t(peer)];
+  std::unique_ptr<MessageReceiver>& receiver = receivers_[size_t(peer)];
   if (receiver != nullptr) return;
-  receiver = std::make_unique<Receiver>(*this, peer, std::move(fd));
+  receiver = std::make_unique<MessageReceiver>(group_, *this, peer, std::move(fd));
   receiver->on_event();
 }
 
-void Messenger::post(int peer, Header header, OpPtr op) {
-  std::unique_ptr<Sender>& sender = senders_[size_t(peer)];
+MessageSender* Messenger::sender(int peer) {
+  std::unique_ptr<MessageSender>& sender = senders_[size_t(peer)];
   try {
-    if (sender == nullptr) sender = std::make_unique<Sender>(*this, peer);
+    if (sender == nullptr) sender = std::make_unique<MessageSender>(group_, *this, peer);
   } catch (const CommError&) {
     lost(peer, std::current_exception());
-    return;
+    return nullptr;
   }
-  header.magic = kMagic;
-  sender->add(header, std::move(op));
+  return sender.get();
+}
+
+void Messenger::start(const OpPtr& op) {
+  live_.push_back(op);
+  if (op->spec().kind == OpKind::recv) return receive(op);
+  if (const auto error = gone(op->spec().peer)) {
+    return finished(op, with_context(error, op->describe() + ": "));
+  }
+  if (op->spec().kind == OpKind::send) return send(op);
+  windows_.start(op);
 }
 
 void Messenger::send(const OpPtr& op) {
   const OpSpec& spec = op->spec();
-  live_.push_back(op);
-  Header header{};
+  MessageSender* out = sender(spec.peer);
+  if (out == nullptr) return;
+  MessageHeader header;
   header.dtype = spec.dtype;
   header.tag = spec.tag;
   header.bytes = spec.inputs[0].bytes;
   if (header.bytes <= group_.options().tcp_eager) {
-    header.kind = Kind::eager;
-    post(spec.peer, header, op);
-  } else {
-    header.kind = Kind::announce;
-    header.id = next_id_++;
-    announced_[header.id] = op;
-    post(spec.peer, header, nullptr);
+    out->add(header, op);
+    return;
   }
+  header.kind = MessageKind::announce;
+  header.id = next_id_++;
+  announced_[header.id] = op;
+  out->add(header, std::string());
 }
 
 void Messenger::receive(const OpPtr& op) {
   const OpSpec& spec = op->spec();
-  live_.push_back(op);
   for (auto message = arrived_.begin(); message != arrived_.end(); ++message) {
     if ((spec.peer >= 0 && spec.peer != message->peer) || spec.tag != message->header.tag) continue;
     const Arrived found = std::move(*message);
-    const bool small = found.header.kind == Kind::eager;
     arrived_.erase(message);
     if (!fits(op, found.peer, found.header)) return;
     op->source_ = found.peer;
-    if (small) {
-      held_bytes_ -= found.payload.size();
-      std::copy(found.payload.begin(), found.payload.end(), spec.outputs[0].data);
-      finished(op);
-    } else {
+    if (found.header.kind == MessageKind::announce) {
       matched(op, found.peer, found.header);
+      return;
     }
+    held_bytes_ -= found.payload.size();
+    std::copy(found.payload.begin(), found.payload.end(), spec.outputs[0].data);
+    finished(op);
     return;
+  }
+  // What a peer sent before it went was looked for first.
+  if (const auto error = gone(spec.peer)) {
+    return finished(op, with_context(error, op->describe() + ": "));
   }
   posted_.push_back(op);
 }
@@ -243,7 +105,7 @@ OpPtr Messenger::take_posted(int peer, uint64_t tag) {
   return nullptr;
 }
 
-bool Messenger::fits(const OpPtr& op, int peer, const Header& header) {
+bool Messenger::fits(const OpPtr& op, int peer, const MessageHeader& header) {
   const OpSpec& spec = op->spec();
   if (spec.outputs[0].bytes == header.bytes && spec.dtype == header.dtype) return true;
   group_.fail(std::make_exception_ptr(MismatchError(
@@ -255,12 +117,10 @@ bool Messenger::fits(const OpPtr& op, int peer, const Header& header) {
   return false;
 }
 
-void Messenger::arrived(int peer, const Header& header, Receiver& receiver) {
+void Messenger::arrived(int peer, const MessageHeader& header, MessageReceiver& receiver) {
   switch (header.kind) {
-    case Kind::eager: {
-      if (header.bytes > group_.options().tcp_eager) {
-        throw MismatchError("malformed message from " + group_.peer(peer).label);
-      }
+    case MessageKind::eager: {
+      if (header.bytes > group_.options().tcp_eager) malformed(peer);
       OpPtr op = take_posted(peer, header.tag);
       if (op != nullptr) {
         if (fits(op, peer, header)) receiver.into(op);
@@ -274,7 +134,7 @@ void Messenger::arrived(int peer, const Header& header, Receiver& receiver) {
       receiver.hold();
       return;
     }
-    case Kind::announce: {
+    case MessageKind::announce: {
       OpPtr op = take_posted(peer, header.tag);
       if (op == nullptr) {
         arrived_.push_back({peer, header, ""});
@@ -283,33 +143,40 @@ void Messenger::arrived(int peer, const Header& header, Receiver& receiver) {
       }
       return;
     }
-    case Kind::request: {
+    case MessageKind::request: {
       const auto found = announced_.find(header.id);
       if (found == announced_.end()) return;  // the send has timed out meanwhile
       OpPtr op = found->second;
       announced_.erase(found);
-      Header data{};
-      data.kind = Kind::data;
+      MessageHeader data;
+      data.kind = MessageKind::data;
       data.dtype = op->spec().dtype;
       data.id = header.id;
       data.bytes = op->spec().inputs[0].bytes;
-      post(peer, data, op);
+      if (MessageSender* out = sender(peer)) out->add(data, op);
       return;
     }
-    case Kind::data: {
+    case MessageKind::data: {
       const auto found = expected_.find({peer, header.id});
       if (found == expected_.end() || found->second->spec().outputs[0].bytes != header.bytes) {
-        throw MismatchError("unexpected data from " + group_.peer(peer).label);
+        malformed(peer);
       }
       receiver.into(found->second);
       expected_.erase(found);
       return;
     }
+    default:
+      if (header.kind > MessageKind::reply) malformed(peer);
+      windows_.arrived(peer, header, receiver);
   }
+}
+
+void Messenger::malformed(int peer) const {
   throw MismatchError("malformed message from " + group_.peer(peer).label);
 }
 
-void Messenger::held(int peer, const Header& header, std::string payload) {
+void Messenger::held(int peer, const MessageHeader& header, std::string payload) {
+  if (header.kind != MessageKind::eager) return windows_.held(peer, header, payload);
   // Asked for while it was arriving?
   OpPtr op = take_posted(peer, header.tag);
   if (op == nullptr) {
@@ -322,12 +189,15 @@ void Messenger::held(int peer, const Header& header, std::string payload) {
   finished(op);
 }
 
-void Messenger::matched(const OpPtr& op, int peer, const Header& announcement) {
+void Messenger::matched(const OpPtr& op, int peer, const MessageHeader& announcement) {
+  if (const auto error = gone(peer)) {
+    return finished(op, with_context(error, op->describe() + ": "));
+  }
   expected_[{peer, announcement.id}] = op;
-  Header request{};
-  request.kind = Kind::request;
+  MessageHeader request;
+  request.kind = MessageKind::request;
   request.id = announcement.id;
-  post(peer, request, nullptr);
+  if (MessageSender* out = sender(peer)) out->add(request, std::string());
 }
 
 void Messenger::finished(const OpPtr& op, std::exception_ptr error) {
@@ -338,12 +208,36 @@ void Messenger::finished(const OpPtr& op, std::exception_ptr error) {
   group_.engine().complete(keep, error);
 }
 
+// The reason why nothing more can come from `peer`, or for -1 from anybody; else null.
+std::exception_ptr Messenger::gone(int peer) const {
+  if (peer >= 0) return gone_[size_t(peer)];
+  std::exception_ptr last;
+  for (int r = 0; r < group_.size(); ++r) {
+    if (r == group_.rank()) continue;
+    last = gone_[size_t(r)];
+    if (!last) return nullptr;
+  }
+  return last;
+}
+
+void Messenger::left(int peer) {
+  // The end of its connection comes after all that it has sent; without one there is nothing.
+  if (receivers_[size_t(peer)] != nullptr) return;
+  lost(peer, std::make_exception_ptr(
+                 PeerLostError("lost " + group_.peer(peer).label + ": it left the group")));
+}
+
 void Messenger::lost(int peer, const std::exception_ptr& error) {
+  if (!gone_[size_t(peer)]) gone_[size_t(peer)] = error;
+  const bool all = gone(-1) != nullptr;
   std::vector<OpPtr> hurt;
   for (const OpPtr& op : live_) {
-    if (op->spec().peer == peer || op->source_ == peer) hurt.push_back(op);
+    const bool waits = all && op->spec().peer < 0 && op->source_ < 0;
+    if (op->spec().peer == peer || op->source_ == peer || waits) hurt.push_back(op);
   }
-  posted_.remove_if([&](const OpPtr& op) { return op->spec().peer == peer; });
+  posted_.remove_if(
+      [&](const OpPtr& op) { return op->spec().peer == peer || (all && op->spec().peer < 0); });
+  windows_.lost(peer);
   if (senders_[size_t(peer)] != nullptr) senders_[size_t(peer)]->break_off();
   if (receivers_[size_t(peer)] != nullptr) receivers_[size_t(peer)]->break_off();
   for (const OpPtr& op : hurt) {
@@ -361,6 +255,7 @@ void Messenger::fail(const std::exception_ptr& error) {
   posted_.clear();
   announced_.clear();
   expected_.clear();
+  windows_.forget();
   const std::list<OpPtr> ending = std::move(live_);
   live_.clear();
   for (const OpPtr& op : ending) {

@@ -23,6 +23,14 @@ void set_option(int fd, int level, int option, int value) {
   if (setsockopt(fd, level, option, &value, sizeof value) != 0) throw_errno("setsockopt");
 }
 
+// Before the connection is made: the peer remembers the largest window it was ever shown and sizes
+// its segments by it. After a window that shrank, it has none that fit and sends only what the
+// kernel's window probe lets out, a few kilobytes every 200 ms.
+void set_buffers(int fd, const SocketOptions& options) {
+  if (options.send_buffer > 0) set_option(fd, SOL_SOCKET, SO_SNDBUF, options.send_buffer);
+  if (options.receive_buffer > 0) set_option(fd, SOL_SOCKET, SO_RCVBUF, options.receive_buffer);
+}
+
 }  // namespace
 
 void Fd::reset() {
@@ -117,10 +125,11 @@ std::string address_towards(const std::string& host) {
   return result;
 }
 
-Fd listen_on(Address& address) {
+Fd listen_on(Address& address, const SocketOptions& options) {
   const int family = address.storage.ss_family;
   Fd fd(socket(family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
   if (!fd) throw_errno("socket");
+  set_buffers(fd.get(), options);
   if (bind(fd.get(), address.get(), address.length) != 0) throw_errno("bind " + address.text());
   if (listen(fd.get(), 1024) != 0) throw_errno("listen " + address.text());
   if (getsockname(fd.get(), address.get(), &address.length) != 0) throw_errno("getsockname");
@@ -139,8 +148,7 @@ void tune_socket(int fd, const SocketOptions& options) {
   set_option(fd, IPPROTO_TCP, TCP_KEEPIDLE, 5);
   set_option(fd, IPPROTO_TCP, TCP_KEEPINTVL, 1);
   set_option(fd, IPPROTO_TCP, TCP_KEEPCNT, 5);
-  if (options.send_buffer > 0) set_option(fd, SOL_SOCKET, SO_SNDBUF, options.send_buffer);
-  if (options.receive_buffer > 0) set_option(fd, SOL_SOCKET, SO_RCVBUF, options.receive_buffer);
+  set_buffers(fd, options);
   if (!options.congestion.empty() &&
       setsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, options.congestion.c_str(),
                  socklen_t(options.congestion.size())) != 0) {

@@ -59,9 +59,6 @@ std::string address_of_interface(const std::string& name);
 // The address of this host that packets to `host` (a name or an address) leave from. Sends nothing.
 std::string address_towards(const std::string& host);
 
-// A listening, non-blocking socket on `address`; the port is chosen by the system if 0.
-Fd listen_on(Address& address);
-
 void set_non_blocking(int fd);
 
 struct SocketOptions {
@@ -69,6 +66,10 @@ struct SocketOptions {
   int send_buffer = 0;     // bytes; 0: the system's, which grows by itself
   int receive_buffer = 0;
 };
+
+// A listening, non-blocking socket on `address`; the port is chosen by the system if 0. What it
+// accepts has the buffers that `options` asks for.
+Fd listen_on(Address& address, const SocketOptions& options);
 
 // TCP_NODELAY, keep-alive, and what `options` asks for. Throws SystemError if a congestion control
 // is not to be had.

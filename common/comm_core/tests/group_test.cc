@@ -1,0 +1,353 @@
+// How groups fail and end: mismatches, time-outs, aborts, ranks that leave, strangers.
+#include <poll.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cstring>
+#include <random>
+
+#include "run_tests.h"
+
+using namespace comm_core;
+using namespace comm_core::testing;
+
+namespace {
+
+struct Data {
+  std::vector<char> in, out;
+};
+
+OpPtr all_reduce(Group& group, Data& data, size_t bytes, double timeout_s = 0, int priority = 0) {
+  data.in.assign(bytes, 1);
+  data.out.assign(bytes, 0);
+  OpSpec spec;
+  spec.kind = OpKind::all_reduce;
+  spec.inputs = {{data.in.data(), bytes}};
+  spec.outputs = {{data.out.data(), bytes}};
+  spec.timeout_s = timeout_s;
+  spec.priority = priority;
+  return group.submit(std::move(spec));
+}
+
+void expect_sum(Group& group) {
+  Data data;
+  const std::string error = error_of(all_reduce(group, data, 1000));
+  expect(error.empty(), error);
+  expect(data.out == std::vector<char>(1000, char(group.size())), "a wrong sum");
+}
+
+void sleep_ms(int ms) { std::this_thread::sleep_for(std::chrono::milliseconds(ms)); }
+
+// Rank 2 calls something else than the others: all get an error, one of them the reason.
+void mismatches() {
+  struct Call {
+    OpKind kind;
+    size_t bytes;
+    DType dtype;
+    ReduceOp op;
+  };
+  const auto submit = [](Group& group, const Call& call, std::vector<char>& memory) {
+    const size_t n = size_t(group.size());
+    memory.assign(2 * n * call.bytes, 0);
+    OpSpec spec;
+    spec.kind = call.kind;
+    spec.dtype = call.dtype;
+    spec.op = call.op;
+    const bool many_in = call.kind == OpKind::reduce_scatter || call.kind == OpKind::all_to_all;
+    const bool many_out = call.kind == OpKind::all_gather || call.kind == OpKind::all_to_all;
+    char* next = memory.data();
+    for (size_t i = 0; i < (many_in ? n : 1); ++i, next += call.bytes) {
+      spec.inputs.push_back({next, call.bytes});
+    }
+    for (size_t i = 0; i < (many_out ? n : 1); ++i, next += call.bytes) {
+      spec.outputs.push_back({next, call.bytes});
+    }
+    return group.submit(std::move(spec));
+  };
+  const auto sum = ReduceOp::sum;
+  const auto f32 = DType::f32;
+  const Call usual{OpKind::all_reduce, 4096, f32, sum};
+  const std::pair<Call, Call> pairs[] = {
+      {usual, {OpKind::all_reduce, 4100, f32, sum}},
+      {usual, {OpKind::all_reduce, 0, f32, sum}},
+      {usual, {OpKind::all_reduce, 4 << 20, f32, sum}},
+      {usual, {OpKind::all_reduce, 4096, DType::i32, sum}},
+      {usual, {OpKind::all_reduce, 4096, f32, ReduceOp::max}},
+      {usual, {OpKind::reduce_scatter, 1024, f32, sum}},
+      {usual, {OpKind::all_gather, 1024, f32, sum}},
+      {usual, {OpKind::all_to_all, 1024, f32, sum}},
+      {usual, {OpKind::barrier, 0, f32, sum}},
+      {{OpKind::all_reduce, 1 << 20, f32, sum}, {OpKind::all_reduce, 2 << 20, f32, sum}},
+      {{OpKind::all_reduce, 1 << 20, f32, sum}, {OpKind::all_gather, 1 << 20, f32, sum}},
+      {{OpKind::reduce_scatter, 1 << 20, f32, sum}, {OpKind::reduce_scatter, 1 << 18, f32, sum}},
+      {{OpKind::all_gather, 100, f32, sum}, {OpKind::all_gather, 104, f32, sum}},
+      {{OpKind::all_to_all, 100, f32, sum}, {OpKind::all_to_all, 104, f32, sum}},
+      {{OpKind::all_to_all, 1 << 20, f32, sum}, {OpKind::all_to_all, 1 << 10, f32, sum}},
+      {{OpKind::barrier, 0, f32, sum}, {OpKind::all_gather, 0, f32, sum}},
+  };
+  for (const Wiring& wiring : kWirings) {
+    for (const auto& [most, one] : pairs) {
+      std::atomic<int> reasons{0};
+      Together all(4);
+      run_ranks(wired(wiring, 4), [&](Rank& rank) {
+        all.wait();
+        std::vector<char> memory;
+        const Call& call = rank.rank == 2 ? one : most;
+        const OpPtr op = submit(*rank.channels[0], call, memory);
+        const std::string error = error_of(op), what = op->describe() + ": ";
+        expect(!error.empty(), what + "no error");
+        expect(!is<TimeoutError>(op->error()), what + error);
+        expect_text(error, "disagree");
+        if (is<MismatchError>(op->error())) ++reasons;
+        all.wait();  // nobody leaves before all have heard it
+      });
+      expect(reasons > 0, "nobody said why");
+    }
+  }
+}
+
+void time_outs() {
+  for (const Wiring& wiring : kWirings) {
+    for (size_t bytes : {size_t(400), size_t(4) << 20}) {
+      Together all(4);
+      run_ranks(wired(wiring, 4), [&](Rank& rank) {
+        Group& group = *rank.channels[0];
+        Data data;
+        all.wait();
+        if (rank.rank != 2) {
+          const double began = now_s();
+          const OpPtr op = all_reduce(group, data, bytes, rank.rank == 0 ? 0.3 : 0);
+          const std::string error = error_of(op);
+          expect_text(error, "timed out");
+          expect_text(error, "rank ");
+          expect_text(error, " of ");
+          expect_text(error, " bytes");
+          expect(now_s() - began < 5, "late");
+          if (rank.rank == 0) expect(is<TimeoutError>(op->error()), error);
+        }
+        all.wait();
+        expect_text(error_of(all_reduce(group, data, 4)), "timed out");
+      });
+    }
+  }
+}
+
+void aborts() {
+  for (const Wiring& wiring : kWirings) {
+    Together all(4);
+    run_ranks(wired(wiring, 4), [&](Rank& rank) {
+      Group& group = *rank.channels[0];
+      Data data, second;
+      expect_sum(group);
+      all.wait();
+      if (rank.rank == 2) {
+        sleep_ms(20);
+        group.abort("enough of it");
+      } else {
+        const OpPtr first = all_reduce(group, data, 100000);
+        const OpPtr next = all_reduce(group, second, 100);
+        expect_text(error_of(first), "enough of it");
+        expect(is<AbortedError>(first->error()), "not an AbortedError");
+        expect_text(error_of(next), "enough of it");
+      }
+      all.wait();
+      expect_text(error_of(all_reduce(group, data, 4)), "enough of it");
+    });
+  }
+}
+
+void closes_in_any_order() {
+  for (const Wiring& wiring : kWirings) {
+    for (uint32_t seed = 0; seed < 8; ++seed) {
+      World world = wired(wiring, 4);
+      world.channels = 2;
+      run_ranks(world, [&](Rank& rank) {
+        std::mt19937 random(seed * 4 + uint32_t(rank.rank));
+        for (auto& channel : rank.channels) expect_sum(*channel);
+        if (random() % 2) std::swap(rank.channels[0], rank.channels[1]);
+        for (auto& channel : rank.channels) {
+          if (random() % 2) sleep_ms(int(random() % 5));
+          channel->close();
+          channel->close();
+          bool refused = false;
+          try {
+            Data data;
+            all_reduce(*channel, data, 4);
+          } catch (const AbortedError&) {
+            refused = true;
+          }
+          expect(refused, "a closed group took an operation");
+        }
+        if (random() % 2) rank.channels.clear();
+      });
+    }
+  }
+}
+
+// Operations that nobody waits for end with the group.
+void closes_under_way() {
+  for (const Wiring& wiring : kWirings) {
+    for (int i = 0; i < 10; ++i) {
+      run_ranks(wired(wiring, 2), [&](Rank& rank) {
+        std::vector<Data> data(3);
+        std::vector<OpPtr> ops;
+        if (rank.rank == 0) {
+          for (Data& d : data) ops.push_back(all_reduce(*rank.channels[0], d, 1 << 20));
+        }
+        if (i % 2) sleep_ms(2);
+        rank.channels[0]->close();
+        for (const OpPtr& op : ops) expect(!error_of(op).empty(), "no error");
+      });
+    }
+  }
+}
+
+void peer_leaves() {
+  for (const Wiring& wiring : kWirings) {
+    for (size_t bytes : {size_t(40), size_t(2) << 20}) {
+      for (bool early : {false, true}) {
+        Together all(4);
+        run_ranks(wired(wiring, 4), [&](Rank& rank) {
+          Group& group = *rank.channels[0];
+          if (!early) expect_sum(group);
+          all.wait();
+          if (rank.rank == 2) return group.close();
+          Data data;
+          const OpPtr op = all_reduce(group, data, bytes);
+          const std::string error = error_of(op);
+          expect(is<PeerLostError>(op->error()) || is<AbortedError>(op->error()), error);
+          expect_text(error, "lost rank ");
+          sleep_ms(50);
+        });
+      }
+    }
+  }
+}
+
+// Strangers at rank 1's door, while the ranks work.
+void strangers() {
+  World world = wired({"tcp", 1}, 2);
+  world.store = std::make_shared<MemoryStore>();
+  const auto connect_to = [](const Address& address) {
+    Fd fd(socket(address.storage.ss_family, SOCK_STREAM | SOCK_CLOEXEC, 0));
+    expect(connect(fd.get(), address.get(), address.length) == 0, "cannot connect");
+    return fd;
+  };
+  const auto say = [](const Fd& fd, const void* data, size_t bytes) {
+    expect(send(fd.get(), data, bytes, MSG_NOSIGNAL) == ssize_t(bytes), "cannot send");
+  };
+  const auto hung_up = [](const Fd& fd) {
+    pollfd ready{fd.get(), POLLIN, 0};
+    char byte;
+    return poll(&ready, 1, 8000) == 1 && recv(fd.get(), &byte, 1, 0) <= 0;
+  };
+  std::atomic<int> ended{0};
+  run_ranks(world, [&](Rank& rank) {
+    Group& group = *rank.channels[0];
+    if (rank.rank == 1) {
+      while (ended == 0) sleep_ms(1);
+      expect_sum(group);
+      const uint64_t dropped = group.dropped_connections();
+      expect(dropped == 7, std::to_string(dropped) + " were dropped, not 7");
+      return;
+    }
+    const Address door = group.peer(1).address;
+    const std::string note = world.store->get("0/secret");
+    Hello hello;
+    hello.from = 0;
+    hello.to = 1;
+    std::copy(note.begin() + 32, note.end(), hello.group.begin());
+
+    const Fd silent = connect_to(door), half = connect_to(door), mute = connect_to(door);
+    say(half, &hello, sizeof hello / 2);
+    say(mute, &hello, sizeof hello);  // and then no proof
+
+    const Fd garbage = connect_to(door);
+    say(garbage, std::string(4096, 'x').data(), 4096);
+    expect(hung_up(garbage), "garbage was let in");
+
+    Hello other = hello;
+    other.group[3] ^= 1;
+    const Fd lost_way = connect_to(door);
+    say(lost_way, &other, sizeof other);
+    expect(hung_up(lost_way), "another job's rank was let in");
+
+    const Fd liar = connect_to(door);
+    say(liar, &hello, sizeof hello);
+    Bytes16 challenge;
+    expect(recv(liar.get(), challenge.data(), 16, MSG_WAITALL) == 16, "no challenge");
+    const Digest wrong = proof(std::string(32, 'x'), 'c', hello, challenge);
+    say(liar, wrong.data(), wrong.size());
+    expect(hung_up(liar), "a wrong secret was let in");
+
+    Fd brief = connect_to(door);
+    say(brief, &hello, 7);
+    brief.reset();
+
+    expect(hung_up(silent) && hung_up(half), "the silent were not dropped");
+    expect(recv(mute.get(), challenge.data(), 16, MSG_WAITALL) == 16, "no challenge");
+    expect(hung_up(mute), "one without a proof was not dropped");
+    ended = 1;
+    expect_sum(group);
+  });
+}
+
+// An urgent small operation overtakes a large one of another channel.
+void priorities() {
+  for (const Wiring& wiring : kWirings) {
+    World world = wired(wiring, 2);
+    world.channels = 2;
+    Together all(2);
+    run_ranks(world, [&](Rank& rank) {
+      expect_sum(*rank.channels[0]);
+      expect_sum(*rank.channels[1]);
+      all.wait();
+      Data large, small;
+      const OpPtr slow = all_reduce(*rank.channels[0], large, 64 << 20);
+      const OpPtr urgent = all_reduce(*rank.channels[1], small, 4096, 0, 1);
+      expect(error_of(slow).empty() && error_of(urgent).empty(), "failed");
+      expect(urgent->times().finished_s < slow->times().finished_s, "it was not overtaken");
+    });
+  }
+}
+
+void alone() {
+  World world;
+  world.size = 1;
+  run_ranks(world, [&](Rank& rank) {
+    Group& group = *rank.channels[0];
+    for (OpKind kind : {OpKind::all_reduce, OpKind::reduce_scatter, OpKind::all_gather,
+                        OpKind::broadcast, OpKind::reduce, OpKind::gather, OpKind::scatter,
+                        OpKind::all_to_all, OpKind::barrier}) {
+      std::vector<char> in(100, 'a'), out(100, 'b');
+      OpSpec spec;
+      spec.kind = kind;
+      if (kind != OpKind::broadcast) spec.inputs = {{in.data(), in.size()}};
+      spec.outputs = {{out.data(), out.size()}};
+      const OpPtr op = group.submit(std::move(spec));
+      const std::string error = error_of(op);
+      expect(error.empty(), error);
+      const bool copies = kind != OpKind::broadcast && kind != OpKind::barrier;
+      expect(!copies || in == out, std::string(name(kind)) + " alone is no copy");
+    }
+    group.abort("over");
+    Data data;
+    expect_text(error_of(all_reduce(group, data, 4)), "over");
+  });
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  return run_tests(argc, argv,
+                   {{"mismatches", mismatches},
+                    {"time-outs", time_outs},
+                    {"aborts", aborts},
+                    {"closes in any order", closes_in_any_order},
+                    {"closes under way", closes_under_way},
+                    {"peer leaves", peer_leaves},
+                    {"strangers", strangers},
+                    {"priorities", priorities},
+                    {"alone", alone}});
+}

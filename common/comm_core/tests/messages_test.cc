@@ -1,0 +1,257 @@
+// Point-to-point messages.
+#include <algorithm>
+#include <cstring>
+#include <random>
+
+#include "run_tests.h"
+
+using namespace comm_core;
+using namespace comm_core::testing;
+
+namespace {
+
+constexpr size_t kSizes[] = {0, 1, 100, 16 << 10, (16 << 10) + 1, 300000};
+
+struct Message {
+  int from, to;
+  uint64_t tag;
+  size_t bytes;
+};
+
+char byte_of(const Message& m, size_t i) {
+  return char(uint32_t(m.from) * 31 + uint32_t(m.tag) * 7 + uint32_t(i) * 2654435761u / 4096);
+}
+
+OpPtr send(Group& group, std::vector<char>& data, const Message& m) {
+  data.resize(m.bytes);
+  for (size_t i = 0; i < m.bytes; ++i) data[i] = byte_of(m, i);
+  OpSpec spec;
+  spec.kind = OpKind::send;
+  spec.peer = m.to;
+  spec.tag = m.tag;
+  spec.inputs = {{data.data(), data.size()}};
+  return group.submit(std::move(spec));
+}
+
+OpPtr receive(Group& group, std::vector<char>& data, int peer, uint64_t tag, size_t bytes,
+              double timeout_s = 0) {
+  data.assign(bytes, '?');
+  OpSpec spec;
+  spec.kind = OpKind::recv;
+  spec.peer = peer;
+  spec.tag = tag;
+  spec.timeout_s = timeout_s;
+  spec.outputs = {{data.data(), data.size()}};
+  return group.submit(std::move(spec));
+}
+
+void expect_content(const std::vector<char>& data, const Message& m) {
+  for (size_t i = 0; i < m.bytes; ++i) {
+    if (data[i] == byte_of(m, i)) continue;
+    throw std::runtime_error("byte " + std::to_string(i) + " of message " + std::to_string(m.tag) +
+                             " from rank " + std::to_string(m.from) + " is wrong");
+  }
+}
+
+void expect_right(const OpPtr& op) {
+  const std::string error = error_of(op);
+  expect(error.empty(), error);
+}
+
+// Each rank starts its sends and receives in an order of its own; every tag is used once.
+void many_in_flight() {
+  for (const Wiring& wiring : kWirings) {
+    run_ranks(wired(wiring, 4), [&](Rank& rank) {
+      std::mt19937 same(7), mine(uint32_t(rank.rank));
+      for (int round = 0; round < 5; ++round) {
+        std::vector<Message> messages;
+        for (int i = 0; i < 200; ++i) {
+          const int from = int(same() % 4), to = (from + 1 + int(same() % 3)) % 4;
+          messages.push_back({from, to, uint64_t(i), kSizes[same() % std::size(kSizes)]});
+        }
+        std::erase_if(messages,
+                      [&](auto& m) { return m.from != rank.rank && m.to != rank.rank; });
+        std::shuffle(messages.begin(), messages.end(), mine);
+        std::vector<std::vector<char>> data(messages.size());
+        std::vector<OpPtr> ops;
+        for (size_t i = 0; i < messages.size(); ++i) {
+          const Message& m = messages[i];
+          Group& group = *rank.channels[0];
+          ops.push_back(m.from == rank.rank ? send(group, data[i], m)
+                                            : receive(group, data[i], m.from, m.tag, m.bytes));
+        }
+        for (size_t i = 0; i < ops.size(); ++i) {
+          expect_right(ops[i]);
+          expect_content(data[i], messages[i]);
+        }
+      }
+    });
+  }
+}
+
+// Small and large messages of one sender and one tag arrive in the order in which they were sent.
+void one_tag_in_order() {
+  run_ranks(wired({"", 1}, 2), [&](Rank& rank) {
+    Group& group = *rank.channels[0];
+    std::vector<std::vector<char>> data(60);
+    std::vector<OpPtr> ops;
+    for (size_t i = 0; i < data.size(); ++i) {
+      const Message m{0, 1, 9, kSizes[i % std::size(kSizes)]};
+      ops.push_back(rank.rank == 0 ? send(group, data[i], m)
+                                   : receive(group, data[i], 0, 9, m.bytes));
+    }
+    for (const OpPtr& op : ops) expect_right(op);
+  });
+}
+
+void tags_out_of_order() {
+  run_ranks(wired({"tcp", 1}, 2), [&](Rank& rank) {
+    Group& group = *rank.channels[0];
+    std::vector<std::vector<char>> data(12);
+    if (rank.rank == 0) {
+      std::vector<OpPtr> sends;
+      for (size_t i = 0; i < data.size(); ++i) {
+        sends.push_back(send(group, data[i], {0, 1, i, kSizes[i % std::size(kSizes)]}));
+      }
+      for (const OpPtr& op : sends) expect_right(op);
+    } else {
+      for (size_t i = data.size(); i-- > 0;) {
+        const Message m{0, 1, i, kSizes[i % std::size(kSizes)]};
+        expect_right(receive(group, data[i], 0, i, m.bytes));
+        expect_content(data[i], m);
+      }
+    }
+  });
+}
+
+void any_source() {
+  for (size_t bytes : {size_t(64), size_t(100000)}) {
+    run_ranks(wired({"", 1}, 4), [&](Rank& rank) {
+      constexpr int kEach = 20;
+      Group& group = *rank.channels[0];
+      std::vector<std::vector<char>> data(3 * kEach);
+      std::vector<OpPtr> ops;
+      const int count = rank.rank == 0 ? 3 * kEach : kEach;
+      for (int i = 0; i < count; ++i) {
+        std::vector<char>& at = data[size_t(i)];
+        ops.push_back(rank.rank == 0 ? receive(group, at, -1, 5, bytes)
+                                     : send(group, at, {rank.rank, 0, 5, bytes}));
+      }
+      std::vector<int> from(4);
+      for (size_t i = 0; i < ops.size(); ++i) {
+        expect_right(ops[i]);
+        if (rank.rank != 0) continue;
+        const int source = ops[i]->source();
+        expect(source > 0 && source < 4, "source " + std::to_string(source));
+        ++from[size_t(source)];
+        expect_content(data[i], {source, 0, 5, bytes});
+      }
+      for (int r = 1; r < 4 && rank.rank == 0; ++r) expect(from[size_t(r)] == kEach, "sources");
+    });
+  }
+}
+
+void wrong_size_or_type() {
+  for (size_t bytes : {size_t(64), size_t(100000)}) {
+    for (bool announced_first : {false, true}) {
+      run_ranks(wired({"", 1}, 2), [&](Rank& rank) {
+        Group& group = *rank.channels[0];
+        std::vector<char> data;
+        if ((rank.rank == 1) == announced_first) {
+          std::this_thread::sleep_for(std::chrono::milliseconds(50));
+        }
+        if (rank.rank == 1) {
+          const OpPtr op = receive(group, data, 0, 1, bytes + 1);
+          const std::string error = error_of(op);
+          expect(is<MismatchError>(op->error()), "wrong error: " + error);
+          expect_text(error, std::to_string(bytes + 1) + " bytes");
+          expect_text(error, "sends " + std::to_string(bytes) + " bytes");
+        } else {
+          const OpPtr op = send(group, data, {0, 1, 1, bytes});
+          const std::string error = error_of(op);
+          // A small one was gone before anybody could object.
+          if (bytes > 1000) expect_text(error, "the ranks disagree");
+        }
+      });
+    }
+  }
+}
+
+void times_out() {
+  run_ranks(wired({"", 1}, 2), [&](Rank& rank) {
+    Group& group = *rank.channels[0];
+    std::vector<char> data, other;
+    if (rank.rank == 0) {
+      const double began = now_s();
+      const OpPtr op = receive(group, data, 1, 3, 4096, 0.3);
+      const std::string error = error_of(op);
+      expect(is<TimeoutError>(op->error()), "wrong error: " + error);
+      expect_text(error, "rank 1");
+      expect_text(error, "4096 bytes");
+      expect(now_s() - began > 0.25 && now_s() - began < 3, "at the wrong time");
+    } else {
+      const std::string error = error_of(receive(group, data, -1, 3, 77));
+      expect_text(error, "rank 0");
+      expect_text(error, "timed out");
+    }
+  });
+}
+
+// What a rank sent before it left is there; then nothing is waited for.
+void sender_leaves() {
+  for (size_t bytes : {size_t(16), size_t(100000)}) {
+    run_ranks(wired({"", 1}, 3), [&](Rank& rank) {
+      Group& group = *rank.channels[0];
+      std::vector<char> data, other;
+      if (rank.rank == 1) {
+        expect_right(send(group, data, {1, 0, 2, bytes}));
+        group.close();
+        return;
+      }
+      if (rank.rank == 2) {  // never heard of by rank 0
+        group.close();
+        return;
+      }
+      if (bytes < 1000) std::this_thread::sleep_for(std::chrono::milliseconds(100));
+      expect_right(receive(group, data, 1, 2, bytes));
+      expect_content(data, {1, 0, 2, bytes});
+      for (int peer : {1, 2, -1}) {
+        const OpPtr op = receive(group, data, peer, 2, bytes);
+        const std::string error = error_of(op);
+        expect(is<PeerLostError>(op->error()), "wrong error: " + error);
+      }
+      const OpPtr op = send(group, other, {0, 2, 2, bytes});
+      expect(is<PeerLostError>((error_of(op), op->error())), "a send to nobody");
+    });
+  }
+}
+
+void refused() {
+  run_ranks(wired({"", 1}, 2), [&](Rank& rank) {
+    Group& group = *rank.channels[0];
+    for (int peer : {rank.rank, 2, -2}) {
+      std::vector<char> data;
+      bool thrown = false;
+      try {
+        receive(group, data, peer, 0, 1);
+      } catch (const InvalidRequestError&) {
+        thrown = true;
+      }
+      expect(thrown, "a receive from " + std::to_string(peer));
+    }
+  });
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  return run_tests(argc, argv,
+                   {{"many in flight", many_in_flight},
+                    {"one tag in order", one_tag_in_order},
+                    {"tags out of order", tags_out_of_order},
+                    {"any source", any_source},
+                    {"wrong size", wrong_size_or_type},
+                    {"times out", times_out},
+                    {"sender leaves", sender_leaves},
+                    {"refused", refused}});
+}

@@ -1,0 +1,89 @@
+#include <c10/util/Exception.h>
+
+#include "backend.h"
+
+namespace comm_core {
+
+namespace {
+
+void check_window(const at::Tensor& memory) {
+  TORCH_CHECK_VALUE(memory.dim() == 2 && memory.is_contiguous() && memory.device().is_cpu(),
+                    "a window's memory is a contiguous CPU tensor [slots, elements]");
+}
+
+}  // namespace
+
+void CoreBackend::add_window(int64_t number, const at::Tensor& memory) {
+  check_window(memory);
+  const DType dtype = dtype_of(memory, "window");
+  const Span span{static_cast<char*>(memory.mutable_data_ptr()), memory.nbytes()};
+  on_windows([&](Windows& windows) {
+    windows.add(uint32_t(number), span, size_t(memory.size(0)), dtype);
+  });
+  window_memory_[number] = memory;
+}
+
+void CoreBackend::remove_window(int64_t number) {
+  on_windows([&](Windows& windows) { windows.remove(uint32_t(number)); });
+  window_memory_.erase(number);
+}
+
+std::vector<uint64_t> CoreBackend::window_versions(int64_t number) {
+  std::vector<uint64_t> versions;
+  on_windows([&](Windows& windows) { versions = windows.versions(uint32_t(number)); });
+  return versions;
+}
+
+at::Tensor CoreBackend::read_window(int64_t number, int64_t first, int64_t count, bool reset,
+                                    bool clear) {
+  const auto found = window_memory_.find(number);
+  TORCH_CHECK_VALUE(found != window_memory_.end(), "the window was freed");
+  TORCH_CHECK_VALUE(first >= 0 && count >= 0, "a window has no negative slots");
+  const at::Tensor& memory = found->second;
+  at::Tensor copy = at::empty({count, memory.size(1)}, memory.options());
+  on_windows([&](Windows& windows) {
+    windows.read(uint32_t(number), size_t(first), size_t(count),
+                 static_cast<char*>(copy.mutable_data_ptr()), reset, clear);
+  });
+  return copy;
+}
+
+WorkPtr CoreBackend::window_operation(const std::string& kind, int64_t number, int peer,
+                                      int64_t slot, int64_t offset,
+                                      const std::optional<at::Tensor>& tensor,
+                                      c10d::ReduceOp::RedOpType op) {
+  OpSpec spec;
+  Tensors memory(kind);
+  if (kind == "put") spec.kind = OpKind::put;
+  if (kind == "accumulate") spec.kind = OpKind::accumulate;
+  if (kind == "get") spec.kind = OpKind::get;
+  if (kind == "lock") spec.kind = OpKind::lock;
+  if (kind == "unlock") spec.kind = OpKind::unlock;
+  TORCH_CHECK_VALUE(slot >= 0 && offset >= 0, kind, ": slot and offset must not be negative");
+  spec.op = op_of(op, kind);
+  spec.window = uint32_t(number);
+  spec.slot = uint32_t(slot);
+  spec.peer = peer;
+  TensorList result;
+  if (tensor) {
+    result = {*tensor};
+    spec.offset = uint64_t(offset) * tensor->element_size();
+    if (spec.kind == OpKind::get) {
+      spec.outputs = {memory.output(*tensor)};
+    } else {
+      spec.inputs = {memory.input(*tensor)};
+    }
+  }
+  return submit(std::move(spec), std::move(memory), c10d::OpType::UNKNOWN, result,
+                Milliseconds(0), true);
+}
+
+void CoreBackend::on_windows(const std::function<void(Windows&)>& work) {
+  try {
+    group_->with_windows(work);
+  } catch (const CommError&) {
+    throw_as_torch(std::current_exception());
+  }
+}
+
+}  // namespace comm_core

@@ -10,7 +10,7 @@ export ASAN_OPTIONS="detect_stack_use_after_return=1"
 export UBSAN_OPTIONS="halt_on_error=1 print_stacktrace=1"
 
 # ThreadSanitizer makes the random operations ten times slower: it gets fewer.
-for kind in "thread 8000" "address,undefined 20000"; do
+for kind in "thread 4000" "address,undefined 20000"; do
   read -r sanitizer operations <<< "$kind"
   dir="build/sanitize-${sanitizer%%,*}"
   echo "== $sanitizer"

@@ -139,10 +139,11 @@ void Group::meet(Store& store, const std::string& towards) {
               [this](const Hello& hello, Fd fd) { accept(hello, std::move(fd)); }});
   });
   try {
-    store.set(std::string("r").append(std::to_string(rank_)), mine.serialize());
+    const std::string note = "r";
+    store.set(note + std::to_string(rank_), mine.serialize());
     std::vector<PeerInfo> peers;
     for (int r = 0; r < size_; ++r) {
-      peers.push_back(PeerInfo::parse(r, store.get("r" + std::to_string(r))));
+      peers.push_back(PeerInfo::parse(r, store.get(note + std::to_string(r))));
     }
     Topology topology = Topology::of(peers);
     for (const PeerInfo& peer : peers) {
@@ -204,7 +205,7 @@ void Group::accept(const Hello& hello, Fd fd) {
     return;
   }
   const int peer = hello.from;
-  tune_socket(fd.get(), options().sockets);
+  tune_socket(fd.get(), sockets_towards(hello.from));
   if (hello.kind == LinkKind::data) {
     std::unique_ptr<Connection>& in = in_[size_t(peer)];
     if (in == nullptr) {
@@ -219,6 +220,15 @@ void Group::accept(const Hello& hello, Fd fd) {
   }
 }
 
+SocketOptions Group::sockets_towards(int peer) const {
+  SocketOptions sockets = engine_->options().sockets;
+  const bool loopback = peers_[size_t(peer)].address.is_loopback();
+  // Without a wire, buffers that grow only push what is in them out of the caches.
+  if (loopback && sockets.send_buffer == 0) sockets.send_buffer = 256 << 10;
+  if (loopback && sockets.receive_buffer == 0) sockets.receive_buffer = 512 << 10;
+  return sockets;
+}
+
 LinkTarget Group::target(int peer, LinkKind kind) const {
   LinkTarget target;
   target.address = peers_[size_t(peer)].address;
@@ -228,7 +238,7 @@ LinkTarget Group::target(int peer, LinkKind kind) const {
   target.hello.to = peer;
   target.hello.kind = kind;
   target.hello.group = id_;
-  target.options = engine_->options().sockets;
+  target.options = sockets_towards(peer);
   return target;
 }
 

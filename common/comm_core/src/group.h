@@ -97,6 +97,7 @@ class Group : public std::enable_shared_from_this<Group> {
   Group(std::shared_ptr<Engine> engine, int rank, int size, std::string name, double timeout_s);
   void meet(Store& store, const std::string& towards);
   void accept(const Hello& hello, Fd fd);
+  SocketOptions sockets_towards(int peer) const;
   void leave();
   void expect_everybody(const Op& op) const;
   void start_message(const OpPtr& op);

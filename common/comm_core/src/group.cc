@@ -374,7 +374,7 @@ std::exception_ptr Group::error() {
 void Group::start_message(const OpPtr& op) {
   op->times_.started_s = now_s();
   op->deadline_s_ =
-      op->times_.started_s + (op->spec_.timeout_s > 0 ? op->spec_.timeout_s : timeout_s_);
+      op->times_.started_s + (op->spec_.timeout_s > 0 ? op->spec_.timeout_s : timeout_s_.load());
   messenger_->start(op);
 }
 
@@ -423,7 +423,7 @@ bool Group::step() {
       expect_everybody(*op);
       op->times_.started_s = now_s();
       op->deadline_s_ =
-          op->times_.started_s + (op->spec_.timeout_s > 0 ? op->spec_.timeout_s : timeout_s_);
+          op->times_.started_s + (op->spec_.timeout_s > 0 ? op->spec_.timeout_s : timeout_s_.load());
       op->stages_ = plan(*this, op->spec_, op->sequence_);
       moved = true;
     }

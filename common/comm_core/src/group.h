@@ -108,7 +108,7 @@ class Group : public std::enable_shared_from_this<Group> {
   const int rank_, size_;
   const std::string name_;
   const uint64_t number_;
-  double timeout_s_;
+  std::atomic<double> timeout_s_;
   std::vector<PeerInfo> peers_;
   Topology topology_;
   std::string secret_;

@@ -1,6 +1,7 @@
 // What can go wrong in the core. Every message says which operation, peer and sizes were involved.
 #pragma once
 
+#include <exception>
 #include <stdexcept>
 #include <string>
 
@@ -50,5 +51,9 @@ class SystemError : public CommError {
 
 // "<what>: <text of errno>".
 [[noreturn]] void throw_errno(const std::string& what);
+
+// The same kind of error as `error` with `prefix` before its text.
+std::exception_ptr with_context(const std::exception_ptr& error, const std::string& prefix);
+std::string message_of(const std::exception_ptr& error);
 
 }  // namespace comm_core

@@ -134,8 +134,4 @@ class Group : public std::enable_shared_from_this<Group> {
   std::atomic<bool> closed_{false};
 };
 
-// The same kind of error as `error` with `prefix` before its text.
-std::exception_ptr with_context(const std::exception_ptr& error, const std::string& prefix);
-std::string message_of(const std::exception_ptr& error);
-
 }  // namespace comm_core

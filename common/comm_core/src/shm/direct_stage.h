@@ -13,10 +13,6 @@ namespace comm_core {
 
 class ShmDirectStage : public Stage {
  public:
-  struct Piece {
-    size_t offset;  // in every rank's input, bytes
-    size_t bytes;
-  };
   struct Plan {
     FrameHeader frame;
     ConstSpan input;                       // all of this rank's, one piece of memory
@@ -36,8 +32,6 @@ class ShmDirectStage : public Stage {
   // Three rounds: where is your input; can everybody map everything; I have read all.
   enum class Round { announce, agree, finish };
   bool publish(Round round);
-  // True when everybody's round has been read; `heard` is called for each.
-  bool collect();
   void hear(int r);
 
   ShmStreams& streams_;

@@ -137,16 +137,6 @@ void ShmStreams::release(int stream, uint64_t rounds) {
   wake(stream % n_);
 }
 
-bool ShmStreams::drained(int stream) {
-  for (int r = 0; r < n_; ++r) {
-    if (r != me_ &&
-        released(r, stream).load(std::memory_order_acquire) < written_[size_t(stream)]) {
-      return false;
-    }
-  }
-  return true;
-}
-
 void ShmStreams::wake(int r) {
   std::atomic<uint32_t>& asleep = facts(r).asleep;
   if (asleep.load(std::memory_order_seq_cst) != 0 && asleep.exchange(0) != 0) {

@@ -54,8 +54,6 @@ class ShmStreams : public Watcher {
   const uint64_t* front_lengths(int stream) { return slot(stream, read_[size_t(stream)]).lengths; }
   const char* front_data(int stream) { return slot(stream, read_[size_t(stream)]).data; }
   void release(int stream, uint64_t rounds = 1);
-  // Everything that I have published has been read.
-  bool drained(int stream);
 
   // True if local rank r has left the group.
   bool left(int r) const;

@@ -9,11 +9,12 @@ HOROVOD := $(VENV)/horovod-tried
 CORE := $(VENV)/comm-core-built
 CORE_SOURCES := $(shell find common/comm_core -name '*.cc' -o -name '*.h' -o -name CMakeLists.txt)
 
-.PHONY: bench test core horovod sanitize torch-suite lint system-packages clean help
+.PHONY: bench test retest core horovod sanitize torch-suite lint system-packages clean help
 
 help:
-	@echo "make bench            set up, then the quick sweep: a table and a plot"
+	@echo "make bench            set up, then the default sweep: a table and a plot"
 	@echo "make test             set up, then the whole test suite"
+	@echo "make retest           only the tests that failed last"
 	@echo "make core             build the comm core (part of bench and test)"
 	@echo "make sanitize         the comm core's C++ tests under ThreadSanitizer and AddressSanitizer"
 	@echo "make torch-suite      torch's own tests of backends on the comm core, 2 and 4 ranks"
@@ -27,6 +28,10 @@ bench: $(READY) $(CORE) $(HOROVOD)
 
 test: $(READY) $(CORE) $(HOROVOD) lint
 	$(PY) -m pytest
+
+# Only what failed last; nothing to repeat is a failure too.
+retest: $(READY)
+	$(PY) -m pytest --last-failed --last-failed-no-failures none
 
 core: $(CORE)
 

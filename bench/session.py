@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from bench import engines
-from bench.hosts import Hosts
+from bench.hosts import Hosts, need_sandbox
 from bench.team import Layout, Team, TeamError
+from common.emulation import sandbox
 from common.harness.machine import machine_card
 from dear.errors import UserError, unknown
 
@@ -64,7 +65,7 @@ class Setup:
             raise UserError(
                 f"-n {self.world} is not a multiple of --ranks-per-host {self.ranks_per_host}"
             )
-        if not re.fullmatch(r"none|\d+(\.\d+)?[kmg]?bit", self.rate):
+        if not re.fullmatch(r"none|\d+(\.\d+)?[kmg]bit", self.rate):
             raise UserError(f"--rate {self.rate!r} is not none or a speed such as 1gbit, 500mbit")
         known = _CONGESTION.read_text().split()
         if self.congestion is not None and self.congestion not in known:
@@ -93,8 +94,8 @@ def add_arguments(parser: argparse.ArgumentParser, names: Sequence[str], world: 
 
 
 def setup_from(args: argparse.Namespace) -> Setup:
-    """Raises `UserError` for what makes no sense."""
-    return Setup(
+    """Raises `UserError` for what makes no sense, and `NeedsSandbox`."""
+    setup = Setup(
         engines=tuple(args.engines),
         world=args.ranks,
         hosts=args.hosts,
@@ -105,6 +106,13 @@ def setup_from(args: argparse.Namespace) -> Setup:
         ifname=args.ifname,
         timeout_s=args.timeout,
     )
+    if need_sandbox(setup.num_hosts, setup.congestion):
+        raise NeedsSandbox
+    return setup
+
+
+class NeedsSandbox(Exception):  # noqa: N818  (no mistake)
+    """What was asked for can be done only in a sandbox; `program` starts this program again."""
 
 
 class Session:
@@ -222,7 +230,10 @@ def program(main: Callable[[list[str]], int]) -> None:
     # So that SIGTERM too unwinds the stack that removes hosts and ends ranks.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
-        status = main(sys.argv[1:])
+        try:
+            status = main(sys.argv[1:])
+        except NeedsSandbox:
+            status = sandbox.run([sys.executable, *sys.orig_argv[1:]])
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         status = 2

@@ -242,28 +242,16 @@ class Team:
             settings |= {"oob_tcp_if_include": first.ifname, "plm_rsh_agent": str(self._agent())}
         for name, value in settings.items():
             command += ["--mca", name, value]
-        return _isolated(first, command)
+        return first.command(command)
 
     def _agent(self) -> Path:
-        """A stand-in for ssh that enters the namespace of the host whose address it is given."""
+        """A stand-in for ssh that enters the host whose address it is given."""
         path = self._folder / f"{self.name}.agent"
         cases = "\n".join(
-            f'  {host.address}) exec {shlex.join(_isolated(host, ["sh", "-c"]))} "$*" ;;'
+            f'  {host.address}) exec {shlex.join(host.command(["sh", "-c"]))} "$*" ;;'
             for host in self._layout.hosts
         )
         script = f'#!/bin/sh\naddress=$1\nshift\ncase "$address" in\n{cases}\nesac\nexit 1\n'
         path.write_text(script)
         path.chmod(0o700)
         return path
-
-
-def _isolated(host: Host, command: list[str]) -> list[str]:
-    """`command` on this host; if it is a virtual one, with a host name and /dev/shm of its own.
-
-    By host name Open MPI tells which ranks share memory, and names their segments. `ip netns exec`
-    has made a mount namespace, so that what is mounted here ends with the command.
-    """
-    if host.namespace is None:
-        return command
-    script = 'hostname "$0" && mount -t tmpfs tmpfs /dev/shm && exec "$@"'
-    return host.command(["unshare", "--uts", "sh", "-c", script, host.name, *command])

@@ -17,13 +17,13 @@ _MPI = "comm_core_mpi"
 
 
 def default_backend(facts: RankFacts) -> str:
-    """`nccl` where every rank of this host has a GPU of its own, `comm_core` on CPUs.
+    """`nccl` where every rank of this host has a GPU of its own, else `comm_core`.
 
-    Without a built comm core it is `gloo`, and rank 0 says so. Ranks that share GPUs use `gloo`.
+    Ranks that share GPUs get `comm_core` too, since NCCL refuses two ranks on one GPU. Without a
+    built comm core it is `gloo`, and rank 0 says so.
     """
-    gpus = torch.cuda.device_count()
-    if gpus:
-        return "nccl" if facts.local_world_size <= gpus else "gloo"
+    if facts.local_world_size <= torch.cuda.device_count():
+        return "nccl"
     try:
         prepare("comm_core")
     except Unavailable as reason:

@@ -45,7 +45,8 @@ def rank_facts(env: Mapping[str, str] = os.environ) -> RankFacts:
     """Reads the facts; a process that no launcher started is rank 0 of a world of 1.
 
     Raises:
-        UserError: a variable is missing, not a number, or contradicts another.
+        UserError: a variable is missing, not a number, or contradicts another; or the process was
+            started alone where several were meant.
     """
     for launcher, rank, size, local_rank, local_size in _VARIABLES:
         if rank not in env:
@@ -79,7 +80,25 @@ def rank_facts(env: Mapping[str, str] = os.environ) -> RankFacts:
                 "less than the next (the last two may be equal)"
             )
         return facts
+    _refuse_to_be_alone(env)
     return RankFacts(launcher="none", rank=0, world_size=1, local_rank=0, local_world_size=1)
+
+
+def _refuse_to_be_alone(env: Mapping[str, str]) -> None:
+    """Raises `UserError` if the environment speaks of several processes but not of this one."""
+    alone = "RANK=0 WORLD_SIZE=1 runs alone on purpose"
+    tasks = env.get("SLURM_NTASKS", "1")
+    if tasks.isdecimal() and int(tasks) > 1:
+        raise UserError(
+            f"Slurm gave this job {tasks} tasks, but this process was started once, without srun: "
+            f"start it with srun, or with torchrun or mpirun ({alone})"
+        )
+    size = env.get("WORLD_SIZE", "1")
+    if size.isdecimal() and int(size) > 1:
+        raise UserError(
+            f"WORLD_SIZE={size}, but RANK is not set: start the script with torchrun or mpirun "
+            f"({alone})"
+        )
 
 
 def _tasks_on_this_node(env: Mapping[str, str]) -> str:

@@ -8,7 +8,6 @@ import os
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -17,6 +16,8 @@ from dear.backends import default_backend, prepare
 from dear.communicator import Communicator
 from dear.environment import RankFacts, rank_facts
 from dear.errors import UserError
+from dear.interfaces import interface_towards
+from dear.rendezvous import meet
 
 log = logging.getLogger("dear")
 
@@ -29,7 +30,7 @@ _at_shutdown: list[Callable[[], None]] = []
 
 
 def init(backend: str | None = None, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
-    """Joins the job that torchrun or mpirun started, or a job of one process if nobody did.
+    """Joins the job that torchrun, mpirun or srun started, or a job of one process if nobody did.
 
     Uses the process group that exists, if the script already made one. A second call does nothing.
 
@@ -39,7 +40,8 @@ def init(backend: str | None = None, timeout_s: float = DEFAULT_TIMEOUT_S) -> No
         timeout_s: the longest that any one collective may take, in seconds; then it raises.
 
     Raises:
-        UserError: the environment is contradictory, or offers no way for the ranks to meet.
+        UserError: the environment is contradictory, or offers no way for the ranks to meet, or a
+            rank is there twice or not at all; then every rank that is there raises it.
         Unavailable: the backend is not built.
     """
     global _facts, _communicator
@@ -85,29 +87,23 @@ def _join(facts: RankFacts, backend: str, timeout_s: float) -> None:
                 f"this is its rank {facts.local_rank}"
             )
         torch.cuda.set_device(facts.local_rank)
-    if facts.one_host and "GLOO_SOCKET_IFNAME" not in os.environ:
-        # Gloo otherwise resolves the host's own name, which fails or picks a foreign address on
-        # many machines. Ranks of one host need the loopback interface only.
+    _choose_interface(facts)
+    store = meet(facts, timeout_s)
+    place = {"rank": facts.rank, "world_size": facts.world_size}
+    dist.init_process_group(backend, store=store, timeout=timeout, **place)
+
+
+def _choose_interface(facts: RankFacts) -> None:
+    # Gloo otherwise resolves the host's own name, which fails or gives a loopback or foreign
+    # address on many machines. Ranks of one host need the loopback interface only.
+    if "GLOO_SOCKET_IFNAME" in os.environ:
+        return
+    if facts.one_host:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    common = {"rank": facts.rank, "world_size": facts.world_size, "timeout": timeout}
-    if "DEAR_STORE" in os.environ:
-        store = dist.FileStore(os.environ["DEAR_STORE"], facts.world_size)
-        dist.init_process_group(backend, store=store, **common)
-    elif "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
-        dist.init_process_group(backend, init_method="env://", **common)
-    elif facts.world_size == 1:
-        dist.init_process_group(backend, store=dist.HashStore(), **common)
-    elif facts.one_host and "PMIX_SERVER_TMPDIR" in os.environ:
-        # Open MPI's session folder: one per job, removed with the job.
-        path = Path(os.environ["PMIX_SERVER_TMPDIR"], "dear-store")
-        store = dist.FileStore(str(path), facts.world_size)
-        dist.init_process_group(backend, store=store, **common)
-    else:
-        raise UserError(
-            f"{facts.launcher} started {facts.world_size} ranks but gave them no meeting point: "
-            "set MASTER_ADDR to the first host and MASTER_PORT to a free port "
-            "(mpirun: -x MASTER_ADDR -x MASTER_PORT)"
-        )
+    elif "MASTER_ADDR" in os.environ:
+        name = interface_towards(os.environ["MASTER_ADDR"])
+        if name not in (None, "lo"):
+            os.environ["GLOO_SOCKET_IFNAME"] = name
 
 
 def at_shutdown(callback: Callable[[], None]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
@@ -26,14 +27,14 @@ def draw(folder: Path, out: Path) -> list[Path]:
     colour = style.colours(sorted(set(names), key=style.order))
 
     style.setup()
-    panels: dict[tuple[str, int, int], list[tuple[Row, str]]] = {}
+    panels: dict[tuple[Any, ...], list[tuple[Row, str]]] = {}
     singles = [row for row, name in zip(table, names, strict=True) if name == "none"]
     for row, name in zip(table, names, strict=True):
         if name != "none":
-            panels.setdefault((row.model, row.batch_size, row.world_size), []).append((row, name))
+            panels.setdefault(tables.place(row), []).append((row, name))
     for row in singles:  # an experiment of single workers only has panels too
         if not any(key[:2] == (row.model, row.batch_size) for key in panels):
-            panels[row.model, row.batch_size, row.world_size] = [(row, "none")]
+            panels[tables.place(row)] = [(row, "none")]
     heights = [len(rows) + 1.2 for rows in panels.values()]
     figure, axes = plt.subplots(
         len(panels),
@@ -43,15 +44,23 @@ def draw(folder: Path, out: Path) -> list[Path]:
         squeeze=False,
         layout="constrained",
     )
-    for axis, (key, rows) in zip(axes[:, 0], panels.items(), strict=True):
-        single = next((s for s in singles if (s.model, s.batch_size) == key[:2]), None)
-        _panel(axis, rows, colour, single)
+    for axis, rows in zip(axes[:, 0], panels.values(), strict=True):
+        _panel(axis, rows, colour, _single(singles, rows[0][0]))
     figure.supxlabel(_caption(good, table), fontsize=7, color="#555555", x=0.01, ha="left")
 
     out.mkdir(parents=True, exist_ok=True)
     data = out / "throughput.csv"
     data.write_text(tables.csv_text(table))
     return [*style.save(figure, out / "throughput"), data]
+
+
+def _single(singles: list[Row], row: Row) -> Row | None:
+    """The single worker that `row`'s efficiency is relative to."""
+    for single in singles:
+        same = (single.model, single.batch_size, single.network, single.fault)
+        if same == (row.model, row.batch_size, row.network, row.fault):
+            return single
+    return None
 
 
 def _panel(
@@ -86,8 +95,9 @@ def _panel(
         most = max(most, ideal)
     axis.set_xlim(0, most * 1.13)
     axis.set_ylim(len(rows) - 0.5, -1.0)
+    where = "".join(f", {name}" for name in (first.network, first.fault) if name)
     axis.set_title(
-        f"{first.model}, batch {first.batch_size} per worker, {first.world_size} workers",
+        f"{first.model}, batch {first.batch_size} per worker, {first.world_size} workers{where}",
         loc="left",
         fontsize=9,
         fontweight="bold",
@@ -99,9 +109,11 @@ def _caption(good: list[Record], table: list[Row]) -> str:
     machine = good[0]["machine"]
     counts = sorted({row.n for row in table})
     steps = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+    words = tables.fabric_words(good)
     text = (
         f"Medians of n = {steps} steps in {len(good[0]['repeats'])} interleaved repeats; bars: "
-        f"95 % bootstrap CI. Real processes over {good[0]['trial']['backend']} on "
+        f"95 % bootstrap CI. {words[:1].upper()}{words[1:]}, over "
+        f"{good[0]['trial']['backend']}, on "
         f"{machine['cores']} x {machine['cpu']}, torch {machine['packages']['torch']}, commit "
         f"{machine['commit']}."
     )

@@ -11,15 +11,18 @@ from bench import hosts, table
 from bench.output import Output
 from bench.report import Limits, Report, Sample
 from dear.errors import UserError
+from tests.sandboxes import Outside, in_sandbox, needs_sandbox
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "bench" / "collectives.py"
 NO_LIMIT = Limits(kind="memory", bound_s={})
 
 
-def run(*arguments: str, timeout: float = 60) -> subprocess.CompletedProcess[str]:
+def run(
+    *arguments: str, timeout: float = 115, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(SCRIPT), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout)
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=env)
 
 
 def sample(engine: str, op: str, number: int, times_s: list[list[float]]) -> Sample:
@@ -163,7 +166,7 @@ def test_an_engine_that_cannot_start_fails_the_run_and_not_the_others(tmp_path):
     command = [sys.executable, str(SCRIPT), "--engines", "mpi", "gloo", "--ops", "all_gather"]
     command += ["--sizes", "4K", "-n", "2", "--repeats", "1", "--seconds", "0.01"]
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=60, env={"PATH": str(tmp_path)}
+        command, capture_output=True, text=True, timeout=115, env={"PATH": str(tmp_path)}
     )
     assert done.returncode == 1
     rows = [line.split(maxsplit=3) for line in done.stdout.splitlines()]
@@ -171,36 +174,42 @@ def test_an_engine_that_cannot_start_fails_the_run_and_not_the_others(tmp_path):
     assert ["all_gather", "gloo", "4000"] in [row[:3] for row in rows]
 
 
-@pytest.mark.skipif(hosts.unable() is not None, reason=f"virtual hosts: {hosts.unable()}")
+@needs_sandbox
 def test_gloo_on_two_virtual_hosts_leaves_nothing_behind(tmp_path):
+    outside = Outside()
     path = tmp_path / "out.json"
     options = ["--hosts", "netns", "--rate", "1gbit", "--congestion", "reno", "-n", "2"]
     options += ["--ops", "reduce_scatter", "--sizes", "400K", "--repeats", "1"]
-    done = run("--engines", "gloo", *options, "--seconds", "0.02", "--json", str(path))
+    options += ["--engines", "gloo", "--seconds", "0.02", "--json", str(path)]
+    done = run(*options, env=outside.environment)
     assert done.returncode == 0, done.stderr
     record = json.loads(path.read_text())
     assert [one["wrong"] for one in record["samples"]] == [0]
     assert [rank["host"] for rank in record["ranks"]] == ["h0", "h1"]
     # 200 KB over a link of 125 MB/s, less the 128 KiB that its bucket lets through at once.
     assert min(record["samples"][0]["times_s"][0]) > (200e3 - 131072) / 125e6
-    pids = [rank["pid"] for rank in record["ranks"]]
-    assert not [pid for pid in pids if Path("/proc", str(pid)).exists()]
+    outside.check_clean()
 
 
-@pytest.mark.skipif(hosts.unable() is not None, reason=f"virtual hosts: {hosts.unable()}")
-def test_virtual_hosts_are_removed_after_an_exception_with_what_runs_in_them():
-    with pytest.raises(ZeroDivisionError), hosts.Hosts(2, "10gbit", "reno") as built:
-        first, second = built.all
-        ping = [
-            sys.executable,
-            "-c",
-            f"import socket; socket.create_server(('{first.address}', 7))",
-        ]
-        assert subprocess.run(first.command(ping)).returncode == 0
-        assert subprocess.run(second.command(ping), stderr=subprocess.DEVNULL).returncode != 0
-        sleeper = subprocess.Popen(first.command(["sleep", "60"]))
-        raise ZeroDivisionError
-    assert sleeper.wait(5) == -9
-    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
-    assert first.namespace not in listed
-    assert second.namespace not in listed
+@needs_sandbox
+@pytest.mark.parametrize("case", ["virtual", "unlimited", "local"])
+def test_hosts_are_removed_after_an_exception_with_what_runs_on_them(case):
+    outside = Outside()
+    done = subprocess.run(
+        in_sandbox("me", sys.executable, str(ROOT / "tests" / "bench_hosts_program.py"), case),
+        env=outside.environment,
+        capture_output=True,
+        text=True,
+        timeout=115,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    outside.check_clean()
+
+
+def test_virtual_hosts_where_none_can_be_made_are_a_users_mistake(monkeypatch):
+    monkeypatch.setattr(hosts, "unable", lambda: "namespaces are forbidden here")
+    assert not hosts.need_sandbox(0, None)
+    with pytest.raises(UserError, match="forbidden here; or use --hosts local"):
+        hosts.need_sandbox(2, None)
+    with pytest.raises(RuntimeError, match="sandbox"), hosts.Hosts(0, "none", "reno"):
+        pass

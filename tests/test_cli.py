@@ -12,6 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 QUICK = "configs/experiments/quick.yaml"
+EMULATED = "configs/experiments/emulated-quick.yaml"
 
 
 def benchmarks(*arguments: str, **options) -> subprocess.CompletedProcess:
@@ -39,6 +40,8 @@ def benchmarks(*arguments: str, **options) -> subprocess.CompletedProcess:
         (["--set", "world_sizes=[0]"], "world_sizes must be at least 1, got 0"),
         (["--set", "dtype=float23"], "unknown dtype 'float23'; did you mean 'float32'?"),
         (["--set", "launcher=mpi"], "did you mean 'mpirun'?"),
+        (["--set", "faults=[{kind: link_down, host: 1}]"], "faults: need virtual hosts"),
+        (["--set", "networks=[1gbe]"], "networks: need virtual hosts"),
         (["--filter", "resnet5000"], "no trial of quick matches"),
         (["--rerun", "some"], "invalid choice: 'some'"),
         (["run", "no/such.yaml"], "no/such.yaml: No such file"),
@@ -49,6 +52,31 @@ def benchmarks(*arguments: str, **options) -> subprocess.CompletedProcess:
     ids=lambda value: value[-1] if isinstance(value, list) else None,
 )
 def test_a_mistake_is_one_line_and_status_2(tmp_path, arguments, words):
+    if arguments[0].startswith("--"):
+        arguments = ["run", QUICK, *arguments]
+    _refused(tmp_path, arguments, words)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--hosts", "0"], "cluster.hosts must be at least 1, got 0"),
+        (["--network", "10gb"], "did you mean '10gbe'?"),
+        (["--time-scale", "2", "--set", "models=[mnist_cnn]"], "time_scale: 2 would slow"),
+        (["--hosts", "2", "--set", "world_sizes=[3]"], "3 workers do not fit on 2 hosts"),
+        (["--hosts", "4000", "--dry-run"], "GiB are available"),
+        (["--set", "faults=[{kind: link_up, host: 1}]"], "did you mean 'link_"),
+        (["--set", "faults=[{kind: link_down, host: 9}]"], "host 9 runs no rank"),
+        (["--set", "models.0.batch_size=63"], "there are some for 64"),
+        (["--set", "launcher=slurm"], "does not run on virtual hosts"),
+    ],
+    ids=lambda value: value[-1] if isinstance(value, list) else None,
+)
+def test_a_mistake_about_virtual_hosts_is_one_line_and_status_2(tmp_path, arguments, words):
+    _refused(tmp_path, ["run", EMULATED, *arguments], words)
+
+
+def _refused(tmp_path: Path, arguments: list[str], words: str) -> None:
     done = benchmarks(*arguments, "--logs", str(tmp_path / "logs"))
     assert done.returncode == 2
     assert done.stdout == ""
@@ -83,7 +111,7 @@ def test_a_wrong_hostfile_is_refused_before_anything_starts(tmp_path, text, word
     if text is not None:
         hostfile.write_text(text)
     done = benchmarks(
-        *("--set", "launcher=mpirun", "--set", f"hostfile={hostfile}"),
+        *("run", QUICK, "--set", "launcher=mpirun", "--set", f"hostfile={hostfile}"),
         *("--logs", str(tmp_path / "logs")),
         env={**os.environ, "PATH": f"{mpirun.parent}:{os.environ['PATH']}"},
     )
@@ -93,9 +121,8 @@ def test_a_wrong_hostfile_is_refused_before_anything_starts(tmp_path, text, word
 
 
 def test_mpirun_without_mpirun_is_refused(tmp_path):
-    done = benchmarks(
-        "--set", "launcher=mpirun", "--logs", str(tmp_path / "logs"), env={"PATH": "/nonexistent"}
-    )
+    flags = ["--set", "launcher=mpirun", "--logs", str(tmp_path / "logs")]
+    done = benchmarks("run", QUICK, *flags, env={"PATH": "/nonexistent"})
     assert done.returncode == 2
     assert "no mpirun on the PATH" in done.stderr
 
@@ -103,7 +130,7 @@ def test_mpirun_without_mpirun_is_refused(tmp_path):
 def test_logs_that_cannot_be_written_are_refused(tmp_path):
     blocked = tmp_path / "logs"
     blocked.mkdir(mode=0o555)
-    flags = ["--logs", str(blocked), "-k", "mnist"]
+    flags = ["run", QUICK, "--logs", str(blocked), "-k", "mnist"]
     if os.geteuid() != 0:
         done = benchmarks(*flags)
     else:  # root may write anywhere but below a file
@@ -115,7 +142,7 @@ def test_logs_that_cannot_be_written_are_refused(tmp_path):
 
 
 def test_a_dry_run_prints_every_trial_and_writes_nothing(tmp_path):
-    done = benchmarks("--dry-run", "--logs", str(tmp_path / "logs"))
+    done = benchmarks("run", QUICK, "--dry-run", "--logs", str(tmp_path / "logs"))
     assert done.returncode == 0
     for name in ("allreduce", "wfbp", "ddp", "horovod", "dear", "single worker"):
         assert f"mnist_cnn bs=32 n=1 {name}" in done.stdout or f"n=2 {name}" in done.stdout
@@ -125,7 +152,9 @@ def test_a_dry_run_prints_every_trial_and_writes_nothing(tmp_path):
 
 
 def test_a_dry_run_as_json_is_the_plan(tmp_path):
-    done = benchmarks("-n", "--json", "-k", "algorithm=dear", "--logs", str(tmp_path / "logs"))
+    done = benchmarks(
+        "run", QUICK, "-n", "--json", "-k", "algorithm=dear", "--logs", str(tmp_path / "logs")
+    )
     plan = json.loads(done.stdout)
     assert [entry["trial"]["model"] for entry in plan] == ["resnet50", "mnist_cnn"]
     assert all(entry["run"] for entry in plan)

@@ -43,5 +43,5 @@ def programs() -> Path:
 )
 def test_program(programs: Path, command: str) -> None:
     name, *arguments = command.split()
-    ran = subprocess.run([programs / name, *arguments], capture_output=True, text=True, timeout=120)
+    ran = subprocess.run([programs / name, *arguments], capture_output=True, text=True, timeout=400)
     assert ran.returncode == 0, (ran.stdout + ran.stderr)[-4000:]

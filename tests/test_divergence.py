@@ -28,7 +28,7 @@ def test_the_spread_is_the_largest_difference_and_infinite_for_nan(world):
 
 
 def test_a_diverged_trial_can_be_recorded(tmp_path):
-    from common.harness.experiment import load as load_experiment
+    from common.harness.experiment_file import load as load_experiment
 
     (tmp_path / "x.yaml").write_text("algorithms: [dear]\nmodels: [mnist_cnn]\n")
     trial = load_experiment(tmp_path / "x.yaml").trials()[-1]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from common.harness.experiment import load
+from common.harness.experiment_file import load
 from common.harness.trial import BASELINE, MeasureConfig, OptimizerConfig, Trial
 from dear.errors import UserError
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from common.harness.experiment import load
+from common.harness.experiment_file import load
 from common.launch.job import Job
 from common.launch.local import LocalLauncher
 from dear.algorithm import algorithm_class

@@ -12,33 +12,23 @@ It drives any torch.distributed process group: comm_core or Gloo for CPU tensors
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
-from datetime import timedelta
-from types import TracebackType
 
 import torch
-import torch.distributed as dist
 
-from . import collectives, neighbors
-from .collectives import Body, Channel
-from .groups import copy_of
-from .handles import Handles
+from . import collectives
 from .job import barriar, barrier, init, rank, size
-from .lanes import Lane
-from .neighbors import Neighbors, Ranks
-from .operands import check_pair, check_rank, check_tensor
+from .neighbor_calls import NeighborCalls
+from .operands import check_rank
 from .streams import Operation
 
 __all__ = ["Communicator", "barriar", "barrier", "init", "rank", "size"]
-
-log = logging.getLogger("comm_core")
 
 MULTI_BCAST_NUMEL = 512 * 512
 """`multiBcast` gives tensors of at least so many elements to one rank each."""
 
 
-class Communicator:
+class Communicator(NeighborCalls):
     """Collectives on `nstreams` streams, each a process group of its own.
 
     Calls go to the streams in turn. The operations of one stream run one after another in the order
@@ -64,110 +54,6 @@ class Communicator:
             collective call of these ranks.
         timeout_s: longest that one operation may take, in seconds; default: the backend's own.
     """
-
-    def __init__(
-        self,
-        nstreams: int = 1,
-        group: dist.ProcessGroup | None = None,
-        timeout_s: float | None = None,
-    ) -> None:
-        if not isinstance(nstreams, int) or isinstance(nstreams, bool):
-            raise TypeError(f"nstreams must be an int, got {nstreams!r}")
-        if nstreams < 1:
-            raise ValueError(f"a Communicator needs at least 1 stream, got nstreams={nstreams}")
-        self.nstreams = nstreams
-        self._group = group
-        self._timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
-        self._handles = Handles()
-        self._lanes: list[Lane] = []
-        self._open()
-
-    # Life -----------------------------------------------------------------------------------------
-
-    def _open(self) -> None:
-        if not dist.is_initialized():
-            raise RuntimeError("torch.distributed is not initialised: call comm_core.init() first")
-        group = dist.group.WORLD if self._group is None else self._group
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        if self.rank < 0:
-            raise ValueError(f"rank {dist.get_rank()} of the job is not in the given group")
-        self._lanes = [Lane(copy_of(group, self._timeout)) for _ in range(self.nstreams)]
-        self._turn = 0
-        self._pair_turns: dict[int, int] = {}
-        if self._lanes[0].backends.get("cuda") == "nccl" and torch.cuda.is_available():
-            # NCCL's first call on a group must be one of all its ranks; a sendrecv is not.
-            for lane in self._lanes:
-                dist.barrier(lane.channel.group, device_ids=[torch.cuda.current_device()])
-
-    def destroy(self) -> None:
-        """Waits for what is under way and lets go of the process groups. A second call is fine.
-
-        Errors that nobody has waited for are logged as warnings.
-        """
-        if not self._lanes:
-            return
-        self._handles.settle_all()
-        for error in self._handles.take_unreported():
-            log.warning("nobody waited for an operation, and it failed: %s", error)
-        lanes, self._lanes = self._lanes, []
-        for lane in lanes:
-            lane.close()
-
-    def reload(self) -> None:
-        """Destroys the process groups and makes new ones; a collective call."""
-        self.destroy()
-        self._open()
-
-    def __enter__(self) -> Communicator:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.destroy()
-
-    # Waiting --------------------------------------------------------------------------------------
-
-    def sync_stream(self, handle: int) -> None:
-        """Waits for the operation that `handle` names. May be called any number of times.
-
-        Raises:
-            TypeError: `handle` is no int.
-            ValueError: this communicator never returned `handle`.
-            RuntimeError: the operation failed.
-        """
-        self._check_open()
-        self._handles.wait(handle)
-
-    def synchronize(self) -> None:
-        """Waits for every operation so far.
-
-        Raises:
-            RuntimeError: one of them failed and has not been reported yet (the first such).
-        """
-        self._check_open()
-        self._handles.wait_all()
-
-    def barrier(self) -> None:
-        """Returns once every rank has called it and, here, every operation so far has ended.
-
-        Blocks the host, on CUDA too.
-        """
-        self.synchronize()
-        self._handles.settle_all()  # CUDA: only the current stream has waited so far
-        on_host = "cpu" in self._lanes[0].backends
-        device_ids = None if on_host else [torch.cuda.current_device()]
-        dist.barrier(self._lanes[0].channel.group, device_ids=device_ids)
-
-    def num_free_streams(self) -> int:
-        """Number of streams, 0 .. nstreams, with nothing queued or under way."""
-        self._check_open()
-        return sum(lane.idle() for lane in self._lanes)
-
-    # Collectives ----------------------------------------------------------------------------------
 
     def reduce(self, tensor: torch.Tensor, root: int) -> int:
         """Sums `tensor` over the ranks into that of rank `root`; the others' become undefined."""
@@ -285,158 +171,9 @@ class Communicator:
         stream = lane.stream(send.device)
         return self._handles.new(stream.submit("sendrecv", body, tensors=[send, recv], lone=False))
 
-    # Neighbours -----------------------------------------------------------------------------------
-
-    def neighbor_all_reduce(
-        self,
-        tensor: torch.Tensor,
-        sources: Ranks,
-        destinations: Ranks,
-        *,
-        self_weight: float | None = None,
-        out: torch.Tensor | None = None,
-        check: bool = True,
-    ) -> int:
-        """`out = self_weight * tensor + sum over the sources j of weight_j * tensor_j`.
-
-        Every rank calls it, with its own neighbours in a directed graph; the lists may be empty.
-        Terms are added in the order of the ranks, so the result does not depend on timing.
-
-        Args:
-            tensor: floating-point or complex; the same numel and dtype on all ranks.
-            sources: ranks to receive from; as `{rank: weight}` together with `self_weight`, else
-                all weights are 1 / (number of sources + 1).
-            destinations: ranks to send to; as `{rank: factor}` they get `factor * tensor`.
-            self_weight: weight of this rank's own tensor.
-            out: like `tensor`; default `tensor` itself.
-            check: compare all ranks' lists, sizes and dtypes first. This is one small blocking
-                all-gather in each call (a cache could not know whether the *other* ranks' lists
-                are new); for a graph that is used again, call `check_neighbors` once and pass
-                False, on all ranks.
-
-        Raises:
-            ValueError: lists that are wrong or (on every rank) contradict each other.
-            TypeError: an integer tensor.
-        """
-        name = "neighbor_all_reduce"
-        near = Neighbors.of(self.rank, self.size, sources, destinations, self_weight)
-        tensor = self._checked(name, tensor, written=out is None)
-        if not (tensor.is_floating_point() or tensor.is_complex()):
-            raise TypeError(f"{name}: weights need a floating-point tensor, got {tensor.dtype}")
-        target = tensor if out is None else self._checked(name, out)
-        check_pair(name, tensor, target)
-        if target.shape != tensor.shape:
-            raise ValueError(
-                f"{name}: out is {tuple(target.shape)}, must be {tuple(tensor.shape)} like tensor"
-            )
-        if check:
-            self._check_graph(near, tensor, [tensor.numel()] * len(near.sources))
-        body = neighbors.all_reduce
-        return self._in_turn(
-            name, lambda c: body(c, tensor, target, near), [tensor, target], lone=False
-        )
-
-    def neighbor_all_gather(
-        self,
-        tensor: torch.Tensor,
-        outputs: Sequence[torch.Tensor],
-        sources: Ranks,
-        destinations: Ranks,
-        *,
-        check: bool = True,
-    ) -> int:
-        """Receives `tensor` of each source into `outputs`, in the order of `sources`.
-
-        Args:
-            tensor: what every destination gets; ranks may differ in size.
-            outputs: one per source, as large as what that sends; views of one tensor will do.
-            sources, destinations, check: as in `neighbor_all_reduce`, without weights.
-        """
-        name = "neighbor_all_gather"
-        near = Neighbors.of(self.rank, self.size, list(sources), list(destinations), None)
-        tensor = self._checked(name, tensor, written=False)
-        if len(outputs) != len(near.sources):
-            raise ValueError(f"{name}: {len(near.sources)} sources but {len(outputs)} outputs")
-        outputs = [self._checked(name, output) for output in outputs]
-        for output in outputs:
-            check_pair(name, tensor, output)
-        if check:
-            self._check_graph(near, tensor, [output.numel() for output in outputs])
-        body = neighbors.all_gather
-        return self._in_turn(
-            name, lambda c: body(c, tensor, outputs, near), [tensor, *outputs], lone=False
-        )
-
-    def check_neighbors(self, sources: Ranks, destinations: Ranks) -> None:
-        """Compares all ranks' neighbour lists; a blocking collective call.
-
-        Raises:
-            ValueError: on every rank, naming two ranks that contradict each other.
-        """
-        near = Neighbors.of(self.rank, self.size, list(sources), list(destinations), None)
-        self._check_graph(near, None, [0] * len(near.sources))
-
-    def _check_graph(
-        self, near: Neighbors, tensor: torch.Tensor | None, wanted: Sequence[int]
-    ) -> None:
-        self._check_open()
-        dtype, sent = (None, 0) if tensor is None else (tensor.dtype, tensor.numel())
-        row = neighbors.description(near, self.size, dtype, sent, wanted)
-        if "cpu" not in self._lanes[0].backends:
-            row = row.cuda()
-        rows = row.new_empty(self.size, row.numel())
-        self.sync_stream(self.all_gather(row, rows))
-        if problem := neighbors.disagreement(rows.cpu()):
-            raise ValueError(f"neighbours contradict each other: {problem}")
-
-    # Inside ---------------------------------------------------------------------------------------
-
-    def _checked(self, name: str, tensor: torch.Tensor, written: bool = True) -> torch.Tensor:
-        self._check_open()
-        return check_tensor(name, tensor, self._lanes[0].backends, written)
-
-    def _checked_pair(
-        self, name: str, send: torch.Tensor, recv: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        send, recv = self._checked(name, send, written=False), self._checked(name, recv)
-        check_pair(name, send, recv)
-        return send, recv
-
-    def _check_open(self) -> None:
-        if not self._lanes:
-            raise RuntimeError("this Communicator has been destroyed; reload() brings it back")
-
-    def _next_lane(self) -> Lane:
-        self._check_open()
-        lane = self._lanes[self._turn % self.nstreams]
-        self._turn += 1
-        return lane
-
-    def _in_turn(
-        self,
-        name: str,
-        body: Callable[[Channel], Body],
-        tensors: Sequence[torch.Tensor],
-        lone: bool,
-    ) -> int:
-        lane = self._next_lane()
-        lone = lone and all(collectives.plain(tensor) for tensor in tensors)
-        stream = lane.stream(tensors[0].device)
-        return self._handles.new(
-            stream.submit(name, body(lane.channel), tensors=tensors, lone=lone)
-        )
-
-    def _composed(
-        self, name: str, body: Callable[[Channel], Body], tensor: torch.Tensor, lone: bool
-    ) -> int:
-        # Two collectives are as good as one where the backend itself keeps them in order.
-        return self._in_turn(name, body, [tensor], lone and self._lanes[0].channel.ordered)
-
     allReduce = all_reduce
     reduceScatter = reduce_scatter
     allGather = all_gather
     allReduceRSAG = all_reduce_rsag
     allReduceRB = all_reduce_rb
     multiBcast = multi_bcast
-    syncStream = sync_stream
-    getNumOfFreeStreams = num_free_streams

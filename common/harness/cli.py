@@ -15,7 +15,7 @@ from dear.errors import UserError, unknown
 
 ROOT = Path(__file__).parents[2]
 VERBS = ("run", "list", "show")
-OK, TRIAL_FAILED, USER_ERROR, INTERRUPTED = 0, 1, 2, 130
+OK, USER_ERROR, INTERRUPTED = 0, 2, 130
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -24,6 +24,7 @@ def main(arguments: Sequence[str]) -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         options = _parse(list(arguments))
+        options.arguments = arguments
         return {"run": _run, "list": _list, "show": _show}[options.verb](options)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -52,7 +53,8 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = _Parser(
         prog="benchmarks.py",
         description="Which data-parallel training algorithm is fastest for my model? Without a "
-        "verb, runs the quick sweep (configs/experiments/quick.yaml).",
+        "verb, runs emulated-quick.yaml where virtual hosts can be made, else quick.yaml (both in "
+        "configs/experiments).",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"DeAR Bench {dear.__version__}")
@@ -61,7 +63,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     listing = verbs.add_parser("list", help="algorithms, models, experiments", allow_abbrev=False)
     listing.add_argument("--json", action="store_true", help="as JSON on stdout")
     show = verbs.add_parser("show", help="print a sweep's table again", allow_abbrev=False)
-    show.add_argument("sweep", nargs="?", default="quick", help="a folder below --logs (quick)")
+    show.add_argument("sweep", nargs="?", help="a folder below --logs (default: the newest)")
     show.add_argument("--json", action="store_true", help="the records as JSON on stdout")
     for sub in verbs.choices.values():
         sub.add_argument("--logs", type=Path, default=ROOT / "logs", help="folder of results")
@@ -73,8 +75,7 @@ def _add_run(run: argparse.ArgumentParser) -> None:
         "experiment",
         nargs="?",
         type=Path,
-        default=ROOT / "configs" / "experiments" / "quick.yaml",
-        help="an experiment file (default: the quick sweep)",
+        help="an experiment file (default: emulated-quick, or quick where nothing can be emulated)",
     )
     run.add_argument("-n", "--dry-run", action="store_true", help="print the trials, run nothing")
     run.add_argument(
@@ -92,6 +93,14 @@ def _add_run(run: argparse.ArgumentParser) -> None:
         metavar="KEY=VALUE",
         help="change a key of the experiment, e.g. measure.repeats=5 or models.0.batch_size=8",
     )
+    cluster = run.add_argument_group("virtual hosts (change the experiment's `cluster`)")
+    for flag, text in (
+        ("--hosts", "number of virtual hosts; all ranks of them take part"),
+        ("--ranks-per-host", "ranks on each of them"),
+        ("--network", "their links: a profile of configs/networks, or a bandwidth as 2.5gbit"),
+        ("--time-scale", "how many times slower than real they run (default: chosen)"),
+    ):
+        cluster.add_argument(flag, help=text)
     run.add_argument(
         "--rerun",
         choices=("failed", "all"),
@@ -106,9 +115,9 @@ def _add_run(run: argparse.ArgumentParser) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    good = commands.run(
-        experiment_path=options.experiment,
-        overrides=options.set,
+    return commands.run(
+        experiment_path=options.experiment or commands.default_experiment(),
+        overrides=[*_cluster_overrides(options), *options.set],
         filters=options.filter,
         logs=options.logs,
         dry_run=options.dry_run,
@@ -118,8 +127,20 @@ def _run(options: argparse.Namespace) -> int:
         stream=options.stream,
         as_json=options.json,
         quiet=options.quiet,
+        arguments=options.arguments,
     )
-    return OK if good else TRIAL_FAILED
+
+
+def _cluster_overrides(options: argparse.Namespace) -> list[str]:
+    """The flags about virtual hosts as `--set` would say them; those given by it come later."""
+    keys = ("hosts", "ranks_per_host", "network", "time_scale")
+    given = {key: getattr(options, key) for key in keys if getattr(options, key) is not None}
+    overrides = [f"cluster.{key}={value}" for key, value in given.items()]
+    if "network" in given:
+        overrides.append("networks=[]")
+    if {"hosts", "ranks_per_host"} & set(given):
+        overrides.append("world_sizes=null")
+    return overrides
 
 
 def _list(options: argparse.Namespace) -> int:
@@ -139,5 +160,5 @@ def _list(options: argparse.Namespace) -> int:
 
 
 def _show(options: argparse.Namespace) -> int:
-    commands.show(options.logs / options.sweep, options.json)
+    commands.show(options.logs, options.sweep, options.json)
     return OK

@@ -13,15 +13,17 @@ from typing import Any
 
 import yaml
 
-from common.harness.experiment import Experiment, load
+from common.harness.experiment import Experiment
+from common.harness.experiment_file import load
 from common.harness.trial import Trial
-from common.models.registry import MODELS, model_entry
+from common.models.registry import MODELS
 from common.results import records
 from common.results.comparison import Comparison
 from dear.algorithm import algorithm_class, algorithm_names
 from dear.errors import UserError
 
 ROOT = Path(__file__).parents[2]
+_ON_VIRTUAL_HOSTS = "(on virtual hosts: they live only while a sweep runs)"
 
 
 def run(
@@ -37,8 +39,15 @@ def run(
     stream: bool,
     as_json: bool,
     quiet: bool,
-) -> bool:
-    """Runs an experiment (or prints its plan); False if a trial that can run here did not."""
+    arguments: Sequence[str],
+) -> int:
+    """Runs an experiment (or prints its plan); the exit status, 1 if a trial that can run did not.
+
+    An experiment on virtual hosts runs in a process of its own: `arguments` are what started this
+    one.
+    """
+    from common.emulation import sandbox
+    from common.harness.fabric import check_fit, make_fabric
     from common.harness.sweep import Sweep, to_run
 
     experiment = load(experiment_path, overrides)
@@ -46,12 +55,17 @@ def run(
     trials = [trial for trial in everything if _selected(trial, filters)]
     if not trials:
         raise UserError(f"--filter {' '.join(filters)}: no trial of {experiment.name} matches")
-    launcher = _launcher(experiment, trials)
+    check_fit(trials)
     folder = logs / experiment.name
     if dry_run:
         todo = {trial.hash for trial in to_run(trials, folder / "records.jsonl", rerun)}
-        _print_plan(trials, todo, folder, launcher, experiment, as_json)
-        return True
+        _print_plan(trials, todo, folder, experiment, as_json)
+        return 0
+    if experiment.cluster is not None and not sandbox.inside():
+        reason = sandbox.unable()
+        if reason:
+            raise UserError(f"virtual hosts: {reason}")
+        return sandbox.run([sys.executable, str(ROOT / "benchmarks.py"), *arguments])
 
     from common.harness import ui
     from common.harness.machine import machine_card
@@ -60,7 +74,8 @@ def run(
     comparison = Comparison(
         compare_to=experiment.base, trials=tuple(trial.hash for trial in everything)
     )
-    sweep = Sweep(experiment, trials, comparison, folder, launcher, machine_card(), progress)
+    fabric = make_fabric(experiment, trials)
+    sweep = Sweep(experiment, trials, comparison, folder, fabric, machine_card(), progress)
     try:
         sweep.run(rerun, fail_fast)
     finally:
@@ -77,14 +92,28 @@ def run(
     if plot and any(result["status"] == "ok" for result in results):
         _plot(folder, quiet=as_json or quiet)
     status = {result["hash"]: result["status"] for result in results}
-    return all(status.get(trial.hash) in ("ok", "unsupported") for trial in trials)
+    good = all(status.get(trial.hash) in ("ok", "unsupported") for trial in trials)
+    return 0 if good else 1
 
 
-def show(folder: Path, as_json: bool) -> None:
-    """Prints the table (or records) of a sweep that has run."""
-    path = folder / "records.jsonl"
-    if not path.exists():
-        known = sorted(p.parent.name for p in folder.parent.glob("*/records.jsonl"))
+def default_experiment() -> Path:
+    """The sweep of a bare `python benchmarks.py`: on virtual hosts where they can be made."""
+    from common.emulation import sandbox
+
+    reason = None if sandbox.inside() else sandbox.unable()
+    if reason:
+        print(f"no virtual hosts here ({reason}): quick.yaml instead", file=sys.stderr)
+    return ROOT / "configs" / "experiments" / ("quick.yaml" if reason else "emulated-quick.yaml")
+
+
+def show(logs: Path, name: str | None, as_json: bool) -> None:
+    """Prints the table (or records) of a sweep that has run; without a name, of the newest."""
+    paths = sorted(logs.glob("*/records.jsonl"), key=lambda path: path.stat().st_mtime)
+    if name is None and not paths:
+        raise UserError(f"no records in {logs}: nothing has run yet")
+    folder = paths[-1].parent if name is None else logs / name
+    if not (folder / "records.jsonl").exists():
+        known = sorted(path.parent.name for path in paths)
         raise UserError(f"no records in {folder}; sweeps there: {', '.join(known) or 'none'}")
     comparison = Comparison.load(folder)
     results = comparison.results(folder)
@@ -127,28 +156,18 @@ def _selected(trial: Trial, filters: Sequence[str]) -> bool:
     return True
 
 
-def _launcher(experiment: Experiment, trials: Sequence[Trial]) -> Any:
-    if experiment.launcher == "mpirun":
-        from common.launch.mpirun import MpirunLauncher
-
-        hostfile = Path(experiment.hostfile) if experiment.hostfile else None
-        return MpirunLauncher(hostfile, max(trial.world_size for trial in trials))
-    from common.launch.local import LocalLauncher
-
-    return LocalLauncher(sorted({model_entry(trial.model).module for trial in trials}))
-
-
 def _print_plan(
     trials: Sequence[Trial],
     todo: set[str],
     folder: Path,
-    launcher: Any,
     experiment: Experiment,
     as_json: bool,
 ) -> None:
+    from common.harness.fabric import launcher_for
     from common.harness.ui import duration
     from common.launch.job import Job
 
+    launcher = None if experiment.cluster else launcher_for(experiment, trials)
     known = records.latest(records.load(folder / "records.jsonl"))
     plan = []
     for trial in trials:
@@ -163,7 +182,7 @@ def _print_plan(
                 "id": trial.id,
                 "run": trial.hash in todo,
                 "last_duration_s": known.get(trial.hash, {}).get("duration_s"),
-                "command": launcher.command(job),
+                "command": launcher.command(job) if launcher else _ON_VIRTUAL_HOSTS,
                 "trial": trial.to_json(),
             }
         )
@@ -179,7 +198,9 @@ def _print_plan(
         print(
             f"    {trial.measure.repeats} repeats, global batch "
             f"{trial.batch_size * trial.world_size}, {trial.dtype}, {trial.backend}, "
-            f"{trial.threads_per_rank} threads per rank" + (f"; {options}" if options else "")
+            f"{trial.threads_per_rank} threads per rank"
+            + (f", {trial.hosts} virtual hosts on {trial.network}" if trial.hosts else "")
+            + (f"; {options}" if options else "")
         )
         print(f"    {_short(entry['command'])}")
     runs = sum(entry["run"] for entry in plan)
@@ -206,12 +227,12 @@ def _print_results(folder: Path, results: list[records.Record], compare_to: str)
 
     machine = results[0]["machine"]
     title = (
-        f"{folder.name}: real processes on {machine['cores']} x {machine['cpu']}, torch "
-        f"{machine['packages']['torch']}, commit {machine['commit']}"
+        f"{folder.name}: {tables.fabric_words(results)} on {machine['cores']} x {machine['cpu']}, "
+        f"torch {machine['packages']['torch']}, commit {machine['commit']}"
     )
     table = tables.rows(results, compare_to)
     print_table(table, title, compare_to)
-    for line in tables.summary(table, compare_to):
+    for line in [*tables.summary(table, compare_to), *tables.remarks(results)]:
         print(line)
     for result in results:
         if result["status"] not in ("ok", "unsupported"):

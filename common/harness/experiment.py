@@ -1,21 +1,22 @@
-"""From a YAML file and `--set` overrides to a list of trials."""
+"""What an experiment file may say, and the trials that it stands for."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-
+from common.emulation.config import ClusterConfig, Fault, network_profile
+from common.emulation.dilation import check_scale
+from common.emulation.faults import check_fault
 from common.harness.trial import BASELINE, MeasureConfig, OptimizerConfig, Trial
-from common.models.registry import model_entry, sentence_len
+from common.launch.launchers import launcher_options
+from common.models.registry import is_replay, model_entry, profile_of, sentence_len
 from dear.algorithm import algorithm_options
 from dear.errors import UserError, unknown
-from dear.options import at_least, build_options, positive
+from dear.options import at_least, positive
 
 DTYPES = ("float32", "float64", "bfloat16")
 
@@ -54,16 +55,28 @@ class Experiment:
     description: str = ""
     algorithms: tuple[AlgorithmChoice | str, ...]
     models: tuple[ModelChoice | str, ...]
-    world_sizes: tuple[int, ...] = (2,)
+    world_sizes: tuple[int, ...] | None = None
+    """None: every rank of the emulated cluster, or 2 workers."""
     baseline: bool = True
     """Also run one worker with the plain optimizer; scaling efficiency is relative to it."""
     compare_to: str | None = None
     """The algorithm (or its label) that speed-ups are relative to; None takes the first."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     measure: MeasureConfig = field(default_factory=MeasureConfig)
-    launcher: Literal["local", "mpirun"] = "local"
+    cluster: ClusterConfig | None = None
+    """Virtual hosts to run on; None runs on what is really there."""
+    networks: tuple[str, ...] = ()
+    """An axis: every trial on each of these, instead of the cluster's one network."""
+    faults: tuple[Fault, ...] = ()
+    """An axis: every trial undisturbed and with each of these."""
+    collective_timeout_s: float = 300.0
+    """The longest that one collective may take, in seconds of this machine; then it fails."""
+    launcher: str = "local"
+    launcher_options: dict[str, Any] = field(default_factory=dict)
+    """Options of the launcher, see docs/clusters.md."""
     hostfile: str | None = None
-    """For mpirun: lines `HOST slots=N`; relative to the current folder."""
+    """Where to run, for launchers that reach other hosts: lines `HOST slots=N`; relative to the
+    current folder."""
     backend: Literal["comm_core", "gloo", "mpi", "nccl"] | None = None
     """What moves the bytes; None takes comm_core for cpu and nccl for cuda."""
     device: Literal["cpu", "cuda"] = "cpu"
@@ -77,23 +90,22 @@ class Experiment:
     def __post_init__(self) -> None:
         if not self.name or any(c in self.name for c in "/\\ ") or self.name.startswith("."):
             raise UserError(f"name: must be usable as a folder's name, got {self.name!r}")
-        for key in ("algorithms", "models", "world_sizes"):
+        for key in ("algorithms", "models"):
             if not getattr(self, key):
                 raise UserError(f"{key}: must not be empty")
-        for size in self.world_sizes:
+        if self.world_sizes is not None and not self.world_sizes:
+            raise UserError("world_sizes: must not be empty")
+        for size in self.worlds:
             at_least("world_sizes", size, 1)
         if self.dtype not in DTYPES:
             raise unknown("dtype", self.dtype, DTYPES)
         if self.threads_per_rank is not None:
             at_least("threads_per_rank", self.threads_per_rank, 1)
         positive("timeout_s", self.timeout_s)
+        positive("collective_timeout_s", self.collective_timeout_s)
         at_least("seed", self.seed, 0)
-        if self.backend == "nccl" and self.device == "cpu":
-            raise UserError("backend: nccl moves CUDA tensors only; use device: cuda or comm_core")
-        if self.backend == "mpi" and self.launcher != "mpirun":
-            raise UserError("backend: mpi needs ranks that mpirun started; use launcher=mpirun")
-        if self.hostfile is not None and self.launcher != "mpirun":
-            raise UserError(f"hostfile: launcher {self.launcher} reads none; use launcher=mpirun")
+        self._check_launch()
+        self._check_cluster()
         for choice in self.algorithm_choices():
             algorithm_options(choice.name, choice.options)
         known = {n for a in self.algorithm_choices() for n in (a.name, a.label) if n is not None}
@@ -101,6 +113,60 @@ class Experiment:
             raise unknown("compare_to", self.compare_to, known)
         for choice in self.model_choices():
             sentence_len(choice.name, choice.sentence_len)
+            if is_replay(choice.name):
+                batch_size = choice.batch_size or model_entry(choice.name).batch_size
+                profile_of(choice.name, batch_size, choice.sentence_len)
+
+    def _check_launch(self) -> None:
+        launcher_options(self.launcher, self.launcher_options)
+        if self.backend == "nccl" and self.device == "cpu":
+            raise UserError("backend: nccl moves CUDA tensors only; use device: cuda or comm_core")
+        if self.backend == "mpi" and self.launcher != "mpirun":
+            raise UserError("backend: mpi needs ranks that mpirun started; use launcher=mpirun")
+        if self.hostfile is not None and self.launcher == "local":
+            raise UserError("hostfile: launcher local reads none; use launcher=mpirun or ssh")
+
+    def _check_cluster(self) -> None:
+        for name in self.networks:
+            network_profile(name)
+        if self.cluster is None:
+            for key in ("networks", "faults"):
+                if getattr(self, key):
+                    raise UserError(f"{key}: need virtual hosts; add `cluster: {{hosts: 4}}`")
+            return
+        network_profile(self.cluster.network)
+        if self.hostfile is not None:
+            raise UserError("hostfile: the hosts of an emulated cluster are its own; leave it out")
+        if self.launcher == "slurm":
+            raise UserError("launcher: slurm does not run on virtual hosts; use ssh or mpirun")
+        if self.device != "cpu":
+            raise UserError("device: virtual hosts share this machine's CPUs; use device: cpu")
+        slots = self.cluster.hosts * self.cluster.ranks_per_host
+        if max(self.worlds) > slots:
+            raise UserError(
+                f"world_sizes: {max(self.worlds)} workers do not fit on {self.cluster.hosts} hosts "
+                f"with {self.cluster.ranks_per_host} ranks each"
+            )
+        for choice in self.model_choices():
+            replayed = is_replay(choice.name)
+            check_scale(replayed, self.cluster.time_scale)
+            for fault in self.faults:
+                check_fault(
+                    fault,
+                    hosts=self.cluster.hosts,
+                    ranks_per_host=self.cluster.ranks_per_host,
+                    world_size=min(self.worlds),
+                    replayed=replayed,
+                )
+
+    @property
+    def worlds(self) -> tuple[int, ...]:
+        """The world sizes to run."""
+        if self.world_sizes is not None:
+            return self.world_sizes
+        if self.cluster is not None:
+            return (self.cluster.hosts * self.cluster.ranks_per_host,)
+        return (2,)
 
     def algorithm_choices(self) -> list[AlgorithmChoice]:
         return [AlgorithmChoice(name=a) if isinstance(a, str) else a for a in self.algorithms]
@@ -115,14 +181,16 @@ class Experiment:
         return self.compare_to or first.label or first.name
 
     def trials(self) -> list[Trial]:
-        """Every combination, by model; within a model the baseline first."""
+        """Every combination, by model and network; the baseline comes first."""
         trials = []
         for model in self.model_choices():
-            if self.baseline:
-                trials.append(self._trial(AlgorithmChoice(name=BASELINE), model, 1))
-            for world_size in self.world_sizes:
-                for algorithm in self.algorithm_choices():
-                    trials.append(self._trial(algorithm, model, world_size))
+            for network in self._networks():
+                if self.baseline:
+                    trials.append(self._trial(AlgorithmChoice(name=BASELINE), model, 1, network))
+                for world_size, fault in self._variants():
+                    for algorithm in self.algorithm_choices():
+                        trial = self._trial(algorithm, model, world_size, network)
+                        trials.append(dataclasses.replace(trial, fault=fault))
         seen: dict[str, Trial] = {}
         for trial in trials:
             if trial.hash in seen:
@@ -130,10 +198,22 @@ class Experiment:
             seen[trial.hash] = trial
         return trials
 
-    def _trial(self, algorithm: AlgorithmChoice, model: ModelChoice, world_size: int) -> Trial:
+    def _networks(self) -> tuple[str | None, ...]:
+        if self.cluster is None:
+            return (None,)
+        return self.networks or (self.cluster.network,)
+
+    def _variants(self) -> Iterator[tuple[int, dict[str, Any] | None]]:
+        for world_size in self.worlds:
+            for fault in (None, *self.faults):
+                yield world_size, None if fault is None else dataclasses.asdict(fault)
+
+    def _trial(
+        self, algorithm: AlgorithmChoice, model: ModelChoice, world_size: int, network: str | None
+    ) -> Trial:
         entry = model_entry(model.name)
         cores = len(os.sched_getaffinity(0))
-        threads = self.threads_per_rank or max(1, cores // max(self.world_sizes))
+        threads = self.threads_per_rank or max(1, cores // max(self.worlds))
         options = {}
         if algorithm.name != BASELINE:
             options = dataclasses.asdict(algorithm_options(algorithm.name, algorithm.options))
@@ -155,72 +235,9 @@ class Experiment:
             optimizer=self.optimizer,
             measure=self.measure,
             label="single worker" if algorithm.name == BASELINE else label,
+            launcher_options=self.launcher_options,
+            network=network,
+            ranks_per_host=self.cluster.ranks_per_host if self.cluster else None,
+            time_scale=self.cluster.time_scale if self.cluster else None,
+            collective_timeout_s=self.collective_timeout_s,
         )
-
-
-class _StrictLoader(yaml.SafeLoader):
-    """YAML that refuses a key that stands twice; plain YAML silently takes the last."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if isinstance(key, str) and key in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"key {key!r} stands twice", key_node.start_mark
-                )
-            seen.add(str(key))
-        return super().construct_mapping(node, deep)
-
-
-def load(path: Path, overrides: Sequence[str] = ()) -> Experiment:
-    """Reads an experiment file; `overrides` are `key=value` with dots and list indices in keys.
-
-    Raises:
-        UserError: no such file, no YAML, an unknown key, or a value that is not allowed.
-    """
-    try:
-        values = yaml.load(path.read_text(), _StrictLoader)
-    except OSError as error:
-        raise UserError(f"experiment {path}: {error.strerror}") from None
-    except ValueError as error:  # not UTF-8, or a date that does not exist
-        raise UserError(f"experiment {path}: not valid YAML: {error}") from None
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f" line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        problem = getattr(error, "problem", None) or "not readable"
-        raise UserError(f"experiment {path}{where}: not valid YAML: {problem}") from None
-    if not isinstance(values, dict):
-        raise UserError(f"experiment {path}: must be a mapping of keys to values")
-    for override in overrides:
-        _override(values, override)
-    values.setdefault("name", path.stem)
-    return build_options(Experiment, values, "experiment key")
-
-
-def _override(values: dict[str, Any], text: str) -> None:
-    key, equals, value_text = text.partition("=")
-    if not equals or not key:
-        raise UserError(f"--set {text!r}: must be key=value, e.g. --set measure.repeats=5")
-    try:
-        value = yaml.safe_load(value_text)
-    except (yaml.YAMLError, ValueError):
-        raise UserError(f"--set {text!r}: the value is not valid YAML") from None
-    *path, last = key.split(".")
-    here: Any = values
-    for part in path:
-        here = _descend(here, part, text)
-    here[_index(here, last, text) if isinstance(here, list) else last] = value
-
-
-def _descend(here: Any, part: str, text: str) -> Any:
-    inner = here[_index(here, part, text)] if isinstance(here, list) else here.setdefault(part, {})
-    if not isinstance(inner, (dict, list)):
-        raise UserError(f"--set {text!r}: {part!r} is a value, not a mapping or a list")
-    return inner
-
-
-def _index(here: list[Any], part: str, text: str) -> int:
-    if not part.isdigit() or int(part) >= len(here):
-        raise UserError(f"--set {text!r}: {part!r} is no index of a list of {len(here)}")
-    return int(part)

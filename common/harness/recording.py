@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from common.harness.trial import Trial
@@ -13,6 +15,18 @@ from common.results.records import Record
 
 # Others on the machine using more than this many cores make a number doubtful.
 FOREIGN_CORES = 0.25
+# An emulated cluster on a machine busier than this (fraction of its cores) is not to be believed.
+SATURATED = 0.85
+
+REAL: Mapping[str, Any] = MappingProxyType(
+    {
+        "fabric": "real",
+        "time_scale": 1.0,
+        "network": {"requested": None, "measured": None},
+        "fault_events": (),
+    }
+)
+"""What `Fabric.describe` says where nothing is emulated."""
 
 
 def make_record(
@@ -22,6 +36,7 @@ def make_record(
     machine: dict[str, Any],
     started: str,
     duration_s: float,
+    fabric: Mapping[str, Any] = REAL,
 ) -> Record:
     """The record of a trial that has ended.
 
@@ -29,6 +44,7 @@ def make_record(
         results: what the workers wrote, one per finished repeat.
         started: ISO 8601, UTC.
         duration_s: time spent on the trial, set-up of the workers included.
+        fabric: what `Fabric.describe` says.
     """
     ok = outcome.status == "ok"
     first = results[0] if results else {}
@@ -37,13 +53,16 @@ def make_record(
         "id": trial.id,
         "hash": trial.hash,
         "trial": trial.to_json(),
-        "fabric": "real",
+        "fabric": fabric["fabric"],
+        "time_scale": fabric["time_scale"],
+        "time_scale_reason": fabric.get("time_scale_reason"),
         "status": outcome.status,
         "error": None if ok else outcome.error,
         "started": started,
         "duration_s": round(duration_s, 3),
         "machine": machine,
-        "network": {"requested": None, "measured": None},
+        "network": fabric["network"],
+        "fault_events": list(fabric["fault_events"]),
         "repeats": [[step for block in result["iters"] for step in block] for result in results],
         "iters": [result["iters"] for result in results],
         "loss": _finite(results[-1]["loss"]) if ok else None,
@@ -53,9 +72,29 @@ def make_record(
         "throughput": _throughput(trial, results) if ok else None,
         "parameters": first.get("parameters"),
         "cpu_s_per_s": [result["cpu_s_per_s"] for result in results],
+        "foreign_cpu_s_per_s": [result["foreign_cpu_s_per_s"] for result in results],
+        "unfaithful": _unfaithful(fabric, results, machine),
         "started_by": first.get("started_by"),
-        "notes": _notes(trial, results, machine),
+        "notes": _notes(trial, results, machine, fabric),
     }
+
+
+def _busy(results: list[dict[str, Any]]) -> float:
+    """CPU seconds that the whole machine spent per second, in the busiest repeat."""
+    return max((r["cpu_s_per_s"] + r["foreign_cpu_s_per_s"] for r in results), default=0.0)
+
+
+def _unfaithful(
+    fabric: Mapping[str, Any], results: list[dict[str, Any]], machine: dict[str, Any]
+) -> bool | None:
+    """Whether the machine was too busy to be the emulated cluster; None where it was none.
+
+    All virtual hosts share its cores: ranks that wait for a core wait for something that the real
+    cluster would have had.
+    """
+    if fabric["fabric"] != "emulated":
+        return None
+    return _busy(results) > SATURATED * machine["cores"]
 
 
 def _merged_check(results: list[dict[str, Any]]) -> dict[str, Any]:
@@ -89,10 +128,16 @@ def _throughput(trial: Trial, results: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _notes(trial: Trial, results: list[dict[str, Any]], machine: dict[str, Any]) -> list[str]:
+def _notes(
+    trial: Trial,
+    results: list[dict[str, Any]],
+    machine: dict[str, Any],
+    fabric: Mapping[str, Any],
+) -> list[str]:
     notes = []
     threads = trial.threads_per_rank * trial.world_size
-    if trial.launcher == "local" and trial.device == "cpu" and threads > machine["cores"]:
+    real = fabric["fabric"] == "real"
+    if real and trial.launcher == "local" and trial.device == "cpu" and threads > machine["cores"]:
         notes.append(
             f"oversubscribed: {trial.world_size} ranks x {trial.threads_per_rank} threads on "
             f"{machine['cores']} cores"
@@ -100,6 +145,9 @@ def _notes(trial: Trial, results: list[dict[str, Any]], machine: dict[str, Any])
     if not all(math.isfinite(result["loss"]) for result in results):
         notes.append("training diverged: the loss is not finite; lower optimizer.lr")
     foreign = max((result["foreign_cpu_s_per_s"] for result in results), default=0.0)
-    if foreign > FOREIGN_CORES:
+    if _unfaithful(fabric, results, machine):
+        notes.append(f"unfaithful: {_busy(results):.1f} of {machine['cores']} cores were busy")
+    # On virtual hosts the kernel's work for the links is nobody's.
+    if real and foreign > FOREIGN_CORES:
         notes.append(f"disturbed: other processes used {foreign:.1f} cores meanwhile")
     return notes

@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from common.harness.experiment import Experiment
+from common.harness.fabric import Fabric
 from common.harness.progress import Progress
 from common.harness.recording import make_record
 from common.harness.trial import BASELINE, Trial
-from common.launch.job import Job, Launcher, Outcome
+from common.launch.job import Job, Outcome
 from common.results import records
 from common.results.comparison import Comparison
 from dear.algorithm import algorithm_class
@@ -41,7 +42,7 @@ class Sweep:
         trials: list[Trial],
         comparison: Comparison,
         folder: Path,
-        launcher: Launcher,
+        fabric: Fabric,
         machine: dict[str, Any],
         report: Callable[[Progress], None],
     ) -> None:
@@ -49,7 +50,7 @@ class Sweep:
         self._trials = trials
         self._comparison = comparison
         self._folder = folder
-        self._launcher = launcher
+        self._fabric = fabric
         self._machine = machine
         self._report = report
         self._path = folder / "records.jsonl"
@@ -69,10 +70,14 @@ class Sweep:
             todo = to_run(self._trials, self._path, rerun)
             launches = [(trial.cell, r) for trial in todo for r in range(trial.measure.repeats)]
             progress = Progress(total=len(launches), left=[cell for cell, _ in launches])
-            for _, cell in groupby(todo, key=lambda trial: trial.cell):
-                block = _Block(self, [_Turn(trial, self._folder) for trial in cell], progress)
-                if not block.run(fail_fast):
-                    return
+            if not todo:
+                return
+            with self._fabric:
+                for _, cell in groupby(todo, key=lambda trial: trial.cell):
+                    turns = [_Turn(trial, self._folder) for trial in cell]
+                    self._fabric.enter_cell([turn.trial for turn in turns])
+                    if not _Block(self, turns, progress).run(fail_fast):
+                        return
 
     def launch(self, trial: Trial, folder: Path, repeat: int) -> Outcome:
         job = Job(
@@ -81,14 +86,27 @@ class Sweep:
             world_size=trial.world_size,
             timeout_s=self._experiment.timeout_s,
         )
-        return self._launcher.run(job)
+        return self._fabric.run(trial, job)
+
+    def prepare(self, turn: _Turn) -> None:
+        """Makes the folder that the workers read."""
+        turn.prepare()
+        settings = self._fabric.settings(turn.trial, turn.folder)
+        if settings is not None:
+            settings.save()
 
     def report(self, progress: Progress) -> None:
         self._report(progress)
 
     def record(self, turn: _Turn, outcome: Outcome) -> None:
         record = make_record(
-            turn.trial, turn.results, outcome, self._machine, turn.started, turn.duration_s
+            turn.trial,
+            turn.results,
+            outcome,
+            self._machine,
+            turn.started,
+            turn.duration_s,
+            self._fabric.describe(turn.trial),
         )
         # Trials of one cell and one run took turns; others were measured at different times.
         records.append(self._path, record | {"run": self._run_id})
@@ -122,7 +140,7 @@ class _Block:
     def run(self, fail_fast: bool) -> bool:
         """False if a trial failed and `fail_fast` says to stop."""
         for turn in list(self._running):
-            turn.prepare()
+            self._sweep.prepare(turn)
             reason = _unavailable(turn.trial)
             if reason:
                 error = {"kind": "unsupported", "message": reason, "rank": None, "where": None}

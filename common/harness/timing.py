@@ -50,6 +50,8 @@ def measure(
     Args:
         step: one training step, which returns when the device has finished it.
         estimate_s: this rank's guess of a step's duration, from the warm-up.
+
+    Seconds are those of this machine's clock, whatever they stand for.
     """
     steps = config.steps_per_iter
     if steps is None:
@@ -57,17 +59,24 @@ def measure(
         wanted = max(config.min_steps, round(config.min_iter_s / max(estimate_s, 1e-6)))
         steps = communicator.broadcast_object(min(wanted, MAX_STEPS))
     iters = []
-    sent = communicator.bytes_sent
-    usage = _Usage()
+    sent = 0
+    own = busy = elapsed = 0.0
     for _ in range(config.num_iters):
         communicator.barrier()
+        # Not timed: behind a barrier nothing is under way, so that the step would be spared what
+        # an algorithm leaves of one step to the next (DeAR's all-gather).
+        step()
+        before = communicator.bytes_sent
+        usage = _Usage()
         marks = [time.perf_counter()]
         for _ in range(steps):
             step()
             marks.append(time.perf_counter())
+        own, busy, elapsed = (
+            sum(pair) for pair in zip((own, busy, elapsed), usage.since(), strict=True)
+        )
+        sent += communicator.bytes_sent - before
         iters.append([after - before for before, after in pairwise(marks)])
-    own, busy, elapsed = usage.since()
-    sent = communicator.bytes_sent - sent
     ranks = communicator.gather_objects((iters, own))
     used = sum(cpu for _, cpu in ranks)
     return Measured(

@@ -8,6 +8,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from common.emulation.config import Fault
 from dear.errors import UserError
 from dear.options import at_least, positive
 
@@ -31,6 +32,11 @@ class OptimizerConfig:
         at_least("optimizer.weight_decay", self.weight_decay, 0)
         if self.name != "sgd" and self.momentum:
             raise UserError(f"optimizer.momentum: {self.name} has none; it is an option of sgd")
+
+    @property
+    def state_copies(self) -> int:
+        """Tensors of optimizer state per parameter."""
+        return 2 if self.name == "adamw" else int(self.momentum > 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +87,19 @@ class Trial:
     measure: MeasureConfig
     label: str
     """How tables name the algorithm; tells option variants apart."""
+    launcher_options: dict[str, Any] = field(default_factory=dict)
+    """What the launcher was asked for beyond its defaults (interfaces, `rdma`)."""
+    network: str | None = None
+    """Of the virtual hosts' links; None where nothing is emulated."""
+    ranks_per_host: int | None = None
+    """On virtual hosts; None where nothing is emulated."""
+    time_scale: float | None = None
+    """Emulated clusters: how many times slower than asked for they run; None: chosen by the
+    harness, the same for all trials of a cell, and written into the record."""
+    collective_timeout_s: float = 300.0
+    """The longest that one collective may take, in seconds of this machine; then it fails."""
+    fault: dict[str, Any] | None = None
+    """What is done to the cluster meanwhile: the fields of `common.emulation.config.Fault`."""
 
     @property
     def hash(self) -> str:
@@ -100,7 +119,17 @@ class Trial:
     @property
     def title(self) -> str:
         """For people: what is run."""
-        return f"{self.model} bs={self.batch_size} n={self.world_size} {self.label}"
+        text = f"{self.model} bs={self.batch_size} n={self.world_size} {self.label}"
+        if self.network is not None:
+            text += f" {self.network}"
+        return text if self.fault is None else f"{text}, {Fault(**self.fault).title}"
+
+    @property
+    def hosts(self) -> int | None:
+        """Number of virtual hosts that the ranks need; None where nothing is emulated."""
+        if self.ranks_per_host is None:
+            return None
+        return -(-self.world_size // self.ranks_per_host)
 
     @property
     def cell(self) -> tuple[Any, ...]:

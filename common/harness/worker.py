@@ -1,7 +1,8 @@
 """One rank of one repeat of one trial: puts model, optimizer, algorithm and communicator together.
 
 Started by every launcher in the same way: `python -m common.harness.worker TRIAL_DIR REPEAT`. The
-trial is read from `TRIAL_DIR/trial.json`; rank 0 writes `repeat-R.json`, and a rank that fails
+trial is read from `TRIAL_DIR/trial.json`, and what it must know of an emulated cluster from
+`TRIAL_DIR/emulation.json`; rank 0 writes `repeat-R.json`, and a rank that fails
 writes `error-R-rankK.json`. What is printed is for people.
 """
 
@@ -24,8 +25,10 @@ import torch._dynamo  # the first optimizer imports it anyway; the fork server d
 
 import dear
 from common.harness import check, text_log
+from common.harness.settings import EmulationSettings
 from common.harness.timing import Measured, Phases, measure
 from common.harness.trial import BASELINE, OptimizerConfig, Trial
+from common.models.pace import set_pace
 from common.models.registry import build
 from common.models.workload import Workload
 from dear import runtime
@@ -33,8 +36,6 @@ from dear.algorithm import algorithm_class, algorithm_options
 from dear.environment import rank_facts
 from dear.errors import Unavailable, UserError
 
-# A dead peer is noticed at once; this is for one that hangs while its connections stay open.
-COLLECTIVE_TIMEOUT_S = 300.0
 SHORT_STEP_S = 0.5
 EXTRA_WARMUP_STEPS = 3
 
@@ -48,7 +49,8 @@ def main(folder: Path, repeat: int) -> int:
         phase.enter(rank, "start")
         faulthandler.register(signal.SIGUSR1)  # a launcher that loses patience asks for the stack
         trial = Trial.from_json(json.loads((folder / "trial.json").read_text()))
-        result = _run(trial, repeat, phase)
+        settings = EmulationSettings.load(folder)
+        result = _run(trial, settings, repeat, phase)
         if rank == 0:
             _write(folder / f"repeat-{repeat}.json", result)
     except BaseException as error:
@@ -86,11 +88,12 @@ class Phase:
         self.enter(self._rank, name)
 
 
-def _run(trial: Trial, repeat: int, phase: Phase) -> dict[str, Any]:
+def _run(trial: Trial, settings: EmulationSettings, repeat: int, phase: Phase) -> dict[str, Any]:
     torch.set_num_threads(trial.threads_per_rank)
     phase("joining the other ranks")
-    dear.init(backend=trial.backend, timeout_s=COLLECTIVE_TIMEOUT_S)
+    dear.init(backend=trial.backend, timeout_s=trial.collective_timeout_s)
     _check_world(trial)
+    set_pace(settings.pace(dear.rank()))
     communicator, launcher = runtime.communicator(), runtime.facts().launcher
     phase("building the model")
     device = torch.device(trial.device, dear.local_rank() if trial.device == "cuda" else None)
@@ -120,16 +123,17 @@ def _run(trial: Trial, repeat: int, phase: Phase) -> dict[str, Any]:
     spread = check.replica_spread(workload.model, communicator)
     verdict |= {"replica_spread": spread, "replicas_agree": spread == 0.0}
     losses = communicator.gather_objects(training.loss.item())
-    _say(text_log.results(trial, measured.iters))
+    iters = settings.emulated(measured.iters)
+    _say(text_log.results(trial, iters))
     phase("leaving")
     training.close()
     dear.shutdown()
     return {
-        "iters": measured.iters,
+        "iters": iters,
         "bytes_per_step": measured.bytes_sent or None,
         "cpu_s_per_s": measured.cpu_s,
         "foreign_cpu_s_per_s": measured.foreign_cpu_s,
-        "breakdown": _breakdown(trial, measured, training.phases),
+        "breakdown": _breakdown(trial, settings, measured, training.phases),
         "loss": float(np.mean(losses)),
         "check": verdict,
         "parameters": parameters,
@@ -250,11 +254,15 @@ class _Training:
             self._optimizer.close()
 
 
-def _breakdown(trial: Trial, measured: Measured, phases: Phases) -> dict[str, float | None] | None:
+def _breakdown(
+    trial: Trial, settings: EmulationSettings, measured: Measured, phases: Phases
+) -> dict[str, float | None] | None:
     """Medians of rank 0's parts of a step, or None on a GPU, where the host runs ahead."""
     if trial.device != "cpu":
         return None
-    parts = {name: float(np.median(times)) for name, times in vars(phases).items()}
+    parts = {
+        name: float(np.median(times)) / settings.time_scale for name, times in vars(phases).items()
+    }
     if not measured.bytes_sent:  # DDP and Horovod communicate and wait in code of their own
         parts["exposed_comm_s"] = 0.0 if trial.world_size == 1 else None
     return parts

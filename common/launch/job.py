@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+# After the first rank has failed, the others get this long to say what they saw.
+GRACE_S = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,6 +21,8 @@ class Job:
     repeat: int
     world_size: int
     timeout_s: float
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Variables that every rank gets besides the launcher's own."""
 
     @property
     def result_path(self) -> Path:
@@ -25,6 +31,15 @@ class Job:
     def log_path(self, rank: int) -> Path:
         """What rank `rank` printed."""
         return self.folder / f"log-{self.repeat}-rank{rank}.txt"
+
+    def exit_path(self, rank: int) -> Path:
+        """Where a launcher's helper on the rank's host writes how the rank's process ended."""
+        return self.folder / f"exit-{self.repeat}-rank{rank}"
+
+    @property
+    def worker(self) -> list[str]:
+        """What every rank runs, after `python`."""
+        return ["-m", "common.harness.worker", str(self.folder.resolve()), str(self.repeat)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +54,24 @@ class Outcome:
 
 
 class Launcher(ABC):
-    """Starts the workers of a job and returns when none of them is left."""
+    """Starts the workers of a job and returns when none of them is left.
+
+    Made by `launchers.make_launcher` as `cls(hosts=..., preload=..., options=cls.Options(...))`.
+    Ranks fill the hosts in their order. Hosts must see the job's folder and this repository under
+    the same paths (a shared file system); virtual hosts do.
+    """
+
+    @dataclass(frozen=True, kw_only=True)
+    class Options:
+        """What can be set; every launcher documents its own."""
+
+    def check(self) -> None:
+        """Asks the hosts whether they are there, all at once; before the first job at the latest.
+
+        Raises:
+            UserError: a host that does not answer, by name.
+        """
+        return None
 
     @abstractmethod
     def command(self, job: Job) -> str:
@@ -68,12 +100,15 @@ def rank_errors(job: Job) -> dict[int, dict[str, Any]]:
     return errors
 
 
-def outcome_of(job: Job, exit_codes: dict[int, int | None]) -> Outcome:
+def outcome_of(
+    job: Job, exit_codes: Mapping[int, int | None], otherwise: str | None = None
+) -> Outcome:
     """Judges a job whose processes have all ended.
 
     Args:
         exit_codes: per rank, as subprocess gives them (minus the signal's number for a signal), or
             None where the launcher stopped the rank itself.
+        otherwise: what went wrong, where no rank says so itself.
     """
     errors = rank_errors(job)
     killed = [rank for rank, code in exit_codes.items() if code is not None and code < 0]
@@ -89,6 +124,8 @@ def outcome_of(job: Job, exit_codes: dict[int, int | None]) -> Outcome:
     for rank, code in exit_codes.items():
         if code:
             return _failed(job, "failed", f"rank {rank} exited with status {code}", rank)
+    if otherwise is not None:
+        return _failed(job, "failed", otherwise, None)
     if not job.result_path.exists():
         return _failed(job, "failed", "the workers ended without a result", None)
     return Outcome(status="ok", result=json.loads(job.result_path.read_text()))

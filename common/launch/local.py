@@ -1,5 +1,7 @@
 """Ranks as processes of this machine, forked from a server that has imported torch already.
 
+Also on virtual hosts, which are namespaces of this machine: each process moves to its host first.
+
 Importing torch takes seconds and a sweep starts dozens of jobs; the fork server pays once.
 """
 
@@ -11,24 +13,37 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerProcess
 
-from common.launch.job import Job, Launcher, Outcome, outcome_of, timed_out
-
-# After the first rank has failed, the others get this long to say what they saw.
-GRACE_S = 2.0
+from common.launch.envs import NetworkOptions, network_env
+from common.launch.hosts import Block, Host, are_virtual, blocks
+from common.launch.job import GRACE_S, Job, Launcher, Outcome, outcome_of, timed_out
+from dear.errors import UserError
 
 
 class LocalLauncher(Launcher):
     """Starts one process per rank.
 
     Args:
+        hosts: virtual ones, or None for this machine itself.
         preload: modules that the fork server imports before the first job.
     """
 
-    def __init__(self, preload: Sequence[str]) -> None:
+    def __init__(
+        self,
+        *,
+        hosts: Sequence[Host] | None = None,
+        options: Launcher.Options | None = None,
+        preload: Sequence[str] = (),
+    ) -> None:
+        if hosts is not None and not are_virtual(hosts):
+            raise UserError(
+                "launcher local runs on this machine only, and reads no hostfile; use ssh, "
+                "torchrun or mpirun"
+            )
+        self._hosts = hosts
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["common.harness.worker", *preload])
 
@@ -43,8 +58,9 @@ class LocalLauncher(Launcher):
 
     def run(self, job: Job) -> Outcome:
         processes = [
-            self._context.Process(target=_be_rank, args=(job, rank), daemon=True)
-            for rank in range(job.world_size)
+            self._context.Process(target=_be_rank, args=(job, rank, block), daemon=True)
+            for block in self._blocks(job)
+            for rank in block.ranks
         ]
         try:
             for process in processes:
@@ -62,6 +78,10 @@ class LocalLauncher(Launcher):
             for rank, process in enumerate(processes)
         }
         return outcome_of(job, codes)
+
+    def _blocks(self, job: Job) -> list[Block]:
+        hosts = self._hosts or [Host(name="localhost", slots=job.world_size)]
+        return blocks(hosts, job.world_size)
 
     @staticmethod
     def _wait(processes: list[ForkServerProcess], timeout_s: float) -> bool:
@@ -117,29 +137,44 @@ def _store_name(job: Job) -> str:
     return f"store-{job.repeat}"
 
 
-def _be_rank(job: Job, rank: int) -> None:
+def _be_rank(job: Job, rank: int, block: Block) -> None:
     """Runs in the new process."""
     os.setsid()  # a Ctrl-C at the terminal is the driver's to handle
-    threading.Thread(target=_die_with_driver, daemon=True).start()
     with job.log_path(rank).open("w") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
+    if block.host.virtual is not None:
+        from common.emulation.enter import enter
+
+        enter(block.host.virtual.pid)  # a process with more than one thread could not
+    threading.Thread(target=_die_with_driver, daemon=True).start()
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
     sys.stdin = open(os.devnull)  # noqa: SIM115  (for the life of the process)
     os.environ.update(
         RANK=str(rank),
         WORLD_SIZE=str(job.world_size),
-        LOCAL_RANK=str(rank),
-        LOCAL_WORLD_SIZE=str(job.world_size),
+        LOCAL_RANK=str(rank - block.first),
+        LOCAL_WORLD_SIZE=str(block.count),
         DEAR_STORE=str(job.folder / _store_name(job)),
     )
+    os.environ.update(_host_env(job, block))
     from common.harness import worker
 
     code = worker.main(job.folder, job.repeat)
     sys.stdout.flush()
     # No interpreter shutdown: libraries' threads may outlive their modules there.
     os._exit(code)
+
+
+def _host_env(job: Job, block: Block) -> Mapping[str, str]:
+    virtual = block.host.virtual
+    if virtual is None:
+        return job.env
+    env = {"COMM_CORE_HOST_ID": block.host.name}
+    if block.count < job.world_size:
+        env |= network_env(NetworkOptions(), virtual.ifname)
+    return {**env, **job.env}
 
 
 def _die_with_driver() -> None:

@@ -8,9 +8,11 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # configurations only; nothing is 
 
 import torch
 from torch.nn import functional
-from transformers import BertConfig, BertForPreTraining
 
+from common.models import torchvision_cpu  # noqa: F401  (transformers imports torchvision)
 from common.models.workload import Workload
+
+from transformers import BertConfig, BertForPreTraining  # isort: skip
 
 # 30522 word pieces, padded to a multiple of 8 for the matrix units.
 VOCABULARY = 30528

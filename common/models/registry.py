@@ -1,17 +1,23 @@
-"""Every model by name, without importing torch: what makes it, and what one sample is called."""
+"""Every model by name, without importing torch: what makes it, and what one sample is called.
+
+`resnet50` computes; `resnet50@h200` replays the times recorded in `configs/profiles/h200/`.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from common.profiling import profile as profiles
 from dear.errors import UserError, unknown
 
 if TYPE_CHECKING:
     import torch
 
     from common.models.workload import Workload
+    from common.profiling.profile import Profile
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,30 +58,94 @@ _BERT = ModelEntry(
     builder="common.models.bert:build", sample_unit="sen", batch_size=8, sentence_len=64
 )
 
-MODELS: dict[str, ModelEntry] = {
+_COMPUTED: dict[str, ModelEntry] = {
     **{name: ModelEntry(builder="common.models.cnn:build_torchvision") for name in _TORCHVISION},
     "inceptionv4": ModelEntry(builder="common.models.cnn:build_timm"),
     "bert_base": _BERT,
     "bert": _BERT,
     "mnist_cnn": ModelEntry(builder="common.models.mnist:build"),
 }
+_REPLAY_BUILDER = "common.models.replay:build"
+
+
+def _replayed() -> dict[str, ModelEntry]:
+    """The models that profiles have been recorded for; the files are not read."""
+    return {
+        name: dataclasses.replace(
+            _COMPUTED[name.partition("@")[0]], builder=_REPLAY_BUILDER, batch_size=sizes[0]
+        )
+        for name, sizes in profiles.batch_sizes().items()
+        if name.partition("@")[0] in _COMPUTED
+    }
+
+
+MODELS: dict[str, ModelEntry] = {**_COMPUTED, **_replayed()}
 
 
 def model_entry(name: str) -> ModelEntry:
     """The registry's line for `name`; raises `UserError` for an unknown name."""
-    if name not in MODELS:
+    if name in MODELS:
+        return MODELS[name]
+    model, at, device = name.partition("@")
+    if not at:
         raise unknown("model", name, MODELS)
-    return MODELS[name]
+    recorded = [known.split("@") for known in MODELS if "@" in known]
+    devices = {known for _, known in recorded}
+    if device not in devices:
+        raise unknown("device of a recorded model", device, devices)
+    raise unknown(f"model recorded on {device}", model, {m for m, d in recorded if d == device})
+
+
+def is_replay(name: str) -> bool:
+    """True for a model that waits recorded times instead of computing."""
+    return model_entry(name).builder == _REPLAY_BUILDER
+
+
+def profile_of(name: str, batch_size: int, sentence_len: int | None = None) -> Profile:
+    """The profile that `name` (`MODEL@DEVICE`) replays at this batch size.
+
+    Raises:
+        UserError: no such model, no profile for that batch size or sentence length, or a file that
+            is none.
+    """
+    if not is_replay(name):
+        raise UserError(f"model {name} is computed, not replayed; a replayed one is MODEL@DEVICE")
+    sizes = profiles.batch_sizes()[name]
+    if batch_size not in sizes:
+        raise UserError(
+            f"batch_size: no profile of {name} for {batch_size}; "
+            f"there are some for {profiles.listed(sizes)}"
+        )
+    model, _, device = name.partition("@")
+    profile = profiles.load(profiles.path_of(model, device, batch_size))
+    if sentence_len not in (None, profile.sentence_len):
+        raise _other_sentences(name, sentence_len, [profile.sentence_len])
+    return profile
 
 
 def sentence_len(name: str, given: int | None) -> int | None:
-    """The sentence length to use; raises `UserError` if the model has none and one is given."""
+    """The sentence length to use.
+
+    Raises:
+        UserError: the model has none and one is given, or a replayed model was recorded with
+            others.
+    """
     entry = model_entry(name)
-    if given is None:
-        return entry.sentence_len
-    if entry.sentence_len is None:
+    if given is not None and entry.sentence_len is None:
         raise UserError(f"sentence_len: model {name} has no sentences")
-    return given
+    if not is_replay(name) or entry.sentence_len is None:
+        return entry.sentence_len if given is None else given
+    recorded = [profile_of(name, size).sentence_len for size in profiles.batch_sizes()[name]]
+    if given is not None and given not in recorded:
+        raise _other_sentences(name, given, sorted(set(recorded)))
+    return recorded[0] if given is None else given
+
+
+def _other_sentences(name: str, given: int, recorded: list[int | None]) -> UserError:
+    return UserError(
+        f"sentence_len: no profile of {name} for {given}; "
+        f"there are some for {profiles.listed(recorded)}"
+    )
 
 
 def build(

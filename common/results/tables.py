@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from common.emulation.config import Fault
 from common.results.records import Record
 from common.results.stats import speedup, verdict
 
@@ -22,6 +23,10 @@ class Row:
     world_size: int
     algorithm: str
     status: str
+    network: str | None = None
+    """Of an emulated cluster."""
+    fault: str | None = None
+    """What was done to the emulated cluster meanwhile."""
     throughput: float | None = None
     unit: str | None = None
     ci_low: float | None = None
@@ -56,6 +61,8 @@ def _row(record: Record, records: list[Record], compare_to: str) -> Row:
         "world_size": trial["world_size"],
         "algorithm": trial["label"],
         "status": record["status"],
+        "network": trial.get("network"),
+        "fault": Fault(**trial["fault"]).title if trial.get("fault") else None,
     }
     if record["status"] != "ok":
         error = record["error"] or {}
@@ -118,6 +125,8 @@ _HEADINGS = (
     "model",
     "batch",
     "workers",
+    "network",
+    "fault",
     "algorithm",
     "throughput",
     "95 % CI",
@@ -128,6 +137,8 @@ _HEADINGS = (
     "correct",
     "notes",
 )
+_SPARSE = ("network", "fault")
+"""Columns that are left out where no row has anything in them."""
 NUMERIC = ("batch", "workers", "throughput", "95 % CI", "n", "efficiency")
 
 
@@ -139,6 +150,38 @@ def headings(compare_to: str) -> list[str]:
 def cells(row: Row) -> list[str]:
     """The row as text, in the order of `headings`."""
     return [" ".join(text.split()) for text in _texts(row)]
+
+
+def place(row: Row) -> tuple[Any, ...]:
+    """What rows that are compared with each other have in common."""
+    return (row.model, row.batch_size, row.world_size, row.network, row.fault)
+
+
+def fabric_words(records: Iterable[Record]) -> str:
+    """What the numbers were measured on, for titles and captions."""
+    records = list(records)
+    if all(record["fabric"] == "real" for record in records):
+        return "real processes"
+    scales = sorted({record["time_scale"] for record in records})
+    scale = " to ".join(f"{value:g}" for value in dict.fromkeys((scales[0], scales[-1])))
+    hosts = max(_hosts(record["trial"]) for record in records)
+    where = f"{hosts} virtual hosts" if hosts else "local processes, compute replayed"
+    return f"emulated, {where}, time scale {scale}"
+
+
+def _hosts(trial: dict[str, Any]) -> int:
+    per_host = trial.get("ranks_per_host")
+    return -(-trial["world_size"] // per_host) if per_host else 0
+
+
+def remarks(records: Iterable[Record]) -> list[str]:
+    """What is to be said of the network, once for all rows."""
+    found = [
+        f"{record['trial']['network']}: {note}"
+        for record in records
+        for note in record["network"].get("notes", [])
+    ]
+    return list(dict.fromkeys(found))
 
 
 def _texts(row: Row) -> list[str]:
@@ -162,7 +205,8 @@ def _texts(row: Row) -> list[str]:
 
 
 def _name(row: Row) -> list[str]:
-    return [row.model, str(row.batch_size), str(row.world_size), row.algorithm]
+    place = [row.network or "", row.fault or ""]
+    return [row.model, str(row.batch_size), str(row.world_size), *place, row.algorithm]
 
 
 def significant(value: float | None) -> str:
@@ -176,18 +220,14 @@ def significant(value: float | None) -> str:
 def summary(table: list[Row], compare_to: str) -> list[str]:
     """The answer in a sentence per model and world size."""
     lines = []
-    for cell in dict.fromkeys((row.model, row.batch_size, row.world_size) for row in table):
-        rivals = [
-            row
-            for row in table
-            if (row.model, row.batch_size, row.world_size) == cell
-            and row.throughput
-            and row.correct
-        ]
+    for cell in dict.fromkeys(place(row) for row in table):
+        rivals = [row for row in table if place(row) == cell and row.throughput and row.correct]
         if len(rivals) < 2:
             continue
         best = max(rivals, key=lambda row: row.throughput or 0.0)
-        text = f"{best.model}, {best.world_size} workers: {best.algorithm} has the highest median"
+        where = "".join(f", {name}" for name in (best.network, best.fault) if name)
+        text = f"{best.model}, {best.world_size} workers{where}: "
+        text += f"{best.algorithm} has the highest median"
         if best.speedup is None:
             others = [row for row in rivals if row.speedup is not None]
             text += "" if others else f" (no {compare_to} to compare with)"
@@ -204,6 +244,8 @@ def markdown(table: list[Row], compare_to: str) -> str:
     """A table for a README or a pull request."""
     titles = headings(compare_to)
     body = [[text.replace("|", r"\|") for text in cells(row)] for row in table]
+    used = [i for i, name in enumerate(titles) if name not in _SPARSE or any(r[i] for r in body)]
+    titles, body = [titles[i] for i in used], [[line[i] for i in used] for line in body]
     widths = [max(len(line[i]) for line in [titles, *body]) for i in range(len(titles))]
     right = [title in NUMERIC for title in titles]
 

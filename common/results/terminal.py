@@ -22,7 +22,7 @@ def print_table(table: list[Row], title: str, compare_to: str) -> None:
     shown = Table()
     titles = headings(compare_to)
     body = [cells(row) for row in table]
-    used = [i for i, name in enumerate(titles) if i < 5 or any(line[i] for line in body)]
+    used = [i for i in range(len(titles)) if any(line[i] for line in body)]
     for i in used:
         shown.add_column(titles[i], justify="right" if titles[i] in NUMERIC else "left")
     before: Row | None = None

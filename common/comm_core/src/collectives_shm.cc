@@ -12,7 +12,9 @@ namespace comm_core {
 
 namespace {
 
-constexpr size_t kMostLocalRanks = 256;
+// To ask whether all buffers are shared costs a hand-over; staging an all_reduce in place of it
+// costs little more until it has so many times the bytes from which others ask.
+constexpr size_t kAllReduceAsks = 8;
 
 std::vector<std::string> labels(Group& group) {
   const auto& ranks = group.topology().hosts[size_t(group.topology().host_of[size_t(group.rank())])];
@@ -40,51 +42,89 @@ ConstSpan one_piece(const std::vector<ConstSpan>& blocks) {
   return whole;
 }
 
-std::unique_ptr<Stage> direct_reduce_scatter(Group& group, const OpSpec& spec,
-                                             const FrameHeader& frame, int64_t divisor,
-                                             std::function<std::unique_ptr<Stage>()> otherwise) {
-  const int n = group.size();
-  const Span output = spec.outputs[0];
-  ShmDirectStage::Plan plan;
-  plan.frame = frame;
-  plan.input = one_piece(spec.inputs);
-  plan.total = output.bytes;
-  plan.otherwise = std::move(otherwise);
-  const size_t first = size_t(spec.inputs[size_t(group.rank())].data - spec.inputs[0].data);
-  plan.work = [=, dtype = spec.dtype, op = spec.op](const std::vector<const char*>& inputs,
-                                                    size_t begin, size_t end) {
-    const void* sources[kMostLocalRanks];
-    for (int r = 0; r < n; ++r) sources[r] = inputs[size_t(r)] + first + begin;
-    const size_t count = (end - begin) / size_of(dtype);
-    reduce(dtype, op, output.data + begin, sources, n, count);
-    if (divisor > 0) divide(dtype, output.data + begin, count, divisor);
-  };
+std::unique_ptr<Stage> direct(Group& group, const FrameHeader& frame, ConstSpan input,
+                              std::vector<ShmDirectStage::Pass> passes,
+                              std::function<std::unique_ptr<Stage>()> otherwise) {
+  ShmDirectStage::Plan plan{frame, input, std::move(passes), std::move(otherwise)};
   return std::make_unique<ShmDirectStage>(*group.shm(), group.peer_buffers(), std::move(plan),
                                           labels(group));
+}
+
+// Folds what everybody has at `first` bytes from the beginning of his input.
+ShmDirectStage::Pass fold_pass(Group& group, const OpSpec& spec, size_t first, Span output,
+                               bool streaming) {
+  const int n = group.size();
+  const int64_t divisor = spec.op == ReduceOp::avg ? n : 0;
+  ShmDirectStage::Pass pass;
+  pass.total = output.bytes;
+  pass.work = [=, dtype = spec.dtype, op = spec.op](const std::vector<const char*>& inputs,
+                                                    size_t begin, size_t end) {
+    std::vector<const void*> sources;
+    for (const char* input : inputs) sources.push_back(input + first + begin);
+    const size_t count = (end - begin) / size_of(dtype);
+    reduce(dtype, op, output.data + begin, sources.data(), n, count, streaming);
+    if (divisor > 0) divide(dtype, output.data + begin, count, divisor);
+  };
+  return pass;
+}
+
+// Copies blocks[r] from rank r, where it is offsets[r] bytes from the beginning of his input.
+ShmDirectStage::Pass copy_pass(Group& group, std::vector<Span> blocks, std::vector<size_t> offsets,
+                               bool streaming) {
+  ShmDirectStage::Pass pass;
+  for (const Span& block : blocks) pass.total = std::max(pass.total, block.bytes);
+  pass.chunk = std::max<size_t>(16 << 10, pass.chunk / blocks.size() / 4096 * 4096);
+  pass.work = [=, me = size_t(group.rank())](const std::vector<const char*>& inputs, size_t begin,
+                                             size_t end) {
+    for (size_t k = 0; k < blocks.size(); ++k) {
+      // Neighbours first: not everybody reads the same rank's memory at once.
+      const size_t r = (me + k) % blocks.size();
+      const size_t to = std::min(end, blocks[r].bytes);
+      const char* from = inputs[r] + offsets[r];
+      if (begin >= to || blocks[r].data == from) continue;
+      copy(blocks[r].data + begin, from + begin, to - begin, streaming);
+    }
+  };
+  return pass;
+}
+
+std::unique_ptr<Stage> direct_reduce_scatter(Group& group, const OpSpec& spec,
+                                             const FrameHeader& frame, bool streaming,
+                                             std::function<std::unique_ptr<Stage>()> otherwise) {
+  const size_t first = size_t(spec.inputs[size_t(group.rank())].data - spec.inputs[0].data);
+  return direct(group, frame, one_piece(spec.inputs),
+                {fold_pass(group, spec, first, spec.outputs[0], streaming)}, std::move(otherwise));
 }
 
 std::unique_ptr<Stage> direct_all_gather(Group& group, const OpSpec& spec,
                                          const FrameHeader& frame,
                                          std::function<std::unique_ptr<Stage>()> otherwise) {
-  ShmDirectStage::Plan plan;
-  plan.frame = frame;
-  plan.input = spec.inputs[0];
-  plan.otherwise = std::move(otherwise);
-  for (const Span& block : spec.outputs) plan.total = std::max(plan.total, block.bytes);
-  plan.chunk = std::max<size_t>(16 << 10, plan.chunk / spec.outputs.size() / 4096 * 4096);
   const bool streaming = frame.total_bytes >= group.options().shm_stream;
-  plan.work = [outputs = spec.outputs, me = size_t(group.rank()), streaming](
-                  const std::vector<const char*>& inputs, size_t begin, size_t end) {
-    for (size_t k = 0; k < outputs.size(); ++k) {
-      // Neighbours first: not everybody reads the same rank's memory at once.
-      const size_t r = (me + k) % outputs.size();
-      const size_t to = std::min(end, outputs[r].bytes);
-      if (begin >= to || outputs[r].data == inputs[r]) continue;
-      copy(outputs[r].data + begin, inputs[r] + begin, to - begin, streaming);
-    }
-  };
-  return std::make_unique<ShmDirectStage>(*group.shm(), group.peer_buffers(), std::move(plan),
-                                          labels(group));
+  const std::vector<size_t> offsets(spec.outputs.size(), 0);
+  return direct(group, frame, spec.inputs[0],
+                {copy_pass(group, spec.outputs, offsets, streaming)}, std::move(otherwise));
+}
+
+// In place only: first everybody folds his share into his own buffer, where nobody else looks at
+// it; then he copies the others' shares, which they need no more in his.
+std::unique_ptr<Stage> direct_all_reduce(Group& group, const OpSpec& spec,
+                                         const FrameHeader& frame,
+                                         std::function<std::unique_ptr<Stage>()> otherwise) {
+  const Span whole = spec.outputs[0];
+  const bool in_place = spec.inputs[0].data == whole.data;
+  std::vector<Span> shares;
+  std::vector<size_t> offsets;
+  for (int r = 0; r < group.size(); ++r) {
+    const Cut c = cut(whole.bytes, size_of(spec.dtype), group.size(), r);
+    shares.push_back({whole.data + c.begin, c.bytes});
+    offsets.push_back(c.begin);
+  }
+  const size_t me = size_t(group.rank());
+  const bool streaming = frame.total_bytes >= group.options().shm_stream;
+  return direct(group, frame, in_place ? spec.inputs[0] : ConstSpan{},
+                {fold_pass(group, spec, offsets[me], shares[me], false),
+                 copy_pass(group, shares, offsets, streaming)},
+                std::move(otherwise));
 }
 
 }  // namespace
@@ -116,7 +156,13 @@ Stages over_shm(Group& group, const OpSpec& spec, const FrameHeader& frame) {
   if (spec.kind == OpKind::all_reduce) {
     ShmAllReducePlan plan{frame, spec.dtype, spec.op, spec.inputs[0], spec.outputs[0], divisor,
                           spec.inputs[0].bytes <= group.options().shm_flat};
-    stages.push_back(std::make_unique<ShmAllReduceStage>(streams, plan, labels(group)));
+    const auto staged = [&group, plan]() -> std::unique_ptr<Stage> {
+      return std::make_unique<ShmAllReduceStage>(*group.shm(), plan, labels(group));
+    };
+    // Between two ranks the staged one moves as many bytes, through the caches.
+    const bool ask =
+        n > 2 && frame.total_bytes >= kAllReduceAsks * group.options().shm_direct;
+    stages.push_back(ask ? direct_all_reduce(group, spec, frame, staged) : staged());
     return stages;
   }
   if (spec.kind == OpKind::reduce_scatter || spec.kind == OpKind::reduce) {
@@ -142,9 +188,10 @@ Stages over_shm(Group& group, const OpSpec& spec, const FrameHeader& frame) {
       return std::make_unique<ShmReduceStage>(*group.shm(), plan, labels(group));
     };
     // Whether the inputs are shared buffers only their owners know: asked where it is worth it.
-    const bool ask = spec.kind == OpKind::reduce_scatter &&
-                     frame.total_bytes >= group.options().shm_direct && n <= kMostLocalRanks;
-    stages.push_back(ask ? direct_reduce_scatter(group, spec, frame, divisor, staged) : staged());
+    const bool ask =
+        spec.kind == OpKind::reduce_scatter && frame.total_bytes >= group.options().shm_direct;
+    stages.push_back(ask ? direct_reduce_scatter(group, spec, frame, plan.streaming, staged)
+                         : staged());
     return stages;
   }
 

@@ -73,6 +73,7 @@ class Engine {
   void drive(const Op* until, double deadline_s);
   bool pass();
   bool spin();
+  bool give_way(const Op& until);
   void take_incoming();
   bool has_work();
   double check_deadlines();

@@ -18,6 +18,7 @@
 namespace comm_core {
 
 class Control;
+struct Connection;
 class Messenger;
 class Windows;
 
@@ -25,7 +26,8 @@ class Group : public std::enable_shared_from_this<Group> {
  public:
   // Meets the other ranks through `store`; every rank calls it, and it returns when all are
   // connected. `towards`: a host of the rendezvous, by which the interface is chosen if the options
-  // name none. Throws CommError.
+  // name none. The group closes when the last copy of the pointer goes, which must not be in a
+  // callback of an operation. Throws CommError.
   static std::shared_ptr<Group> create(std::shared_ptr<Engine> engine, Store& store, int rank,
                                        int size, const std::string& name,
                                        const std::string& towards, double timeout_s);
@@ -92,8 +94,6 @@ class Group : public std::enable_shared_from_this<Group> {
   void fail(std::exception_ptr error, bool tell);
 
  private:
-  struct Connection;
-
   Group(std::shared_ptr<Engine> engine, int rank, int size, std::string name, double timeout_s);
   void meet(Store& store, const std::string& towards);
   void accept(const Hello& hello, Fd fd);

@@ -21,7 +21,7 @@ struct Options {
   size_t tcp_small = 32 << 10;        // all_reduce, reduce_scatter, ...: below this, direct exchange
   size_t tcp_chunk = 256 << 10;       // moved per step and direction
   size_t tcp_eager = 16 << 10;        // messages up to this go before the receiver asks
-  size_t shm_slot = 256 << 10;        // one round of one rank through shared memory
+  size_t shm_slot = 0;                // one round of one rank through shared memory; 0: by itself
   size_t shm_flat = 16 << 10;         // all_reduce: below this, everybody sums everything
   size_t shm_direct = 64 << 10;       // shared buffers: from this size read in place
   size_t shm_stream = 4 << 20;        // outputs from this size bypass the caches

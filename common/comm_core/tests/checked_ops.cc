@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "reduce_kernels.h"
+#include "shm/buffers.h"
 
 namespace comm_core::testing {
 
@@ -70,10 +71,47 @@ double get(DType dtype, const char* data, size_t i) {
   }
 }
 
+// A vector of bytes, in the heap or where other processes can map it.
+class Memory {
+ public:
+  explicit Memory(bool shared) : shared_(shared) {}
+  ~Memory() { release(); }
+  Memory(const Memory&) = delete;
+  Memory& operator=(const Memory&) = delete;
+  char* data() const { return data_; }
+  size_t size() const { return size_; }
+  void resize(size_t size) {
+    if (size <= size_) return;
+    char* grown = shared_ ? SharedBuffers::instance().allocate(size) : new char[size]();
+    if (size_ > 0) std::memcpy(grown, data_, size_);
+    release();
+    data_ = grown;
+    size_ = size;
+  }
+
+ private:
+  void release() {
+    if (shared_ && data_ != nullptr) {
+      SharedBuffers::instance().free(data_);
+    } else {
+      delete[] data_;
+    }
+  }
+  const bool shared_;
+  char* data_ = nullptr;
+  size_t size_ = 0;
+};
+
 class Checked : public Running {
  public:
   Checked(Group& group, const Case& c)
-      : group_(group), c_(c), n_(group.size()), me_(group.rank()), element_(size_of(c.dtype)) {
+      : group_(group),
+        c_(c),
+        n_(group.size()),
+        me_(group.rank()),
+        element_(size_of(c.dtype)),
+        in_(c.shared >> me_ & 1),
+        out_(c.shared >> me_ & 1) {
     OpSpec spec;
     spec.kind = c.kind;
     spec.dtype = c.dtype;
@@ -201,7 +239,7 @@ class Checked : public Running {
     return c_.uneven ? (c_.count * size_t(from + 2 * to + 1)) % (c_.count + 3) : c_.count;
   }
 
-  size_t grow(std::vector<char>& memory, size_t count) {
+  size_t grow(Memory& memory, size_t count) {
     const size_t at = memory.size();
     memory.resize(at + count * element_);
     return at;
@@ -242,7 +280,7 @@ class Checked : public Running {
   const Case c_;
   const int n_, me_;
   const size_t element_;
-  std::vector<char> in_, out_;
+  Memory in_, out_;
   std::vector<size_t> offsets_, out_offsets_;
   char* result_ = nullptr;
   OpPtr op_;
@@ -253,7 +291,8 @@ class Checked : public Running {
 std::string describe(const Case& c) {
   return std::string(name(c.kind)) + "(" + name(c.dtype) + ", " + name(c.op) + ", root " +
          std::to_string(c.root) + ", count " + std::to_string(c.count) +
-         (c.in_place ? ", in place" : "") + (c.uneven ? ", uneven" : "") + ")";
+         (c.in_place ? ", in place" : "") + (c.uneven ? ", uneven" : "") +
+         (c.shared != 0 ? ", shared " + std::to_string(c.shared) : "") + ")";
 }
 
 Case draw(std::mt19937& random, int n) {
@@ -276,6 +315,9 @@ Case draw(std::mt19937& random, int n) {
   c.in_place = random() % 2 == 0;
   c.uneven = random() % 2 == 0;
   c.priority = int(random() % 3);
+  // Mostly nobody's, else everybody's, at times only some ranks'.
+  constexpr uint32_t kShared[] = {0, 0, 0, 0, 0, ~0u, ~0u, 0b0101};
+  c.shared = kShared[random() % std::size(kShared)];
   return c;
 }
 

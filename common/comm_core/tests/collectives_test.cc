@@ -39,6 +39,16 @@ void every_collective(const World& world) {
       large.kind = kind;
       start(*rank.channels[0], large)->check();
     }
+    // Buffers that peers can map; and a rank without, so that all must do without.
+    for (OpKind kind : {OpKind::all_reduce, OpKind::reduce_scatter, OpKind::all_gather}) {
+      for (uint32_t shared : {~0u, ~1u}) {
+        for (bool in_place : {false, true}) {
+          Case c{kind, DType::f32, ReduceOp::avg, 0, 150001, ++salt, in_place};
+          c.shared = shared;
+          start(*rank.channels[0], c)->check();
+        }
+      }
+    }
   });
 }
 

@@ -204,6 +204,30 @@ void closes_under_way() {
   }
 }
 
+// Nobody holds the group any more, and operations are under way: as if it had been closed.
+void dropped_under_way() {
+  for (const Wiring& wiring : kWirings) {
+    for (bool keeps_operations : {false, true}) {
+      run_ranks(wired(wiring, 2), [&](Rank& rank) {
+        std::vector<Data> data(3);
+        std::vector<OpPtr> ops;
+        expect_sum(*rank.channels[0]);
+        if (rank.rank == 0) {
+          for (Data& d : data) {
+            const OpPtr op = all_reduce(*rank.channels[0], d, 1 << 20);
+            if (keeps_operations) ops.push_back(op);
+          }
+        }
+        rank.forget();
+        for (const OpPtr& op : ops) {
+          expect_text(error_of(op), "all_reduce");
+          expect(is<AbortedError>(op->error()) || is<PeerLostError>(op->error()), "another error");
+        }
+      });
+    }
+  }
+}
+
 void peer_leaves() {
   for (const Wiring& wiring : kWirings) {
     for (size_t bytes : {size_t(40), size_t(2) << 20}) {
@@ -352,6 +376,7 @@ int main(int argc, char** argv) {
                     {"aborts", aborts},
                     {"closes in any order", closes_in_any_order},
                     {"closes under way", closes_under_way},
+                    {"dropped under way", dropped_under_way},
                     {"peer leaves", peer_leaves},
                     {"strangers", strangers},
                     {"priorities", priorities},

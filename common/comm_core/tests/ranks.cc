@@ -21,7 +21,12 @@ void run_ranks(const World& world, const std::function<void(Rank&)>& body) {
         options.allow_loopback = true;
         if (world.transport == "tcp") options.transport = TransportChoice::tcp;
         if (world.hosts > 1) options.host_id = "host" + std::to_string(r * world.hosts / world.size);
-        Rank rank{r, world.size, std::make_shared<Engine>(options), {}};
+        Rank rank{r, world.size, std::make_shared<Engine>(options), {}, nullptr};
+        rank.forget = [&] {
+          channels.clear();
+          rank.channels.clear();
+          rank.engine.reset();
+        };
         for (int c = 0; c < world.channels; ++c) {
           PrefixStore notes(store, std::to_string(c) + "/");
           rank.channels.push_back(Group::create(rank.engine, notes, r, world.size,

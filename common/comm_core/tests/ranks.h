@@ -25,6 +25,7 @@ struct Rank {
   int size;
   std::shared_ptr<Engine> engine;
   std::vector<std::shared_ptr<Group>> channels;
+  std::function<void()> forget;  // lets go of all channels and of the engine, without a close
 };
 
 // Runs `body` on every rank; rethrows the first failure, with the rank in front.

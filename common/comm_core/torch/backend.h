@@ -87,6 +87,13 @@ class CoreBackend : public c10d::Backend {
   const std::shared_ptr<Group>& group() const { return group_; }
 
  private:
+  // While it lives, the operations that this thread submits are parts of one: a profiler shows that.
+  struct Parts {
+    Parts() { under_way = true; }
+    ~Parts() { under_way = false; }
+    static thread_local bool under_way;
+  };
+
   // Sends the operation off; `result` is what the work's future yields.
   WorkPtr submit(OpSpec spec, Tensors&& tensors, c10d::OpType type, TensorList result,
                  Milliseconds timeout, bool async);

@@ -15,19 +15,19 @@ ShmDirectStage::ShmDirectStage(ShmStreams& streams, PeerBuffers& buffers, Plan p
 
 Progress ShmDirectStage::step() {
   if (other_ != nullptr) return other_->step();
-  if (working_) {
-    const size_t end = std::min(plan_.total, done_ + plan_.chunk);
-    if (done_ < end) plan_.work(inputs_, done_, end);
+  if (pass_ != nullptr) {
+    const size_t end = std::min(pass_->total, done_ + pass_->chunk);
+    if (done_ < end) pass_->work(inputs_, done_, end);
     done_ = end;
-    if (done_ == plan_.total) {
-      working_ = false;
-      round_ = Round::finish;
+    if (done_ == pass_->total) {
+      pass_ = nullptr;
+      ++round_;
     }
     return Progress::moved;
   }
   bool moved = false;
   if (!published_) {
-    if (!publish(round_)) return Progress::blocked;
+    if (!publish()) return Progress::blocked;
     published_ = moved = true;
   }
   for (int r = 0; r < streams_.size(); ++r) {
@@ -47,26 +47,28 @@ Progress ShmDirectStage::step() {
   }
   std::fill(heard_.begin(), heard_.end(), false);
   published_ = false;
-  if (round_ == Round::finish) return Progress::done;
   if (!possible_) {
     // All have heard the same, so all take the other way.
     other_ = plan_.otherwise();
-  } else if (round_ == Round::announce) {
-    round_ = Round::agree;
+  } else if (round_ == kAnnounce) {
+    round_ = kAgree;
+  } else if (round_ == last_round()) {
+    return Progress::done;
   } else {
-    working_ = true;
+    pass_ = &plan_.passes[round_ - kAgree];
+    done_ = 0;
   }
   return Progress::moved;
 }
 
-bool ShmDirectStage::publish(Round round) {
+bool ShmDirectStage::publish() {
   const int stream = streams_.inputs(streams_.me());
   if (!streams_.room(stream)) return false;
   SlotHeader& header = streams_.header(stream);
   header.frame = plan_.frame;
-  header.last = round == Round::finish;
+  header.last = round_ == last_round();
   header.place = BufferPlace{};
-  if (round == Round::announce) {
+  if (round_ == kAnnounce) {
     const auto place = SharedBuffers::instance().find(plan_.input.data, plan_.input.bytes);
     if (place) {
       header.place = *place;
@@ -74,7 +76,7 @@ bool ShmDirectStage::publish(Round round) {
     } else {
       possible_ = false;
     }
-  } else if (round == Round::agree) {
+  } else if (round_ == kAgree) {
     const bool all = std::all_of(inputs_.begin(), inputs_.end(),
                                  [](const char* input) { return input != nullptr; });
     header.place.pid = all ? 1 : 0;
@@ -87,13 +89,13 @@ bool ShmDirectStage::publish(Round round) {
 void ShmDirectStage::hear(int r) {
   const SlotHeader& header = streams_.front(streams_.inputs(r));
   check_header(plan_.frame, header.frame, peers_[size_t(r)]);
-  if (round_ == Round::announce) {
+  if (round_ == kAnnounce) {
     if (header.place.pid == 0) {
       possible_ = false;
     } else {
       inputs_[size_t(r)] = buffers_.map(header.place);
     }
-  } else if (round_ == Round::agree && header.place.pid == 0) {
+  } else if (round_ == kAgree && header.place.pid == 0) {
     possible_ = false;
   }
 }
@@ -105,8 +107,13 @@ std::string ShmDirectStage::status() const {
     if (r == streams_.me() || heard_[size_t(r)]) continue;
     late += (late.empty() ? "" : ", ") + peers_[size_t(r)];
   }
-  return "waiting for " + late + " (" + std::to_string(done_) + " of " +
-         std::to_string(plan_.total) + " bytes done)";
+  size_t done = 0, total = 0;
+  for (size_t i = 0; i < plan_.passes.size(); ++i) {
+    total += plan_.passes[i].total;
+    if (round_ > kAgree + i) done = total;
+  }
+  return "waiting for " + late + " (" + std::to_string(done) + " of " + std::to_string(total) +
+         " bytes done)";
 }
 
 }  // namespace comm_core

@@ -2,16 +2,25 @@
 
 #include <fcntl.h>
 #include <sys/stat.h>
+#include <sys/statvfs.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <cstring>
+#include <thread>
 
 namespace comm_core {
 
 namespace {
 
 constexpr size_t kLine = 128;  // two cache lines: neighbours are fetched in pairs
+
+// A round that stays in a core's own cache; and one for ranks that must take turns on the
+// processors, where every hand-over may be a context switch.
+constexpr size_t kSlot = 256 << 10, kSharedCoreSlot = 1 << 20;
+// The larger rounds must leave room for the groups to come: at most this part of what is free.
+constexpr size_t kModestPart = 16;
 
 size_t round_up(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
 
@@ -33,29 +42,24 @@ struct ShmStreams::Facts {
 ShmStreams::ShmStreams(Store& store, const std::vector<int>& ranks, int me, size_t slot_bytes)
     : n_(int(ranks.size())),
       me_(me),
-      slot_bytes_(round_up(slot_bytes, 4096)),
       written_(size_t(2 * n_)),
       read_(size_t(2 * n_)),
       free_from_(size_t(2 * n_)) {
-  const size_t n = size_t(n_);
-  slot_stride_ = round_up(sizeof(SlotHeader) + 8 * n, 64) + slot_bytes_;
-  counters_offset_ = n * sizeof(Facts);
-  // published: a line each for 2n streams; released: a row of 2n counters for each reader.
-  const size_t row = round_up(2 * n * 8, kLine);
-  slots_offset_ = round_up(counters_offset_ + 2 * n * kLine + n * row, 4096);
-  const size_t total = slots_offset_ + 2 * n * kSlots * slot_stride_;
-
   const std::string leader = "shm" + std::to_string(ranks[0]);
   const auto key = [&](const char* what, int rank) { return what + std::to_string(rank); };
   std::string path;
   Name memory_name, bell_name;
   if (me_ == 0) {
+    lay_out(slot_bytes > 0 ? slot_bytes : choose_slot());
     path = unique_path();
-    mapping_ = Mapping::create(path, total);  // a new file is all zeros
+    mapping_ = Mapping::create(path, total_);  // a new file is all zeros
     memory_name.path = path;
-    store.set(leader, path);
+    store.set(leader, std::to_string(slot_bytes_) + " " + path);
   } else {
-    path = store.get(leader);
+    const std::string told = store.get(leader);
+    char* rest = nullptr;
+    lay_out(strtoull(told.c_str(), &rest, 10));
+    path = rest + strspn(rest, " ");
     try {
       mapping_ = Mapping::open(path);
     } catch (const SystemError& error) {
@@ -63,7 +67,7 @@ ShmStreams::ShmStreams(Store& store, const std::vector<int>& ranks, int me, size
                         ": ranks with one host identity must share /dev/shm; give each its own " +
                         "with COMM_CORE_HOST_ID, or set COMM_CORE_TRANSPORT=tcp");
     }
-    if (mapping_.bytes() != total) throw MismatchError(path + " has another size than expected");
+    if (mapping_.bytes() != total_) throw MismatchError(path + " has another size than expected");
   }
   const std::string own_bell = path + "." + std::to_string(me_);
   if (mkfifo(own_bell.c_str(), 0600) != 0) throw_errno("cannot create " + own_bell);
@@ -82,6 +86,25 @@ ShmStreams::ShmStreams(Store& store, const std::vector<int>& ranks, int me, size
 }
 
 ShmStreams::~ShmStreams() = default;
+
+size_t ShmStreams::choose_slot() {
+  if (n_ <= int(std::thread::hardware_concurrency())) return kSlot;
+  lay_out(kSharedCoreSlot);
+  struct statvfs room {};
+  if (statvfs("/dev/shm", &room) != 0) return kSlot;
+  return room.f_bavail * room.f_frsize / kModestPart >= total_ ? kSharedCoreSlot : kSlot;
+}
+
+void ShmStreams::lay_out(size_t slot_bytes) {
+  const size_t n = size_t(n_);
+  slot_bytes_ = round_up(slot_bytes, 4096);
+  slot_stride_ = round_up(sizeof(SlotHeader) + 8 * n, 64) + slot_bytes_;
+  counters_offset_ = n * sizeof(Facts);
+  // published: a line each for 2n streams; released: a row of 2n counters for each reader.
+  const size_t row = round_up(2 * n * 8, kLine);
+  slots_offset_ = round_up(counters_offset_ + 2 * n * kLine + n * row, 4096);
+  total_ = slots_offset_ + 2 * n * kSlots * slot_stride_;
+}
 
 ShmStreams::Slot ShmStreams::slot(int stream, uint64_t round) {
   char* base = mapping_.data() + slots_offset_ +

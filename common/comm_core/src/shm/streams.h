@@ -31,6 +31,7 @@ class ShmStreams : public Watcher {
   static constexpr uint64_t kSlots = 2;
 
   // Collective over the ranks of this host. `ranks`: their ranks in the group; `me`: place therein.
+  // `slot_bytes` 0: chosen by the first of them.
   ShmStreams(Store& store, const std::vector<int>& ranks, int me, size_t slot_bytes);
   ~ShmStreams() override;
 
@@ -71,6 +72,8 @@ class ShmStreams : public Watcher {
   };
   struct Facts;  // of one rank, in shared memory
 
+  size_t choose_slot();
+  void lay_out(size_t slot_bytes);
   Slot slot(int stream, uint64_t round);
   std::atomic<uint64_t>& published(int stream) const;
   std::atomic<uint64_t>& released(int reader, int stream);
@@ -78,7 +81,7 @@ class ShmStreams : public Watcher {
   void wake(int r);
 
   int n_, me_;
-  size_t slot_bytes_, slot_stride_, counters_offset_, slots_offset_;
+  size_t slot_bytes_ = 0, slot_stride_ = 0, counters_offset_ = 0, slots_offset_ = 0, total_ = 0;
   Mapping mapping_;
   Fd bell_;
   std::vector<Fd> bells_;

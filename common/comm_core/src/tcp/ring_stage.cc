@@ -9,6 +9,9 @@ namespace comm_core {
 
 namespace {
 
+// On a ring of two nobody waits for pieces to be passed on: many at once save context switches.
+constexpr size_t kPairPieces = 4;
+
 uint64_t total(const std::vector<ConstSpan>& blocks) {
   uint64_t bytes = 0;
   for (const ConstSpan& block : blocks) bytes += block.bytes;
@@ -27,6 +30,8 @@ RingStage::RingStage(Group& group, Ring ring, FrameHeader frame, uint64_t bytes_
                      uint64_t bytes_in)
     : group_(group),
       ring_(std::move(ring)),
+      chunk_(group.options().tcp_chunk),
+      worth_it_(ring_.size() == 2 ? kPairPieces * chunk_ : chunk_ / 2),
       frame_(frame),
       total_out_(bytes_out),
       total_in_(bytes_in) {}
@@ -54,20 +59,18 @@ bool RingStage::in_ready() {
 }
 
 size_t RingStage::send(const char* data, size_t bytes) {
-  const size_t now = std::min(bytes, group_.options().tcp_chunk);
-  const size_t sent = group_.out(ring_.next()).write(data, now);
+  const size_t sent = group_.out(ring_.next()).write(data, std::min(bytes, chunk_));
   sent_ += sent;
   return sent;
 }
 
 size_t RingStage::receive(char* data, size_t bytes, size_t low_water) {
   InLink& link = *group_.in(ring_.previous());
-  const size_t chunk = group_.options().tcp_chunk;
-  const size_t got = link.read(data, std::min(bytes, chunk));
+  const size_t got = link.read(data, std::min(bytes, chunk_));
   received_ += got;
   // A woken engine should find a good piece; but never wait for more than the sender can give
   // before it hears from us, which is the rest of a block, or than we have room for.
-  if (got == 0) link.set_low_water(std::max<size_t>(1, std::min(low_water, chunk / 2)));
+  if (got == 0) link.set_low_water(std::max<size_t>(1, std::min(low_water, worth_it_)));
   return got;
 }
 
@@ -90,7 +93,7 @@ std::string RingStage::status() const {
 // nothing on.
 uint64_t RingReduceStage::capacity(Group& group, const Ring& ring,
                                    const std::vector<ConstSpan>& inputs) {
-  size_t most = 4 * group.options().tcp_chunk;
+  size_t most = kPairPieces * group.options().tcp_chunk;
   for (const ConstSpan& block : inputs) {
     if (ring.size() > 2) most = std::max(most, block.bytes);
   }
@@ -130,12 +133,14 @@ Progress RingReduceStage::step() {
 
 bool RingReduceStage::take_in() {
   if (received_ == total_in_) return false;
+  // What is at the front is still in the caches.
+  if (ring_.size() == 2 && folded_ == received_) origin_ = received_;
   // Free are the bytes that have been sent on, and of the last block those that were folded.
   const uint64_t forwarded = total_in_ - output_.bytes;
   const uint64_t passed = sent_ - std::min<uint64_t>(sent_, inputs_[ring_.block(1)].bytes);
   const uint64_t freed = passed < forwarded ? passed : std::max(passed, folded_);
   const uint64_t room = capacity_ - (received_ - freed);
-  const uint64_t at = received_ % capacity_;
+  const size_t at = place(received_);
   const size_t most = size_t(std::min({room, capacity_ - at, total_in_ - received_}));
   if (most == 0) return false;
   while (received_ >= arriving_end_ && arriving_block_ < ring_.size()) {
@@ -147,7 +152,7 @@ bool RingReduceStage::take_in() {
 bool RingReduceStage::fold() {
   bool moved = false;
   const size_t element = size_of(dtype_);
-  size_t budget = group_.options().tcp_chunk;
+  size_t budget = chunk_;
   while (budget > 0 && fold_block_ <= ring_.size()) {
     const ConstSpan& block = inputs_[ring_.block(fold_block_)];
     if (fold_offset_ == block.bytes) {
@@ -155,7 +160,7 @@ bool RingReduceStage::fold() {
       fold_offset_ = 0;
       continue;
     }
-    const uint64_t at = folded_ % capacity_;
+    const size_t at = place(folded_);
     size_t now = size_t(std::min<uint64_t>({received_ - folded_, capacity_ - at,
                                             block.bytes - fold_offset_, budget}));
     now = now / element * element;
@@ -179,7 +184,7 @@ bool RingReduceStage::give_out() {
   const ConstSpan& first = inputs_[ring_.block(1)];
   if (sent_ < first.bytes) return send(first.data + sent_, first.bytes - sent_) > 0;
   const uint64_t passed = sent_ - first.bytes;
-  const uint64_t at = passed % capacity_;
+  const size_t at = place(passed);
   const uint64_t forwarded = total_in_ - output_.bytes;
   const size_t most = size_t(
       std::min(std::min(folded_, forwarded) - std::min(passed, folded_), capacity_ - at));

@@ -43,6 +43,8 @@ class RingStage : public Stage {
 
   Group& group_;
   const Ring ring_;
+  const size_t chunk_;      // moved per step and direction
+  const size_t worth_it_;   // a sleeping engine is not woken for less
   FrameHeader frame_;
   const uint64_t total_out_, total_in_;
   uint64_t sent_ = 0, received_ = 0;
@@ -62,6 +64,7 @@ class RingReduceStage : public RingStage {
 
  private:
   static uint64_t capacity(Group& group, const Ring& ring, const std::vector<ConstSpan>& inputs);
+  size_t place(uint64_t at) const { return size_t((at - origin_) % capacity_); }
   bool take_in();
   bool fold();
   bool give_out();
@@ -73,6 +76,7 @@ class RingReduceStage : public RingStage {
   const int64_t divisor_;
   const uint64_t capacity_;
   Scratch buffer_;         // circular: partial sums between this rank's two connections
+  uint64_t origin_ = 0;    // the place in the incoming stream that is at its front
   uint64_t folded_ = 0;    // bytes of the incoming stream
   int fold_block_ = 2;     // how many places behind
   size_t fold_offset_ = 0;

@@ -1,0 +1,1 @@
+"""Virtual hosts on one Linux machine, joined by links of a chosen speed. Torch-free."""

@@ -1,0 +1,214 @@
+"""Virtual hosts joined by shaped links, inside a sandbox."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from common.emulation import links, names, network, sandbox
+from common.emulation.config import NetworkProfile
+from common.emulation.flow import measure_link
+from common.emulation.holders import Holders
+
+_ENTER = [sys.executable, "-I", "-S", str(Path(__file__).with_name("enter.py"))]
+_MEASUREMENTS, _NEAR = 3, 0.98
+
+
+@dataclass(frozen=True, kw_only=True)
+class VirtualHost:
+    """One host of an emulated cluster.
+
+    Attributes:
+        name: resolves on every host and in the sandbox.
+        address: of `ifname`, where the other hosts and the sandbox reach it.
+        pid: of a process on the host, as /proc shows it; for `common.emulation.enter`.
+    """
+
+    name: str
+    address: str
+    ifname: str
+    pid: int
+
+    def command(self, argv: Sequence[str]) -> list[str]:
+        """`argv` as it must be started in the sandbox to run on this host."""
+        return [*_ENTER, str(self.pid), "--", *argv]
+
+
+class EmulatedCluster:
+    """`with EmulatedCluster(...) as cluster: cluster.hosts` - built on entry, removed on exit.
+
+    Args:
+        profile: of every link, in both directions.
+        time_scale: one emulated second takes this many real ones.
+        congestion: TCP congestion control of all connections. None: the machine's default, or
+            cubic where that is bbr, whose probing misses the rate of such links.
+
+    Attributes:
+        hosts: h0, h1 and so on; empty outside of `with`.
+        congestion: the TCP congestion control in use.
+        notes: sentences on what is not as the profile asks for.
+
+    Raises:
+        RuntimeError: on entry, outside of a sandbox or when the kernel refuses.
+        UserError: `congestion` is not known to this machine.
+    """
+
+    def __init__(
+        self,
+        *,
+        hosts: int,
+        profile: NetworkProfile,
+        time_scale: float = 1.0,
+        congestion: str | None = None,
+    ) -> None:
+        self.hosts: tuple[VirtualHost, ...] = ()
+        self.notes: list[str] = []
+        self.profile, self.time_scale = profile, time_scale
+        self._count = hosts
+        self._holders: Holders | None = None
+        self._netem = self._single_packets = False
+        self._gbps: list[float] = []  # what each link was last asked for
+        self.congestion = network.choose_congestion(congestion)
+
+    def __enter__(self) -> EmulatedCluster:
+        if not sandbox.inside():
+            raise RuntimeError("virtual hosts can be built only in a sandbox, see sandbox.run")
+        try:
+            self._build()
+        except BaseException:
+            self._remove()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._remove()
+
+    def set_profile(self, profile: NetworkProfile, time_scale: float) -> None:
+        """Gives all links another profile; what is under way is lost."""
+        self.profile, self.time_scale = profile, time_scale
+        self._netem = links.delays(profile) and links.has_netem()
+        self._take_notes()
+        down = [
+            line
+            for host in range(len(self.hosts))
+            for line in links.shape(network.port_of(host), profile, time_scale, self._netem)
+        ]
+        # The delay is on one end only, so that it counts once from host to host.
+        up = links.shape(network.IFNAME, profile, time_scale, False)
+        self._on_all("tc", down, up)
+        self._gbps = [profile.gbps] * len(self.hosts)
+        lossy = self._netem and profile.loss_percent > 0
+        if lossy != self._single_packets:
+            # Losing one large packet would lose up to 45 segments at once.
+            limit = f"gso_max_segs {1 if lossy else 65535}"
+            lines = [
+                f"link set dev {device} {limit}" for device in (network.BRIDGE, network.IFNAME)
+            ]
+            self._on_all("ip", lines[:1], lines[1:])
+            self._single_packets = lossy
+
+    def set_rate(self, host: int, gbps: float) -> None:
+        """Changes both directions of one host's link, to so many emulated Gb/s."""
+        down = links.reshape(network.port_of(host), gbps, self.time_scale, self._netem)
+        up = links.reshape(network.IFNAME, gbps, self.time_scale, False)
+        network.batch("tc", down)
+        network.batch("tc", up, self.hosts[host].pid)
+        self._gbps[host] = gbps
+
+    def set_link(self, host: int, up: bool) -> None:
+        """Plugs one host's cable in, or out; what is queued in the switch for it is lost."""
+        state = "up" if up else "down"
+        network.batch("ip", [f"link set dev {network.port_of(host)} {state}"])
+
+    def restore(self) -> None:
+        """All links are up and have the profile's rate again."""
+        ports = [network.port_of(host) for host in range(len(self.hosts))]
+        network.batch("ip", [f"link set dev {port} up" for port in ports])
+        for host in range(len(self.hosts)):
+            self.set_rate(host, self.profile.gbps)
+
+    def measure(self, seconds: float = 0.5) -> list[dict[str, Any]]:
+        """Sends over each link by itself, between its host and the switch.
+
+        A link that seems slow is measured again, up to twice, and the best counts: on a busy
+        machine it is the sender that is slow.
+
+        Args:
+            seconds: of this machine, for each direction.
+
+        Returns:
+            For each host `host`, `up_gbps` and `down_gbps`: emulated Gb/s on the wire as
+            links.py counts them, from the TCP payload received.
+
+        Raises:
+            RuntimeError: a link carries nothing.
+        """
+        found = []
+        for index, host in enumerate(self.hosts):
+            up = down = 0.0
+            for _ in range(_MEASUREMENTS):
+                speeds = self._measure(host, seconds)
+                up, down = max(up, speeds[0]), max(down, speeds[1])
+                if min(up, down) > _NEAR * self._gbps[index]:
+                    break
+            found.append({"host": host.name, "up_gbps": up, "down_gbps": down})
+        return found
+
+    def _measure(self, host: VirtualHost, seconds: float) -> tuple[float, float]:
+        # The first round trips only find the speed.
+        round_trip_s = 2e-6 * self.profile.latency_us * self.time_scale if self._netem else 0.0
+        skip_s = 0.2 * seconds + 12 * round_trip_s
+        up, down = measure_link(host, network.BRIDGE_ADDRESS, seconds + skip_s, skip_s)
+        return up * self.time_scale, down * self.time_scale
+
+    def _build(self) -> None:
+        holders = self._holders = Holders(self._count)
+        network.batch("ip", network.switch_commands(holders.pids))
+        jobs = []
+        for index, pid in enumerate(holders.proc_pids):
+            address = network.address_of(index)
+            lines = network.host_commands(index, self._count)
+            lines += network.congestion_commands(network.IFNAME, address, self.congestion)
+            jobs.append(network.start("ip", lines, pid))
+            host = VirtualHost(name=f"h{index}", address=address, ifname=network.IFNAME, pid=pid)
+            self.hosts += (host,)
+        switch = (network.BRIDGE, network.BRIDGE_ADDRESS)
+        jobs.append(network.start("ip", network.congestion_commands(*switch, self.congestion)))
+        for job in jobs:
+            network.finish(job)
+        self.set_profile(self.profile, self.time_scale)
+        names.write({host.name: (host.address, host.pid) for host in self.hosts})
+
+    def _remove(self) -> None:
+        if self._holders is None:
+            return
+        self._holders.clear()
+        # Before the namespaces go, which takes the links away at some later moment.
+        network.remove(self._count)
+        self._holders.close()
+        self._holders, self.hosts = None, ()
+        names.forget()
+
+    def _on_all(self, tool: str, switch: list[str], every_host: list[str]) -> None:
+        jobs = [network.start(tool, switch)]
+        jobs += [network.start(tool, every_host, host.pid) for host in self.hosts]
+        for job in jobs:
+            network.finish(job)
+
+    def _take_notes(self) -> None:
+        profile = self.profile
+        self.notes = []
+        if links.delays(profile) and not self._netem:
+            left_out = [f"latency of {profile.latency_us:g} us"] if profile.latency_us else []
+            left_out += [f"jitter of {profile.jitter_us:g} us"] if profile.jitter_us else []
+            left_out += [f"loss of {profile.loss_percent:g} %"] if profile.loss_percent else []
+            self.notes.append(
+                f"only bandwidth is shaped: this kernel has no netem for the {', '.join(left_out)}"
+            )
+        if profile.rdma:
+            self.notes.append("RDMA is emulated by TCP")
+        if not names.resolvable():
+            self.notes.append("names of hosts do not resolve: there is no /etc/hosts to replace")

@@ -1,0 +1,118 @@
+"""How much slower than real time an emulated cluster runs, so that this machine can keep up."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from common.emulation.calibration import Calibration, calibrate
+from common.emulation.config import NetworkProfile
+from dear.errors import UserError
+
+__all__ = ["Calibration", "Choice", "Load", "calibrate", "check_scale", "choose_time_scale"]
+
+BUSY_TARGET = 0.6
+"""Share of all cores that a step may keep busy; above it ranks wait for cores, not for links."""
+SERIAL_TARGET = 0.05
+"""Share of a step that may pass in work that runs at this machine's speed and hides nowhere."""
+
+# Passes over the memory of all parameters, per rank and step. Replay writes each gradient;
+# algorithms copy it into a buffer and the average out again (two reads, two writes) and add what
+# arrives (two reads, a write); the plain optimizer reads gradient and parameter and writes the
+# parameter.
+_GRADIENT_PASSES, _COMMUNICATION_PASSES, _UPDATE_PASSES = 1, 4 + 3, 3
+# Python of the model's modules, hooks and collectives, per rank and step.
+_OVERHEAD_S = 0.02
+_SMALL, _DECADE = (1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0), (10, 12, 16, 20, 30, 40, 50, 60, 80)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """What a trial asks of the machine in each step."""
+
+    world_size: int
+    hosts: int
+    parameter_bytes: int
+    step_s: float
+    """Replayed compute, in emulated seconds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """A time scale, and one line that says why."""
+
+    time_scale: float
+    reason: str
+
+
+def choose_time_scale(
+    load: Load, network: NetworkProfile, calibration: Calibration, cores: int
+) -> Choice:
+    """The smallest readable scale at which `cores` cores keep up with the emulated cluster.
+
+    An emulated step takes at least T = max(compute, wire), where wire is the time in which every
+    host sends and receives 2 (H-1)/H of the parameters. It costs C = communication + memory CPU
+    seconds, whatever the scale k; k stretches the time in which they may be spent. So
+
+        k >= C / (0.6 cores T)                      the whole step leaves cores idle
+        k >= communication / (0.6 cores wire)       also while all links are busy
+        k >= serial / (0.05 T)                      update and overhead hardly lengthen the step
+    """
+    world, hosts, size = load.world_size, load.hosts, load.parameter_bytes
+    link_bytes = 2 * (hosts - 1) * size
+    wire_s = link_bytes / hosts * 8 / (network.gbps * 1e9)
+    step_s = max(load.step_s, wire_s)
+    touched_s = world * size / calibration.memory_bytes_per_s
+    links_cpu = link_bytes * calibration.cpu_s_per_byte
+    communication_cpu = links_cpu + (touched_s * _COMMUNICATION_PASSES if world > 1 else 0.0)
+    overhead_cpu = touched_s * _UPDATE_PASSES + world * _OVERHEAD_S
+    cpu = communication_cpu + overhead_cpu + touched_s * _GRADIENT_PASSES
+    serial_s = overhead_cpu / min(cores, world)
+    share = f"{BUSY_TARGET:.0%} of {cores} cores"
+    bounds = [
+        (
+            cpu / (BUSY_TARGET * cores * step_s),
+            f"{cpu:.2g} CPU seconds a step must fit into {share} in {step_s:.2g} s",
+        ),
+        (
+            serial_s / (SERIAL_TARGET * step_s),
+            f"{serial_s:.2g} s of update and Python must stay within {SERIAL_TARGET:.0%} of "
+            f"{step_s:.2g} s",
+        ),
+    ]
+    if wire_s:
+        bounds.append(
+            (
+                communication_cpu / (BUSY_TARGET * cores * wire_s),
+                f"{communication_cpu:.2g} CPU seconds of communication must fit into {share} in "
+                f"{wire_s:.2g} s of busy links",
+            )
+        )
+    needed, why = max(bounds)
+    scale = next(scale for scale in readable_scales() if scale >= needed)
+    reason = f"{why}, on this machine: at least {needed:.1f} times slower than real time"
+    if scale == 1:
+        reason = f"{cpu:.2g} CPU seconds a step fit into {step_s:.2g} s of {cores} cores"
+    return Choice(time_scale=scale, reason=reason)
+
+
+def readable_scales() -> Iterator[float]:
+    """1, 1.5, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 30, ... without end."""
+    yield from _SMALL
+    for power in itertools.count():
+        yield from (float(number * 10**power) for number in _DECADE)
+
+
+def check_scale(model_is_replayed: bool, time_scale: float | None) -> None:
+    """Raises `UserError` for a scale that a model which really computes cannot have.
+
+    Args:
+        time_scale: as the user gave it; None if it is chosen automatically.
+    """
+    if time_scale is None or time_scale == 1 or model_is_replayed:
+        return
+    raise UserError(
+        f"time_scale: {time_scale:g} would slow the links but not a model that really computes; "
+        "allowed: 1, or a replayed model (MODEL@DEVICE)"
+    )

@@ -1,0 +1,246 @@
+"""Does a fault of an experiment at its time, undoes it, and tells what it did."""
+
+from __future__ import annotations
+
+import os
+import signal
+import struct
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from common.emulation.config import Fault, network_profile
+from dear.errors import UserError
+
+if TYPE_CHECKING:
+    from common.emulation.cluster import EmulatedCluster
+
+Event = dict[str, Any]
+"""at_s, what, host, rank, for_s, ok, message; see `FaultInjector.stop`."""
+
+_MEASURING = "measuring"  # the phase of common.harness.worker that faults are timed from
+_POLL_S = 0.02
+_SLOWDOWN = struct.Struct("<d")
+
+
+def check_fault(
+    fault: Fault, *, hosts: int, ranks_per_host: int, world_size: int, replayed: bool
+) -> None:
+    """Raises `UserError` for a fault that cannot happen to a trial of this shape.
+
+    Args:
+        replayed: whether the model's compute is replayed; only that can be slowed.
+    """
+    used = min(hosts, -(-world_size // ranks_per_host))
+    if fault.rank is not None and not 0 <= fault.rank < world_size:
+        raise UserError(f"faults: there is no rank {fault.rank}; allowed: 0 to {world_size - 1}")
+    if fault.host is not None and not 0 <= fault.host < used:
+        raise UserError(f"faults: host {fault.host} runs no rank; allowed: 0 to {used - 1}")
+    if fault.kind == "slow_host" and not replayed:
+        raise UserError("faults: slow_host slows replayed compute only; use a model MODEL@DEVICE")
+
+
+def blame(outcome_error: Mapping[str, Any] | None, events: Sequence[Event]) -> str | None:
+    """What of the faults that did happen may explain a trial's failure; None for no failure.
+
+    Args:
+        outcome_error: the `error` of the trial's outcome.
+        events: what `FaultInjector.stop` gave.
+
+    Returns:
+        For example `host h2: link cut at 1.0 s for good`.
+    """
+    if outcome_error is None or outcome_error["kind"] not in ("failed", "timeout"):
+        return None
+    for event in events:
+        if event["ok"]:
+            lasting = "" if event["for_s"] is None else f" for {event['for_s']:g} s"
+            if event["for_s"] is None and event["rank"] is None:
+                lasting = " for good"
+            return f"host {event['host']}: {event['what']} at {event['at_s']:.1f} s{lasting}"
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Change:
+    """What a fault does to a trial, in words and in deed; and the way back, if there is one."""
+
+    what: str
+    do: Callable[[], None]
+    undone: str = ""
+    undo: Callable[[], None] | None = None
+
+
+class FaultInjector:
+    """One fault in one repeat of one trial: `start()` before the ranks, `stop()` after them.
+
+    Args:
+        folder: the trial's folder, where the ranks write what they are doing.
+        time_scale: wall seconds per emulated second.
+    """
+
+    def __init__(
+        self,
+        fault: Fault,
+        cluster: EmulatedCluster,
+        folder: Path,
+        repeat: int,
+        time_scale: float,
+        world_size: int,
+        ranks_per_host: int,
+    ) -> None:
+        self._fault = fault
+        self._cluster = cluster
+        self._folder = folder
+        self._repeat = repeat
+        self._time_scale = time_scale
+        host = fault.host if fault.rank is None else fault.rank // ranks_per_host
+        if host is None or (fault.rank is not None and fault.rank >= world_size):
+            raise ValueError(f"fault without a place in a world of {world_size}: {fault}")
+        self._host = host
+        self._change = self._make_change()
+        self._events: list[Event] = []
+        self._began = 0.0
+        self._in_effect = False
+        self._trial_ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="fault", daemon=True)
+
+    def start(self) -> None:
+        """Begins to wait for rank 0 to measure."""
+        if self._fault.kind == "slow_host":
+            self._set_slowdown(1.0)  # the ranks map the file when they start
+        self._thread.start()
+
+    def stop(self) -> list[Event]:
+        """Undoes what is still in effect.
+
+        Returns:
+            What happened, in order. `at_s` is in emulated seconds since the measurement began, or
+            None if it never did; `ok` is False for what failed or came too late, `message` says
+            why.
+
+        Raises:
+            RuntimeError: the fault could not be undone, so that the cluster is of no further use.
+        """
+        self._trial_ended.set()
+        self._thread.join()
+        if self._in_effect and self._change.undo is not None:
+            try:
+                self._change.undo()
+            except Exception as error:
+                raise RuntimeError(
+                    f"{self._change.what} on h{self._host} stays: {error}"
+                ) from error
+            self._in_effect = False
+            if self._fault.for_s is not None:
+                self._note(self._change.undone, self._now(), message="with the end of the trial")
+        return self._events
+
+    def _run(self) -> None:
+        fault, scale = self._fault, self._time_scale
+        while self._phase(0)[1] != _MEASURING:
+            if self._trial_ended.wait(_POLL_S):
+                self._fail(self._change.what, None, "the trial ended before it measured")
+                return
+        self._began = time.monotonic()
+        if self._trial_ended.wait(fault.at_s * scale) or self._phase(0)[1] != _MEASURING:
+            late = f"planned at {fault.at_s:g} s, but the measurement had ended"
+            self._fail(self._change.what, self._now(), late)
+            return
+        self._in_effect = True  # perhaps in part, should it now fail
+        if not self._attempt(self._change.what, self._change.do):
+            return
+        if fault.for_s is None or self._change.undo is None:
+            return
+        if not self._trial_ended.wait(fault.for_s * scale):
+            # What cannot be undone now stays in effect until `stop` tries again.
+            self._in_effect = not self._attempt(self._change.undone, self._change.undo)
+
+    def _attempt(self, what: str, deed: Callable[[], None]) -> bool:
+        at_s = self._now()
+        try:
+            deed()
+        except Exception as error:  # of whatever kind, it belongs in the record
+            self._fail(what, at_s, f"{type(error).__name__}: {error}")
+            return False
+        self._note(what, at_s)
+        return True
+
+    def _fail(self, what: str, at_s: float | None, message: str) -> None:
+        self._note(what, at_s, ok=False, message=message)
+
+    def _note(
+        self, what: str, at_s: float | None, *, ok: bool = True, message: str | None = None
+    ) -> None:
+        self._events.append(
+            {
+                "at_s": at_s,
+                "what": what,
+                "host": f"h{self._host}",
+                "rank": self._fault.rank,
+                "for_s": self._fault.for_s,
+                "ok": ok,
+                "message": message,
+            }
+        )
+
+    def _now(self) -> float:
+        return round((time.monotonic() - self._began) / self._time_scale, 4)
+
+    def _phase(self, rank: int) -> tuple[int, str]:
+        """Process and phase of a rank; (0, "") as long as it has said nothing."""
+        try:
+            text = (self._folder / f"phase-{self._repeat}-rank{rank}").read_text()
+        except FileNotFoundError:
+            return 0, ""
+        pid, _, name = text.partition(" ")
+        return (int(pid) if pid.isdigit() else 0), name
+
+    def _make_change(self) -> _Change:
+        fault, cluster, host = self._fault, self._cluster, self._host
+        if fault.kind == "link_down":
+            return _Change(
+                what="link cut",
+                do=lambda: cluster.set_link(host, False),
+                undone="link restored",
+                undo=cluster.restore,
+            )
+        if fault.kind == "link_rate":
+            assert fault.rate is not None
+            gbps = network_profile(fault.rate).gbps
+            return _Change(
+                what=f"link changed to {fault.rate}",
+                do=lambda: cluster.set_rate(host, gbps),
+                undone="link back at its rate",
+                undo=cluster.restore,
+            )
+        if fault.kind == "slow_host":
+            assert fault.factor is not None
+            factor = fault.factor
+            return _Change(
+                what=f"compute {factor:g} times slower",
+                do=lambda: self._set_slowdown(factor),
+                undone="compute back at its speed",
+                undo=lambda: self._set_slowdown(1.0),
+            )
+        return _Change(what=f"rank {fault.rank} killed", do=self._kill)
+
+    def _set_slowdown(self, factor: float) -> None:
+        # In place, because the ranks have the file mapped.
+        path = self._folder / f"pace-h{self._host}"
+        file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
+        try:
+            os.pwrite(file, _SLOWDOWN.pack(factor), 0)
+        finally:
+            os.close(file)
+
+    def _kill(self) -> None:
+        rank = self._fault.rank
+        assert rank is not None
+        pid, _ = self._phase(rank)
+        if pid <= 1:
+            raise RuntimeError(f"rank {rank} has not said which process it is")
+        os.kill(pid, signal.SIGKILL)

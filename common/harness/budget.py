@@ -1,0 +1,184 @@
+"""Runs a list of commands, most valuable first, within a fixed time."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+Status = Literal["ok", "failed", "skipped"]
+
+# What is told to stop may write down what it has; then it is killed.
+GRACE_S = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """How a command ended."""
+
+    code: int | None
+    """Exit status, minus the signal's number for a signal; None: stopped at its time limit."""
+    seconds: float
+    log: Path
+    """What it printed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What a step's end means."""
+
+    status: Status
+    reason: str = ""
+
+
+def by_exit_status(ended: Ended) -> Verdict:
+    """`ok` if the command exited with 0; else the last line that it printed is the reason."""
+    if ended.code == 0:
+        return Verdict(status="ok")
+    lines = ended.log.read_text(errors="replace").split("\n") if ended.log.exists() else []
+    last = next((line.strip() for line in reversed(lines) if line.strip()), "it printed nothing")
+    return Verdict(status="failed", reason=f"exit status {ended.code}: {last[:300]}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One command of the list."""
+
+    name: str
+    command: Sequence[str]
+    expected_s: float
+    """About how long it takes, in seconds; it is not begun when less is left."""
+    limit_s: float
+    """Longest it may take, in seconds; more is a failure."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Added to the environment."""
+    needs: tuple[str, ...] = ()
+    """What must be there (packages, compilers); it is skipped where one is missing."""
+    after: tuple[str, ...] = ()
+    """Steps that must have ended well."""
+    judge: Callable[[Ended], Verdict] = by_exit_status
+    """Says what an end within the time limit means."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What became of a step."""
+
+    name: str
+    status: Status
+    reason: str = ""
+    seconds: float = 0.0
+    log: str | None = None
+    """Path of what it printed; None if it was not begun."""
+
+
+class Budget:
+    """Seconds that may be spent in all, counted from construction."""
+
+    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.seconds = seconds
+        self._clock = clock
+        self._began = clock()
+
+    @property
+    def spent_s(self) -> float:
+        return self._clock() - self._began
+
+    @property
+    def left_s(self) -> float:
+        return self.seconds - self.spent_s
+
+
+def run_steps(
+    steps: Sequence[Step],
+    budget: Budget,
+    missing: Mapping[str, str],
+    start: Callable[[Step, float], Ended],
+) -> Iterator[Result]:
+    """Runs the steps in order and yields what became of each.
+
+    Args:
+        missing: what is not there, and why or how to get it.
+        start: runs the step's command for at most the given seconds.
+    """
+    not_ok: set[str] = set()
+    for step in steps:
+        result = _run(step, budget, missing, not_ok, start)
+        if result.status != "ok":
+            not_ok.add(step.name)
+        yield result
+
+
+def _run(
+    step: Step,
+    budget: Budget,
+    missing: Mapping[str, str],
+    not_ok: set[str],
+    start: Callable[[Step, float], Ended],
+) -> Result:
+    lacking = [f"{name} ({missing[name]})" for name in step.needs if name in missing]
+    if lacking:
+        return Result(name=step.name, status="skipped", reason=f"missing: {', '.join(lacking)}")
+    blocking = [name for name in step.after if name in not_ok]
+    if blocking:
+        return Result(name=step.name, status="skipped", reason=f"needs: {', '.join(blocking)}")
+    left = budget.left_s
+    if left < step.expected_s:
+        reason = (
+            f"no time: {max(left, 0):.0f} s of the {budget.seconds:.0f} s are left, it takes about "
+            f"{step.expected_s:.0f} s"
+        )
+        return Result(name=step.name, status="skipped", reason=reason)
+    ended = start(step, min(step.limit_s, left))
+    if ended.code is not None:
+        verdict = step.judge(ended)
+    elif step.limit_s <= left:
+        verdict = Verdict(status="failed", reason=f"not finished after {step.limit_s:.0f} s")
+    else:
+        reason = f"no time: stopped after {ended.seconds:.0f} s, at the end of the budget"
+        verdict = Verdict(status="skipped", reason=reason)
+    return Result(
+        name=step.name,
+        status=verdict.status,
+        reason=verdict.reason,
+        seconds=round(ended.seconds, 1),
+        log=str(ended.log),
+    )
+
+
+def run_command(step: Step, limit_s: float, log: Path) -> Ended:
+    """Runs the step's command with its output in `log`; none of its processes stays behind."""
+    began = time.monotonic()
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            step.command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **step.env},
+            start_new_session=True,
+        )
+        code: int | None = None
+        try:
+            code = process.wait(timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            _stop(process)
+        finally:
+            # Also after Ctrl-C, and also what outlived the command itself.
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    return Ended(code=code, seconds=time.monotonic() - began, log=log)
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(timeout=GRACE_S)

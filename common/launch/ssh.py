@@ -1,0 +1,53 @@
+"""Ranks on the hosts of a hostfile by one remote shell command per host; no scheduler needed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from common.launch.fleet import Fleet
+from common.launch.hosts import Block, Host
+from common.launch.job import Job, Outcome, outcome_of
+from common.launch.per_host import PerHostLauncher, RemoteOptions
+from dear.errors import UserError
+
+
+class SshLauncher(PerHostLauncher):
+    """Runs `ssh HOST python -m common.launch.node ...` for every host.
+
+    Each rank gets its place in the job as torchrun would tell it. Remote ranks end when the
+    connection to them does.
+    """
+
+    def __init__(
+        self,
+        *,
+        hosts: Sequence[Host] | None,
+        options: RemoteOptions | None = None,
+        preload: Sequence[str] = (),
+    ) -> None:
+        if hosts is None:
+            raise UserError("launcher ssh needs hosts: give hostfile=FILE, lines HOST slots=N")
+        super().__init__(hosts=hosts, options=options, preload=preload)
+
+    def run(self, job: Job) -> Outcome:
+        for rank in range(job.world_size):
+            job.exit_path(rank).unlink(missing_ok=True)
+        return super().run(job)
+
+    def _argv(
+        self, job: Job, place: int, placed: Sequence[Block], meet: Mapping[str, str], tied: bool
+    ) -> list[str]:
+        block = placed[place]
+        numbers = (job.repeat, block.first, block.count, job.world_size)
+        return [
+            *(self._envs.python, "-m", "common.launch.node", *(["--tied"] if tied else [])),
+            *(str(job.folder.resolve()), *map(str, numbers)),
+        ]
+
+    def _env(self, meet: Mapping[str, str]) -> Mapping[str, str]:
+        return meet
+
+    def _outcome(self, job: Job, fleet: Fleet) -> Outcome:
+        paths = {rank: job.exit_path(rank) for rank in range(job.world_size)}
+        codes = {rank: int(path.read_text()) for rank, path in paths.items() if path.exists()}
+        return outcome_of(job, codes, otherwise=fleet.failure())

@@ -1,0 +1,115 @@
+"""How fast replayed compute runs: waiting instead of computing, without drifting."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import resource
+import struct
+import threading
+import time
+from pathlib import Path
+
+# A shorter wait is not worth a system call; the next one makes up for it.
+SHORTEST_SLEEP_S = 40e-6
+# How often the slowdown is read again, in wall seconds.
+SLOWDOWN_PERIOD_S = 0.01
+_PR_SET_TIMERSLACK = 29
+
+
+class Pace:
+    """Waits for emulated seconds of compute, one layer after the other.
+
+    Plays a device that computes while its host runs ahead. Deadlines are absolute: late wake-ups
+    and the host's own work between two layers do not add up, the next layer ends by as much
+    earlier. But a layer begins when its inputs are there: if the thread had to wait for something
+    in between, as it does for communication, the layer takes its full time from then.
+
+    Args:
+        time_scale: wall seconds per emulated second.
+        slowdown: file with one little-endian double by which compute takes longer; it may come,
+            change and go at any time. Without a file compute takes its own time.
+    """
+
+    def __init__(self, time_scale: float, slowdown: Path | None) -> None:
+        self._time_scale = time_scale
+        self._slowdown = slowdown
+        self._factor = time_scale
+        self._read_again = 0.0
+        self._deadline = 0.0
+        self._thread = 0
+        self._blocked = 0
+
+    @property
+    def time_scale(self) -> float:
+        return self._time_scale
+
+    def restart(self) -> None:
+        """The device is idle: what comes next begins now."""
+        self._deadline = time.perf_counter()
+
+    def hold(self, seconds: float) -> None:
+        """The device was busy with something else for so long, in wall seconds."""
+        self._deadline += seconds
+
+    def wait(self, seconds: float) -> None:
+        """Returns when `seconds` emulated seconds of compute would have ended."""
+        self.begin(seconds)
+        self.finish()
+
+    def begin(self, seconds: float) -> None:
+        """The compute begins; what is done until `finish` counts as part of it."""
+        now = time.perf_counter()
+        thread = threading.get_ident()
+        if thread != self._thread:
+            self._thread = thread
+            self._blocked = -1
+            _sleep_precisely()
+        if _times_blocked() != self._blocked:
+            self._deadline = max(self._deadline, now)
+        if self._slowdown is not None and now >= self._read_again:
+            self._read_again = now + SLOWDOWN_PERIOD_S
+            self._factor = self._time_scale * _slowdown(self._slowdown)
+        self._deadline += seconds * self._factor
+
+    def finish(self) -> None:
+        """Returns when the compute that has begun would have ended."""
+        rest = self._deadline - time.perf_counter()
+        if rest >= SHORTEST_SLEEP_S:
+            time.sleep(rest)
+        self._blocked = _times_blocked()
+
+
+def _times_blocked() -> int:
+    """How often this thread has given up its core because it had to wait."""
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
+
+
+def _slowdown(path: Path) -> float:
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return 1.0
+    factor = struct.unpack("<d", data)[0] if len(data) == 8 else math.nan
+    if not 0 < factor < math.inf:
+        raise ValueError(f"{path}: not a positive little-endian double: {data[:16]!r}")
+    return factor
+
+
+def _sleep_precisely() -> None:
+    """Lets the kernel wake this thread in time; by default it may take 50 us more."""
+    ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(1), 0, 0, 0)
+
+
+_current = Pace(1.0, None)
+
+
+def set_pace(pace: Pace) -> None:
+    """Makes `pace` that of all replayed models of this process."""
+    global _current
+    _current = pace
+
+
+def current() -> Pace:
+    """The process's pace; by default real time."""
+    return _current

@@ -1,0 +1,143 @@
+"""Records a model's layer times on the device at hand.
+
+`python -m common.profiling.layers --model resnet50 --batch 64` writes
+`configs/profiles/<device>/resnet50-bs64.json`, which `model: resnet50@<device>` replays.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from common.models import registry
+from common.profiling.profile import Profile, path_of
+from dear.errors import UserError, unknown
+from dear.options import at_least
+
+DTYPES = ("float32", "float64", "bfloat16")
+SEED = 1
+
+
+def record_profile(
+    *,
+    model: str,
+    batch_size: int,
+    device: str,
+    sentence_len: int | None = None,
+    dtype: str = "float32",
+    folder: str | None = None,
+    warmup: int = 5,
+    steps: int = 20,
+) -> Profile:
+    """Times the model's layers; raises `UserError` for what cannot be done here.
+
+    Args:
+        device: `cpu` or `cuda`.
+        folder: how to call the device in `MODEL@DEVICE`; by default made from its own name.
+    """
+    import torch
+
+    from common.harness.machine import machine_card
+    from common.profiling.recorder import record
+
+    _check(model, batch_size, dtype, warmup, steps)
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device cuda: torch sees no CUDA device here; use --device cpu")
+    sentence_len = registry.sentence_len(model, sentence_len)
+    torch.manual_seed(SEED)
+    place = torch.device(device)
+    workload = registry.build(model, batch_size, sentence_len, torch.Generator().manual_seed(SEED))
+    workload = workload.to(place, getattr(torch, dtype))
+    workload.model.train()
+    layers, overhead = record(workload, place, warmup=warmup, steps=steps)
+    name = torch.cuda.get_device_name() if device == "cuda" else machine_card()["cpu"]
+    return Profile(
+        model=model,
+        device=folder or folder_name(name),
+        device_name=name,
+        kind="measured",
+        batch_size=batch_size,
+        sentence_len=sentence_len,
+        sample_unit=registry.model_entry(model).sample_unit,
+        dtype=dtype,
+        rule=(
+            f"medians of {steps} steps after {warmup}, torch {torch.__version__}, "
+            f"{'CUDA events' if device == 'cuda' else f'{torch.get_num_threads()} threads'}; "
+            f"shares from as many steps with hooks, which were {overhead:.3f} times as long, "
+            "scaled to the plain steps' forward and backward"
+        ),
+        **layers.fields(),
+    )
+
+
+def folder_name(device_name: str) -> str:
+    """`NVIDIA GeForce RTX 2080 Ti` becomes `rtx-2080-ti`."""
+    short = re.sub(r"\b(nvidia|geforce|tesla|\(r\)|\(tm\)|cpu|@.*)", " ", device_name.lower())
+    return re.sub(r"[^a-z0-9]+", "-", short).strip("-") or "unknown"
+
+
+def _check(model: str, batch_size: int, dtype: str, warmup: int, steps: int) -> None:
+    if registry.is_replay(model):
+        raise UserError(f"--model {model}: a replayed model computes nothing that could be timed")
+    if dtype not in DTYPES:
+        raise unknown("dtype", dtype, DTYPES)
+    at_least("--batch", batch_size, 1)
+    at_least("--warmup", warmup, 0)
+    at_least("--steps", steps, 1)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(message)
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = _Parser(prog="python -m common.profiling.layers", allow_abbrev=False)
+    parser.description = __doc__.partition("\n")[0]
+    parser.add_argument("--model", required=True, help="a model of `benchmarks.py list`")
+    parser.add_argument("--batch", type=int, help="samples (default: the model's)")
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where there is")
+    parser.add_argument("--sentence-len", type=int, help="tokens, for models of sentences")
+    parser.add_argument("--dtype", default="float32", help=f"of {', '.join(DTYPES)} (float32)")
+    parser.add_argument("--warmup", type=int, default=5, help="steps before the timed ones (5)")
+    parser.add_argument("--steps", type=int, default=20, help="timed steps, twice (20)")
+    parser.add_argument("--name", help="how to call the device (default: from its own name)")
+    parser.add_argument("--out", type=Path, help="where to write (configs/profiles/...)")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str]) -> int:
+    try:
+        options = _parse(arguments)
+        entry = registry.model_entry(options.model)
+        import torch
+
+        profile = record_profile(
+            model=options.model,
+            batch_size=options.batch if options.batch is not None else entry.batch_size,
+            device=options.device or ("cuda" if torch.cuda.is_available() else "cpu"),
+            sentence_len=options.sentence_len,
+            dtype=options.dtype,
+            folder=options.name,
+            warmup=options.warmup,
+            steps=options.steps,
+        )
+        path = options.out or path_of(profile.model, profile.device, profile.batch_size)
+        profile.save(path)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(
+        f"{path}: {profile.device_name}, forward {profile.forward_s * 1e3:.2f} ms, backward "
+        f"{profile.backward_s * 1e3:.2f} ms, {profile.batch_size / profile.step_s:.1f} "
+        f"{profile.sample_unit}/s"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

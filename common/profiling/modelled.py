@@ -1,0 +1,151 @@
+"""Makes the profiles of a GPU that nobody lent: counted work, scaled to published speeds.
+
+`python -m common.profiling.modelled` writes all of them to configs/profiles/rtx2080ti-modelled/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from common.models import registry
+from common.profiling.profile import FOLDER, Profile
+from common.profiling.recorder import Layers, hooked_step
+from common.profiling.roofline import Device, Roofline
+from common.profiling.stretches import Stretches
+
+FOLDER_NAME = "rtx2080ti-modelled"
+RTX_2080_TI = Device(name="NVIDIA GeForce RTX 2080 Ti", flops=13.45e12, bandwidth=616e9)
+_SOURCE = "HKBU-HPML/ddl-benchmarks, results of 2020-05-29 (arXiv 2005.13247)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A profile to make; without a published speed it is as efficient as another case."""
+
+    model: str
+    batch_size: int
+    published: float | None = None
+    """Samples per second of one GPU."""
+    like: str | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.model}-bs{self.batch_size}"
+
+
+CASES = {
+    case.name: case
+    for case in (
+        Case(model="resnet50", batch_size=64, published=253.1),
+        Case(model="densenet201", batch_size=32, like="resnet50-bs64"),
+        Case(model="inceptionv4", batch_size=64, like="resnet50-bs64"),
+        Case(model="vgg16", batch_size=64, like="resnet50-bs64"),
+        Case(model="mnist_cnn", batch_size=32, like="resnet50-bs64"),
+        Case(model="bert_base", batch_size=64, published=212.8),
+        Case(model="bert", batch_size=8, published=49.0),
+        Case(model="bert", batch_size=32, like="bert-bs8"),
+    )
+}
+
+
+def model_profile(case: Case) -> Profile:
+    """Counts the work of every operation of a training step and scales all by one factor."""
+    layers = _count(case)
+    counted_s = layers.forward_s + layers.backward_s
+    factor = _factor(CASES[case.like or case.name])
+    layers.scale(layers.forward_s * factor, layers.backward_s * factor)
+    entry = registry.model_entry(case.model)
+    return Profile(
+        model=case.model,
+        device=FOLDER_NAME,
+        device_name=RTX_2080_TI.name,
+        kind="modelled",
+        batch_size=case.batch_size,
+        sentence_len=entry.sentence_len,
+        sample_unit=entry.sample_unit,
+        dtype="float32",
+        rule=_rule(case, factor, counted_s),
+        **layers.fields(),
+    )
+
+
+def _rule(case: Case, factor: float, counted_s: float) -> str:
+    speed = CASES[case.like or case.name]
+    text = (
+        f"per operation max(flops / {RTX_2080_TI.flops / 1e12:g} TFLOP/s, bytes / "
+        f"{RTX_2080_TI.bandwidth / 1e9:g} GB/s), added up by module "
+        f"(launching kernels costs nothing); {counted_s * 1e3:.4f} ms in all, times {factor:.4f}"
+    )
+    if case.like is None:
+        return (
+            f"{text} so that forward and backward take {case.batch_size} / {case.published:g} "
+            f"samples/s, published for one GPU in {_SOURCE}"
+        )
+    return (
+        f"{text}, which is the factor of {case.like} (scaled to {speed.published:g} samples/s, "
+        f"{_SOURCE}): nothing is published for this model and batch"
+    )
+
+
+_factors: dict[str, float] = {}
+
+
+def _factor(case: Case) -> float:
+    """By how much the published step is longer than the counted one."""
+    if case.name not in _factors:
+        layers = _count(case)
+        counted_s = layers.forward_s + layers.backward_s
+        _factors[case.name] = case.batch_size / case.published / counted_s
+    return _factors[case.name]
+
+
+def _count(case: Case) -> Layers:
+    with torch.device("meta"):
+        workload = registry.build(
+            case.model,
+            case.batch_size,
+            registry.model_entry(case.model).sentence_len,
+            torch.Generator(),
+        )
+    if isinstance(workload.inputs, dict):
+        # All ones, which transformers would look up; without values the answer is to leave it out.
+        workload.inputs.pop("attention_mask", None)
+    workload.model.train()
+    clock = Roofline(RTX_2080_TI)
+    stretches = Stretches(workload.model, clock)
+    try:
+        # Attention in plain matrix products, as the published figures had it.
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH), clock:
+            return Layers(workload.model, [hooked_step(workload, stretches)])
+    finally:
+        stretches.remove()
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m common.profiling.modelled")
+    parser.description = __doc__
+    parser.add_argument("cases", nargs="*", help=f"of {', '.join(CASES)}; all by default")
+    parser.add_argument("--folder", type=Path, default=FOLDER / FOLDER_NAME)
+    options = parser.parse_args(arguments)
+    for name in options.cases or CASES:
+        if name not in CASES:
+            parser.error(f"unknown case {name!r} (allowed: {', '.join(CASES)})")
+        profile = model_profile(CASES[name])
+        path = options.folder / f"{name}.json"
+        profile.save(path)
+        print(
+            f"{path}: forward {profile.forward_s * 1e3:.2f} ms, backward "
+            f"{profile.backward_s * 1e3:.2f} ms, {len(profile.calls)} calls, "
+            f"{len(profile.parameters)} parameters, {path.stat().st_size / 1e3:.0f} kB"
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

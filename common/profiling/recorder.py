@@ -1,0 +1,187 @@
+"""Measures a model's layers on the device at hand."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from common.models.workload import Workload
+from common.profiling.profile import Call, ProfiledParameter
+from common.profiling.stretches import Step, Stretches
+from dear.errors import UserError
+
+_SHORTEST_SHARE = 1e-5
+
+
+class WallClock:
+    """For the CPU, which has done its work when a call returns."""
+
+    def prepare(self) -> None:
+        return
+
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def seconds(self, earlier: float, later: float) -> float:
+        return later - earlier
+
+
+class CudaClock:
+    """Events in the current stream, so that the GPU's own time is measured, without waiting."""
+
+    def prepare(self) -> None:
+        """Keeps the GPU busy for 0.1 s or so: the host, slowed by hooks, then gets ahead of it."""
+        torch.cuda._sleep(150_000_000)
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, earlier: torch.cuda.Event, later: torch.cuda.Event) -> float:
+        later.synchronize()
+        return earlier.elapsed_time(later) / 1e3
+
+
+def record(
+    workload: Workload, device: torch.device, *, warmup: int, steps: int
+) -> tuple[Layers, float]:
+    """Times `steps` plain steps for the totals and as many with hooks for the shares.
+
+    Returns:
+        The layers, and by how much the hooks made the step longer (1.05 is five percent).
+    """
+    clock = CudaClock() if device.type == "cuda" else WallClock()
+    for _ in range(warmup):
+        _plain_step(workload, clock)
+    # Read afterwards, since reading waits for the GPU.
+    marks = [_plain_step(workload, clock) for _ in range(steps)]
+    plain = [[clock.seconds(*pair) for pair in pairwise(step)] for step in marks]
+    stretches = Stretches(workload.model, clock)
+    try:
+        hooked = []
+        for _ in range(1 + steps):
+            clock.prepare()
+            hooked.append(hooked_step(workload, stretches))
+    finally:
+        stretches.remove()
+    layers = Layers(workload.model, hooked[1:])
+    before = layers.forward_s + layers.backward_s
+    layers.scale(*(statistics.median(times) for times in zip(*plain, strict=True)))
+    return layers, before / (layers.forward_s + layers.backward_s)
+
+
+def _plain_step(workload: Workload, clock: Any) -> list[Any]:
+    """The clock before, between and after the forward and the backward pass."""
+    workload.model.zero_grad()
+    marks = [clock.mark()]
+    loss = workload.loss()
+    marks.append(clock.mark())
+    loss.backward()
+    marks.append(clock.mark())
+    return marks
+
+
+def hooked_step(workload: Workload, stretches: Stretches) -> Step:
+    """One forward and backward pass, split."""
+    workload.model.zero_grad()
+    stretches.begin_forward()
+    loss = workload.loss()
+    stretches.begin_backward()
+    loss.backward()
+    return stretches.end()
+
+
+class Layers:
+    """What several split steps of a model have in common: medians, as a profile wants them."""
+
+    def __init__(self, model: torch.nn.Module, steps: Sequence[Step]) -> None:
+        orders = {(*step.modules, None, *(name for name, _ in step.ready)) for step in steps}
+        if len(orders) != 1:
+            raise UserError("the model's layers run in another order in every step: no profile")
+        self._model = model
+        self._names = steps[0].modules
+        self._forward = _medians([step.forward_s for step in steps])
+        self._backward = _medians([step.backward_s for step in steps])
+        ready = _medians([[at for _, at in step.ready] for step in steps])
+        self._ready: dict[str, float] = {}
+        latest = 0.0
+        for (name, _), at in zip(steps[0].ready, ready, strict=True):
+            latest = self._ready[name] = max(latest, at)
+        self._backward_s = statistics.median(sum(step.backward_s) for step in steps)
+
+    @property
+    def forward_s(self) -> float:
+        return sum(self._forward)
+
+    @property
+    def backward_s(self) -> float:
+        return sum(self._backward)
+
+    def scale(self, forward_s: float, backward_s: float) -> None:
+        """Keeps the shares and makes the passes take these times."""
+        self._forward = _scaled(self._forward, forward_s / self.forward_s)
+        self._backward = _scaled(self._backward, backward_s / self.backward_s)
+        factor = backward_s / self._backward_s
+        self._ready = {name: min(at * factor, backward_s) for name, at in self._ready.items()}
+        self._backward_s = backward_s
+
+    def fields(self) -> dict[str, Any]:
+        """The fields of a `Profile` that say what the layers are and how long they take."""
+        calls = self._calls()
+        positions = {name: position for position, name in enumerate(self._ready)}
+        parameters = tuple(
+            ProfiledParameter(
+                name=name,
+                shape=tuple(param.shape),
+                position=positions.get(name),
+                ready_s=self._ready.get(name),
+            )
+            for name, param in self._model.named_parameters()
+        )
+        needed = {call.module for call in calls} | {param.module for param in parameters}
+        return {
+            "modules": tuple(name for name, _ in self._model.named_modules() if name in needed),
+            "calls": tuple(calls),
+            "parameters": parameters,
+            "shared": _shared(self._model),
+        }
+
+    def _calls(self) -> list[Call]:
+        """The stretches; those too short to matter lend their time to the one before."""
+        # The first call of a module with parameters is where they are first needed.
+        needed = {name.rpartition(".")[0] for name, _ in self._model.named_parameters()}
+        shortest = _SHORTEST_SHARE * (self.forward_s + self.backward_s)
+        kept: list[tuple[str, list[float]]] = []
+        early = [0.0, 0.0]
+        for name, *times in zip(self._names, self._forward, self._backward, strict=True):
+            if sum(times) >= shortest or name in needed:
+                needed.discard(name)
+                kept.append((name, [a + b for a, b in zip(times, early, strict=True)]))
+                early = [0.0, 0.0]
+            else:
+                into = kept[-1][1] if kept else early
+                into[:] = [a + b for a, b in zip(into, times, strict=True)]
+        return [
+            Call(module=name, forward_s=forward, backward_s=backward)
+            for name, (forward, backward) in kept
+        ]
+
+
+def _medians(rows: Sequence[Sequence[float]]) -> list[float]:
+    return [statistics.median(column) for column in zip(*rows, strict=True)]
+
+
+def _scaled(values: Sequence[float], factor: float) -> list[float]:
+    return [value * factor for value in values]
+
+
+def _shared(model: torch.nn.Module) -> dict[str, str]:
+    first = {param: name for name, param in model.named_parameters()}
+    every = model.named_parameters(remove_duplicate=False)
+    return {name: first[param] for name, param in every if first[param] != name}

@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# Tries everything that needs a GPU, within 8 minutes: scripts/gpu_check.sh [.venv] [--out DIR]
+# [--budget SECONDS]. Uses the torch of PYTHON (python3) if it is 2.11 or newer; needs no network,
+# and no package but torch. What cannot run is skipped and listed in DIR/summary.md
+# (default: $OUT, else logs/gpu-check). Exit status: 1 if a step failed, 2 without a GPU.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+python=${PYTHON:-python3}
+if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))'; then
+  echo "error: gpu-check needs Python 3.10 or newer (make PYTHON=/path/to/python3 gpu-check)" >&2
+  exit 2
+fi
+exec "$python" -m common.harness.gpu_check "$@"

@@ -1,0 +1,75 @@
+"""The backend that `dear.init()` takes where the script names none."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+import dear.backends
+from dear.backends import default_backend
+from dear.environment import RankFacts
+from dear.errors import Unavailable
+
+
+def _facts(local_world_size: int, rank: int = 0) -> RankFacts:
+    return RankFacts(
+        launcher="torchrun",
+        rank=rank,
+        world_size=8,
+        local_rank=0,
+        local_world_size=local_world_size,
+    )
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """`machine(gpus, core)`: a machine with that many GPUs, with the comm core built or not."""
+
+    def make(gpus: int, core: bool = True) -> None:
+        def prepare(backend: str) -> str:
+            if not core:
+                raise Unavailable("the comm core is not built")
+            return backend
+
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+        monkeypatch.setattr(dear.backends, "prepare", prepare)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("gpus", "local_world_size", "wanted"),
+    [
+        (0, 1, "comm_core"),
+        (0, 4, "comm_core"),
+        (1, 1, "nccl"),
+        (4, 4, "nccl"),
+        (8, 4, "nccl"),
+        (1, 2, "comm_core"),
+        (4, 8, "comm_core"),
+    ],
+)
+def test_nccl_where_every_rank_has_a_gpu_of_its_own_else_comm_core(
+    machine, gpus, local_world_size, wanted
+):
+    machine(gpus)
+    assert default_backend(_facts(local_world_size)) == wanted
+
+
+@pytest.mark.parametrize(("gpus", "local_world_size"), [(0, 2), (1, 2)])
+def test_gloo_where_the_comm_core_is_not_built_and_rank_0_says_so(
+    machine, caplog, gpus, local_world_size
+):
+    machine(gpus, core=False)
+    with caplog.at_level(logging.WARNING, "dear"):
+        assert default_backend(_facts(local_world_size, rank=1)) == "gloo"
+        assert not caplog.records
+        assert default_backend(_facts(local_world_size)) == "gloo"
+    assert "using gloo: the comm core is not built" in caplog.text
+
+
+def test_nccl_needs_no_comm_core(machine):
+    machine(2, core=False)
+    assert default_backend(_facts(2)) == "nccl"

@@ -9,7 +9,7 @@ HOROVOD := $(VENV)/horovod-tried
 CORE := $(VENV)/comm-core-built
 CORE_SOURCES := $(shell find common/comm_core -name '*.cc' -o -name '*.h' -o -name CMakeLists.txt)
 
-.PHONY: bench test retest core horovod sanitize torch-suite lint system-packages clean help
+.PHONY: bench test retest core horovod gpu-check sanitize torch-suite lint system-packages clean help
 
 help:
 	@echo "make bench            set up, then the default sweep: a table and a plot"
@@ -17,6 +17,7 @@ help:
 	@echo "make retest           only the tests that failed last"
 	@echo "make core             build the comm core (part of bench and test)"
 	@echo "make sanitize         the comm core's C++ tests under ThreadSanitizer and AddressSanitizer"
+	@echo "make gpu-check        everything that needs an NVIDIA GPU, in at most 8 minutes"
 	@echo "make torch-suite      torch's own tests of backends on the comm core, 2 and 4 ranks"
 	@echo "make horovod          build Horovod into .venv (part of bench and test)"
 	@echo "make lint             ruff and shellcheck"
@@ -37,6 +38,10 @@ core: $(CORE)
 
 sanitize: $(READY)
 	scripts/sanitize.sh $(VENV)
+
+# It makes the environment by itself, also without a network.
+gpu-check:
+	PYTHON="$(PYTHON)" scripts/gpu_check.sh $(VENV)
 
 torch-suite: $(CORE)
 	$(PY) -m pip install --disable-pip-version-check -q -r tests/torch_suite/requirements.txt

@@ -2,7 +2,7 @@
 """Time, bandwidth, CPU cost and correctness of collectives, engines interleaved in one run.
 
   python bench/collectives.py --engines comm_core gloo mpi horovod --sizes 4K 4M 25M -n 4
-  python bench/collectives.py --hosts netns --rate 1gbit --congestion cubic -n 4   (as root)
+  python bench/collectives.py --hosts netns --rate 1gbit --congestion cubic -n 4
 
 Time of one operation = that of the slowest rank, after a barrier. Every round measures each
 operation and size with every engine in turn; ratios are medians over rounds. Sizes are of the

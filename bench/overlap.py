@@ -2,7 +2,7 @@
 """How much a reduce-scatter in the background slows compute: engines interleaved, medians.
 
   python bench/overlap.py --engines comm_core gloo -n 4
-  python bench/overlap.py --engines comm_core gloo -n 2 --hosts netns --rate 1gbit   (as root)
+  python bench/overlap.py --engines comm_core gloo -n 2 --hosts netns --rate 1gbit
 
 Every rank multiplies matrices on one thread: alone, and with several reduce-scatters in flight that
 were all submitted before. No Python thread drives them. (Open MPI makes progress only inside of its

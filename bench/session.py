@@ -87,7 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser, names: Sequence[str], world: 
     add("--ranks-per-host", type=int, default=1, help="ranks of a virtual host")
     add("--rate", default="1gbit", help="link speed of virtual hosts: none, 1gbit, 10gbit, ...")
     add("--transport", choices=("auto", "tcp"), default="auto", help="tcp: no shared memory")
-    add("--congestion", default=None, help="TCP congestion control of every engine (as root)")
+    add("--congestion", default=None, help="TCP congestion control of every engine")
     add("--ifname", default="lo", help="interface on this machine")
     add("--timeout", type=float, default=180.0, help="seconds that a measurement may take")
     add("--json", type=Path, default=None, help="keep raw numbers in this new file")

@@ -15,7 +15,6 @@ refuse() {
   exit 2
 }
 # What a variable would mean is not built yet: better no number than one for another setting.
-[[ "$rdma" == 0 ]] || refuse "rdma=$rdma: only rdma=0 (TCP) is supported"
 [[ "$nstreams" == 1 ]] || refuse "nstreams=$nstreams: only nstreams=1 is supported"
 [[ "$compressor" == none ]] || refuse "compressor=$compressor: only compressor=none is supported"
 [[ -z "$exclude_parts" ]] || refuse "exclude_parts=$exclude_parts: not supported, leave it empty"
@@ -41,7 +40,10 @@ if command -v mpirun > /dev/null; then
   hostfile="$root/configs/cluster$nworkers"
   echo "launcher: mpirun with $hostfile" >&2
   sets+=(--set launcher=mpirun --set "hostfile=$hostfile")
+  # 0 TCP over Ethernet, 1 InfiniBand, 2 TCP over InfiniBand; the interfaces are in configs/envs.conf
+  [[ "$rdma" == 0 ]] || sets+=(--set "launcher_options.rdma=$rdma")
 else
+  [[ "$rdma" == 0 ]] || refuse "rdma=$rdma: needs mpirun, and there is none"
   echo "launcher: local processes (no mpirun found)" >&2
 fi
 

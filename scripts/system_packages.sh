@@ -1,8 +1,17 @@
 #!/usr/bin/env bash
 # Optional system packages on Debian: Open MPI (the mpirun launcher, Horovod over MPI) and the tools
-# of the builds and checks. Needs root; everything else works without them.
+# of the builds and checks; with --slurm also Slurm, whose launcher's tests need it. Needs root;
+# everything else works without them.
 set -euo pipefail
 packages=(g++ cmake make git openmpi-bin libopenmpi-dev iproute2 iperf3 shellcheck)
+case "${1:-}" in
+  "") ;;
+  --slurm) packages+=(slurm-wlm munge) ;;
+  *)
+    echo "usage: system_packages.sh [--slurm]" >&2
+    exit 2
+    ;;
+esac
 if [[ $EUID -ne 0 ]]; then
   echo "run as root: apt-get install -y --no-install-recommends ${packages[*]}" >&2
   exit 2

@@ -19,7 +19,7 @@ NO_LIMIT = Limits(kind="memory", bound_s={})
 
 
 def run(
-    *arguments: str, timeout: float = 115, env: dict[str, str] | None = None
+    *arguments: str, timeout: float = 280, env: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(SCRIPT), *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=env)
@@ -143,6 +143,7 @@ def test_a_users_mistake_is_one_line_and_status_2(arguments, said):
     assert len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.timeout(300)
 def test_gloo_on_two_local_ranks_is_right_and_recorded(tmp_path):
     path = tmp_path / "out.json"
     options = ["--sizes", "4K", "--repeats", "2", "--seconds", "0.02", "-n", "2"]
@@ -161,12 +162,13 @@ def test_gloo_on_two_local_ranks_is_right_and_recorded(tmp_path):
     assert "gloo rank 1 pid" in done.stdout
 
 
+@pytest.mark.timeout(300)
 def test_an_engine_that_cannot_start_fails_the_run_and_not_the_others(tmp_path):
     # Without a PATH there is no mpirun.
     command = [sys.executable, str(SCRIPT), "--engines", "mpi", "gloo", "--ops", "all_gather"]
     command += ["--sizes", "4K", "-n", "2", "--repeats", "1", "--seconds", "0.01"]
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=115, env={"PATH": str(tmp_path)}
+        command, capture_output=True, text=True, timeout=280, env={"PATH": str(tmp_path)}
     )
     assert done.returncode == 1
     rows = [line.split(maxsplit=3) for line in done.stdout.splitlines()]
@@ -175,6 +177,7 @@ def test_an_engine_that_cannot_start_fails_the_run_and_not_the_others(tmp_path):
 
 
 @needs_sandbox
+@pytest.mark.timeout(300)
 def test_gloo_on_two_virtual_hosts_leaves_nothing_behind(tmp_path):
     outside = Outside()
     path = tmp_path / "out.json"
@@ -192,6 +195,7 @@ def test_gloo_on_two_virtual_hosts_leaves_nothing_behind(tmp_path):
 
 
 @needs_sandbox
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("case", ["virtual", "unlimited", "local"])
 def test_hosts_are_removed_after_an_exception_with_what_runs_on_them(case):
     outside = Outside()
@@ -200,7 +204,7 @@ def test_hosts_are_removed_after_an_exception_with_what_runs_on_them(case):
         env=outside.environment,
         capture_output=True,
         text=True,
-        timeout=115,
+        timeout=280,
     )
     assert (done.returncode, done.stderr) == (0, "")
     outside.check_clean()

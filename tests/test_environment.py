@@ -36,12 +36,26 @@ def test_facts_of_each_launcher(launcher):
 
 def test_a_process_that_nobody_launched_is_a_world_of_one():
     assert rank_facts({}) == ALONE
-    assert rank_facts({"WORLD_SIZE": "8", "LOCAL_RANK": "3"}) == ALONE
+    assert rank_facts({"WORLD_SIZE": "1", "LOCAL_RANK": "3"}) == ALONE
 
 
 def test_a_slurm_batch_script_is_not_a_rank():
     script = {key: value for key, value in SLURM.items() if key != "SLURM_STEP_ID"}
-    assert rank_facts(script | {"SLURM_PROCID": "0"}) == ALONE
+    assert rank_facts(script | {"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}) == ALONE
+
+
+def test_alone_in_a_slurm_job_of_several_tasks_is_refused():
+    script = {key: value for key, value in SLURM.items() if key != "SLURM_STEP_ID"}
+    with pytest.raises(UserError, match=r"gave this job 8 tasks.* srun") as caught:
+        rank_facts(script | {"SLURM_PROCID": "0"})
+    assert "\n" not in str(caught.value)
+    on_purpose = script | {"RANK": "0", "WORLD_SIZE": "1"}
+    assert rank_facts(on_purpose).world_size == 1
+
+
+def test_a_world_without_a_rank_is_refused():
+    with pytest.raises(UserError, match="WORLD_SIZE=8, but RANK is not set"):
+        rank_facts({"WORLD_SIZE": "8", "LOCAL_RANK": "3"})
 
 
 def test_torchrun_inside_a_slurm_step_counts():

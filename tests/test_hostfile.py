@@ -1,4 +1,4 @@
-"""Hostfiles: the lines that are taken, and the line that is at fault where they are not."""
+"""Hostfiles: the lines that are taken, the line that is at fault, and who gets which ranks."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from common.launch.hostfile import Host, read_hostfile
+from common.launch.hosts import Block, Host, blocks, read_hostfile
 from dear.errors import UserError
 
-CLUSTERS = sorted((Path(__file__).parents[1] / "configs").glob("cluster*"))
+CONFIGS = Path(__file__).parents[1] / "configs"
+CLUSTERS = sorted(CONFIGS.glob("cluster[0-9]*"))
 
 
 @pytest.fixture
@@ -86,6 +87,30 @@ def test_a_missing_file_is_named(tmp_path):
 def test_a_folder_is_no_hostfile(tmp_path):
     with pytest.raises(UserError, match="directory"):
         read_hostfile(tmp_path, 1)
+
+
+def test_a_host_that_stands_twice_is_named(hostfile):
+    with pytest.raises(UserError, match="line 2: host node-a stands twice"):
+        read_hostfile(hostfile("node-a slots=4\nnode-a slots=2\n"), 1)
+
+
+def test_ranks_fill_the_hosts_in_their_order():
+    hosts = [Host(name=name, slots=slots) for name, slots in (("a", 2), ("b", 1), ("c", 4))]
+    assert blocks(hosts, 5) == [
+        Block(host=hosts[0], first=0, count=2),
+        Block(host=hosts[1], first=2, count=1),
+        Block(host=hosts[2], first=3, count=2),
+    ]
+    assert [list(block.ranks) for block in blocks(hosts, 2)] == [[0, 1]]
+    with pytest.raises(UserError, match="the hosts have 7 slots, fewer than the 8 workers"):
+        blocks(hosts, 8)
+
+
+def test_there_is_a_cluster_file_for_each_size_of_the_references():
+    names = {path.name for path in CLUSTERS}
+    assert names == {f"cluster{n}" for n in (1, 2, 4, 8, 16, 32, 48, 64)}
+    emulated = read_hostfile(CONFIGS / "cluster.emulated", 4)
+    assert [host.name for host in emulated] == ["h0", "h1", "h2", "h3"]
 
 
 @pytest.mark.parametrize("path", CLUSTERS, ids=lambda path: path.name)

@@ -187,7 +187,7 @@ def test_the_printed_torchrun_command_runs_the_trial(tmp_path):
     trial = load(experiment).trials()[-1]
     (tmp_path / "trial.json").write_text(json.dumps(trial.to_json()))
     job = Job(folder=tmp_path, repeat=0, world_size=2, timeout_s=60)
-    command = LocalLauncher([]).command(job).split()
+    command = LocalLauncher().command(job).split()
     assert command[0] == "torchrun"
     subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", *command[1:]],

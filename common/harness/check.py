@@ -12,6 +12,7 @@ from dear.communicator import Communicator
 # Largest difference to plain training, relative to how far training moved the parameters. A lost
 # or doubled step gives about 1; rounding, magnified by a few steps, stays far below.
 TOLERANCE = {"float32": 0.02, "float64": 1e-6, "bfloat16": 0.2}
+_PIECE = 1 << 20
 
 
 def snapshot(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -41,9 +42,15 @@ def distance(
     names: list[str],
 ) -> float:
     """Norm of `state - wanted` over norm of `wanted - start`, over the parameters `names`."""
-    off = sum((state[name] - wanted[name]).double().norm().item() ** 2 for name in names)
-    moved = sum((wanted[name] - start[name]).double().norm().item() ** 2 for name in names)
+    off = sum(_squared_distance(state[name], wanted[name]) for name in names)
+    moved = sum(_squared_distance(wanted[name], start[name]) for name in names)
     return (off / moved) ** 0.5 if moved else float("inf") if off else 0.0
+
+
+def _squared_distance(one: torch.Tensor, other: torch.Tensor) -> float:
+    # In pieces: in float64 a large parameter would take three times its memory.
+    pieces = zip(one.flatten().split(_PIECE), other.flatten().split(_PIECE), strict=True)
+    return sum((a - b).double().norm().item() ** 2 for a, b in pieces)
 
 
 def replica_spread(model: torch.nn.Module, communicator: Communicator) -> float:

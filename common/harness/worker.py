@@ -96,7 +96,11 @@ def _run(trial: Trial, settings: EmulationSettings, repeat: int, phase: Phase) -
     set_pace(settings.pace(dear.rank()))
     communicator, launcher = runtime.communicator(), runtime.facts().launcher
     phase("building the model")
-    device = torch.device(trial.device, dear.local_rank() if trial.device == "cuda" else None)
+    device = torch.device("cpu")
+    if trial.device == "cuda":
+        # Ranks may share GPUs where another backend than NCCL moves the bytes.
+        device = torch.device("cuda", dear.local_rank() % torch.cuda.device_count())
+        torch.cuda.set_device(device)
     workload = _workload(trial, device)
     parameters = sum(param.numel() for param in workload.model.parameters())
     _say(text_log.header(trial, parameters))
@@ -187,7 +191,8 @@ class _Reference:
         training.run(self._steps)
         training.synchronize()
         names = [name for name, _ in self._workload.model.named_parameters()]
-        reached = check.snapshot(self._workload.model)
+        # Not a copy: the memory check counts on it.
+        reached = self._workload.model.state_dict()
         off = check.distance(reached, self._wanted, self._start, names)
         matches = off <= check.TOLERANCE[self._trial.dtype]
         return {"reference_error": off, "matches_reference": matches}

@@ -44,7 +44,8 @@ class Host:
     @property
     def here(self) -> bool:
         """True if this process runs on it."""
-        return self.virtual is None and self.name in (*_HERE, socket.gethostname())
+        name = socket.gethostname()
+        return self.virtual is None and self.name in (*_HERE, name, name.partition(".")[0])
 
     @property
     def loopback(self) -> bool:
@@ -118,7 +119,8 @@ def read_hostfile(path: Path, world_size: int) -> list[Host]:
                 )
         if any(host.name == words[0] for host in hosts):
             raise UserError(
-                f"hostfile {path} line {number}: {words[0]} stands twice; add the slots"
+                f"hostfile {path} line {number}: host {words[0]} stands twice; write one line with "
+                "the sum of its slots"
             )
         hosts.append(Host(name=words[0], slots=int(slots)))
     require_slots(hosts, world_size, f"hostfile {path} has")

@@ -67,15 +67,10 @@ class MpirunLauncher(Launcher):
             code = self._run(job, folder)
         if code is None:
             return timed_out(job)
-        # mpirun kills the other ranks itself and reports the first failure; which rank that was
-        # stands in the ranks' own files, or for a signal in its message.
+        # mpirun ends the other ranks itself.
         log = job.log_path(0).read_text(errors="replace")
-        killed = _killed_rank(log) if code else None
-        if killed is not None:
-            return outcome_of(job, {killed[0]: -killed[1]})
-        if code and not job.result_path.exists():
-            return outcome_of(job, {}, otherwise=f"mpirun ended with status {code}: {_said(log)}")
-        return outcome_of(job, {0: code} if code else {})
+        otherwise = f"mpirun ended with status {code}: {_said(log)}" if code else None
+        return outcome_of(job, _first_failure(log) if code else {}, otherwise=otherwise)
 
     def _run(self, job: Job, folder: str) -> int | None:
         """mpirun's exit status, or None if it ran out of time; nothing is left running."""
@@ -147,11 +142,15 @@ class MpirunLauncher(Launcher):
             self._hostfile(job).write_text("".join(lines))
 
 
-def _killed_rank(log: str) -> tuple[int, int] | None:
-    """(rank, signal) from Open MPI's note about a killed process, or None if there is none."""
+def _first_failure(log: str) -> dict[int, int]:
+    """Exit status by rank, as Open MPI reports it for the first process that failed."""
     sentence = " ".join(log.split())  # Open MPI breaks it into lines
-    found = re.search(r"rank (\d+) with PID \d+ on node \S+ exited on signal (\d+)", sentence)
-    return (int(found[1]), int(found[2])) if found else None
+    killed = re.search(r"rank (\d+) with PID \d+ on node \S+ exited on signal (\d+)", sentence)
+    if killed:
+        return {int(killed[1]): -int(killed[2])}
+    # [[JOB,1],RANK], from version 5 on [JOB@1,RANK]
+    ended = re.search(r"Process name: \[\S*,(\d+)\] Exit code: (\d+)", sentence)
+    return {int(ended[1]): int(ended[2])} if ended else {}
 
 
 def _said(log: str) -> str:

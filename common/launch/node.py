@@ -1,8 +1,9 @@
 """The ranks of one host, for launchers that start one command per host.
 
-    python -m common.launch.node [--tied] FOLDER REPEAT FIRST COUNT WORLD_SIZE
+    python -m common.launch.node [--tied] FOLDER REPEAT FIRST COUNT WORLD_SIZE -- COMMAND...
 
-Where the ranks meet (MASTER_ADDR, MASTER_PORT) stands in the environment.
+COMMAND is the same for all of them. Where the ranks meet (MASTER_ADDR, MASTER_PORT) stands in the
+environment.
 """
 
 from __future__ import annotations
@@ -35,11 +36,7 @@ def main(argv: Sequence[str]) -> int:
             "LOCAL_RANK": str(place),
             "LOCAL_WORLD_SIZE": str(given.count),
         }
-        tether.start(
-            [sys.executable, "-m", "common.harness.worker", str(folder), str(given.repeat)],
-            env,
-            job.log_path(given.first + place),
-        )
+        tether.start(given.command, env, job.log_path(given.first + place))
 
     def ended(place: int, code: int) -> None:
         job.exit_path(given.first + place).write_text(str(code))
@@ -53,6 +50,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("folder", type=Path)
     for name in ("repeat", "first", "count", "world_size"):
         parser.add_argument(name, type=int)
+    parser.add_argument("command", nargs="+")
     return parser
 
 

@@ -41,7 +41,7 @@ class SshLauncher(PerHostLauncher):
         numbers = (job.repeat, block.first, block.count, job.world_size)
         return [
             *(self._envs.python, "-m", "common.launch.node", *(["--tied"] if tied else [])),
-            *(str(job.folder.resolve()), *map(str, numbers)),
+            *(str(job.folder.resolve()), *map(str, numbers), "--", self._envs.python, *job.worker),
         ]
 
     def _env(self, meet: Mapping[str, str]) -> Mapping[str, str]:

@@ -24,7 +24,7 @@ from pathlib import Path
 from common.launch.orphans import adopt_orphans, ask_for_stacks, die_with_parent, kill_all_below
 
 STOP_S = 5.0
-UNDO_S = 30.0
+UNDO_S = 12.0
 CUT = 128 + signal.SIGTERM
 """Exit status of a tether that was cut."""
 _END = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -104,8 +104,8 @@ class Tether:
 
     def _cut(self) -> None:
         if self._undo:
-            subprocess.run(self._undo, stdin=subprocess.DEVNULL, check=False)
-            self._await(UNDO_S)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                subprocess.run(self._undo, stdin=subprocess.DEVNULL, timeout=UNDO_S)
         self._stop()
 
     def _stop(self) -> None:

@@ -69,31 +69,37 @@ class Pace:
             self._deadline = max(self._deadline, now)
         if self._slowdown is not None and now >= self._read_again:
             self._read_again = now + SLOWDOWN_PERIOD_S
-            self._factor = self._time_scale * _slowdown(self._slowdown)
+            self._factor = self._time_scale * self._read(self._slowdown)
         self._deadline += seconds * self._factor
+
+    def rest(self) -> float:
+        """Wall seconds until the compute that has begun would have ended."""
+        return self._deadline - time.perf_counter()
 
     def finish(self) -> None:
         """Returns when the compute that has begun would have ended."""
-        rest = self._deadline - time.perf_counter()
+        rest = self.rest()
         if rest >= SHORTEST_SLEEP_S:
             time.sleep(rest)
         self._blocked = _times_blocked()
+
+    def _read(self, path: Path) -> float:
+        """The slowdown in the file now."""
+        try:
+            data = path.read_bytes()
+        except FileNotFoundError:
+            return 1.0
+        if len(data) < 8:  # being written
+            return self._factor / self._time_scale
+        factor = struct.unpack("<d", data[:8])[0]
+        if not 0 < factor < math.inf:
+            raise ValueError(f"{path}: not a positive finite factor, but {factor}")
+        return factor
 
 
 def _times_blocked() -> int:
     """How often this thread has given up its core because it had to wait."""
     return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
-
-
-def _slowdown(path: Path) -> float:
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError:
-        return 1.0
-    factor = struct.unpack("<d", data)[0] if len(data) == 8 else math.nan
-    if not 0 < factor < math.inf:
-        raise ValueError(f"{path}: not a positive little-endian double: {data[:16]!r}")
-    return factor
 
 
 def _sleep_precisely() -> None:

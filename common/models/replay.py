@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import ctypes
 import time
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
 from common.models import pace
 from common.models.registry import profile_of
-from common.models.replay_gradients import GradientSource
+from common.models.replay_gradients import BLOCK, Gradients, GradientSource, tile
 from common.models.replay_plan import Body, Unit, Work, plan
 from common.models.workload import Workload
 from common.profiling.profile import Profile
@@ -54,7 +54,7 @@ class Module(nn.Module):
         step.arrived()
         for part in body.parts:
             if isinstance(part, Work):
-                step.pace.wait(part.forward_s)
+                step.forward(part.forward_s)
                 for unit in part.units:
                     params = [step.model.parameter(name) for name, _ in unit.params]
                     x = _Backward.apply(x, step, unit, *params)
@@ -72,26 +72,32 @@ class Replay(Module):
         super().__init__()
         for name in profile.modules:
             _descend(self, name)
-        weights = torch.randn(1_000_003) * _WEIGHT_SCALE
+        weights = torch.randn(BLOCK) * _WEIGHT_SCALE
         self._owners: dict[str, tuple[nn.Module, str]] = {}
         for param in profile.parameters:
             owner = _descend(self, param.module)
-            values = weights.repeat(-(-param.numel // weights.numel()))[: param.numel]
             own = param.name.rpartition(".")[2]
-            owner.register_parameter(own, nn.Parameter(values.reshape(param.shape)))
+            values = torch.empty(param.shape)
+            tile(values, weights)
+            owner.register_parameter(own, nn.Parameter(values))
             self._owners[param.name] = owner, own
         for alias, name in profile.shared.items():
             module, _, own = alias.rpartition(".")
             _descend(self, module).register_parameter(own, self.get_parameter(name))
         self._body = plan(profile)
+        places = {param.name: place for place, param in enumerate(profile.parameters)}
+        self._chain = [(param.name, places[param.name]) for param in profile.gradients()]
         self._source = GradientSource(generator)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x`, after the recorded time."""
         # Drawn, so that a training that starts from the same seed sees the same gradients again.
         key = int(torch.randint(2**31, ()))
-        step = _Step(self, self._source, key)
-        step.pace.restart()
+        chain = []
+        if torch.is_grad_enabled():
+            pairs = ((self.parameter(name), index) for name, index in self._chain)
+            chain = [(param, index) for param, index in pairs if param.requires_grad]
+        step = _Step(self, Gradients(self._source, key, chain))
         if torch.is_grad_enabled():
             # The last stretch of the backward pass may have no parameter that leads to it.
             x = x.detach().requires_grad_()
@@ -102,23 +108,33 @@ class Replay(Module):
         owner, own = self._owners[name]
         return owner._parameters[own]
 
-    def _apply(self, fn: Any, recurse: bool = True) -> nn.Module:
-        # What `to` and `cuda` come down to.
-        device = fn(torch.empty(0)).device
-        if device.type != "cpu":
-            raise UserError(f"replayed models wait on the CPU, they do not run on {device}")
-        return super()._apply(fn, recurse)
+    def to(self, *args: Any, **kwargs: Any) -> Replay:
+        """As ever, but raises `UserError` for a device that is no CPU."""
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, (str, torch.device)):
+                _check_device(torch.device(value))
+        return super().to(*args, **kwargs)
+
+    def cuda(self, device: Any = None) -> NoReturn:
+        """Raises `UserError`."""
+        _check_device(torch.device("cuda"))
 
 
 class _Step:
     """One forward pass and the backward pass that belongs to it."""
 
-    def __init__(self, model: Replay, source: GradientSource, key: int) -> None:
+    def __init__(self, model: Replay, gradients: Gradients) -> None:
         self.model = model
-        self.source = source
-        self.key = key
+        self.gradients = gradients
         self.pace = pace.current()
+        self.pace.restart()
         self._left: float | None = None
+
+    def forward(self, seconds: float) -> None:
+        """A layer computes; the host makes gradients for later, if it has time."""
+        self.pace.begin(seconds)
+        self.gradients.work_ahead(self.pace.rest)
+        self.pace.finish()
 
     def left(self, child: nn.Module) -> None:
         """`child` is called next; its hooks may update parameters, which takes a device time."""
@@ -131,6 +147,14 @@ class _Step:
             if hooks_s > _SHORTEST_UPDATE_S:
                 self.pace.hold(hooks_s)
             self._left = None
+
+
+def _check_device(device: torch.device) -> None:
+    if device.type != "cpu":
+        raise UserError(
+            f"device: replayed models wait on the CPU and cannot run on {device.type}; "
+            "use device: cpu"
+        )
 
 
 def _keep_freed_memory() -> None:
@@ -171,10 +195,11 @@ class _Backward(torch.autograd.Function):
         step.pace.begin(ctx.unit.backward_s)
         scale = gradient.item()
         gradients = [
-            step.source.make(param, index, step.key, scale) if wanted else None
+            step.gradients.take(param, index, scale) if wanted else None
             for param, (_, index), wanted in zip(
                 ctx.params, ctx.unit.params, ctx.needs_input_grad[3:], strict=True
             )
         ]
+        step.gradients.work_ahead(step.pace.rest)
         step.pace.finish()
         return gradient, None, None, *gradients

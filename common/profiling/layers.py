@@ -76,7 +76,7 @@ def record_profile(
 
 def folder_name(device_name: str) -> str:
     """`NVIDIA GeForce RTX 2080 Ti` becomes `rtx-2080-ti`."""
-    short = re.sub(r"\b(nvidia|geforce|tesla|\(r\)|\(tm\)|cpu|@.*)", " ", device_name.lower())
+    short = re.sub(r"\b(nvidia|geforce|tesla|cpu)\b|\(r\)|\(tm\)|@.*", " ", device_name.lower())
     return re.sub(r"[^a-z0-9]+", "-", short).strip("-") or "unknown"
 
 

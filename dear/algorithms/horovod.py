@@ -6,8 +6,9 @@ import contextlib
 import importlib.util
 import itertools
 import os
+import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,13 +18,16 @@ from dear.algorithm import Options as AlgorithmOptions
 from dear.engine import Engine, distribute, trained_parameters
 from dear.errors import Unavailable, UserError
 from dear.hooks import at_end_of_backward
+from dear.interfaces import address_of
 from dear.lazy import torch
 
 if TYPE_CHECKING:
+    from horovod.runner.common.util.hosts import SlotInfo
     from torch.nn import Module, Parameter
     from torch.optim import Optimizer
 
     from dear.communicator import Communicator
+    from dear.environment import RankFacts
 
 
 class Horovod(Algorithm):
@@ -45,7 +49,8 @@ class Horovod(Algorithm):
         """Who negotiates and reduces: Horovod's own Gloo, or MPI (needs mpirun and a build with
         MPI)."""
 
-    capabilities = Capabilities(consistency="synchronous")
+    # scripts/horovod.sh builds it for CPU tensors only.
+    capabilities = Capabilities(consistency="synchronous", devices=("cpu",))
 
     @classmethod
     def unavailable(cls) -> str | None:
@@ -169,11 +174,6 @@ def _start(communicator: Communicator, controller: str) -> None:
     if hvd.is_initialized():
         return
     facts = runtime.facts()
-    if not facts.one_host and controller == "gloo":
-        raise UserError(
-            "option of horovod controller='gloo' runs on one host here; start over mpirun with "
-            "controller='mpi'"
-        )
     if controller == "mpi":
         if facts.launcher != "Open MPI" or not hvd.mpi_built():
             raise UserError(
@@ -187,32 +187,66 @@ def _start(communicator: Communicator, controller: str) -> None:
     runtime.at_shutdown(hvd.shutdown)
 
 
-def _rendezvous(communicator: Communicator, facts: Any) -> None:
+def _rendezvous(communicator: Communicator, facts: RankFacts) -> None:
     """Does what horovodrun would: a key-value server on rank 0, and the ranks' places."""
-    from horovod.runner.common.util.hosts import SlotInfo
     from horovod.runner.http.http_server import RendezvousServer
 
     from dear import runtime
 
-    port = 0
+    host, address, interface = _whereabouts(facts)
+    slots = _slots(communicator.gather_objects((host, facts.local_rank)))
+    where = (address, 0)
     if facts.rank == 0:
         server = RendezvousServer()
-        port = server.start()
-        size = facts.world_size
-        server.init([SlotInfo("localhost", r, r, 0, size, size, 1) for r in range(size)])
+        where = (address, server.start())
+        server.init(slots)
         runtime.at_shutdown(server.stop)
-    port = communicator.broadcast_object(port)
+    address, port = communicator.broadcast_object(where)
+    slot = slots[facts.rank]
     os.environ.update(
         HOROVOD_CONTROLLER="gloo",
         HOROVOD_CPU_OPERATIONS="gloo",
-        HOROVOD_GLOO_IFACE="lo",
-        HOROVOD_GLOO_RENDEZVOUS_ADDR="127.0.0.1",
+        HOROVOD_GLOO_IFACE=interface,
+        HOROVOD_GLOO_RENDEZVOUS_ADDR=address,
         HOROVOD_GLOO_RENDEZVOUS_PORT=str(port),
-        HOROVOD_HOSTNAME="localhost",
-        HOROVOD_RANK=str(facts.rank),
-        HOROVOD_SIZE=str(facts.world_size),
-        HOROVOD_LOCAL_RANK=str(facts.local_rank),
-        HOROVOD_LOCAL_SIZE=str(facts.local_world_size),
-        HOROVOD_CROSS_RANK="0",
-        HOROVOD_CROSS_SIZE="1",
+        HOROVOD_HOSTNAME=slot.hostname,
+        HOROVOD_RANK=str(slot.rank),
+        HOROVOD_SIZE=str(slot.size),
+        HOROVOD_LOCAL_RANK=str(slot.local_rank),
+        HOROVOD_LOCAL_SIZE=str(slot.local_size),
+        HOROVOD_CROSS_RANK=str(slot.cross_rank),
+        HOROVOD_CROSS_SIZE=str(slot.cross_size),
     )
+
+
+def _whereabouts(facts: RankFacts) -> tuple[str, str, str]:
+    """This host's name, its address for the other ranks, and the interface of that address."""
+    if facts.one_host:
+        return "localhost", "127.0.0.1", "lo"
+    name = socket.gethostname()
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
+    address = address_of(interface) if interface else socket.gethostbyname(name)
+    if address is None:
+        raise UserError(f"GLOO_SOCKET_IFNAME={interface}: {name} has no such interface with IPv4")
+    return name, address, interface
+
+
+def _slots(places: Sequence[tuple[str, int]]) -> list[SlotInfo]:
+    """Horovod's view of the ranks, whose hosts and numbers on them are `places`."""
+    from horovod.runner.common.util.hosts import SlotInfo
+
+    slots = []
+    for rank, (host, local_rank) in enumerate(places):
+        alike = [other for other, number in places if number == local_rank]
+        slots.append(
+            SlotInfo(
+                hostname=host,
+                rank=rank,
+                local_rank=local_rank,
+                cross_rank=alike.index(host),
+                size=len(places),
+                local_size=sum(other == host for other, _ in places),
+                cross_size=len(alike),
+            )
+        )
+    return slots

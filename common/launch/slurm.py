@@ -1,0 +1,188 @@
+"""Ranks started by Slurm: `srun` inside an allocation, else a batch job per repeat."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.launch.envs import NetworkOptions, interface, network_env, read_envs
+from common.launch.fleet import STACKS_S, Fleet, HostCommand, on_host
+from common.launch.hosts import Host, are_virtual
+from common.launch.job import Job, Launcher, Outcome, outcome_of, timed_out
+from dear.errors import UserError
+from dear.options import positive
+
+POLL_S = 0.5
+_SPARE_MIN = 5
+# Returns when the job has left the queue, so that none of its ranks is left.
+_CANCEL = (
+    'scancel --quiet --name "$0"; '
+    'while [ -n "$(squeue --noheader --name "$0")" ]; do sleep 0.2; done'
+)
+
+
+class SlurmLauncher(Launcher):
+    """Runs `srun python -m common.harness.worker`, by `sbatch --wait` if there is no allocation.
+
+    A batch job's time limit begins when it has left the queue. It is cancelled when this process
+    ends before it does.
+    """
+
+    @dataclass(frozen=True, kw_only=True)
+    class Options(NetworkOptions):
+        """Where Slurm shall run the ranks, and the network."""
+
+        partition: str | None = None
+        """None: Slurm's default."""
+        nodes: int | None = None
+        """Number of nodes that the ranks are spread over; None: as few as they fit on."""
+        sbatch_args: tuple[str, ...] = ()
+        """More arguments of sbatch, e.g. --account=NAME."""
+        srun_args: tuple[str, ...] = ()
+        """More arguments of srun, e.g. --mpi=none."""
+        queue_s: float = 86400.0
+        """Longest wait for the batch job to begin, in seconds."""
+
+        def __post_init__(self) -> None:
+            positive("queue_s", self.queue_s)
+
+    def __init__(
+        self,
+        *,
+        hosts: Sequence[Host] | None = None,
+        options: Options | None = None,
+        preload: Sequence[str] = (),
+    ) -> None:
+        if are_virtual(hosts):
+            raise UserError(
+                "launcher slurm does not run on virtual hosts; use local, ssh or mpirun"
+            )
+        if hosts is not None:
+            raise UserError(
+                "launcher slurm reads no hostfile: Slurm chooses the hosts (options partition, "
+                "nodes, sbatch_args)"
+            )
+        if shutil.which("srun") is None:
+            raise UserError("launcher slurm: no srun on the PATH; use launcher=ssh or mpirun")
+        self._options = options or self.Options()
+        self._envs = read_envs()
+        self._interface = interface(self._options, self._envs, None)
+
+    @property
+    def _allocated(self) -> bool:
+        return "SLURM_JOB_ID" in os.environ
+
+    def command(self, job: Job) -> str:
+        return shlex.join(self._srun(job) if self._allocated else self._sbatch(job, "dear"))
+
+    def run(self, job: Job) -> Outcome:
+        began, ended = _marks(job)
+        for mark in (began, ended):
+            mark.unlink(missing_ok=True)
+        if self._allocated:
+            with Fleet([self._tied(job, self._srun(job), [])]) as fleet:
+                in_time = fleet.wait(job.timeout_s)
+                if not in_time:
+                    fleet.ask_for_stacks()
+            return self._judged(job, fleet) if in_time else timed_out(job)
+        name = f"dear-{uuid.uuid4().hex[:12]}"
+        undo = ["sh", "-c", _CANCEL, name]
+        with Fleet([self._tied(job, self._sbatch(job, name), undo)]) as fleet:
+            outcome = self._await(job, fleet, name)
+        return outcome or self._judged(job, fleet)
+
+    def _await(self, job: Job, fleet: Fleet, name: str) -> Outcome | None:
+        """Waits for the batch job; None if it has ended, else the outcome."""
+        began, ended = _marks(job)
+        running = False
+        deadline = time.monotonic() + self._options.queue_s
+        # `sbatch --wait` itself asks only every half minute.
+        while not fleet.wait(POLL_S) and not ended.exists():
+            if not running and began.exists():
+                running = True
+                deadline = time.monotonic() + job.timeout_s
+            if time.monotonic() > deadline:
+                if running:
+                    subprocess.run(["scancel", "--quiet", "--signal=USR1", "--name", name])
+                    fleet.wait(STACKS_S)
+                    return timed_out(job)
+                message = f"still in Slurm's queue after {self._options.queue_s:g} s"
+                error = {"kind": "timeout", "message": message, "rank": None, "where": None}
+                return Outcome(status="timeout", error=error)
+        return None
+
+    def _judged(self, job: Job, fleet: Fleet) -> Outcome:
+        log = job.folder / f"log-{job.repeat}-srun.txt"
+        said = log.read_text(errors="replace") if log.exists() else ""
+        _, ended = _marks(job)
+        code = int(ended.read_text()) if ended.exists() else next(iter(fleet.codes.values()), 0)
+        otherwise = fleet.failure()
+        if code:
+            lines = said.strip().splitlines()
+            otherwise = f"srun ended with status {code}: {lines[-1]}" if lines else otherwise
+        return outcome_of(job, _failures(said), otherwise=otherwise)
+
+    def _srun(self, job: Job) -> list[str]:
+        options = self._options
+        command = ["srun", "--ntasks", str(job.world_size), "--kill-on-bad-exit=1"]
+        command += ["--cpu-bind=none", "--output", str(job.log_path(0).resolve())]
+        if options.nodes is not None:
+            command += ["--nodes", str(min(options.nodes, job.world_size))]
+        return [*command, *options.srun_args, self._envs.python, *job.worker]
+
+    def _sbatch(self, job: Job, name: str) -> list[str]:
+        options = self._options
+        began, ended = (shlex.quote(str(mark)) for mark in _marks(job))
+        script = f": > {began}; {shlex.join(self._srun(job))}; code=$?; echo $code > {ended}.new; "
+        script += f"mv {ended}.new {ended}; exit $code"
+        command = ["sbatch", "--wait", "--job-name", name, "--ntasks", str(job.world_size)]
+        command += ["--time", str(math.ceil(job.timeout_s / 60) + _SPARE_MIN)]
+        command += ["--output", str(job.folder.resolve() / f"log-{job.repeat}-srun.txt")]
+        if options.partition is not None:
+            command += ["--partition", options.partition]
+        if options.nodes is not None:
+            command += ["--nodes", str(min(options.nodes, job.world_size))]
+        return [*command, *options.sbatch_args, "--wrap", script]
+
+    def _tied(self, job: Job, command: list[str], undo: list[str]) -> HostCommand:
+        here = Host(name="slurm", slots=job.world_size)
+        tether = [self._envs.python, "-m", "common.launch.tether"]
+        tether += ["--undo", json.dumps(undo)] if undo else []
+        env = network_env(self._options, self._interface) | dict(job.env)
+        name = "srun" if self._allocated else "sbatch"
+        return HostCommand(
+            host=here,
+            argv=on_host(here, [*tether, "--", *command], env, None),
+            log=job.folder / f"log-{job.repeat}-{name}.txt",
+        )
+
+
+def _marks(job: Job) -> tuple[Path, Path]:
+    """Files that the batch script makes when it begins and when it ends."""
+    folder = job.folder.resolve()
+    return folder / f"slurm-began-{job.repeat}", folder / f"slurm-ended-{job.repeat}"
+
+
+def _failures(said: str) -> dict[int, int]:
+    """Exit status by rank, from srun's messages about tasks; for several at once of the first."""
+    numbers = {signal.strsignal(number): -number for number in signal.valid_signals()}
+    found = re.findall(r"srun: error: \S+ tasks? (\d+)\S*: (.+?)(?: \(core dumped\))?\n", said)
+    failures = {}
+    for task, what in found:
+        exited = re.fullmatch(r"Exited with exit code (\d+)", what)
+        code = int(exited[1]) if exited else numbers.get(what, 0)
+        # SIGTERM is Slurm's own, for those whose neighbour failed.
+        if code not in (0, -signal.SIGTERM):
+            failures[int(task)] = code
+    return failures

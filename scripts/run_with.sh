@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# Runs an experiment with one launcher; the scripts run_LAUNCHER.sh call it:
+#   [nworkers=8] [hostfile=FILE] [rdma=0] run_with.sh LAUNCHER [EXPERIMENT.yaml] [FLAGS of `run`]
+# With nworkers, mpirun and ssh take their hosts from configs/cluster$nworkers unless told otherwise.
+set -euo pipefail
+root=$(cd "$(dirname "$0")/.." && pwd)
+launcher=$1
+shift
+experiment="$root/configs/experiments/reference.yaml"
+if [[ $# -gt 0 && "$1" != -* ]]; then
+  experiment=$1
+  shift
+fi
+
+sets=(--set "launcher=$launcher")
+hostfile=${hostfile:-}
+if [[ -n "${nworkers:-}" ]]; then
+  sets+=(--set "world_sizes=[$nworkers]")
+  if [[ -z "$hostfile" && ("$launcher" == mpirun || "$launcher" == ssh) ]]; then
+    hostfile="$root/configs/cluster$nworkers"
+  fi
+fi
+[[ -z "$hostfile" ]] || sets+=(--set "hostfile=$hostfile")
+[[ "${rdma:-0}" == 0 ]] || sets+=(--set "launcher_options.rdma=$rdma")
+
+python=python3
+[[ -x "$root/.venv/bin/python" ]] && python="$root/.venv/bin/python"
+exec "$python" "$root/benchmarks.py" run "$experiment" "${sets[@]}" "$@"

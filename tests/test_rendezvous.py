@@ -1,0 +1,192 @@
+"""Ranks find each other, and a wrong roll is told to everybody who is there."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from dear import rendezvous
+from dear.environment import RankFacts
+from dear.errors import UserError
+from dear.rendezvous import MeetingPoint, meet, meeting_point
+from dear.roll_call import call_roll
+
+# Importing torch in a process of its own takes a minute on a busy machine.
+pytestmark = pytest.mark.timeout(330)
+
+ROOT = Path(__file__).parents[1]
+HERE = re.escape(f"{socket.gethostname()} process {os.getpid()}")
+
+
+def facts(rank: int, world_size: int, **given) -> RankFacts:
+    given = {"launcher": "torchrun", "local_rank": 0, "local_world_size": 1} | given
+    return RankFacts(rank=rank, world_size=world_size, **given)
+
+
+def roll(ranks: list[int], world_size: int, timeout_s: float = 60.0) -> list[str | None]:
+    """What a roll call of these ranks says to each of them, None if all are there once."""
+    store = dist.HashStore()
+
+    def answer(rank: int) -> str | None:
+        try:
+            call_roll(store, facts(rank, world_size), timeout_s)
+        except UserError as error:
+            return str(error)
+        return None
+
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        return list(pool.map(answer, ranks))
+
+
+def test_a_full_roll_passes():
+    assert roll([2, 0, 1], 3) == [None, None, None]
+
+
+def test_two_processes_with_one_rank_are_named_to_all():
+    for message in roll([0, 1, 1], 3):
+        assert re.search(f"rank 1 of 3 was started more than once: on {HERE} and {HERE}", message)
+        assert "\n" not in message
+
+
+def test_a_missing_rank_is_named_with_those_who_came():
+    for message in roll([0, 3], 4, timeout_s=1.0):
+        assert message.startswith("rank 1, 2 of 4 did not come within 1 s")
+        assert re.search(f"0 on {HERE}; 3 on {HERE}", message)
+        assert "MASTER_ADDR" in message
+
+
+@pytest.fixture
+def port(monkeypatch) -> int:
+    """A free port of this machine, set as MASTER_PORT."""
+    for name in ("DEAR_STORE", "TORCHELASTIC_USE_AGENT_STORE"):
+        monkeypatch.delenv(name, raising=False)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        number = probe.getsockname()[1]
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(number))
+    return number
+
+
+@pytest.fixture
+def same_join(monkeypatch):
+    """Threads stand for processes here, whose counters of joins would agree."""
+    monkeypatch.setattr(rendezvous, "_joins", iter(lambda: 0, None))
+
+
+@pytest.mark.usefixtures("port", "same_join")
+def test_ranks_meet_at_a_port_and_share_the_store():
+    with ThreadPoolExecutor(2) as pool:
+        stores = list(pool.map(lambda rank: meet(facts(rank, 2), 60.0), range(2)))
+    stores[0].set("key", "value")
+    assert stores[1].get("key") == b"value"
+
+
+@pytest.mark.usefixtures("same_join")
+def test_ranks_meet_in_a_file_as_often_as_they_like(tmp_path, monkeypatch):
+    monkeypatch.setenv("DEAR_STORE", str(tmp_path / "store"))
+    for generation in range(2):
+        monkeypatch.setattr(rendezvous, "_joins", iter(lambda number=generation: number, None))
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(lambda rank: meet(facts(rank, 2), 60.0), range(2)))
+
+
+STRANGER = """
+import os, sys
+from dear import rendezvous
+from dear.environment import RankFacts
+from dear.errors import UserError
+rendezvous.HELD_PORT_S = 1.0
+facts = RankFacts(launcher="torchrun", rank=0, world_size=2, local_rank=0, local_world_size=1)
+try:
+    rendezvous.meet(facts, 60.0)
+except UserError as error:
+    print(error, flush=True)
+os._exit(0)  # a thread of torch waits for the stranger's answer
+"""
+
+
+def test_a_port_that_a_stranger_holds_is_named(port):
+    with socket.socket() as stranger:
+        stranger.bind(("127.0.0.1", port))
+        stranger.listen()
+        done = subprocess.run(
+            [sys.executable, "-c", STRANGER], cwd=ROOT, capture_output=True, text=True, timeout=300
+        )
+    assert f"rank 0 cannot open MASTER_PORT {port}: another program uses it" in done.stdout
+
+
+def test_a_second_rank_0_is_told_apart_from_a_stranger(port):
+    code = STRANGER.replace("HELD_PORT_S = 1.0", "HELD_PORT_S = 60.0")
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    for process in ranks:
+        said, _ = process.communicate(timeout=300)
+        assert re.search(r"rank 0 of 2 was started more than once: on .* and .*", said)
+
+
+def test_nobody_at_the_port_is_said_in_time(port):
+    with pytest.raises(UserError, match=f"rank 1 of 2 did not reach rank 0 at 127.0.0.1:{port}"):
+        meet(facts(1, 2), 1.0)
+
+
+def test_one_rank_needs_no_meeting_point(monkeypatch):
+    for name in ("DEAR_STORE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    assert meeting_point(facts(0, 1)) == MeetingPoint()
+    assert isinstance(meet(facts(0, 1), 1.0), dist.HashStore)
+
+
+def test_several_without_a_meeting_point_are_refused():
+    with pytest.raises(UserError, match="Open MPI started 2 ranks but gave them no meeting point"):
+        meeting_point(facts(0, 2, launcher="Open MPI"), {})
+
+
+def test_open_mpis_session_folder_serves_one_host_only():
+    env = {"PMIX_SERVER_TMPDIR": "/tmp/session"}
+    one_host = facts(0, 2, launcher="Open MPI", local_world_size=2)
+    assert meeting_point(one_host, env).path == "/tmp/session/dear-store"
+    with pytest.raises(UserError, match="no meeting point"):
+        meeting_point(facts(0, 2, launcher="Open MPI"), env)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("gpu7", "gpu7"),
+        ("gpu7,gpu9", "gpu7"),
+        ("gpu[01-03,7],login1", "gpu01"),
+        ("rack[0-1]n[2-3]-ib", "rack0n2-ib"),
+    ],
+)
+def test_ranks_of_a_slurm_step_meet_at_its_first_host(nodes, first):
+    env = {"SLURM_JOB_ID": "1234", "SLURM_STEP_ID": "5", "SLURM_STEP_NODELIST": nodes}
+    points = {meeting_point(facts(rank, 2, launcher="Slurm"), env) for rank in range(2)}
+    (point,) = points
+    assert point.host == first and 1024 < point.port < 32768
+    other = meeting_point(facts(0, 2, launcher="Slurm"), env | {"SLURM_STEP_ID": "6"})
+    assert other.port != point.port
+    told = meeting_point(facts(0, 2, launcher="Slurm"), env | {"MASTER_PORT": "4000"})
+    assert (told.host, told.port) == (first, 4000)
+
+
+def test_one_host_of_slurm_meets_on_the_loopback():
+    env = {"SLURM_JOB_ID": "1234", "SLURM_STEP_ID": "5", "SLURM_STEP_NODELIST": "gpu7"}
+    point = meeting_point(facts(0, 2, launcher="Slurm", local_world_size=2), env)
+    assert point.host == "127.0.0.1"
+
+
+@pytest.mark.parametrize("port", ["four", "0", "65536", "-1", ""])
+def test_a_wrong_port_is_named(port):
+    with pytest.raises(UserError, match=f"MASTER_PORT='{port}'"):
+        meeting_point(facts(0, 2), {"MASTER_ADDR": "h0", "MASTER_PORT": port})

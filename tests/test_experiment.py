@@ -78,7 +78,7 @@ def one_line(read, content, *overrides):
         ({"world_sizes": [2, 2]}, ["n=2", "twice"]),
         ({"dtype": "float31"}, ["dtype 'float31'", "did you mean 'float32'?"]),
         ({"device": "gpu"}, ["'device' 'gpu'", "cuda"]),
-        ({"launcher": "slurm"}, ["'launcher' 'slurm'", "mpirun"]),
+        ({"launcher": "slumr"}, ["launcher 'slumr'", "slurm"]),
         ({"hostfile": "hosts"}, ["hostfile", "launcher=mpirun"]),
         ({"name": "a/b"}, ["name", "'a/b'"]),
         ({"name": ".."}, ["name", "'..'"]),
@@ -233,6 +233,12 @@ def test_hash_changes_with_every_field_but_the_label(trial):
         "threads_per_rank": 2,
         "optimizer": OptimizerConfig(lr=0.02),
         "measure": MeasureConfig(steps_per_iter=6),
+        "launcher_options": {"rdma": 1},
+        "network": "1gbe",
+        "ranks_per_host": 2,
+        "time_scale": 2.0,
+        "collective_timeout_s": 5.0,
+        "fault": {"kind": "kill_rank", "rank": 1},
     }
     assert {*other, "label"} == {field.name for field in dataclasses.fields(Trial)}
     changed = [dataclasses.replace(trial, **{key: value}).hash for key, value in other.items()]

@@ -272,3 +272,44 @@ def test_an_interface_that_this_host_does_not_have_is_refused():
 
 def test_no_interface_leaves_the_choice_to_the_libraries():
     assert network_env(NetworkOptions(), "") == {"NCCL_IB_DISABLE": "1"}
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ("local", "torchrun --standalone --nproc-per-node 2"),
+        ("torchrun", "-m torch.distributed.run --standalone --nproc-per-node 2"),
+        ("mpi", "-np 2"),
+        ("ssh", "common.launch.node"),
+        ("slurm", "srun --ntasks 2"),
+    ],
+)
+def test_the_scripts_plan_a_sweep(tools, tmp_path, script, words):
+    tools("mpirun", "echo 'mpirun (Open MPI) 4.1.4'")
+    tools("srun", "true")
+    path = ROOT / "scripts" / f"run_{script}.sh"
+    assert len(path.read_text().splitlines()) <= 40
+    done = subprocess.run(
+        [path, "configs/experiments/quick.yaml", "--dry-run", "--logs", tmp_path],
+        cwd=ROOT,
+        env={**os.environ, "nworkers": "2"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    assert words in done.stdout and "mnist_cnn bs=32 n=2" in done.stdout
+
+
+def test_a_script_passes_rdma_on(tools, tmp_path):
+    tools("mpirun", "echo 'mpirun (Open MPI) 4.1.4'")
+    done = subprocess.run(
+        [ROOT / "scripts/run_mpi.sh", "configs/experiments/quick.yaml", "--dry-run"],
+        cwd=ROOT,
+        env={**os.environ, "nworkers": "2", "rdma": "7"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 2
+    assert "option of launcher mpirun 'rdma' 7 (allowed: 0, 1, 2)" in done.stderr

@@ -21,12 +21,22 @@ from tests.test_sweep import ENDLESS, Driver, alive, processes_of
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "dear" / "horovod_mpi_cj.sh"
 
+# Ranks that mpirun and torchrun start import torch, which takes a minute on a busy machine.
+pytestmark = pytest.mark.timeout(400)
+PATIENT = ("--set", "timeout_s=300")
+
 needs_mpirun = pytest.mark.skipif(shutil.which("mpirun") is None, reason="no mpirun here")
 
 
 @pytest.fixture
 def driver(tmp_path):
     return Driver(tmp_path)
+
+
+def run(driver: Driver, *flags: str) -> subprocess.CompletedProcess:
+    """`driver.run` with more patience."""
+    command = driver.command(*flags, *PATIENT)
+    return subprocess.run(command, capture_output=True, text=True, timeout=380)
 
 
 def shell(logs: Path, path: str | None = None, **variables: str) -> subprocess.CompletedProcess:
@@ -40,7 +50,7 @@ def shell(logs: Path, path: str | None = None, **variables: str) -> subprocess.C
         env=env,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=380,
     )
 
 
@@ -48,7 +58,8 @@ def shell(logs: Path, path: str | None = None, **variables: str) -> subprocess.C
 def test_mpirun_runs_a_trial_on_the_hosts_of_a_hostfile(driver, tmp_path):
     hostfile = tmp_path / "hosts"
     hostfile.write_text("# this machine\nlocalhost slots=2\n")
-    done = driver.run(
+    done = run(
+        driver,
         *("--set", "launcher=mpirun", "--set", f"hostfile={hostfile}"),
         *("-k", "n=2", "-k", "dear", "--set", "measure.repeats=1"),
     )
@@ -63,7 +74,8 @@ def test_horovod_over_mpi_trains_right(driver):
     reason = algorithm_class("horovod").unavailable()
     if reason:
         pytest.skip(reason)
-    done = driver.run(
+    done = run(
+        driver,
         *("--set", "launcher=mpirun", "--set", "measure.repeats=1", "-k", "n=2"),
         *("--set", "algorithms=[{name: horovod, options: {controller: mpi}}]"),
     )
@@ -76,7 +88,7 @@ def test_horovod_over_mpi_trains_right(driver):
 
 @needs_mpirun
 def test_a_rank_killed_under_mpirun_is_named_and_none_is_left(driver):
-    sweep = driver.start("--set", "launcher=mpirun", "--set", ENDLESS, "-k", "wfbp")
+    sweep = driver.start("--set", "launcher=mpirun", "--set", ENDLESS, "-k", "wfbp", *PATIENT)
     pids = [driver.worker("wfbp", rank) for rank in (0, 1)]
     os.kill(pids[1], signal.SIGKILL)
     sweep.communicate(timeout=60)
@@ -91,7 +103,7 @@ def test_a_rank_killed_under_mpirun_is_named_and_none_is_left(driver):
 
 @needs_mpirun
 def test_ctrl_c_stops_mpirun_and_its_ranks(driver):
-    sweep = driver.start("--set", "launcher=mpirun", "--set", ENDLESS, "-k", "wfbp")
+    sweep = driver.start("--set", "launcher=mpirun", "--set", ENDLESS, "-k", "wfbp", *PATIENT)
     pids = [driver.worker("wfbp", rank) for rank in (0, 1)]
     sweep.send_signal(signal.SIGINT)
     sweep.communicate(timeout=30)
@@ -171,7 +183,7 @@ def test_a_worker_that_is_alone_but_should_not_be_refuses(tmp_path):
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=380,
     )
     assert done.returncode == 1
     error = json.loads((tmp_path / "error-0-rank0.json").read_text())
@@ -194,7 +206,7 @@ def test_the_printed_torchrun_command_runs_the_trial(tmp_path):
         cwd=ROOT,
         check=True,
         capture_output=True,
-        timeout=90,
+        timeout=380,
     )
     result = json.loads(job.result_path.read_text())
     assert result["started_by"] == "torchrun"

@@ -126,6 +126,17 @@ def test_trials_of_different_runs_are_marked():
     assert last_row([record(), noted]).reason == "disturbed; not measured together with ddp"
 
 
+def test_network_and_fault_are_columns_where_something_is_emulated():
+    fault = {"kind": "link_down", "host": 1, "at_s": 2.0}
+    emulated = [record("ddp", network="1gbe", fault=fault), record("dear", network="1gbe")]
+    table = tables.rows(emulated, "ddp")
+    lines = tables.markdown(table, "ddp").splitlines()
+    assert "| network |" in lines[0] and "| 1gbe " in lines[2]
+    assert "link_down h1 at 2 s" in lines[2] and "link_down" not in lines[3]
+    # What was disturbed is no measure of what was not.
+    assert table[1].speedup is None
+
+
 def test_markdown_is_one_aligned_line_per_row():
     table = tables.rows([*SWEEP, record("wfbp", status="failed")], "ddp")
     lines = tables.markdown(table, "ddp").splitlines()
@@ -133,7 +144,8 @@ def test_markdown_is_one_aligned_line_per_row():
     assert len({len(line) for line in lines}) == 1
     # A bar within a cell must be escaped, or it would open another column.
     assert {len(re.findall(r"(?<!\\)\|", line)) for line in lines} == {13}
-    assert [cell.strip() for cell in lines[0].split("|")[1:-1]] == tables.headings("ddp")
+    shown = [name for name in tables.headings("ddp") if name not in ("network", "fault")]
+    assert [cell.strip() for cell in lines[0].split("|")[1:-1]] == shown
     assert "speed-up vs ddp (95 % CI)" in lines[0]
     assert re.search(r"\| dear +\| +320 img/s \| .*\| 2\.00 \(.*\| FASTER ", lines[4])
 

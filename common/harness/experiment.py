@@ -114,6 +114,8 @@ class Experiment:
         for choice in self.model_choices():
             sentence_len(choice.name, choice.sentence_len)
             if is_replay(choice.name):
+                if self.device != "cpu":
+                    raise UserError(f"device: {choice.name} replays on CPUs; use device: cpu")
                 batch_size = choice.batch_size or model_entry(choice.name).batch_size
                 profile_of(choice.name, batch_size, choice.sentence_len)
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Which data-parallel training algorithm is fastest for my model on my cluster, by how much, why?
 
-python benchmarks.py                      the quick sweep
+python benchmarks.py                      the default sweep
 python benchmarks.py run X.yaml           an experiment file
 python benchmarks.py list                 algorithms, models, experiments
 python benchmarks.py show [SWEEP]         a finished sweep's table

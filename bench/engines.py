@@ -9,6 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import dear
 from dear.errors import Unavailable
 
 # Started by mpirun; every other engine's ranks are started one by one.
@@ -62,7 +63,7 @@ class TorchEngine(Engine):
         self._core: Any = None
         if backend == "comm_core":
             self._core = _import("comm_core")
-            self.versions["comm_core"] = str(getattr(self._core, "__version__", "unknown"))
+            self.versions["comm_core"] = dear.__version__
         self._direct = direct
         self._dist = dist
         dist.init_process_group(

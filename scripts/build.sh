@@ -29,11 +29,14 @@ if ! { cmake -S "$source_dir" -B "$build_dir" -G Ninja "${cmake_args[@]}" \
   echo "error: the comm core was not built; the whole log is in $log" >&2
   exit 2
 fi
-# Renamed into place: a process that has the old file mapped keeps it whole.
-rm -f "$source_dir"/_core*.so "$source_dir"/_mpi*.so
+# Renamed into place: a process that has the old file mapped keeps it whole, and there is one at
+# any time.
 for extension in "$build_dir"/extensions/*.so; do
   cp "$extension" "$source_dir/.new"
   mv "$source_dir/.new" "$source_dir/$(basename "$extension")"
+done
+for old in "$source_dir"/_core*.so "$source_dir"/_mpi*.so; do
+  [ -e "$build_dir/extensions/$(basename "$old")" ] || rm -f "$old"
 done
 "$python" "$source_dir/build_facts.py" --record
 mpi=$(grep -oE 'comm_core: (no MPI|MPI .*)' "$log" | tail -n 1 || true)

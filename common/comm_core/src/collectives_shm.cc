@@ -16,6 +16,9 @@ namespace {
 // costs little more until it has so many times the bytes from which others ask.
 constexpr size_t kAllReduceAsks = 8;
 
+// What all ranks' pieces of a share take of a core's second-level cache while they are folded.
+constexpr size_t kInCache = 256 << 10;
+
 std::vector<std::string> labels(Group& group) {
   const auto& ranks = group.topology().hosts[size_t(group.topology().host_of[size_t(group.rank())])];
   std::vector<std::string> names;
@@ -57,7 +60,7 @@ ShmDirectStage::Pass fold_pass(Group& group, const OpSpec& spec, size_t first, S
   const int64_t divisor = spec.op == ReduceOp::avg ? n : 0;
   ShmDirectStage::Pass pass;
   pass.total = output.bytes;
-  pass.work = [=, dtype = spec.dtype, op = spec.op](const std::vector<const char*>& inputs,
+  pass.work = [=, dtype = spec.dtype, op = spec.op](const std::vector<char*>& inputs,
                                                     size_t begin, size_t end) {
     std::vector<const void*> sources;
     for (const char* input : inputs) sources.push_back(input + first + begin);
@@ -74,7 +77,7 @@ ShmDirectStage::Pass copy_pass(Group& group, std::vector<Span> blocks, std::vect
   ShmDirectStage::Pass pass;
   for (const Span& block : blocks) pass.total = std::max(pass.total, block.bytes);
   pass.chunk = std::max<size_t>(16 << 10, pass.chunk / blocks.size() / 4096 * 4096);
-  pass.work = [=, me = size_t(group.rank())](const std::vector<const char*>& inputs, size_t begin,
+  pass.work = [=, me = size_t(group.rank())](const std::vector<char*>& inputs, size_t begin,
                                              size_t end) {
     for (size_t k = 0; k < blocks.size(); ++k) {
       // Neighbours first: not everybody reads the same rank's memory at once.
@@ -105,25 +108,32 @@ std::unique_ptr<Stage> direct_all_gather(Group& group, const OpSpec& spec,
                 {copy_pass(group, spec.outputs, offsets, streaming)}, std::move(otherwise));
 }
 
-// In place only: first everybody folds his share into his own buffer, where nobody else looks at
-// it; then he copies the others' shares, which they need no more in his.
+// In place only: everybody folds his share of all buffers and, while it is in his cache, writes it
+// into all of them; nobody else looks at it there.
 std::unique_ptr<Stage> direct_all_reduce(Group& group, const OpSpec& spec,
                                          const FrameHeader& frame,
                                          std::function<std::unique_ptr<Stage>()> otherwise) {
-  const Span whole = spec.outputs[0];
-  const bool in_place = spec.inputs[0].data == whole.data;
-  std::vector<Span> shares;
-  std::vector<size_t> offsets;
-  for (int r = 0; r < group.size(); ++r) {
-    const Cut c = cut(whole.bytes, size_of(spec.dtype), group.size(), r);
-    shares.push_back({whole.data + c.begin, c.bytes});
-    offsets.push_back(c.begin);
-  }
+  const bool in_place = spec.inputs[0].data == spec.outputs[0].data;
+  const int n = group.size();
   const size_t me = size_t(group.rank());
-  const bool streaming = frame.total_bytes >= group.options().shm_stream;
-  return direct(group, frame, in_place ? spec.inputs[0] : ConstSpan{},
-                {fold_pass(group, spec, offsets[me], shares[me], false),
-                 copy_pass(group, shares, offsets, streaming)},
+  const Cut share = cut(spec.outputs[0].bytes, size_of(spec.dtype), n, int(me));
+  const int64_t divisor = spec.op == ReduceOp::avg ? n : 0;
+  ShmDirectStage::Pass pass;
+  pass.total = share.bytes;
+  pass.chunk = std::max<size_t>(4 << 10, kInCache / size_t(n) / 4096 * 4096);
+  pass.work = [=, dtype = spec.dtype, op = spec.op](const std::vector<char*>& inputs, size_t begin,
+                                                    size_t end) {
+    std::vector<const void*> sources;
+    for (const char* input : inputs) sources.push_back(input + share.begin + begin);
+    char* folded = inputs[me] + share.begin + begin;
+    const size_t count = (end - begin) / size_of(dtype);
+    reduce(dtype, op, folded, sources.data(), n, count, false);
+    if (divisor > 0) divide(dtype, folded, count, divisor);
+    for (size_t k = 1; k < inputs.size(); ++k) {
+      copy(inputs[(me + k) % inputs.size()] + share.begin + begin, folded, end - begin, false);
+    }
+  };
+  return direct(group, frame, in_place ? spec.inputs[0] : ConstSpan{}, {std::move(pass)},
                 std::move(otherwise));
 }
 
@@ -159,9 +169,7 @@ Stages over_shm(Group& group, const OpSpec& spec, const FrameHeader& frame) {
     const auto staged = [&group, plan]() -> std::unique_ptr<Stage> {
       return std::make_unique<ShmAllReduceStage>(*group.shm(), plan, labels(group));
     };
-    // Between two ranks the staged one moves as many bytes, through the caches.
-    const bool ask =
-        n > 2 && frame.total_bytes >= kAllReduceAsks * group.options().shm_direct;
+    const bool ask = frame.total_bytes >= kAllReduceAsks * group.options().shm_direct;
     stages.push_back(ask ? direct_all_reduce(group, spec, frame, staged) : staged());
     return stages;
   }

@@ -72,13 +72,13 @@ bool ShmDirectStage::publish() {
     const auto place = SharedBuffers::instance().find(plan_.input.data, plan_.input.bytes);
     if (place) {
       header.place = *place;
-      inputs_[size_t(streams_.me())] = plan_.input.data;
+      inputs_[size_t(streams_.me())] = const_cast<char*>(plan_.input.data);
     } else {
       possible_ = false;
     }
   } else if (round_ == kAgree) {
     const bool all = std::all_of(inputs_.begin(), inputs_.end(),
-                                 [](const char* input) { return input != nullptr; });
+                                 [](char* input) { return input != nullptr; });
     header.place.pid = all ? 1 : 0;
     possible_ = all;
   }

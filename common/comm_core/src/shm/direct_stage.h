@@ -17,7 +17,7 @@ class ShmDirectStage : public Stage {
   // One way through the buffers; the next begins when all ranks have ended this one.
   struct Pass {
     // Does the work on bytes [begin, end) of `total`, given everybody's input.
-    std::function<void(const std::vector<const char*>& inputs, size_t begin, size_t end)> work;
+    std::function<void(const std::vector<char*>& inputs, size_t begin, size_t end)> work;
     size_t total = 0;
     size_t chunk = 256 << 10;
   };
@@ -48,7 +48,7 @@ class ShmDirectStage : public Stage {
   size_t round_ = kAnnounce;
   bool published_ = false;
   std::vector<bool> heard_;
-  std::vector<const char*> inputs_;
+  std::vector<char*> inputs_;
   bool possible_ = true;   // as far as this rank has heard
   const Pass* pass_ = nullptr;  // under way
   size_t done_ = 0;             // of it

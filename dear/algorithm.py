@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import dear.algorithms
+from dear.bounds import Bound
 from dear.errors import unknown
 from dear.options import build_options
 
@@ -44,6 +45,8 @@ class Algorithm(ABC):
 
     Options: ClassVar[type[Options]] = Options
     capabilities: ClassVar[Capabilities]
+    bound: ClassVar[Bound | None] = None
+    """Which formula of `dear.bounds` says how short a step can be; None: none is known."""
 
     @classmethod
     def unavailable(cls) -> str | None:

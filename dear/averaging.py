@@ -7,6 +7,8 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from dear.backward import BackwardSchedule
+from dear.carriers import make_carrier
+from dear.compression import CompressedOptions
 from dear.engine import Engine
 from dear.lazy import torch
 
@@ -17,24 +19,41 @@ if TYPE_CHECKING:
 
 
 class GradientAverager:
-    """`launch` starts the all-reduce of one parameter's gradient, `finish` waits for all of them.
+    """`launch` starts to average one parameter's gradient, `finish` waits for all of them.
 
     Every rank must launch the same parameters in the same order, also those that have no gradient
     on it: they count as zero if another rank has one. A parameter that no rank has a gradient for
     keeps `grad=None`, so that optimizers leave it alone as in serial training.
 
-    Cost per pass and rank: one all-reduce per launched parameter, and one of a byte per parameter.
+    Cost per pass and rank: one all-reduce per launched parameter (an all-gather, if compressed so
+    that sums make no sense), and one all-reduce of a byte per parameter.
+
+    Args:
+        options: how gradients are compressed, each parameter's by itself.
+        channels: parameters take turns on so many channels of the communicator.
     """
 
-    def __init__(self, params: Sequence[Parameter], communicator: Communicator) -> None:
+    def __init__(
+        self,
+        params: Sequence[Parameter],
+        communicator: Communicator,
+        options: CompressedOptions,
+        channels: int = 1,
+    ) -> None:
         self._params = list(params)
         self._communicator = communicator
+        self._channels = channels
+        self._carriers = {param: make_carrier(options, communicator, param) for param in params}
+        communicator.ensure_channels(channels)
         self._running: list[tuple[Parameter, torch.Tensor, Work]] = []
 
     def launch(self, param: Parameter) -> None:
-        """Starts averaging `param.grad` in place."""
-        gradient = param.grad if param.grad is not None else torch.zeros_like(param)
-        self._running.append((param, gradient, self._communicator.all_reduce(gradient, op="mean")))
+        """Starts averaging `param.grad`, in place."""
+        present = param.grad is not None
+        gradient = param.grad if present else torch.zeros_like(param)
+        channel = len(self._running) % self._channels
+        work = self._carriers[param].send(gradient, [present], channel=channel)
+        self._running.append((param, gradient, work))
 
     def forget(self) -> None:
         """Waits for what a pass that ended early has left under way, and drops it."""
@@ -48,8 +67,9 @@ class GradientAverager:
         has = [param.grad is not None for param in self._params]
         used = torch.tensor(has, dtype=torch.uint8, device=self._params[0].device)
         exchange = self._communicator.all_reduce(used, op="max")
-        for _, _, work in self._running:
+        for param, gradient, work in self._running:
             work.wait()
+            self._carriers[param].receive(gradient)
         exchange.wait()
         somewhere = dict(zip(self._params, used.tolist(), strict=True))
         for param, gradient, _ in self._running:
@@ -62,8 +82,10 @@ class AveragingEngine(Engine):
     """Averages in or right after the backward pass; the step is the optimizer's own.
 
     Args:
-        overlap: start each tensor's all-reduce as soon as its gradient is there; otherwise all of
+        options: how gradients are compressed.
+        overlap: start each tensor's transfer as soon as its gradient is there; otherwise all of
             them start when the pass has ended.
+        channels: tensors take turns on so many channels.
     """
 
     def __init__(
@@ -71,11 +93,13 @@ class AveragingEngine(Engine):
         model: torch.nn.Module,
         communicator: Communicator,
         params: Sequence[Parameter],
+        options: CompressedOptions,
         *,
         overlap: bool,
+        channels: int = 1,
     ) -> None:
         super().__init__(model, communicator)
-        self._averager = averager = GradientAverager(params, communicator)
+        self._averager = averager = GradientAverager(params, communicator, options, channels)
         # Without overlap the whole model is one unit, complete at the end of the pass only: even
         # if every gradient arrives, the last one arrives last.
         units = [[param] for param in params] if overlap else [list(params)]

@@ -25,6 +25,11 @@ class BackwardSchedule:
     then. The order is the reverse of registration in the first pass and afterwards the order in
     which rank 0's units were complete in it.
 
+    Args:
+        finish: called when a pass has ended and every unit is launched.
+        arrived: called for each gradient that arrives, also under `paused`, before all else.
+        learn: take the order from the first pass; without it the owner gives one to `regroup`.
+
     A pass is one `backward()` outside `paused()`. Gradients accumulate in `p.grad` over passes as
     in plain torch.
     """
@@ -36,15 +41,18 @@ class BackwardSchedule:
         communicator: Communicator,
         *,
         launch: Callable[[int], None],
-        finish: Callable[[], None],
+        finish: Callable[[], None] = lambda: None,
+        arrived: Callable[[Parameter], None] | None = None,
+        learn: bool = True,
     ) -> None:
-        self._units = units
         self._communicator = communicator
         self._launch = launch
         self._finish = finish
-        self._unit_of = {param: i for i, unit in enumerate(units) for param in unit}
-        self._order = list(reversed(range(len(units))))
-        self._learnt = False
+        self._arrived = arrived
+        self._set_units(units)
+        self.order: Sequence[int] = list(reversed(range(len(units))))
+        """Units as they are launched, on all ranks."""
+        self._learnt = not learn
         self._in_pass = False
         self._paused = False
         self.passed = False
@@ -61,6 +69,12 @@ class BackwardSchedule:
             yield
         finally:
             self._paused = before
+
+    def regroup(self, units: Sequence[Sequence[Parameter]], order: Sequence[int]) -> None:
+        """Other units of the same parameters, launched in `order` from the next pass on."""
+        self._set_units(units)
+        self.order = order
+        self._learnt = True
 
     def restart(self) -> None:
         """Forgets the last pass: the next step needs a new one."""
@@ -80,6 +94,10 @@ class BackwardSchedule:
             self._begin()
             self._end()
 
+    def _set_units(self, units: Sequence[Sequence[Parameter]]) -> None:
+        self._units = units
+        self._unit_of = {param: i for i, unit in enumerate(units) for param in unit}
+
     def _begin(self) -> None:
         self._in_pass = True
         self.unsent = False
@@ -94,6 +112,8 @@ class BackwardSchedule:
                 f"sparse gradient of shape {tuple(param.shape)}: only dense gradients are "
                 "communicated; build the embedding with sparse=False"
             )
+        if self._arrived is not None:
+            self._arrived(param)
         if self._paused:
             self.unsent = True
             return
@@ -112,17 +132,17 @@ class BackwardSchedule:
         self._missing[unit] -= 1
         if self._missing[unit] == 0:
             self._completed.append(unit)
-        while self._next < len(self._order) and self._missing[self._order[self._next]] == 0:
+        while self._next < len(self.order) and self._missing[self.order[self._next]] == 0:
             self._launch_next()
 
     def _launch_next(self) -> None:
         self._next += 1
-        self._launch(self._order[self._next - 1])
+        self._launch(self.order[self._next - 1])
 
     def _end(self) -> None:
         if not self._in_pass:  # an error in the pass has ended it already
             return
-        while self._next < len(self._order):
+        while self._next < len(self.order):
             self._launch_next()
         self._in_pass = False
         self.passed = True
@@ -132,6 +152,6 @@ class BackwardSchedule:
 
     def _learn(self) -> None:
         seen = set(self._completed)
-        rest = [unit for unit in self._order if unit not in seen]
-        self._order = self._communicator.broadcast_object(self._completed + rest)
+        rest = [unit for unit in self.order if unit not in seen]
+        self.order = self._communicator.broadcast_object(self._completed + rest)
         self._learnt = True

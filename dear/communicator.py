@@ -81,6 +81,10 @@ class Work:
         """Calls `callback` once the collective has ended, from a thread of the backend."""
         self._handle.get_future().add_done_callback(lambda _: callback())
 
+    def future(self) -> torch.futures.Future:
+        """Completes with the collective; for torch's own machinery, which chains on it."""
+        return self._handle.get_future()
+
     def times(self) -> WorkTimes:
         """The three times of a finished collective.
 
@@ -122,6 +126,8 @@ class Communicator:
             constructing with more than one is itself a collective call.
         record_times: keep `Work.times()`; costs a callback per collective.
         clock: returns seconds; the virtual fabric passes its own.
+        timeout_s: the longest that a collective of a further channel may take; None: torch's
+            default. (Those of the first have the limit that `group` was made with.)
     """
 
     def __init__(
@@ -130,7 +136,9 @@ class Communicator:
         channels: int = 1,
         record_times: bool = False,
         clock: Callable[[], float] = time.perf_counter,
+        timeout_s: float | None = None,
     ) -> None:
+        self._timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
         self.backend = shown(dist.get_backend(group))
@@ -145,8 +153,14 @@ class Communicator:
         """Seconds that callers of `Work.wait` were held up: exposed communication."""
         self.bytes_sent = 0
         """Payload bytes handed to collectives so far (input tensors of this rank)."""
-        ranks = dist.get_process_group_ranks(group)
-        self.groups = [group] + [dist.new_group(ranks) for _ in range(channels - 1)]
+        self.groups = [group]
+        self.ensure_channels(channels)
+
+    def ensure_channels(self, count: int) -> None:
+        """Makes the missing ones of `count` channels; then it is a collective call."""
+        ranks = dist.get_process_group_ranks(self.groups[0])
+        while len(self.groups) < count:
+            self.groups.append(dist.new_group(ranks, timeout=self._timeout))
 
     def all_reduce(
         self, tensor: torch.Tensor, *, op: Op, channel: int = 0, priority: int = 0
@@ -201,6 +215,18 @@ class Communicator:
             handle = _all_gather(output, input, group=group, async_op=True)
         return self._work(handle, channel, output.nbytes, input.nbytes)
 
+    def reduce(
+        self, tensor: torch.Tensor, *, root: int, op: Op, channel: int = 0, priority: int = 0
+    ) -> Work:
+        """Rank `root` gets the reduction of everybody's `tensor`, in place; scratch elsewhere."""
+        group, reduce_op = self._queue(channel, priority), _reduce_op(op)
+        flat, target = flat_view(tensor), self._global_rank(root)
+        if op == "mean":
+            flat = _scaled(flat, self.size)
+        with _at(priority):
+            handle = dist.reduce(flat, dst=target, op=reduce_op, group=group, async_op=True)
+        return self._work(handle, channel, tensor.nbytes, tensor.nbytes)
+
     def broadcast(
         self, tensor: torch.Tensor, *, root: int, channel: int = 0, priority: int = 0
     ) -> Work:
@@ -243,7 +269,7 @@ class Communicator:
 
     def _global_rank(self, root: int) -> int:
         if not 0 <= root < self.size:
-            raise UserError(f"broadcast: root {root} is no rank of a world of {self.size}")
+            raise UserError(f"root {root} is no rank of a world of {self.size}")
         return dist.get_global_rank(self.groups[0], root)
 
     def _work(self, handle: Any, channel: int, nbytes: int, sent: int) -> Work:

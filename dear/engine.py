@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from dear.errors import UserError
 from dear.hooks import Hooks
+from dear.lazy import torch
 
 if TYPE_CHECKING:
     from torch.nn import Module, Parameter
@@ -40,6 +41,21 @@ class Engine(ABC):
     def forget(self) -> None:
         """The gradients so far have been discarded; for engines that keep account of them."""
         return
+
+    def state_dict(self, plain: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """What `plain`, the optimizer's own, returns when its state is whole and current."""
+        self.settle()
+        return plain()
+
+    def load_state_dict(self, plain: Callable[[], None]) -> None:
+        """Lets `plain`, the optimizer's own, take in a state."""
+        self.settle()
+        plain()
+
+    def clip_grad_norm(self, params: Sequence[Parameter], max_norm: float, norm_type: float) -> Any:
+        """Clips the averaged gradients of `params`; returns their norm before."""
+        self.synchronize()
+        return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type)
 
     @abstractmethod
     def synchronize(self) -> None:
@@ -80,6 +96,22 @@ class _Distributed:
         """
         self._engine.synchronize()
 
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Between `backward()` and `step()`: scales the averaged gradients of all parameters.
+
+        The same as `synchronize()` and `torch.nn.utils.clip_grad_norm_`; some algorithms need less
+        communication for it.
+
+        Args:
+            max_norm: the largest norm that all gradients together may have.
+            norm_type: the p of the norm; may be `inf`.
+
+        Returns:
+            The norm before, on all ranks.
+        """
+        params = [param for group in self.param_groups for param in group["params"]]
+        return self._engine.clip_grad_norm(params, max_norm, norm_type)
+
     def no_sync(self) -> AbstractContextManager[None]:
         """Gradient accumulation: backward passes inside communicate nothing."""
         return self._engine.no_sync()
@@ -98,12 +130,12 @@ class _Distributed:
         _change_class(self, type(self).__mro__[2])
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        self._engine.settle()
-        return super().state_dict(*args, **kwargs)
+        plain = super().state_dict
+        return self._engine.state_dict(lambda: plain(*args, **kwargs))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._engine.settle()
-        super().load_state_dict(state_dict)
+        plain = super().load_state_dict
+        self._engine.load_state_dict(lambda: plain(state_dict))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         raise UserError(

@@ -30,6 +30,53 @@ def by_threshold(sizes: Sequence[float], threshold: float) -> list[list[int]]:
     return groups
 
 
+def by_ramp(sizes: Sequence[float], threshold: float, first: float) -> list[list[int]]:
+    """Like `by_threshold`, with smaller groups at both ends.
+
+    A group stays below the total that lies before it, and below what follows it, but may always
+    reach `first`: at the ends, where nothing hides its transfer, little is waited for.
+    """
+    groups: list[list[int]] = []
+    total = before = 0.0
+    after = float(sum(sizes))
+    for index, size in enumerate(sizes):
+        after -= size
+        limit = min(threshold, max(first, min(before, after)))
+        if groups and total + size < limit:
+            groups[-1].append(index)
+            total += size
+        else:
+            before += total
+            groups.append([index])
+            total = size
+    return groups
+
+
+def by_count(count: int, nearby: int) -> list[list[int]]:
+    """`count` neighbours in groups of `nearby`, the last one with the rest; below 0: all in one."""
+    if nearby < 0:
+        nearby = max(count, 1)
+    return [list(range(i, min(i + nearby, count))) for i in range(0, count, nearby)]
+
+
+def by_wait(waits_s: Sequence[float], cycle_s: float) -> list[list[int]]:
+    """Joins neighbours whose gradients arrive within the same cycle.
+
+    Args:
+        waits_s: how long each gradient waits for the end of the pass, in forward order (rising).
+        cycle_s: length of a cycle in seconds; the first starts at the end of the pass.
+    """
+    groups: list[list[int]] = []
+    cycle = -1
+    for index, wait_s in enumerate(waits_s):
+        if groups and int(wait_s // cycle_s) <= cycle:
+            groups[-1].append(index)
+        else:
+            groups.append([index])
+            cycle = int(wait_s // cycle_s)
+    return groups
+
+
 def padded(numel: int, world_size: int) -> int:
     """The least multiple of `world_size` that holds `numel` elements."""
     return -(-numel // world_size) * world_size

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from dear import runtime
 from dear.algorithm import algorithm_class, algorithm_options
+from dear.errors import UserError
 
 
 def DistributedOptimizer(  # noqa: N802 (the name that users of Horovod and DeAR know)
@@ -24,7 +25,9 @@ def DistributedOptimizer(  # noqa: N802 (the name that users of Horovod and DeAR
         optimizer: any torch optimizer over parameters of `model`; it is changed in place.
         model: the replica on this rank, on its device already; it is changed in place.
         algorithm: a name from `python benchmarks.py list`.
-        options: the algorithm's own options, e.g. `threshold_mb=25.0` for `dear`.
+        options: the algorithm's own options, e.g. `threshold_mb=25.0` for `dear`. The names that
+            DeAR's first implementation had are understood too: `threshold` (MB of 2^20 bytes; None
+            for fusion by layers), `num_nearby_layers`, and texts for `exclude_parts`.
 
     Returns:
         The same optimizer, with `synchronize()`, `no_sync()` and `close()` besides.
@@ -33,9 +36,34 @@ def DistributedOptimizer(  # noqa: N802 (the name that users of Horovod and DeAR
         UserError: an unknown algorithm or option, or a model it cannot train.
         Unavailable: a library that the algorithm needs is not installed.
     """
-    chosen = algorithm_options(algorithm, options)
+    chosen = algorithm_options(algorithm, _translated(options))
     wrapped = algorithm_class(algorithm)().wrap(model, optimizer, runtime.communicator(), chosen)
     return wrapped[1]
+
+
+def _translated(options: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of DeAR's first implementation by the names that they have here."""
+    result = dict(options)
+    if "threshold" in result:
+        threshold = result.pop("threshold")
+        if "threshold_mb" in result:
+            raise UserError("give threshold or threshold_mb, which mean the same, not both")
+        if threshold is not None:
+            result["threshold_mb"] = threshold
+        else:
+            result.setdefault("fusion", "nearby_layers")
+    if "num_nearby_layers" in result:
+        if "threshold_mb" in result or "nearby_layers" in result:
+            raise UserError(
+                "num_nearby_layers goes with threshold=None, and not with nearby_layers, which "
+                "means the same"
+            )
+        result["nearby_layers"] = result.pop("num_nearby_layers")
+        result.setdefault("fusion", "nearby_layers")
+    if isinstance(result.get("exclude_parts"), str):
+        parts = result["exclude_parts"].replace(",", " ")
+        result["exclude_parts"] = tuple(parts.split())
+    return result
 
 
 def broadcast_parameters(

@@ -20,11 +20,12 @@ if TYPE_CHECKING:
 class ReaderMap:
     """Learns until `freeze`, then answers `groups_of(module)` and `unread()`."""
 
-    def __init__(self, model: Module, groups: Sequence[Sequence[Parameter]]) -> None:
+    def __init__(self, model: Module, params: Sequence[Parameter]) -> None:
         self._model = model
-        self._group_of = {param: i for i, group in enumerate(groups) for param in group}
+        self._group_of: dict[Parameter, int] = dict.fromkeys(params, 0)
         self._called: set[Module] = set()
-        self._reads: dict[Module, set[int]] = {}
+        self._reads: dict[Module, set[Parameter]] = {}
+        self._order: dict[Parameter, None] = {}
         self._running: list[Module] = []
         self._watch: Any = None
         self._learning = Hooks()
@@ -33,6 +34,23 @@ class ReaderMap:
             handles.before_forward([module], self._enter)
             handles.after_forward(module, self._leave)
         self._map: dict[Module, set[int]] | None = None
+
+    def order(self) -> list[Parameter]:
+        """The parameters as they were first read, or the modules that own them first ran."""
+        return list(self._order)
+
+    def set_groups(self, groups: Sequence[Sequence[Parameter]]) -> None:
+        """Says which parameters belong together from now on."""
+        self._group_of = {param: i for i, group in enumerate(groups) for param in group}
+        self._map = None
+
+    def modules(self) -> list[Module]:
+        """Modules that may read parameters, or hold some that do."""
+        return [
+            module
+            for module in self._model.modules()
+            if module in self._reads or any(p in self._group_of for p in module.parameters())
+        ]
 
     def freeze(self) -> None:
         """Ends learning. A second call does nothing."""
@@ -52,18 +70,20 @@ class ReaderMap:
 
     def unread(self) -> set[int]:
         """Groups with a parameter that no module known to run stands for."""
-        covered = self._covered()
-        return {group for param, group in self._group_of.items() if param not in covered}
-
-    def _covered(self) -> set[Parameter]:
         self._readers()
-        return self._standing
+        return self._unread
 
     def _readers(self) -> dict[Module, set[int]]:
         if self._map is None:
-            self._map = {module: set(groups) for module, groups in self._reads.items()}
+            self._map = {
+                module: {self._group_of[param] for param in read}
+                for module, read in self._reads.items()
+            }
             self._standing: set[Parameter] = set()
             self._stand_in(self._model, None)
+            self._unread = {
+                group for param, group in self._group_of.items() if param not in self._standing
+            }
         return self._map
 
     def _stand_in(self, module: Module, nearest: Module | None) -> None:
@@ -80,6 +100,10 @@ class ReaderMap:
 
     def _enter(self, module: Module) -> None:
         self._running.append(module)
+        self._called.add(module)
+        for param in module.parameters(recurse=False):
+            if param in self._group_of:
+                self._order.setdefault(param)
         if self._watch is None:
             self._watch = _watcher(self._read)
             self._watch.__enter__()
@@ -97,7 +121,8 @@ class ReaderMap:
 
     def _read(self, param: Any) -> None:
         if self._running and param in self._group_of:
-            self._reads.setdefault(self._running[-1], set()).add(self._group_of[param])
+            self._reads.setdefault(self._running[-1], set()).add(param)
+            self._order.setdefault(param)
             self._map = None
 
 

@@ -65,7 +65,7 @@ def init(backend: str | None = None, timeout_s: float = DEFAULT_TIMEOUT_S) -> No
             f"group that exists is rank {dist.get_rank()} of {dist.get_world_size()}"
         )
     _facts = facts
-    _communicator = Communicator(dist.group.WORLD)
+    _communicator = Communicator(dist.group.WORLD, timeout_s=timeout_s)
     atexit.unregister(_let_threads_end)
     atexit.register(_let_threads_end)
 

@@ -29,3 +29,17 @@ def world(_pools: dict[int, RankPool]) -> Callable[[int], RankPool]:
         return _pools[world_size]
 
     return get
+
+
+@pytest.fixture
+def own_pool() -> Iterator[Callable[[int], RankPool]]:
+    """`own_pool(n)` is a pool for one test that leaves it broken."""
+    made: list[RankPool] = []
+
+    def get(world_size: int, timeout_s: float = 30.0) -> RankPool:
+        made.append(RankPool(world_size, timeout_s, backend="comm_core"))
+        return made[-1]
+
+    yield get
+    for pool in made:
+        pool.close()

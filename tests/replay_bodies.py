@@ -95,7 +95,7 @@ def train(algorithm: str, options: dict[str, Any], steps: int) -> tuple[float, f
 
     torch.manual_seed(100 + rank)
     optimizer = torch.optim.SGD(task.model.parameters(), 0.1, momentum=0.9)
-    wanted = check.plain_steps(task, optimizer, communicator, steps)
+    wanted, _ = check.plain_steps(task, optimizer, communicator, steps)
 
     task.model.load_state_dict(start)
     torch.manual_seed(100 + rank)

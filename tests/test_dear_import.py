@@ -87,7 +87,7 @@ def test_every_option_has_a_default_and_a_docstring(name):
         ("dear", {"threshhold_mb": 1}, "did you mean 'threshold_mb'"),
         ("ddp", {"bucket_cap_mb": 0}, "bucket_cap_mb"),
         ("ddp", {"find_unused_parameters": 1}, "true or false"),
-        ("wfbp", {"fusion": "none"}, "it has none"),
+        ("wfbp", {"fusion": "none"}, "allowed: channels"),
         ("horovod", {"controller": "tcp"}, "gloo, mpi"),
         ("dear", {}, "dear.init()"),  # this process has joined no job
     ],

@@ -120,6 +120,12 @@ def test_replayed_compute_and_time_scale(driver):
     (steps,) = record["repeats"]
     # 64 samples at 253.1 per second are 0.253 s; communication and a busy machine come on top.
     assert 0.25 < min(steps) < 2.5
+    # The recorded times, not those of this machine; and 102 MB through each of two 10 Gb/s links.
+    compute, bound = record["compute"], record["bound"]
+    assert 0.25 < compute["forward_s"] + compute["backward_s"] < 2.5
+    assert bound["kind"] == "dear" and bound["wire_limit_s"] == pytest.approx(0.0818, rel=0.01)
+    assert bound["compute_limit_s"] <= bound["step_s"]
+    assert 0.05 < bound["reached"] < 2
 
 
 def test_ranks_of_one_host_and_an_axis_of_networks(driver):

@@ -9,7 +9,8 @@ from dear.algorithm import algorithm_class, algorithm_names
 from tests import awkward
 
 # What an algorithm must be told to train this model; DDP refuses unused parameters by default.
-_EXTRA = {"ddp": {"find_unused_parameters": True}}
+# mgs keeps most of a gradient back by default.
+_EXTRA = {"ddp": {"find_unused_parameters": True}, "mgs": {"density": 1.0}}
 _VARIANTS = [
     (name, {})
     for name in algorithm_names()
@@ -18,6 +19,17 @@ _VARIANTS = [
     ("dear", {"fusion": "none"}),
     ("dear", {"threshold_mb": 0.0002}),
     ("ddp", {"bucket_cap_mb": 0.0002, "gradient_as_bucket_view": True}),
+    ("ddp", {"static_graph": True}),
+    ("ddp", {"zero": True}),
+    ("fsdp", {"stage": 2}),
+    ("wfbp", {"channels": 2}),
+    ("mgwfbp", {"merge": "asc"}),
+    ("mgwfbp", {"merge": "optimal"}),
+    ("mgwfbp", {"merge": "threshold", "threshold_mb": 0.0}),
+    ("mgwfbp", {"costs": "10gbe", "profile_steps": 1}),
+    ("mgs", {"merge": "optimal"}),
+    ("bytescheduler", {"partition_mb": 0.0001, "levels": 3}),
+    ("bytescheduler", {"partition_mb": 0.0001, "credit_mb": 0.0003}),
 ]
 _IDS = ["-".join([name, *map(str, options.values())]) for name, options in _VARIANTS]
 

@@ -111,7 +111,23 @@ def test_a_sweep_records_every_trial_and_a_second_run_runs_nothing(driver):
         assert [len(steps) for steps in record["repeats"]] == [2, 2]
         assert record["throughput"]["n"] == 4
         assert record["throughput"]["ci_low"] <= record["throughput"]["value"]
+        assert min(record["compute"].values()) > 0
+        parts = dict(record["breakdown"])
+        step_s = parts.pop("step_s")
+        assert sum(part or 0.0 for part in parts.values()) == pytest.approx(step_s)
+    by_name = {record["trial"]["algorithm"]: record for record in records}
+    assert by_name["none"]["costs"] is None
+    costs = [record["costs"] for name, record in by_name.items() if name != "none"]
+    assert costs == [costs[0]] * 4  # one trial has measured for all
+    assert costs[0].keys() == {"all_reduce", "reduce_scatter", "all_gather"}
+    for name, kind in (("none", "compute"), ("wfbp", "wfbp"), ("dear", "dear")):
+        bound = by_name[name]["bound"]
+        assert bound["kind"] == kind and bound["wire_limit_s"] is None
+        assert 0 < bound["compute_limit_s"] <= bound["step_s"]
+        # Of the right size, that is; how near a result comes is the machine's affair.
+        assert 0.01 < bound["reached"] < 30
     table = (driver.sweep / "table.md").read_text()
+    assert "| of bound |" in table
     assert table.count("\n") == 2 + len(records)
     assert json.loads((driver.sweep / "reports.json").read_text())["0"]["mnist_cnn_2"].keys() == {
         "allreduce",
@@ -121,6 +137,10 @@ def test_a_sweep_records_every_trial_and_a_second_run_runs_nothing(driver):
     }
     log = next(driver.sweep.glob("*-dear-*/log-0-rank0.txt")).read_text()
     assert "Iter #0: " in log and "Total img/sec on 2 CPU(s): " in log
+
+    show = [sys.executable, "benchmarks.py", "show", "--breakdown", "--logs", str(driver.logs)]
+    shown = subprocess.run(show, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert "exposed comm" in shown and "compute limit" in shown and "dear" in shown
 
     second = driver.run()
     assert second.returncode == 0

@@ -6,7 +6,9 @@ import math
 
 import torch
 
+from common.harness.compute_times import timed_step
 from common.models.workload import Workload
+from dear.bounds import StepTimes
 from dear.communicator import Communicator
 
 # Largest difference to plain training, relative to how far training moved the parameters. A lost
@@ -22,17 +24,20 @@ def snapshot(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def plain_steps(
     workload: Workload, optimizer: torch.optim.Optimizer, communicator: Communicator, steps: int
-) -> dict[str, torch.Tensor]:
-    """Trains `steps` steps with written-out gradient averaging; returns the state they lead to."""
-    for _ in range(steps):
-        optimizer.zero_grad()
-        workload.loss().backward()
+) -> tuple[dict[str, torch.Tensor], list[StepTimes]]:
+    """Trains `steps` steps with written-out gradient averaging; the last gradients stay.
+
+    Returns:
+        The state that they lead to, and what each step computed on this rank, averaging left out.
+    """
+
+    def average() -> None:
         for param in workload.model.parameters():
             if param.grad is not None:
                 communicator.all_reduce(param.grad, op="mean").wait()
-        optimizer.step()
-    optimizer.zero_grad()
-    return snapshot(workload.model)
+
+    times = [timed_step(workload, optimizer, average) for _ in range(steps)]
+    return snapshot(workload.model), times
 
 
 def distance(

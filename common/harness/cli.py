@@ -64,7 +64,13 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     listing.add_argument("--json", action="store_true", help="as JSON on stdout")
     show = verbs.add_parser("show", help="print a sweep's table again", allow_abbrev=False)
     show.add_argument("sweep", nargs="?", help="a folder below --logs (default: the newest)")
-    show.add_argument("--json", action="store_true", help="the records as JSON on stdout")
+    how = show.add_mutually_exclusive_group()
+    how.add_argument("--json", action="store_true", help="the records as JSON on stdout")
+    how.add_argument(
+        "--breakdown",
+        action="store_true",
+        help="where the time of each step goes, and how little it could be, in milliseconds",
+    )
     for sub in verbs.choices.values():
         sub.add_argument("--logs", type=Path, default=ROOT / "logs", help="folder of results")
     return parser.parse_args(arguments)
@@ -160,5 +166,5 @@ def _list(options: argparse.Namespace) -> int:
 
 
 def _show(options: argparse.Namespace) -> int:
-    commands.show(options.logs, options.sweep, options.json)
+    commands.show(options.logs, options.sweep, options.json, options.breakdown)
     return OK

@@ -106,8 +106,12 @@ def default_experiment() -> Path:
     return ROOT / "configs" / "experiments" / ("quick.yaml" if reason else "emulated-quick.yaml")
 
 
-def show(logs: Path, name: str | None, as_json: bool) -> None:
-    """Prints the table (or records) of a sweep that has run; without a name, of the newest."""
+def show(logs: Path, name: str | None, as_json: bool, breakdown: bool = False) -> None:
+    """Prints the table (or records) of a sweep that has run; without a name, of the newest.
+
+    Args:
+        breakdown: print where the time goes instead of the comparison.
+    """
     paths = sorted(logs.glob("*/records.jsonl"), key=lambda path: path.stat().st_mtime)
     if name is None and not paths:
         raise UserError(f"no records in {logs}: nothing has run yet")
@@ -120,7 +124,10 @@ def show(logs: Path, name: str | None, as_json: bool) -> None:
     if as_json:
         print(json.dumps(results))
         return
-    _print_results(folder, results, comparison.compare_to)
+    if breakdown:
+        _print_breakdown(folder, results, comparison.compare_to)
+    else:
+        _print_results(folder, results, comparison.compare_to)
 
 
 def listing() -> dict[str, Any]:
@@ -225,13 +232,8 @@ def _print_results(folder: Path, results: list[records.Record], compare_to: str)
     from common.results import tables
     from common.results.terminal import print_table
 
-    machine = results[0]["machine"]
-    title = (
-        f"{folder.name}: {tables.fabric_words(results)} on {machine['cores']} x {machine['cpu']}, "
-        f"torch {machine['packages']['torch']}, commit {machine['commit']}"
-    )
     table = tables.rows(results, compare_to)
-    print_table(table, title, compare_to)
+    print_table(table, _title(folder, results), compare_to)
     for line in [*tables.summary(table, compare_to), *tables.remarks(results)]:
         print(line)
     for result in results:
@@ -241,6 +243,32 @@ def _print_results(folder: Path, results: list[records.Record], compare_to: str)
             print(f"{result['status']}: {result['id']}: {result['error']['message']}")
             print(f"    log: {_short(str(logs[-1]))}" if logs else "    no log: it never started")
     print(f"records, table.md, table.csv: {_short(str(folder))}")
+    if any(result.get("bound") for result in results):
+        here = "" if folder.parent == ROOT / "logs" else f" --logs {_short(str(folder.parent))}"
+        print(f"where the time goes: python benchmarks.py show {folder.name} --breakdown{here}")
+
+
+def _print_breakdown(folder: Path, results: list[records.Record], compare_to: str) -> None:
+    from common.results import tables
+    from common.results.breakdown import LEGEND
+    from common.results.terminal import print_breakdown
+
+    good = [row for row in tables.rows(results, compare_to) if row.status == "ok"]
+    if not good:
+        print(f"{folder.name}: no trial has a result")
+        return
+    print_breakdown(good, _title(folder, results))
+    print(LEGEND)
+
+
+def _title(folder: Path, results: list[records.Record]) -> str:
+    from common.results import tables
+
+    machine = results[0]["machine"]
+    return (
+        f"{folder.name}: {tables.fabric_words(results)} on {machine['cores']} x {machine['cpu']}, "
+        f"torch {machine['packages']['torch']}, commit {machine['commit']}"
+    )
 
 
 def _rank0_logs(folder: Path, trials: Sequence[Trial]) -> list[Path]:

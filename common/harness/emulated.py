@@ -112,7 +112,8 @@ class EmulatedFabric(Fabric):
             "fabric": "emulated",
             "time_scale": self._choice.time_scale,
             "time_scale_reason": self._choice.reason,
-            "network": self._network[trial.network or "", self._choice.time_scale],
+            "network": self._network.get((trial.network or "", self._choice.time_scale))
+            or network_record(network_profile(trial.network or ""), []),
             "fault_events": self._events.get(trial.hash, []),
         }
 

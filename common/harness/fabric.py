@@ -42,7 +42,11 @@ class Fabric(ABC):
 
     @abstractmethod
     def enter_cell(self, trials: Sequence[Trial]) -> None:
-        """Prepares for these trials, which are compared with each other and share a network."""
+        """Prepares for these trials, which are compared with each other and share a network.
+
+        Raises:
+            RuntimeError: they cannot be run, which one line says.
+        """
 
     def settings(self, trial: Trial, folder: Path) -> EmulationSettings | None:
         """What the workers of the trial in `folder` must know of the fabric, or None."""

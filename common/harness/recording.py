@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+from common.harness.bounding import bound_record
 from common.harness.trial import Trial
 from common.launch.job import Outcome
 from common.models.registry import model_entry
@@ -48,6 +49,7 @@ def make_record(
     """
     ok = outcome.status == "ok"
     first = results[0] if results else {}
+    throughput = _throughput(trial, results) if ok else None
     return {
         "schema": records.SCHEMA,
         "id": trial.id,
@@ -66,10 +68,16 @@ def make_record(
         "repeats": [[step for block in result["iters"] for step in block] for result in results],
         "iters": [result["iters"] for result in results],
         "loss": _finite(results[-1]["loss"]) if ok else None,
-        "breakdown": first.get("breakdown"),
-        "bytes": {"sent_per_step": first.get("bytes_per_step")},
+        "breakdown": _breakdown(results),
+        "compute": first.get("compute"),
+        "costs": first.get("costs"),
+        "bound": _bound(trial, first, throughput, fabric),
+        "bytes": {
+            "sent_per_step": first.get("bytes_per_step"),
+            "gradients": first.get("gradient_bytes"),
+        },
         "check": _merged_check(results) if ok else None,
-        "throughput": _throughput(trial, results) if ok else None,
+        "throughput": throughput,
         "parameters": first.get("parameters"),
         "cpu_s_per_s": [result["cpu_s_per_s"] for result in results],
         "foreign_cpu_s_per_s": [result["foreign_cpu_s_per_s"] for result in results],
@@ -77,6 +85,26 @@ def make_record(
         "started_by": first.get("started_by"),
         "notes": _notes(trial, results, machine, fabric),
     }
+
+
+def _breakdown(results: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """That of the repeat whose steps took neither longest nor shortest; its parts add up."""
+    found = [result["breakdown"] for result in results if result.get("breakdown")]
+    found.sort(key=lambda parts: parts["step_s"])
+    return found[(len(found) - 1) // 2] if found else None
+
+
+def _bound(
+    trial: Trial,
+    first: dict[str, Any],
+    throughput: dict[str, Any] | None,
+    fabric: Mapping[str, Any],
+) -> dict[str, Any] | None:
+    if throughput is None:
+        return None
+    # The median step that the table's throughput stands for.
+    step_s = trial.batch_size * trial.world_size / throughput["value"]
+    return bound_record(trial, first, step_s, fabric["network"])
 
 
 def _busy(results: list[dict[str, Any]]) -> float:

@@ -14,6 +14,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
+from common.harness.collective_costs import KnownCosts
 from common.harness.experiment import Experiment
 from common.harness.fabric import Fabric
 from common.harness.progress import Progress
@@ -55,6 +56,7 @@ class Sweep:
         self._report = report
         self._path = folder / "records.jsonl"
         self._run_id = f"{_now()}-{os.getpid()}"
+        self._costs = KnownCosts()
 
     def run(self, rerun: Rerun = "failed", fail_fast: bool = False) -> None:
         """Runs what has no `ok` record (or everything), and records each trial as it ends.
@@ -75,8 +77,15 @@ class Sweep:
             with self._fabric:
                 for _, cell in groupby(todo, key=lambda trial: trial.cell):
                     turns = [_Turn(trial, self._folder) for trial in cell]
-                    self._fabric.enter_cell([turn.trial for turn in turns])
-                    if not _Block(self, turns, progress).run(fail_fast):
+                    block = _Block(self, turns, progress)
+                    try:
+                        self._fabric.enter_cell([turn.trial for turn in turns])
+                    except RuntimeError as error:  # the network is not what it should be
+                        block.fail(f"the cluster could not be prepared: {error}")
+                        going_on = not fail_fast
+                    else:
+                        going_on = block.run(fail_fast)
+                    if not going_on:
                         return
 
     def launch(self, trial: Trial, folder: Path, repeat: int) -> Outcome:
@@ -86,7 +95,12 @@ class Sweep:
             world_size=trial.world_size,
             timeout_s=self._experiment.timeout_s,
         )
-        return self._fabric.run(trial, job)
+        time_scale = self._fabric.describe(trial)["time_scale"]
+        self._costs.hand_over(trial, time_scale, folder)
+        outcome = self._fabric.run(trial, job)
+        if outcome.result is not None:
+            self._costs.keep(trial, time_scale, outcome.result)
+        return outcome
 
     def prepare(self, turn: _Turn) -> None:
         """Makes the folder that the workers read."""
@@ -136,6 +150,12 @@ class _Block:
         self._running = turns
         self._progress = progress
         self._best: tuple[float, str] | None = None
+
+    def fail(self, message: str) -> None:
+        """Records all of them as failed, without a start."""
+        error = {"kind": "failed", "message": message, "rank": None, "where": None}
+        for turn in list(self._running):
+            self._end(turn, Outcome(status="failed", error=error), 0)
 
     def run(self, fail_fast: bool) -> bool:
         """False if a trial failed and `fail_fast` says to stop."""

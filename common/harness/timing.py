@@ -6,7 +6,7 @@ import os
 import resource
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,18 +14,6 @@ from common.harness.trial import MeasureConfig
 from dear.communicator import Communicator
 
 MAX_STEPS = 1000
-
-
-@dataclass(kw_only=True)
-class Phases:
-    """Seconds of one rank's steps, part by part; only where the host waits for each part (CPU)."""
-
-    forward_s: list[float] = field(default_factory=list)
-    backward_s: list[float] = field(default_factory=list)
-    update_s: list[float] = field(default_factory=list)
-    """The call of `optimizer.step()`."""
-    exposed_comm_s: list[float] = field(default_factory=list)
-    """Held up in `Work.wait`, inside any of the other three."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,9 +1,10 @@
 """One rank of one repeat of one trial: puts model, optimizer, algorithm and communicator together.
 
 Started by every launcher in the same way: `python -m common.harness.worker TRIAL_DIR REPEAT`. The
-trial is read from `TRIAL_DIR/trial.json`, and what it must know of an emulated cluster from
-`TRIAL_DIR/emulation.json`; rank 0 writes `repeat-R.json`, and a rank that fails
-writes `error-R-rankK.json`. What is printed is for people.
+trial is read from `TRIAL_DIR/trial.json`, what it must know of an emulated cluster from
+`TRIAL_DIR/emulation.json`, and what collectives cost, if that is known, from
+`TRIAL_DIR/costs.json`; rank 0 writes `repeat-R.json`, and a rank that fails writes
+`error-R-rankK.json`. What is printed is for people.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import os
 import random
 import signal
 import sys
-import time
 import traceback
 from pathlib import Path
 from typing import Any
@@ -24,20 +24,19 @@ import torch
 import torch._dynamo  # the first optimizer imports it anyway; the fork server does so only once
 
 import dear
-from common.harness import check, text_log
+from common.harness import check, collective_costs, text_log
 from common.harness.settings import EmulationSettings
-from common.harness.timing import Measured, Phases, measure
-from common.harness.trial import BASELINE, OptimizerConfig, Trial
+from common.harness.step_parts import StepParts, breakdown, typical
+from common.harness.timing import Measured, measure
+from common.harness.training import Reference, Training
+from common.harness.trial import Trial
 from common.models.pace import set_pace
 from common.models.registry import build
 from common.models.workload import Workload
 from dear import runtime
-from dear.algorithm import algorithm_class, algorithm_options
+from dear.bounds import StepTimes
 from dear.environment import rank_facts
 from dear.errors import Unavailable, UserError
-
-SHORT_STEP_S = 0.5
-EXTRA_WARMUP_STEPS = 3
 
 
 def main(folder: Path, repeat: int) -> int:
@@ -103,14 +102,20 @@ def _run(trial: Trial, settings: EmulationSettings, repeat: int, phase: Phase) -
         torch.cuda.set_device(device)
     workload = _workload(trial, device)
     parameters = sum(param.numel() for param in workload.model.parameters())
+    gradient_bytes = sum(p.nbytes for p in workload.model.parameters() if p.requires_grad)
     _say(text_log.header(trial, parameters))
 
     steps = trial.measure.check_steps if repeat == 0 else 0
+    limits: dict[str, Any] = {}
     if steps:
+        if trial.world_size > 1:
+            phase("timing collectives")
+            limits["costs"] = _costs(settings, device, gradient_bytes)
         phase("training plainly, to compare with")
-        reference = _Reference(trial, workload, steps)
+        reference = Reference(trial, workload, steps)
+        limits["compute"] = _emulated(reference.compute, settings)
     phase("wrapping the model")
-    training = _Training(trial, workload)
+    training = Training(trial, workload)
     verdict: dict[str, Any] = {}
     if steps:
         phase("comparing with plain training")
@@ -120,7 +125,7 @@ def _run(trial: Trial, settings: EmulationSettings, repeat: int, phase: Phase) -
     training.warm_up(max(trial.measure.warmup_steps - steps, 0 if steps else 1))
     phase("measuring")
     _say(["Running benchmark..."])
-    training.phases = Phases()
+    training.parts.clear()
     measured = measure(training.step, trial.measure, communicator, training.last_step_s)
     phase("checking that the replicas agree")
     training.synchronize()
@@ -137,11 +142,13 @@ def _run(trial: Trial, settings: EmulationSettings, repeat: int, phase: Phase) -
         "bytes_per_step": measured.bytes_sent or None,
         "cpu_s_per_s": measured.cpu_s,
         "foreign_cpu_s_per_s": measured.foreign_cpu_s,
-        "breakdown": _breakdown(trial, settings, measured, training.phases),
+        "breakdown": _breakdown(trial, settings, measured, training.parts),
         "loss": float(np.mean(losses)),
         "check": verdict,
         "parameters": parameters,
+        "gradient_bytes": gradient_bytes,
         "started_by": launcher,
+        **limits,
     }
 
 
@@ -166,111 +173,33 @@ def _workload(trial: Trial, device: torch.device) -> Workload:
     return workload
 
 
-def _optimizer(config: OptimizerConfig, model: torch.nn.Module) -> torch.optim.Optimizer:
-    if config.name == "adamw":
-        return torch.optim.AdamW(model.parameters(), config.lr, weight_decay=config.weight_decay)
-    return torch.optim.SGD(
-        model.parameters(), config.lr, config.momentum, weight_decay=config.weight_decay
-    )
+def _costs(
+    settings: EmulationSettings, device: torch.device, gradient_bytes: int
+) -> dict[str, dict[str, float]]:
+    """What another trial has measured, else measured now."""
+    communicator = runtime.communicator()
+    # Rank 0's word: a shared file system may show the others something older.
+    costs = communicator.broadcast_object(collective_costs.load(settings.folder))
+    if costs is None:
+        costs = collective_costs.measure(communicator, device, gradient_bytes, settings.time_scale)
+    return collective_costs.to_json(costs)
 
 
-class _Reference:
-    """Where plain training leads from the same start with the same data."""
-
-    def __init__(self, trial: Trial, workload: Workload, steps: int) -> None:
-        self._trial, self._workload, self._steps = trial, workload, steps
-        self._start = check.snapshot(workload.model)
-        optimizer = _optimizer(trial.optimizer, workload.model)
-        self._seed()
-        self._wanted = check.plain_steps(workload, optimizer, runtime.communicator(), steps)
-        workload.model.load_state_dict(self._start)
-
-    def compare(self, training: _Training) -> dict[str, Any]:
-        """Trains the same steps with the algorithm and says how far it ended from there."""
-        self._seed()
-        training.run(self._steps)
-        training.synchronize()
-        names = [name for name, _ in self._workload.model.named_parameters()]
-        # Not a copy: the memory check counts on it.
-        reached = self._workload.model.state_dict()
-        off = check.distance(reached, self._wanted, self._start, names)
-        matches = off <= check.TOLERANCE[self._trial.dtype]
-        return {"reference_error": off, "matches_reference": matches}
-
-    def _seed(self) -> None:
-        # Dropout then draws the same masks in both trainings; each rank has its own.
-        torch.manual_seed(self._trial.seed * 1000 + dear.rank())
-
-
-class _Training:
-    """The ordinary training loop with the trial's algorithm, timed in parts."""
-
-    def __init__(self, trial: Trial, workload: Workload) -> None:
-        self._workload = workload
-        self._cuda = trial.device == "cuda"
-        self._communicator = runtime.communicator()
-        self._optimizer = _optimizer(trial.optimizer, workload.model)
-        self._distributed = trial.algorithm != BASELINE
-        if self._distributed:
-            algorithm = algorithm_class(trial.algorithm)()
-            options = algorithm_options(trial.algorithm, trial.options)
-            workload.model, self._optimizer = algorithm.wrap(
-                workload.model, self._optimizer, self._communicator, options
-            )
-        self.loss = torch.zeros(())
-        self.last_step_s = 0.0
-        self.phases = Phases()
-
-    def run(self, steps: int) -> None:
-        for _ in range(steps):
-            self.step()
-
-    def warm_up(self, steps: int) -> None:
-        """At least `steps`; more if they are short, since the first few tell little of the rest."""
-        self.run(steps)
-        more = self._communicator.broadcast_object(self.last_step_s < SHORT_STEP_S)
-        self.run(EXTRA_WARMUP_STEPS if more else 0)
-
-    def step(self) -> None:
-        clock = time.perf_counter
-        blocked = self._communicator.blocked_s
-        began = clock()
-        self._optimizer.zero_grad()
-        self.loss = self._workload.loss()
-        forward = clock()
-        self.loss.backward()
-        backward = clock()
-        self._optimizer.step()
-        if self._cuda:
-            torch.cuda.synchronize()
-        end = clock()
-        self.last_step_s = end - began
-        self.phases.forward_s.append(forward - began)
-        self.phases.backward_s.append(backward - forward)
-        self.phases.update_s.append(end - backward)
-        self.phases.exposed_comm_s.append(self._communicator.blocked_s - blocked)
-
-    def synchronize(self) -> None:
-        if self._distributed:
-            self._optimizer.synchronize()
-
-    def close(self) -> None:
-        if self._distributed:
-            self._optimizer.close()
+def _emulated(compute: StepTimes, settings: EmulationSettings) -> dict[str, float]:
+    return {name: seconds / settings.time_scale for name, seconds in vars(compute).items()}
 
 
 def _breakdown(
-    trial: Trial, settings: EmulationSettings, measured: Measured, phases: Phases
+    trial: Trial, settings: EmulationSettings, measured: Measured, parts: list[StepParts]
 ) -> dict[str, float | None] | None:
-    """Medians of rank 0's parts of a step, or None on a GPU, where the host runs ahead."""
+    """Of rank 0, or None on a GPU, where the host runs ahead."""
     if trial.device != "cpu":
         return None
-    parts = {
-        name: float(np.median(times)) / settings.time_scale for name, times in vars(phases).items()
-    }
-    if not measured.bytes_sent:  # DDP and Horovod communicate and wait in code of their own
-        parts["exposed_comm_s"] = 0.0 if trial.world_size == 1 else None
-    return parts
+    block = len(measured.iters[0]) + 1  # the first step of each is not timed
+    timed = [step for place, step in enumerate(parts) if place % block]
+    # DDP and Horovod communicate and wait in code of their own.
+    waits_seen = measured.bytes_sent > 0 or trial.world_size == 1
+    return breakdown(typical(timed), settings.time_scale, waits_seen=waits_seen)
 
 
 def _kind(error: BaseException) -> str:

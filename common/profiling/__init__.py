@@ -1,1 +1,1 @@
-"""How long each layer of a model takes on a device, recorded there or modelled."""
+"""Measures what a training step is made of: a model's layers, and the network between ranks."""

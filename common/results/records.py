@@ -14,7 +14,8 @@ STATUSES = ("ok", "failed", "timeout", "oom", "unsupported", "interrupted")
 
 Record = dict[str, Any]
 """Keys: schema, id, hash, trial, status, error, started, duration_s, machine, network, repeats,
-loss, breakdown, bytes, check, throughput, notes. Seconds and bytes throughout."""
+loss, breakdown, compute, costs, bound, bytes, check, throughput, notes. Seconds and bytes
+throughout. Older records lack some, such as compute, costs and bound."""
 
 
 def append(path: Path, record: Record) -> None:

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from common.emulation.config import Fault
+from common.results import bounds
 from common.results.records import Record
 from common.results.stats import speedup, verdict
 
@@ -41,10 +42,25 @@ class Row:
     verdict: str | None = None
     efficiency: float | None = None
     """Throughput over world size times the single worker's throughput."""
+    of_bound: float | None = None
+    """The least step time that the algorithm allows here, over the median step time."""
     correct: bool | None = None
     """Replicas agree, and the first steps match plain training."""
     reason: str | None = None
     """Why there is no number, or why to doubt it."""
+    step_s: float | None = None
+    """Median of the slowest rank."""
+    forward_s: float | None = None
+    """Of rank 0, as the next three, which add up to about `step_s`; without waiting."""
+    backward_s: float | None = None
+    update_s: float | None = None
+    exposed_comm_s: float | None = None
+    """Waiting for communication; None where an algorithm hides it in the other three."""
+    bound: str | None = None
+    """Which formula `bound_s` follows."""
+    bound_s: float | None = None
+    compute_limit_s: float | None = None
+    wire_limit_s: float | None = None
 
 
 def rows(records: Iterable[Record], compare_to: str) -> list[Row]:
@@ -92,6 +108,7 @@ def _row(record: Record, records: list[Record], compare_to: str) -> Row:
         if not _interleaved(record, base):
             note = f"not measured together with {compare_to}"
             known["reason"] = "; ".join(filter(None, [known["reason"], note]))
+    known |= bounds.times(record)
     single = _peer(record, records, lambda t: t["algorithm"] == "none")
     if single is not None:
         known["efficiency"] = found["value"] / (trial["world_size"] * single["throughput"]["value"])
@@ -134,12 +151,13 @@ _HEADINGS = (
     "speed-up (95 % CI)",
     "verdict",
     "efficiency",
+    "of bound",
     "correct",
     "notes",
 )
-_SPARSE = ("network", "fault")
+_SPARSE = ("network", "fault", "of bound")
 """Columns that are left out where no row has anything in them."""
-NUMERIC = ("batch", "workers", "throughput", "95 % CI", "n", "efficiency")
+NUMERIC = ("batch", "workers", "throughput", "95 % CI", "n", "efficiency", "of bound")
 
 
 def headings(compare_to: str) -> list[str]:
@@ -175,18 +193,19 @@ def _hosts(trial: dict[str, Any]) -> int:
 
 
 def remarks(records: Iterable[Record]) -> list[str]:
-    """What is to be said of the network, once for all rows."""
+    """What is to be said of the network and of bounds, once for all rows."""
+    records = list(records)
     found = [
         f"{record['trial']['network']}: {note}"
         for record in records
         for note in record["network"].get("notes", [])
     ]
-    return list(dict.fromkeys(found))
+    return [*dict.fromkeys(found), *bounds.remarks(records)]
 
 
 def _texts(row: Row) -> list[str]:
     if row.status != "ok":
-        blank = [""] * 6
+        blank = [""] * 7
         return [*_name(row), row.status, *blank, row.reason or ""]
     ratio = ""
     if row.speedup is not None:
@@ -198,10 +217,15 @@ def _texts(row: Row) -> list[str]:
         str(row.n),
         ratio,
         row.verdict or "",
-        "" if row.efficiency is None else f"{row.efficiency:.0%}",
+        _percent(row.efficiency),
+        _percent(row.of_bound),
         "yes" if row.correct else "NO",
         row.reason or "",
     ]
+
+
+def _percent(value: float | None) -> str:
+    return "" if value is None else f"{value:.0%}"
 
 
 def _name(row: Row) -> list[str]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from dear.algorithm import Algorithm, Capabilities, Options
+from dear.algorithm import Algorithm, Capabilities
 from dear.averaging import AveragingEngine
+from dear.compression import CompressedOptions, refuse_types
 from dear.engine import distribute, trained_parameters
 
 if TYPE_CHECKING:
@@ -22,14 +24,20 @@ class AllReduce(Algorithm):
     Invariant: after `backward()` returns, `p.grad` is the mean over ranks.
     Bytes move: after the backward pass, nothing overlaps.
     Cost per step and rank: one all-reduce per parameter tensor, 2 (P-1)/P of the model's bytes in
-    a ring (Patarasuk and Yuan 2009).
+    a ring (Patarasuk and Yuan 2009); one all-gather per tensor if elements or signs are selected.
     """
 
+    @dataclass(frozen=True, kw_only=True)
+    class Options(CompressedOptions):
+        """How gradients are compressed, each tensor by itself."""
+
     capabilities = Capabilities(consistency="synchronous")
+    bound = "sequential"
 
     def wrap(
         self, model: Module, optimizer: Optimizer, communicator: Communicator, options: Options
     ) -> tuple[Module, Optimizer]:
         params = trained_parameters(model, optimizer)
-        engine = AveragingEngine(model, communicator, params, overlap=False)
+        refuse_types(params, options)
+        engine = AveragingEngine(model, communicator, params, options, overlap=False)
         return model, distribute(optimizer, engine)

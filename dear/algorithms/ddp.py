@@ -6,14 +6,16 @@ import contextlib
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from dear.algorithm import Algorithm, Capabilities
-from dear.algorithm import Options as AlgorithmOptions
+from dear.compression import CompressedOptions, option_of, refuse_types
+from dear.ddp_hooks import add_hook
 from dear.engine import Engine, distribute, trained_parameters
 from dear.errors import UserError
 from dear.lazy import torch
-from dear.options import positive
+from dear.options import at_least, positive
+from dear.zero import ZeroUpdate
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -33,9 +35,34 @@ class Ddp(Algorithm):
     """
 
     @dataclass(frozen=True, kw_only=True)
-    class Options(AlgorithmOptions):
-        """DDP's own arguments, with its own defaults."""
+    class Options(CompressedOptions):
+        """DDP's own arguments, with its own defaults; how buckets are compressed; ZeRO-1."""
 
+        compression: Literal[
+            "none",
+            "fp16",
+            "bf16",
+            "topk",
+            "eftopk",
+            "gaussian",
+            "signum",
+            "efsignum",
+            "powersgd",
+        ] = "none"
+        """As elsewhere, by bucket, as communication hooks: all but fp16 and bf16 start after the
+        first passes, which make the buckets. `powersgd`: PowerSGD (Vogels et al. 2019, arXiv
+        1905.13727), matrices of low rank with error feedback."""
+        powersgd_rank: int = 1
+        """PowerSGD: rank of the matrices that travel."""
+        powersgd_start_step: int = 10
+        """PowerSGD: backward passes that are sent in full before it starts, at least 2."""
+        static_graph: bool = False
+        """Promise that every pass uses the same parameters in the same way: DDP then needs no
+        search for unused ones."""
+        zero: bool = False
+        """Torch's ZeroRedundancyOptimizer (ZeRO-1, Rajbhandari et al. 2020, arXiv 1910.02054): each
+        rank updates whole tensors of about 1/P of the elements, holds their optimizer state, and
+        broadcasts them. `state_dict()` of the optimizer then is a call for every rank."""
         bucket_cap_mb: float = 25.0
         """Size at which a bucket is closed, in MB of 2^20 bytes."""
         find_unused_parameters: bool = False
@@ -46,20 +73,43 @@ class Ddp(Algorithm):
         """Let `p.grad` be a view of the bucket, which saves a copy and memory."""
 
         def __post_init__(self) -> None:
+            super().__post_init__()
             positive("option of ddp 'bucket_cap_mb'", self.bucket_cap_mb)
+            at_least(option_of(self, "powersgd_rank"), self.powersgd_rank, 1)
+            at_least(option_of(self, "powersgd_start_step"), self.powersgd_start_step, 2)
+            for field, default in (("powersgd_rank", 1), ("powersgd_start_step", 10)):
+                if getattr(self, field) != default and self.compression != "powersgd":
+                    raise UserError(
+                        f"{option_of(self, field)} goes with compression='powersgd', got "
+                        f"compression={self.compression!r}"
+                    )
 
     capabilities = Capabilities(consistency="synchronous")
+    bound = "wfbp"
 
     def wrap(
         self, model: Module, optimizer: Optimizer, communicator: Communicator, options: Options
     ) -> tuple[Module, Optimizer]:
-        trained_parameters(model, optimizer)
-        return model, distribute(optimizer, _DdpEngine(model, communicator, options))
+        refuse_types(trained_parameters(model, optimizer), options)
+        zero = None
+        if options.zero and communicator.size > 1:
+            zero = ZeroUpdate(optimizer, communicator)
+        engine = _DdpEngine(model, optimizer, communicator, options, zero)
+        return model, distribute(optimizer, engine)
 
 
 class _DdpEngine(Engine):
-    def __init__(self, model: Module, communicator: Communicator, options: Ddp.Options) -> None:
+    def __init__(
+        self,
+        model: Module,
+        optimizer: Optimizer,
+        communicator: Communicator,
+        options: Ddp.Options,
+        zero: ZeroUpdate | None,
+    ) -> None:
         super().__init__(model, communicator)
+        self._optimizer: Any = optimizer
+        self._zero = zero
         # torch 2.13 renames this argument; 2.11 has the old name only.
         known = inspect.signature(torch.nn.parallel.DistributedDataParallel).parameters
         new = "forward_sync_buffers"
@@ -70,14 +120,20 @@ class _DdpEngine(Engine):
             bucket_cap_mb=options.bucket_cap_mb,
             find_unused_parameters=options.find_unused_parameters,
             gradient_as_bucket_view=options.gradient_as_bucket_view,
+            static_graph=options.static_graph,
             **buffers,
         )
         ddp = self._ddp
+        if communicator.size > 1:
+            add_hook(ddp, communicator, options)
+        # A static graph is learnt in the first pass, which must be a whole one.
+        self._learning = options.static_graph
         self._unsent = False
 
         def after_forward(output: Any) -> Any:
             if model.training and torch.is_grad_enabled() and ddp.require_backward_grad_sync:
                 self._unsent = False
+                self._learning = False
             return ddp._post_forward(output)
 
         self.hooks.around_forward(
@@ -88,7 +144,30 @@ class _DdpEngine(Engine):
 
     def step(self, update: Callable[[], Any]) -> Any:
         self._refuse_unsent()
-        return update()
+        return update() if self._zero is None else self._zero.step()
+
+    def step_closure(self, update: Callable[[Callable[[], Any]], Any], closure: Any) -> Any:
+        if self._zero is None:
+            return update(closure)
+        with torch.enable_grad():
+            loss = closure()
+        self._zero.step()
+        return loss
+
+    def state_dict(self, plain: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        if self._zero is None:
+            return plain()
+        kept = self._optimizer.state
+        self._optimizer.state = {**kept, **self._zero.whole_state()}
+        try:
+            return plain()
+        finally:
+            self._optimizer.state = kept
+
+    def load_state_dict(self, plain: Callable[[], None]) -> None:
+        plain()
+        if self._zero is not None:
+            self._zero.take_state()
 
     def synchronize(self) -> None:
         """Nothing to do: gradients are averages when `backward()` returns."""
@@ -96,6 +175,9 @@ class _DdpEngine(Engine):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
+        if self._learning:
+            yield
+            return
         with self._ddp.no_sync():
             self._unsent = True
             yield
@@ -110,4 +192,7 @@ class _DdpEngine(Engine):
     def close(self) -> None:
         self._unsent = False
         super().close()
+        if self._zero is not None:
+            self._optimizer.state.update(self._zero.whole_state())
+            self._zero = None
         del self._ddp  # the reducer takes out its autograd hooks when it is destroyed

@@ -5,29 +5,26 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import itertools
-import os
-import socket
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from dear import horovod_start
 from dear.algorithm import Algorithm, Capabilities
 from dear.algorithm import Options as AlgorithmOptions
 from dear.engine import Engine, distribute, trained_parameters
 from dear.errors import Unavailable, UserError
 from dear.hooks import at_end_of_backward
-from dear.interfaces import address_of
 from dear.lazy import torch
+from dear.options import at_least, positive
 
 if TYPE_CHECKING:
-    from horovod.runner.common.util.hosts import SlotInfo
     from torch.nn import Module, Parameter
     from torch.optim import Optimizer
 
     from dear.communicator import Communicator
-    from dear.environment import RankFacts
 
 
 class Horovod(Algorithm):
@@ -43,14 +40,46 @@ class Horovod(Algorithm):
 
     @dataclass(frozen=True, kw_only=True)
     class Options(AlgorithmOptions):
-        """Which of Horovod's two controllers runs."""
+        """Horovod's own settings; None leaves them to its environment variables and defaults.
+
+        All but `compression` and `adasum` are read once, when Horovod starts in this process: a
+        later wrap with other values is refused.
+        """
 
         controller: Literal["gloo", "mpi"] = "gloo"
         """Who negotiates and reduces: Horovod's own Gloo, or MPI (needs mpirun and a build with
         MPI)."""
+        fusion_threshold_mb: float | None = None
+        """Size of the fused buffer, in MB of 2^20 bytes; 0: nothing is fused."""
+        cycle_time_ms: float | None = None
+        """Time between two negotiations, in milliseconds."""
+        cache_capacity: int | None = None
+        """Responses of negotiations that are kept; 0: every tensor is negotiated in every step."""
+        autotune: bool = False
+        """Let Horovod look for threshold and cycle time by Bayesian optimisation; those that are
+        given above stay."""
+        compression: Literal["none", "fp16"] = "none"
+        """`fp16`: gradients travel in half precision, divided before the sum."""
+        adasum: bool = False
+        """Adaptive summation (Maleki et al. 2020, arXiv 2006.02924) of gradients instead of their
+        mean: `p.grad` is that. Needs controller=mpi, a number of ranks that is a power of 2."""
+
+        def __post_init__(self) -> None:
+            if self.fusion_threshold_mb is not None:
+                at_least("option of horovod 'fusion_threshold_mb'", self.fusion_threshold_mb, 0)
+            if self.cycle_time_ms is not None:
+                positive("option of horovod 'cycle_time_ms'", self.cycle_time_ms)
+            if self.cache_capacity is not None:
+                at_least("option of horovod 'cache_capacity'", self.cache_capacity, 0)
+            if self.adasum and self.controller != "mpi":
+                raise UserError(
+                    "option of horovod 'adasum' needs controller='mpi', the only one of its "
+                    f"controllers that has it on CPUs, got controller={self.controller!r}"
+                )
 
     # scripts/horovod.sh builds it for CPU tensors only.
     capabilities = Capabilities(consistency="synchronous", devices=("cpu",))
+    bound = "wfbp"
 
     @classmethod
     def unavailable(cls) -> str | None:
@@ -67,8 +96,13 @@ class Horovod(Algorithm):
         if missing:
             raise Unavailable(missing)
         params = trained_parameters(model, optimizer)
-        _start(communicator, options.controller)
-        engine = _HorovodEngine(model, optimizer, communicator, params)
+        if options.adasum and communicator.size & (communicator.size - 1):
+            raise UserError(
+                f"option of horovod 'adasum': the number of ranks must be a power of 2, got "
+                f"{communicator.size}"
+            )
+        horovod_start.start(communicator, options)
+        engine = _HorovodEngine(model, optimizer, communicator, params, options)
         return model, distribute(optimizer, engine)
 
 
@@ -82,6 +116,7 @@ class _HorovodEngine(Engine):
         optimizer: Optimizer,
         communicator: Communicator,
         params: list[Parameter],
+        options: Horovod.Options,
     ) -> None:
         import horovod.torch as hvd
 
@@ -99,7 +134,16 @@ class _HorovodEngine(Engine):
         # Horovod makes a new optimizer of the class that it is given, with parameters alone. Only
         # its hooks and its waiting are used, so any class will do; the user's may need arguments.
         carrier = torch.optim.SGD(held, lr=0.0)
-        self._horovod = hvd.DistributedOptimizer(carrier, named_parameters=named)
+        half = options.compression == "fp16"
+        self._horovod = hvd.DistributedOptimizer(
+            carrier,
+            named_parameters=named,
+            compression=hvd.Compression.fp16 if half else hvd.Compression.none,
+            gradient_predivide_factor=float(communicator.size) if half else 1.0,
+        )
+        if options.adasum:
+            # Horovod's own Adasum optimizer reduces updates in `step()`; here the user's runs.
+            self._horovod.op = hvd.Adasum
         self._params = params
         self._paused = False
         self._unsent = False
@@ -163,90 +207,3 @@ class _HorovodEngine(Engine):
         for param, somewhere in zip(self._params, used.tolist(), strict=True):
             if not somewhere:
                 param.grad = None
-
-
-def _start(communicator: Communicator, controller: str) -> None:
-    """Joins Horovod's own job of the same ranks; does nothing if it is joined already."""
-    import horovod.torch as hvd
-
-    from dear import runtime
-
-    if hvd.is_initialized():
-        return
-    facts = runtime.facts()
-    if controller == "mpi":
-        if facts.launcher != "Open MPI" or not hvd.mpi_built():
-            raise UserError(
-                "option of horovod controller='mpi' needs mpirun and a Horovod built with MPI "
-                f"(started by: {facts.launcher}; built with MPI: {bool(hvd.mpi_built())})"
-            )
-        os.environ["HOROVOD_CONTROLLER"] = os.environ["HOROVOD_CPU_OPERATIONS"] = "mpi"
-    else:
-        _rendezvous(communicator, facts)
-    hvd.init()
-    runtime.at_shutdown(hvd.shutdown)
-
-
-def _rendezvous(communicator: Communicator, facts: RankFacts) -> None:
-    """Does what horovodrun would: a key-value server on rank 0, and the ranks' places."""
-    from horovod.runner.http.http_server import RendezvousServer
-
-    from dear import runtime
-
-    host, address, interface = _whereabouts(facts)
-    slots = _slots(communicator.gather_objects((host, facts.local_rank)))
-    where = (address, 0)
-    if facts.rank == 0:
-        server = RendezvousServer()
-        where = (address, server.start())
-        server.init(slots)
-        runtime.at_shutdown(server.stop)
-    address, port = communicator.broadcast_object(where)
-    slot = slots[facts.rank]
-    os.environ.update(
-        HOROVOD_CONTROLLER="gloo",
-        HOROVOD_CPU_OPERATIONS="gloo",
-        HOROVOD_GLOO_IFACE=interface,
-        HOROVOD_GLOO_RENDEZVOUS_ADDR=address,
-        HOROVOD_GLOO_RENDEZVOUS_PORT=str(port),
-        HOROVOD_HOSTNAME=slot.hostname,
-        HOROVOD_RANK=str(slot.rank),
-        HOROVOD_SIZE=str(slot.size),
-        HOROVOD_LOCAL_RANK=str(slot.local_rank),
-        HOROVOD_LOCAL_SIZE=str(slot.local_size),
-        HOROVOD_CROSS_RANK=str(slot.cross_rank),
-        HOROVOD_CROSS_SIZE=str(slot.cross_size),
-    )
-
-
-def _whereabouts(facts: RankFacts) -> tuple[str, str, str]:
-    """This host's name, its address for the other ranks, and the interface of that address."""
-    if facts.one_host:
-        return "localhost", "127.0.0.1", "lo"
-    name = socket.gethostname()
-    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
-    address = address_of(interface) if interface else socket.gethostbyname(name)
-    if address is None:
-        raise UserError(f"GLOO_SOCKET_IFNAME={interface}: {name} has no such interface with IPv4")
-    return name, address, interface
-
-
-def _slots(places: Sequence[tuple[str, int]]) -> list[SlotInfo]:
-    """Horovod's view of the ranks, whose hosts and numbers on them are `places`."""
-    from horovod.runner.common.util.hosts import SlotInfo
-
-    slots = []
-    for rank, (host, local_rank) in enumerate(places):
-        alike = [other for other, number in places if number == local_rank]
-        slots.append(
-            SlotInfo(
-                hostname=host,
-                rank=rank,
-                local_rank=local_rank,
-                cross_rank=alike.index(host),
-                size=len(places),
-                local_size=sum(other == host for other, _ in places),
-                cross_size=len(alike),
-            )
-        )
-    return slots

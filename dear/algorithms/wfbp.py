@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from dear.algorithm import Algorithm, Capabilities, Options
+from dear.algorithm import Algorithm, Capabilities
 from dear.averaging import AveragingEngine
+from dear.compression import CompressedOptions, refuse_types
 from dear.engine import distribute, trained_parameters
+from dear.options import at_least
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -24,11 +27,27 @@ class Wfbp(Algorithm):
     Cost per step and rank: one all-reduce per parameter tensor; many small ones pay many start-ups.
     """
 
+    @dataclass(frozen=True, kw_only=True)
+    class Options(CompressedOptions):
+        """How many transfers may run side by side, and how each tensor is compressed."""
+
+        channels: int = 1
+        """Tensors take turns on so many channels, each a process group of its own; 2 is the `wfbp2`
+        of DeAR's programs."""
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            at_least("option of wfbp 'channels'", self.channels, 1)
+
     capabilities = Capabilities(consistency="synchronous")
+    bound = "wfbp"
 
     def wrap(
         self, model: Module, optimizer: Optimizer, communicator: Communicator, options: Options
     ) -> tuple[Module, Optimizer]:
         params = trained_parameters(model, optimizer)
-        engine = AveragingEngine(model, communicator, params, overlap=True)
+        refuse_types(params, options)
+        engine = AveragingEngine(
+            model, communicator, params, options, overlap=True, channels=options.channels
+        )
         return model, distribute(optimizer, engine)

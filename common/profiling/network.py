@@ -1,0 +1,170 @@
+"""What collectives cost on this network: times by size, and alpha and beta of a robust fit.
+
+  python -m common.profiling.network --ranks 4
+  torchrun --nproc-per-node 4 -m common.profiling.network --json network.json
+
+Alone, it starts `--ranks` processes on this machine; under torchrun, mpirun or srun it is one rank.
+A time is the median of repeats, of each the maximum over ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from common.launch.orphans import die_with_parent
+from dear.cost_measurement import OPERATIONS, Measurement, measure_collective
+from dear.costs import AlphaBeta
+from dear.environment import rank_facts
+from dear.errors import Unavailable, UserError, unknown
+from dear.options import at_least
+
+LARGEST = 32 * 2**20
+START_S = 180.0
+
+
+def main(argv: list[str]) -> int:
+    """Runs the command; returns its exit status."""
+    args = _parser().parse_args(argv)
+    at_least("--repeats", args.repeats, 1)
+    at_least("--largest", args.largest, 8192)
+    at_least("--ranks", args.ranks, 2)
+    for name in args.operations:
+        if name not in OPERATIONS:
+            raise unknown("operation", name, OPERATIONS)
+    if args.json is not None and not args.json.parent.is_dir():
+        raise UserError(f"--json {args.json}: there is no folder {args.json.parent}")
+    facts = rank_facts()
+    if facts.launcher == "none":
+        return _start_ranks(argv, args.ranks)
+    if facts.world_size == 1:
+        raise UserError(f"{facts.launcher} started one rank; a network needs two at least")
+    _measure(args)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m common.profiling.network", description=(__doc__ or "").split("\n")[0]
+    )
+    add = parser.add_argument
+    add("--ranks", type=int, default=2, help="processes to start if no launcher did (default 2)")
+    add("--backend", default=None, help="comm_core, gloo, mpi, nccl; default as for training")
+    add("--operations", nargs="+", default=list(OPERATIONS), help="default: all three")
+    add("--largest", type=int, default=LARGEST, help="bytes of the largest buffer")
+    add("--repeats", type=int, default=7, help="timed calls per size")
+    add("--json", type=Path, default=None, help="also write the numbers to this file")
+    return parser
+
+
+def _start_ranks(argv: list[str], ranks: int) -> int:
+    """Runs this command on `ranks` processes of this machine; the first failure's status."""
+    processes: list[subprocess.Popen[bytes]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            for rank in range(ranks):
+                place = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank}
+                place["LOCAL_WORLD_SIZE"] = ranks
+                environment = {name: str(value) for name, value in place.items()}
+                processes.append(
+                    subprocess.Popen(
+                        [sys.executable, "-m", "common.profiling.network", *argv],
+                        env={**os.environ, **environment, "DEAR_STORE": f"{folder}/store"},
+                        stdin=subprocess.DEVNULL,
+                        preexec_fn=lambda: die_with_parent(signal.SIGTERM),
+                    )
+                )
+            statuses = [process.wait() for process in processes]
+        finally:
+            for process in processes:
+                if process.poll() is None:
+                    process.kill()
+                    process.wait()
+    return next((abs(status) for status in statuses if status), 0)
+
+
+def _measure(args: argparse.Namespace) -> None:
+    import torch
+
+    import dear
+    from dear import runtime
+
+    torch.set_num_threads(1)
+    dear.init(backend=args.backend, timeout_s=START_S)
+    communicator = runtime.communicator()
+    on_gpu = communicator.backend == "nccl"
+    device = torch.device("cuda", dear.local_rank()) if on_gpu else torch.device("cpu")
+    sizes = [2**power for power in range(12, args.largest.bit_length()) if 2**power <= args.largest]
+    results = [
+        measure_collective(communicator, name, device, sizes=sizes, repeats=args.repeats)
+        for name in args.operations
+    ]
+    if communicator.rank == 0:
+        print(f"# {communicator.size} ranks, {communicator.backend}, float32 on {device.type}")
+        print("\n".join(table(results)), flush=True)
+        if args.json is not None:
+            args.json.write_text(
+                json.dumps(record(results, communicator.size, communicator.backend)) + "\n"
+            )
+    dear.shutdown()
+
+
+def table(results: list[Measurement]) -> list[str]:
+    """Lines for people: times by size, then the fits and how far they are off."""
+    fits = [result.fit() for result in results]
+    lines = ["bytes".rjust(12) + "".join(f"{result.operation} us".rjust(20) for result in results)]
+    columns = [dict(zip(result.nbytes, result.medians_s, strict=True)) for result in results]
+    for nbytes in sorted({size for column in columns for size in column}):
+        cells = [f"{column[nbytes] * 1e6:.1f}" if nbytes in column else "-" for column in columns]
+        lines.append(str(nbytes).rjust(12) + "".join(cell.rjust(20) for cell in cells))
+    for result, fit in zip(results, fits, strict=True):
+        rate = f"{1e-9 / fit.beta_s_per_byte:.3f} GB/s" if fit.beta_s_per_byte else "no slope"
+        lines.append(
+            f"{result.operation}: alpha {fit.alpha_s * 1e6:.1f} us, beta "
+            f"{fit.beta_s_per_byte * 1e9:.4f} ns/byte ({rate}), median error "
+            f"{median_error(result, fit) * 100:.0f} %"
+        )
+    return lines
+
+
+def median_error(result: Measurement, fit: AlphaBeta) -> float:
+    """The median over sizes of how far the fit is off, as a share of the measured time."""
+    pairs = zip(result.nbytes, result.medians_s, strict=True)
+    errors = sorted(abs(fit(nbytes) / seconds - 1) for nbytes, seconds in pairs)
+    return errors[len(errors) // 2]
+
+
+def record(results: list[Measurement], ranks: int, backend: str) -> dict[str, Any]:
+    """What the JSON file holds; seconds and bytes throughout."""
+    return {
+        "schema": 1,
+        "kind": "network",
+        "ranks": ranks,
+        "backend": backend,
+        "collectives": {
+            result.operation: {
+                "alpha_s": result.fit().alpha_s,
+                "beta_s_per_byte": result.fit().beta_s_per_byte,
+                "median_error": median_error(result, result.fit()),
+                "nbytes": result.nbytes,
+                "seconds": result.seconds,
+            }
+            for result in results
+        },
+    }
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except (UserError, Unavailable) as error:
+        if os.environ.get("RANK", "0") == "0":  # once, not by every rank
+            print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,95 @@
+"""Merged gradient sparsification."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Literal
+
+from dear.algorithm import Algorithm, Capabilities
+from dear.alone import AloneEngine
+from dear.compression import CompressedOptions, refuse_types
+from dear.compressors import make_compressor
+from dear.cost_measurement import measured_call
+from dear.engine import distribute, trained_parameters
+from dear.exchanges import gathered_cost, make_exchange
+from dear.merged import MergedEngine
+from dear.merging import greedy, optimal
+from dear.options import at_least
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.nn import Module, Parameter
+    from torch.optim import Optimizer
+
+    from dear.communicator import Communicator
+    from dear.layer_times import BackwardProfile
+    from dear.merging import Plan
+
+
+class Mgs(Algorithm):
+    """MGS-SGD (Shi et al., INFOCOM 2020): merged groups, of which the largest elements travel.
+
+    As `mgwfbp`, but each rank all-gathers the share `density` of its elements of largest magnitude
+    with their places; the rest is added to its next gradient (error feedback), unless told
+    otherwise. The cost of a message is that of finding the elements and of gathering them, both
+    measured.
+    Invariant: after `backward()` returns, `p.grad` is on all ranks the same sum of what travelled,
+    divided by the number of ranks. With density=1 it is the mean.
+    Bytes move: during the backward pass, each group as soon as its last gradient is there.
+    Cost per step and rank: one all-gather per group of 8 bytes per travelling float32 element.
+    """
+
+    @dataclass(frozen=True, kw_only=True)
+    class Options(CompressedOptions):
+        """How much travels, and which rule merges."""
+
+        compression: Literal["topk", "eftopk", "gaussian"] = "eftopk"
+        """How the elements that travel are found, and whether the rest is kept (all but `topk`)."""
+        merge: Literal["greedy", "optimal"] = "greedy"
+        """As for `mgwfbp`."""
+        profile_steps: int = 2
+        """Steps that are measured before the groups are made; they send everything, and do not
+        overlap anything."""
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            at_least("option of mgs 'profile_steps'", self.profile_steps, 1)
+
+    capabilities = Capabilities(consistency="synchronous")
+    bound = "wfbp"
+
+    def wrap(
+        self, model: Module, optimizer: Optimizer, communicator: Communicator, options: Options
+    ) -> tuple[Module, Optimizer]:
+        params = trained_parameters(model, optimizer)
+        refuse_types(params, options)
+        if communicator.size == 1:
+            return model, distribute(optimizer, AloneEngine(model, communicator))
+
+        def plan(ordered: list[Parameter], profile: BackwardProfile) -> Plan:
+            device = ordered[0].device
+            select = measured_call(communicator, partial(_select, options=options), device)
+            gather = gathered_cost(options, communicator, ordered[0])
+
+            def cost(nbytes: float) -> float:
+                return select(nbytes) + gather(nbytes)
+
+            sizes = [param.nbytes for param in ordered]
+            kinds = [(param.dtype, param.device) for param in ordered]
+            rule = optimal if options.merge == "optimal" else greedy
+            return rule(sizes, profile.arrivals_s, cost, kinds=kinds)
+
+        engine = MergedEngine(
+            model,
+            communicator,
+            params,
+            plan=plan,
+            exchange=partial(make_exchange, options=options),
+            profile_steps=options.profile_steps,
+        )
+        return model, distribute(optimizer, engine)
+
+
+def _select(gradient: Tensor, options: Mgs.Options) -> None:
+    make_compressor(options, gradient.numel(), gradient.dtype, gradient.device).compress(gradient)

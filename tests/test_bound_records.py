@@ -1,0 +1,218 @@
+"""The bound beside a result: in the record, in the table, and in the breakdown."""
+
+from __future__ import annotations
+
+import csv
+import io
+
+import pytest
+
+from common.harness.recording import REAL, make_record
+from common.harness.step_parts import StepParts, breakdown, typical
+from common.harness.trial import MeasureConfig, OptimizerConfig, Trial
+from common.launch.job import Outcome
+from common.results import breakdown as breakdown_table
+from common.results import tables
+from dear.algorithm import algorithm_class
+
+COMPUTE = {"forward_s": 0.1, "backward_s": 0.2, "update_s": 0.04}
+COSTS = {
+    name: {"alpha_s": 0.01, "beta_s_per_byte": beta}
+    for name, beta in (("all_reduce", 4e-7), ("reduce_scatter", 2.5e-7), ("all_gather", 1.5e-7))
+}
+NBYTES = 1_000_000
+PARTS = {"forward_s": 0.15, "backward_s": 0.2, "update_s": 0.02, "exposed_comm_s": 0.03}
+LINKS = {
+    "fabric": "emulated",
+    "time_scale": 2.0,
+    "network": {"requested": {"gbps": 0.04}, "measured": []},
+    "fault_events": (),
+}
+
+
+def make_trial(algorithm: str, world: int = 4, **more) -> Trial:
+    fields = {
+        "options": {},
+        "model": "mnist_cnn",
+        "batch_size": 8,
+        "sentence_len": None,
+        "launcher": "local",
+        "backend": "gloo",
+        "device": "cpu",
+        "dtype": "float32",
+        "seed": 1,
+        "threads_per_rank": 1,
+        "optimizer": OptimizerConfig(),
+        "measure": MeasureConfig(),
+        "label": algorithm,
+    }
+    return Trial(algorithm=algorithm, world_size=world, **{**fields, **more})
+
+
+def record(algorithm="dear", step_s=0.5, world=4, *, fabric=REAL, trial=None, **result):
+    """A record of two repeats; `result` changes what the workers of the first one wrote."""
+    first = {
+        "iters": [[step_s, step_s * 1.01, step_s * 0.99]],
+        "loss": 1.0,
+        "check": {"reference_error": 0.0, "matches_reference": True, "replica_spread": 0.0},
+        "cpu_s_per_s": 1.0,
+        "foreign_cpu_s_per_s": 0.0,
+        "breakdown": {**PARTS, "step_s": 0.4},
+        "gradient_bytes": NBYTES,
+        "compute": COMPUTE,
+        "costs": None if world == 1 else COSTS,
+        **result,
+    }
+    later = {key: first[key] for key in first if key not in ("compute", "costs")}
+    trial = make_trial(algorithm, world, **(trial or {}))
+    outcome = Outcome(status="ok")
+    made = make_record(trial, [first, later], outcome, {"cores": 64}, "now", 1.0, fabric)
+    return made | {"run": "A"}
+
+
+# all-reduce 0.41 s, reduce-scatter 0.26 s, all-gather 0.16 s
+@pytest.mark.parametrize(
+    ("algorithm", "wanted"),
+    [
+        ("wfbp", 0.1 + 0.41 + 0.04),
+        ("bytescheduler", 0.41),
+        ("dear", 0.16 + 0.26),
+    ],
+)
+def test_the_bound_is_that_of_the_algorithms_idea(algorithm, wanted):
+    made = record(algorithm, step_s=0.6)
+    bound = made["bound"]
+    assert bound["kind"] == algorithm_class(algorithm).bound
+    assert bound["step_s"] == pytest.approx(wanted)
+    assert bound["reached"] == pytest.approx(wanted / 0.6)
+    assert bound["compute_limit_s"] == pytest.approx(0.3 + 0.04 / 4)
+    assert bound["wire_limit_s"] is None
+    assert made["compute"] == COMPUTE and made["costs"] == COSTS
+    assert made["bytes"]["gradients"] == NBYTES
+
+
+@pytest.mark.parametrize("algorithm", ["none", "dear"])
+def test_one_worker_can_reach_what_it_computes(algorithm):
+    bound = record(algorithm, step_s=0.4, world=1, fabric=LINKS)["bound"]
+    assert bound["kind"] == "compute"
+    assert bound["step_s"] == bound["compute_limit_s"] == pytest.approx(0.34)
+    assert bound["reached"] == pytest.approx(0.34 / 0.4)
+    assert bound["wire_limit_s"] is None
+
+
+def test_an_algorithm_without_a_formula_has_limits_only(monkeypatch):
+    monkeypatch.setattr(algorithm_class("wfbp"), "bound", None)
+    bound = record("wfbp")["bound"]
+    assert (bound["kind"], bound["step_s"], bound["reached"]) == (None, None, None)
+    assert bound["compute_limit_s"] > 0
+
+
+@pytest.mark.parametrize(("per_host", "hosts"), [(1, 4), (2, 2)])
+def test_the_wire_limit_is_that_of_the_hosts_links(per_host, hosts):
+    links = {"network": "40mbit", "ranks_per_host": per_host}
+    bound = record(fabric=LINKS, trial=links)["bound"]
+    assert bound["wire_limit_s"] == pytest.approx(2 * (hosts - 1) / hosts * NBYTES / 5e6)
+
+
+def test_nothing_is_bounded_where_nothing_was_measured():
+    assert record(compute=None)["bound"] is None
+    bound = record(costs=None)["bound"]
+    assert bound["step_s"] is None and bound["compute_limit_s"] > 0
+
+
+def test_the_table_says_how_much_of_the_bound_is_reached():
+    table = tables.rows([record("wfbp", 0.6), record("dear", 0.5)], "wfbp")
+    lines = tables.markdown(table, "wfbp").splitlines()
+    assert "| of bound |" in lines[0]
+    assert "|      92% |" in lines[2] and "|      84% |" in lines[3]
+    assert tables.remarks([record("dear", 0.5)]) == []
+
+
+def test_what_is_better_than_its_bound_is_shown_as_it_is_and_named():
+    quick = record("dear", 0.3)
+    (row,) = tables.rows([quick], "dear")
+    assert row.of_bound == pytest.approx(1.4)
+    assert "|     140% |" in tables.markdown([row], "dear")
+    (line,) = tables.remarks([quick, record("wfbp", 1.0)])
+    assert line.startswith("beyond its bound: dear;")
+
+
+def test_csv_holds_all_times():
+    table = tables.rows([record("dear", 0.5)], "dear")
+    (found,) = csv.DictReader(io.StringIO(tables.csv_text(table)))
+    assert found["bound"] == "dear" and float(found["bound_s"]) == pytest.approx(0.42)
+    assert float(found["step_s"]) == pytest.approx(0.5)
+    assert {name: float(found[name]) for name in PARTS} == PARTS
+
+
+def test_the_breakdown_is_in_milliseconds():
+    links = {"network": "40mbit", "ranks_per_host": 1}
+    (row,) = tables.rows([record("dear", 0.5, fabric=LINKS, trial=links)], "dear")
+    shown = dict(zip(breakdown_table.HEADINGS, breakdown_table.cells(row), strict=True))
+    assert shown["step"] == "500" and shown["of bound"] == "84%"
+    assert [shown[key] for key in ("forward", "backward", "update")] == ["150", "200", "20.0"]
+    assert (shown["exposed comm"], shown["bound"]) == ("30.0", "420")
+    assert (shown["compute limit"], shown["wire limit"]) == ("310", "300")
+    hidden = {**PARTS, "exposed_comm_s": None, "step_s": 0.4}
+    (row,) = tables.rows([record(breakdown=hidden, compute=None)], "dear")
+    shown = dict(zip(breakdown_table.HEADINGS, breakdown_table.cells(row), strict=True))
+    assert shown["forward"] == "150"
+    assert [shown[key] for key in ("exposed comm", "bound", "wire limit", "of bound")] == ["-"] * 4
+
+
+def test_a_record_from_before_there_were_bounds_is_still_shown():
+    old = record("dear", 0.5)
+    for key in ("compute", "costs", "bound"):
+        del old[key]
+    old["breakdown"] = PARTS  # they contained the waiting, and did not add up
+    (row,) = tables.rows([old], "dear")
+    assert row.of_bound is None and row.forward_s is None and row.step_s == pytest.approx(0.5)
+    assert "of bound" not in tables.markdown([row], "dear")
+    assert breakdown_table.cells(row)[7:] == ["-"] * 8
+
+
+def test_the_recorded_breakdown_is_that_of_the_repeat_in_the_middle():
+    parts = [{**PARTS, "step_s": step_s} for step_s in (0.9, 0.4, 0.5)]
+    base = record()
+    trial = Trial.from_json(base["trial"])
+    results = [
+        {
+            "iters": [[0.5]],
+            "loss": 1.0,
+            "check": {"reference_error": 0.0, "matches_reference": True, "replica_spread": 0.0},
+            "cpu_s_per_s": 1.0,
+            "foreign_cpu_s_per_s": 0.0,
+            "breakdown": each,
+        }
+        for each in parts
+    ]
+    made = make_record(trial, results, Outcome(status="ok"), {"cores": 64}, "now", 1.0)
+    assert made["breakdown"]["step_s"] == 0.5
+
+
+def step(forward, backward, update, waiting):
+    return StepParts(
+        forward_s=forward, backward_s=backward, update_s=update, exposed_comm_s=waiting
+    )
+
+
+def test_waiting_is_taken_out_of_the_part_that_it_happened_in():
+    # 1 s of waiting in the forward pass, none in the backward pass, 2 s in the update.
+    parts = StepParts.between((10.0, 5.0), (13.0, 6.0), (17.0, 6.0), (20.0, 8.0))
+    assert parts == step(2.0, 4.0, 1.0, 3.0)
+    assert parts.step_s == 10.0
+
+
+def test_a_straggler_does_not_count_and_the_parts_add_up():
+    steps = [step(1.0, 2.0, 0.5, 0.5), step(1.0, 2.2, 0.5, 0.3), step(9.0, 9.0, 9.0, 9.0)]
+    steps.append(step(0.1, 0.1, 0.1, 0.1))
+    found = breakdown(typical(steps), 2.0, waits_seen=True)
+    wanted = {"forward_s": 0.5, "backward_s": 1.05, "update_s": 0.25, "exposed_comm_s": 0.2}
+    assert found == pytest.approx({**wanted, "step_s": 2.0})
+    assert typical(steps[:1]) == steps[0]
+
+
+def test_waits_that_an_algorithm_hides_are_unknown_and_stay_in_the_other_parts():
+    found = breakdown(step(1.0, 2.0, 0.5, 0.0), 1.0, waits_seen=False)
+    assert found["exposed_comm_s"] is None
+    assert sum(value for value in found.values() if value) == 2 * found["step_s"] == 7.0

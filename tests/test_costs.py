@@ -1,0 +1,131 @@
+"""The alpha-beta model: fits, published tables, and measurements through a communicator."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dear import runtime
+from dear.cost_measurement import measure_collective, measured_call, measured_costs
+from dear.costs import TABLES, AlphaBeta, fit_alpha_beta, table_costs
+from dear.errors import UserError
+
+SIZES = [2**power for power in range(12, 25, 2)]
+
+
+def times(alpha, beta, noise=0.0, seed=0):
+    rng = random.Random(seed)
+    return [(alpha + beta * n) * (1 + rng.uniform(-noise, noise)) for n in SIZES]
+
+
+def test_exact_measurements_give_the_exact_line():
+    fit = fit_alpha_beta(SIZES, times(1e-4, 1e-9))
+    assert fit.alpha_s == pytest.approx(1e-4, rel=1e-6)
+    assert fit.beta_s_per_byte == pytest.approx(1e-9, rel=1e-6)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.floats(1e-6, 1e-2), st.floats(1e-11, 1e-8), st.integers(0, 10**6))
+def test_noisy_measurements_give_nearly_the_line(alpha, beta, seed):
+    fit = fit_alpha_beta(SIZES, times(alpha, beta, noise=0.05, seed=seed))
+    for n, exact in zip(SIZES, times(alpha, beta), strict=True):
+        assert fit(n) == pytest.approx(exact, rel=0.1)
+
+
+@pytest.mark.parametrize("disturbed", range(len(SIZES)))
+def test_one_disturbed_measurement_hardly_counts(disturbed):
+    seconds = times(1e-4, 1e-9, noise=0.02)
+    seconds[disturbed] *= 8
+    fit = fit_alpha_beta(SIZES, seconds)
+    assert fit.alpha_s == pytest.approx(1e-4, rel=0.15)
+    assert fit.beta_s_per_byte == pytest.approx(1e-9, rel=0.15)
+
+
+def test_neither_coefficient_is_negative():
+    falling = fit_alpha_beta([1000, 2000, 4000], [3.0, 2.0, 1.0])
+    assert falling.beta_s_per_byte == 0
+    assert falling.alpha_s > 0
+    steep = fit_alpha_beta([1000, 2000, 4000], [0.5, 1.5, 3.6])
+    assert steep.alpha_s == 0
+    assert steep.beta_s_per_byte > 0
+
+
+@pytest.mark.parametrize(("nbytes", "seconds"), [([], []), ([5, 5], [1, 2]), ([1, 2], [0.0, 1.0])])
+def test_what_cannot_be_fitted_is_refused(nbytes, seconds):
+    with pytest.raises(UserError, match="a fit needs"):
+        fit_alpha_beta(nbytes, seconds)
+
+
+def test_cost_of_nothing_and_of_many_messages():
+    cost = AlphaBeta(alpha_s=2.0, beta_s_per_byte=0.5)
+    assert (cost(0), cost(4)) == (0, 4)
+    assert cost.total_s(4, messages=3) == 8
+    with pytest.raises(UserError, match="alpha_s"):
+        AlphaBeta(alpha_s=-1.0, beta_s_per_byte=0.0)
+
+
+@pytest.mark.parametrize("network", TABLES)
+def test_tables_hold_for_any_number_of_workers(network):
+    for world_size, (alpha, beta) in TABLES[network].items():
+        entry = table_costs(network, world_size)
+        assert (entry.alpha_s, entry.beta_s_per_byte) == pytest.approx((alpha, beta))
+    for world_size in (1, 3, 6, 24, 40, 65, 1000, 16384):
+        low = table_costs(network, world_size)
+        assert low.alpha_s <= table_costs(network, world_size + 1).alpha_s
+    assert table_costs(network, 1)(10**6) == 0
+    three = table_costs(network, 3).alpha_s
+    assert TABLES[network][2][0] < three < TABLES[network][4][0]
+
+
+def test_an_unknown_table_is_named():
+    with pytest.raises(UserError, match="did you mean '10gbe'"):
+        table_costs("10gb", 4)
+
+
+def _measure(operation):
+    communicator = runtime.communicator()
+    device = torch.device("cpu")
+    result = measure_collective(
+        communicator, operation, device, sizes=[1, 2, 4096, 65536], repeats=2
+    )
+    return result.nbytes, result.seconds
+
+
+@pytest.mark.parametrize("operation", ["all_reduce", "reduce_scatter", "all_gather"])
+def test_measurements_are_the_same_on_all_ranks(world, operation):
+    results = world(3).run(_measure, operation)
+    assert results[0] == results[1] == results[2]
+    nbytes, seconds = results[0]
+    assert nbytes == [12, 4104 // 12 * 12, 65544]
+    assert all(len(repeats) == 2 and min(repeats) > 0 for repeats in seconds)
+
+
+def _fits():
+    communicator = runtime.communicator()
+    device = torch.device("cpu")
+    fit = measured_costs(communicator, "all_reduce", device)
+    return fit, measured_call(communicator, lambda tensor: tensor.abs(), device, [4096, 65536])
+
+
+def test_fits_are_the_same_on_all_ranks(world):
+    first, second = world(2).run(_fits)
+    assert first == second
+    assert first[0](2**20) > 0
+
+
+def test_one_rank_pays_nothing(world):
+    ((fit, _),) = world(1).run(_fits)
+    assert fit(2**20) == 0
+
+
+def _misspelt():
+    with pytest.raises(UserError, match="did you mean 'all_reduce'"):
+        measure_collective(runtime.communicator(), "all_reduse", torch.device("cpu"))
+
+
+def test_an_unknown_operation_is_named(world):
+    world(1).run(_misspelt)

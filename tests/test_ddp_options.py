@@ -1,0 +1,114 @@
+"""DDP's own options: static graphs, PowerSGD, ZeRO (compression: test_compression)."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import dear
+from tests.awkward import error
+from tests.test_optimizer import (
+    difference,
+    everybody,
+    far_from_serial,
+    make_model,
+    make_sgd,
+    message,
+    mine,
+    steps,
+    wrap,
+)
+from tests.test_optimizer_cases import Decaying
+
+
+def _powersgd(start: int) -> tuple[float, float]:
+    model, wanted = make_model(), make_model()
+    options = {"powersgd_rank": 1, "powersgd_start_step": start}
+    optimizer = wrap(make_sgd(model), model, "ddp", compression="powersgd", **options)
+    steps(model, optimizer, mine(), range(6))
+    state = copy.deepcopy(model.state_dict())
+    dear.broadcast_parameters(model.state_dict())
+    spread = error([state], [model.state_dict()])
+    optimizer.close()
+    steps(wanted, make_sgd(wanted), everybody(), range(6))
+    return spread, error([state], [wanted.state_dict()])
+
+
+def test_powersgd_starts_at_its_step(world):
+    for spread, far in world(2).run(_powersgd, 6):
+        assert spread == 0.0 and far < 1e-5
+    for spread, far in world(2).run(_powersgd, 2):
+        assert spread == 0.0 and 1e-4 < far < 1.0
+
+
+def make_adamw(model: nn.Module) -> torch.optim.Optimizer:
+    params = list(model.parameters())
+    groups = [{"params": params[::2], "lr": 0.01}, {"params": params[1::2], "lr": 0.003}]
+    return torch.optim.AdamW(groups, weight_decay=0.05)
+
+
+def _sharded_state() -> tuple[int, int, float]:
+    model, wanted = make_model(), make_model()
+    optimizer, serial = wrap(make_adamw(model), model, "ddp", zero=True), make_adamw(wanted)
+    steps(model, optimizer, mine())
+    steps(wanted, serial, everybody())
+    mine_only = len(optimizer._engine._zero._zero.optim.state)
+    whole = optimizer.state_dict()
+    far = max(
+        (value - serial.state_dict()["state"][place][key]).abs().max().item()
+        for place, state in whole["state"].items()
+        for key, value in state.items()
+    )
+    # From a checkpoint on, with a scheduler's new rate.
+    resumed = make_model()
+    again = wrap(make_adamw(resumed), resumed, "ddp", zero=True)
+    again.load_state_dict(whole)
+    resumed.load_state_dict(model.state_dict())
+    for other in (again, serial):
+        other.param_groups[0]["lr"] *= 0.5
+    steps(resumed, again, mine(), range(3, 5))
+    steps(wanted, serial, everybody(), range(3, 5))
+    again.close()
+    optimizer.close()
+    far = max(far, difference(resumed, wanted))
+    return mine_only, len(whole["state"]), max(far, float(len(again.state) != 6))
+
+
+def test_zero_shards_the_state_and_gives_whole_checkpoints(world):
+    seen = world(2).run(_sharded_state)
+    assert sum(mine_only for mine_only, _, _ in seen) == 6
+    for mine_only, whole, far in seen:
+        assert 0 < mine_only < 6
+        assert whole == 6
+        assert far < 1e-5
+
+
+@pytest.mark.parametrize("options", [{"zero": True}, {"static_graph": True}])
+def test_an_optimizer_of_ones_own_equals_serial(world, options):
+    given = {"make_optimizer": _decaying, "options": options}
+    assert far_from_serial(world(2), "ddp", **given) < 1e-5
+
+
+def _decaying(model: nn.Module) -> torch.optim.Optimizer:
+    return Decaying(model.parameters(), 0.01)
+
+
+def _refused() -> list[str]:
+    model = make_model()
+    mixed = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())
+    given: list[tuple[Any, nn.Module]] = [
+        (torch.optim.LBFGS(model.parameters()), model),
+        (torch.optim.SGD(mixed.parameters(), lr=0.1), mixed),
+    ]
+    return [message(partial(wrap, *pair, "ddp", zero=True)) for pair in given]
+
+
+def test_zero_refuses_what_it_cannot_split(world):
+    for said in world(2).run(_refused):
+        assert "option of ddp 'zero'" in said[0] and "LBFGS" in said[0]
+        assert said[1] == "" or "option of ddp 'zero'" in said[1]

@@ -1,0 +1,223 @@
+"""FSDP: what is sharded, what is whole again and when, what is refused."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import dear
+from common.harness.check import replica_spread
+from dear import runtime
+from tests.awkward import error
+from tests.test_optimizer import (
+    difference,
+    everybody,
+    far_from_serial,
+    leftovers,
+    make_model,
+    make_sgd,
+    message,
+    mine,
+    steps,
+    wrap,
+)
+
+# Every layer with parameters travels by itself.
+_LAYERS = {"min_mb": 0.00001}
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("min_mb", [0.00001, 1.0])
+def test_layers_and_stages_equal_serial(world, stage, min_mb):
+    options = {"stage": stage, "min_mb": min_mb}
+    assert far_from_serial(world(3), "fsdp", options=options) < 1e-5
+
+
+@pytest.mark.parametrize(("compression", "most"), [("fp16", 1e-3), ("bf16", 1e-2)])
+def test_half_precision_on_the_wire_is_near(world, compression, most):
+    options = {"compression": compression, **_LAYERS}
+    assert 1e-7 < far_from_serial(world(2), "fsdp", options=options) < most
+
+
+def _shares(stage: int) -> dict[str, Any]:
+    model = make_model()
+    own = list(model.parameters())
+    total = sum(param.numel() for param in own)
+    optimizer = wrap(make_sgd(model), model, "fsdp", stage=stage, **_LAYERS)
+    steps(model, optimizer, mine(), range(2))
+    held = [param for group in optimizer.param_groups for param in group["params"]]
+    seen = {
+        "parameters": sum(param.to_local().numel() for param in held) < total,
+        "gradients": all(isinstance(param.grad, DTensor) for param in held),
+        "state": all(isinstance(optimizer.state[p]["momentum_buffer"], DTensor) for p in held),
+        "emptied": all(param.numel() == 0 for param in own),
+        "named": [type(param) is DTensor or isinstance(param, DTensor) for param in held],
+        "groups": sum(type(module).__name__.startswith("FSDP") for module in model.modules()),
+    }
+    state = model.state_dict()
+    seen["whole"] = all(type(value) is torch.Tensor for value in state.values())
+    optimizer.synchronize()
+    seen["spread"] = replica_spread(model, runtime.communicator())
+    seen["plain"] = not any(isinstance(param, DTensor) for param in model.parameters())
+    with torch.no_grad():  # what is written to whole parameters stays
+        for param in model.parameters():
+            param.mul_(2)
+    doubled = model.state_dict()
+    seen["written"] = all(torch.equal(doubled[name], 2 * state[name]) for name in state)
+    optimizer.close()
+    seen["same objects"] = all(a is b for a, b in zip(own, model.parameters(), strict=True))
+    held = [param for group in optimizer.param_groups for param in group["params"]]
+    seen["pointed back"] = all(a is b for a, b in zip(own, held, strict=True))
+    seen["leftovers"] = leftovers(model)
+    seen["classes"] = [type(module).__name__ for module in model]
+    return seen
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_ranks_hold_parts_and_give_back_the_whole(world, stage):
+    for seen in world(2).run(_shares, stage):
+        assert seen.pop("classes") == ["Linear", "Tanh", "Linear", "Tanh", "Linear"]
+        assert seen.pop("leftovers") == []
+        assert seen.pop("spread") == 0.0
+        assert seen.pop("groups") == 4  # three layers and the whole
+        assert all(seen.pop("named"))
+        assert all(seen.values()), seen
+
+
+def _unequal_start() -> float:
+    model = make_model()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(dear.rank())
+    optimizer = wrap(make_sgd(model), model, "fsdp")
+    far = difference(model, make_model())
+    optimizer.close()
+    return far
+
+
+def test_rank_0s_parameters_are_sharded(world):
+    assert world(2).run(_unequal_start) == [0.0, 0.0]
+
+
+class Tied(nn.Module):
+    """Two large layers in a list share their weight with what is outside; one does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6)])
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.head = nn.Linear(6, 4)
+        self.tied = nn.Linear(6, 6, bias=False)
+        self.tied.weight = self.layers[1].weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.head(self.tied(x) * self.scale)
+
+
+def test_shared_and_odd_parameters_equal_serial(world):
+    assert far_from_serial(world(3), "fsdp", make_model=Tied, options=_LAYERS) < 1e-5
+
+
+def _resumed() -> float:
+    model, wanted = make_model(), make_model()
+    optimizer, serial = wrap(make_sgd(model), model, "fsdp", **_LAYERS), make_sgd(wanted)
+    steps(model, optimizer, mine(), range(2))
+    steps(wanted, serial, everybody(), range(2))
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    optimizer.close()
+    far = error([saved[0]], [wanted.state_dict()])
+    model = make_model()
+    optimizer = wrap(make_sgd(model, lr=5.0), model, "fsdp", stage=2)
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    steps(model, optimizer, mine(), range(2, 4))
+    steps(wanted, serial, everybody(), range(2, 4))
+    far = max(far, difference(model, wanted))
+    optimizer.close()
+    return far
+
+
+def test_checkpoints_are_whole_and_fit_other_groups(world):
+    assert max(world(2).run(_resumed)) < 1e-5
+
+
+def _clipped() -> tuple[float, float, float]:
+    model, wanted = make_model(), make_model()
+    optimizer, serial = wrap(make_sgd(model), model, "fsdp"), make_sgd(wanted)
+    norms: list[list[float]] = [[], []]
+
+    def clip(optimizer: Any, _: nn.Module) -> None:
+        norms[0].append(optimizer.clip_grad_norm_(0.05).item())
+
+    def clip_plainly(_: Any, model: nn.Module) -> None:
+        norms[1].append(nn.utils.clip_grad_norm_(model.parameters(), 0.05).item())
+
+    steps(model, optimizer, mine(), before_step=clip)
+    steps(wanted, serial, everybody(), before_step=clip_plainly)
+    far = difference(model, wanted)
+    optimizer.close()
+    return far, *(max(norm) for norm in norms)
+
+
+def test_clipping_returns_the_whole_norm(world):
+    for far, norm, wanted in world(2).run(_clipped):
+        assert far < 1e-5
+        assert norm == pytest.approx(wanted, rel=1e-5)
+
+
+def _dropped() -> float:
+    """Gradients accumulated without being sent, then zeroed, are gone."""
+    model, wanted = make_model(), make_model()
+    optimizer, serial = wrap(make_sgd(model), model, "fsdp", **_LAYERS), make_sgd(wanted)
+    with optimizer.no_sync():
+        model(torch.ones(2, 6)).sum().backward()
+    optimizer.zero_grad()
+    steps(model, optimizer, mine())
+    steps(wanted, serial, everybody())
+    far = difference(model, wanted)
+    optimizer.close()
+    return far
+
+
+def test_zeroing_drops_what_was_not_sent(world):
+    assert max(world(2).run(_dropped)) < 1e-5
+
+
+def _refused() -> list[str]:
+    model = make_model()
+    biases = [param for param in model.parameters() if param.dim() == 1]
+    weights = [param for param in model.parameters() if param.dim() == 2]
+    first = wrap(torch.optim.SGD(biases, 0.1), model, "fsdp")
+    second = message(lambda: wrap(torch.optim.SGD(weights, 0.1), model, "fsdp"))
+    first.close()
+    pieces = nn.ModuleList([nn.Linear(2, 2)])
+    lbfgs = torch.optim.LBFGS(model.parameters())
+    fused = make_sgd(model, fused=True)
+    return [
+        second,
+        message(lambda: wrap(make_sgd(pieces), pieces, "fsdp")),
+        message(lambda: wrap(lbfgs, model, "fsdp")),
+        message(lambda: wrap(fused, model, "fsdp")),
+        message(lambda: wrap(make_sgd(model), model, "fsdp", min_mb=-1)),
+        message(lambda: wrap(make_sgd(model), model, "fsdp", stage=1)),
+        str([*leftovers(model), *leftovers(pieces), *map(type, model)]),
+    ]
+
+
+def test_what_cannot_be_sharded_is_refused_and_left_as_it_was(world):
+    for second, pieces, lbfgs, fused, size, stage, left in world(2).run(_refused):
+        assert "sharded already" in second
+        assert "fully_shard refuses this model" in pieces
+        assert "LBFGS" in lbfgs
+        assert "fused=False" in fused
+        assert "option of fsdp 'min_mb'" in size
+        assert "unknown option of fsdp 'stage'" in stage
+        assert "FSDP" not in left and "hooks" not in left

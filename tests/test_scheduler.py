@@ -1,0 +1,167 @@
+"""Partitions, priorities and credit."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dear.costs import AlphaBeta
+from dear.scheduler import CreditScheduler, OrderedIssuer, planned_order, slices
+
+
+def lengths(numel, limit):
+    return [length for _, length in slices(numel, limit)]
+
+
+def test_partitions_of_the_worked_example():
+    assert lengths(10, 4) == [3, 3, 4]
+    assert lengths(4_000_001, 4_000_000) == [2_000_000, 2_000_001]
+    assert lengths(4_000_000, 4_000_000) == [4_000_000]
+    assert lengths(0, 5) == [0]
+
+
+@given(st.integers(0, 10**7), st.integers(1, 10**6))
+def test_partitions_are_few_even_and_complete(numel, limit):
+    numel = min(numel, limit * 50)
+    parts = slices(numel, limit)
+    assert [offset for offset, _ in parts] == [
+        sum(length for _, length in parts[:i]) for i in range(len(parts))
+    ]
+    sizes = [length for _, length in parts]
+    assert sum(sizes) == numel
+    assert max(sizes) <= limit
+    assert len(parts) == max(1, -(-numel // limit))
+    assert max(sizes) - min(sizes) <= 1
+    assert sizes == sorted(sizes)
+
+
+def test_credit_of_the_worked_example():
+    scheduler: CreditScheduler[int] = CreditScheduler(10)
+    sizes = [4, 4, 8, 1]
+    for priority, size in ((2, 8), (0, 4), (1, 4), (3, 1)):
+        scheduler.ready(priority, priority, size)
+    assert scheduler.start() == [0, 1, 2]
+    assert scheduler.credit == -6
+    scheduler.finished(sizes[0])
+    assert scheduler.start() == []  # -2
+    scheduler.finished(sizes[1])
+    assert scheduler.start() == [3]
+    scheduler.finished(sizes[2])
+    scheduler.finished(sizes[3])
+    assert scheduler.credit == 10
+
+
+def test_equal_priorities_go_in_order_of_readiness():
+    scheduler: CreditScheduler[str] = CreditScheduler(100)
+    for name in "abc":
+        scheduler.ready(name, 1, 1)
+    assert scheduler.start() == ["a", "b", "c"]
+
+
+COST = AlphaBeta(alpha_s=0.0, beta_s_per_byte=1.0)
+
+
+def test_planned_order_lets_urgent_tasks_overtake_what_waits():
+    # Task 2 is under way when 0 becomes ready, and 1 waits for credit.
+    order = planned_order([3, 1, 0], [0, 1, 2], [2, 2, 10], credit=1, cost=COST)
+    assert order == [2, 0, 1]
+
+
+def test_planned_order_with_much_credit_is_the_order_of_arrival():
+    order = planned_order([3, 1, 0], [0, 1, 2], [2, 2, 10], credit=1e9, cost=COST)
+    assert order == [2, 1, 0]
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.floats(0, 10), st.integers(0, 5), st.integers(1, 9)), min_size=1, max_size=20
+    ),
+    st.floats(0.5, 30),
+)
+def test_planned_order_starts_every_task_once(tasks, credit):
+    arrivals, priorities, sizes = (list(column) for column in zip(*tasks, strict=True))
+    order = planned_order(arrivals, priorities, sizes, credit=credit, cost=COST)
+    assert sorted(order) == list(range(len(tasks)))
+
+
+class Wire:
+    """Notes what is started."""
+
+    def __init__(self, credit: float) -> None:
+        self.started: list[int] = []
+        self.issuer = OrderedIssuer(self.started.append, credit)
+
+
+def test_issuer_keeps_the_order_and_the_credit():
+    wire = Wire(credit=10)
+    sizes = {0: 8.0, 1: 8.0, 2: 1.0}
+    wire.issuer.begin([0, 1, 2], sizes)
+    wire.issuer.ready(1)
+    assert wire.started == []
+    wire.issuer.ready(0)
+    assert wire.started == [0, 1]  # the second overdraws
+    wire.issuer.ready(2)
+    assert wire.started == [0, 1]
+    wire.issuer.finished(8)
+    assert wire.started == [0, 1, 2]
+    wire.issuer.finished(8)
+    wire.issuer.finished(1)
+    wire.issuer.begin([2], sizes)
+    wire.issuer.ready(2)
+    assert wire.started == [0, 1, 2, 2]
+
+
+def test_issuer_waits_until_another_thread_reports():
+    wire = Wire(credit=1)
+    wire.issuer.begin([0, 1], {0: 1.0, 1: 1.0})
+    wire.issuer.ready(0)
+    wire.issuer.ready(1)
+    timer = threading.Timer(0.05, wire.issuer.finished, [1])
+    timer.start()
+    wire.issuer.wait_started(1)
+    assert wire.started == [0, 1]
+    timer.join()
+
+
+def test_issuer_may_be_told_of_an_end_before_a_start_returns():
+    started = []
+
+    def issue(task: int) -> None:
+        started.append(task)
+        issuer.finished(1)
+
+    issuer: OrderedIssuer[int] = OrderedIssuer(issue, credit=1)
+    issuer.begin([0, 1, 2], dict.fromkeys(range(3), 1.0))
+    for task in (2, 1, 0):
+        issuer.ready(task)
+    assert started == [0, 1, 2]
+
+
+def test_issuer_gives_errors_of_other_threads_to_who_waits():
+    def issue(task: int) -> None:
+        if task == 1:
+            raise ValueError("the wire is cut")
+
+    issuer: OrderedIssuer[int] = OrderedIssuer(issue, credit=1)
+    issuer.begin([0, 1, 2], dict.fromkeys(range(3), 1.0))
+    issuer.ready(0)
+    issuer.ready(1)
+    issuer.finished(1)
+    issuer.wait_started(0)
+    for task in (1, 2):
+        with pytest.raises(ValueError, match="the wire is cut"):
+            issuer.wait_started(task)
+
+
+def test_issuer_notices_tasks_that_were_never_started():
+    wire = Wire(credit=1)
+    wire.issuer.begin([0, 1], {0: 1.0, 1: 1.0})
+    wire.issuer.ready(0)
+    with pytest.raises(RuntimeError, match="1 tasks were never started"):
+        wire.issuer.begin([0], {0: 1.0})
+    wire.issuer.drop()
+    wire.issuer.begin([], {})

@@ -10,8 +10,8 @@ from dear.algorithm import algorithm_class, algorithm_names
 from tests import cuda_training_bodies as bodies
 from tests.cuda_worlds import EVERYWHERE, Pools, World, named
 
-# DDP refuses the model's unused parameters by default.
-_EXTRA = {"ddp": {"find_unused_parameters": True}}
+# DDP refuses the model's unused parameters by default; mgs keeps most of a gradient back.
+_EXTRA = {"ddp": {"find_unused_parameters": True}, "mgs": {"density": 1.0}}
 _VARIANTS = [
     (name, _EXTRA.get(name, {}))
     for name in algorithm_names()

@@ -126,16 +126,36 @@ class ReaderMap:
             self._map = None
 
 
+# What may be asked of a parameter without reading a value of it.
+_ASKING = frozenset(
+    """dim element_size empty_like full_like get_device has_names is_complex is_contiguous
+    is_floating_point is_inference is_pinned is_shared is_signed ndimension nelement new_empty
+    new_empty_strided new_full new_ones new_tensor new_zeros numel ones_like rand_like randint_like
+    randn_like register_hook size storage_offset stride zeros_like""".split()  # noqa: SIM905
+)
+# Properties that are tensors of the same memory.
+_VIEWS = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
+
+
+def reads_values(func: Any) -> bool:
+    """True unless the torch function `func` tells of a tensor's shape, type and the like only."""
+    name = getattr(func, "__name__", "")
+    if name == "__get__":
+        return getattr(func.__self__, "__name__", "") in _VIEWS
+    return name not in _ASKING
+
+
 def _watcher(seen: Any) -> Any:
-    """A torch function mode that reports every parameter handed to a torch function."""
+    """A torch function mode that reports every parameter whose values a torch function reads."""
 
     class Watch(torch.overrides.TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
             kwargs = kwargs or {}
-            for value in (*args, *kwargs.values()):
-                for item in value if isinstance(value, (list, tuple)) else (value,):
-                    if isinstance(item, torch.nn.Parameter):
-                        seen(item)
+            if reads_values(func):
+                for value in (*args, *kwargs.values()):
+                    for item in value if isinstance(value, (list, tuple)) else (value,):
+                        if isinstance(item, torch.nn.Parameter):
+                            seen(item)
             return func(*args, **kwargs)
 
     return Watch()

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from dear.fusion import by_count, by_ramp, by_threshold, by_wait
+from dear.readers import ReaderMap
 from dear.run_order import Fusion, RunOrder, group, launch_order
 
 SIZES = st.lists(st.integers(0, 50), max_size=40)
@@ -97,3 +98,25 @@ def test_without_fusion_every_tensor_is_a_group():
     params = list(model.parameters())
     groups = group(model, params, _order([0, 1, 2, 3], [3, 2, 1, 0]), Fusion(rule="none"))
     assert [len(members) for members in groups] == [1, 1, 1, 1]
+
+
+class Asking(nn.Sequential):
+    """Looks at all its parameters, last first, before it runs them; a value it reads of one only."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in reversed(self):
+            assert layer.weight.requires_grad and layer.weight.shape == layer.weight.size()
+            torch.empty_like(layer.weight)
+        return super().forward(x + self[2].weight.data.sum())
+
+
+def test_looking_at_a_parameter_is_not_reading_it():
+    model = Asking(*_layers(4))
+    readers = ReaderMap(model, list(model.parameters()))
+    model(torch.ones(1, 2))
+    readers.set_groups([[param] for param in model.parameters()])
+    readers.freeze()
+    assert readers.groups_of(model) == {2}
+    assert [readers.groups_of(layer) for layer in model] == [{0}, {1}, {2}, {3}]
+    places = {param: i for i, param in enumerate(model.parameters())}
+    assert [places[param] for param in readers.order()] == [2, 0, 1, 3]

@@ -101,7 +101,7 @@ def test_without_fusion_every_tensor_is_a_group():
 
 
 class Asking(nn.Sequential):
-    """Looks at all its parameters, last first, before it runs them; a value it reads of one only."""
+    """Looks at all its parameters, last first, before it runs them; reads values of one only."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in reversed(self):

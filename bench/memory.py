@@ -5,15 +5,17 @@
   python bench/memory.py --model resnet50 --algorithms ddp dear:update=replicated --json out.json
 
 Each algorithm trains in new processes. What counts is the highest resident memory since before the
-model was built, less what was resident then (interpreter, torch): parameters, gradients, optimizer
-state, buffers of the algorithm and of the transport, and activations, which the small batch keeps
-small. Ranks talk over TCP, as on hosts of their own: the shared memory of ranks of one host would
-be counted by each of them. The largest rank counts; `x ddp` compares with the first algorithm.
+model was built, less what was resident then (interpreter, libraries): parameters, gradients, state
+of the optimizer, buffers of the algorithm and of the transport, and activations, which the small
+batch keeps small. Ranks talk over TCP, as on hosts of their own: the shared memory of ranks of one
+host would be counted by each of them. The largest rank counts; `x ddp` compares with the first
+algorithm.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,6 +121,7 @@ def _peak(setup: Setup, name: str, options: dict[str, Any]) -> dict[str, int]:
 
     torch.set_num_threads(1)
     dear.init()
+    importlib.import_module(model_entry(setup.model).module)
     runtime.communicator().barrier()
     before = _status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew

@@ -239,6 +239,7 @@ class DearEngine(Engine):
             self._remake()
 
     def _make(self) -> None:
+        self._first = Unchanged(())  # it holds the gradients, which move
         self._layout.make()
         self._schedule.regroup(self._layout.members, self._layout.arrival)
         self.hooks.before_forward(self._readers.modules(), self._before_forward)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from dear.fusion import padded
+from dear.host_memory import give_back
 from dear.lazy import torch
 from dear.unchanged import sample
 
@@ -137,15 +138,20 @@ def flatten(
     """Lays out every group; a few buffers at a time, so that little memory is held twice."""
     result: list[FlatGroup] = []
     waiting: list[Sequence[Parameter]] = []
+
+    def lay_out_waiting() -> None:
+        result.extend(_lay_out(waiting, communicator, values))
+        waiting.clear()
+        give_back()
+
     for params in groups:
         if waiting and _kind(waiting[0]) != _kind(params):
-            result += _lay_out(waiting, communicator, values)
-            waiting = []
+            lay_out_waiting()
         waiting.append(params)
         if sum(param.nbytes for group in waiting for param in group) >= ARENA_BYTES:
-            result += _lay_out(waiting, communicator, values)
-            waiting = []
-    return result + _lay_out(waiting, communicator, values)
+            lay_out_waiting()
+    lay_out_waiting()
+    return result
 
 
 def buffer(like: torch.Tensor, numel: int, communicator: Communicator) -> torch.Tensor:

@@ -11,13 +11,13 @@ from tests import awkward
 # What an algorithm must be told to train this model; DDP refuses unused parameters by default.
 # mgs keeps most of a gradient back by default.
 _EXTRA = {"ddp": {"find_unused_parameters": True}, "mgs": {"density": 1.0}}
-_VARIANTS = [
+_ALGORITHMS: list[tuple[str, dict]] = [
     (name, {})
     for name in algorithm_names()
     if algorithm_class(name).capabilities.consistency == "synchronous"
-] + [
-    ("dear", {"fusion": "none"}),
-    ("dear", {"threshold_mb": 0.0002}),
+]
+# The modes of dear are in test_dear_modes.py.
+_MODES: list[tuple[str, dict]] = [
     ("ddp", {"bucket_cap_mb": 0.0002, "gradient_as_bucket_view": True}),
     ("ddp", {"static_graph": True}),
     ("ddp", {"zero": True}),
@@ -31,9 +31,23 @@ _VARIANTS = [
     ("bytescheduler", {"partition_mb": 0.0001, "levels": 3}),
     ("bytescheduler", {"partition_mb": 0.0001, "credit_mb": 0.0003}),
 ]
-_IDS = ["-".join([name, *map(str, options.values())]) for name, options in _VARIANTS]
+_KINDS = ("sgd", "adamw")
+_LOOPS: list[dict] = [
+    {"micro_steps": 2},
+    {"micro_steps": 2, "no_sync": True},
+    {"read_every_step": True},
+    {"evaluate": "grad"},
+    {"evaluate": "no_grad", "micro_steps": 2},
+]
+_CASES = [(name, options, kind) for name, options in _ALGORITHMS for kind in _KINDS]
+_CASES += [(name, options, _KINDS[i % 2]) for i, (name, options) in enumerate(_MODES)]
+_OTHER = [(name, {}, loop, size) for name, _ in _ALGORITHMS for loop in _LOOPS for size in (2, 3)]
+_OTHER += [(name, options, loop, 3) for name, options in _MODES for loop in _LOOPS[1::3]]
 
-variants = pytest.mark.parametrize(("algorithm", "options"), _VARIANTS, ids=_IDS)
+
+def _id(*values: object) -> str:
+    words = (v.values() if isinstance(v, dict) else [v] for v in values)
+    return "-".join(str(word) for several in words for word in several)
 
 
 def _train(algorithm: str, options: dict, kind: str, loop: dict) -> float:
@@ -54,27 +68,18 @@ def _skip_if_unavailable(algorithm: str) -> None:
         pytest.skip(reason)
 
 
-@variants
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("kind", ["sgd", "adamw"])
+@pytest.mark.parametrize(
+    ("algorithm", "options", "kind"), _CASES, ids=[_id(*case) for case in _CASES]
+)
 def test_equals_serial_training(world, algorithm, options, world_size, kind):
     _skip_if_unavailable(algorithm)
     errors = world(world_size).run(_train, algorithm, options, kind, {})
     assert max(errors) < 1e-5
 
 
-@variants
-@pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize(
-    "loop",
-    [
-        {"micro_steps": 2},
-        {"micro_steps": 2, "no_sync": True},
-        {"read_every_step": True},
-        {"evaluate": "grad"},
-        {"evaluate": "no_grad", "micro_steps": 2},
-    ],
-    ids=["accumulate", "accumulate-no_sync", "read", "evaluate-grad", "evaluate-accumulate"],
+    ("algorithm", "options", "loop", "world_size"), _OTHER, ids=[_id(*case) for case in _OTHER]
 )
 def test_equals_serial_training_in_other_loops(world, algorithm, options, world_size, loop):
     _skip_if_unavailable(algorithm)

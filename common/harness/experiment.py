@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -218,7 +219,9 @@ class Experiment:
         threads = self.threads_per_rank or max(1, cores // max(self.worlds))
         options = {}
         if algorithm.name != BASELINE:
-            options = dataclasses.asdict(algorithm_options(algorithm.name, algorithm.options))
+            chosen = dataclasses.asdict(algorithm_options(algorithm.name, algorithm.options))
+            # As the workers will read them, so that a trial equals itself read back.
+            options = json.loads(json.dumps(chosen))
         shown = ",".join(f"{key}={value}" for key, value in algorithm.options.items())
         label = algorithm.label or algorithm.name + (f"({shown})" if shown else "")
         return Trial(

@@ -270,7 +270,8 @@ def markdown(table: list[Row], compare_to: str) -> str:
     body = [[text.replace("|", r"\|") for text in cells(row)] for row in table]
     used = [i for i, name in enumerate(titles) if name not in _SPARSE or any(r[i] for r in body)]
     titles, body = [titles[i] for i in used], [[line[i] for i in used] for line in body]
-    widths = [max(len(line[i]) for line in [titles, *body]) for i in range(len(titles))]
+    # A rule of one character is no rule: at least "-:".
+    widths = [max(2, *(len(line[i]) for line in [titles, *body])) for i in range(len(titles))]
     right = [title in NUMERIC for title in titles]
 
     def line(texts: list[str]) -> str:

@@ -11,6 +11,7 @@ from dear.carriers import make_carrier
 from dear.compression import CompressedOptions
 from dear.engine import Engine
 from dear.lazy import torch
+from dear.usage import Usage
 
 if TYPE_CHECKING:
     from torch.nn import Parameter
@@ -40,11 +41,10 @@ class GradientAverager:
         options: CompressedOptions,
         channels: int = 1,
     ) -> None:
-        self._params = list(params)
-        self._communicator = communicator
         self._channels = channels
         self._carriers = {param: make_carrier(options, communicator, param) for param in params}
         communicator.ensure_channels(channels)
+        self._usage = Usage(params, communicator) if params else None
         self._running: list[tuple[Parameter, torch.Tensor, Work]] = []
 
     def launch(self, param: Parameter) -> None:
@@ -62,18 +62,15 @@ class GradientAverager:
 
     def finish(self) -> None:
         """Returns when every launched gradient is the mean over ranks."""
-        if not self._params:
+        if self._usage is None:
             return
-        has = [param.grad is not None for param in self._params]
-        used = torch.tensor(has, dtype=torch.uint8, device=self._params[0].device)
-        exchange = self._communicator.all_reduce(used, op="max")
+        self._usage.start()
         for param, gradient, work in self._running:
             work.wait()
             self._carriers[param].receive(gradient)
-        exchange.wait()
-        somewhere = dict(zip(self._params, used.tolist(), strict=True))
+        unused = self._usage.unused()
         for param, gradient, _ in self._running:
-            if param.grad is None and somewhere[param]:
+            if param.grad is None and param not in unused:
                 param.grad = gradient
         self._running.clear()
 

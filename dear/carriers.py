@@ -27,20 +27,14 @@ class Carrier(ABC):
         self._communicator = communicator
 
     @abstractmethod
-    def send(
-        self,
-        tensor: Tensor,
-        present: Sequence[bool] = (True,),
-        *,
-        channel: int = 0,
-        priority: int = 0,
-    ) -> Work:
+    def send(self, tensor: Tensor, present: Sequence[bool] = (True,), **queue: int) -> Work:
         """Starts to average `tensor`; every rank calls it.
 
         Args:
             tensor: dense; must not be touched until the work has ended.
             present: for each piece of the tensor, whether this rank has a gradient for it. Carriers
                 that keep nothing back have no use for it.
+            queue: `channel` and `priority`, as of the communicator's collectives.
         """
 
     @abstractmethod
@@ -51,15 +45,8 @@ class Carrier(ABC):
 class Dense(Carrier):
     """One all-reduce, in place."""
 
-    def send(
-        self,
-        tensor: Tensor,
-        present: Sequence[bool] = (True,),
-        *,
-        channel: int = 0,
-        priority: int = 0,
-    ) -> Work:
-        return self._communicator.all_reduce(tensor, op="mean", channel=channel, priority=priority)
+    def send(self, tensor: Tensor, present: Sequence[bool] = (True,), **queue: int) -> Work:
+        return self._communicator.all_reduce(tensor, op="mean", **queue)
 
     def receive(self, tensor: Tensor) -> None:
         return
@@ -73,21 +60,12 @@ class Half(Carrier):
         self._wire = wire
         self._staged: Tensor | None = None
 
-    def send(
-        self,
-        tensor: Tensor,
-        present: Sequence[bool] = (True,),
-        *,
-        channel: int = 0,
-        priority: int = 0,
-    ) -> Work:
+    def send(self, tensor: Tensor, present: Sequence[bool] = (True,), **queue: int) -> Work:
         flat = _flat(tensor)
         if self._staged is None:
             self._staged = torch.empty_like(flat, dtype=self._wire)
         torch.mul(flat, 1 / self._communicator.size, out=self._staged)
-        return self._communicator.all_reduce(
-            self._staged, op="sum", channel=channel, priority=priority
-        )
+        return self._communicator.all_reduce(self._staged, op="sum", **queue)
 
     def receive(self, tensor: Tensor) -> None:
         _flat(tensor).copy_(self._staged)
@@ -114,14 +92,7 @@ class Payloads(Carrier):
         """After `receive`: which pieces some rank has a gradient for."""
         self._gathered: Tensor | None = None
 
-    def send(
-        self,
-        tensor: Tensor,
-        present: Sequence[bool] = (True,),
-        *,
-        channel: int = 0,
-        priority: int = 0,
-    ) -> Work:
+    def send(self, tensor: Tensor, present: Sequence[bool] = (True,), **queue: int) -> Work:
         payload = self.compressor.compress(_flat(tensor))
         marks = torch.tensor(present, dtype=torch.uint8).to(payload.device)
         # Rows then start at multiples of 8 bytes.
@@ -129,9 +100,7 @@ class Payloads(Carrier):
         row = torch.cat([payload, marks])
         self._start = payload.numel()
         self._gathered = row.new_empty(self._communicator.size * row.numel())
-        return self._communicator.all_gather(
-            self._gathered, row, channel=channel, priority=priority
-        )
+        return self._communicator.all_gather(self._gathered, row, **queue)
 
     def receive(self, tensor: Tensor) -> None:
         self.take(tensor)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from dear.algorithm import Options
 from dear.errors import UserError
 from dear.lazy import torch
-from dear.options import at_least
+from dear.options import at_least, only_with, option_of
 
 if TYPE_CHECKING:
     from torch.nn import Parameter
@@ -62,12 +62,8 @@ class CompressedOptions(Options):
         if not 0 < self.density <= 1:
             raise UserError(f"{option_of(self, 'density')} must lie in (0, 1], got {self.density}")
         at_least(option_of(self, "density_warmup_steps"), self.density_warmup_steps, 0)
-        for field, default in (("density", DENSITY), ("density_warmup_steps", 0)):
-            if getattr(self, field) != default and self.compression not in SPARSE:
-                raise UserError(
-                    f"{option_of(self, field)} goes with compression={_listed(SPARSE)}, got "
-                    f"compression={self.compression!r}"
-                )
+        only_with(self, "density", "compression", SPARSE)
+        only_with(self, "density_warmup_steps", "compression", SPARSE)
         if self.density_warmup_steps and self.density >= WARM_UP_FROM:
             raise UserError(
                 f"{option_of(self, 'density_warmup_steps')} needs a density below {WARM_UP_FROM}, "
@@ -96,12 +92,6 @@ def share_of(options: HalfOptions | CompressedOptions, element_size: int) -> flo
     return wire.itemsize / element_size if wire else 1.0
 
 
-def option_of(options: Options, field: str) -> str:
-    """How messages call a field of `options`, e.g. `option of dear 'density'`."""
-    # The name of an algorithm is that of its file.
-    return f"option of {type(options).__module__.rpartition('.')[2]} {field!r}"
-
-
 def wire_name(compression: str) -> str | None:
     """Name of the torch type in which gradients travel, None if it is their own."""
     return {"fp16": "float16", "bf16": "bfloat16"}.get(compression)
@@ -122,7 +112,3 @@ def refuse_types(params: Sequence[Parameter], options: Any) -> None:
                 f"floating-point gradients; a parameter of shape {tuple(param.shape)} is "
                 f"{param.dtype}"
             )
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:-1]) + " or " + names[-1]

@@ -14,7 +14,7 @@ from dear.errors import UserError
 from dear.grad_scaling import GradScaling
 from dear.lazy import torch
 from dear.sharding import has_hooks
-from dear.unchanged import Unchanged
+from dear.unchanged import Unchanged, refuse_changed
 from dear.usage import Usage
 
 if TYPE_CHECKING:
@@ -91,12 +91,7 @@ class DearEngine(Engine):
             self._finish(index)
         self._end_step()
 
-    def step_closure(self, update: Callable[[Callable[[], Any]], Any], closure: Any) -> Any:
-        # Optimizers other than LBFGS call the closure once, before they update.
-        with torch.enable_grad():
-            loss = closure()
-        self.step(lambda: update(None))
-        return loss
+    step_closure = Engine.step_after_closure
 
     def settle(self) -> None:
         for index in sorted(self._pending):
@@ -189,13 +184,7 @@ class DearEngine(Engine):
 
     def _check_unchanged(self) -> None:
         for noted in self._noted():
-            param = noted.changed()
-            if param is not None:
-                raise UserError(
-                    f"the gradient of a parameter of shape {tuple(param.shape)} was changed "
-                    "between backward() and step(); call optimizer.synchronize() before "
-                    "clipping or unscaling, so that the change applies to the averaged gradient"
-                )
+            refuse_changed(noted.changed())
 
     def _noted(self) -> list[Any]:
         if not self._layout.made:

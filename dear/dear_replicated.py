@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from dear.dear_updates import Update
 from dear.flat import buffer, shaped
 from dear.lazy import torch
-from dear.sharding import has_hooks
+from dear.partial_update import PartialUpdate, with_gradients
 
 if TYPE_CHECKING:
     from torch.nn import Parameter
@@ -24,7 +24,7 @@ class Replicated(Update):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._hyperparameters: list[dict[str, Any]] = []
+        self._partial = PartialUpdate(self.optimizer, self.plain)
         self._means = []
         self._views: list[list[torch.Tensor]] = []
         for part in self.parts:
@@ -42,62 +42,23 @@ class Replicated(Update):
         started = [index for index in range(len(self.parts)) if not self.idle(index)]
         for index in started:
             self.parts[index].start_gather_mean(self._means[index])
-        if not self._may_split():
-            self._at_once(update)
+        if not self._partial.possible():
+            means: dict[Parameter, torch.Tensor | None] = {}
+            for index in range(len(self.parts)):
+                means |= self._take(index)
+            with_gradients(means, update)
             return set()
-        # Schedulers change hyper-parameters after this call, some of them in place.
-        self._hyperparameters = [
-            {
-                key: value.clone() if torch.is_tensor(value) else value
-                for key, value in group.items()
-                if key != "params"
-            }
-            for group in self.optimizer.param_groups
-        ]
+        self._partial.note()
         return set(started)
 
     def step_averaged(self, update: Callable[[], Any]) -> Any:
         return None if self.frozen else update()
 
     def finish(self, index: int) -> None:
-        gradients = self._take(index)
-        groups = self.optimizer.param_groups
-        kept = {param: param.grad for param in gradients}
-        self.optimizer.param_groups = [
-            {**hyper, "params": [param for param in group["params"] if param in gradients]}
-            for hyper, group in zip(self._hyperparameters, groups, strict=True)
-        ]
-        # State made by the first step must outlive an evaluation, and the update is no part of a
-        # forward pass that runs in lower precision.
-        device = self._means[index].device.type
-        try:
-            for param, gradient in gradients.items():
-                param.grad = gradient
-            with torch.inference_mode(False), torch.autocast(device, enabled=False):
-                self.plain.step(self.optimizer)
-        finally:
-            self.optimizer.param_groups = groups
-            for param, gradient in kept.items():
-                param.grad = gradient
+        self._partial.run(self._take(index))
 
     def _take(self, index: int) -> dict[Parameter, torch.Tensor | None]:
         with torch.inference_mode(False):
             self.parts[index].finish_gather()
         pairs = zip(self.parts[index].group.params, self._views[index], strict=True)
         return {param: None if param in self.unused else view for param, view in pairs}
-
-    def _at_once(self, update: Callable[[], Any]) -> Any:
-        kept = {}
-        for index in range(len(self.parts)):
-            for param, gradient in self._take(index).items():
-                kept[param] = param.grad
-                param.grad = gradient
-        try:
-            return update()
-        finally:
-            for param, gradient in kept.items():
-                param.grad = gradient
-
-    def _may_split(self) -> bool:
-        of_torch = f"{self.plain.__module__}.".startswith("torch.optim.")
-        return of_torch and not has_hooks(self.optimizer)

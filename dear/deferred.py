@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from dear.backward import BackwardSchedule
 from dear.engine import Engine
-from dear.errors import UserError
 from dear.fusion import FlatBuffer
 from dear.grad_scaling import GradScaling
 from dear.lazy import torch
 from dear.partial_update import PartialUpdate, with_gradients
 from dear.readers import ReaderMap
-from dear.unchanged import Unchanged
+from dear.unchanged import Unchanged, refuse_changed
 
 if TYPE_CHECKING:
     from torch.nn import Module, Parameter
@@ -38,13 +37,7 @@ class PackedGradients:
 
     def check_unchanged(self) -> None:
         """Raises `UserError` if a gradient has changed since `pack`; then forgets what it was."""
-        param = self._unchanged.changed()
-        if param is not None:
-            raise UserError(
-                f"the gradient of a parameter of shape {tuple(param.shape)} was changed between "
-                "backward() and step(); call optimizer.synchronize() before clipping or "
-                "unscaling, so that the change applies to the averaged gradient"
-            )
+        refuse_changed(self._unchanged.changed())
         self._unchanged = Unchanged(self.buffer.params)
 
     def scaled_in_place(self) -> bool:
@@ -142,12 +135,7 @@ class DeferredEngine(Engine):
             self._apply(index)
         return None
 
-    def step_closure(self, update: Callable[[Callable[[], Any]], Any], closure: Any) -> Any:
-        # Optimizers other than LBFGS call the closure once, before they update.
-        with torch.enable_grad():
-            loss = closure()
-        self.step(lambda: update(None))
-        return loss
+    step_closure = Engine.step_after_closure
 
     def settle(self) -> None:
         for index in sorted(self._pending):

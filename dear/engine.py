@@ -34,6 +34,18 @@ class Engine(ABC):
         """The same for `step(closure)`, where the optimizer itself calls for backward passes."""
         return update(closure)
 
+    def step_after_closure(
+        self, update: Callable[[Callable[[], Any]], Any], closure: Callable[[], Any]
+    ) -> Any:
+        """`step_closure` for engines that must know when the backward pass is over.
+
+        Optimizers other than LBFGS call the closure once, before they update.
+        """
+        with torch.enable_grad():
+            loss = closure()
+        self.step(lambda: update(None))
+        return loss
+
     def settle(self) -> None:
         """Makes the parameters current; for engines whose `step` does not."""
         return

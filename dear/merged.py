@@ -6,18 +6,22 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
+from dear.alone import AloneEngine
 from dear.backward import BackwardSchedule
-from dear.compression import HalfOptions
-from dear.engine import Engine
-from dear.exchanges import Exchange, ReducedExchange
+from dear.compression import HalfOptions, refuse_types
+from dear.engine import Engine, distribute, trained_parameters
+from dear.exchanges import Exchange, ReducedExchange, make_exchange
 from dear.fusion import MIB, fuse
 from dear.layer_times import BackwardProfile, LayerTimes
 from dear.merging import Plan
 
 if TYPE_CHECKING:
     from torch.nn import Module, Parameter
+    from torch.optim import Optimizer
 
     from dear.communicator import Communicator
+
+    Planner = Callable[[list[Parameter], BackwardProfile], Plan]
 
 PROFILING_MB = 25
 
@@ -32,7 +36,7 @@ class MergedEngine(Engine):
     Args:
         plan: groups of places in the profile's order. It may call collectives, so every rank calls
             it; only rank 0's profile and result count.
-        exchange: makes what averages a group once the plan is there.
+        options: a `CompressedOptions`, which hold once the plan is there, with `profile_steps`.
     """
 
     def __init__(
@@ -41,15 +45,14 @@ class MergedEngine(Engine):
         communicator: Communicator,
         params: Sequence[Parameter],
         *,
-        plan: Callable[[list[Parameter], BackwardProfile], Plan],
-        exchange: Callable[[Sequence[Parameter], Communicator], Exchange],
-        profile_steps: int,
+        plan: Planner,
+        options: Any,
     ) -> None:
         super().__init__(model, communicator)
         self._params = list(params)
         self._plan = plan
-        self._exchange = exchange
-        self._steps_left = profile_steps
+        self._options = options
+        self._steps_left = options.profile_steps
         self._times: LayerTimes | None = LayerTimes(model, params, communicator)
         first = fuse([self._params], PROFILING_MB * MIB)
         self._exchanges: list[Exchange] = [
@@ -130,10 +133,33 @@ class MergedEngine(Engine):
             param.grad = None if param.grad is None else param.grad.clone()
         self._exchanges.clear()
         self._exchanges = [
-            self._exchange([params[i] for i in group], self.communicator) for group in groups
+            make_exchange([params[i] for i in group], self.communicator, self._options)
+            for group in groups
         ]
         units = [exchange.buffer.params for exchange in self._exchanges]
         self._schedule.regroup(units, range(len(units)))
+
+
+def merge_gradients(
+    model: Module, optimizer: Optimizer, communicator: Communicator, options: Any, plan: Planner
+) -> Optimizer:
+    """`optimizer` with a `MergedEngine` for all it trains; alone there is nothing to merge.
+
+    Args:
+        options: a `CompressedOptions` with `profile_steps`.
+    """
+    params = trained_parameters(model, optimizer)
+    refuse_types(params, options)
+    if communicator.size == 1:
+        return distribute(optimizer, AloneEngine(model, communicator))
+    engine = MergedEngine(
+        model,
+        communicator,
+        params,
+        plan=plan,
+        options=options,
+    )
+    return distribute(optimizer, engine)
 
 
 def _unknown(count: int) -> BackwardProfile:

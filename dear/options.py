@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from dear.errors import UserError, unknown
@@ -41,6 +41,28 @@ def build_options(cls: type[T], given: Mapping[str, Any], what: str) -> T:
         ):
             raise UserError(f"{what}: {name!r} is missing")
     return cls(**values)
+
+
+def option_of(options: Any, field: str) -> str:
+    """How messages call a field of an algorithm's `options`, e.g. `option of dear 'density'`."""
+    # The name of an algorithm is that of its file.
+    return f"option of {type(options).__module__.rpartition('.')[2]} {field!r}"
+
+
+def only_with(options: Any, field: str, other: str, values: Sequence[str]) -> None:
+    """Raises `UserError` if `field` is not its default and `other` not one of `values`.
+
+    For fields that mean something with some values of another one only: to accept them otherwise
+    would be to ignore them.
+    """
+    default = next(f.default for f in dataclasses.fields(options) if f.name == field)
+    if getattr(options, field) != default and getattr(options, other) not in values:
+        *first, last = values
+        wanted = f"{', '.join(first)} or {last}" if first else last
+        raise UserError(
+            f"{option_of(options, field)} goes with {other}={wanted}, got "
+            f"{other}={getattr(options, other)!r}"
+        )
 
 
 def _convert(value: Any, hint: Any, what: str) -> Any:

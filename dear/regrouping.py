@@ -87,10 +87,9 @@ class Tuned(Regrouping):
             return False
         count = DURATIONS if since else FIRST_DURATIONS
         mean_s = (self._ends_s[-1] - self._ends_s[-1 - count]) / count
-        if self._steps == self.last_step - 1:
-            self._attempt(lambda: self._tuner.observe(mean_s))
-            return False
         self._attempt(lambda: self._tuner.observe(mean_s))
+        if self._steps == self.last_step - 1:
+            return False
         return self._follow(self._tuner.propose)
 
     def _attempt(self, call: Callable[[], Any]) -> Any:

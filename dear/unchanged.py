@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from dear.errors import UserError
 from dear.lazy import torch
 
 if TYPE_CHECKING:
@@ -21,6 +22,16 @@ def sample(params: Sequence[Parameter]) -> torch.Tensor | None:
             count = min(8, param.grad.numel())
             return param.grad.as_strided((count,), (1,)).clone().view(torch.uint8)
     return None
+
+
+def refuse_changed(param: Parameter | None) -> None:
+    """Raises `UserError` if there is one: the parameter whose gradient has been changed."""
+    if param is not None:
+        raise UserError(
+            f"the gradient of a parameter of shape {tuple(param.shape)} was changed between "
+            "backward() and step(); call optimizer.synchronize() before clipping or unscaling, so "
+            "that the change applies to the averaged gradient"
+        )
 
 
 class Unchanged:

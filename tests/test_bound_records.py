@@ -9,11 +9,12 @@ import pytest
 
 from common.harness.recording import REAL, make_record
 from common.harness.step_parts import StepParts, breakdown, typical
-from common.harness.trial import MeasureConfig, OptimizerConfig, Trial
+from common.harness.trial import Trial
 from common.launch.job import Outcome
 from common.results import breakdown as breakdown_table
 from common.results import tables
 from dear.algorithm import algorithm_class
+from tests.made_trials import make_trial
 
 COMPUTE = {"forward_s": 0.1, "backward_s": 0.2, "update_s": 0.04}
 COSTS = {
@@ -28,25 +29,6 @@ LINKS = {
     "network": {"requested": {"gbps": 0.04}, "measured": []},
     "fault_events": (),
 }
-
-
-def make_trial(algorithm: str, world: int = 4, **more) -> Trial:
-    fields = {
-        "options": {},
-        "model": "mnist_cnn",
-        "batch_size": 8,
-        "sentence_len": None,
-        "launcher": "local",
-        "backend": "gloo",
-        "device": "cpu",
-        "dtype": "float32",
-        "seed": 1,
-        "threads_per_rank": 1,
-        "optimizer": OptimizerConfig(),
-        "measure": MeasureConfig(),
-        "label": algorithm,
-    }
-    return Trial(algorithm=algorithm, world_size=world, **{**fields, **more})
 
 
 def record(algorithm="dear", step_s=0.5, world=4, *, fabric=REAL, trial=None, **result):

@@ -9,29 +9,14 @@ import re
 import pytest
 
 from common.harness.recording import make_record
-from common.harness.trial import MeasureConfig, OptimizerConfig, Trial
 from common.launch.job import Outcome
 from common.results import tables
+from tests.made_trials import make_trial
 
 
 def record(algorithm="ddp", step_s=0.1, world=2, *, status="ok", correct=True, run="A", **trial):
     """A record as a sweep makes it: three repeats of four steps of about `step_s` seconds."""
-    fields = {
-        "options": {},
-        "model": "mnist_cnn",
-        "batch_size": 8,
-        "sentence_len": None,
-        "launcher": "local",
-        "backend": "gloo",
-        "device": "cpu",
-        "dtype": "float32",
-        "seed": 1,
-        "threads_per_rank": 1,
-        "optimizer": OptimizerConfig(),
-        "measure": MeasureConfig(),
-        "label": algorithm,
-    }
-    trial = Trial(algorithm=algorithm, world_size=world, **{**fields, **trial})
+    trial = make_trial(algorithm, world, **trial)
     steps = [step_s * factor for factor in (0.999, 1.001, 1.0, 1.0)]
     result = {
         "iters": [steps[:2], steps[2:]],

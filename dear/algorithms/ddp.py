@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from dear.algorithm import Algorithm, Capabilities
-from dear.compression import CompressedOptions, option_of, refuse_types
+from dear.compression import CompressedOptions, refuse_types
 from dear.ddp_hooks import add_hook
 from dear.engine import Engine, distribute, trained_parameters
 from dear.errors import UserError
 from dear.lazy import torch
-from dear.options import at_least, positive
+from dear.options import at_least, only_with, option_of, positive
 from dear.zero import ZeroUpdate
 
 if TYPE_CHECKING:
@@ -77,12 +77,8 @@ class Ddp(Algorithm):
             positive("option of ddp 'bucket_cap_mb'", self.bucket_cap_mb)
             at_least(option_of(self, "powersgd_rank"), self.powersgd_rank, 1)
             at_least(option_of(self, "powersgd_start_step"), self.powersgd_start_step, 2)
-            for field, default in (("powersgd_rank", 1), ("powersgd_start_step", 10)):
-                if getattr(self, field) != default and self.compression != "powersgd":
-                    raise UserError(
-                        f"{option_of(self, field)} goes with compression='powersgd', got "
-                        f"compression={self.compression!r}"
-                    )
+            only_with(self, "powersgd_rank", "compression", ["powersgd"])
+            only_with(self, "powersgd_start_step", "compression", ["powersgd"])
 
     capabilities = Capabilities(consistency="synchronous")
     bound = "wfbp"
@@ -149,10 +145,7 @@ class _DdpEngine(Engine):
     def step_closure(self, update: Callable[[Callable[[], Any]], Any], closure: Any) -> Any:
         if self._zero is None:
             return update(closure)
-        with torch.enable_grad():
-            loss = closure()
-        self._zero.step()
-        return loss
+        return self.step_after_closure(update, closure)
 
     def state_dict(self, plain: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         if self._zero is None:

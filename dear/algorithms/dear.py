@@ -13,7 +13,7 @@ from dear.engine import distribute, trained_parameters
 from dear.errors import UserError
 from dear.fusion import MIB
 from dear.lazy import torch
-from dear.options import positive
+from dear.options import only_with, positive
 from dear.regrouping import ByWaitTime, Regrouping, tuned
 from dear.run_order import Fusion
 from dear.sharding import element_wise
@@ -85,6 +85,10 @@ class Dear(Algorithm):
             positive("option of dear 'cycle_time_ms'", self.cycle_time_ms)
             if self.nearby_layers == 0:
                 raise UserError("option of dear 'nearby_layers' must not be 0")
+            only_with(self, "threshold_mb", "fusion", ["threshold", "tuned"])
+            only_with(self, "first_mb", "fusion", ["threshold", "tuned"])
+            only_with(self, "nearby_layers", "fusion", ["nearby_layers"])
+            only_with(self, "cycle_time_ms", "fusion", ["wait_time"])
             if self.gathers:
                 self._refuse_halves()
 

@@ -130,11 +130,7 @@ class _FsdpEngine(Engine):
         self._fresh = False
         return result
 
-    def step_closure(self, update: Callable[[Callable[[], Any]], Any], closure: Any) -> Any:
-        with torch.enable_grad():
-            loss = closure()
-        self.step(lambda: update(None))
-        return loss
+    step_closure = Engine.step_after_closure
 
     def synchronize(self) -> None:
         self._send_unsent()

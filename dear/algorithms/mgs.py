@@ -7,13 +7,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from dear.algorithm import Algorithm, Capabilities
-from dear.alone import AloneEngine
-from dear.compression import CompressedOptions, refuse_types
+from dear.compression import CompressedOptions
 from dear.compressors import make_compressor
 from dear.cost_measurement import measured_call
-from dear.engine import distribute, trained_parameters
-from dear.exchanges import gathered_cost, make_exchange
-from dear.merged import MergedEngine
+from dear.exchanges import gathered_cost
+from dear.merged import merge_gradients
 from dear.merging import greedy, optimal
 from dear.options import at_least
 
@@ -62,11 +60,6 @@ class Mgs(Algorithm):
     def wrap(
         self, model: Module, optimizer: Optimizer, communicator: Communicator, options: Options
     ) -> tuple[Module, Optimizer]:
-        params = trained_parameters(model, optimizer)
-        refuse_types(params, options)
-        if communicator.size == 1:
-            return model, distribute(optimizer, AloneEngine(model, communicator))
-
         def plan(ordered: list[Parameter], profile: BackwardProfile) -> Plan:
             device = ordered[0].device
             select = measured_call(communicator, partial(_select, options=options), device)
@@ -80,15 +73,7 @@ class Mgs(Algorithm):
             rule = optimal if options.merge == "optimal" else greedy
             return rule(sizes, profile.arrivals_s, cost, kinds=kinds)
 
-        engine = MergedEngine(
-            model,
-            communicator,
-            params,
-            plan=plan,
-            exchange=partial(make_exchange, options=options),
-            profile_steps=options.profile_steps,
-        )
-        return model, distribute(optimizer, engine)
+        return model, merge_gradients(model, optimizer, communicator, options, plan)
 
 
 def _select(gradient: Tensor, options: Mgs.Options) -> None:

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from dear.algorithm import Algorithm, Capabilities
-from dear.alone import AloneEngine
-from dear.compression import CompressedOptions, refuse_types, share_of
+from dear.compression import CompressedOptions, share_of
 from dear.cost_measurement import measured_costs
 from dear.costs import table_costs
-from dear.engine import distribute, trained_parameters
 from dear.errors import UserError
-from dear.exchanges import gathered_cost, make_exchange
+from dear.exchanges import gathered_cost
 from dear.fusion import MIB
-from dear.merged import MergedEngine
+from dear.merged import merge_gradients
 from dear.merging import by_total, greedy, optimal
-from dear.options import at_least
+from dear.options import at_least, only_with
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -80,11 +77,7 @@ class MgWfbp(Algorithm):
                     f"option of mgwfbp 'costs'={self.costs!r} is a table of all-reduces, which "
                     f"compression={self.compression!r} does not use; use costs='measured'"
                 )
-            if self.small_elements and self.merge not in ("greedy", "asc"):
-                raise UserError(
-                    "option of mgwfbp 'small_elements' goes with merge='greedy' or 'asc', got "
-                    f"merge={self.merge!r}"
-                )
+            only_with(self, "small_elements", "merge", ["greedy", "asc"])
 
     capabilities = Capabilities(consistency="synchronous")
     bound = "wfbp"
@@ -92,11 +85,6 @@ class MgWfbp(Algorithm):
     def wrap(
         self, model: Module, optimizer: Optimizer, communicator: Communicator, options: Options
     ) -> tuple[Module, Optimizer]:
-        params = trained_parameters(model, optimizer)
-        refuse_types(params, options)
-        if communicator.size == 1:
-            return model, distribute(optimizer, AloneEngine(model, communicator))
-
         def plan(ordered: list[Parameter], profile: BackwardProfile) -> Plan:
             sizes = [param.nbytes for param in ordered]
             kinds = [(param.dtype, param.device) for param in ordered]
@@ -114,15 +102,7 @@ class MgWfbp(Algorithm):
                 kinds=kinds,
             )
 
-        engine = MergedEngine(
-            model,
-            communicator,
-            params,
-            plan=plan,
-            exchange=partial(make_exchange, options=options),
-            profile_steps=options.profile_steps,
-        )
-        return model, distribute(optimizer, engine)
+        return model, merge_gradients(model, optimizer, communicator, options, plan)
 
 
 def _cost(

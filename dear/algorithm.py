@@ -28,6 +28,13 @@ if TYPE_CHECKING:
 class Options:
     """Settings of one algorithm: a frozen dataclass, every field documented with its unit."""
 
+    def settling_steps(self) -> int:
+        """Steps in which the algorithm still measures or changes itself: none of them is typical.
+
+        A benchmark leaves them out.
+        """
+        return 0
+
 
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:

@@ -70,6 +70,9 @@ class CompressedOptions(Options):
                 f"where the warm-up begins, got density={self.density}"
             )
 
+    def settling_steps(self) -> int:
+        return self.density_warmup_steps
+
     def density_at(self, step: int) -> float:
         """The density of communicated pass `step`, counted from 0."""
         if step >= self.density_warmup_steps:

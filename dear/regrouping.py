@@ -21,6 +21,11 @@ FIRST_SAMPLE, SAMPLE_EVERY = 6, 5
 FIRST_DURATIONS, DURATIONS = 3, 2
 
 
+def tuning_steps(trials: int) -> int:
+    """The number of the step after which the best of `trials` thresholds is in use."""
+    return FIRST_SAMPLE + SAMPLE_EVERY * (trials - 1) + 1
+
+
 class Regrouping:
     """One rule, from the first step on."""
 
@@ -72,8 +77,7 @@ class Tuned(Regrouping):
         self._ends_s: list[float] = []
         self._steps = 0
         self._failure = ""
-        self.last_step = FIRST_SAMPLE + SAMPLE_EVERY * (tuner.trials - 1) + 1
-        """The step after which the best threshold is in use."""
+        self.last_step = tuning_steps(tuner.trials)
 
     def after_step(self) -> bool:
         if self._steps >= self.last_step:

@@ -28,6 +28,14 @@ def make_optimizer(config: OptimizerConfig, model: torch.nn.Module) -> torch.opt
     )
 
 
+def untimed_steps(trial: Trial) -> int:
+    """Steps before the first timed one, of which the last is typical of those to come."""
+    if trial.algorithm == BASELINE:
+        return trial.measure.warmup_steps
+    settling = algorithm_options(trial.algorithm, trial.options).settling_steps()
+    return max(trial.measure.warmup_steps, settling + 1 if settling else 0)
+
+
 class Reference:
     """Where plain training leads from the same start with the same data, and what it computes.
 

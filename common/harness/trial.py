@@ -46,6 +46,7 @@ class MeasureConfig:
     repeats: int = 3
     """Separate starts of the workers, interleaved with those of the compared algorithms."""
     warmup_steps: int = 3
+    """At least; all steps in which the algorithm still looks for its settings are left out too."""
     num_iters: int = 1
     """Blocks of steps per repeat; a barrier stands before each block."""
     steps_per_iter: int | None = None

@@ -28,7 +28,7 @@ from common.harness import check, collective_costs, text_log
 from common.harness.settings import EmulationSettings
 from common.harness.step_parts import StepParts, breakdown, typical
 from common.harness.timing import Measured, measure
-from common.harness.training import Reference, Training
+from common.harness.training import Reference, Training, untimed_steps
 from common.harness.trial import Trial
 from common.models.pace import set_pace
 from common.models.registry import build
@@ -122,7 +122,7 @@ def _run(trial: Trial, settings: EmulationSettings, repeat: int, phase: Phase) -
         verdict = reference.compare(training)
         del reference
     phase("warming up")
-    training.warm_up(max(trial.measure.warmup_steps - steps, 0 if steps else 1))
+    training.warm_up(max(untimed_steps(trial) - steps, 0 if steps else 1))
     phase("measuring")
     _say(["Running benchmark..."])
     training.parts.clear()

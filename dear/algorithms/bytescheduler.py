@@ -69,6 +69,9 @@ class ByteScheduler(Algorithm):
                         "with a credit there is one queue"
                     )
 
+        def settling_steps(self) -> int:
+            return self.profile_steps
+
     capabilities = Capabilities(consistency="synchronous")
     bound = "cross_iteration"
 

@@ -14,9 +14,10 @@ from dear.errors import UserError
 from dear.fusion import MIB
 from dear.lazy import torch
 from dear.options import only_with, positive
-from dear.regrouping import ByWaitTime, Regrouping, tuned
+from dear.regrouping import WATCHED_STEPS, ByWaitTime, Regrouping, tuned, tuning_steps
 from dear.run_order import Fusion
 from dear.sharding import element_wise
+from dear.tuner import TRIALS
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -91,6 +92,10 @@ class Dear(Algorithm):
             only_with(self, "cycle_time_ms", "fusion", ["wait_time"])
             if self.gathers:
                 self._refuse_halves()
+
+        def settling_steps(self) -> int:
+            regroups = {"wait_time": WATCHED_STEPS, "tuned": tuning_steps(TRIALS)}
+            return max(super().settling_steps(), regroups.get(self.fusion, 0))
 
         def _refuse_halves(self) -> None:
             for field, usual in (

@@ -57,7 +57,7 @@ class Horovod(Algorithm):
         """Responses of negotiations that are kept; 0: every tensor is negotiated in every step."""
         autotune: bool = False
         """Let Horovod look for threshold and cycle time by Bayesian optimisation; those that are
-        given above stay."""
+        given above stay. It goes on for hundreds of steps and does not tell when it has ended."""
         compression: Literal["none", "fp16"] = "none"
         """`fp16`: gradients travel in half precision, divided before the sum."""
         adasum: bool = False

@@ -54,6 +54,9 @@ class Mgs(Algorithm):
             super().__post_init__()
             at_least("option of mgs 'profile_steps'", self.profile_steps, 1)
 
+        def settling_steps(self) -> int:
+            return max(super().settling_steps(), self.profile_steps)
+
     capabilities = Capabilities(consistency="synchronous")
     bound = "wfbp"
 

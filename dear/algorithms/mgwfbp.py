@@ -79,6 +79,9 @@ class MgWfbp(Algorithm):
                 )
             only_with(self, "small_elements", "merge", ["greedy", "asc"])
 
+        def settling_steps(self) -> int:
+            return max(super().settling_steps(), self.profile_steps)
+
     capabilities = Capabilities(consistency="synchronous")
     bound = "wfbp"
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from dear.algorithm import Algorithm, Capabilities
+from dear.alone import AloneEngine
 from dear.compression import CompressedOptions, refuse_types, wire_name
 from dear.dear_engine import DearEngine
 from dear.dear_groups import Manner
@@ -144,6 +145,8 @@ class Dear(Algorithm):
             regrouping: Regrouping = tuned(fusion, communicator)
         else:
             regrouping = (ByWaitTime if options.fusion == "wait_time" else Regrouping)(fusion)
+        if communicator.size == 1 and not options.exclude_parts:
+            return model, distribute(optimizer, AloneEngine(model, communicator))
         engine = DearEngine(model, optimizer, communicator, params, manner, regrouping)
         return model, distribute(optimizer, engine)
 

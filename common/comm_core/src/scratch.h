@@ -1,4 +1,5 @@
-// Memory that one stage borrows from its group, kept for the next.
+// Memory that one stage borrows from its group, kept for the next; not that of very large
+// transfers, which new memory costs little beside what it would take from training.
 #pragma once
 
 #include <cstddef>
@@ -33,7 +34,7 @@ class ScratchPool {
   }
 
  private:
-  static constexpr size_t kMostHeld = 64 << 20;
+  static constexpr size_t kMostHeld = 16 << 20;
   std::vector<Block> free_;
   size_t held_ = 0;
 };

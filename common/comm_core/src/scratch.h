@@ -34,7 +34,7 @@ class ScratchPool {
   }
 
  private:
-  static constexpr size_t kMostHeld = 16 << 20;
+  static constexpr size_t kMostHeld = 8 << 20;
   std::vector<Block> free_;
   size_t held_ = 0;
 };

@@ -60,6 +60,14 @@ class Algorithm(ABC):
         """Why the algorithm cannot run in this installation (no torch import), or None."""
         return None
 
+    @classmethod
+    def staleness(cls, options: Any) -> int:
+        """How many steps an update comes after the gradients that it applies.
+
+        For `delayed` algorithms: so many first steps update nothing.
+        """
+        return 0
+
     @abstractmethod
     def wrap(
         self,

@@ -29,6 +29,7 @@ class BackwardSchedule:
         finish: called when a pass has ended and every unit is launched.
         arrived: called for each gradient that arrives, also under `paused`, before all else.
         learn: take the order from the first pass; without it the owner gives one to `regroup`.
+        sparse: the owner communicates sparse gradients too; otherwise they are refused.
 
     A pass is one `backward()` outside `paused()`. Gradients accumulate in `p.grad` over passes as
     in plain torch.
@@ -44,11 +45,13 @@ class BackwardSchedule:
         finish: Callable[[], None] = lambda: None,
         arrived: Callable[[Parameter], None] | None = None,
         learn: bool = True,
+        sparse: bool = False,
     ) -> None:
         self._communicator = communicator
         self._launch = launch
         self._finish = finish
         self._arrived = arrived
+        self._sparse = sparse
         self._set_units(units)
         self.order: Sequence[int] = list(reversed(range(len(units))))
         """Units as they are launched, on all ranks."""
@@ -107,7 +110,7 @@ class BackwardSchedule:
         self._completed: list[int] = []
 
     def _on_gradient(self, param: Parameter) -> None:
-        if param.grad.layout is not torch.strided:
+        if param.grad.layout is not torch.strided and not self._sparse:
             raise UserError(
                 f"sparse gradient of shape {tuple(param.shape)}: only dense gradients are "
                 "communicated; build the embedding with sparse=False"

@@ -14,7 +14,7 @@ from dear.costs import AlphaBeta
 from dear.errors import unknown
 from dear.options import at_least, positive
 
-Bound = Literal["sequential", "wfbp", "cross_iteration", "dear", "sharded"]
+Bound = Literal["sequential", "wfbp", "cross_iteration", "delayed", "dear", "sharded"]
 """What may run beside what:
 
 - `sequential`: forward, backward, communication and update one after another (bulk-synchronous
@@ -22,6 +22,8 @@ Bound = Literal["sequential", "wfbp", "cross_iteration", "dear", "sharded"]
 - `wfbp`: communication beside the backward pass, then the update (Poseidon, arXiv 1706.03292).
 - `cross_iteration`: one all-reduce beside everything that a rank computes, for each layer is
   updated when it is about to run again (ByteScheduler, SOSP 2019).
+- `delayed`: one all-reduce beside everything that a rank computes, for nothing waits for it until a
+  later step (Pipe-SGD, NeurIPS 2018): the same seconds, but no layer has to be in time.
 - `dear`: the reduce-scatter beside the backward pass and the update of what has arrived, the
   all-gather beside the next forward pass (DeAR, arXiv 2302.12445, section III); each rank updates
   its own share.
@@ -88,7 +90,7 @@ def step_bound_s(kind: Bound, compute: StepTimes, comm: CommTimes, world_size: i
         return forward + backward + reduce + update
     if kind == "wfbp":
         return forward + max(backward, reduce) + update
-    if kind == "cross_iteration":
+    if kind in ("cross_iteration", "delayed"):
         return max(forward + backward + update, reduce)
     if kind == "dear":
         return max(forward, gather) + max(backward + share, scatter)

@@ -54,6 +54,10 @@ class Engine(ABC):
         """The gradients so far have been discarded; for engines that keep account of them."""
         return
 
+    def flush(self, update: Callable[[], Any]) -> None:
+        """Applies gradients that are held back for later steps; for engines that hold any back."""
+        return
+
     def state_dict(self, plain: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """What `plain`, the optimizer's own, returns when its state is whole and current."""
         self.settle()
@@ -63,6 +67,10 @@ class Engine(ABC):
         """Lets `plain`, the optimizer's own, take in a state."""
         self.settle()
         plain()
+
+    def resume(self, state: dict[str, Any]) -> None:
+        """Takes up what `state_dict` has put into `state` beside the optimizer's own."""
+        return
 
     def clip_grad_norm(self, params: Sequence[Parameter], max_norm: float, norm_type: float) -> Any:
         """Clips the averaged gradients of `params`; returns their norm before."""
@@ -128,6 +136,13 @@ class _Distributed:
         """Gradient accumulation: backward passes inside communicate nothing."""
         return self._engine.no_sync()
 
+    def flush(self) -> None:
+        """Applies the gradients of steps that a delayed algorithm has not applied yet.
+
+        At the end of training, so that no gradient is lost; with other algorithms it does nothing.
+        """
+        self._engine.flush(super().step)
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._engine.forget()
         super().zero_grad(set_to_none)
@@ -136,7 +151,8 @@ class _Distributed:
         raise UserError("a distributed optimizer cannot be copied; copy its state_dict()")
 
     def close(self) -> None:
-        """Takes the algorithm out again; the optimizer is the plain one it was."""
+        """Flushes and takes the algorithm out again; the optimizer is the plain one it was."""
+        self.flush()
         self._engine.close()
         del self._engine, self._managed
         _change_class(self, type(self).__mro__[2])
@@ -148,6 +164,7 @@ class _Distributed:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         plain = super().load_state_dict
         self._engine.load_state_dict(lambda: plain(state_dict))
+        self._engine.resume(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         raise UserError(

@@ -30,6 +30,24 @@ def by_threshold(sizes: Sequence[float], threshold: float) -> list[list[int]]:
     return groups
 
 
+def by_buffer(sizes: Sequence[float], limit: float) -> list[list[int]]:
+    """Neighbours packed into buffers of at most `limit` (same unit as `sizes`).
+
+    An item that fills a buffer by itself travels alone; with a limit of 0 every item does. DADT
+    splits so what is ready in one cycle.
+    """
+    groups: list[list[int]] = []
+    room = 0.0
+    for index, size in enumerate(sizes):
+        if size < limit and size <= room:
+            groups[-1].append(index)
+            room -= size
+        else:
+            groups.append([index])
+            room = limit - size if size < limit else 0.0
+    return groups
+
+
 def by_ramp(sizes: Sequence[float], threshold: float, first: float) -> list[list[int]]:
     """Like `by_threshold`, with smaller groups at both ends.
 

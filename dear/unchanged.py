@@ -18,9 +18,12 @@ def sample(params: Sequence[Parameter]) -> torch.Tensor | None:
     A GradScaler changes values and leaves version counters as they are.
     """
     for param in reversed(params):
-        if param.grad is not None and param.grad.numel():
-            count = min(8, param.grad.numel())
-            return param.grad.as_strided((count,), (1,)).clone().view(torch.uint8)
+        gradient = param.grad
+        if gradient is None or gradient.layout is not torch.strided:
+            continue
+        if gradient.numel():
+            count = min(8, gradient.numel())
+            return gradient.as_strided((count,), (1,)).clone().view(torch.uint8)
     return None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 
 import torch
 
@@ -23,18 +24,32 @@ def snapshot(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def plain_steps(
-    workload: Workload, optimizer: torch.optim.Optimizer, communicator: Communicator, steps: int
+    workload: Workload,
+    optimizer: torch.optim.Optimizer,
+    communicator: Communicator,
+    steps: int,
+    staleness: int = 0,
 ) -> tuple[dict[str, torch.Tensor], list[StepTimes]]:
     """Trains `steps` steps with written-out gradient averaging; the last gradients stay.
+
+    Args:
+        staleness: each update applies the gradients of so many steps before; the first ones update
+            nothing.
 
     Returns:
         The state that they lead to, and what each step computed on this rank, averaging left out.
     """
 
+    params = list(workload.model.parameters())
+    held: deque[list[torch.Tensor | None]] = deque([[None] * len(params)] * staleness)
+
     def average() -> None:
-        for param in workload.model.parameters():
+        for param in params:
             if param.grad is not None:
                 communicator.all_reduce(param.grad, op="mean").wait()
+        held.append([param.grad for param in params])
+        for param, gradient in zip(params, held.popleft(), strict=True):
+            param.grad = gradient
 
     times = [timed_step(workload, optimizer, average) for _ in range(steps)]
     return snapshot(workload.model), times

@@ -113,7 +113,8 @@ def check_fit(trials: Sequence[Trial]) -> None:
             size,
             hosts=trial.hosts,
             ranks_per_host=trial.ranks_per_host,
-            optimizer_copies=trial.optimizer.state_copies,
+            # A delayed algorithm holds the gradients of several steps.
+            optimizer_copies=trial.optimizer.state_copies + trial.staleness,
         )
 
 

@@ -42,18 +42,21 @@ class Reference:
     The model is left as it was. Everything goes on all ranks at once.
 
     Args:
-        steps: to train and to compare; at least one.
+        steps: to train and to compare; at least one. Of a delayed algorithm so many updates.
     """
 
     def __init__(self, trial: Trial, workload: Workload, steps: int) -> None:
-        self._trial, self._workload, self._steps = trial, workload, steps
+        self._trial, self._workload, self._steps = trial, workload, steps + trial.staleness
         self._start = check.snapshot(workload.model)
         optimizer = make_optimizer(trial.optimizer, workload.model)
         self._seed()
         communicator = runtime.communicator()
         # Gradients stay until all steps are timed: new memory for them would take longer.
-        self._wanted, times = check.plain_steps(workload, optimizer, communicator, steps)
-        self.compute = compute_times.slowest_rank(workload, optimizer, communicator, times)
+        self._wanted, times = check.plain_steps(
+            workload, optimizer, communicator, self._steps, trial.staleness
+        )
+        updated = times[trial.staleness :]
+        self.compute = compute_times.slowest_rank(workload, optimizer, communicator, updated)
         """Seconds of this machine that a step takes without communication."""
         optimizer.zero_grad()
         workload.model.load_state_dict(self._start)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from common.emulation.config import Fault
+from dear.algorithm import algorithm_class, algorithm_options
 from dear.errors import UserError
 from dear.options import at_least, positive
 
@@ -131,6 +132,14 @@ class Trial:
         if self.ranks_per_host is None:
             return None
         return -(-self.world_size // self.ranks_per_host)
+
+    @property
+    def staleness(self) -> int:
+        """By how many steps gradients are older than the update that applies them."""
+        if self.algorithm == BASELINE:
+            return 0
+        options = algorithm_options(self.algorithm, self.options)
+        return algorithm_class(self.algorithm).staleness(options)
 
     @property
     def cell(self) -> tuple[Any, ...]:

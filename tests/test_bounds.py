@@ -34,6 +34,7 @@ COMM = CommTimes(all_reduce_s=4.0, reduce_scatter_s=3.0, all_gather_s=1.5)
         ("sequential", 1 + 2 + 4 + 0.5),
         ("wfbp", 1 + 4 + 0.5),
         ("cross_iteration", 4),  # hides the update, too
+        ("delayed", 4),
         ("dear", 1.5 + 3),
         ("sharded", 1.5 + 4.5 + 0.5 / 5),
     ],

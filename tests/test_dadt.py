@@ -547,14 +547,14 @@ def _late_peer(delay):
     return spent
 
 
-LATE_S = 0.6
+LATE_S = 1.0
 
 
 @pytest.mark.parametrize("delay", [1, 2])
 def test_a_step_waits_for_gradients_of_delay_steps_before_only(world, delay):
     spent = world(2).run(_late_peer, delay)[0]
     # The transfer of step 3 cannot end before rank 1 has begun it.
-    assert sum(spent[3 : 3 + delay]) < LATE_S / 3
+    assert sum(spent[3 : 3 + delay]) < LATE_S / 2
     assert spent[3 + delay] > LATE_S / 2
 
 

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 import dear
+from comm_core import mpi_backend
 from dear import dadt, runtime
 from dear.errors import UserError
 from dear.fusion import by_buffer
@@ -459,3 +465,25 @@ def test_a_timeline_has_dadts_phases(pool, tmp_path):
         assert names.count("InTraining") == 1
         optimizer = json.loads((tmp_path / f"trace-optimizer0-rank{rank}.json").read_text())
         assert [e["name"] for e in optimizer["traceEvents"]].count("step 2") == 1
+
+
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="no mpirun here")
+@pytest.mark.skipif(mpi_backend.unavailable() is not None, reason=str(mpi_backend.unavailable()))
+def test_a_script_runs_over_mpi(tmp_path):
+    report = tmp_path / "report.json"
+    mpirun = ["mpirun", "-np", "2", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
+    done = subprocess.run(
+        [*mpirun, sys.executable, "-m", "tests.dadt_program", "mpi", str(report)],
+        cwd=Path(__file__).parents[1],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "DEAR_STORE": str(tmp_path / "store")},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(report.read_text())
+    assert found["summed"] == [2.0, 2.0]
+    assert found["sparse"] == [1.0, 1.0]
+    assert found["moved"][0] == pytest.approx([0.3, 0.3])
+    assert found["moved"][1] == pytest.approx([0.45, 0.45])
+    assert found["spread"] == pytest.approx(0.0, abs=1e-6)

@@ -259,6 +259,8 @@ class Communicator:
         self.groups.clear()
 
     def _queue(self, channel: int, priority: int) -> dist.ProcessGroup:
+        if not self.groups:
+            raise UserError("this communicator is closed: the job has been left by shutdown()")
         if not 0 <= channel < len(self.groups):
             raise UserError(
                 f"channel {channel} does not exist: this communicator has {len(self.groups)}"

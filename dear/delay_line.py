@@ -118,7 +118,9 @@ class DelayLine:
 class Watch:
     """What the first backward pass shows: the order of arrival, and which gradients are sparse."""
 
-    def __init__(self, model: Module, params: Sequence[Parameter], communicator: Communicator):
+    def __init__(
+        self, model: Module, params: Sequence[Parameter], communicator: Communicator
+    ) -> None:
         self._model, self._params, self._communicator = model, list(params), communicator
         self._arrived: dict[Parameter, float] = {}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -87,7 +87,7 @@ class Execution:
         return total.work, lambda: request.finish(total.result())
 
     @contextlib.contextmanager
-    def _failing(self, group: list[Request]):
+    def _failing(self, group: list[Request]) -> Iterator[None]:
         try:
             yield
         except Exception as error:  # the callers raise it, each from its own wait
@@ -95,7 +95,7 @@ class Execution:
                 request.fail(error)
 
     @contextlib.contextmanager
-    def _on_stream(self, group: list[Request]):
+    def _on_stream(self, group: list[Request]) -> Iterator[None]:
         """On CUDA: a stream of this thread's own, after what has written the tensors."""
         device = group[0].tensor.device
         if device.type != "cuda":

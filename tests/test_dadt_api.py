@@ -434,6 +434,26 @@ def test_a7_its_optimizer_is_a_real_one_and_shutdown_applies_the_last_gradients(
         torch.testing.assert_close(torch.tensor(y), 1.0 - moved)
 
 
+def _after():
+    """An optimizer outlives the job that it was made in."""
+    runtime.shutdown()
+    dadt.init()
+    model = nn.Linear(2, 1)
+    optimizer = dadt.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in range(2):
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    dadt.shutdown()
+    with pytest.raises(UserError, match="left by shutdown"):
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+
+
+def test_an_optimizer_says_that_the_job_is_over(own_pool):
+    own_pool(1).run(_after)
+
+
 def _timeline(path):
     dadt.init(timeline=path, cycle_duration_ms=1)
     for _ in range(3):

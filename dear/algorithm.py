@@ -35,6 +35,13 @@ class Options:
         """
         return 0
 
+    def staleness(self) -> int:
+        """How many steps an update comes after the gradients that it applies.
+
+        For `delayed` algorithms: so many first steps update nothing.
+        """
+        return 0
+
 
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:
@@ -59,14 +66,6 @@ class Algorithm(ABC):
     def unavailable(cls) -> str | None:
         """Why the algorithm cannot run in this installation (no torch import), or None."""
         return None
-
-    @classmethod
-    def staleness(cls, options: Any) -> int:
-        """How many steps an update comes after the gradients that it applies.
-
-        For `delayed` algorithms: so many first steps update nothing.
-        """
-        return 0
 
     @abstractmethod
     def wrap(

@@ -20,6 +20,7 @@ STEPS = [
     ("mgwfbp", {"profile_steps": 4}, 4),
     ("mgs", {"profile_steps": 3, "density_warmup_steps": 8}, 8),
     ("bytescheduler", {"profile_steps": 5}, 5),
+    ("dadt", {"delay": 3}, 3),
 ]
 
 

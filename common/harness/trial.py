@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from common.emulation.config import Fault
-from dear.algorithm import algorithm_class, algorithm_options
+from dear.algorithm import algorithm_options
 from dear.errors import UserError
 from dear.options import at_least, positive
 
@@ -138,8 +138,7 @@ class Trial:
         """By how many steps gradients are older than the update that applies them."""
         if self.algorithm == BASELINE:
             return 0
-        options = algorithm_options(self.algorithm, self.options)
-        return algorithm_class(self.algorithm).staleness(options)
+        return algorithm_options(self.algorithm, self.options).staleness()
 
     @property
     def cell(self) -> tuple[Any, ...]:

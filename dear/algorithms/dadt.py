@@ -60,12 +60,14 @@ class Dadt(Algorithm):
             if self.cycle_time_ms is not None:
                 positive("option of dadt 'cycle_time_ms'", self.cycle_time_ms)
 
+        def settling_steps(self) -> int:
+            return self.delay
+
+        def staleness(self) -> int:
+            return self.delay
+
     capabilities = Capabilities(consistency="delayed")
     bound = "delayed"
-
-    @classmethod
-    def staleness(cls, options: Options) -> int:
-        return options.delay
 
     def wrap(
         self, model: Module, optimizer: Optimizer, communicator: Communicator, options: Options

@@ -1,8 +1,8 @@
 """The contract of a data-parallel training algorithm, and how its file is found.
 
-An algorithm is one file in `dear/algorithms/`; the file name is its name on the command line, in
-records and in plots. The file defines one subclass of `Algorithm` and takes torch from `dear.lazy`,
-so that listing and checking never import torch.
+An algorithm is one file in `dear/algorithms/`; the file name (with dashes for underscores) is its
+name on the command line, in records and in plots. The file defines one subclass of `Algorithm` and
+takes torch from `dear.lazy`, so that listing and checking never import torch.
 """
 
 from __future__ import annotations
@@ -90,15 +90,16 @@ class Algorithm(ABC):
 
 def algorithm_names() -> list[str]:
     """Every algorithm there is, by the names of the files, sorted."""
-    return sorted(module.name for module in pkgutil.iter_modules(dear.algorithms.__path__))
+    modules = pkgutil.iter_modules(dear.algorithms.__path__)
+    return sorted(module.name.replace("_", "-") for module in modules)
 
 
 def algorithm_class(name: str) -> type[Algorithm]:
-    """The class in `dear/algorithms/<name>.py`; raises `UserError` for an unknown name."""
+    """The class in the file of algorithm `name`; raises `UserError` for an unknown name."""
     names = algorithm_names()
     if name not in names:
         raise unknown("algorithm", name, names)
-    module = importlib.import_module(f"dear.algorithms.{name}")
+    module = importlib.import_module(f"dear.algorithms.{name.replace('-', '_')}")
     found = [
         value
         for value in vars(module).values()

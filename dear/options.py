@@ -46,7 +46,8 @@ def build_options(cls: type[T], given: Mapping[str, Any], what: str) -> T:
 def option_of(options: Any, field: str) -> str:
     """How messages call a field of an algorithm's `options`, e.g. `option of dear 'density'`."""
     # The name of an algorithm is that of its file.
-    return f"option of {type(options).__module__.rpartition('.')[2]} {field!r}"
+    name = type(options).__module__.rpartition(".")[2].replace("_", "-")
+    return f"option of {name} {field!r}"
 
 
 def only_with(options: Any, field: str, other: str, values: Sequence[str]) -> None:

@@ -30,10 +30,7 @@ class Handles:
 
     def wait(self, handle: int) -> None:
         """Waits as `Operation.wait` does; raises as `Communicator.sync_stream` says."""
-        if not isinstance(handle, int) or isinstance(handle, bool):
-            raise TypeError(f"a handle is an int, got {handle!r}")
-        if not self._first <= handle < self._next:
-            raise ValueError(f"unknown handle {handle}: this communicator never returned it")
+        self._check(handle)
         # What is not pending any more has ended.
         for operation in self._pending.get(handle, ()):
             operation.wait()
@@ -41,6 +38,11 @@ class Handles:
         if handle in self._failed:
             self._unreported.discard(handle)
             raise self._failed[handle]
+
+    def done(self, handle: int) -> bool:
+        """True once all operations of `handle` have ended, well or badly; never blocks."""
+        self._check(handle)
+        return all(operation.ended() for operation in self._pending.get(handle, ()))
 
     def wait_all(self) -> None:
         """Waits for all; raises the first error that has not been raised yet."""
@@ -64,6 +66,12 @@ class Handles:
         errors = [self._failed[handle] for handle in sorted(self._unreported)]
         self._unreported.clear()
         return errors
+
+    def _check(self, handle: int) -> None:
+        if not isinstance(handle, int) or isinstance(handle, bool):
+            raise TypeError(f"a handle is an int, got {handle!r}")
+        if not self._first <= handle < self._next:
+            raise ValueError(f"unknown handle {handle}: this communicator never returned it")
 
     def _forget_ended(self) -> None:
         # Oldest first, and no further than the first that runs: most end in that order.

@@ -104,6 +104,15 @@ class LaneCalls:
         self._check_open()
         self._handles.wait(handle)
 
+    def done(self, handle: int) -> bool:
+        """True once the operation that `handle` names has ended; never blocks.
+
+        Raises:
+            TypeError, ValueError: as in `sync_stream`.
+        """
+        self._check_open()
+        return self._handles.done(handle)
+
     def synchronize(self) -> None:
         """Waits for every operation so far.
 

@@ -1,0 +1,50 @@
+"""Push-DIGing: gradient tracking over directed graphs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from dear.algorithm import Algorithm, Capabilities
+from dear.engine import distribute
+from dear.graph_options import GraphOptions, always
+from dear.mixers import GraphMixer
+from dear.neighbors import Round
+from dear.tracking import PushDigingEngine
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+    from torch.optim import Optimizer
+
+    from dear.communicator import Communicator
+
+
+class PushDiging(Algorithm):
+    """Push-DIGing (Nedic, Olshevsky and Shi, SIAM J. Optim. 2017, arXiv 1607.03218).
+
+    Ranks share themselves out to whom they send to, together with a weight that undoes what an
+    uneven graph does to the shares; so senders need not know how many others a receiver hears.
+    Invariant: sums over the ranks are kept; ranks reach the exact minimum of the sum of their
+    losses with a constant step size, over any strongly connected directed graph.
+    Bytes move: from the update until a layer is needed again.
+    Cost per step and rank: twice the parameters to each neighbour; three more copies in memory.
+    """
+
+    @dataclass(frozen=True, kw_only=True)
+    class Options(GraphOptions):
+        """The topology; only its edges count, weights follow from the number of receivers."""
+
+    capabilities = Capabilities(consistency="decentralized", needs_topology=True)
+
+    def wrap(
+        self, model: Module, optimizer: Optimizer, communicator: Communicator, options: Options
+    ) -> tuple[Module, Optimizer]:
+        part = Round.splitting(options.graph(communicator), communicator.rank)
+        engine = PushDigingEngine(
+            model,
+            optimizer,
+            communicator,
+            GraphMixer(communicator, always(part)),
+            bucket_mb=options.bucket_mb,
+        )
+        return model, distribute(optimizer, engine)

@@ -50,7 +50,8 @@ class Machines:
             dist.new_group(range(first, first + local_size)) for first in range(0, size, local_size)
         ]
         self._group = groups[self.machine]
-        self._local = Collectives(self._group, clock=communicator.clock)
+        self.local = Collectives(self._group, clock=communicator.clock)
+        """The ranks of this machine."""
         self._between = Exchange(communicator)
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="dear machines")
 
@@ -74,7 +75,7 @@ class Machines:
     def _run(self, mixed: torch.Tensor, part: Round) -> None:
         with torch.no_grad():
             shard = mixed.new_empty(mixed.numel() // self.local_size)
-            self._local.reduce_scatter(shard, mixed, op="mean").wait()
+            self.local.reduce_scatter(shard, mixed, op="mean").wait()
             handle = self._between.core.neighbor_all_reduce(
                 shard,
                 self._places(part.sources),
@@ -83,7 +84,7 @@ class Machines:
                 check=False,
             )
             self._between.core.sync_stream(handle)
-            self._local.all_gather(mixed, shard).wait()
+            self.local.all_gather(mixed, shard).wait()
 
     def _places(self, machines: dict[int, float]) -> dict[int, float]:
         """The ranks of this rank's place on other machines."""
@@ -95,5 +96,5 @@ class Machines:
 
         self._worker.shutdown(wait=True)
         self._between.close()
-        self._local.close()
+        self.local.close()
         dist.destroy_process_group(self._group)

@@ -1,0 +1,275 @@
+"""BlueFog's view of the job: ranks, machines, and the topologies that its calls go along."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from dear import runtime
+from dear.bluefog import handles
+from dear.errors import UserError
+from dear.machines import Machines
+from dear.mixing import check_connected, check_graph, check_nodes
+from dear.neighbors import Exchange, Round
+from dear.runtime_facts import ranks_per_machine
+from dear.topology import exponential, in_neighbors, matrix, out_neighbors, uniform
+
+if TYPE_CHECKING:
+    import networkx as nx
+
+    from dear.communicator import Communicator
+
+log = logging.getLogger("dear")
+
+NODES_PER_MACHINE = "BLUEFOG_NODES_PER_MACHINE"
+"""Environment variable: take blocks of so many ranks for machines."""
+
+
+class Job:
+    """What stays between calls, from `init` to `shutdown`."""
+
+    def __init__(self, communicator: Communicator) -> None:
+        self.communicator = communicator
+        self.rank, self.size = communicator.rank, communicator.size
+        self.pairs = Exchange(communicator)
+        """Of calls in which two ranks take part only; so it must be there before."""
+        self.topology = exponential(communicator.size)
+        self.weighted = False
+        self.machine_topology: nx.DiGraph | None = None
+        self.machine_weighted = False
+        self.skip_checks = False
+        self.windows: dict[str, Any] = {}
+        """Of `dear.bluefog.windows`, by name."""
+        self.with_p = False
+
+    @functools.cached_property
+    def exchange(self) -> Exchange:
+        """Of the neighbour calls; made by the first of them, on all ranks."""
+        return Exchange(self.communicator)
+
+    @functools.cached_property
+    def local_size(self) -> int:
+        simulated = os.environ.get(NODES_PER_MACHINE)
+        if simulated is None:
+            return ranks_per_machine(self.communicator)
+        if not simulated.isdigit() or not int(simulated):
+            raise UserError(f"{NODES_PER_MACHINE} must be a whole number above 0, is {simulated!r}")
+        size = self.communicator.size
+        if size % int(simulated):
+            raise UserError(
+                f"{NODES_PER_MACHINE}={simulated}: {size} ranks are no whole number of machines"
+            )
+        return int(simulated)
+
+    @functools.cached_property
+    def machines(self) -> Machines:
+        """Of the hierarchical calls; made by the first of them, on all ranks."""
+        return Machines(self.communicator, self.local_size)
+
+    def part(self) -> Round:
+        """This rank's part in averaging over the topology."""
+        graph = self.topology if self.weighted else uniform(self.topology)
+        return Round.of(graph, self.communicator.rank)
+
+    def machine_part(self) -> Round:
+        """This rank's machine's part in averaging over the machine topology."""
+        if self.machine_topology is None:
+            raise UserError("there is no machine topology: call set_machine_topology() first")
+        graph = self.machine_topology
+        return Round.of(graph if self.machine_weighted else uniform(graph), machine_rank())
+
+    def close(self) -> None:
+        """Lets go of everything; a collective call."""
+        for name in list(self.windows):
+            self.windows.pop(name).free()
+        self.pairs.close()
+        for made in ("machines", "exchange"):
+            if made in self.__dict__:
+                self.__dict__.pop(made).close()
+
+
+_job: Job | None = None
+
+
+def job() -> Job:
+    """The state of the job; raises `UserError` before `init`."""
+    if _job is None:
+        raise UserError("call bf.init() first")
+    return _job
+
+
+def init(
+    topology_fn: Callable[[int], nx.DiGraph] | None = None,
+    is_weighted: bool = False,
+    backend: str | None = None,
+    timeout_s: float = runtime.DEFAULT_TIMEOUT_S,
+) -> None:
+    """Joins the job and sets the topology; a second call sets the topology only.
+
+    Args:
+        topology_fn: makes the topology from the world size; default: exponential with base 2.
+        is_weighted: use the topology's weights; otherwise 1 / (number of sources + 1).
+        backend, timeout_s: as for `dear.init`.
+    """
+    global _job
+    if _job is None:
+        runtime.init(backend=backend, timeout_s=timeout_s)
+        _job = Job(runtime.communicator())
+        runtime.at_shutdown(_leave)
+    if topology_fn is not None or is_weighted:
+        set_topology((topology_fn or exponential)(size()), is_weighted)
+
+
+def _leave() -> None:
+    global _job
+    if _job is not None:
+        leaving, _job = _job, None
+        from dear.bluefog import timeline
+
+        timeline.write(leaving.communicator.rank)
+        leaving.close()
+        handles.forget_all()
+
+
+def shutdown() -> None:
+    """Leaves the job; a collective call."""
+    runtime.shutdown()
+
+
+def is_initialized() -> bool:
+    """True between `init` and `shutdown`."""
+    return _job is not None
+
+
+def size() -> int:
+    """Number of ranks."""
+    return job().communicator.size
+
+
+def rank() -> int:
+    """This process's number, 0 .. size() - 1."""
+    return job().communicator.rank
+
+
+def local_size() -> int:
+    """Ranks per machine (blocks of BLUEFOG_NODES_PER_MACHINE, if that is set)."""
+    return job().local_size
+
+
+def local_rank() -> int:
+    """This process's number among those of its machine."""
+    return rank() % local_size()
+
+
+def machine_size() -> int:
+    """Number of machines."""
+    return size() // local_size()
+
+
+def machine_rank() -> int:
+    """The number of this process's machine."""
+    return rank() // local_size()
+
+
+def is_homogeneous() -> bool:
+    """True if all machines run equally many ranks, side by side; a collective call at first."""
+    try:
+        return local_size() > 0
+    except UserError:
+        return False
+
+
+def nccl_built() -> bool:
+    """True if this torch has NCCL."""
+    import torch.distributed as dist
+
+    return dist.is_nccl_available()
+
+
+def set_topology(topology: nx.DiGraph | None = None, is_weighted: bool = False) -> bool:
+    """Chooses who averages with whom; a collective call.
+
+    Args:
+        topology: a graph of all ranks, the same on all; None: exponential with base 2.
+        is_weighted: use the weights of its edges; otherwise 1 / (number of sources + 1).
+
+    Returns:
+        False, and nothing changes, while there are windows: their slots are of the old topology.
+
+    Raises:
+        UserError: it is no graph of all ranks, not strongly connected, not the same on all ranks,
+            or `is_weighted` and the weights that a rank receives with do not sum to 1.
+    """
+    current = job()
+    if current.windows:
+        log.warning("the topology stays: there are windows (%s)", ", ".join(current.windows))
+        return False
+    chosen = exponential(size()) if topology is None else topology
+    _check(chosen, size(), is_weighted)
+    current.topology, current.weighted = chosen, is_weighted
+    return True
+
+
+def load_topology() -> nx.DiGraph:
+    """The topology of the ranks."""
+    return job().topology
+
+
+def set_machine_topology(topology: nx.DiGraph, is_weighted: bool = False) -> bool:
+    """The same for machines; used by hierarchical calls only."""
+    _check(topology, machine_size(), is_weighted)
+    job().machine_topology, job().machine_weighted = topology, is_weighted
+    return True
+
+
+def load_machine_topology() -> nx.DiGraph | None:
+    """The topology of the machines; None if none was set."""
+    return job().machine_topology
+
+
+def _check(graph: nx.DiGraph, count: int, is_weighted: bool) -> None:
+    if is_weighted:
+        check_graph(graph, count)
+    else:
+        check_nodes(graph, count)
+        check_connected(graph)
+    kinds = job().communicator.gather_objects((matrix(graph).tobytes(), is_weighted))
+    different = [rank for rank, kind in enumerate(kinds) if kind != kinds[0]]
+    if different:
+        raise UserError(
+            f"topology: rank {different[0]} has another one than rank 0; all ranks must set the "
+            "same"
+        )
+
+
+def in_neighbor_ranks() -> list[int]:
+    """Ranks that send to this one, ascending."""
+    return in_neighbors(job().topology, rank())
+
+
+def out_neighbor_ranks() -> list[int]:
+    """Ranks that this one sends to, ascending."""
+    return out_neighbors(job().topology, rank())
+
+
+def in_neighbor_machine_ranks() -> list[int]:
+    """Machines that send to this one, ascending."""
+    return sorted(job().machine_part().sources)
+
+
+def out_neighbor_machine_ranks() -> list[int]:
+    """Machines that this one sends to, ascending."""
+    return sorted(job().machine_part().destinations)
+
+
+def set_skip_negotiate_stage(value: bool) -> None:
+    """Whether neighbour calls with lists of their own go without comparing the ranks' lists."""
+    job().skip_checks = bool(value)
+
+
+def get_skip_negotiate_stage() -> bool:
+    """What `set_skip_negotiate_stage` was told."""
+    return job().skip_checks

@@ -1,0 +1,304 @@
+"""BlueFog's one-sided windows, by name: put, get, accumulate and update without the target's help.
+
+Each rank has a slot per in-neighbour of the topology at `win_create`. A window's own value, which
+`win_get` of others reads, is what the owner's last call with the window left: `win_create`,
+`win_put` and `win_accumulate` show their tensor, `win_update` its result. (BlueFog lets readers see
+the tensor's memory itself, also while it is being changed.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from dear.bluefog import handles
+from dear.bluefog.job import job
+from dear.bluefog.neighbor import Targets, factors
+from dear.errors import UserError, unknown
+from dear.neighbors import check_weights
+from dear.windows import NeighborWindow
+
+win_poll = handles.poll
+
+
+def win_wait(handle: int) -> bool:
+    """Waits for a nonblocking call; True, or the error of the call is raised."""
+    handles.wait(handle)
+    return True
+
+
+class Named:
+    """A window and the tensor that it was created with."""
+
+    def __init__(self, window: NeighborWindow, tensor: torch.Tensor) -> None:
+        self.window = window
+        self.tensor = tensor
+        self._worker: ThreadPoolExecutor | None = None
+
+    def in_background(self, call: Callable[[], Any]) -> int:
+        """A handle for `call`, run after those before it."""
+        if self._worker is None:
+            self._worker = ThreadPoolExecutor(1, thread_name_prefix="dear window")
+        future = self._worker.submit(call)
+        return handles.new(future.done, future.result)
+
+    def free(self) -> None:
+        if self._worker is not None:
+            self._worker.shutdown(wait=True)
+        self.window.free()
+
+
+def named(name: str) -> Named:
+    """The window `name`; raises `UserError` if there is none."""
+    if name not in job().windows:
+        raise unknown("window", name, job().windows)
+    return job().windows[name]
+
+
+def register(name: str, window: NeighborWindow, tensor: torch.Tensor) -> None:
+    """Adds a window that was made elsewhere; raises `UserError` if the name is taken."""
+    if name in job().windows:
+        raise UserError(f"there is a window {name!r} already: win_free() it first")
+    job().windows[name] = Named(window, tensor)
+
+
+def win_create(tensor: torch.Tensor, name: str, zero_init: bool = False) -> bool:
+    """Makes a window for `tensor` on all ranks; a collective call.
+
+    Args:
+        tensor: floating-point; `win_update` writes to it.
+        zero_init: slots start as zeros instead of this rank's own values.
+
+    Raises:
+        UserError: the name is taken, or the tensor is not of floating point.
+    """
+    if name in job().windows:
+        raise UserError(f"there is a window {name!r} already: win_free() it first")
+    current = job()
+    window = NeighborWindow(
+        current.communicator,
+        current.topology,
+        tensor,
+        zero_slots=zero_init,
+        weighted=current.with_p,
+    )
+    register(name, window, tensor)
+    return True
+
+
+def win_free(name: str | None = None) -> bool:
+    """Frees the window `name`, or all; a collective call."""
+    for each in [name] if name is not None else list(job().windows):
+        named(each).free()
+        del job().windows[each]
+    return True
+
+
+def get_current_created_window_names() -> list[str]:
+    """Sorted."""
+    return sorted(job().windows)
+
+
+def win_put_nonblocking(
+    tensor: torch.Tensor,
+    name: str,
+    self_weight: float | None = None,
+    dst_weights: Targets | None = None,
+    require_mutex: bool = False,
+) -> int:
+    """Starts `win_put`; `tensor` may be changed at once."""
+    return _send("put", tensor, name, self_weight, dst_weights, require_mutex)
+
+
+def win_put(
+    tensor: torch.Tensor,
+    name: str,
+    self_weight: float | None = None,
+    dst_weights: Targets | None = None,
+    require_mutex: bool = False,
+) -> bool:
+    """Writes `dst_weight * tensor` into this rank's slot at its out-neighbours.
+
+    Args:
+        self_weight: `tensor` (and p) is multiplied by it, in place, once it is on its way.
+        dst_weights: rank -> factor, or ranks; default: 1 for all out-neighbours.
+        require_mutex: hold the targets' mutexes meanwhile.
+    """
+    return win_wait(win_put_nonblocking(tensor, name, self_weight, dst_weights, require_mutex))
+
+
+def win_accumulate_nonblocking(
+    tensor: torch.Tensor,
+    name: str,
+    self_weight: float | None = None,
+    dst_weights: Targets | None = None,
+    require_mutex: bool = False,
+) -> int:
+    """Starts `win_accumulate`; `tensor` may be changed at once."""
+    return _send("accumulate", tensor, name, self_weight, dst_weights, require_mutex)
+
+
+def win_accumulate(
+    tensor: torch.Tensor,
+    name: str,
+    self_weight: float | None = None,
+    dst_weights: Targets | None = None,
+    require_mutex: bool = False,
+) -> bool:
+    """Adds `dst_weight * tensor` to this rank's slot at its out-neighbours; see `win_put`."""
+    return win_wait(
+        win_accumulate_nonblocking(tensor, name, self_weight, dst_weights, require_mutex)
+    )
+
+
+def _send(
+    kind: str,
+    tensor: torch.Tensor,
+    name: str,
+    self_weight: float | None,
+    dst_weights: Targets | None,
+    require_mutex: bool,
+) -> int:
+    found = named(name)
+    window = found.window
+    weights = factors(window.targets if dst_weights is None else dst_weights)
+    operation = window.put if kind == "put" else window.accumulate
+    if require_mutex:
+        frozen, p = tensor.detach().clone(), window.p
+
+        def locked() -> None:
+            with window.mutex(weights):
+                for work in operation(frozen, weights, p=p):
+                    work.wait()
+
+        handle = found.in_background(locked)
+    else:
+        works = operation(tensor, weights)
+
+        def done() -> bool:
+            return all(work.is_completed() for work in works)
+
+        def result() -> None:
+            for work in works:
+                work.wait()
+
+        handle = handles.new(done, result)
+    if self_weight is not None:
+        with torch.no_grad():
+            tensor.mul_(self_weight)
+        if window.weighted:
+            window.p *= self_weight
+    window.show(tensor)
+    return handle
+
+
+def win_get_nonblocking(
+    name: str, src_weights: Targets | None = None, require_mutex: bool = False
+) -> int:
+    """Starts `win_get`."""
+    found = named(name)
+    window = found.window
+    weights = factors(window.sources if src_weights is None else src_weights)
+    fetched = None if require_mutex else window.fetch(weights)
+
+    def store() -> None:
+        if fetched is not None:
+            window.store(fetched, weights)
+            return
+        with window.mutex(weights):
+            window.store(window.fetch(weights), weights)
+
+    return found.in_background(store)
+
+
+def win_get(name: str, src_weights: Targets | None = None, require_mutex: bool = False) -> bool:
+    """Reads what the in-neighbours show into this rank's slots, times `src_weight`.
+
+    Args:
+        src_weights: rank -> factor, or ranks; default: 1 for all in-neighbours.
+        require_mutex: hold the sources' mutexes meanwhile.
+    """
+    return win_wait(win_get_nonblocking(name, src_weights, require_mutex))
+
+
+def win_update(
+    name: str,
+    self_weight: float | None = None,
+    neighbor_weights: Mapping[int, float] | None = None,
+    reset: bool = False,
+    clone: bool = False,
+    require_mutex: bool = False,
+) -> torch.Tensor:
+    """`self_weight * own + sum of weight * slot`, in the tensor of `win_create`, which it returns.
+
+    Args:
+        self_weight, neighbor_weights: together, or neither: then those of the topology.
+        reset: leave zeros in the slots that were read.
+        clone: return a new tensor, and leave the own as it is.
+        require_mutex: hold this rank's own mutex meanwhile.
+
+    Raises:
+        UserError: weights given by halves, or a rank that is no in-neighbour.
+    """
+    found = named(name)
+    window = found.window
+    check_weights(self_weight, neighbor_weights, None, "win_update")
+    part = job().part()
+    own = part.self_weight if self_weight is None else self_weight
+    weights = part.sources if neighbor_weights is None else neighbor_weights
+    with window.mutex([window.rank]) if require_mutex else contextlib.nullcontext():
+        target = found.tensor.detach()
+        if clone:
+            return window.collect(target, own, weights, reset=reset)
+        window.collect_into(target, own, weights, reset=reset)
+        window.show(target)
+    return found.tensor
+
+
+def win_update_then_collect(name: str, require_mutex: bool = True) -> torch.Tensor:
+    """The own tensor plus all slots, which are zero afterwards: nothing counts twice."""
+    sources = dict.fromkeys(named(name).window.sources, 1.0)
+    return win_update(name, 1.0, sources, reset=True, require_mutex=require_mutex)
+
+
+@contextlib.contextmanager
+def win_mutex(name: str, for_self: bool = False, ranks: list[int] | None = None) -> Iterator[None]:
+    """Holds the mutexes of the window at `ranks` (default: the out-neighbours) in a `with` block.
+
+    Args:
+        for_self: and this rank's own.
+    """
+    window = named(name).window
+    wanted = list(window.targets if ranks is None else ranks)
+    with window.mutex([*wanted, window.rank] if for_self else wanted):
+        yield
+
+
+def get_win_version(name: str) -> dict[int, int]:
+    """In-neighbour -> writes to its slot since the last `win_update`."""
+    return named(name).window.versions()
+
+
+def win_associated_p(name: str) -> float:
+    """The number that went the way of the window's values, from 1 on; see push-sum."""
+    return named(name).window.p
+
+
+def turn_on_win_ops_with_associated_p() -> None:
+    """From now on windows' operations carry p; call it on all ranks, between barriers."""
+    _set_p(True)
+
+
+def turn_off_win_ops_with_associated_p() -> None:
+    """From now on they do not."""
+    _set_p(False)
+
+
+def _set_p(on: bool) -> None:
+    for each in job().windows.values():
+        each.window.weighted = on
+    job().with_p = on

@@ -1,0 +1,468 @@
+"""dear.bluefog by its worked facts: x is the rank number, on four ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+import networkx as nx
+import pytest
+import torch
+
+import dear.bluefog as bf
+from dear.errors import UserError
+from dear.topology import exponential, matrix, uniform
+from tests.ranks import RankPool
+
+T = bf.topology_util
+
+
+@pytest.fixture(scope="module")
+def pool():
+    pool = RankPool(4, backend="comm_core", environments=[{"BLUEFOG_NODES_PER_MACHINE": "2"}] * 4)
+    pool.run(bf.init)
+    yield pool
+    pool.close()
+
+
+def x(numel=3):
+    return torch.full((numel,), float(bf.rank()))
+
+
+def first(values):
+    return [value.flatten()[0].item() for value in values]
+
+
+def expected(graph):
+    return list(matrix(graph).T @ range(4))
+
+
+def _averages(graph, weighted):
+    assert bf.set_topology(graph, is_weighted=weighted)
+    kept = x()
+    result = bf.neighbor_allreduce(kept)
+    assert torch.equal(kept, x())
+    return result
+
+
+@pytest.mark.parametrize(
+    ("graph", "weighted"),
+    [
+        (T.RingGraph(4), False),
+        (T.RingGraph(4, 1), False),
+        (T.RingGraph(4, 2), True),
+        (T.ExponentialTwoGraph(4), True),
+        (T.SymmetricExponentialGraph(4), False),
+        (T.MeshGrid2DGraph(4), True),
+        (T.StarGraph(4), True),
+        (T.StarGraph(4), False),
+        (T.FullyConnectedGraph(4), False),
+    ],
+)
+def test_neighbor_allreduce_averages_over_the_topology_b1_to_b8(pool, graph, weighted):
+    wanted = expected(graph if weighted else uniform(graph))
+    assert first(pool.run(_averages, graph, weighted)) == pytest.approx(wanted)
+
+
+def _weights_change():
+    graph = T.StarGraph(4)
+    bf.set_topology(graph, is_weighted=True)
+    one = bf.neighbor_allreduce(x())
+    bf.set_topology(graph, is_weighted=False)
+    return one, bf.neighbor_allreduce(x())
+
+
+def test_is_weighted_takes_effect_with_an_equal_graph_b26(pool):
+    results = pool.run(_weights_change)
+    assert first(one for one, _ in results) == pytest.approx(expected(T.StarGraph(4)))
+    assert first(two for _, two in results) == pytest.approx(expected(uniform(T.StarGraph(4))))
+
+
+def _dynamic():
+    bf.set_topology(T.ExponentialTwoGraph(4))
+    value, peers = x(), T.GetDynamicOnePeerSendRecvRanks(bf.load_topology(), bf.rank())
+    for _ in range(2):
+        send, receive = next(peers)
+        value = bf.neighbor_allreduce(
+            value, self_weight=0.5, src_weights=dict.fromkeys(receive, 0.5), dst_weights=send
+        )
+    moved = bf.neighbor_allreduce(
+        x(),
+        self_weight=0.0,
+        src_weights={(bf.rank() - 1) % 4: 1.0},
+        dst_weights=[(bf.rank() + 1) % 4],
+    )
+    others = [rank for rank in range(4) if rank != bf.rank()]
+    product = bf.neighbor_allreduce(
+        x(),
+        self_weight=0.0,
+        src_weights=dict.fromkeys(others, 0.5),
+        dst_weights=dict.fromkeys(others, 2.0),
+    )
+    partial = bf.neighbor_allreduce(x(), self_weight=0.25, src_weights={(bf.rank() - 1) % 4: 0.75})
+    return value, moved, product, partial
+
+
+def test_weights_and_edges_of_a_call_b10_b15_b16(pool):
+    averaged, moved, product, partial = zip(*pool.run(_dynamic), strict=True)
+    assert first(averaged) == [1.5] * 4
+    assert first(moved) == [3, 0, 1, 2]
+    assert first(product) == [6 - rank for rank in range(4)]
+    assert first(partial) == [0.25 * r + 0.75 * ((r - 1) % 4) for r in range(4)]
+
+
+def _shapes():
+    bf.set_topology(T.FullyConnectedGraph(4))
+    scalar = bf.neighbor_allreduce(torch.tensor(float(bf.rank())))
+    image = torch.arange(24.0).view(1, 2, 3, 4).to(memory_format=torch.channels_last)
+    same = bf.neighbor_allreduce(image)
+    half = bf.neighbor_allreduce(torch.full((5,), float(bf.rank()), dtype=torch.bfloat16))
+    return scalar.dim() == 0 and scalar.item() == 1.5, torch.equal(same, image), half[0].item()
+
+
+def test_any_shape_and_half_precision(pool):
+    assert pool.run(_shapes) == [(True, True, 1.5)] * 4
+
+
+def _collectives():
+    rank = bf.rank()
+    handle = bf.allreduce_nonblocking(x())
+    mean = bf.synchronize(handle)
+    in_place = x()
+    bf.allreduce_(in_place, average=False)
+    local = bf.allreduce(x(), is_hierarchical_local=True)
+    rows = bf.allgather(torch.full((rank + 1, 2), float(rank)))
+    copied = bf.broadcast(x(), 2)
+    done = bf.allreduce_nonblocking(x())
+    bf.barrier()
+    until = time.monotonic() + 10
+    while not bf.poll(done):
+        assert time.monotonic() < until
+    bf.wait(done)
+    return (*first([mean, in_place, local, copied]), rows[:, 1].tolist())
+
+
+def test_collectives_of_all_ranks_and_of_a_machine(pool):
+    rows = [0.0, 1.0, 1.0, 2.0, 2.0, 2.0, 3.0, 3.0, 3.0, 3.0]
+    wanted = [(1.5, 6.0, local, 2.0, rows) for local in (0.5, 0.5, 2.5, 2.5)]
+    assert pool.run(_collectives) == wanted
+
+
+def _gathered():
+    bf.set_topology(T.ExponentialTwoGraph(4))
+    rank = bf.rank()
+    rows = bf.neighbor_allgather(torch.full((rank + 1,), float(rank)))
+    chosen = bf.neighbor_allgather(
+        torch.full((1, 2), float(rank)),
+        src_ranks=[(rank + 1) % 4, (rank - 1) % 4],
+        dst_ranks=[(rank + 1) % 4, (rank - 1) % 4],
+    )
+    return rows.tolist(), chosen[:, 0].tolist()
+
+
+def test_neighbor_allgather_in_order_b27(pool):
+    for rank, (rows, chosen) in enumerate(pool.run(_gathered)):
+        sources = sorted([(rank - 1) % 4, (rank - 2) % 4])
+        assert rows == [float(s) for s in sources for _ in range(s + 1)]
+        assert chosen == [(rank + 1) % 4, (rank - 1) % 4]
+
+
+def _machines():
+    bf.set_machine_topology(T.RingGraph(2))
+    facts = (bf.local_size(), bf.local_rank(), bf.machine_size(), bf.machine_rank())
+    value = bf.hierarchical_neighbor_allreduce(x(5))
+    weighted = bf.hierarchical_neighbor_allreduce(
+        x(5),
+        self_weight=0.75,
+        src_machine_weights={1 - bf.machine_rank(): 0.25},
+        dst_machine_weights=[1 - bf.machine_rank()],
+        enable_topo_check=True,
+    )
+    return facts, bf.in_neighbor_machine_ranks(), value[4].item(), weighted[4].item()
+
+
+def test_hierarchical_average_b29(pool):
+    wanted = [
+        ((2, rank % 2, 2, rank // 2), [1 - rank // 2], 1.5, (1.0, 2.0)[rank // 2])
+        for rank in range(4)
+    ]
+    assert pool.run(_machines) == wanted
+
+
+def _gossip():
+    if bf.rank() in (1, 2):
+        mean = bf.pair_gossip(x(), 3 - bf.rank())
+        weighted = bf.pair_gossip(x(), 3 - bf.rank(), self_weight=0.75, pair_weight=0.25)
+        return mean[0].item(), weighted[0].item()
+    return None
+
+
+def test_pair_gossip_takes_two(pool):
+    assert pool.run(_gossip) == [None, (1.5, 1.25), (1.5, 1.75), None]
+
+
+def _infer():
+    rank = bf.rank()
+    targets = [1, 2] if rank == 0 else [0]
+    sources, weights = bf.InferSourceFromDestinationRanks(targets, True)
+    back = bf.InferDestinationFromSourceRanks(sources)
+    return sources, back, weights.sum(axis=0).tolist(), weights[0].tolist()
+
+
+def test_peers_are_inferred_with_weights_of_irregular_graphs(pool):
+    results = pool.run(_infer)
+    assert [sources for sources, *_ in results] == [[1, 2, 3], [0], [0], []]
+    assert [back for _, back, *_ in results] == [[1, 2], [0], [0], [0]]
+    for _, _, columns, row in results:
+        assert columns == pytest.approx([1.0] * 4)
+        assert row == pytest.approx([0.25, 0.5, 0.5, 0.0])
+
+
+def _windows():
+    bf.set_topology(T.ExponentialTwoGraph(4))
+    said = {}
+    own = x()
+    bf.win_create(own, "w")
+    said["kept"] = bf.set_topology(T.RingGraph(4)), bf.load_topology().number_of_edges()
+    said["start"] = bf.win_update("w", clone=True)[0].item()
+    said["created"] = bf.get_win_version("w")
+    bf.barrier()
+    bf.win_put(x(), "w")
+    bf.barrier()
+    said["put"] = bf.get_win_version("w")
+    said["average"] = bf.win_update("w", clone=True)[0].item()
+    said["updated"] = bf.get_win_version("w")
+    bf.barrier()
+    bf.win_free("w")
+    bf.win_create(own, "w")
+    bf.win_accumulate(x(), "w")
+    bf.barrier()
+    said["sum"] = bf.win_update("w")[0].item()
+    said["in place"] = own[0].item()
+    said["names"] = bf.get_current_created_window_names()
+    bf.barrier()
+    bf.win_free()
+    return said
+
+
+def test_windows_b18_to_b21_and_b24(pool):
+    graph = exponential(4)
+    wanted = expected(graph)
+    for rank, said in enumerate(pool.run(_windows)):
+        sources = sorted([(rank - 1) % 4, (rank - 2) % 4])
+        assert said["kept"] == (False, 12)  # with its edges to itself
+        assert said["start"] == pytest.approx(rank)
+        assert said["created"] == said["updated"] == dict.fromkeys(sources, 0)
+        assert said["put"] == dict.fromkeys(sources, 1)
+        assert said["average"] == pytest.approx(wanted[rank])
+        accumulated = rank + sum(sources) / 3
+        assert said["sum"] == said["in place"] == pytest.approx(accumulated)
+        assert said["names"] == ["w"]
+
+
+def _zero():
+    bf.set_topology(T.RingGraph(4))
+    bf.win_create(x() + 1, "z", zero_init=True)
+    weights = dict.fromkeys(bf.in_neighbor_ranks(), 0.25)
+    value = bf.win_update("z", 0.5, weights, clone=True)[0].item()
+    bf.barrier()
+    bf.win_get("z")
+    got = bf.win_update("z", 0.5, weights, clone=True)[0].item()
+    bf.barrier()
+    bf.win_accumulate(x() + 1, "z", dst_weights={(bf.rank() + 1) % 4: 2.0}, require_mutex=True)
+    bf.barrier()
+    collected = bf.win_update_then_collect("z")[0].item()
+    again = bf.win_update_then_collect("z")[0].item()
+    bf.barrier()
+    bf.win_free("z")
+    return value, got, collected, again
+
+
+def test_zero_init_get_and_collect_b18_b23(pool):
+    for rank, (value, got, collected, again) in enumerate(pool.run(_zero)):
+        left, right = (rank - 1) % 4 + 1, (rank + 1) % 4 + 1
+        assert value == 0.5 * (rank + 1)
+        assert got == 0.5 * (rank + 1) + 0.25 * (left + right)
+        assert collected == again == rank + 1 + left + right + 2 * left
+
+
+def _associated_p(sender):
+    bf.set_topology(T.RingGraph(4))
+    bf.turn_on_win_ops_with_associated_p()
+    bf.win_create(x(), "p", zero_init=True)
+    if bf.rank() == sender:
+        neighbours = dict.fromkeys(bf.out_neighbor_ranks(), 0.5)
+        bf.win_accumulate(x(), "p", self_weight=0.5, dst_weights=neighbours)
+    bf.barrier()
+    bf.win_update_then_collect("p")
+    p = bf.win_associated_p("p")
+    bf.barrier()
+    bf.win_free("p")
+    bf.turn_off_win_ops_with_associated_p()
+    return p
+
+
+def test_associated_p_b22(pool):
+    assert pool.run(_associated_p, 1) == [1.5, 0.5, 1.5, 1.0]
+
+
+def _push_sum():
+    graph = nx.DiGraph([(0, 1), (1, 2), (2, 3), (3, 0), (0, 2)])
+    bf.set_topology(graph)
+    bf.turn_on_win_ops_with_associated_p()
+    value = torch.full((4,), float(bf.rank()), dtype=torch.float64)
+    bf.win_create(value, "s", zero_init=True)
+    share = 1 / (len(bf.out_neighbor_ranks()) + 1)
+    targets = dict.fromkeys(bf.out_neighbor_ranks(), share)
+    for _ in range(60):
+        bf.win_accumulate(value, "s", self_weight=share, dst_weights=targets)
+        bf.win_update_then_collect("s")
+    bf.barrier()
+    bf.win_update_then_collect("s")
+    p = bf.win_associated_p("s")
+    bf.barrier()
+    mean = (value / p)[0].item()
+    bf.win_free("s")
+    bf.turn_off_win_ops_with_associated_p()
+    return mean, p
+
+
+def test_push_sum_reaches_the_mean_over_a_directed_irregular_graph_b25(pool):
+    results = pool.run(_push_sum)
+    assert sum(p for _, p in results) == pytest.approx(4)
+    assert [mean for mean, _ in results] == pytest.approx([1.5] * 4, abs=1e-3)
+
+
+def _mutex():
+    bf.set_topology(T.FullyConnectedGraph(4))
+    bf.win_create(torch.zeros(1), "m", zero_init=True)
+    held = torch.zeros(1)
+    for _ in range(5):
+        with bf.win_mutex("m", ranks=[0]):
+            bf.win_accumulate(torch.ones(1), "m", dst_weights=[0]) if bf.rank() else None
+    bf.barrier()
+    if bf.rank() == 0:
+        with bf.win_mutex("m", for_self=True, ranks=[]):
+            held = bf.win_update_then_collect("m", require_mutex=False).clone()
+    bf.barrier()
+    bf.win_free("m")
+    return held.item()
+
+
+def test_mutexes_and_collecting(pool):
+    assert pool.run(_mutex)[0] == 15.0
+
+
+def _refusals():
+    bf.set_topology(T.RingGraph(4))
+    bf.win_create(x(), "once")
+    lone = nx.DiGraph()
+    lone.add_nodes_from(range(4))
+    uneven = T.RingGraph(4)
+    uneven.remove_edge(0, 1)
+    calls = {
+        "halves": lambda: bf.neighbor_allreduce(x(), self_weight=0.5),
+        "other half": lambda: bf.neighbor_allreduce(x(), src_weights={0: 0.5}),
+        "targets only": lambda: bf.neighbor_allreduce(x(), dst_weights=[0]),
+        "stranger": lambda: bf.neighbor_allreduce(
+            x(), self_weight=0.5, src_weights={(bf.rank() + 2) % 4: 0.5}
+        ),
+        "contradiction": lambda: bf.neighbor_allreduce(
+            x(), self_weight=0.5, src_weights={}, dst_weights=[(bf.rank() + 1) % 4]
+        ),
+        "whole numbers": lambda: bf.neighbor_allreduce(torch.ones(2, dtype=torch.int64)),
+        "gather halves": lambda: bf.neighbor_allgather(x(), src_ranks=[0]),
+        "gossip": lambda: bf.pair_gossip(x(), bf.rank()),
+        "twice": lambda: bf.win_create(x(), "once"),
+        "no window": lambda: bf.win_put(x(), "onec"),
+        "shape": lambda: bf.win_put(torch.ones(7), "once"),
+        "far": lambda: bf.win_put(x(), "once", dst_weights=[(bf.rank() + 2) % 4]),
+        "update halves": lambda: bf.win_update("once", self_weight=0.5),
+        "int window": lambda: bf.win_create(torch.ones(2, dtype=torch.int64), "ints"),
+        "handle": lambda: bf.synchronize(10**9),
+    }
+    said = {}
+    for name, call in calls.items():
+        try:
+            call()
+        except UserError as error:
+            said[name] = str(error)
+    bf.win_free("once")
+    later = {
+        "disconnected": lambda: bf.set_topology(lone),
+        "size": lambda: bf.set_topology(T.RingGraph(3)),
+        "stochastic": lambda: bf.set_topology(uneven, is_weighted=True),
+        "different": lambda: bf.set_topology(T.RingGraph(4) if bf.rank() else T.StarGraph(4)),
+    }
+    for name, call in later.items():
+        try:
+            call()
+        except UserError as error:
+            said[name] = str(error)
+    return said
+
+
+def test_bad_calls_are_refused_in_one_line_b17(pool):
+    words = {
+        "halves": "self_weight is given without src_weights",
+        "other half": "src_weights is given without self_weight",
+        "targets only": "dst_weights are given without",
+        "stranger": "does not send to this one",
+        "contradiction": "contradict each other",
+        "whole numbers": "floating-point",
+        "gather halves": "together",
+        "gossip": "is this rank itself",
+        "twice": "already",
+        "no window": "did you mean 'once'",
+        "shape": "this window is of (3,)",
+        "far": "cannot send to rank",
+        "update halves": "without",
+        "int window": "floating-point",
+        "handle": "no operation",
+        "disconnected": "ever reaches",
+        "size": "ranks 0 to 3",
+        "stochastic": "sum to",
+        "different": "all ranks must set the same",
+    }
+    for said in pool.run(_refusals):
+        assert {k: said.get(k) for k, w in words.items() if w not in said.get(k, "")} == {}
+        assert not any("\n" in message for message in said.values())
+
+
+def test_importing_it_imports_no_torch():
+    code = "import dear.bluefog as bf, sys; assert 'torch' not in sys.modules; dir(bf)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_every_name_is_there():
+    for name in bf.__all__:
+        assert getattr(bf, name) is not None
+    with pytest.raises(AttributeError):
+        bf.no_such_name  # noqa: B018
+
+
+def test_nothing_works_before_init():
+    with pytest.raises(UserError, match=r"bf\.init"):
+        bf.rank()
+
+
+def _timeline(prefix):
+    os.environ["BLUEFOG_TIMELINE"] = prefix
+    with bf.timeline_context("layer", "COMPUTE"):
+        bf.allreduce(x(), name="mine")
+    bf.shutdown()
+    with open(f"{prefix}{os.environ['RANK']}.json") as file:
+        events = json.load(file)["traceEvents"]
+    return sorted({event["name"] for event in events}), min(event["dur"] for event in events)
+
+
+def test_shutdown_writes_the_timeline_and_may_be_followed_by_init(tmp_path):
+    pool = RankPool(2, backend="comm_core")
+    pool.run(bf.init)
+    for names, shortest in pool.run(_timeline, f"{tmp_path}/t"):
+        assert {"COMPUTE", "wait allreduce"} <= set(names)
+        assert shortest >= 0
+    pool.close()

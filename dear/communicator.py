@@ -138,7 +138,7 @@ class Communicator:
         clock: Callable[[], float] = time.perf_counter,
         timeout_s: float | None = None,
     ) -> None:
-        self._timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
+        self.timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
         self.backend = shown(dist.get_backend(group))
@@ -160,7 +160,7 @@ class Communicator:
         """Makes the missing ones of `count` channels; then it is a collective call."""
         ranks = dist.get_process_group_ranks(self.groups[0])
         while len(self.groups) < count:
-            self.groups.append(dist.new_group(ranks, timeout=self._timeout))
+            self.groups.append(dist.new_group(ranks, timeout=self.timeout))
 
     def all_reduce(
         self, tensor: torch.Tensor, *, op: Op, channel: int = 0, priority: int = 0

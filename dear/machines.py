@@ -46,9 +46,8 @@ class Machines:
         self.count = size // local_size
         self.machine, self._local_rank = divmod(communicator.rank, local_size)
         self._communicator = communicator
-        groups = [
-            dist.new_group(range(first, first + local_size)) for first in range(0, size, local_size)
-        ]
+        blocks = [range(first, first + local_size) for first in range(0, size, local_size)]
+        groups = [dist.new_group(block, timeout=communicator.timeout) for block in blocks]
         self._group = groups[self.machine]
         self.local = Collectives(self._group, clock=communicator.clock)
         """The ranks of this machine."""

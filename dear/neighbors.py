@@ -109,7 +109,8 @@ class Exchange:
 
     def __init__(self, communicator: Communicator, streams: int = 1) -> None:
         self._communicator = communicator
-        self.core = core_module().Communicator(streams, communicator.groups[0])
+        limit_s = communicator.timeout and communicator.timeout.total_seconds()
+        self.core = core_module().Communicator(streams, communicator.groups[0], limit_s)
 
     def start(self, values: torch.Tensor, part: Round) -> Pending:
         """Starts a round with flat `values`, which must stay as they are until it is finished."""

@@ -126,6 +126,11 @@ class WindowEngine(ReplicaEngine):
             work.wait()
         self.works.clear()
 
+    def statistics(self) -> dict[str, Any]:
+        """Messages not sent, and by source rank how long nothing has arrived, in exchanges."""
+        staleness = {str(source): count for source, count in self.staleness.items()}
+        return {"skipped": self.skipped, "staleness": staleness}
+
     def restore(self, saved: dict[str, Any] | None) -> None:
         super().restore(saved)
         self._refill = True
@@ -214,11 +219,21 @@ class PushSumEngine(WindowEngine):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, weighted=True, **kwargs)
         self._numerators = [flat.new() for flat in self.flats]
+        self._refill = False  # slots are zeros, and what has come already must be kept
+
+    def refill(self) -> None:
+        """After a state was loaded: forgets what others had sent before."""
+        if self._refill:
+            self._refill = False
+            for window in self.windows:
+                window.clear()
+            self.meet()
 
     def step(self, update: Callable[[], Any]) -> Any:
         if not self.due():
             self.steps += 1
             return self.scaling.step(update)
+        self.refill()
         buffers = list(zip(self.flats, self.windows, self._numerators, strict=True))
         for flat in self.flats:
             flat.reclaim()
@@ -265,7 +280,5 @@ class PushSumEngine(WindowEngine):
 
     def restore(self, saved: dict[str, Any] | None) -> None:
         super().restore(saved)
-        nothing = dict.fromkeys(self.part.sources, 0.0)
         for index, window in enumerate(self.windows):
-            window.collect_into(self._numerators[index], 0.0, nothing, reset=True)
             window.p = 1.0 if saved is None else saved["p"][index]

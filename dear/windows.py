@@ -103,6 +103,11 @@ class NeighborWindow:
             self._own(slot, plain)
         self._window.read(0, 1 + len(self.sources), reset_versions=True)
 
+    def clear(self) -> None:
+        """Leaves zeros in this rank's slots, their p included."""
+        if self.sources:
+            self._window.read(1, len(self.sources), reset_versions=True, clear=True)
+
     def put(
         self, values: torch.Tensor, weights: Mapping[int, float], *, p: float | None = None
     ) -> list[Any]:
@@ -129,6 +134,7 @@ class NeighborWindow:
             self._check(source, self.sources, "read from", "sends to this rank")
             size = self._numel + int(self._weighted)
             buffer = torch.empty(size, dtype=self.dtype)
+            self._communicator.bytes_sent += buffer.nbytes  # counted where it is read
             started.append((source, buffer, self._window.get(buffer, source, OWN)))
         return started
 
@@ -277,4 +283,4 @@ def _host_group(communicator: Communicator) -> tuple[Any, bool]:
     if dist.get_backend(group) == "comm_core":
         return group, False
     ranks = dist.get_process_group_ranks(group)
-    return dist.new_group(ranks, backend="comm_core"), True
+    return dist.new_group(ranks, timeout=communicator.timeout, backend="comm_core"), True

@@ -15,6 +15,12 @@ from dear.communicator import Communicator
 # Largest difference to plain training, relative to how far training moved the parameters. A lost
 # or doubled step gives about 1; rounding, magnified by a few steps, stays far below.
 TOLERANCE = {"float32": 0.02, "float64": 1e-6, "bfloat16": 0.2}
+# The same for the mean of replicas that are meant to differ. Their gradients are those of other
+# points, and stale in asynchronous training: this only says that it moved to about where plain
+# training went, rather than not at all. Tests compare the algorithms with their equations.
+MEAN_TOLERANCE = {"decentralized": 0.75, "asynchronous": 1.0}
+# Largest distance of a replica to the mean of all, relative to the norm of the mean.
+CONSENSUS_LIMIT = 1.0
 _PIECE = 1 << 20
 
 
@@ -90,3 +96,28 @@ def replica_spread(model: torch.nn.Module, communicator: Communicator) -> float:
         difference = (highest - lowest).abs().max().item()
         spread = max(spread, difference if math.isfinite(difference) else math.inf)
     return spread
+
+
+def means(
+    state: dict[str, torch.Tensor], names: list[str], communicator: Communicator
+) -> dict[str, torch.Tensor]:
+    """The tensors `names` of `state`, averaged over the ranks, as new ones."""
+    averaged = {name: state[name].detach().clone() for name in names}
+    works = [communicator.all_reduce(value, op="mean") for value in averaged.values()]
+    for work in works:
+        work.wait()
+    return averaged
+
+
+def consensus_distance(model: torch.nn.Module, communicator: Communicator) -> float:
+    """Of the rank that is farthest off: norm of its difference to the mean over norm of the mean.
+
+    Infinite if a parameter is not finite.
+    """
+    off = norm = 0.0
+    for name, param in model.named_parameters():
+        mean = means({name: param}, [name], communicator)[name]
+        off += _squared_distance(param.detach(), mean)
+        norm += mean.double().norm().item() ** 2
+    far = (off / norm) ** 0.5 if norm else 0.0
+    return max(communicator.gather_objects(far if math.isfinite(far) else math.inf))

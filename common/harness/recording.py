@@ -127,13 +127,16 @@ def _unfaithful(
 
 def _merged_check(results: list[dict[str, Any]]) -> dict[str, Any]:
     """The comparison with plain training (first repeat) and the worst of all agreements."""
-    spread = max(result["check"]["replica_spread"] for result in results)
-    first = results[0]["check"]
-    return first | {
-        "reference_error": _finite(first["reference_error"]),
-        "replica_spread": _finite(spread),
-        "replicas_agree": spread == 0.0,
+    checks = [result["check"] for result in results]
+    merged = checks[0] | {
+        "reference_error": _finite(checks[0]["reference_error"]),
+        "replica_spread": _finite(max(check["replica_spread"] for check in checks)),
+        "replicas_agree": all(check["replicas_agree"] for check in checks),
     }
+    if "consensus_distance" in merged:
+        apart = max(check["consensus_distance"] for check in checks)
+        merged["consensus_distance"] = _finite(apart)
+    return merged
 
 
 def _finite(value: float) -> float | None:

@@ -131,6 +131,10 @@ def _run(trial: Trial, settings: EmulationSettings, repeat: int, phase: Phase) -
     training.synchronize()
     spread = check.replica_spread(workload.model, communicator)
     verdict |= {"replica_spread": spread, "replicas_agree": spread == 0.0}
+    if training.consistency in check.MEAN_TOLERANCE:
+        apart = check.consensus_distance(workload.model, communicator)
+        agree = apart <= check.CONSENSUS_LIMIT
+        verdict |= {"consensus_distance": apart, "replicas_agree": agree}
     losses = communicator.gather_objects(training.loss.item())
     iters = settings.emulated(measured.iters)
     _say(text_log.results(trial, iters))

@@ -17,7 +17,7 @@ from dear.partial_update import with_gradients
 from dear.replicas import ReplicaEngine, refuse_changed_values, versions
 
 if TYPE_CHECKING:
-    from torch.nn import Module
+    from torch.nn import Module, Parameter
     from torch.optim import Optimizer
 
     from dear.communicator import Communicator
@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 class Trackers:
     """Estimates `y` of the mean gradient: `y <- average(y) + gradient - last gradient`.
 
-    A parameter that has no gradient on a rank counts as having a zero one.
+    A parameter that has no gradient on a rank counts as having a zero one there; one that has had
+    none anywhere near stays without, so that optimizers leave it alone as in serial training.
 
     Args:
         estimates: zeroed, one flat buffer for each of `flats`, where `y` shall be.
@@ -37,19 +38,23 @@ class Trackers:
         self._flats = flats
         self.estimates = estimates
         self._last = [flat.new() for flat in flats]
+        self._used: set[Parameter] = set()
 
     def update(self, update: Callable[[], Any]) -> Any:
         """Takes this rank's gradients in, and calls `update` with the estimates in their place.
 
         The estimates must have been averaged since the last call.
         """
-        gradients: dict[Any, Any] = {}
+        gradients: dict[Parameter, torch.Tensor | None] = {}
         with torch.no_grad():
             for flat, estimate, last in zip(self._flats, self.estimates, self._last, strict=True):
                 estimate.sub_(last)
                 flat.load_gradients(last)
                 estimate.add_(last)
-                gradients.update(zip(flat.params, flat.views(estimate), strict=True))
+                for param, view in zip(flat.params, flat.views(estimate), strict=True):
+                    if param.grad is not None or param in self._used or bool(view.any()):
+                        self._used.add(param)
+                        gradients[param] = view
         return with_gradients(gradients, update)
 
     def saved(self) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -20,14 +20,25 @@ def loss(model: torch.nn.Module, step: int, rank: int, world_size: int) -> torch
     """Of the rows of rank `rank`."""
     x, y = awkward.data(step, 0, world_size)
     rows = slice(rank * awkward.BATCH, (rank + 1) * awkward.BATCH)
-    return functional.cross_entropy(model(x[rows]), y[rows])
+    like = next(model.parameters())
+    return functional.cross_entropy(model(x[rows].to(like)), y[rows].to(like.device))
 
 
 def on_rank(
-    algorithm: str, options: dict[str, Any], kind: str, steps: int = awkward.STEPS
+    algorithm: str,
+    options: dict[str, Any],
+    kind: str,
+    steps: int = awkward.STEPS,
+    place: Any = None,
 ) -> dict[str, torch.Tensor]:
-    """This rank's state after so many steps of the ordinary loop."""
+    """This rank's state after so many steps of the ordinary loop.
+
+    Args:
+        place: arguments of `model.to`.
+    """
     model = awkward.make_model()
+    if place is not None:
+        model.to(*place)
     optimizer = awkward.make_optimizer(kind, model)
     dear.DistributedOptimizer(optimizer, model, algorithm=algorithm, **options)
     for step in range(steps):
@@ -42,9 +53,9 @@ def on_rank(
 class Serial:
     """All replicas in this process; what a step does is written out by the tests."""
 
-    def __init__(self, world_size: int, kind: str) -> None:
+    def __init__(self, world_size: int, kind: str, dtype: torch.dtype = torch.float32) -> None:
         self.size = world_size
-        models = [awkward.make_model() for _ in range(world_size)]
+        models = [awkward.make_model().to(dtype) for _ in range(world_size)]
         self.replicas: list[Replica] = [(m, awkward.make_optimizer(kind, m)) for m in models]
         self.steps = 0
 
@@ -80,10 +91,11 @@ class Serial:
                 param.data.copy_(value[rank])
 
     def set_gradients(self, values: list[torch.Tensor]) -> None:
+        """Zeros mean that there is none."""
         for rank, (model, _) in enumerate(self.replicas):
             trained = [p for p in model.parameters() if p.requires_grad]
             for param, value in zip(trained, values, strict=True):
-                param.grad = value[rank].clone()
+                param.grad = value[rank].clone() if value[rank].any() else None
 
     def states(self) -> list[dict[str, torch.Tensor]]:
         return [model.state_dict() for model, _ in self.replicas]
@@ -91,8 +103,8 @@ class Serial:
 
 def mixed(weights: Any, stacked: list[torch.Tensor]) -> list[torch.Tensor]:
     """`x_j <- sum_i W[i, j] x_i` for each of the stacked tensors."""
-    w = torch.as_tensor(weights, dtype=torch.get_default_dtype())
-    return [torch.einsum("ij,i...->j...", w, value) for value in stacked]
+    w = torch.as_tensor(weights)
+    return [torch.einsum("ij,i...->j...", w.to(value), value) for value in stacked]
 
 
 def weights(name: str, world_size: int) -> Any:

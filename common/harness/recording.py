@@ -131,12 +131,19 @@ def _merged_check(results: list[dict[str, Any]]) -> dict[str, Any]:
     merged = checks[0] | {
         "reference_error": _finite(checks[0]["reference_error"]),
         "replica_spread": _finite(max(check["replica_spread"] for check in checks)),
-        "replicas_agree": all(check["replicas_agree"] for check in checks),
+        "replicas_agree": all(_agree(check) for check in checks),
     }
     if "consensus_distance" in merged:
         apart = max(check["consensus_distance"] for check in checks)
         merged["consensus_distance"] = _finite(apart)
     return merged
+
+
+def _agree(check: Mapping[str, Any]) -> bool:
+    # Of replicas that are meant to differ the worker has judged how far they are apart.
+    if "consensus_distance" in check:
+        return check["replicas_agree"]
+    return check["replica_spread"] == 0.0
 
 
 def _finite(value: float) -> float | None:

@@ -42,7 +42,7 @@ def test_every_public_name_can_be_had_and_no_other():
 
 
 def test_every_file_is_an_algorithm():
-    files = {path.stem for path in _FOLDER.glob("*.py")} - {"__init__"}
+    files = {path.stem.replace("_", "-") for path in _FOLDER.glob("[!_]*.py")}
     assert files == set(algorithm_names())
     assert {"allreduce", "wfbp", "ddp", "dear", "horovod"} <= files
 
@@ -50,7 +50,7 @@ def test_every_file_is_an_algorithm():
 @pytest.mark.parametrize("name", algorithm_names())
 def test_every_algorithm_file_defines_one_documented_algorithm(name):
     found = algorithm_class(name)
-    tree = ast.parse((_FOLDER / f"{name}.py").read_text())
+    tree = ast.parse((_FOLDER / f"{name.replace('-', '_')}.py").read_text())
     classes = [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
     assert found.__name__ in classes
     module = sys.modules[found.__module__]
@@ -65,7 +65,7 @@ def test_every_algorithm_file_defines_one_documented_algorithm(name):
 def test_every_option_has_a_default_and_a_docstring(name):
     options = algorithm_class(name).Options
     options()
-    tree = ast.parse((_FOLDER / f"{name}.py").read_text())
+    tree = ast.parse((_FOLDER / f"{name.replace('-', '_')}.py").read_text())
     bodies = [
         node.body
         for node in ast.walk(tree)

@@ -324,3 +324,16 @@ def test_bad_options_are_refused_in_one_line(algorithm, options, named):
 def test_names_with_underscores_are_corrected():
     with pytest.raises(UserError, match="did you mean 'gradient-tracking'"):
         algorithm_options("gradient_tracking", {})
+
+
+def _alone(algorithm, options, kind):
+    model, optimizer = _wrapped(algorithm, options, kind)
+    states = awkward.train(model, optimizer, dear.rank(), dear.size())
+    optimizer.close()
+    return awkward.error(states, awkward.serial(kind, 1, 1))
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adamw"])
+@pytest.mark.parametrize(("algorithm", "options"), ALGORITHMS)
+def test_a_rank_alone_trains_like_the_plain_optimizer(world, algorithm, options, kind):
+    assert world(1).run(_alone, algorithm, options, kind)[0] < 1e-6

@@ -319,3 +319,40 @@ EXPECTED = {name: wanted for name, (_, wanted) in FACTS.items()} | FACTS_BY_STEP
 @pytest.mark.parametrize("name", EXPECTED)
 def test_bluefog_fact_with_eight_ranks(facts: list[dict[str, float]], name: str):
     assert [found[name] for found in facts] == pytest.approx(EXPECTED[name])
+
+
+# Handles --------------------------------------------------------------------------------------
+
+
+def _ends_when_the_peer_comes(comm: Communicator) -> tuple[bool, bool, str]:
+    import torch.distributed as dist
+
+    other = 1 - comm.rank
+    early = False
+    if comm.rank == 0:
+        handle = comm.neighbor_all_reduce(torch.ones(3), [other], [other], check=False)
+        early = comm.done(handle)
+        dist.barrier()
+    else:
+        dist.barrier()
+        handle = comm.neighbor_all_reduce(torch.ones(3), [other], [other], check=False)
+    comm.syncStream(handle)
+    try:
+        comm.done(10**15)
+    except ValueError as refused:
+        return early, comm.done(handle), str(refused)
+    return early, comm.done(handle), ""
+
+
+def test_a_handle_tells_whether_its_operation_has_ended():
+    pool = RankPool(2, backend="comm_core")
+    for early, late, refused in pool.run(_with_communicator, _ends_when_the_peer_comes):
+        assert not early and late and "unknown handle" in refused
+    pool.close()
+
+
+def _with_communicator(body):
+    from comm_core.communicator import Communicator as Made
+
+    with Made(1) as comm:
+        return body(comm)

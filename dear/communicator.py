@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from dear.backends import shown
 from dear.errors import UserError, unknown
+from dear.pairwise import Exchange
 
 Op = Literal["mean", "sum", "min", "max"]
 T = TypeVar("T")
@@ -236,6 +237,18 @@ class Communicator:
         with _at(priority):
             handle = dist.broadcast(flat_view(tensor), src=source, group=group, async_op=True)
         return self._work(handle, channel, tensor.nbytes, tensor.nbytes)
+
+    def exchange(
+        self, recv: torch.Tensor, send: torch.Tensor, *, peer: int, channel: int = 0
+    ) -> Work:
+        """Sends `send` to rank `peer` and gets its `send` in `recv`; nobody else takes part.
+
+        Both are contiguous, of the same size and dtype on both ranks. Exchanges of two ranks on one
+        channel go in the order of the calls.
+        """
+        group = self._queue(channel, 0)
+        handle = Exchange(send, recv, self._global_rank(peer), group)
+        return self._work(handle, channel, recv.nbytes, send.nbytes)
 
     def broadcast_object(self, value: T, *, root: int = 0) -> T:
         """Returns rank `root`'s picklable `value` on every rank; blocking, for set-up only."""

@@ -77,6 +77,10 @@ class Engine(ABC):
         self.synchronize()
         return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type)
 
+    def statistics(self) -> dict[str, Any]:
+        """What the algorithm has counted so far, by name; most count nothing."""
+        return {}
+
     @abstractmethod
     def synchronize(self) -> None:
         """Leaves nothing in flight: parameters current, gradients averaged."""
@@ -131,6 +135,10 @@ class _Distributed:
         """
         params = [param for group in self.param_groups for param in group["params"]]
         return self._engine.clip_grad_norm(params, max_norm, norm_type)
+
+    def statistics(self) -> dict[str, Any]:
+        """What the algorithm has counted so far on this rank, by name (JSON); `{}` if nothing."""
+        return self._engine.statistics()
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Gradient accumulation: backward passes inside communicate nothing."""

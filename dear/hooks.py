@@ -82,6 +82,12 @@ class Hooks:
             self._handles.append(module.register_state_dict_pre_hook(hook))
             self._handles.append(module.register_load_state_dict_pre_hook(hook))
 
+    def before_load(self, model: Module, call: Callable[[], None]) -> None:
+        """`call()` before any part of `model` takes in a state dict."""
+        hook = _ModuleHook(lambda *args: call())
+        for module in model.modules():
+            self._handles.append(module.register_load_state_dict_pre_hook(hook))
+
     def remove(self) -> None:
         """Takes out every hook; a second call does nothing."""
         while self._handles:

@@ -124,8 +124,11 @@ class GroupMixing(Neighborhood):
             for index in range(len(self.buckets)):
                 self.share(index)
 
-    def close(self) -> None:
+    def release(self) -> None:
         self.forget()
+        super().release()
+
+    def close(self) -> None:
         super().close()
         for group in self._groups.values():
             group.close()

@@ -181,9 +181,7 @@ def _exponent(name: str, count: int, what: str, least: int) -> int:
     k = count.bit_length() - 1
     if count != 2**k or k < least:
         possible = ", ".join(str(2**i) for i in range(least, least + 4))
-        raise TopologyError(
-            f"topology {name} needs a power of two {what} ({possible}, ...), not {count}"
-        )
+        raise TopologyError(f"topology {name} needs 2^k {what} ({possible}, ...), not {count}")
     return k
 
 
@@ -218,7 +216,7 @@ class OnePeerExpTopology(Topology):
     """
 
     def _get_topo_edges(self) -> list[list[Edge]]:
-        rounds = _exponent(self.name, self._world_size, "of ranks", 1)
+        rounds = _exponent(self.name, self._world_size, "ranks", 1)
         ranks = range(self._world_size)
         return [
             [Edge([j, j ^ (1 << i)], 0.5) for j in ranks if not j & (1 << i)] for i in range(rounds)
@@ -233,7 +231,7 @@ class AlternatingExpRingTopology(Topology):
     """
 
     def _get_topo_edges(self) -> list[list[Edge]]:
-        rounds = _exponent(self.name, self._n_nodes, "of nodes", 1)
+        rounds = _exponent(self.name, self._n_nodes, "nodes", 1)
         size = self._local_world_size
 
         def apart(*nodes: int) -> list[Edge]:

@@ -88,12 +88,16 @@ class Neighborhood(ABC):
         """What was counted so far; empty where there is nothing to count."""
         return {}
 
-    def close(self) -> None:
+    def release(self) -> None:
         """Ends what is under way and gives the parameters memory of their own."""
         self.wait()
         for bucket in self.buckets:
             bucket.release()
         self.buckets = []
+
+    def close(self) -> None:
+        """Releases, and lets go of all else that was made for the neighbours."""
+        self.release()
 
     def _shared_memory(self) -> bool:
         return False

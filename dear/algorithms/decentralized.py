@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dear.algorithm import Algorithm, Capabilities
+from dear.algorithm import Options as AlgorithmOptions
 from dear.alone import AloneEngine
 from dear.engine import distribute, trained_parameters
 from dear.errors import UserError
@@ -34,7 +35,7 @@ class Decentralized(Algorithm):
     """
 
     @dataclass(frozen=True, kw_only=True)
-    class Options:
+    class Options(AlgorithmOptions):
         """Who averages with whom, and when each bucket is updated."""
 
         topology: str = "complete"

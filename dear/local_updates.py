@@ -85,11 +85,12 @@ class LocalUpdateEngine(Engine):
         if self._schedule is None:
             return self._step_now(update)
         if hasattr(self._optimizer, "found_inf"):
+            del self._optimizer.found_inf, self._optimizer.grad_scale  # of the scaler's own call
             raise UserError(
                 "a GradScaler cannot step an optimizer whose updates are made in the backward "
                 "pass; use the option update='step'"
             )
-        if self._noted.changed() is not None or self._noted.scaled_in_place():
+        if self._noted.changed() is not None:
             raise UserError(
                 "a gradient was changed between backward() and step(), but the backward pass has "
                 "applied it already; use the option update='step'"

@@ -1,0 +1,91 @@
+"""Asynchronous decentralized training: averaging with what neighbours have sent so far."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dear.algorithm import Algorithm, Capabilities
+from dear.algorithm import Options as AlgorithmOptions
+from dear.alone import AloneEngine
+from dear.engine import distribute, trained_parameters
+from dear.errors import unknown
+from dear.local_updates import LocalUpdateEngine, UpdateIn
+from dear.options import at_least, positive
+from dear.topology import TOPOLOGIES, graph
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+    from torch.optim import Optimizer
+
+    from dear.communicator import Communicator
+
+
+class AsyncDdp(Algorithm):
+    """Asynchronous data parallelism over one-sided windows (after the asyncddp fork of BlueFog).
+
+    Invariant: a rank's step is x <- w_self x + sum_j w_j (what j put last) - update(g(x)), with its
+    own gradient; a slot that nothing has come to holds this rank's own start. No rank waits for
+    another one, except in the first step, where windows are made, and in `close()`. Ranks may make
+    different numbers of steps. `optimizer.statistics()` tells how stale what was used was.
+    Bytes move: each bucket of parameters as soon as it is updated; the receiver's program takes no
+    part.
+    Cost per step and rank: one put of the model to each out-neighbour.
+    """
+
+    @dataclass(frozen=True, kw_only=True)
+    class Options(AlgorithmOptions):
+        """Who sends to whom, and how far apart ranks may drift."""
+
+        topology: str = "exp2"
+        """A static graph with weights: `complete`, `ring`, `ring-left`, `ring-right`, `star`,
+        `mesh`, `exp2` or `symmetric-exp`."""
+        bucket_mb: float = 25.0
+        """Parameters travel in buckets below so many MB of 2^20 bytes."""
+        update: UpdateIn = "backward"
+        """`backward`: each bucket is updated as soon as its last gradient is there; `step`: in
+        `step()`, so that gradients can be clipped or unscaled before."""
+        max_staleness: int | None = None
+        """Steps that a neighbour's values may be behind before a step waits for it (and puts wait
+        for the ones before); None: any number, and never wait."""
+        finish_timeout_s: float = 3600.0
+        """Longest that `close()` waits for ranks that still train, in seconds."""
+
+        def __post_init__(self) -> None:
+            if self.topology not in TOPOLOGIES:
+                raise unknown("topology", self.topology, TOPOLOGIES)
+            positive("option of asyncddp 'bucket_mb'", self.bucket_mb)
+            positive("option of asyncddp 'finish_timeout_s'", self.finish_timeout_s)
+            if self.max_staleness is not None:
+                at_least("option of asyncddp 'max_staleness'", self.max_staleness, 0)
+
+    capabilities = Capabilities(consistency="asynchronous", needs_topology=True)
+
+    @classmethod
+    def unavailable(cls) -> str | None:
+        if importlib.util.find_spec("networkx") is None:
+            return "networkx is not installed, which topologies are made of"
+        core = importlib.util.find_spec("comm_core")
+        built = core is not None and Path(core.origin or "").with_name("_built_for.json").exists()
+        return None if built else "the comm core is not built: build it with scripts/build.sh"
+
+    def wrap(
+        self, model: Module, optimizer: Optimizer, communicator: Communicator, options: Options
+    ) -> tuple[Module, Optimizer]:
+        params = trained_parameters(model, optimizer)
+        if communicator.size == 1:
+            return model, distribute(optimizer, AloneEngine(model, communicator))
+        from dear.window_mixing import WindowMixing  # needs torch
+
+        mixing = WindowMixing(
+            communicator,
+            graph(options.topology, communicator.size),
+            max_staleness=options.max_staleness,
+            finish_timeout_s=options.finish_timeout_s,
+        )
+        engine = LocalUpdateEngine(
+            model, optimizer, params, mixing, bucket_mb=options.bucket_mb, update=options.update
+        )
+        return model, distribute(optimizer, engine)

@@ -1,0 +1,60 @@
+"""Batches for ranks that train at their own pace."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sized
+
+import torch
+from torch.utils.data import Sampler
+
+from dear.options import at_least
+
+SEED_PER_RANK = 10000
+
+
+class LocalStepRandomBatchSampler(Sampler[list[int]]):
+    """Each rank goes through the whole data, in an order of its own that is new in each round.
+
+    The place in the round lasts beyond an iterator: the next one yields what is left of the round.
+    (A `DataLoader` with workers takes batches ahead of their use.)
+
+    Args:
+        dataset: anything with a length, at least 1.
+        batch_size: samples per batch.
+        base_seed: the order of round k is drawn with `base_seed + 10000 * rank + k`.
+        rank: this process's.
+        drop_last: leave out a smaller batch at the end of a round.
+
+    Raises:
+        UserError: a size below 1, or `drop_last` with less than one batch of data.
+    """
+
+    def __init__(
+        self,
+        dataset: Sized,
+        batch_size: int,
+        base_seed: int,
+        rank: int = 0,
+        drop_last: bool = False,
+    ) -> None:
+        self._size = len(dataset)
+        at_least("number of samples", self._size, batch_size if drop_last else 1)
+        at_least("batch_size", batch_size, 1)
+        self._batch_size = batch_size
+        self._seed = base_seed + SEED_PER_RANK * rank
+        self._drop_last = drop_last
+        self.local_step = 0
+        """Batches yielded so far; set it to go on from a checkpoint."""
+
+    def __len__(self) -> int:
+        """Batches of a whole round."""
+        whole, rest = divmod(self._size, self._batch_size)
+        return whole + (rest > 0 and not self._drop_last)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        round_, done = divmod(self.local_step, len(self))
+        generator = torch.Generator().manual_seed(self._seed + round_)
+        order = torch.randperm(self._size, generator=generator).tolist()
+        for batch in range(done, len(self)):
+            self.local_step += 1
+            yield order[batch * self._batch_size : (batch + 1) * self._batch_size]

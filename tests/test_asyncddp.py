@@ -194,7 +194,7 @@ def test_y5_h10_a_slow_rank_holds_nobody_up_and_its_age_is_known(world):
     even = world(3).run(_paced, None, 1.0, {"topology": "complete"})
     odd = world(3).run(_paced, 2, 1.0, {"topology": "complete"})
     for rank in (0, 1):
-        assert odd[rank]["steps"] > 0.85 * even[rank]["steps"]
+        assert odd[rank]["steps"] > 0.75 * even[rank]["steps"]
         assert odd[rank]["staleness"]["2"]["max"] > 0.5 * odd[rank]["steps"]
         assert abs(odd[rank]["staleness"][str(1 - rank)]["mean"]) < 10
     assert odd[2]["steps"] < 0.4 * odd[0]["steps"]

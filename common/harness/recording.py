@@ -77,6 +77,7 @@ def make_record(
             "gradients": first.get("gradient_bytes"),
         },
         "check": _merged_check(results) if ok else None,
+        "statistics": first.get("statistics"),
         "throughput": throughput,
         "parameters": first.get("parameters"),
         "cpu_s_per_s": [result["cpu_s_per_s"] for result in results],

@@ -142,6 +142,10 @@ class Training:
         if self._distributed:
             self._optimizer.synchronize()
 
+    def statistics(self) -> dict[str, Any]:
+        """What the algorithm has counted on this rank; `{}` if nothing."""
+        return self._optimizer.statistics() if self._distributed else {}
+
     def close(self) -> None:
         """Takes the algorithm out of the model again."""
         if self._distributed:

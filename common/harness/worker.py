@@ -136,6 +136,7 @@ def _run(trial: Trial, settings: EmulationSettings, repeat: int, phase: Phase) -
         agree = apart <= check.CONSENSUS_LIMIT
         verdict |= {"consensus_distance": apart, "replicas_agree": agree}
     losses = communicator.gather_objects(training.loss.item())
+    statistics = communicator.gather_objects(training.statistics())
     iters = settings.emulated(measured.iters)
     _say(text_log.results(trial, iters))
     phase("leaving")
@@ -149,6 +150,7 @@ def _run(trial: Trial, settings: EmulationSettings, repeat: int, phase: Phase) -
         "breakdown": _breakdown(trial, settings, measured, training.parts),
         "loss": float(np.mean(losses)),
         "check": verdict,
+        "statistics": statistics if any(statistics) else None,
         "parameters": parameters,
         "gradient_bytes": gradient_bytes,
         "started_by": launcher,

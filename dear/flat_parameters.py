@@ -35,7 +35,7 @@ class FlatParameters:
     ) -> None:
         self.params = list(params)
         self.views = views
-        numel = sum(param.numel() for param in params)
+        numel = max(1, sum(param.numel() for param in params))
         like = params[0]
         self.values, self.spare = (
             buffer(like, numel, communicator)

@@ -8,13 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dear.algorithm import Algorithm, Capabilities
-from dear.algorithm import Options as AlgorithmOptions
 from dear.alone import AloneEngine
 from dear.engine import distribute, trained_parameters
-from dear.errors import unknown
+from dear.graph_options import GraphOptions
 from dear.local_updates import LocalUpdateEngine, UpdateIn
 from dear.options import at_least, positive
-from dear.topology import TOPOLOGIES, graph
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -36,14 +34,9 @@ class AsyncDdp(Algorithm):
     """
 
     @dataclass(frozen=True, kw_only=True)
-    class Options(AlgorithmOptions):
+    class Options(GraphOptions):
         """Who sends to whom, and how far apart ranks may drift."""
 
-        topology: str = "exp2"
-        """A static graph with weights: `complete`, `ring`, `ring-left`, `ring-right`, `star`,
-        `mesh`, `exp2` or `symmetric-exp`."""
-        bucket_mb: float = 25.0
-        """Parameters travel in buckets below so many MB of 2^20 bytes."""
         update: UpdateIn = "backward"
         """`backward`: each bucket is updated as soon as its last gradient is there; `step`: in
         `step()`, so that gradients can be clipped or unscaled before."""
@@ -54,9 +47,7 @@ class AsyncDdp(Algorithm):
         """Longest that `close()` waits for ranks that still train, in seconds."""
 
         def __post_init__(self) -> None:
-            if self.topology not in TOPOLOGIES:
-                raise unknown("topology", self.topology, TOPOLOGIES)
-            positive("option of asyncddp 'bucket_mb'", self.bucket_mb)
+            super().__post_init__()
             positive("option of asyncddp 'finish_timeout_s'", self.finish_timeout_s)
             if self.max_staleness is not None:
                 at_least("option of asyncddp 'max_staleness'", self.max_staleness, 0)
@@ -81,7 +72,7 @@ class AsyncDdp(Algorithm):
 
         mixing = WindowMixing(
             communicator,
-            graph(options.topology, communicator.size),
+            options.graph(communicator),
             max_staleness=options.max_staleness,
             finish_timeout_s=options.finish_timeout_s,
         )

@@ -17,6 +17,8 @@ algorithms:
   - win-put
   - pull-get
   - push-sum
+  - decentralized
+  - asyncddp
 models: [{name: mnist_cnn, batch_size: 2}]
 world_sizes: [3]
 baseline: false
@@ -31,7 +33,7 @@ def test_every_decentralized_algorithm_runs_in_a_sweep_and_is_checked(tmp_path):
     driver.experiment.write_text(_SWEEP)
     done = driver.run()
     records = driver.records()
-    assert [record["status"] for record in records] == ["ok"] * 8, done.stderr
+    assert [record["status"] for record in records] == ["ok"] * 10, done.stderr
     for record in records:
         check = record["check"]
         assert check["matches_reference"], (record["trial"]["algorithm"], check)
@@ -39,3 +41,10 @@ def test_every_decentralized_algorithm_runs_in_a_sweep_and_is_checked(tmp_path):
         assert 0 < check["consensus_distance"] < 0.5
         assert record["repeats"][0] and record["bytes"]["sent_per_step"] > 0
     assert "NO" not in done.stdout
+    counted = {record["trial"]["algorithm"]: record["statistics"] for record in records}
+    assert counted["decentralized"] is None
+    assert [set(rank["staleness"]) for rank in counted["asyncddp"]] == [
+        {"1", "2"},
+        {"0", "2"},
+        {"0", "1"},
+    ]

@@ -21,6 +21,7 @@ class Exchange:
         self, send: torch.Tensor, recv: torch.Tensor, peer: int, group: dist.ProcessGroup
     ) -> None:
         self._tensors = send, recv
+        self._ended: set[int] = set()  # places in the list of works
         if recv.is_cuda:
             # NCCL makes progress on a send only beside the receive that its peer waits for.
             ops = [dist.P2POp(dist.irecv, recv, peer, group)]
@@ -31,15 +32,20 @@ class Exchange:
 
     def wait(self, timeout: timedelta | None = None) -> None:
         """Blocks until both have ended (CUDA: makes the current stream wait)."""
-        for work in self._works:
+        for place, work in enumerate(self._works):
+            if place in self._ended:
+                continue  # Gloo's messages can be waited for only once
             if timeout is None:
                 work.wait()
             else:
                 work.wait(timeout)
+            if not self._tensors[0].is_cuda:  # there each stream that asks must wait
+                self._ended.add(place)
 
     def is_completed(self) -> bool:
         """True once both have ended."""
-        return all(work.is_completed() for work in self._works)
+        works = enumerate(self._works)
+        return all(place in self._ended or work.is_completed() for place, work in works)
 
     def get_future(self) -> torch.futures.Future:
         """Completes with both; Gloo has none for messages and raises."""

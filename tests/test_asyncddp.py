@@ -20,6 +20,7 @@ from dear.errors import UserError
 from dear.topology import graph, recv_weights
 from tests import awkward
 from tests.decentralized_serial import backward
+from tests.ranks import RankPool
 
 TINY = 0.0002
 
@@ -320,6 +321,18 @@ def _resumed() -> list[int]:
 
 def test_a_resumed_rank_counts_on(world):
     assert all(steps == 4 and age <= 0 for steps, age in world(2).run(_resumed))
+
+
+def test_on_gloo_its_windows_are_the_comm_cores():
+    pool = RankPool(3, backend="gloo")
+    try:
+        turns = [0, 1, 2, 2, 0, 1]
+        wanted, _ = _simulated(turns, "sgd", 3, "exp2")
+        for rank, (state, *_) in enumerate(pool.run(_driven, turns, "sgd", {"topology": "exp2"})):
+            for a, b in zip(state, wanted[rank], strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    finally:
+        pool.close()
 
 
 def _alone() -> float:

@@ -17,6 +17,7 @@ from dear.errors import UserError
 from dear.group_schedule import Edge, Topology, TopologyReg
 from tests import awkward
 from tests.decentralized_serial import serial
+from tests.ranks import RankPool
 
 TINY = 0.0002  # MB: many buckets
 
@@ -341,6 +342,36 @@ def test_bad_options_are_refused_in_one_line(options, named):
         algorithm_options("decentralized", options)
     assert named in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def _unmoved() -> float:
+    model = awkward.make_model()
+    start = [param.detach().clone() for param in model.parameters()]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer = dear.DistributedOptimizer(optimizer, model, algorithm="decentralized")
+    for step in range(3):
+        optimizer.zero_grad()
+        _loss(model, step).backward()
+        optimizer.step()
+    optimizer.close()
+    return max((p - s).abs().max().item() for p, s in zip(model.parameters(), start, strict=True))
+
+
+def test_y2_without_updates_equal_models_stay_as_they_are(world):
+    assert max(world(3).run(_unmoved)) < 1e-6
+
+
+@pytest.fixture(scope="module")
+def gloo():
+    pool = RankPool(4, backend="gloo")
+    yield pool
+    pool.close()
+
+
+@pytest.mark.parametrize("topology", ["complete", "one-peer-exp", "uneven"])
+def test_it_runs_on_gloo(gloo, topology):
+    options = {"topology": topology, "bucket_mb": TINY, "ranks_per_node": 1}
+    assert max(gloo.run(_train, "sgd", options, {})) < 1e-5
 
 
 def _odd_ring() -> str:

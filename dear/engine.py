@@ -232,6 +232,15 @@ def trained_parameters(model: Module, optimizer: Optimizer) -> list[Parameter]:
     return params
 
 
+def refuse_lbfgs(optimizer: Optimizer, what: str) -> None:
+    """Raises `UserError` if `optimizer` is LBFGS, which `what` (an algorithm) cannot train with."""
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise UserError(
+            f"{what} cannot train with LBFGS, whose step runs several backward passes of its own; "
+            "use algorithm='allreduce'"
+        )
+
+
 def _trainable(optimizer: Any) -> list[Parameter]:
     held = [param for group in optimizer.param_groups for param in group["params"]]
     return [param for param in held if param.requires_grad]

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal
 
 from dear.backward import BackwardSchedule
-from dear.engine import Engine
+from dear.engine import Engine, refuse_lbfgs
 from dear.errors import UserError
 from dear.fusion import MIB
 from dear.grad_scaling import GradScaling
@@ -210,11 +210,7 @@ class LocalUpdateEngine(Engine):
 
 
 def _refuse_optimizer(optimizer: Any, update: PartialUpdate, where: UpdateIn) -> None:
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise UserError(
-            "LBFGS, whose step runs several backward passes of its own, cannot be combined with "
-            "averaging between steps; use algorithm='allreduce'"
-        )
+    refuse_lbfgs(optimizer, "averaging parameters step by step")
     if where == "backward" and not update.possible():
         raise UserError(
             f"{type(optimizer).__name__} is not known to be steppable for a few parameters at a "

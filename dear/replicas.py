@@ -7,7 +7,7 @@ from abc import abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from dear.engine import Engine, trained_parameters
+from dear.engine import Engine, refuse_lbfgs, trained_parameters
 from dear.errors import UserError
 from dear.flat_values import FlatValues
 from dear.fusion import MIB, fuse, layers
@@ -42,11 +42,7 @@ class ReplicaEngine(Engine):
         self, model: Module, optimizer: Optimizer, communicator: Communicator, bucket_mb: float
     ) -> None:
         params = trained_parameters(model, optimizer)
-        if isinstance(optimizer, torch.optim.LBFGS):
-            raise UserError(
-                "LBFGS runs several backward passes in a step, which cannot be followed by one "
-                "averaging of parameters; use algorithm='allreduce'"
-            )
+        refuse_lbfgs(optimizer, "averaging parameters step by step")
         super().__init__(model, communicator)
         self.optimizer: Any = optimizer
         groups = fuse(layers(model, params), bucket_mb * MIB)

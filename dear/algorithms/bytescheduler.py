@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING
 from dear.algorithm import Algorithm, Capabilities
 from dear.alone import AloneEngine
 from dear.compression import HalfOptions, refuse_types
-from dear.engine import distribute, trained_parameters
+from dear.engine import distribute, refuse_lbfgs, trained_parameters
 from dear.errors import UserError
 from dear.fusion import MIB, fuse, layers
-from dear.lazy import torch
 from dear.options import at_least, positive
 from dear.partitioned import PartitionedEngine, Queues
 
@@ -78,11 +77,7 @@ class ByteScheduler(Algorithm):
     def wrap(
         self, model: Module, optimizer: Optimizer, communicator: Communicator, options: Options
     ) -> tuple[Module, Optimizer]:
-        if isinstance(optimizer, torch.optim.LBFGS):
-            raise UserError(
-                "bytescheduler cannot train with LBFGS, whose step runs several backward passes of "
-                "its own; use algorithm='allreduce'"
-            )
+        refuse_lbfgs(optimizer, "bytescheduler")
         params = trained_parameters(model, optimizer)
         refuse_types(params, options)
         queues = _queues(options, communicator)

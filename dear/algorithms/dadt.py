@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING
 from dear.algorithm import Algorithm, Capabilities
 from dear.algorithm import Options as AlgorithmOptions
 from dear.delayed import DelayedEngine
-from dear.engine import distribute, trained_parameters
-from dear.errors import UserError
-from dear.lazy import torch
+from dear.engine import distribute, refuse_lbfgs, trained_parameters
 from dear.options import at_least, positive
 
 if TYPE_CHECKING:
@@ -72,11 +70,7 @@ class Dadt(Algorithm):
     def wrap(
         self, model: Module, optimizer: Optimizer, communicator: Communicator, options: Options
     ) -> tuple[Module, Optimizer]:
-        if isinstance(optimizer, torch.optim.LBFGS):
-            raise UserError(
-                "dadt cannot train with LBFGS, whose step runs several backward passes of its own; "
-                "use algorithm='allreduce'"
-            )
+        refuse_lbfgs(optimizer, "dadt")
         params = trained_parameters(model, optimizer)
         engine = DelayedEngine(model, optimizer, communicator, params, options)
         return model, distribute(optimizer, engine)

@@ -10,10 +10,9 @@ from dear.alone import AloneEngine
 from dear.compression import CompressedOptions, refuse_types, wire_name
 from dear.dear_engine import DearEngine
 from dear.dear_groups import Manner
-from dear.engine import distribute, trained_parameters
+from dear.engine import distribute, refuse_lbfgs, trained_parameters
 from dear.errors import UserError
 from dear.fusion import MIB
-from dear.lazy import torch
 from dear.options import only_with, positive
 from dear.regrouping import WATCHED_STEPS, ByWaitTime, Regrouping, tuned, tuning_steps
 from dear.run_order import Fusion
@@ -119,11 +118,7 @@ class Dear(Algorithm):
     def wrap(
         self, model: Module, optimizer: Optimizer, communicator: Communicator, options: Options
     ) -> tuple[Module, Optimizer]:
-        if isinstance(optimizer, torch.optim.LBFGS):
-            raise UserError(
-                "dear cannot train with LBFGS, whose step runs several backward passes of its own; "
-                "use algorithm='allreduce'"
-            )
+        refuse_lbfgs(optimizer, "dear")
         fusion = Fusion(
             rule="threshold" if options.fusion == "tuned" else options.fusion,
             threshold=options.threshold_mb * MIB,

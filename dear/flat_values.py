@@ -16,23 +16,43 @@ if TYPE_CHECKING:
 
 
 class FlatValues:
-    """Parameters of one dtype and device side by side in `values`, in memory order."""
+    """Parameters of one dtype and device side by side in `values`, in memory order.
 
-    def __init__(self, params: Sequence[Parameter], communicator: Communicator) -> None:
+    Args:
+        viewed: let each `param.data` be a view of `values`, so that nothing is copied between the
+            two; without it parameters keep memory of their own.
+        shared: take memory that the backend reads in place.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[Parameter],
+        communicator: Communicator,
+        *,
+        viewed: bool = True,
+        shared: bool = True,
+    ) -> None:
         self.params = list(params)
-        numel = sum(param.numel() for param in params)
-        self.values = buffer(params[0], max(numel, 1), communicator)
-        """Flat, of at least one element."""
+        self.viewed = viewed
         self._offsets: list[int] = []
-        offset = 0
+        numel = 0
         for param in params:
-            self._offsets.append(offset)
-            offset += param.numel()
+            self._offsets.append(numel)
+            numel += param.numel()
+        like = params[0]
+        self.values = (
+            buffer(like, max(numel, 1), communicator)
+            if shared
+            else torch.zeros(max(numel, 1), dtype=like.dtype, device=like.device)
+        )
+        """Flat, of at least one element."""
+        self.pieces = self.views(self.values)
+        """The pieces of `values` that belong to the parameters."""
         with torch.no_grad():
-            for param, view in zip(self.params, self.views(self.values), strict=True):
-                view.copy_(param)
-                param.data = view
-        self._pointers = [param.data_ptr() for param in self.params]
+            for param, piece in zip(self.params, self.pieces, strict=True):
+                piece.copy_(param)
+                if viewed:
+                    param.data = piece
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Pieces of `flat`, laid out like `values`, in shape and memory order of the parameters."""
@@ -47,21 +67,25 @@ class FlatValues:
         """Takes parameters back that got other memory, as `module.to(...)` does.
 
         Raises:
-            UserError: they are of another dtype, device or memory order now.
+            UserError: they are of another dtype, device, shape or memory order now.
         """
-        for index, param in enumerate(self.params):
-            if param.data_ptr() == self._pointers[index]:
+        for param, piece in zip(self.params, self.pieces, strict=True):
+            same = (param.dtype, param.device, param.shape) == (
+                piece.dtype,
+                piece.device,
+                piece.shape,
+            )
+            if self.viewed and same and param.data_ptr() == piece.data_ptr():
                 continue
-            view = self.views(self.values)[index]
-            like = (param.dtype, param.device, param.stride())
-            if like != (view.dtype, view.device, view.stride()):
+            if not same or (self.viewed and param.stride() != piece.stride()):
                 raise UserError(
                     "the model was moved or converted after it was distributed; close() the "
                     "optimizer first, and wrap it again afterwards"
                 )
-            with torch.no_grad():
-                view.copy_(param)
-            param.data = view
+            if self.viewed:
+                with torch.no_grad():
+                    piece.copy_(param)
+                param.data = piece
 
     def load_gradients(self, flat: torch.Tensor) -> None:
         """Copies the gradients into `flat`, laid out like `values`; those there are not are 0."""
@@ -73,10 +97,14 @@ class FlatValues:
 
     def touched(self) -> None:
         """Tells autograd that the values have changed, as an optimizer's update would."""
-        torch.autograd.graph.increment_version(self.params)
+        # It refuses where nothing needs a gradient; then nothing keeps values for one either.
+        if any(param.requires_grad for param in self.params):
+            torch.autograd.graph.increment_version(self.params)
 
     def release(self) -> None:
         """Gives the parameters memory of their own again."""
-        for param, pointer in zip(self.params, self._pointers, strict=True):
-            if param.data_ptr() == pointer:
-                param.data = param.data.clone()
+        if self.viewed:
+            for param, piece in zip(self.params, self.pieces, strict=True):
+                if param.data_ptr() == piece.data_ptr():
+                    param.data = piece.clone()
+        self.viewed = False

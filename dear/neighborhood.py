@@ -10,7 +10,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from dear.errors import UserError
 from dear.flat_parameters import FlatParameters
 from dear.fusion import fuse
 
@@ -46,7 +45,7 @@ class Neighborhood(ABC):
         """Makes the buckets; a collective call."""
         shared = self._shared_memory()
         self.buckets = [
-            FlatParameters(params, self.communicator, views=self._views, shared=shared)
+            FlatParameters(params, self.communicator, viewed=self._views, shared=shared)
             for params in members
         ]
 
@@ -57,11 +56,7 @@ class Neighborhood(ABC):
             UserError: parameters are on another device or of another type than at first.
         """
         for bucket in self.buckets:
-            if not bucket.reclaim():
-                raise UserError(
-                    "parameters have changed their device, type or shape since the first step; "
-                    "close() first, and wrap the model again where it is to train"
-                )
+            bucket.reclaim()
         self.steps += 1
 
     @abstractmethod

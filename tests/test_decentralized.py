@@ -322,7 +322,7 @@ def _moved() -> str:
 
 
 def test_a_model_that_becomes_another_is_refused(world):
-    assert all("device, type or shape" in said for said in world(2).run(_moved))
+    assert all("moved or converted" in said for said in world(2).run(_moved))
 
 
 @pytest.mark.parametrize(

@@ -43,8 +43,8 @@ def run(*command: str, **options) -> subprocess.CompletedProcess:
     )
 
 
-# By default mgs sends a thousandth of each gradient, and the rest later. With dadt's gradients, which
-# are a step old, momentum 0.9 at this learning rate overshoots at first.
+# By default mgs sends a thousandth of each gradient, and the rest later. With dadt's gradients,
+# which are a step old, momentum 0.9 at this learning rate overshoots at first.
 _SLOWER = {"mgs": 0.9, "dadt": 0.9}
 
 

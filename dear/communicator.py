@@ -53,8 +53,9 @@ class Work:
         self._times: WorkTimes | None = None
         self.nbytes = nbytes
         """Payload in bytes: the larger of input and output on this rank."""
-        self._recorded = threading.Event()
+        self._recorded: threading.Event | None = None
         if communicator.record_times and not communicator.native_times:
+            self._recorded = threading.Event()
             enqueued = communicator.clock()
             handle.get_future().add_done_callback(lambda _: self._finished(enqueued))
 
@@ -99,7 +100,7 @@ class Work:
                 started_s=times.started_s,
                 finished_s=times.finished_s,
             )
-        if self._communicator.record_times and self._handle.is_completed():
+        if self._recorded is not None and self._handle.is_completed():
             self._recorded.wait(CALLBACK_S)  # the callback may be a moment behind the end
         if self._times is None:
             raise UserError("no times: the collective is running, or record_times is off")

@@ -17,10 +17,12 @@ class LazyModule:
 
     def __init__(self, name: str) -> None:
         self._name = name
+        self._module: ModuleType | None = None
 
     def __getattr__(self, attribute: str) -> Any:
-        module: ModuleType = importlib.import_module(self._name)
-        return getattr(module, attribute)
+        if self._module is None:  # kept: training loops come here many times per step
+            self._module = importlib.import_module(self._name)
+        return getattr(self._module, attribute)
 
 
 if TYPE_CHECKING:

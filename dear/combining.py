@@ -18,11 +18,8 @@ if TYPE_CHECKING:
     from dear.communicator import Communicator
 
 
-class AwcEngine(ReplicaEngine):
-    """Adapt with combine: `x <- average(x) - update(gradient at x)`.
-
-    The exchange starts when the model is about to run and is awaited in `step()`, so both passes
-    hide it.
+class MixingEngine(ReplicaEngine):
+    """Base of the engines whose averaging is a mixer's.
 
     Args:
         every: only each so many steps averages, the last of them; the others are local.
@@ -39,8 +36,22 @@ class AwcEngine(ReplicaEngine):
         every: int = 1,
     ) -> None:
         super().__init__(model, optimizer, communicator, bucket_mb)
-        self._mixer = mixer
-        self._every = every
+        self.mixer = mixer
+        self.every = every
+
+    def release(self) -> None:
+        self.mixer.close()
+
+
+class AwcEngine(MixingEngine):
+    """Adapt with combine: `x <- average(x) - update(gradient at x)`.
+
+    The exchange starts when the model is about to run and is awaited in `step()`, so both passes
+    hide it.
+    """
+
+    def __init__(self, model: Module, *args: Any, **options: Any) -> None:
+        super().__init__(model, *args, **options)
         self._pending: list[Pending] = []
         self._noted: list[int] = []
         self.before_training_forward(self._start)
@@ -60,43 +71,26 @@ class AwcEngine(ReplicaEngine):
         for exchange in self._pending:
             exchange.wait()
 
-    def release(self) -> None:
-        self._mixer.close()
-
     def _start(self) -> None:
-        if self._pending or self.steps % self._every != self._every - 1:
+        if self._pending or self.steps % self.every != self.every - 1:
             return
         for flat in self.flats:
             flat.reclaim()
         self._noted = versions(self.flats)
         self._pending = [
-            self._mixer.start(flat.values, self.steps // self._every) for flat in self.flats
+            self.mixer.start(flat.values, self.steps // self.every) for flat in self.flats
         ]
 
 
-class AtcEngine(ReplicaEngine):
+class AtcEngine(MixingEngine):
     """Adapt, then combine: `x <- average(x - update(gradient at x))`.
 
     The exchange starts in `step()`, after the update. A module that is about to run waits for the
     parameters that it reads; everything else that reads parameters waits for all.
-
-    Args:
-        every: only each so many steps averages, the last of them; the others are local.
     """
 
-    def __init__(
-        self,
-        model: Module,
-        optimizer: Optimizer,
-        communicator: Communicator,
-        mixer: Mixer,
-        *,
-        bucket_mb: float,
-        every: int = 1,
-    ) -> None:
-        super().__init__(model, optimizer, communicator, bucket_mb)
-        self._mixer = mixer
-        self._every = every
+    def __init__(self, model: Module, *args: Any, **options: Any) -> None:
+        super().__init__(model, *args, **options)
         self._pending: dict[int, Pending] = {}
         self._readers = ReaderMap(model, [param for group in self.groups for param in group])
         self._readers.set_groups(self.groups)
@@ -110,10 +104,10 @@ class AtcEngine(ReplicaEngine):
             flat.reclaim()
         result = self.adapt(update)
         self.steps += 1
-        if self.steps % self._every == 0:
-            turn = self.steps // self._every - 1
+        if self.steps % self.every == 0:
+            turn = self.steps // self.every - 1
             for index in range(len(self.flats)):
-                self._pending[index] = self._mixer.start(self.message(index), turn)
+                self._pending[index] = self.mixer.start(self.message(index), turn)
             for index in self._readers.unread() & set(self._pending):
                 self._finish(index)
         return result
@@ -136,9 +130,6 @@ class AtcEngine(ReplicaEngine):
     def close(self) -> None:
         super().close()
         self._readers.freeze()
-
-    def release(self) -> None:
-        self._mixer.close()
 
     def _before_forward(self, module: Module) -> None:
         self._readers.called(module)

@@ -9,18 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from dear.combining import AtcEngine
+from dear.combining import AtcEngine, MixingEngine
 from dear.lazy import torch
-from dear.mixers import Mixer
 from dear.neighbors import Pending
 from dear.partial_update import with_gradients
-from dear.replicas import ReplicaEngine, refuse_changed_values, versions
+from dear.replicas import refuse_changed_values, versions
 
 if TYPE_CHECKING:
-    from torch.nn import Module, Parameter
-    from torch.optim import Optimizer
+    from torch.nn import Parameter
 
-    from dear.communicator import Communicator
     from dear.flat_values import FlatValues
 
 
@@ -69,23 +66,14 @@ class Trackers:
                 buffer.zero_() if saved is None else buffer.copy_(saved[index][part])
 
 
-class GradientTrackingEngine(ReplicaEngine):
+class GradientTrackingEngine(MixingEngine):
     """`y <- W y + g - last g; x <- W x - update(y)`: DIGing (Nedic, Olshevsky and Shi 2017).
 
     Both exchanges start when the model is about to run and are awaited in `step()`.
     """
 
-    def __init__(
-        self,
-        model: Module,
-        optimizer: Optimizer,
-        communicator: Communicator,
-        mixer: Mixer,
-        *,
-        bucket_mb: float,
-    ) -> None:
-        super().__init__(model, optimizer, communicator, bucket_mb)
-        self._mixer = mixer
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
         self._trackers = Trackers(self.flats, [flat.new() for flat in self.flats])
         self._pending: list[tuple[Pending, Pending]] = []
         self._noted: list[int] = []
@@ -116,9 +104,6 @@ class GradientTrackingEngine(ReplicaEngine):
         super().restore(saved)
         self._trackers.restore(None if saved is None else saved["trackers"])
 
-    def release(self) -> None:
-        self._mixer.close()
-
     def _start(self) -> None:
         if self._pending:
             return
@@ -127,8 +112,8 @@ class GradientTrackingEngine(ReplicaEngine):
         self._noted = versions(self.flats)
         self._pending = [
             (
-                self._mixer.start(flat.values, self.steps),
-                self._mixer.start(estimate, self.steps),
+                self.mixer.start(flat.values, self.steps),
+                self.mixer.start(estimate, self.steps),
             )
             for flat, estimate in zip(self.flats, self._trackers.estimates, strict=True)
         ]
@@ -140,16 +125,8 @@ class ExactDiffusionEngine(AtcEngine):
     The mixer is one of W'. Costs two more copies of the parameters.
     """
 
-    def __init__(
-        self,
-        model: Module,
-        optimizer: Optimizer,
-        communicator: Communicator,
-        mixer: Mixer,
-        *,
-        bucket_mb: float,
-    ) -> None:
-        super().__init__(model, optimizer, communicator, mixer, bucket_mb=bucket_mb)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
         self._correction = [flat.new() for flat in self.flats]
         """x - last psi; 0 before the first step."""
         self._started = False
@@ -187,16 +164,8 @@ class PushDigingEngine(AtcEngine):
     share itself out, so sums over the ranks are kept. The message of a group is u, y and v.
     """
 
-    def __init__(
-        self,
-        model: Module,
-        optimizer: Optimizer,
-        communicator: Communicator,
-        mixer: Mixer,
-        *,
-        bucket_mb: float,
-    ) -> None:
-        super().__init__(model, optimizer, communicator, mixer, bucket_mb=bucket_mb)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
         sizes = [flat.values.numel() for flat in self.flats]
         self._messages = [
             flat.values.new_zeros(2 * size + 1)

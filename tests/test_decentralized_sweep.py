@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from common.harness import check
 from tests.test_sweep import Driver
 
 _SWEEP = """
@@ -35,10 +37,10 @@ def test_every_decentralized_algorithm_runs_in_a_sweep_and_is_checked(tmp_path):
     records = driver.records()
     assert [record["status"] for record in records] == ["ok"] * 10, done.stderr
     for record in records:
-        check = record["check"]
-        assert check["matches_reference"], (record["trial"]["algorithm"], check)
-        assert check["replicas_agree"] and check["replica_spread"] > 0
-        assert 0 < check["consensus_distance"] < 0.5
+        found = record["check"]
+        assert found["matches_reference"], (record["trial"]["algorithm"], found)
+        assert found["replicas_agree"] and found["replica_spread"] > 0
+        assert 0 < found["consensus_distance"] < 0.5
         assert record["repeats"][0] and record["bytes"]["sent_per_step"] > 0
     assert "NO" not in done.stdout
     counted = {record["trial"]["algorithm"]: record["statistics"] for record in records}
@@ -48,3 +50,9 @@ def test_every_decentralized_algorithm_runs_in_a_sweep_and_is_checked(tmp_path):
         {"0", "2"},
         {"0", "1"},
     ]
+
+
+def test_a_mean_that_has_not_moved_does_not_pass():
+    start, wanted = {"w": torch.zeros(3)}, {"w": torch.ones(3)}
+    off = check.distance(start, wanted, start, ["w"])
+    assert all(off > tolerance for tolerance in check.MEAN_TOLERANCE.values())

@@ -17,8 +17,9 @@ from dear.communicator import Communicator
 TOLERANCE = {"float32": 0.02, "float64": 1e-6, "bfloat16": 0.2}
 # The same for the mean of replicas that are meant to differ. Their gradients are those of other
 # points, and stale in asynchronous training: this only says that it moved to about where plain
-# training went, rather than not at all. Tests compare the algorithms with their equations.
-MEAN_TOLERANCE = {"decentralized": 0.75, "asynchronous": 1.0}
+# training went, rather than not at all, which is 1. Tests compare the algorithms with their
+# equations.
+MEAN_TOLERANCE = {"decentralized": 0.75, "asynchronous": 0.95}
 # Largest distance of a replica to the mean of all, relative to the norm of the mean.
 CONSENSUS_LIMIT = 1.0
 _PIECE = 1 << 20

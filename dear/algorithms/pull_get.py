@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from dear.algorithm import Algorithm, Capabilities
-from dear.engine import distribute
+from dear.algorithm import Capabilities
+from dear.window_algorithm import WindowAlgorithm, WindowOptions
 from dear.window_engines import PullGetEngine
-from dear.window_options import WindowOptions
-
-if TYPE_CHECKING:
-    from torch.nn import Module
-    from torch.optim import Optimizer
-
-    from dear.communicator import Communicator
 
 
-class PullGet(Algorithm):
+class PullGet(WindowAlgorithm):
     """Averages with what each neighbour shows, read while both passes run.
 
     The pull-get optimizer of BlueFog (Ying et al. 2021, arXiv 2111.04287): every rank shows the
@@ -27,22 +19,10 @@ class PullGet(Algorithm):
     Cost per step and rank: the parameters once from each neighbour.
     """
 
+    engine = PullGetEngine
+
     @dataclass(frozen=True, kw_only=True)
     class Options(WindowOptions):
         """The topology and its timing."""
 
     capabilities = Capabilities(consistency="asynchronous", needs_topology=True)
-
-    def wrap(
-        self, model: Module, optimizer: Optimizer, communicator: Communicator, options: Options
-    ) -> tuple[Module, Optimizer]:
-        engine = PullGetEngine(
-            model,
-            optimizer,
-            communicator,
-            options.graph(communicator),
-            bucket_mb=options.bucket_mb,
-            barrier=options.barrier,
-            every=options.every,
-        )
-        return model, distribute(optimizer, engine)

@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from dear.algorithm import Algorithm, Capabilities
-from dear.engine import distribute
+from dear.algorithm import Capabilities
+from dear.window_algorithm import WindowAlgorithm, WindowOptions
 from dear.window_engines import PushSumEngine
-from dear.window_options import WindowOptions
-
-if TYPE_CHECKING:
-    from torch.nn import Module
-    from torch.optim import Optimizer
-
-    from dear.communicator import Communicator
 
 
-class PushSum(Algorithm):
+class PushSum(WindowAlgorithm):
     """Stochastic gradient push (Assran, Loizou, Ballas and Rabbat, ICML 2019, arXiv 1811.10792).
 
     Ranks share their parameters out, together with a weight p that undoes what uneven graphs and
@@ -29,22 +21,10 @@ class PushSum(Algorithm):
     Cost per step and rank: the parameters at most once to each neighbour; one more copy in memory.
     """
 
+    engine = PushSumEngine
+
     @dataclass(frozen=True, kw_only=True)
     class Options(WindowOptions):
         """The topology, of which only the edges count, and its timing."""
 
     capabilities = Capabilities(consistency="asynchronous", needs_topology=True)
-
-    def wrap(
-        self, model: Module, optimizer: Optimizer, communicator: Communicator, options: Options
-    ) -> tuple[Module, Optimizer]:
-        engine = PushSumEngine(
-            model,
-            optimizer,
-            communicator,
-            options.graph(communicator),
-            bucket_mb=options.bucket_mb,
-            barrier=options.barrier,
-            every=options.every,
-        )
-        return model, distribute(optimizer, engine)

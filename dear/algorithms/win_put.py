@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from dear.algorithm import Algorithm, Capabilities
-from dear.engine import distribute
+from dear.algorithm import Capabilities
+from dear.window_algorithm import WindowAlgorithm, WindowOptions
 from dear.window_engines import WinPutEngine
-from dear.window_options import WindowOptions
-
-if TYPE_CHECKING:
-    from torch.nn import Module
-    from torch.optim import Optimizer
-
-    from dear.communicator import Communicator
 
 
-class WinPut(Algorithm):
+class WinPut(WindowAlgorithm):
     """Averages with the latest parameters that each neighbour has put; waits for nobody.
 
     The win-put optimizer of BlueFog (Ying et al. 2021, arXiv 2111.04287): asynchronous
@@ -29,22 +21,10 @@ class WinPut(Algorithm):
     Cost per step and rank: the parameters at most once to each neighbour.
     """
 
+    engine = WinPutEngine
+
     @dataclass(frozen=True, kw_only=True)
     class Options(WindowOptions):
         """The topology and its timing."""
 
     capabilities = Capabilities(consistency="asynchronous", needs_topology=True)
-
-    def wrap(
-        self, model: Module, optimizer: Optimizer, communicator: Communicator, options: Options
-    ) -> tuple[Module, Optimizer]:
-        engine = WinPutEngine(
-            model,
-            optimizer,
-            communicator,
-            options.graph(communicator),
-            bucket_mb=options.bucket_mb,
-            barrier=options.barrier,
-            every=options.every,
-        )
-        return model, distribute(optimizer, engine)

@@ -1,0 +1,57 @@
+"""What the algorithms that exchange through one-sided windows have in common."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from dear.algorithm import Algorithm
+from dear.engine import distribute
+from dear.graph_options import GraphOptions
+from dear.options import at_least, option_of
+from dear.window_engines import WindowEngine
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+    from torch.optim import Optimizer
+
+    from dear.communicator import Communicator
+
+
+@dataclass(frozen=True, kw_only=True)
+class WindowOptions(GraphOptions):
+    """The topology, and how asynchronous it is."""
+
+    barrier: bool = False
+    """Waits for all ranks in each step that exchanges, so that results do not depend on timing; for
+    comparisons."""
+    every: int = 1
+    """Exchanges in each so many steps only, the last of them."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(option_of(self, "every"), self.every, 1)
+
+
+class WindowAlgorithm(Algorithm):
+    """Base: trains with `engine`."""
+
+    engine: ClassVar[type[WindowEngine]]
+
+    def wrap(
+        self,
+        model: Module,
+        optimizer: Optimizer,
+        communicator: Communicator,
+        options: WindowOptions,
+    ) -> tuple[Module, Optimizer]:
+        engine = self.engine(
+            model,
+            optimizer,
+            communicator,
+            options.graph(communicator),
+            bucket_mb=options.bucket_mb,
+            barrier=options.barrier,
+            every=options.every,
+        )
+        return model, distribute(optimizer, engine)

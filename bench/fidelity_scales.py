@@ -40,6 +40,12 @@ class Case:
         """How much longer a step is at k than at 2k."""
         return 100 * (statistics.median(self.at_k_s) / statistics.median(self.at_2k_s) - 1)
 
+    @property
+    def ratio(self) -> Ratio:
+        """At k over at 2k, of the rounds that have both; either may come first in a round."""
+        rounds = min(len(self.at_k_s), len(self.at_2k_s))
+        return Ratio.of(self.at_k_s[:rounds], self.at_2k_s[:rounds])
+
 
 class SweepError(Exception):
     """A sweep gave no step times; the message is one line."""
@@ -92,7 +98,7 @@ def table(cases: list[Case]) -> str:
             str(len(case.at_2k_s)),
             f"{digits(statistics.median(case.at_k_s), 4)} s",
             f"{digits(statistics.median(case.at_2k_s), 4)} s",
-            Ratio.of(case.at_k_s[: len(case.at_2k_s)], case.at_2k_s).spread(),
+            case.ratio.spread(),
             f"{case.off_percent:+.2f} %",
             verdict(case.off_percent, BAR_PERCENT),
         ]

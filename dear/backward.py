@@ -16,6 +16,16 @@ if TYPE_CHECKING:
     from dear.communicator import Communicator
 
 
+class _Slot:
+    """A parameter's unit, and the last pass in which its gradient arrived."""
+
+    __slots__ = ("seen", "unit")
+
+    def __init__(self, unit: int) -> None:
+        self.unit = unit
+        self.seen = 0
+
+
 class BackwardSchedule:
     """Calls `launch(unit)` as units of parameters get their gradients, `finish()` after the pass.
 
@@ -57,12 +67,13 @@ class BackwardSchedule:
         """Units as they are launched, on all ranks."""
         self._learnt = not learn
         self._in_pass = False
+        self._number = 0
         self._paused = False
         self.passed = False
         """True if a pass has ended since `restart`."""
         self.unsent = False
         """True if gradients have been added under `paused` since the last pass."""
-        hooks.on_gradient(self._unit_of, self._on_gradient)
+        hooks.on_gradient(self._slots, self._on_gradient)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -99,13 +110,13 @@ class BackwardSchedule:
 
     def _set_units(self, units: Sequence[Sequence[Parameter]]) -> None:
         self._units = units
-        self._unit_of = {param: i for i, unit in enumerate(units) for param in unit}
+        self._slots = {param: _Slot(i) for i, unit in enumerate(units) for param in unit}
 
     def _begin(self) -> None:
         self._in_pass = True
         self.unsent = False
         self._next = 0
-        self._seen: set[Parameter] = set()
+        self._number += 1
         self._missing = [len(unit) for unit in self._units]
         self._completed: list[int] = []
 
@@ -123,15 +134,16 @@ class BackwardSchedule:
         if not self._in_pass:
             self._begin()
             at_end_of_backward(self._end)
-        if param in self._seen:
+        slot = self._slots[param]
+        if slot.seen == self._number:
             self._in_pass = False
             raise UserError(
                 f"a parameter of shape {tuple(param.shape)} got its gradient twice in one backward "
                 "pass (reentrant checkpointing?); use torch.utils.checkpoint with "
                 "use_reentrant=False"
             )
-        self._seen.add(param)
-        unit = self._unit_of[param]
+        slot.seen = self._number
+        unit = slot.unit
         self._missing[unit] -= 1
         if self._missing[unit] == 0:
             self._completed.append(unit)

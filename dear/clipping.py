@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
+from dear.decoupled import AllReduced
 from dear.lazy import torch
 
 if TYPE_CHECKING:
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
 
     from dear.communicator import Communicator
     from dear.dear_groups import Groups
+    from dear.decoupled import Decoupled
 
 
 def clip_shards(
@@ -33,9 +35,9 @@ def clip_shards(
     update: Any = groups.update
     mine = [
         segment.gradient
-        for segments in update.update.segments
+        for part, segments in zip(groups.parts, update.update.segments, strict=True)
         for segment in segments
-        if segment.param not in unused
+        if segment.param not in unused and _counts(part, communicator)
     ]
     device = groups.parts[0].shard.device
     norms = [torch.linalg.vector_norm(gradient, norm_type).to(device) for gradient in mine]
@@ -52,3 +54,8 @@ def clip_shards(
     for part in groups.parts:
         part.shard.mul_(scale.to(part.shard.device, part.shard.real.dtype))
     return total.to(groups.parts[0].shard.real.dtype)
+
+
+def _counts(part: Decoupled, communicator: Communicator) -> bool:
+    # What all ranks have is counted by one of them.
+    return communicator.rank == 0 or not isinstance(part, AllReduced)

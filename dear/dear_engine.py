@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from dear.backward import BackwardSchedule
 from dear.clipping import clip_shards
 from dear.dear_layout import Layout
+from dear.decoupled import AllReduced
 from dear.engine import Engine
 from dear.errors import UserError
 from dear.grad_scaling import GradScaling
@@ -51,6 +52,7 @@ class DearEngine(Engine):
         self._scaling = GradScaling(optimizer)
         self._usage = Usage(params, communicator)
         self._pending: set[int] = set()
+        self._watched: set[Module] = set()
         self._averaged = False
         self._first = Unchanged(params)
         self._schedule = BackwardSchedule(
@@ -199,9 +201,9 @@ class DearEngine(Engine):
         if not self._layout.made:
             return
         self._averaged = False
-        if index == self._layout.arrival[-1]:
-            self._usage.start()
         part = self._groups.parts[index]
+        if index == self._layout.arrival[-1]:
+            self._usage.start(part if isinstance(part, AllReduced) else None)
         part.group.note()
         part.start_reduce()
 
@@ -231,12 +233,20 @@ class DearEngine(Engine):
         self._first = Unchanged(())  # it holds the gradients, which move
         self._layout.make()
         self._schedule.regroup(self._layout.members, self._layout.arrival)
-        self.hooks.before_forward(self._readers.modules(), self._before_forward)
+        self._watch_forwards()
 
     def _remake(self) -> None:
         self.settle()
         self._layout.remake()
         self._schedule.regroup(self._layout.members, self._layout.arrival)
+        self._watch_forwards()
+
+    def _watch_forwards(self) -> None:
+        """Modules wait where a group has something to do after `step()`."""
+        modules = self._readers.modules() if self._groups.lasting else [self.model]
+        new = [module for module in modules if module not in self._watched]
+        self._watched.update(new)
+        self.hooks.before_forward(new, self._before_forward)
 
 
 def _of_parameters(optimizer: Any) -> dict[Any, Any]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from dear import sharded_state
 from dear.dear_replicated import Replicated
 from dear.dear_updates import Sharded, Update
-from dear.decoupled import Decoupled, ReduceBroadcast, ScatterGather
+from dear.decoupled import AllReduced, Decoupled, ReduceBroadcast, ScatterGather
 from dear.flat import FlatGroup, flatten
 from dear.gathered import Gathered
 from dear.lazy import torch
@@ -34,8 +34,15 @@ class Manner:
     payloads: CompressedOptions | None = None
     """How gradients are made into payloads that are gathered; None: they are reduced as they are.
     Goes with replicated updates and without the other manners."""
+    small_bytes: float = 0
+    """Groups up to this size are all-reduced in the first half; not with the manners below."""
     skip_reduce: bool = False
     skip_gather: bool = False
+
+    @property
+    def halves(self) -> bool:
+        """Every group must be communicated in two halves."""
+        return self.broadcast or self.skip_reduce or self.skip_gather
 
 
 class Groups:
@@ -50,16 +57,27 @@ class Groups:
         self.parts: list[Decoupled] = []
         self.update: Update
 
-    def lay_out(self, members: Sequence[Sequence[Parameter]]) -> None:
+    @property
+    def lasting(self) -> bool:
+        """True if a group's second half or update may go on when `step()` has returned."""
+        return not self.sharded or not all(isinstance(part, AllReduced) for part in self.parts)
+
+    def lay_out(self, members: Sequence[Sequence[Parameter]], last: int) -> None:
         """Puts parameters and gradients into these groups; nothing may be in flight.
 
         A collective call if there are groups already: their state moves.
+
+        Args:
+            last: the group that is complete last; if it is all-reduced, it has room for a mark per
+                parameter of all groups.
         """
         for part in self.parts:
             part.finish_reduce()  # of a pass that no step followed
         before = self.parts, getattr(self, "update", None)
         flat = flatten(members, self._communicator, values=self._manner.sharded)
-        self.parts = [self._part(group, index) for index, group in enumerate(flat)]
+        marks = [0] * len(flat)
+        marks[last] = sum(len(group.params) for group in flat)
+        self.parts = [self._part(group, i, marks[i]) for i, group in enumerate(flat)]
         self._move_kept(before[0])
         kind = Sharded if self._manner.sharded else Replicated
         self.update = kind(
@@ -75,7 +93,7 @@ class Groups:
             else:
                 self.shard_state()
 
-    def _part(self, group: FlatGroup, index: int) -> Decoupled:
+    def _part(self, group: FlatGroup, index: int, marks: int) -> Decoupled:
         if self._manner.payloads is not None and self._communicator.size > 1:
             return Gathered(group, self._communicator, self._manner.payloads)
         options = {
@@ -85,6 +103,9 @@ class Groups:
         if self._manner.broadcast:
             owner = index % self._communicator.size
             return ReduceBroadcast(group, self._communicator, owner=owner, **options)
+        small = 0 < group.gradients.nbytes <= self._manner.small_bytes
+        if small and not self._manner.halves and self._communicator.size > 1:
+            return AllReduced(group, self._communicator, marks=marks, **options)
         return ScatterGather(group, self._communicator, **options)
 
     def shard_state(self) -> None:

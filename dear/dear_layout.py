@@ -63,9 +63,9 @@ class Layout:
     def remake(self) -> None:
         """Lays everything out anew where parameters are now; nothing may be in flight."""
         members = group(self._model, self._params, self._order, self._regrouping.fusion())
-        self.groups.lay_out(members)
         self.members = members
         self.arrival = launch_order(members, self._params, self._order)
+        self.groups.lay_out(members, self.arrival[-1])
         self.readers.set_groups(members)
         self._views = {
             param: view

@@ -87,18 +87,23 @@ class FlatGroup:
 
         `module.to(...)` moves parameters and gradients by giving the same objects other memory.
         """
-        moved = [view.data_ptr() for view in self.gradient_views] != self._gradient_pointers
-        kind = self.gradients.dtype, self.gradients.device
-        if moved or any((param.dtype, param.device) != kind for param in self.params):
+        if [view.data_ptr() for view in self.gradient_views] != self._gradient_pointers:
             return False
+        if self.values is None:
+            return all(self._same_kind(param) for param in self.params)
         for param, pointer, view in self._places:
             if param.data_ptr() != pointer:
+                if not self._same_kind(param):
+                    return False
                 if (param.shape, param.stride()) != (view.shape, view.stride()):
                     return False
                 with torch.no_grad():
                     view.copy_(param)
                 param.data = view
         return True
+
+    def _same_kind(self, param: Parameter) -> bool:
+        return param.dtype == self.gradients.dtype and param.device == self.gradients.device
 
     def touched(self) -> None:
         """Tells autograd that the values have changed, as an optimizer's update would."""
@@ -120,7 +125,7 @@ def adopt(param: Parameter, view: torch.Tensor) -> None:
     """Makes `view` the gradient of `param`, with the values of the one it has."""
     gradient = param.grad
     if gradient is not view:
-        view.copy_(gradient.detach())
+        view.copy_(gradient.detach() if gradient.requires_grad else gradient)
         param.grad = view
 
 

@@ -10,7 +10,7 @@ from dear.lazy import torch
 if TYPE_CHECKING:
     from torch.nn import Module, Parameter
 
-MIB = 2**20
+KIB, MIB = 2**10, 2**20
 
 
 def by_threshold(sizes: Sequence[float], threshold: float) -> list[list[int]]:

@@ -10,8 +10,11 @@ from collections.abc import Callable
 from multiprocessing.connection import wait
 from typing import Any
 
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "dear.optimizer"])
+CONTEXT = multiprocessing.get_context("forkserver")
+"""Starts processes that have the slow imports behind them; the first optimizer takes dynamo."""
+CONTEXT.set_forkserver_preload(
+    ["torch", "torch.distributed", "torch._dynamo", "dear.optimizer", "dear.communicator"]
+)
 
 
 class RankError(AssertionError):
@@ -36,7 +39,7 @@ class RankPool:
         self._pipes = []
         self._processes = []
         for rank in range(world_size):
-            ours, theirs = _CONTEXT.Pipe()
+            ours, theirs = CONTEXT.Pipe()
             environment = {
                 **(environments[rank] if environments else {}),
                 "RANK": str(rank),
@@ -44,7 +47,7 @@ class RankPool:
                 "DEAR_STORE": f"{self._folder.name}/store",
             }
             args = (environment, backend, timeout_s, theirs)
-            process = _CONTEXT.Process(target=_serve, args=args, daemon=True)
+            process = CONTEXT.Process(target=_serve, args=args, daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(ours)

@@ -46,9 +46,9 @@ def _clipped(
 
 @pytest.mark.parametrize("branches", [False, True], ids=["all used", "some unused"])
 @pytest.mark.parametrize("kind", [1.0, 2.0, 3.5, math.inf])
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_clipping_equals_serial_and_returns_the_norm(world, world_size, kind, branches):
-    options = {"threshold_mb": 0.0002}
+@pytest.mark.parametrize(("world_size", "small_kb"), [(1, 0), (3, 0), (3, 0.1), (3, 8)])
+def test_clipping_equals_serial_and_returns_the_norm(world, world_size, small_kb, kind, branches):
+    options = {"threshold_mb": 0.0002, "small_kb": small_kb}
     for far, off in world(world_size).run(_clipped, "dear", 0.05, kind, branches, options):
         assert far < 1e-5
         assert off < 1e-5

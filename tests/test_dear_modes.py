@@ -29,6 +29,13 @@ _UPDATES: list[dict[str, Any]] = [
     {"update": "replicated", "decouple": "reduce_broadcast"},
 ]
 _MODES = [fusion | update for fusion, update in itertools.product(_FUSIONS, _UPDATES)]
+# All groups small, and some.
+_SMALL: list[dict[str, Any]] = [
+    {"fusion": fusion, "small_kb": kb, "update": update}
+    for fusion, kb, update in itertools.product(
+        ("threshold", "none"), (0.3, 8), ("sharded", "replicated")
+    )
+]
 _LOOPS: list[dict[str, Any]] = [
     {},
     {"micro_steps": 2},
@@ -41,7 +48,7 @@ _LOOPS: list[dict[str, Any]] = [
 def _train(options: dict[str, Any], kind: str, loop: dict[str, Any]) -> float:
     model = awkward.make_model()
     optimizer = awkward.make_optimizer(kind, model)
-    optimizer = dear.DistributedOptimizer(optimizer, model, **options)
+    optimizer = dear.DistributedOptimizer(optimizer, model, **{"small_kb": 0} | options)
     states = awkward.train(model, optimizer, dear.rank(), dear.size(), **loop)
     optimizer.close()
     wanted = awkward.serial(kind, dear.size(), loop.get("micro_steps", 1))
@@ -54,6 +61,15 @@ def test_every_mode_equals_serial_training(world, world_size, mode):
     number = _MODES.index(mode)
     kind = ("sgd", "adamw")[number % 2]
     assert max(world(world_size).run(_train, mode, kind, {})) < 1e-5
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("mode", _SMALL, ids=lambda mode: "-".join(map(str, mode.values())))
+def test_small_groups_equal_serial_training(world, world_size, mode):
+    number = _SMALL.index(mode)
+    kind = ("adamw", "sgd")[number % 2]
+    loop = _LOOPS[number % len(_LOOPS)]
+    assert max(world(world_size).run(_train, mode, kind, loop)) < 1e-5
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -169,6 +185,7 @@ def _refused(options: dict[str, Any], whole: bool) -> str:
         ({"first_mb": 0}, False, "'first_mb' must be greater than 0"),
         ({"nearby_layers": 0}, False, "'nearby_layers' must not be 0"),
         ({"cycle_time_ms": 0}, False, "'cycle_time_ms' must be greater than 0"),
+        ({"small_kb": -1}, False, "'small_kb' must be at least 0"),
         ({"fusion": "none", "threshold_mb": 8.0}, False, "goes with fusion=threshold or tuned"),
         ({"nearby_layers": 2}, False, "goes with fusion=nearby_layers"),
         ({"cycle_time_ms": 2.0}, False, "goes with fusion=wait_time"),

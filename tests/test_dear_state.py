@@ -14,7 +14,12 @@ from tests.awkward import error
 from tests.test_dear_modes import make_optimizer
 from tests.test_optimizer import everybody, make_model, mine, steps, wrap
 
-_OPTIONS = [{"threshold_mb": 0.0002}, {"fusion": "none", "decouple": "reduce_broadcast"}, {}]
+_OPTIONS = [
+    {"threshold_mb": 0.0002},
+    {"fusion": "none", "decouple": "reduce_broadcast"},
+    {"fusion": "none", "small_kb": 0.1},
+    {},
+]
 
 
 def _saved(name: str, options: dict[str, Any], total: int) -> bytes:

@@ -45,6 +45,14 @@ def test_scales_are_compared_by_their_medians():
     assert "ddp" in fidelity_scales.table([case])
 
 
+@pytest.mark.parametrize("ended", ["at_k_s", "at_2k_s"])
+def test_a_round_that_ended_early_is_left_out_of_the_spread(ended):
+    times = {"at_k_s": [1.0, 1.0], "at_2k_s": [2.0, 2.0]}
+    times[ended].pop()
+    case = fidelity_scales.Case(algorithm="ddp", **times)
+    assert "(0.50..0.50, 1 rounds)" in fidelity_scales.table([case])
+
+
 def test_both_scales_run_the_same_trial():
     args = argparse.Namespace(
         algorithms=["ddp"], model="m@d", batch_size=8, hosts=4, network="10gbe", steps=3

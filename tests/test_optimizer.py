@@ -82,6 +82,8 @@ def wrap(
         options["find_unused_parameters"] = True
     if algorithm == "mgs":  # which keeps most of a gradient back by default
         options.setdefault("density", 1.0)
+    if algorithm == "dear":  # whose two halves tiny models would not show
+        options.setdefault("small_kb", 0)
     return dear.DistributedOptimizer(optimizer, model, algorithm=algorithm, **options)
 
 

@@ -12,8 +12,8 @@ from dear.dear_engine import DearEngine
 from dear.dear_groups import Manner
 from dear.engine import distribute, refuse_lbfgs, trained_parameters
 from dear.errors import UserError
-from dear.fusion import MIB
-from dear.options import only_with, positive
+from dear.fusion import KIB, MIB
+from dear.options import at_least, only_with, positive
 from dear.regrouping import WATCHED_STEPS, ByWaitTime, Regrouping, tuned, tuning_steps
 from dear.run_order import Fusion
 from dear.sharding import element_wise
@@ -35,7 +35,8 @@ class Dear(Algorithm):
     `step()`; between `backward()` and `step()` `p.grad` is still this rank's own gradient.
     Bytes move: reduce-scatter in the backward pass, all-gather from `step()` into the next forward.
     Cost per step and rank: one reduce-scatter and one all-gather per group, together 2 (P-1)/P of
-    the model's bytes, as many as an all-reduce; one all-reduce of a byte per parameter.
+    the model's bytes, as many as an all-reduce (which groups of a few KB take instead); one
+    all-reduce of a byte per parameter.
 
     Beyond the paper: groups follow the order in which gradients arrive and layers run, as the first
     step shows; and between the halves each rank updates only what it owns, so that the second half
@@ -63,6 +64,10 @@ class Dear(Algorithm):
         first_mb: float | None = 1.0
         """Groups at both ends of the model, whose transfers nothing hides, begin at this size and
         grow inwards, in MB of 2^20 bytes; null: none is smaller than the others."""
+        small_kb: float = 8.0
+        """Groups up to this size, in KB of 2^10 bytes, whose cost is that of a message whatever its
+        size, are all-reduced in the first half, and have no second; 0: every group has two halves,
+        as it always has with reduce_broadcast and exclude_parts."""
         nearby_layers: int = 4
         """Layers per group with fusion=nearby_layers; negative: all in one."""
         cycle_time_ms: float = 5.0
@@ -83,6 +88,7 @@ class Dear(Algorithm):
             positive("option of dear 'threshold_mb'", self.threshold_mb)
             if self.first_mb is not None:
                 positive("option of dear 'first_mb'", self.first_mb)
+            at_least("option of dear 'small_kb'", self.small_kb, 0)
             positive("option of dear 'cycle_time_ms'", self.cycle_time_ms)
             if self.nearby_layers == 0:
                 raise UserError("option of dear 'nearby_layers' must not be 0")
@@ -131,6 +137,7 @@ class Dear(Algorithm):
             broadcast=options.decouple == "reduce_broadcast",
             wire=wire_name(options.compression),
             payloads=options if options.gathers else None,
+            small_bytes=options.small_kb * KIB,
             skip_reduce="reducescatter" in options.exclude_parts,
             skip_gather="allgather" in options.exclude_parts,
         )

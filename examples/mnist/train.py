@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -72,7 +73,8 @@ def accuracy(model: nn.Module, test: Dataset, device: torch.device) -> float:
     return right / seen
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Trains and prints; `arguments` are the command line's by default."""
     parser = argparse.ArgumentParser(description="MNIST with a data-parallel algorithm")
     parser.add_argument("--algorithm", default="dear", help="a name of `benchmarks.py list`")
     parser.add_argument("--data-dir", type=Path, help="folder with MNIST's IDX files")
@@ -81,7 +83,7 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=0.03)
     parser.add_argument("--momentum", type=float, default=0.9)
     parser.add_argument("--seed", type=int, default=1)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
 
     dear.init()  # dear
     gpu = torch.cuda.is_available()

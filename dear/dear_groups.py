@@ -35,7 +35,7 @@ class Manner:
     """How gradients are made into payloads that are gathered; None: they are reduced as they are.
     Goes with replicated updates and without the other manners."""
     small_bytes: float = 0
-    """Groups up to this size are all-reduced in the first half; not with the manners below."""
+    """Groups up to this size are all-reduced in the first half, unless `halves` says otherwise."""
     skip_reduce: bool = False
     skip_gather: bool = False
 

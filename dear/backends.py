@@ -61,5 +61,9 @@ def shown(backend: str) -> str:
 def _imported(module: str) -> ModuleType:
     try:
         return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != "comm_core":
+            raise Unavailable(str(error)) from None
+        raise Unavailable("the comm core is not installed: build it with `make core`") from None
     except ImportError as error:
         raise Unavailable(str(error)) from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 
 import pytest
 import torch
@@ -68,6 +69,12 @@ def test_gloo_where_the_comm_core_is_not_built_and_rank_0_says_so(
         assert not caplog.records
         assert default_backend(_facts(local_world_size)) == "gloo"
     assert "using gloo: the comm core is not built" in caplog.text
+
+
+def test_a_missing_comm_core_names_the_command_that_builds_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "comm_core", None)
+    with pytest.raises(Unavailable, match="make core"):
+        dear.backends.prepare("comm_core")
 
 
 def test_nccl_needs_no_comm_core(machine):

@@ -251,13 +251,17 @@ def test_an_unavailable_algorithm_is_recorded_with_its_reason(driver, tmp_path):
         "u.find_spec = lambda name, *a: None if name == 'horovod' else find(name, *a)\n"
     )
     flags = ["--set", "algorithms=[horovod, ddp]", "--set", "measure.repeats=1", "-k", "n=2"]
-    done = subprocess.run(
-        driver.command(*flags),
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=60,
+    nothing, done = (
+        subprocess.run(
+            driver.command(*flags, *some),
+            env={**os.environ, "PYTHONPATH": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        for some in (["-k", "horovod"], [])
     )
+    assert nothing.returncode == 1  # nothing was measured
     assert done.returncode == 0  # not a failure, but said
     by_name = {record["trial"]["algorithm"]: record for record in driver.records()}
     assert by_name["horovod"]["status"] == "unsupported"

@@ -15,13 +15,11 @@ import numpy as np
 import pytest
 
 import dear
+from common.models.digits import load_digits, load_mnist, read_idx
 from dear.algorithm import algorithm_class, algorithm_names
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "examples" / "mnist" / "train.py"
-sys.path.insert(0, str(SCRIPT.parent))
-
-from idx import load_digits, load_mnist, read_idx  # noqa: E402
 
 
 def mnist_folder() -> Path:

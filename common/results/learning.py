@@ -1,0 +1,289 @@
+"""Trials that train for a time, as rows: how soon and how well they learn, and at what pace."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from common.emulation.config import Fault
+from common.results.records import Record
+from common.results.tables import markdown_lines, significant
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearnRow:
+    """One trial; medians over its repeats, None where there is nothing to say."""
+
+    model: str
+    batch_size: int
+    world_size: int
+    network: str | None = None
+    fault: str | None = None
+    algorithm: str
+    status: str
+    budget_s: float
+    target: float | None = None
+    """The accuracy that was to be reached."""
+    to_target_s: float | None = None
+    """None if half of the repeats or more did not reach it."""
+    steps_to_target: float | None = None
+    """Of one rank, the mean of all."""
+    accuracy: float | None = None
+    """Of the mean model at the end, as the next five."""
+    accuracy_min: float | None = None
+    """Of the rank whose own model is worst."""
+    accuracy_max: float | None = None
+    loss: float | None = None
+    consensus_distance: float | None = None
+    samples_per_s: float | None = None
+    unit: str | None = None
+    steps_per_s: float | None = None
+    """Of the slowest rank that no fault has slowed."""
+    slowed_steps_per_s: float | None = None
+    """Of the slowest rank on the host that a fault has slowed."""
+    kept: float | None = None
+    """`steps_per_s` over that of the same trial without the fault."""
+    staleness_mean: float | None = None
+    """Steps that what neighbours had sent was behind, over all neighbours of all ranks."""
+    staleness_max: float | None = None
+    lost_ranks: str | None = None
+    """Ranks that were killed while the others went on."""
+    repeats: int | None = None
+    reason: str | None = None
+    """Why there is no number, or why to doubt it."""
+
+
+def is_learning(records: Iterable[Record]) -> bool:
+    """Whether these are records of trials that train for a time."""
+    return any(record["trial"].get("learn") for record in records)
+
+
+def rows(records: Iterable[Record]) -> list[LearnRow]:
+    """One row per record."""
+    records = list(records)
+    return [_row(record, records) for record in records]
+
+
+def slowed_ranks(trial: dict[str, Any]) -> list[int]:
+    """The ranks on the host that a fault slows."""
+    fault = trial.get("fault") or {}
+    if fault.get("kind") != "slow_host":
+        return []
+    per_host = trial["ranks_per_host"]
+    first = fault["host"] * per_host
+    return list(range(first, min(first + per_host, trial["world_size"])))
+
+
+def fault_title(trial: dict[str, Any]) -> str | None:
+    """What was done to the cluster, in a few words; None for nothing."""
+    return Fault(**trial["fault"]).title if trial.get("fault") else None
+
+
+def _row(record: Record, records: Sequence[Record]) -> LearnRow:
+    trial = record["trial"]
+    learn = trial["learn"]
+    known: dict[str, Any] = {
+        "model": trial["model"],
+        "batch_size": trial["batch_size"],
+        "world_size": trial["world_size"],
+        "network": trial.get("network"),
+        "fault": fault_title(trial),
+        "algorithm": trial["label"],
+        "status": record["status"],
+        "budget_s": learn["budget_s"],
+        "target": learn["target_accuracy"],
+    }
+    if record["status"] != "ok":
+        return LearnRow(**known, reason=(record["error"] or {}).get("message"))
+    repeats = record["learning"]
+    last = [repeat["evaluations"][-1] for repeat in repeats]
+    for key in ("accuracy", "accuracy_min", "accuracy_max", "loss", "consensus_distance"):
+        known[key] = _median(one.get(key) for one in last)
+    reached = [repeat["to_target"] or {} for repeat in repeats]
+    slowed = slowed_ranks(trial)
+    stale = list(staleness(record))
+    lost = sorted({rank for repeat in repeats for rank in _lost(repeat)})
+    rate = unslowed_rate(record)
+    known |= {
+        "to_target_s": _median(one.get("seconds", math.inf) for one in reached),
+        "steps_to_target": _median(one.get("steps", math.inf) for one in reached),
+        "samples_per_s": record["throughput"]["value"],
+        "unit": record["throughput"]["unit"],
+        "steps_per_s": rate,
+        "slowed_steps_per_s": _rate(record, lambda rank: rank in slowed),
+        "staleness_mean": _median([sum(v) / len(v)] if (v := [m for m, _ in stale]) else []),
+        "staleness_max": max((most for _, most in stale), default=None),
+        "lost_ranks": ", ".join(map(str, lost)) or None,
+        "repeats": len(repeats),
+        "reason": "; ".join(record["notes"]) or None,
+    }
+    calm = _undisturbed(record, records)
+    if calm is not None and rate is not None:
+        before = _rate(calm, lambda rank: rank not in slowed and rank not in lost)
+        known["kept"] = rate / before if before else None
+    return LearnRow(**known)
+
+
+def unslowed_rate(record: Record) -> float | None:
+    """Steps per second of the slowest rank that no fault has slowed or killed."""
+    slowed = slowed_ranks(record["trial"])
+    return _rate(record, lambda rank: rank not in slowed)
+
+
+def _rate(record: Record, wanted: Callable[[int], bool]) -> float | None:
+    """Of the slowest of the ranks that are `wanted`, in the median repeat."""
+    rates = [
+        min(
+            (
+                pace["steps"] / pace["elapsed_s"]
+                for rank, pace in enumerate(repeat["ranks"])
+                if pace is not None and wanted(rank)
+            ),
+            default=None,
+        )
+        for repeat in record["learning"]
+    ]
+    return _median(rates)
+
+
+def _lost(repeat: dict[str, Any]) -> Iterator[int]:
+    yield from (rank for rank, pace in enumerate(repeat["ranks"]) if pace is None)
+
+
+def staleness(record: Record) -> Iterator[tuple[float, float]]:
+    """Mean and most, per rank and neighbour, as far as the algorithm counts them.
+
+    `asyncddp` counts in steps that a neighbour's values are behind; the window algorithms say only
+    how long nothing has come, which is no mean.
+    """
+    for rank in record.get("statistics") or ():
+        for age in ((rank or {}).get("staleness") or {}).values():
+            if isinstance(age, dict) and age["mean"] is not None:
+                yield age["mean"], age["max"]
+
+
+def _undisturbed(record: Record, records: Sequence[Record]) -> Record | None:
+    if not record["trial"].get("fault"):
+        return None
+    for other in records:
+        same = {**other["trial"], "fault": None} == {**record["trial"], "fault": None}
+        if same and other["status"] == "ok" and not other["trial"].get("fault"):
+            return other
+    return None
+
+
+def _median(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    if not known:
+        return None
+    median = statistics.median_high(known)
+    return median if math.isfinite(median) else None
+
+
+HEADINGS = (
+    "model",
+    "batch",
+    "workers",
+    "network",
+    "fault",
+    "algorithm",
+    "to target",
+    "steps to target",
+    "accuracy",
+    "of single ranks",
+    "loss",
+    "throughput",
+    "steps/s",
+    "on the slow host",
+    "kept",
+    "consensus",
+    "staleness",
+    "lost",
+    "notes",
+)
+"""Terminals and Markdown leave out columns without anything in them."""
+NUMERIC = ("batch", "workers", *HEADINGS[6:17])
+
+
+def cells(row: LearnRow) -> list[str]:
+    """The row as text, in the order of `HEADINGS`."""
+    name = [row.model, str(row.batch_size), str(row.world_size)]
+    name += [row.network or "", row.fault or "", row.algorithm]
+    if row.status != "ok":
+        return [*name, row.status, *[""] * (len(HEADINGS) - len(name) - 2), _plain(row.reason)]
+    target = ""
+    if row.target is not None:
+        target = "not reached" if row.to_target_s is None else f"{row.to_target_s:.1f} s"
+    spread = ""
+    if row.accuracy is not None and row.accuracy_min != row.accuracy_max:
+        spread = f"{row.accuracy_min:.2%}-{row.accuracy_max:.2%}"
+    stale = ""
+    if row.staleness_mean is not None:
+        stale = f"{row.staleness_mean:.1f}, max {row.staleness_max:g}"
+    return [
+        *name,
+        target,
+        "" if row.steps_to_target is None else f"{row.steps_to_target:.0f}",
+        "" if row.accuracy is None else f"{row.accuracy:.2%}",
+        spread,
+        significant(row.loss),
+        f"{significant(row.samples_per_s)} {row.unit}",
+        significant(row.steps_per_s),
+        significant(row.slowed_steps_per_s),
+        "" if row.kept is None else f"{row.kept:.2f}",
+        "" if not row.consensus_distance else f"{row.consensus_distance:.1e}",
+        stale,
+        row.lost_ranks or "",
+        _plain(row.reason),
+    ]
+
+
+def _plain(text: str | None) -> str:
+    return " ".join((text or "").split())
+
+
+def markdown(table: Sequence[LearnRow]) -> str:
+    """For a README or a pull request."""
+    body = [cells(row) for row in table]
+    used = [i for i in range(len(HEADINGS)) if any(line[i] for line in body)]
+    titles = [HEADINGS[i] for i in used]
+    return markdown_lines(titles, [[line[i] for i in used] for line in body], NUMERIC)
+
+
+def csv_text(table: Sequence[LearnRow]) -> str:
+    """All fields of all rows, full precision; None is empty."""
+    out = io.StringIO()
+    writer = csv.DictWriter(out, list(LearnRow.__dataclass_fields__), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(asdict(row) for row in table)
+    return out.getvalue()
+
+
+def summary(table: Sequence[LearnRow]) -> list[str]:
+    """Which algorithm is first at the target, in a sentence per model, world and fault."""
+    lines = []
+    places = dict.fromkeys(_place(row) for row in table)
+    for place in places:
+        rivals = [row for row in table if _place(row) == place and row.status == "ok"]
+        there = [row for row in rivals if row.to_target_s is not None]
+        if len(rivals) < 2 or rivals[0].target is None:
+            continue
+        where = "".join(f", {name}" for name in place[3:] if name)
+        text = f"{place[0]}, {place[2]} workers{where}: "
+        if there:
+            first = min(there, key=lambda row: row.to_target_s or 0.0)
+            text += f"{first.algorithm} is the first at {first.target:.0%}, after "
+            text += f"{first.to_target_s:.1f} s; {len(there)} of {len(rivals)} get there"
+        else:
+            text += f"none reaches {rivals[0].target:.0%} in {rivals[0].budget_s:g} s"
+        lines.append(text)
+    return lines
+
+
+def _place(row: LearnRow) -> tuple[Any, ...]:
+    return (row.model, row.batch_size, row.world_size, row.network, row.fault)

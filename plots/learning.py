@@ -17,8 +17,7 @@ from matplotlib.ticker import PercentFormatter
 from common.results import learning, tables
 from common.results.comparison import Comparison
 from common.results.records import Record
-from common.results.tables import significant
-from plots import style
+from plots import pace, style
 
 Curve = tuple[Record, list[dict[str, Any]]]
 """A trial and the evaluations of its first repeat."""
@@ -45,14 +44,12 @@ def draw(folder: Path, out: Path) -> list[Path]:
     good = [r for r in Comparison.load(folder).results(folder) if r["status"] == "ok"]
     good.sort(key=lambda record: style.order(record["trial"]["algorithm"]))
     colour = _colours(good)
-    columns: dict[tuple[Any, ...], list[Record]] = {}
-    for record in good:
-        columns.setdefault(_place(record), []).append(record)
+    columns = _columns(good)
     style.setup()
     if any("accuracy" in record["learning"][0]["evaluations"][0] for record in good):
         figure = _curves(columns, colour)
     else:
-        figure = _rates(columns, colour)
+        figure = pace.draw(columns, colour)
     figure.supxlabel(_caption(good), fontsize=7, color="#555555", x=0.01, ha="left")
     out.mkdir(parents=True, exist_ok=True)
     data = out / "learning.csv"
@@ -70,16 +67,29 @@ def _colours(good: Sequence[Record]) -> dict[str, str]:
     return {label: found[key] for label, key in zip(labels, keys, strict=True)}
 
 
+def _columns(good: Sequence[Record]) -> dict[tuple[Any, ...], list[Record]]:
+    """Trials that are compared with each other; the single worker stands beside all of them."""
+    columns: dict[tuple[Any, ...], list[Record]] = {}
+    singles = [record for record in good if record["trial"]["algorithm"] == "none"]
+    for record in good:
+        if record not in singles:
+            columns.setdefault(_place(record), []).append(record)
+    for single in singles:
+        model, _, network, _ = own = _place(single)
+        rivals = [key for key in columns if (key[0], key[2]) == (model, network)]
+        for key in rivals or [own]:
+            columns.setdefault(key, []).insert(0, single)
+    return columns
+
+
 def _place(record: Record) -> tuple[Any, ...]:
     trial = record["trial"]
-    world = 1 if trial["algorithm"] == "none" else trial["world_size"]
-    return (trial["model"], world, trial.get("network"), learning.fault_title(trial))
-
-
-def _title(place: tuple[Any, ...]) -> str:
-    model, world, network, fault = place
-    where = f" on {network}" if network else ""
-    return f"{model}, {world} workers{where}\n{fault or 'undisturbed'}"
+    return (
+        trial["model"],
+        trial["world_size"],
+        trial.get("network"),
+        learning.fault_title(trial),
+    )
 
 
 def _curves(columns: dict[tuple[Any, ...], list[Record]], colour: dict[str, str]) -> Figure:
@@ -99,7 +109,7 @@ def _curves(columns: dict[tuple[Any, ...], list[Record]], colour: dict[str, str]
         for row, panel in enumerate((*rows, _consensus)):
             handles |= panel(axes[row, column], curves, colour)
         _staleness(axes[-1, column], records, colour)
-        axes[0, column].set_title(_title(place), loc="left", fontsize=9, fontweight="bold")
+        axes[0, column].set_title(pace.title(place), loc="left", fontsize=9, fontweight="bold")
     figure.legend(
         handles.values(), handles.keys(), loc="outside right upper", frameon=False, fontsize=8
     )
@@ -174,17 +184,10 @@ def _loss_by_steps(axis: Axes, curves: Sequence[Curve], colour: dict[str, str]) 
 
 
 def _consensus(axis: Axes, curves: Sequence[Curve], colour: dict[str, str]) -> dict[str, Any]:
-    apart = [
-        (record, evaluations)
+    shown = [
+        (record, [e for e in evaluations if e.get("consensus_distance")])  # 0 has no logarithm
         for record, evaluations in curves
         if any(e.get("consensus_distance") for e in evaluations)
-    ]
-    shown = [
-        (
-            record,
-            [{**e, "consensus_distance": e["consensus_distance"] or None} for e in evaluations],
-        )
-        for record, evaluations in apart
     ]
     handles = _lines(axis, shown, colour, "seconds", "consensus_distance", band=False)
     if shown:
@@ -221,46 +224,6 @@ def _staleness(axis: Axes, records: Sequence[Record], colour: dict[str, str]) ->
         axis.text(0.5, 0.5, "no algorithm counts it", transform=axis.transAxes, ha="center")
 
 
-def _rates(columns: dict[tuple[Any, ...], list[Record]], colour: dict[str, str]) -> Figure:
-    """Steps per second where nothing is learned: of undisturbed ranks, and of the slowed host."""
-    heights = [len(records) + 1.2 for records in columns.values()]
-    figure, axes = plt.subplots(
-        len(columns),
-        1,
-        figsize=(6.8, 0.42 * sum(heights) + 0.6),
-        height_ratios=heights,
-        squeeze=False,
-        sharex=True,
-        layout="constrained",
-    )
-    table = {id(r): row for r, row in _with_rows([r for rs in columns.values() for r in rs])}
-    for axis, (place, records) in zip(axes[:, 0], columns.items(), strict=True):
-        for at, record in enumerate(records):
-            row, label = table[id(record)], record["trial"]["label"]
-            text = significant(row.steps_per_s)
-            text += "" if row.kept is None else f" ({row.kept:.2f} of undisturbed)"
-            axis.barh(at, row.steps_per_s, color=colour[label], height=0.7)
-            axis.annotate(
-                text, (row.steps_per_s, at), xytext=(4, 0), textcoords="offset points", va="center"
-            )
-            if row.slowed_steps_per_s is not None:
-                axis.plot([row.slowed_steps_per_s], [at], marker="D", color="#222222", ms=5)
-        axis.set_yticks(range(len(records)), [record["trial"]["label"] for record in records])
-        axis.invert_yaxis()
-        axis.set_title(_title(place).replace("\n", ", "), loc="left", fontsize=9, weight="bold")
-    low, high = axes[0, 0].get_xlim()
-    axes[0, 0].set_xlim(0, high * 1.25)
-    axes[-1, 0].set_xlabel(
-        "steps per second of the slowest rank that is not slowed; diamonds: of the slowed host",
-        fontsize=8,
-    )
-    return figure
-
-
-def _with_rows(records: Sequence[Record]) -> list[tuple[Record, learning.LearnRow]]:
-    return list(zip(records, learning.rows(records), strict=True))
-
-
 def _caption(good: Sequence[Record]) -> str:
     first, machine = good[0], good[0]["machine"]
     learn = first["trial"]["learn"]
@@ -270,8 +233,8 @@ def _caption(good: Sequence[Record]) -> str:
     if learn["data"] is not None:
         text += f" on {learn['data']}"
         text += (
-            " (curves: the first); lines: the mean of all ranks' models, bands: their range; judging "
-            "takes no training time"
+            " (curves: the first); lines: the mean of all ranks' models, bands: their range; "
+            "judging takes no training time"
         )
     text += (
         f". {words[:1].upper()}{words[1:]}, over {first['trial']['backend']}, on "

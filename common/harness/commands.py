@@ -220,12 +220,12 @@ def _short(text: str) -> str:
 
 
 def _write_outputs(folder: Path, results: list[records.Record], compare_to: str) -> None:
-    from common.results import learning, tables
+    from common.results import learning, learning_table, tables
 
     if learning.is_learning(results):
         learned = learning.rows(results)
-        (folder / "table.md").write_text(learning.markdown(learned))
-        (folder / "table.csv").write_text(learning.csv_text(learned))
+        (folder / "table.md").write_text(learning_table.markdown(learned))
+        (folder / "table.csv").write_text(learning_table.csv_text(learned))
         return
     table = tables.rows(results, compare_to)
     (folder / "table.md").write_text(tables.markdown(table, compare_to))
@@ -234,13 +234,13 @@ def _write_outputs(folder: Path, results: list[records.Record], compare_to: str)
 
 
 def _print_results(folder: Path, results: list[records.Record], compare_to: str) -> None:
-    from common.results import learning, tables
+    from common.results import learning, learning_table, tables
     from common.results.terminal import print_learning, print_table
 
     if learning.is_learning(results):
         learned = learning.rows(results)
         print_learning(learned, _title(folder, results))
-        lines = learning.summary(learned)
+        lines = learning_table.summary(learned)
     else:
         table = tables.rows(results, compare_to)
         print_table(table, _title(folder, results), compare_to)

@@ -24,8 +24,11 @@ class Loop:
     """What both kinds of training for a time need.
 
     Attributes:
+        budget_s: seconds of training, on `clock`.
         step: one step; returns its number of samples.
         settle: called before copies of ranks in step; nothing is in flight afterwards.
+        take: makes copies, with the clock standing still.
+        schedule: when copies are due; its last mark is `budget_s`.
     """
 
     budget_s: float

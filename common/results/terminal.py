@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from common.results import breakdown, learning, tables
+from common.results import breakdown, learning_table, tables
 from common.results.learning import LearnRow
 from common.results.tables import Row
 
@@ -30,8 +30,8 @@ def print_breakdown(table: list[Row], title: str) -> None:
 
 def print_learning(table: list[LearnRow], title: str) -> None:
     """How soon and how well trials learn, a block per model."""
-    body = [learning.cells(row) for row in table]
-    _print(table, title, learning.HEADINGS, body, learning.NUMERIC)
+    body = [learning_table.cells(row) for row in table]
+    _print(table, title, learning_table.HEADINGS, body, learning_table.NUMERIC)
 
 
 def _print(

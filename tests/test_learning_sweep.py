@@ -18,11 +18,9 @@ BUDGET_S = 1.5
 SWEEP = f"""
 name: tiny
 algorithms:
-  - dear
   - dadt
   - decentralized
   - asyncddp
-  - {{name: win-put, options: {{barrier: true}}}}
 models: [{{name: mnist_cnn, batch_size: 4}}]
 world_sizes: [2]
 baseline: false
@@ -39,7 +37,7 @@ def test_every_kind_of_consistency_learns_for_the_same_time(tmp_path):
     driver.experiment.write_text(SWEEP)
     done = driver.run()
     records = driver.records()
-    assert [record["status"] for record in records] == ["ok"] * 5, done.stderr
+    assert [record["status"] for record in records] == ["ok"] * 3, done.stderr
     found = {record["trial"]["algorithm"]: record for record in records}
     for name, record in found.items():
         (repeat,) = record["learning"]
@@ -55,7 +53,7 @@ def test_every_kind_of_consistency_learns_for_the_same_time(tmp_path):
         assert record["repeats"] == [[]] and record["throughput"]["value"] > 0
         if name != "asyncddp":
             assert ranks[0]["steps"] == ranks[1]["steps"]
-        if name in ("dear", "dadt"):
+        if name == "dadt":
             assert record["check"]["replica_spread"] == 0.0 and record["check"]["replicas_agree"]
             assert all(e["consensus_distance"] == 0.0 for e in evaluations)
         else:

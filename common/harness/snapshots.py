@@ -17,7 +17,7 @@ class Snapshots:
     """Room for a copy per mark, in host memory; two marks that one step passes share a copy.
 
     Args:
-        state: what is copied: all floating-point tensors of a state dict.
+        state: what is copied: all floating-point tensors of a state dict; may be empty.
         marks: their number.
 
     Raises:
@@ -33,7 +33,7 @@ class Snapshots:
                 f"than {MOST_BYTES >> 20} MiB; judge less often"
             )
         numel = sum(value.numel() for value in floating.values())
-        dtype = next(iter(floating.values())).dtype
+        dtype = next((value.dtype for value in floating.values()), torch.float32)
         # Written now: in the middle of training the kernel would still have to clear it.
         self._values = torch.zeros(marks, numel, dtype=dtype)
         self._taken: list[dict[str, Any] | None] = [None] * marks

@@ -130,7 +130,7 @@ def _lines(
         if band and any(e[f"{y}_min"] != e[f"{y}_max"] for e in shown):
             low, high = ([e[f"{y}_{end}"] for e in shown] for end in ("min", "max"))
             axis.fill_between(along, low, high, color=colour[label], alpha=0.12, lw=0)
-    axis.grid(axis="both")
+    axis.grid(True, axis="both")
     axis.set_xlim(left=0)
     return handles
 
@@ -198,11 +198,11 @@ def _consensus(axis: Axes, curves: Sequence[Curve], colour: dict[str, str]) -> d
 
 
 def _staleness(axis: Axes, records: Sequence[Record], colour: dict[str, str]) -> None:
-    """Bars for what neighbours' values were behind on average, ticks for the most."""
+    """Bars for the mean of each algorithm's stalest neighbour, ticks for the most of any."""
     counted = [(r["trial"]["label"], list(learning.staleness(r))) for r in records]
     bars = [(label, ages) for label, ages in counted if ages]
     for place, (label, ages) in enumerate(bars):
-        mean = sum(age for age, _ in ages) / len(ages)
+        mean = max(age for age, _ in ages)
         most = max(age for _, age in ages)
         axis.barh(place, mean, color=colour[label], height=0.6)
         axis.plot([most], [place], marker="|", color="#222222", ms=9)
@@ -217,9 +217,9 @@ def _staleness(axis: Axes, records: Sequence[Record], colour: dict[str, str]) ->
     axis.set_yticks([])
     axis.set_ylim(-0.8, max(len(bars), 1) - 0.2)
     left, right = axis.get_xlim()
-    axis.set_xlim(min(left, 0), max(right, 1) * 1.35)
+    axis.set_xlim(min(left, 0), max(right, 1) * 1.9)
     axis.set_ylabel("staleness", fontsize=8)
-    axis.set_xlabel("steps that neighbours' values were behind", fontsize=8)
+    axis.set_xlabel("steps that the stalest neighbour's values were behind", fontsize=8)
     if not bars:
         axis.text(0.5, 0.5, "no algorithm counts it", transform=axis.transAxes, ha="center")
 

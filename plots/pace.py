@@ -40,7 +40,7 @@ def draw(columns: dict[tuple[Any, ...], list[Record]], colour: dict[str, str]) -
             text += "" if row.kept is None else f" ({row.kept:.2f} of undisturbed)"
             axis.barh(at, row.steps_per_s, color=colour[label], height=0.7)
             axis.annotate(
-                text, (row.steps_per_s, at), xytext=(4, 0), textcoords="offset points", va="center"
+                text, (row.steps_per_s, at), xytext=(8, 0), textcoords="offset points", va="center"
             )
             if row.slowed_steps_per_s is not None:
                 axis.plot([row.slowed_steps_per_s], [at], marker="D", color="#222222", ms=5)

@@ -46,7 +46,8 @@ class LearnRow:
     kept: float | None = None
     """`steps_per_s` over that of the same trial without the fault."""
     staleness_mean: float | None = None
-    """Steps that what neighbours had sent was behind, over all neighbours of all ranks."""
+    """Steps that what a neighbour had sent was behind, on average; of the stalest neighbour of any
+    rank, since those that are ahead count below 0."""
     staleness_max: float | None = None
     lost_ranks: str | None = None
     """Ranks that were killed while the others went on."""
@@ -113,7 +114,7 @@ def _row(record: Record, records: Sequence[Record]) -> LearnRow:
         "unit": record["throughput"]["unit"],
         "steps_per_s": rate,
         "slowed_steps_per_s": _rate(record, lambda rank: rank in slowed),
-        "staleness_mean": _median([sum(v) / len(v)] if (v := [m for m, _ in stale]) else []),
+        "staleness_mean": max((mean for mean, _ in stale), default=None),
         "staleness_max": max((most for _, most in stale), default=None),
         "lost_ranks": ", ".join(map(str, lost)) or None,
         "repeats": len(repeats),

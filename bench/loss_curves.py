@@ -136,11 +136,11 @@ Task = tuple["torch.nn.Module", "torch.optim.Optimizer", "Callable[..., Any]"]
 
 def _mnist(setup: Setup) -> Task:
     import torch
-    from idx import load_digits, load_mnist
     from torch.nn.functional import cross_entropy
     from train import Net
 
     import dear
+    from common.models.digits import load_digits, load_mnist
 
     (images, labels), _ = load_digits() if setup.data_dir is None else load_mnist(setup.data_dir)
     images, labels = images[dear.rank() :: dear.size()], labels[dear.rank() :: dear.size()]

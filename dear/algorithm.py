@@ -42,6 +42,13 @@ class Options:
         """
         return 0
 
+    def in_step(self) -> bool:
+        """Whether an `asynchronous` algorithm is told to wait for all ranks in each step.
+
+        Then ranks must make the same number of steps.
+        """
+        return False
+
 
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:

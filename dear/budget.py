@@ -19,28 +19,37 @@ class Pace:
     steps: int
     samples: int
     elapsed_s: float
-    """On the communicator's clock, to the end of the last step."""
+    """To the end of the last step."""
 
 
-def run_for(budget_s: float, step: Callable[[], int], communicator: Communicator) -> Pace:
+def run_for(
+    budget_s: float,
+    step: Callable[[], int],
+    communicator: Communicator,
+    clock: Callable[[], float] | None = None,
+) -> Pace:
     """Calls `step`, which returns its number of samples, until the time is over; at least once.
 
     Ranks start together (a barrier) and make different numbers of steps, so the steps must wait for
     no other rank: that is for asynchronous algorithms. Afterwards `optimizer.close()` waits for
     those that are still in their last step.
 
+    Args:
+        clock: what counts as time, in seconds; None: the communicator's.
+
     Raises:
         UserError: no time.
     """
     positive("budget_s", budget_s)
+    clock = clock or communicator.clock
     communicator.barrier()
-    began = communicator.clock()
+    began = clock()
     steps = samples = 0
     elapsed_s = 0.0
     while elapsed_s < budget_s:
         samples += step()
         steps += 1
-        elapsed_s = communicator.clock() - began
+        elapsed_s = clock() - began
     return Pace(steps=steps, samples=samples, elapsed_s=elapsed_s)
 
 

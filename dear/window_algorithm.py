@@ -32,6 +32,9 @@ class WindowOptions(GraphOptions):
         super().__post_init__()
         at_least(option_of(self, "every"), self.every, 1)
 
+    def in_step(self) -> bool:
+        return self.barrier
+
 
 class WindowAlgorithm(Algorithm):
     """Base: trains with `engine`."""

@@ -20,7 +20,7 @@ _COLOURS = {
     "ddp": "#0072B2",
     "dear": "#D55E00",
 }
-_FURTHER = ["#CC79A7", "#F0E442", "#000000", "#8C564B", "#17BECF", "#7F7F7F"]
+_FURTHER = ["#CC79A7", "#B8A800", "#000000", "#8C564B", "#17BECF", "#9467BD", "#7F7F7F"]
 
 
 def colours(algorithms: list[str]) -> dict[str, str]:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gzip
 import os
 import re
 import shutil
-import struct
 import subprocess
 import sys
 from contextlib import redirect_stdout
@@ -16,14 +14,13 @@ import numpy as np
 import pytest
 
 import dear
+from common.models.digits import load_digits, load_mnist, read_idx
 from dear.algorithm import algorithm_class, algorithm_names
+from tests.made_mnist import idx, write_mnist
 from tests.ranks import CONTEXT
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "examples" / "mnist" / "train.py"
-sys.path.insert(0, str(SCRIPT.parent))
-
-from idx import load_digits, load_mnist, read_idx  # noqa: E402
 
 
 def mnist_folder() -> Path:
@@ -65,6 +62,8 @@ def train_in_ranks(folder: Path, *flags: str) -> str:
 
 def _train(rank: int, store: Path, output: Path, flags: tuple[str, ...]) -> None:
     import torch
+
+    sys.path.insert(0, str(SCRIPT.parent))
     import train
 
     torch.set_num_threads(1)
@@ -141,19 +140,9 @@ def test_a_mistake_is_one_line_and_status_2(flags, words):
     assert words in done.stderr and done.stderr.count("\n") == 1
 
 
-def idx(array: np.ndarray) -> bytes:
-    header = struct.pack(">HBB", 0, 0x08, array.ndim) + struct.pack(f">{array.ndim}I", *array.shape)
-    return header + array.astype(np.uint8).tobytes()
-
-
 @pytest.mark.parametrize("zipped", [True, False])
 def test_idx_files_are_read_gzipped_or_not(tmp_path, zipped):
-    images = np.arange(10 * 28 * 28).reshape(10, 28, 28) % 256
-    labels = np.arange(10)
-    for name, array in (("images-idx3", images), ("labels-idx1", labels)):
-        data = idx(array)
-        path = tmp_path / f"t10k-{name}-ubyte{'.gz' if zipped else ''}"
-        path.write_bytes(gzip.compress(data) if zipped else data)
+    write_mnist(tmp_path, zipped=zipped)
     (train_images, train_labels), (test_images, test_labels) = load_mnist(tmp_path)
     assert train_images.shape == (9, 1, 28, 28) and test_images.shape == (1, 1, 28, 28)
     assert sorted([*train_labels.tolist(), *test_labels.tolist()]) == list(range(10))

@@ -10,8 +10,10 @@ import pytest
 import yaml
 
 from common.harness.experiment_file import load
+from common.harness.learning_config import LearnConfig
 from common.harness.trial import BASELINE, MeasureConfig, OptimizerConfig, Trial
 from dear.errors import UserError
+from tests.made_mnist import write_mnist
 
 CONFIGS = sorted((Path(__file__).parents[1] / "configs" / "experiments").glob("*.yaml"))
 
@@ -126,7 +128,8 @@ def test_a_missing_file_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
-def test_shipped_experiments_load(path):
+def test_shipped_experiments_load(path, tmp_path, monkeypatch):
+    monkeypatch.setenv("MNIST_DIR", str(write_mnist(tmp_path)))
     assert load(path).trials()
 
 
@@ -240,6 +243,8 @@ def test_hash_changes_with_every_field_but_the_label(trial):
         "time_scale": 2.0,
         "collective_timeout_s": 5.0,
         "fault": {"kind": "kill_rank", "rank": 1},
+        "learn": LearnConfig(),
+        "data_digest": "0123456789abcdef",
     }
     assert {*other, "label"} == {field.name for field in dataclasses.fields(Trial)}
     changed = [dataclasses.replace(trial, **{key: value}).hash for key, value in other.items()]

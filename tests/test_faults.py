@@ -231,7 +231,7 @@ def test_nothing_is_blamed_that_did_not_happen_or_did_no_harm():
     [
         (Fault(kind="link_down", host=2), "host 2 runs no rank; allowed: 0 to 1"),
         (Fault(kind="kill_rank", rank=4), "there is no rank 4; allowed: 0 to 3"),
-        (Fault(kind="slow_host", host=0, factor=2.0), "use a model MODEL@DEVICE"),
+        (Fault(kind="slow_host", host=0, factor=0.5), "cannot be made faster, got factor 0.5"),
     ],
 )
 def test_a_fault_without_a_place_is_a_users_mistake(fault, said):

@@ -129,7 +129,7 @@ class Fault:
     rate: str | None = None
     """link_rate: a bandwidth such as 1gbit, or a profile's name."""
     factor: float | None = None
-    """slow_host: compute takes this many times longer (replayed models only)."""
+    """slow_host: compute takes this many times longer."""
 
     def __post_init__(self) -> None:
         if self.kind not in _NEEDS:

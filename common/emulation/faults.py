@@ -32,15 +32,18 @@ def check_fault(
     """Raises `UserError` for a fault that cannot happen to a trial of this shape.
 
     Args:
-        replayed: whether the model's compute is replayed; only that can be slowed.
+        replayed: whether the model's compute is replayed; only that can be made faster.
     """
     used = min(hosts, -(-world_size // ranks_per_host))
     if fault.rank is not None and not 0 <= fault.rank < world_size:
         raise UserError(f"faults: there is no rank {fault.rank}; allowed: 0 to {world_size - 1}")
     if fault.host is not None and not 0 <= fault.host < used:
         raise UserError(f"faults: host {fault.host} runs no rank; allowed: 0 to {used - 1}")
-    if fault.kind == "slow_host" and not replayed:
-        raise UserError("faults: slow_host slows replayed compute only; use a model MODEL@DEVICE")
+    if fault.kind == "slow_host" and not replayed and (fault.factor or 1) < 1:
+        raise UserError(
+            f"faults: slow_host: a model that computes for real cannot be made faster, got factor "
+            f"{fault.factor:g}; use at least 1, or a model MODEL@DEVICE"
+        )
 
 
 def blame(outcome_error: Mapping[str, Any] | None, events: Sequence[Event]) -> str | None:

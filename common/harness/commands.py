@@ -90,7 +90,7 @@ def run(
     else:
         _print_results(folder, results, experiment.base)
     if plot and any(result["status"] == "ok" for result in results):
-        _plot(folder, quiet=as_json or quiet)
+        _plot(folder, results, quiet=as_json or quiet)
     status = {result["hash"]: result["status"] for result in results}
     ended = [status.get(trial.hash) for trial in trials]
     # What cannot run here is no failure; but a sweep of nothing else has measured nothing.
@@ -222,8 +222,13 @@ def _short(text: str) -> str:
 
 
 def _write_outputs(folder: Path, results: list[records.Record], compare_to: str) -> None:
-    from common.results import tables
+    from common.results import learning, learning_table, tables
 
+    if learning.is_learning(results):
+        learned = learning.rows(results)
+        (folder / "table.md").write_text(learning_table.markdown(learned))
+        (folder / "table.csv").write_text(learning_table.csv_text(learned))
+        return
     table = tables.rows(results, compare_to)
     (folder / "table.md").write_text(tables.markdown(table, compare_to))
     (folder / "table.csv").write_text(tables.csv_text(table))
@@ -231,12 +236,18 @@ def _write_outputs(folder: Path, results: list[records.Record], compare_to: str)
 
 
 def _print_results(folder: Path, results: list[records.Record], compare_to: str) -> None:
-    from common.results import tables
-    from common.results.terminal import print_table
+    from common.results import learning, learning_table, tables
+    from common.results.terminal import print_learning, print_table
 
-    table = tables.rows(results, compare_to)
-    print_table(table, _title(folder, results), compare_to)
-    for line in [*tables.summary(table, compare_to), *tables.remarks(results)]:
+    if learning.is_learning(results):
+        learned = learning.rows(results)
+        print_learning(learned, _title(folder, results))
+        lines = learning_table.summary(learned)
+    else:
+        table = tables.rows(results, compare_to)
+        print_table(table, _title(folder, results), compare_to)
+        lines = tables.summary(table, compare_to)
+    for line in [*lines, *tables.remarks(results)]:
         print(line)
     for result in results:
         if result["status"] not in ("ok", "unsupported"):
@@ -251,10 +262,12 @@ def _print_results(folder: Path, results: list[records.Record], compare_to: str)
 
 
 def _print_breakdown(folder: Path, results: list[records.Record], compare_to: str) -> None:
-    from common.results import tables
+    from common.results import learning, tables
     from common.results.breakdown import LEGEND
     from common.results.terminal import print_breakdown
 
+    if learning.is_learning(results):
+        raise UserError(f"--breakdown: {folder.name} has timed no single steps, but learned")
     good = [row for row in tables.rows(results, compare_to) if row.status == "ok"]
     if not good:
         print(f"{folder.name}: no trial has a result")
@@ -277,8 +290,13 @@ def _rank0_logs(folder: Path, trials: Sequence[Trial]) -> list[Path]:
     return [path for trial in trials for path in (folder / trial.id).glob("log-*-rank0.txt")]
 
 
-def _plot(folder: Path, quiet: bool) -> None:
-    from plots.throughput import draw
+def _plot(folder: Path, results: list[records.Record], quiet: bool) -> None:
+    from common.results import learning
+
+    if learning.is_learning(results):
+        from plots.learning import draw
+    else:
+        from plots.throughput import draw
 
     paths = draw(folder, ROOT / "plots" / "out" / folder.name)
     if not quiet:

@@ -7,13 +7,16 @@ import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from common.emulation.config import ClusterConfig, Fault, network_profile
 from common.emulation.dilation import check_scale
 from common.emulation.faults import check_fault
+from common.harness.learning_config import LearnConfig, check_learning
 from common.harness.trial import BASELINE, MeasureConfig, OptimizerConfig, Trial
 from common.launch.launchers import launcher_options
+from common.models import datasets
 from common.models.registry import is_replay, model_entry, profile_of, sentence_len
 from dear.algorithm import algorithm_options
 from dear.errors import UserError, unknown
@@ -64,6 +67,10 @@ class Experiment:
     """The algorithm (or its label) that speed-ups are relative to; None takes the first."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     measure: MeasureConfig = field(default_factory=MeasureConfig)
+    learn: LearnConfig | None = None
+    """Train for a time, at own pace where the algorithm allows it, instead of timing steps."""
+    data_dir: str | None = None
+    """Folder with the files of learn.data=mnist; None: the environment's MNIST_DIR."""
     cluster: ClusterConfig | None = None
     """Virtual hosts to run on; None runs on what is really there."""
     networks: tuple[str, ...] = ()
@@ -107,6 +114,7 @@ class Experiment:
         at_least("seed", self.seed, 0)
         self._check_launch()
         self._check_cluster()
+        self._check_learning()
         for choice in self.algorithm_choices():
             algorithm_options(choice.name, choice.options)
         known = {n for a in self.algorithm_choices() for n in (a.name, a.label) if n is not None}
@@ -128,6 +136,17 @@ class Experiment:
             raise UserError("backend: mpi needs ranks that mpirun started; use launcher=mpirun")
         if self.hostfile is not None and self.launcher == "local":
             raise UserError("hostfile: launcher local reads none; use launcher=mpirun or ssh")
+
+    def _check_learning(self) -> None:
+        if self.data_dir is not None and (self.learn is None or self.learn.data is None):
+            raise UserError("data_dir: nothing is learned; add `learn: {data: mnist}`")
+        for choice in self.model_choices() if self.learn else ():
+            check_learning(
+                self.learn,
+                model=choice.name,
+                measure=self.measure,
+                timeout_s=self.timeout_s,
+            )
 
     def _check_cluster(self) -> None:
         for name in self.networks:
@@ -170,6 +189,17 @@ class Experiment:
         if self.cluster is not None:
             return (self.cluster.hosts * self.cluster.ranks_per_host,)
         return (2,)
+
+    @property
+    def worker_env(self) -> dict[str, str]:
+        """Variables that the workers need: where the data is."""
+        folder = self._data_folder()
+        return {} if folder is None else {datasets.MNIST_DIR: str(folder)}
+
+    def _data_folder(self) -> Path | None:
+        if self.learn is None or self.learn.data is None:
+            return None
+        return datasets.folder_of(self.learn.data, self.data_dir)
 
     def algorithm_choices(self) -> list[AlgorithmChoice]:
         return [AlgorithmChoice(name=a) if isinstance(a, str) else a for a in self.algorithms]
@@ -222,6 +252,9 @@ class Experiment:
             chosen = dataclasses.asdict(algorithm_options(algorithm.name, algorithm.options))
             # As the workers will read them, so that a trial equals itself read back.
             options = json.loads(json.dumps(chosen))
+        digest = None
+        if self.learn is not None and self.learn.data is not None:
+            digest = datasets.digest(self.learn.data, self._data_folder())
         shown = ",".join(f"{key}={value}" for key, value in algorithm.options.items())
         label = algorithm.label or algorithm.name + (f"({shown})" if shown else "")
         return Trial(
@@ -245,4 +278,6 @@ class Experiment:
             ranks_per_host=self.cluster.ranks_per_host if self.cluster else None,
             time_scale=self.cluster.time_scale if self.cluster else None,
             collective_timeout_s=self.collective_timeout_s,
+            learn=self.learn,
+            data_digest=digest,
         )

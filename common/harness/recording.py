@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -76,9 +77,10 @@ def make_record(
             "sent_per_step": first.get("bytes_per_step"),
             "gradients": first.get("gradient_bytes"),
         },
-        "check": _merged_check(results) if ok else None,
+        "check": _check(trial, results) if ok else None,
         "statistics": first.get("statistics"),
         "throughput": throughput,
+        "learning": [_clean(result["learning"]) for result in results] if trial.learn else None,
         "parameters": first.get("parameters"),
         "cpu_s_per_s": [result["cpu_s_per_s"] for result in results],
         "foreign_cpu_s_per_s": [result["foreign_cpu_s_per_s"] for result in results],
@@ -86,6 +88,14 @@ def make_record(
         "started_by": first.get("started_by"),
         "notes": _notes(trial, results, machine, fabric),
     }
+
+
+def samples_per_s(trial: Trial, result: dict[str, Any]) -> float:
+    """Of all workers together, in one repeat."""
+    if trial.learn is not None:
+        return result["samples_per_s"]
+    steps = sorted(step for block in result["iters"] for step in block)
+    return trial.batch_size * trial.world_size / steps[len(steps) // 2]
 
 
 def _breakdown(results: list[dict[str, Any]]) -> dict[str, Any] | None:
@@ -126,6 +136,25 @@ def _unfaithful(
     return _busy(results) > SATURATED * machine["cores"]
 
 
+def _check(trial: Trial, results: list[dict[str, Any]]) -> dict[str, Any]:
+    if trial.learn is None:
+        return _merged_check(results)
+    # Not compared with plain training: what it has learned tells.
+    checks = [result["check"] for result in results]
+    agree = [check["replicas_agree"] for check in checks]
+    return {
+        "matches_reference": None,
+        "replicas_agree": None if None in agree else all(agree),
+        "replica_spread": _worst(checks, "replica_spread"),
+        "consensus_distance": _worst(checks, "consensus_distance"),
+    }
+
+
+def _worst(checks: list[dict[str, Any]], key: str) -> float | None:
+    values = [check[key] for check in checks]
+    return None if None in values else _finite(max(values))
+
+
 def _merged_check(results: list[dict[str, Any]]) -> dict[str, Any]:
     """The comparison with plain training (first repeat) and the worst of all agreements."""
     checks = [result["check"] for result in results]
@@ -152,7 +181,18 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
+def _clean(value: Any) -> Any:
+    """The same without numbers that JSON does not know."""
+    if isinstance(value, dict):
+        return {key: _clean(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_clean(inner) for inner in value]
+    return _finite(value) if isinstance(value, float) else value
+
+
 def _throughput(trial: Trial, results: list[dict[str, Any]]) -> dict[str, Any]:
+    if trial.learn is not None:
+        return _rate_of_runs(trial, results)
     # numpy only here: a dry run must not pay for it.
     from common.results.stats import throughput
 
@@ -164,6 +204,19 @@ def _throughput(trial: Trial, results: list[dict[str, Any]]) -> dict[str, Any]:
         "ci_low": estimate.low,
         "ci_high": estimate.high,
         "n": estimate.n,
+    }
+
+
+def _rate_of_runs(trial: Trial, results: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of whole runs: their median, lowest and highest; of a single one there is no interval."""
+    rates = sorted(samples_per_s(trial, result) for result in results)
+    several = len(rates) > 1
+    return {
+        "value": statistics.median(rates),
+        "unit": f"{model_entry(trial.model).sample_unit}/s",
+        "ci_low": rates[0] if several else None,
+        "ci_high": rates[-1] if several else None,
+        "n": len(rates),
     }
 
 
@@ -183,6 +236,9 @@ def _notes(
         )
     if not all(math.isfinite(result["loss"]) for result in results):
         notes.append("training diverged: the loss is not finite; lower optimizer.lr")
+    for repeat, result in enumerate(results):
+        for rank in result.get("lost_ranks", ()):
+            notes.append(f"rank {rank} was killed (repeat {repeat}); the others went on without it")
     foreign = max((result["foreign_cpu_s_per_s"] for result in results), default=0.0)
     if _unfaithful(fabric, results, machine):
         notes.append(f"unfaithful: {_busy(results):.1f} of {machine['cores']} cores were busy")

@@ -18,7 +18,7 @@ from common.harness.collective_costs import KnownCosts
 from common.harness.experiment import Experiment
 from common.harness.fabric import Fabric
 from common.harness.progress import Progress
-from common.harness.recording import make_record
+from common.harness.recording import make_record, samples_per_s
 from common.harness.trial import BASELINE, Trial
 from common.launch.job import Job, Outcome
 from common.results import records
@@ -94,6 +94,8 @@ class Sweep:
             repeat=repeat,
             world_size=trial.world_size,
             timeout_s=self._experiment.timeout_s,
+            env=self._experiment.worker_env,
+            may_lose_ranks=trial.own_pace,
         )
         time_scale = self._fabric.describe(trial)["time_scale"]
         self._costs.hand_over(trial, time_scale, folder)
@@ -212,8 +214,7 @@ class _Block:
         self._sweep.report(self._progress)
 
     def _note_best(self, turn: _Turn) -> None:
-        steps = sorted(step for block in turn.results[-1]["iters"] for step in block)
-        rate = turn.trial.batch_size * turn.trial.world_size / steps[len(steps) // 2]
+        rate = samples_per_s(turn.trial, turn.results[-1])
         if turn.trial.algorithm != BASELINE and (self._best is None or rate > self._best[0]):
             self._best = (rate, turn.trial.label)
             self._progress.best = f"{turn.trial.label} {rate:.3g}/s"

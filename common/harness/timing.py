@@ -55,7 +55,7 @@ def measure(
         # an algorithm leaves of one step to the next (DeAR's all-gather).
         step()
         before = communicator.bytes_sent
-        usage = _Usage()
+        usage = Usage()
         marks = [time.perf_counter()]
         for _ in range(steps):
             step()
@@ -78,7 +78,7 @@ def measure(
     )
 
 
-class _Usage:
+class Usage:
     """CPU time of this process and of the whole host since construction."""
 
     def __init__(self) -> None:

@@ -11,6 +11,9 @@ import dear
 from common.harness import check, compute_times
 from common.harness.step_parts import Mark, StepParts
 from common.harness.trial import BASELINE, OptimizerConfig, Trial
+from common.models import pace
+from common.models.brake import Brake
+from common.models.registry import is_replay
 from common.models.workload import Workload
 from dear import runtime
 from dear.algorithm import algorithm_class, algorithm_options
@@ -98,6 +101,8 @@ class Training:
         self._cuda = trial.device == "cuda"
         self._communicator = runtime.communicator()
         self._optimizer = make_optimizer(trial.optimizer, workload.model)
+        # A replayed model slows down by itself.
+        self._brake = Brake(None if is_replay(trial.model) else pace.current())
         self._distributed = trial.algorithm != BASELINE
         self.consistency = "synchronous"
         if self._distributed:
@@ -126,9 +131,11 @@ class Training:
         """One step; returns when the device has finished it."""
         began = self._mark()
         self._optimizer.zero_grad()
-        self.loss = self._workload.loss()
+        with self._brake:
+            self.loss = self._workload.loss()
         forward = self._mark()
-        self.loss.backward()
+        with self._brake:
+            self.loss.backward()
         backward = self._mark()
         self._optimizer.step()
         if self._cuda:

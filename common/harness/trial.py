@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from common.emulation.config import Fault
-from dear.algorithm import algorithm_options
+from common.harness.learning_config import LearnConfig
+from dear.algorithm import algorithm_class, algorithm_options
 from dear.errors import UserError
 from dear.options import at_least, positive
 
@@ -102,12 +103,19 @@ class Trial:
     """The longest that one collective may take, in seconds of this machine; then it fails."""
     fault: dict[str, Any] | None = None
     """What is done to the cluster meanwhile: the fields of `common.emulation.config.Fault`."""
+    learn: LearnConfig | None = None
+    """Training for a time instead of timed steps; of `measure` only the repeats count then."""
+    data_digest: str | None = None
+    """Of what it learns from; None where that is made up."""
 
     @property
     def hash(self) -> str:
         """Identity: a digest of all fields but the label."""
         values = self.to_json()
         del values["label"]
+        for key in ("learn", "data_digest"):  # later than the first records
+            if values[key] is None:
+                del values[key]
         text = json.dumps(values, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
@@ -141,6 +149,15 @@ class Trial:
         return algorithm_options(self.algorithm, self.options).staleness()
 
     @property
+    def own_pace(self) -> bool:
+        """Whether ranks wait for nobody, and may make different numbers of steps."""
+        if self.learn is None or self.algorithm == BASELINE:
+            return False
+        consistency = algorithm_class(self.algorithm).capabilities.consistency
+        in_step = algorithm_options(self.algorithm, self.options).in_step()
+        return consistency == "asynchronous" and not in_step
+
+    @property
     def cell(self) -> tuple[Any, ...]:
         """What compared trials have in common: all but algorithm and world size."""
         same = dataclasses.replace(self, algorithm="", options={}, label="", world_size=0)
@@ -156,5 +173,6 @@ class Trial:
                 **values,
                 "optimizer": OptimizerConfig(**values["optimizer"]),
                 "measure": MeasureConfig(**values["measure"]),
+                "learn": LearnConfig(**values["learn"]) if values.get("learn") else None,
             }
         )

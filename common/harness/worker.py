@@ -24,7 +24,7 @@ import torch
 import torch._dynamo  # the first optimizer imports it anyway; the fork server does so only once
 
 import dear
-from common.harness import check, collective_costs, text_log
+from common.harness import check, collective_costs, learning, text_log
 from common.harness.settings import EmulationSettings
 from common.harness.step_parts import StepParts, breakdown, typical
 from common.harness.timing import Measured, measure
@@ -104,6 +104,13 @@ def _run(trial: Trial, settings: EmulationSettings, repeat: int, phase: Phase) -
     parameters = sum(param.numel() for param in workload.model.parameters())
     gradient_bytes = sum(p.nbytes for p in workload.model.parameters() if p.requires_grad)
     _say(text_log.header(trial, parameters))
+    facts = {
+        "parameters": parameters,
+        "gradient_bytes": gradient_bytes,
+        "started_by": launcher,
+    }
+    if trial.learn is not None:
+        return learning.learn(trial, settings, workload, repeat, phase) | facts
 
     steps = trial.measure.check_steps if repeat == 0 else 0
     limits: dict[str, Any] = {}
@@ -151,9 +158,7 @@ def _run(trial: Trial, settings: EmulationSettings, repeat: int, phase: Phase) -
         "loss": float(np.mean(losses)),
         "check": verdict,
         "statistics": statistics if any(statistics) else None,
-        "parameters": parameters,
-        "gradient_bytes": gradient_bytes,
-        "started_by": launcher,
+        **facts,
         **limits,
     }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,9 @@ class Job:
     timeout_s: float
     env: Mapping[str, str] = field(default_factory=dict)
     """Variables that every rank gets besides the launcher's own."""
+    may_lose_ranks: bool = False
+    """If a rank is killed, the others go on, and may end well. (The launcher `local` lets them; the
+    others end the job as soon as a rank has failed.)"""
 
     @property
     def result_path(self) -> Path:
@@ -51,6 +54,7 @@ class Outcome:
     error: dict[str, Any] | None = None
     """kind, message, rank (None if it is not one rank's), where."""
     result: dict[str, Any] | None = None
+    """What rank 0 wrote; with `lost_ranks` where some were killed and the others did well."""
 
 
 class Launcher(ABC):
@@ -112,6 +116,9 @@ def outcome_of(
     """
     errors = rank_errors(job)
     killed = [rank for rank, code in exit_codes.items() if code is not None and code < 0]
+    if killed and job.may_lose_ranks and _others_ended_well(job, exit_codes, killed):
+        result = json.loads(job.result_path.read_text())
+        return Outcome(status="ok", result={**result, "lost_ranks": killed})
     if killed:
         # The others fail because this one is gone; it is the cause even if they were noticed first.
         rank = killed[0]
@@ -129,6 +136,13 @@ def outcome_of(
     if not job.result_path.exists():
         return _failed(job, "failed", "the workers ended without a result", None)
     return Outcome(status="ok", result=json.loads(job.result_path.read_text()))
+
+
+def _others_ended_well(
+    job: Job, exit_codes: Mapping[int, int | None], killed: Sequence[int]
+) -> bool:
+    others = [code for rank, code in exit_codes.items() if rank not in killed]
+    return job.result_path.exists() and others != [] and not any(code != 0 for code in others)
 
 
 def timed_out(job: Job) -> Outcome:

@@ -65,7 +65,7 @@ class LocalLauncher(Launcher):
         try:
             for process in processes:
                 process.start()
-            in_time = self._wait(processes, job.timeout_s)
+            in_time = self._wait(processes, job)
             if not in_time:
                 _dump_stacks(processes)
         finally:
@@ -84,9 +84,9 @@ class LocalLauncher(Launcher):
         return blocks(hosts, job.world_size)
 
     @staticmethod
-    def _wait(processes: list[ForkServerProcess], timeout_s: float) -> bool:
+    def _wait(processes: list[ForkServerProcess], job: Job) -> bool:
         """Waits for all to end, or a little longer than the first failure; False if out of time."""
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + job.timeout_s
         failed = False
         running = list(processes)
         while running:
@@ -96,10 +96,16 @@ class LocalLauncher(Launcher):
             wait([process.sentinel for process in running], timeout=left)
             ended = [process for process in running if process.exitcode is not None]
             running = [process for process in running if process not in ended]
-            if not failed and any(process.exitcode for process in ended):
+            if not failed and any(_matters(process.exitcode, job) for process in ended):
                 failed = True
                 deadline = min(deadline, time.monotonic() + GRACE_S)
         return True
+
+
+def _matters(code: int | None, job: Job) -> bool:
+    """True for the exit status of a failure that ends the job."""
+    killed = code is not None and code < 0
+    return bool(code) and not (killed and job.may_lose_ranks)
 
 
 def _stop(processes: list[ForkServerProcess]) -> set[int]:

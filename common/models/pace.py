@@ -34,7 +34,7 @@ class Pace:
     def __init__(self, time_scale: float, slowdown: Path | None) -> None:
         self._time_scale = time_scale
         self._slowdown = slowdown
-        self._factor = time_scale
+        self._factor = 1.0
         self._read_again = 0.0
         self._deadline = 0.0
         self._thread = 0
@@ -43,6 +43,13 @@ class Pace:
     @property
     def time_scale(self) -> float:
         return self._time_scale
+
+    def slowdown(self, now: float) -> float:
+        """By how much compute takes longer now, at `now` of `time.perf_counter`."""
+        if self._slowdown is not None and now >= self._read_again:
+            self._read_again = now + SLOWDOWN_PERIOD_S
+            self._factor = self._read(self._slowdown)
+        return self._factor
 
     def restart(self) -> None:
         """The device is idle: what comes next begins now."""
@@ -67,10 +74,7 @@ class Pace:
             _sleep_precisely()
         if _times_blocked() != self._blocked:
             self._deadline = max(self._deadline, now)
-        if self._slowdown is not None and now >= self._read_again:
-            self._read_again = now + SLOWDOWN_PERIOD_S
-            self._factor = self._time_scale * self._read(self._slowdown)
-        self._deadline += seconds * self._factor
+        self._deadline += seconds * self._time_scale * self.slowdown(now)
 
     def rest(self) -> float:
         """Wall seconds until the compute that has begun would have ended."""
@@ -90,7 +94,7 @@ class Pace:
         except FileNotFoundError:
             return 1.0
         if len(data) < 8:  # being written
-            return self._factor / self._time_scale
+            return self._factor
         factor = struct.unpack("<d", data[:8])[0]
         if not 0 < factor < math.inf:
             raise ValueError(f"{path}: not a positive finite factor, but {factor}")

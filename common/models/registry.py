@@ -32,6 +32,8 @@ class ModelEntry:
     """Samples per worker where an experiment does not say."""
     sentence_len: int | None = None
     """Default length in tokens; None for models that have no such thing."""
+    learns: bool = False
+    """Its input has the shape of the images of `common.models.datasets`."""
 
     @property
     def module(self) -> str:
@@ -63,7 +65,7 @@ _COMPUTED: dict[str, ModelEntry] = {
     "inceptionv4": ModelEntry(builder="common.models.cnn:build_timm"),
     "bert_base": _BERT,
     "bert": _BERT,
-    "mnist_cnn": ModelEntry(builder="common.models.mnist:build"),
+    "mnist_cnn": ModelEntry(builder="common.models.mnist:build", learns=True),
 }
 _REPLAY_BUILDER = "common.models.replay:build"
 

@@ -14,8 +14,9 @@ STATUSES = ("ok", "failed", "timeout", "oom", "unsupported", "interrupted")
 
 Record = dict[str, Any]
 """Keys: schema, id, hash, trial, status, error, started, duration_s, machine, network, repeats,
-loss, breakdown, compute, costs, bound, bytes, check, throughput, notes. Seconds and bytes
-throughout. Older records lack some, such as compute, costs and bound."""
+loss, breakdown, compute, costs, bound, bytes, check, throughput, learning, notes. Seconds and
+bytes throughout. Older records lack some, such as compute, costs and bound. `learning` (see
+docs/measurement.md) is that of trials which train for a time; their `repeats` hold no steps."""
 
 
 def append(path: Path, record: Record) -> None:

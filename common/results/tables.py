@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -267,12 +267,20 @@ def summary(table: list[Row], compare_to: str) -> list[str]:
 def markdown(table: list[Row], compare_to: str) -> str:
     """A table for a README or a pull request."""
     titles = headings(compare_to)
-    body = [[text.replace("|", r"\|") for text in cells(row)] for row in table]
+    body = [cells(row) for row in table]
     used = [i for i, name in enumerate(titles) if name not in _SPARSE or any(r[i] for r in body)]
-    titles, body = [titles[i] for i in used], [[line[i] for i in used] for line in body]
+    titles = [titles[i] for i in used]
+    return markdown_lines(titles, [[line[i] for i in used] for line in body], NUMERIC)
+
+
+def markdown_lines(
+    titles: Sequence[str], body: Sequence[Sequence[str]], numeric: Sequence[str]
+) -> str:
+    """Any table as Markdown; columns whose titles are `numeric` are aligned to the right."""
+    body = [[text.replace("|", r"\|") for text in line] for line in body]
     # A rule of one character is no rule: at least "-:".
     widths = [max(2, *(len(line[i]) for line in [titles, *body])) for i in range(len(titles))]
-    right = [title in NUMERIC for title in titles]
+    right = [title in numeric for title in titles]
 
     def line(texts: list[str]) -> str:
         padded = [

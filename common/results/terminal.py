@@ -9,7 +9,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from common.results import breakdown, tables
+from common.results import breakdown, learning_table, tables
+from common.results.learning import LearnRow
 from common.results.tables import Row
 
 _COLOURS = {"FASTER": "green", "SLOWER": "red", "NO": "bold red", "failed": "red", "timeout": "red"}
@@ -27,8 +28,14 @@ def print_breakdown(table: list[Row], title: str) -> None:
     _print(table, title, breakdown.HEADINGS, body, breakdown.NUMERIC)
 
 
+def print_learning(table: list[LearnRow], title: str) -> None:
+    """How soon and how well trials learn, a block per model."""
+    body = [learning_table.cells(row) for row in table]
+    _print(table, title, learning_table.HEADINGS, body, learning_table.NUMERIC)
+
+
 def _print(
-    table: Sequence[Row],
+    table: Sequence[Row] | Sequence[LearnRow],
     title: str,
     headings: Sequence[str],
     body: Sequence[Sequence[str]],
@@ -42,7 +49,7 @@ def _print(
     used = [i for i in range(len(headings)) if any(line[i] for line in body)]
     for i in used:
         shown.add_column(headings[i], justify="right" if headings[i] in numeric else "left")
-    before: Row | None = None
+    before: Row | LearnRow | None = None
     for row, line in zip(table, body, strict=True):
         if before is not None and before.model != row.model:
             shown.add_section()

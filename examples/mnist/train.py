@@ -24,9 +24,9 @@ from torch.utils.data.distributed import DistributedSampler
 
 import dear  # dear
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from idx import load_digits, load_mnist
+from common.models.digits import load_digits, load_mnist
 
 
 class Net(nn.Module):

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import gzip
 import math
 from pathlib import Path
 
 import numpy as np
 import torch
 
-import dear
+from common.models import mnist_files
+from dear.errors import UserError
 
 Split = tuple[torch.Tensor, torch.Tensor]
 """Images `[n, 1, 28, 28]`, float32, normalized; labels `[n]`, int64."""
@@ -22,23 +22,16 @@ def read_idx(path: Path) -> np.ndarray:
     """The array in an IDX file (http://yann.lecun.com/exdb/mnist), gzipped if it ends in .gz.
 
     Raises:
-        dear.UserError: the file is no IDX file or shorter than its header says.
+        UserError: the file is no IDX file or shorter than its header says.
     """
-    try:
-        data = path.read_bytes()
-        if path.suffix == ".gz":
-            data = gzip.decompress(data)
-    except (OSError, EOFError) as error:
-        raise dear.UserError(f"{path}: cannot be read: {error}") from None
+    data = mnist_files.contents(path)
     if len(data) < 4 or data[:2] != b"\0\0" or data[2] not in _DTYPES:
-        raise dear.UserError(f"{path}: not an IDX file")
+        raise UserError(f"{path}: not an IDX file")
     dtype, rank = np.dtype(_DTYPES[data[2]]), data[3]
     start = 4 + 4 * rank
     shape = tuple(int(n) for n in np.frombuffer(data[4:start], ">i4"))
     if len(data) - start != math.prod(shape) * dtype.itemsize:
-        raise dear.UserError(
-            f"{path}: {len(data) - start} bytes of data, but its header says {shape}"
-        )
+        raise UserError(f"{path}: {len(data) - start} bytes of data, but its header says {shape}")
     return np.frombuffer(data, dtype, offset=start).reshape(shape)
 
 
@@ -46,15 +39,9 @@ def load_mnist(folder: Path) -> tuple[Split, Split]:
     """Training and test images of MNIST; with the 10,000 test images alone, 9 in 10 for training.
 
     Raises:
-        dear.UserError: no pair of image and label files is there, or a file is damaged.
+        UserError: no pair of image and label files is there, or a file is damaged.
     """
-    test = _pair(folder, "t10k")
-    train = _pair(folder, "train")
-    if train is None and test is None:
-        raise dear.UserError(
-            f"{folder}: no MNIST files (train- or t10k-images-idx3-ubyte, -labels-idx1-ubyte, "
-            "gzipped or not)"
-        )
+    train, test = (_load(folder, part) for part in mnist_files.PARTS)
     if train is None or test is None:
         return _split(*(train or test))
     return train, test
@@ -73,17 +60,13 @@ def load_digits() -> tuple[Split, Split]:
     )
 
 
-def _pair(folder: Path, prefix: str) -> Split | None:
-    images = _find(folder, f"{prefix}-images-idx3-ubyte")
-    labels = _find(folder, f"{prefix}-labels-idx1-ubyte")
-    if images is None or labels is None:
+def _load(folder: Path, part: str) -> Split | None:
+    paths = mnist_files.pair(folder, part)
+    if paths is None:
         return None
-    pixels = torch.from_numpy(read_idx(images).astype(np.float32))[:, None] / 255
-    return (pixels - MEAN) / STD, torch.from_numpy(read_idx(labels).astype(np.int64))
-
-
-def _find(folder: Path, name: str) -> Path | None:
-    return next((p for p in (folder / name, folder / f"{name}.gz") if p.exists()), None)
+    images, labels = (read_idx(path) for path in paths)
+    pixels = torch.from_numpy(images.astype(np.float32))[:, None] / 255
+    return (pixels - MEAN) / STD, torch.from_numpy(labels.astype(np.int64))
 
 
 def _split(images: torch.Tensor, labels: torch.Tensor) -> tuple[Split, Split]:

@@ -1,0 +1,265 @@
+"""How algorithms learn, undisturbed and with each fault: `python -m plots.learning SWEEP`."""
+
+from __future__ import annotations
+
+import csv
+import sys
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import PercentFormatter
+
+from common.results import learning, tables
+from common.results.comparison import Comparison
+from common.results.records import Record
+from plots import pace, style
+
+Curve = tuple[Record, list[dict[str, Any]]]
+"""A trial and the evaluations of its first repeat."""
+
+_FIELDS = (
+    "fault",
+    "algorithm",
+    "repeat",
+    "at_s",
+    "seconds",
+    "steps",
+    "accuracy",
+    "accuracy_min",
+    "accuracy_max",
+    "loss",
+    "loss_min",
+    "loss_max",
+    "consensus_distance",
+)
+
+
+def draw(folder: Path, out: Path) -> list[Path]:
+    """Reads `folder/records.jsonl`; writes learning.{png,pdf,csv} to `out`, returns the paths."""
+    good = [r for r in Comparison.load(folder).results(folder) if r["status"] == "ok"]
+    good.sort(key=lambda record: style.order(record["trial"]["algorithm"]))
+    colour = _colours(good)
+    columns = _columns(good)
+    style.setup()
+    if any("accuracy" in record["learning"][0]["evaluations"][0] for record in good):
+        figure = _curves(columns, colour)
+    else:
+        figure = pace.draw(columns, colour)
+    figure.supxlabel(_caption(good), fontsize=7, color="#555555", x=0.01, ha="left")
+    out.mkdir(parents=True, exist_ok=True)
+    data = out / "learning.csv"
+    _write(good, data)
+    return [*style.save(figure, out / "learning"), data]
+
+
+def _colours(good: Sequence[Record]) -> dict[str, str]:
+    """By label; variants of one algorithm are told apart."""
+    labels = list(dict.fromkeys(record["trial"]["label"] for record in good))
+    names = {record["trial"]["label"]: record["trial"]["algorithm"] for record in good}
+    first = {names[label]: label for label in reversed(labels)}
+    keys = [names[label] if first[names[label]] == label else label for label in labels]
+    found = style.colours(keys)
+    return {label: found[key] for label, key in zip(labels, keys, strict=True)}
+
+
+def _columns(good: Sequence[Record]) -> dict[tuple[Any, ...], list[Record]]:
+    """Trials that are compared with each other; the single worker stands beside all of them."""
+    columns: dict[tuple[Any, ...], list[Record]] = {}
+    singles = [record for record in good if record["trial"]["algorithm"] == "none"]
+    for record in good:
+        if record not in singles:
+            columns.setdefault(_place(record), []).append(record)
+    for single in singles:
+        model, _, network, _ = own = _place(single)
+        rivals = [key for key in columns if (key[0], key[2]) == (model, network)]
+        for key in rivals or [own]:
+            columns.setdefault(key, []).insert(0, single)
+    return columns
+
+
+def _place(record: Record) -> tuple[Any, ...]:
+    trial = record["trial"]
+    return (
+        trial["model"],
+        trial["world_size"],
+        trial.get("network"),
+        learning.fault_title(trial),
+    )
+
+
+def _curves(columns: dict[tuple[Any, ...], list[Record]], colour: dict[str, str]) -> Figure:
+    rows = (_accuracy_by_seconds, _accuracy_by_steps, _loss_by_seconds, _loss_by_steps)
+    count = len(rows) + 2
+    figure, axes = plt.subplots(
+        count,
+        len(columns),
+        figsize=(1.2 + 3.9 * len(columns), 2.1 * count),
+        squeeze=False,
+        sharey="row",
+        layout="constrained",
+    )
+    handles: dict[str, Any] = {}
+    for column, (place, records) in enumerate(columns.items()):
+        curves = [(record, record["learning"][0]["evaluations"]) for record in records]
+        for row, panel in enumerate((*rows, _consensus)):
+            handles |= panel(axes[row, column], curves, colour)
+        _staleness(axes[-1, column], records, colour)
+        axes[0, column].set_title(pace.title(place), loc="left", fontsize=9, fontweight="bold")
+    figure.legend(
+        handles.values(), handles.keys(), loc="outside right upper", frameon=False, fontsize=8
+    )
+    return figure
+
+
+def _lines(
+    axis: Axes, curves: Sequence[Curve], colour: dict[str, str], x: str, y: str, *, band: bool
+) -> dict[str, Any]:
+    """A line per trial, and around it the range of the single ranks' models."""
+    handles = {}
+    for record, evaluations in curves:
+        label = record["trial"]["label"]
+        shown = [e for e in evaluations if e.get(y) is not None]
+        along = [_mean_steps(e) if x == "steps" else e[x] for e in shown]
+        (line,) = axis.plot(along, [e[y] for e in shown], color=colour[label], lw=1.3)
+        handles[label] = line
+        if band and any(e[f"{y}_min"] != e[f"{y}_max"] for e in shown):
+            low, high = ([e[f"{y}_{end}"] for e in shown] for end in ("min", "max"))
+            axis.fill_between(along, low, high, color=colour[label], alpha=0.12, lw=0)
+    axis.grid(True, axis="both")
+    axis.set_xlim(left=0)
+    return handles
+
+
+def _mean_steps(evaluation: dict[str, Any]) -> float:
+    steps = [count for count in evaluation["steps"] if count is not None]
+    return sum(steps) / len(steps)
+
+
+def _accuracy(
+    axis: Axes, curves: Sequence[Curve], colour: dict[str, str], x: str
+) -> dict[str, Any]:
+    handles = _lines(axis, curves, colour, x, "accuracy", band=True)
+    target = curves[0][0]["trial"]["learn"]["target_accuracy"]
+    if target is not None:
+        axis.axhline(target, color="#777777", lw=1, ls="--")
+    final = [e["accuracy"] for _, evaluations in curves for e in evaluations[1:]]
+    axis.set_ylim(max(0.0, min(0.8, sorted(final)[len(final) // 4] - 0.05)), 1.0)
+    axis.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    axis.set_ylabel("test accuracy", fontsize=8)
+    axis.set_xlabel("seconds of training" if x == "seconds" else "steps per rank", fontsize=8)
+    return handles
+
+
+def _accuracy_by_seconds(
+    axis: Axes, curves: Sequence[Curve], colour: dict[str, str]
+) -> dict[str, Any]:
+    return _accuracy(axis, curves, colour, "seconds")
+
+
+def _accuracy_by_steps(
+    axis: Axes, curves: Sequence[Curve], colour: dict[str, str]
+) -> dict[str, Any]:
+    return _accuracy(axis, curves, colour, "steps")
+
+
+def _loss(axis: Axes, curves: Sequence[Curve], colour: dict[str, str], x: str) -> dict[str, Any]:
+    handles = _lines(axis, curves, colour, x, "loss", band=False)
+    axis.set_yscale("log")
+    axis.set_ylabel("test loss", fontsize=8)
+    axis.set_xlabel("seconds of training" if x == "seconds" else "steps per rank", fontsize=8)
+    return handles
+
+
+def _loss_by_seconds(axis: Axes, curves: Sequence[Curve], colour: dict[str, str]) -> dict[str, Any]:
+    return _loss(axis, curves, colour, "seconds")
+
+
+def _loss_by_steps(axis: Axes, curves: Sequence[Curve], colour: dict[str, str]) -> dict[str, Any]:
+    return _loss(axis, curves, colour, "steps")
+
+
+def _consensus(axis: Axes, curves: Sequence[Curve], colour: dict[str, str]) -> dict[str, Any]:
+    shown = [
+        (record, [e for e in evaluations if e.get("consensus_distance")])  # 0 has no logarithm
+        for record, evaluations in curves
+        if any(e.get("consensus_distance") for e in evaluations)
+    ]
+    handles = _lines(axis, shown, colour, "seconds", "consensus_distance", band=False)
+    if shown:
+        axis.set_yscale("log")
+    axis.set_ylabel("consensus distance", fontsize=8)
+    axis.set_xlabel("seconds of training (replicas that are equal: not shown)", fontsize=8)
+    return handles
+
+
+def _staleness(axis: Axes, records: Sequence[Record], colour: dict[str, str]) -> None:
+    """Bars for the mean of each algorithm's stalest neighbour, ticks for the most of any."""
+    counted = [(r["trial"]["label"], list(learning.staleness(r))) for r in records]
+    bars = [(label, ages) for label, ages in counted if ages]
+    for place, (label, ages) in enumerate(bars):
+        mean = max(age for age, _ in ages)
+        most = max(age for _, age in ages)
+        axis.barh(place, mean, color=colour[label], height=0.6)
+        axis.plot([most], [place], marker="|", color="#222222", ms=9)
+        axis.annotate(
+            f"mean {mean:.1f}, most {most:g}",
+            (max(most, 0), place),
+            xytext=(5, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=8,
+        )
+    axis.set_yticks([])
+    axis.set_ylim(-0.8, max(len(bars), 1) - 0.2)
+    left, right = axis.get_xlim()
+    axis.set_xlim(min(left, 0), max(right, 1) * 1.9)
+    axis.set_ylabel("staleness", fontsize=8)
+    axis.set_xlabel("steps that the stalest neighbour's values were behind", fontsize=8)
+    if not bars:
+        axis.text(0.5, 0.5, "no algorithm counts it", transform=axis.transAxes, ha="center")
+
+
+def _caption(good: Sequence[Record]) -> str:
+    first, machine = good[0], good[0]["machine"]
+    learn = first["trial"]["learn"]
+    words = tables.fabric_words(good)
+    repeats = len(first["learning"])
+    text = f"n = {repeats} run(s) of {learn['budget_s']:g} s each"
+    if learn["data"] is not None:
+        text += f" on {learn['data']}"
+        text += (
+            " (curves: the first); lines: the mean of all ranks' models, bands: their range; "
+            "judging takes no training time"
+        )
+    text += (
+        f". {words[:1].upper()}{words[1:]}, over {first['trial']['backend']}, on "
+        f"{machine['cores']} x {machine['cpu']}, torch {machine['packages']['torch']}, commit "
+        f"{machine['commit']}."
+    )
+    return "\n".join(textwrap.wrap(text, 120))
+
+
+def _write(good: Sequence[Record], path: Path) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, _FIELDS, lineterminator="\n", extrasaction="ignore")
+        writer.writeheader()
+        for record in good:
+            named = {
+                "fault": learning.fault_title(record["trial"]),
+                "algorithm": record["trial"]["label"],
+            }
+            for number, repeat in enumerate(record["learning"]):
+                for evaluation in repeat["evaluations"]:
+                    steps = " ".join("-" if n is None else str(n) for n in evaluation["steps"])
+                    writer.writerow({**evaluation, **named, "repeat": number, "steps": steps})
+
+
+if __name__ == "__main__":
+    sweep = Path(sys.argv[1] if len(sys.argv) > 1 else "logs/time_to_accuracy")
+    for written in draw(sweep, Path("plots/out") / sweep.name):
+        print(written)

@@ -1,0 +1,64 @@
+"""Real compute made slower: by how much, and that waiting for others does not count."""
+
+from __future__ import annotations
+
+import struct
+import time
+
+import pytest
+
+from common.models import brake
+from common.models.brake import Brake
+from common.models.pace import Pace
+from dear.errors import UserError
+
+
+def compute(seconds: float) -> None:
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        pass
+
+
+def slowed(tmp_path, factor: float) -> Brake:
+    path = tmp_path / "pace-h0"
+    path.write_bytes(struct.pack("<d", factor))
+    return Brake(Pace(1.0, path))
+
+
+def waited(monkeypatch) -> list[float]:
+    """What `time.sleep` was asked for in the brake."""
+    asked: list[float] = []
+    monkeypatch.setattr(brake.time, "sleep", asked.append)
+    return asked
+
+
+def test_compute_is_followed_by_a_wait(tmp_path, monkeypatch):
+    asked = waited(monkeypatch)
+    with slowed(tmp_path, 5.0):
+        compute(0.05)
+    # At least; on a busy machine the thread also waited for its core.
+    assert len(asked) == 1 and asked[0] >= 4 * 0.045
+
+
+def test_time_blocked_is_not_compute(tmp_path, monkeypatch):
+    sleep = time.sleep
+    asked = waited(monkeypatch)
+    with slowed(tmp_path, 3.0):
+        sleep(0.3)
+    assert sum(asked) < 0.3
+
+
+@pytest.mark.parametrize("factor", [1.0, None])
+def test_at_full_speed_nothing_waits(tmp_path, monkeypatch, factor):
+    asked = waited(monkeypatch)
+    with slowed(tmp_path, factor) if factor else Brake(None):
+        compute(0.01)
+    with Brake(Pace(1.0, tmp_path / "nothing")):
+        compute(0.01)
+    assert asked == []
+
+
+def test_a_kernel_that_does_not_tell_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(brake, "_SCHEDSTAT", tmp_path / "schedstat")
+    with pytest.raises(UserError, match="slow_host: this kernel has no"), slowed(tmp_path, 2.0):
+        compute(0.01)

@@ -5,7 +5,7 @@
     dear.interactive.assign_ranks(client)
     %px import dear; dear.init()
 
-`examples/notebooks/consensus.ipynb` is a whole session. Engines may be on several hosts.
+`examples/notebooks/consensus.ipynb` shows it from start to end. Engines may be on several hosts.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ PY := $(VENV)/bin/python
 READY := $(VENV)/ready
 HOROVOD := $(VENV)/horovod-tried
 CORE := $(VENV)/comm-core-built
+NOTEBOOKS := $(VENV)/notebooks-ready
 CORE_SOURCES := $(shell find common/comm_core -name '*.cc' -o -name '*.h' -o -name CMakeLists.txt)
 
 .PHONY: bench test retest core horovod gpu-check sanitize torch-suite lint system-packages clean help
@@ -27,7 +28,7 @@ help:
 bench: $(READY) $(CORE) $(HOROVOD)
 	$(PY) benchmarks.py
 
-test: $(READY) $(CORE) $(HOROVOD) lint
+test: $(READY) $(CORE) $(HOROVOD) $(NOTEBOOKS) lint
 	$(PY) -m pytest
 
 # Only what failed last; nothing to repeat is a failure too.
@@ -62,6 +63,11 @@ $(CORE): $(READY) scripts/build.sh $(CORE_SOURCES)
 
 $(HOROVOD): $(READY) scripts/horovod.sh
 	scripts/horovod.sh $(VENV)
+	touch $@
+
+# Of the examples; only the tests need it.
+$(NOTEBOOKS): $(READY) examples/requirements.txt
+	$(PY) -m pip install --disable-pip-version-check -q -r examples/requirements.txt
 	touch $@
 
 lint: $(READY)

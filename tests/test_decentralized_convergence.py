@@ -111,8 +111,11 @@ def _errors(algorithm, options, steps):
         ("push-diging", {"topology": "star"}),
     ],
 )
-def test_bias_corrected_methods_reach_the_exact_optimum_linearly(world, algorithm, options):
-    for errors in world(4).run(_errors, algorithm, options, 600):
+@pytest.mark.parametrize("world_size", [3, 4, 8])
+def test_bias_corrected_methods_reach_the_exact_optimum_linearly(
+    world, world_size, algorithm, options
+):
+    for errors in world(world_size).run(_errors, algorithm, options, 600):
         assert errors[-1] < 1e-8 * errors[0]
         assert errors[3] < 1e-2 * errors[0] and errors[6] < 1e-2 * errors[3]
 

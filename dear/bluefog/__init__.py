@@ -19,7 +19,7 @@ _NAMES = {
         machine_rank is_homogeneous nccl_built set_topology load_topology set_machine_topology
         load_machine_topology in_neighbor_ranks out_neighbor_ranks in_neighbor_machine_ranks
         out_neighbor_machine_ranks set_skip_negotiate_stage get_skip_negotiate_stage""",
-    "dear.bluefog.handles": "poll synchronize wait",
+    "dear.bluefog.handles": "poll synchronize wait suspend resume",
     "dear.bluefog.collectives": """barrier allreduce allreduce_ allreduce_nonblocking
         allreduce_nonblocking_ allgather allgather_nonblocking broadcast broadcast_
         broadcast_nonblocking broadcast_nonblocking_ broadcast_parameters broadcast_optimizer_state

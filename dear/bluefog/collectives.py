@@ -23,11 +23,13 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 
+@handles.not_suspended
 def barrier() -> None:
     """Returns once every rank has called it."""
     job().communicator.barrier()
 
 
+@handles.queueable
 def allreduce_nonblocking_(
     tensor: torch.Tensor,
     average: bool = True,
@@ -40,6 +42,7 @@ def allreduce_nonblocking_(
     return handles.new(work.done, noted("allreduce", name, lambda: (work.wait(), tensor)[1]))
 
 
+@handles.queueable
 def allreduce_nonblocking(
     tensor: torch.Tensor,
     average: bool = True,
@@ -50,6 +53,7 @@ def allreduce_nonblocking(
     return allreduce_nonblocking_(tensor.detach().clone(), average, is_hierarchical_local, name)
 
 
+@handles.not_suspended
 def allreduce_(
     tensor: torch.Tensor,
     average: bool = True,
@@ -60,6 +64,7 @@ def allreduce_(
     return handles.wait(allreduce_nonblocking_(tensor, average, is_hierarchical_local, name))
 
 
+@handles.not_suspended
 def allreduce(
     tensor: torch.Tensor,
     average: bool = True,
@@ -70,6 +75,7 @@ def allreduce(
     return handles.wait(allreduce_nonblocking(tensor, average, is_hierarchical_local, name))
 
 
+@handles.queueable
 def allgather_nonblocking(tensor: torch.Tensor, name: str | None = None) -> int:
     """Starts `allgather`; blocks for the exchange of the sizes."""
     from dear.bluefog.neighbor import gathered
@@ -78,32 +84,38 @@ def allgather_nonblocking(tensor: torch.Tensor, name: str | None = None) -> int:
     return gathered(tensor, everybody, everybody, check=False, with_own=True, name=name)
 
 
+@handles.not_suspended
 def allgather(tensor: torch.Tensor, name: str | None = None) -> torch.Tensor:
     """All ranks' tensors, joined along the first dimension, in which they may differ in size."""
     return handles.wait(allgather_nonblocking(tensor, name))
 
 
+@handles.queueable
 def broadcast_nonblocking_(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> int:
     """Starts `broadcast_`."""
     work = job().communicator.broadcast(tensor.detach(), root=root_rank)
     return handles.new(work.done, noted("broadcast", name, lambda: (work.wait(), tensor)[1]))
 
 
+@handles.queueable
 def broadcast_nonblocking(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> int:
     """Starts `broadcast`."""
     return broadcast_nonblocking_(tensor.detach().clone(), root_rank, name)
 
 
+@handles.not_suspended
 def broadcast_(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> torch.Tensor:
     """Copies the tensor of `root_rank` into everybody's."""
     return handles.wait(broadcast_nonblocking_(tensor, root_rank, name))
 
 
+@handles.not_suspended
 def broadcast(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> torch.Tensor:
     """The tensor of `root_rank`, as a new one; `tensor` must be like it."""
     return handles.wait(broadcast_nonblocking(tensor, root_rank, name))
 
 
+@handles.not_suspended
 def broadcast_parameters(
     params: Mapping[str, torch.Tensor] | Iterable[Any], root_rank: int
 ) -> None:
@@ -111,11 +123,13 @@ def broadcast_parameters(
     plain.broadcast_parameters(_named(params), root_rank)
 
 
+@handles.not_suspended
 def broadcast_optimizer_state(optimizer: Optimizer, root_rank: int) -> None:
     """Gives everybody rank `root_rank`'s optimizer state and hyper-parameters."""
     plain.broadcast_optimizer_state(optimizer, root_rank)
 
 
+@handles.not_suspended
 def allreduce_parameters(params: Mapping[str, torch.Tensor] | Iterable[Any]) -> None:
     """Replaces floating-point tensors by their means over all ranks: exact consensus."""
     tensors = [value for _, value in _named(params) if value.is_floating_point()]
@@ -128,6 +142,7 @@ def _named(params: Mapping[str, torch.Tensor] | Iterable[Any]) -> list[tuple[str
     return [item if isinstance(item, tuple) else ("", item) for item in items]
 
 
+@handles.not_suspended
 def InferSourceFromDestinationRanks(  # noqa: N802 (BlueFog's name)
     dst_ranks: list[int], construct_adjacency_matrix: bool = False
 ) -> list[int] | tuple[list[int], np.ndarray]:
@@ -143,6 +158,7 @@ def InferSourceFromDestinationRanks(  # noqa: N802 (BlueFog's name)
     return (sources, _weights(edges)) if construct_adjacency_matrix else sources
 
 
+@handles.not_suspended
 def InferDestinationFromSourceRanks(  # noqa: N802 (BlueFog's name)
     src_ranks: list[int], construct_adjacency_matrix: bool = False
 ) -> list[int] | tuple[list[int], np.ndarray]:

@@ -189,6 +189,7 @@ def nccl_built() -> bool:
     return dist.is_nccl_available()
 
 
+@handles.not_suspended
 def set_topology(topology: nx.DiGraph | None = None, is_weighted: bool = False) -> bool:
     """Chooses who averages with whom; a collective call.
 
@@ -218,6 +219,7 @@ def load_topology() -> nx.DiGraph:
     return job().topology
 
 
+@handles.not_suspended
 def set_machine_topology(topology: nx.DiGraph, is_weighted: bool = False) -> bool:
     """The same for machines; used by hierarchical calls only."""
     _check(topology, machine_size(), is_weighted)

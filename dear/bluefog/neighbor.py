@@ -63,6 +63,7 @@ def factors(ranks: Targets) -> dict[int, float]:
     return dict(ranks) if isinstance(ranks, Mapping) else dict.fromkeys(ranks, 1.0)
 
 
+@handles.queueable
 def neighbor_allreduce_nonblocking(
     tensor: torch.Tensor,
     *,
@@ -89,6 +90,7 @@ def neighbor_allreduce_nonblocking(
     return handles.new(pending.done, noted(what, name, lambda: (pending.wait(), mixed)[1]))
 
 
+@handles.not_suspended
 def neighbor_allreduce(
     tensor: torch.Tensor,
     *,
@@ -120,6 +122,7 @@ def neighbor_allreduce(
     )
 
 
+@handles.queueable
 def neighbor_allgather_nonblocking(
     tensor: torch.Tensor,
     *,
@@ -138,6 +141,7 @@ def neighbor_allgather_nonblocking(
     return gathered(tensor, sources, targets, check=check, with_own=False, name=name)
 
 
+@handles.not_suspended
 def neighbor_allgather(
     tensor: torch.Tensor,
     *,
@@ -193,6 +197,7 @@ def gathered(
     return handles.new(pending.done, noted("allgather", name, result))
 
 
+@handles.queueable
 def hierarchical_neighbor_allreduce_nonblocking(
     tensor: torch.Tensor,
     *,
@@ -219,6 +224,7 @@ def hierarchical_neighbor_allreduce_nonblocking(
     return handles.new(pending.done, noted(what, name, result))
 
 
+@handles.not_suspended
 def hierarchical_neighbor_allreduce(
     tensor: torch.Tensor,
     *,
@@ -244,6 +250,7 @@ def hierarchical_neighbor_allreduce(
     )
 
 
+@handles.queueable
 def pair_gossip_nonblocking(
     tensor: torch.Tensor,
     target_rank: int,
@@ -270,6 +277,7 @@ def pair_gossip_nonblocking(
     return handles.new(pending.done, noted("pair_gossip", name, result))
 
 
+@handles.not_suspended
 def pair_gossip(
     tensor: torch.Tensor,
     target_rank: int,

@@ -66,6 +66,7 @@ def register(name: str, window: NeighborWindow, tensor: torch.Tensor) -> None:
     job().windows[name] = Named(window, tensor)
 
 
+@handles.not_suspended
 def win_create(tensor: torch.Tensor, name: str, zero_init: bool = False) -> bool:
     """Makes a window for `tensor` on all ranks; a collective call.
 
@@ -90,6 +91,7 @@ def win_create(tensor: torch.Tensor, name: str, zero_init: bool = False) -> bool
     return True
 
 
+@handles.not_suspended
 def win_free(name: str | None = None) -> bool:
     """Frees the window `name`, or all; a collective call."""
     for each in [name] if name is not None else list(job().windows):
@@ -103,6 +105,7 @@ def get_current_created_window_names() -> list[str]:
     return sorted(job().windows)
 
 
+@handles.not_suspended
 def win_put_nonblocking(
     tensor: torch.Tensor,
     name: str,
@@ -114,6 +117,7 @@ def win_put_nonblocking(
     return _send("put", tensor, name, self_weight, dst_weights, require_mutex)
 
 
+@handles.not_suspended
 def win_put(
     tensor: torch.Tensor,
     name: str,
@@ -131,6 +135,7 @@ def win_put(
     return win_wait(win_put_nonblocking(tensor, name, self_weight, dst_weights, require_mutex))
 
 
+@handles.not_suspended
 def win_accumulate_nonblocking(
     tensor: torch.Tensor,
     name: str,
@@ -142,6 +147,7 @@ def win_accumulate_nonblocking(
     return _send("accumulate", tensor, name, self_weight, dst_weights, require_mutex)
 
 
+@handles.not_suspended
 def win_accumulate(
     tensor: torch.Tensor,
     name: str,
@@ -196,6 +202,7 @@ def _send(
     return handle
 
 
+@handles.not_suspended
 def win_get_nonblocking(
     name: str, src_weights: Targets | None = None, require_mutex: bool = False
 ) -> int:
@@ -215,6 +222,7 @@ def win_get_nonblocking(
     return found.in_background(store)
 
 
+@handles.not_suspended
 def win_get(name: str, src_weights: Targets | None = None, require_mutex: bool = False) -> bool:
     """Reads what the in-neighbours show into this rank's slots, times `src_weight`.
 
@@ -265,6 +273,7 @@ def win_update_then_collect(name: str, require_mutex: bool = True) -> torch.Tens
     return win_update(name, 1.0, sources, reset=True, require_mutex=require_mutex)
 
 
+@handles.not_suspended
 @contextlib.contextmanager
 def win_mutex(name: str, for_self: bool = False, ranks: list[int] | None = None) -> Iterator[None]:
     """Holds the mutexes of the window at `ranks` (default: the out-neighbours) in a `with` block.

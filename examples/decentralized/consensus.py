@@ -1,0 +1,132 @@
+"""Average consensus: every rank has numbers, and all find their mean by asking neighbours only.
+
+    torchrun --standalone --nproc-per-node 8 examples/decentralized/consensus.py --out plots/out
+
+In each iteration a rank replaces its numbers by the weighted sum of its own and its neighbours'.
+How far the ranks are from the mean then shrinks by the topology's mixing rate: 1 - its spectral
+gap.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import numpy as np
+import torch
+from curves import arguments, run, save, table
+
+import dear.bluefog as bf
+from dear.errors import UserError
+from dear.mixing import mixing_rate
+from dear.topology import circulant, matrix, powers
+
+T = bf.topology_util
+
+NUMBERS = 10
+WANTED = 1e-6
+NOISE = 1e-13
+"""Distances below are rounding."""
+
+STATIC = {
+    "ring": T.RingGraph,
+    "star": T.StarGraph,
+    "2-D mesh": T.MeshGrid2DGraph,
+    "exponential": T.ExponentialTwoGraph,
+    "fully connected": T.FullyConnectedGraph,
+}
+ONE_PEER = "one-peer exponential"
+
+
+def static(x: torch.Tensor, iterations: int) -> list[torch.Tensor]:
+    """All iterates, where the current topology is that of each iteration."""
+    history = [x]
+    for _ in range(iterations):
+        history.append(bf.neighbor_allreduce(history[-1]))
+    return history
+
+
+def one_peer(x: torch.Tensor, iterations: int) -> list[torch.Tensor]:
+    """All iterates, where a rank sends to one other at distance 1, 2, 4, ... in turn."""
+    history = [x]
+    peers = T.GetDynamicOnePeerSendRecvRanks(T.ExponentialTwoGraph(bf.size()), bf.rank())
+    for _, (to, sources) in zip(range(iterations), peers, strict=False):
+        history.append(
+            bf.neighbor_allreduce(
+                history[-1],
+                self_weight=0.5,
+                src_weights=dict.fromkeys(sources, 0.5),
+                dst_weights=to,
+            )
+        )
+    return history
+
+
+def distances(history: list[torch.Tensor]) -> list[float]:
+    """How far all ranks together are from the mean in each iteration, relative to the start."""
+    mean = bf.allreduce(history[0])
+    squared = torch.stack([(x - mean).square().sum() for x in history])
+    distance = bf.allreduce(squared, average=False).sqrt()
+    return (distance / distance[0]).tolist()
+
+
+def one_peer_rate(size: int) -> float:
+    """Per iteration, over a whole turn of distances; 0 where the world is a power of two."""
+    turn = [matrix(circulant(size, [distance])) for distance in powers(2, size)]
+    left = functools.reduce(np.matmul, turn) - 1 / size
+    return rounded(np.linalg.norm(left, 2)) ** (1 / len(turn))
+
+
+def rounded(rate: float) -> float:
+    """0 for what only rounding keeps from it."""
+    return float(rate) if rate > NOISE else 0.0
+
+
+def measured_rate(curve: list[float]) -> float:
+    """By which the distance shrinks in an iteration: later half of the curve above rounding."""
+    last = max(k for k, distance in enumerate(curve) if distance > NOISE)
+    first = last // 2
+    return (curve[last] / curve[first]) ** (1 / max(1, last - first))
+
+
+def row(name: str, curve: list[float], rate: float) -> list[str]:
+    """Of the table: what the spectral gap says, and what happened."""
+    if rate:
+        needed = math.ceil(math.log(WANTED) / math.log(rate))
+        measured = f"{measured_rate(curve):.3f}"
+    else:  # exact, after a turn of distances or at once
+        needed = len(powers(2, bf.size())) if name == ONE_PEER else 1
+        measured = "-"
+    took = next((str(k) for k, distance in enumerate(curve) if distance <= WANTED), "-")
+    return [name, f"{1 - rate:.3f}", f"{rate:.3f}", measured, str(needed), took, f"{curve[-1]:.0e}"]
+
+
+def main() -> None:
+    options = arguments(__doc__.splitlines()[0], iterations=120).parse_args()
+    bf.init()
+    if bf.size() == 1:
+        raise UserError("one rank agrees with itself; start several: torchrun --nproc-per-node 8")
+    generator = torch.Generator().manual_seed(options.seed * bf.size() + bf.rank())
+    start = torch.randn(NUMBERS, generator=generator, dtype=torch.float64)
+
+    curves, rates = {}, {}
+    for name, graph in STATIC.items():
+        bf.set_topology(graph(bf.size()), is_weighted=True)
+        curves[name] = distances(static(start, options.iterations))
+        rates[name] = rounded(mixing_rate(graph(bf.size())))
+    curves[ONE_PEER] = distances(one_peer(start, options.iterations))
+    rates[ONE_PEER] = one_peer_rate(bf.size())
+
+    if bf.rank() == 0:
+        print(f"{bf.size()} ranks, {NUMBERS} numbers each; iterations until {WANTED:g} is left")
+        header = ["topology", "gap", "rate", "measured", "iterations", "measured", "at the end"]
+        table(header, [row(name, curve, rates[name]) for name, curve in curves.items()])
+        if options.out:
+            steps = range(options.iterations + 1)
+            predicted = {n: [rate**k for k in steps] for n, rate in rates.items() if rate}
+            save(options.out, "Consensus", "distance to the mean", curves, predicted)
+    bf.shutdown()
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,52 @@
+"""Linear regression over data that ranks keep to themselves, by neighbour averaging.
+
+    torchrun --standalone --nproc-per-node 8 examples/decentralized/linear_regression.py \\
+        --out plots/out
+
+Every rank has measurements of its own, of a relation that differs a little from rank to rank; all
+look for the one model that fits them together best. Plain neighbour averaging with a constant
+step size stops beside it: each rank's own gradient pulls it away. Exact diffusion, gradient
+tracking and push-DIGing correct that and converge linearly.
+"""
+
+from __future__ import annotations
+
+import torch
+from curves import arguments, compare, run
+from torch import nn
+
+import dear.bluefog as bf
+
+ROWS, FEATURES = 50, 10
+
+
+def data(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """This rank's features `[ROWS, FEATURES]` and targets `[ROWS]`."""
+    common = torch.Generator().manual_seed(seed)
+    own = torch.Generator().manual_seed(seed + 1 + bf.rank())
+    relation = torch.randn(FEATURES, generator=common, dtype=torch.float64)
+    relation += 0.5 * torch.randn(FEATURES, generator=own, dtype=torch.float64)
+    features = torch.randn(ROWS, FEATURES, generator=own, dtype=torch.float64)
+    noise = 0.1 * torch.randn(ROWS, generator=own, dtype=torch.float64)
+    return features, features @ relation + noise
+
+
+def main() -> None:
+    parser = arguments(__doc__.splitlines()[0], iterations=300)
+    parser.add_argument("--lr", type=float, default=0.1)
+    options = parser.parse_args()
+    bf.init()
+    features, targets = data(options.seed)
+
+    def loss(model: nn.Module) -> torch.Tensor:
+        return (model(features).flatten() - targets).square().mean() / 2
+
+    optimum = torch.linalg.lstsq(
+        bf.allgather(features), bf.allgather(targets).unsqueeze(1)
+    ).solution.flatten()
+    compare("Linear regression", loss, optimum, options)
+    bf.shutdown()
+
+
+if __name__ == "__main__":
+    run(main)

@@ -1,0 +1,68 @@
+"""Logistic regression over data that ranks keep to themselves, by neighbour averaging.
+
+    torchrun --standalone --nproc-per-node 8 examples/decentralized/logistic_regression.py \\
+        --out plots/out
+
+As `linear_regression.py`, with a loss that is no parabola: yes-or-no answers, which each rank
+gives by a rule of its own, and a penalty on large weights.
+"""
+
+from __future__ import annotations
+
+import torch
+from curves import arguments, compare, run
+from torch import nn
+from torch.nn import functional
+
+import dear.bluefog as bf
+
+ROWS, FEATURES = 100, 10
+PENALTY = 0.1
+"""Of half the squared norm of the weights."""
+TOLERANCE = 1e-12
+
+
+def data(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """This rank's features `[ROWS, FEATURES]` and answers `[ROWS]`, 1 or -1."""
+    common = torch.Generator().manual_seed(seed)
+    own = torch.Generator().manual_seed(seed + 1 + bf.rank())
+    rule = torch.randn(FEATURES, generator=common, dtype=torch.float64)
+    rule += torch.randn(FEATURES, generator=own, dtype=torch.float64)
+    features = torch.randn(ROWS, FEATURES, generator=own, dtype=torch.float64)
+    chance = torch.rand(ROWS, generator=own, dtype=torch.float64)
+    answers = torch.where(torch.sigmoid(features @ rule) > chance, 1.0, -1.0)
+    return features, answers.double()
+
+
+def newton(features: torch.Tensor, answers: torch.Tensor) -> torch.Tensor:
+    """The weights of the least mean loss, penalty included: the gradient is at most TOLERANCE."""
+    weights = torch.zeros(features.shape[1], dtype=features.dtype)
+    for _ in range(50):
+        probability = torch.sigmoid(-answers * (features @ weights))
+        gradient = PENALTY * weights - features.T @ (answers * probability) / len(answers)
+        if gradient.norm() <= TOLERANCE:
+            return weights
+        curvature = (probability * (1 - probability) / len(answers)).unsqueeze(1)
+        hessian = features.T @ (curvature * features) + PENALTY * torch.eye(len(weights)).double()
+        weights = weights - torch.linalg.solve(hessian, gradient)
+    raise RuntimeError(f"Newton's method stopped at a gradient of {gradient.norm():.1e}")
+
+
+def main() -> None:
+    parser = arguments(__doc__.splitlines()[0], iterations=300)
+    parser.add_argument("--lr", type=float, default=0.5)
+    options = parser.parse_args()
+    bf.init()
+    features, answers = data(options.seed)
+
+    def loss(model: nn.Linear) -> torch.Tensor:
+        losses = functional.softplus(-answers * model(features).flatten())
+        return losses.mean() + PENALTY / 2 * model.weight.square().sum()
+
+    optimum = newton(bf.allgather(features), bf.allgather(answers))
+    compare("Logistic regression", loss, optimum, options)
+    bf.shutdown()
+
+
+if __name__ == "__main__":
+    run(main)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import torch
 
     from dear.communicator import Communicator
+    from dear.traffic import Traffic
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +69,24 @@ class Algorithm(ABC):
     capabilities: ClassVar[Capabilities]
     bound: ClassVar[Bound | None] = None
     """Which formula of `dear.bounds` says how short a step can be; None: none is known."""
+
+    @classmethod
+    def bound_of(cls, options: Any) -> Bound | None:
+        """The formula with these options."""
+        return cls.bound
+
+    @classmethod
+    def traffic(cls, options: Any, world_size: int, local_size: int) -> Traffic | None:
+        """What ranks exchange with a few others; None: all take part in the same collectives.
+
+        Args:
+            options: of this algorithm.
+            local_size: ranks per host.
+
+        Raises:
+            UserError: such a world is not possible.
+        """
+        return None
 
     @classmethod
     def unavailable(cls) -> str | None:

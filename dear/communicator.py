@@ -127,7 +127,8 @@ class Communicator:
         channels: number of independent queues; each further one is a process group of its own, so
             constructing with more than one is itself a collective call.
         record_times: keep `Work.times()`; costs a callback per collective.
-        clock: returns seconds; the virtual fabric passes its own.
+        clock: returns seconds; the virtual fabric passes its own,
+        pause: and what lets so many seconds of it pass.
         timeout_s: the longest that a collective of a further channel may take; None: torch's
             default. (Those of the first have the limit that `group` was made with.)
     """
@@ -138,6 +139,7 @@ class Communicator:
         channels: int = 1,
         record_times: bool = False,
         clock: Callable[[], float] = time.perf_counter,
+        pause: Callable[[float], None] = time.sleep,
         timeout_s: float | None = None,
     ) -> None:
         self.timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
@@ -150,6 +152,7 @@ class Communicator:
         self.native_times = self.native and clock is time.perf_counter
         self.record_times = record_times
         self.clock = clock
+        self.pause = pause
         self.channel_free_s: dict[int, float] = {}
         self.blocked_s = 0.0
         """Seconds that callers of `Work.wait` were held up: exposed communication."""

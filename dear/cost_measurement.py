@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 from weakref import WeakKeyDictionary
 
+from dear.bounds import EXCHANGE
 from dear.costs import AlphaBeta, fit_alpha_beta
 from dear.errors import unknown
 from dear.flat import buffer
@@ -15,9 +16,12 @@ from dear.lazy import torch
 
 if TYPE_CHECKING:
     from dear.communicator import Communicator, Work
+    from dear.subgroups import SubCommunicator
 
-Operation = Literal["all_reduce", "reduce_scatter", "all_gather"]
-OPERATIONS: tuple[Operation, ...] = ("all_reduce", "reduce_scatter", "all_gather")
+Operation = Literal["all_reduce", "reduce_scatter", "all_gather", "exchange"]
+"""`exchange`: pairs of ranks, far apart by their numbers, swap buffers, all pairs at once (of an
+odd number one rank rests)."""
+OPERATIONS: tuple[Operation, ...] = ("all_reduce", "reduce_scatter", "all_gather", EXCHANGE)
 
 SIZES = tuple(2**power for power in range(12, 25, 2))
 """4 KiB to 16 MiB, in bytes of the full buffer."""
@@ -72,11 +76,12 @@ def measure_collective(
     unit = 4 * communicator.size
     nbytes: list[int] = []
     own: list[list[float]] = []
+    pairs = _pairs(communicator) if operation == EXCHANGE else {}
     for size in sizes:
         count = -(-size // unit) * communicator.size
         if nbytes and nbytes[-1] == count * 4:
             continue
-        call = _caller(communicator, operation, count, device, shared)
+        call = _caller(communicator, operation, count, device, shared, pairs)
         times = [_timed(communicator, call, device) for _ in range(repeats + 1)][1:]
         nbytes.append(count * 4)
         own.append(times)
@@ -85,6 +90,8 @@ def measure_collective(
         # One rank decides, or the ranks would go on to different sizes.
         if communicator.broadcast_object(enough):
             break
+    for pair in pairs.values():
+        pair.close()
     ranks = communicator.gather_objects(own)
     seconds = [
         [max(times) for times in zip(*size, strict=True)] for size in zip(*ranks, strict=True)
@@ -136,7 +143,8 @@ def _caller(
     count: int,
     device: torch.device,
     shared: bool,
-) -> Callable[[], Work]:
+    pairs: Mapping[tuple[int, ...], Communicator],
+) -> Callable[[], Work | None]:
     like = torch.empty(0, device=device)
 
     def zeros(numel: int) -> torch.Tensor:
@@ -147,16 +155,45 @@ def _caller(
     full = zeros(count)
     if operation == "all_reduce":
         return lambda: communicator.all_reduce(full, op="sum")
+    if operation == EXCHANGE:
+        peer = _opposite(communicator.rank, communicator.size)
+        if peer is None:
+            return lambda: None
+        pair = communicator if communicator.size == 2 else next(iter(pairs.values()), None)
+        if communicator.native and pair is not None:
+            return lambda: pair.all_reduce(full, op="sum")
+        received = zeros(count)
+        return lambda: communicator.exchange(received, full, peer=peer)
     shard = zeros(count // communicator.size)
     if operation == "reduce_scatter":
         return lambda: communicator.reduce_scatter(shard, full, op="sum")
     return lambda: communicator.all_gather(full, shard)
 
 
-def _timed(communicator: Communicator, call: Callable[[], Work], device: torch.device) -> float:
+def _pairs(communicator: Communicator) -> dict[tuple[int, ...], SubCommunicator]:
+    """The pair of this rank, where its all-reduce does the same as a swap and takes less time."""
+    from dear.subgroups import sub_communicators  # needs torch
+
+    ranks = range(communicator.size // 2)
+    if not communicator.native or communicator.size == 2:
+        return {}
+    return sub_communicators(communicator, [(rank, rank + len(ranks)) for rank in ranks])
+
+
+def _opposite(rank: int, size: int) -> int | None:
+    """The rank half the world away, which is on another host if there are several."""
+    half = size // 2
+    return None if rank >= 2 * half else (rank + half) % (2 * half)
+
+
+def _timed(
+    communicator: Communicator, call: Callable[[], Work | None], device: torch.device
+) -> float:
     communicator.barrier()
     began = communicator.clock()
-    call().wait()
+    work = call()
+    if work is not None:
+        work.wait()
     _end_of(device)
     # A clock may be too coarse for the smallest.
     return max(communicator.clock() - began, 1e-9)

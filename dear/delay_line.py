@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dear.errors import UserError
@@ -13,34 +12,11 @@ from dear.ready_groups import ready_groups
 from dear.run_order import RunOrder, agree
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from torch.nn import Module, Parameter
 
     from dear.communicator import Communicator, Work
-    from dear.laps import Gradients
+    from dear.held_back import Held
     from dear.timeline import Timeline
-
-
-@dataclass(kw_only=True)
-class Held:
-    """The gradients of one step, sent or taken from a checkpoint, until an update applies them."""
-
-    step: int
-    scale: Tensor | None
-    """The loss scale that they carry; None: 1."""
-    lap: Lap | None = None
-    loaded: Gradients | None = None
-
-    def gradients(self) -> Gradients:
-        """The averages; waits for them."""
-        if self.lap is not None:
-            return self.lap.gradients()
-        return dict(self.loaded)
-
-    def wait(self) -> None:
-        """Returns when nothing of it is under way."""
-        if self.lap is not None:
-            self.lap.wait()
 
 
 class DelayLine:

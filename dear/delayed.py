@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from dear.backward import BackwardSchedule
-from dear.delay_line import DelayLine, Held, Watch
+from dear.delay_line import DelayLine, Watch
 from dear.engine import Engine
 from dear.errors import UserError
 from dear.fusion import MIB
 from dear.grad_scaling import GradScaling
+from dear.held_back import Held, HeldBack, copied, unscale
 from dear.lazy import torch
 from dear.partial_update import with_gradients
 from dear.timeline import Timeline
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from dear.communicator import Communicator
-    from dear.laps import Gradients
 
 PENDING = "delayed_gradients"
 """Key of an optimizer's state dict, beside its own."""
@@ -58,7 +57,7 @@ class DelayedEngine(Engine):
         self._step = 0
         self._line: DelayLine | None = None
         self._watch = Watch(model, params, communicator)
-        self._pending: deque[Held] = deque()
+        self._pending = HeldBack(optimizer, self._params, options.delay)
         self._presented = False
         self._unchanged = Unchanged(())
         self._schedule = BackwardSchedule(
@@ -80,7 +79,7 @@ class DelayedEngine(Engine):
         self._schedule.restart()
         refuse_changed(self._unchanged.changed())
         self._push(None)
-        if len(self._pending) <= self._options.delay:
+        if not self._pending.due:
             return None
         return self._apply(update)
 
@@ -107,31 +106,13 @@ class DelayedEngine(Engine):
         self._presented = False
 
     def state_dict(self, plain: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        held_back = [
-            {
-                "gradients": [_copy(found.get(param)) for param in self._held_params()],
-                "scale": _copy(held.scale),
-            }
-            for held in self._pending
-            for found in [held.gradients()]
-        ]
-        return {**plain(), PENDING: held_back}
+        return {**plain(), PENDING: self._pending.saved()}
 
     def resume(self, state: dict[str, Any]) -> None:
         given = state.get(PENDING, [])
-        if len(given) > self._options.delay:
-            raise UserError(
-                f"the state holds back the gradients of {len(given)} steps, more than delay="
-                f"{self._options.delay}: flush() before saving, or use the same delay"
-            )
+        self._pending.check(given)
         self._drop_pending()
-        params = self._held_params()
-        for entry in given:
-            pairs = zip(params, entry["gradients"], strict=True)
-            loaded = {param: _copy(value, like=param) for param, value in pairs}
-            managed = {param: loaded[param] for param in self._params}
-            scale = _copy(entry["scale"])
-            self._pending.append(Held(step=self._step, scale=scale, loaded=managed))
+        self._pending.load(given, self._step)
 
     def write_timeline(self) -> None:
         """Writes the file, if there is to be one, with all updates so far; waits for transfers."""
@@ -194,15 +175,15 @@ class DelayedEngine(Engine):
             held.lap = self._line.take()
         else:
             held.loaded = dict.fromkeys(self._params)
-        self._pending.append(held)
+        self._pending.push(held)
 
     def _apply(self, update: Callable[[], Any]) -> Any:
         """The update of the oldest gradients that are held back."""
-        held = self._pending.popleft()
+        held = self._pending.pop()
         gradients = held.gradients()
         began = self.communicator.clock()
         try:
-            if held.scale is not None and not _unscale(gradients, held.scale):
+            if held.scale is not None and not unscale(gradients, held.scale):
                 return None
             return with_gradients(gradients, update)
         finally:
@@ -221,9 +202,10 @@ class DelayedEngine(Engine):
             self._scaling.refuse_early_unscaling()
         refuse_changed(self._unchanged.changed())
         self._unchanged = Unchanged(())
-        if len(self._pending) == self._options.delay:
-            for param, gradient in self._pending[0].gradients().items():
-                param.grad = _copy(gradient)
+        due = self._pending.next
+        if due is not None:
+            for param, gradient in due.gradients().items():
+                param.grad = copied(gradient)
         else:
             for param in self._params:
                 if param.grad is not None:
@@ -241,49 +223,26 @@ class DelayedEngine(Engine):
         self._presented = False
         self._schedule.restart()
         self._push(optimizer.grad_scale.clone() if calling else None)
-        if len(self._pending) <= self._options.delay:
+        if not self._pending.due:
             return None
-        held = self._pending.popleft()
+        held = self._pending.pop()
         began = self.communicator.clock()
         try:
             if calling:
                 optimizer.grad_scale = held.scale
             elif held.scale is not None:
                 gradients = {param: param.grad for param in self._params}
-                if not _unscale(gradients, held.scale):
+                if not unscale(gradients, held.scale):
                     return None
             return self._scaling.step(update)
         finally:
             self._release(held, began)
 
     def _wait(self) -> None:
-        for held in self._pending:
-            held.wait()
+        self._pending.wait()
         if self._line is not None:
             self._line.wait()
 
     def _drop_pending(self) -> None:
         while self._pending:
-            self._release(self._pending.popleft(), None)
-
-    def _held_params(self) -> list[Parameter]:
-        return [param for group in self._optimizer.param_groups for param in group["params"]]
-
-
-def _copy(value: torch.Tensor | None, like: torch.Tensor | None = None) -> torch.Tensor | None:
-    if value is None:
-        return None
-    copied = value.detach().clone()
-    return copied if like is None else copied.to(device=like.device, dtype=like.dtype)
-
-
-def _unscale(gradients: Gradients, scale: torch.Tensor) -> bool:
-    """Divides by the loss scale; False if a gradient, and so one of every rank, is not finite."""
-    finite = True
-    for gradient in gradients.values():
-        if gradient is None:
-            continue
-        values = gradient._values() if gradient.is_sparse else gradient
-        values.div_(scale.to(values.device))
-        finite = finite and bool(values.isfinite().all())
-    return finite
+            self._release(self._pending.pop(), None)

@@ -11,6 +11,7 @@ from dear.mixing import check_graph
 from dear.neighbors import Round
 from dear.options import option_of, positive
 from dear.topology import TOPOLOGIES, graph
+from dear.traffic import Traffic
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -46,6 +47,10 @@ class GraphOptions(Options):
         made = graph(self.topology, communicator.size)
         check_graph(made, communicator.size, **needs)
         return made
+
+    def along_graph(self, world_size: int) -> Traffic:
+        """All parameters once along each edge of the static graph."""
+        return Traffic.along(graph(self.topology, world_size))
 
 
 def always(part: Round) -> Any:

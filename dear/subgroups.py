@@ -14,7 +14,9 @@ class SubCommunicator(Communicator):
     """A communicator of some ranks of another, which counts their bytes and waits as its own."""
 
     def __init__(self, parent: Communicator, group: dist.ProcessGroup) -> None:
-        super().__init__(group, record_times=parent.record_times, clock=parent.clock)
+        super().__init__(
+            group, record_times=parent.record_times, clock=parent.clock, pause=parent.pause
+        )
         self._parent = parent
 
     def _work(self, handle: Any, channel: int, nbytes: int, sent: int) -> Work:

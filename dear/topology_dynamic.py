@@ -7,6 +7,7 @@ rank expects is what another sends. `forever` makes a generator of one.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
@@ -123,6 +124,18 @@ def schedule(name: str, world_size: int, rank: int, local_size: int) -> Schedule
         return inner_outer_ring(world_size, local_size, rank)
     if name == "inner-outer-exp2":
         return inner_outer_exp2(world_size, local_size, rank)
+    raise unknown("dynamic topology", name, DYNAMIC)
+
+
+def period(name: str, world_size: int, local_size: int) -> int:
+    """Steps after which `schedule(name, ...)` starts again; arguments as there."""
+    if name == "one-peer-exp":
+        return max(1, len(powers(2, world_size)))
+    if name == "inner-outer-ring":
+        return local_size
+    if name == "inner-outer-exp2":
+        outer, inner = powers(2, _machines(world_size, local_size)), powers(2, local_size - 1)
+        return math.lcm(local_size, len(outer), len(inner))
     raise unknown("dynamic topology", name, DYNAMIC)
 
 

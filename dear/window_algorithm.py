@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from dear.algorithm import Algorithm
+from dear.bounds import Bound
 from dear.engine import distribute
 from dear.graph_options import GraphOptions
 from dear.options import at_least, option_of
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from dear.communicator import Communicator
+    from dear.traffic import Traffic
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +42,16 @@ class WindowAlgorithm(Algorithm):
     """Base: trains with `engine`."""
 
     engine: ClassVar[type[WindowEngine]]
+    barrier_bound: ClassVar[Bound]
+    """As `bound`, where all ranks wait for each other."""
+
+    @classmethod
+    def bound_of(cls, options: WindowOptions) -> Bound | None:
+        return cls.barrier_bound if options.barrier else cls.bound
+
+    @classmethod
+    def traffic(cls, options: WindowOptions, world_size: int, local_size: int) -> Traffic:
+        return options.along_graph(world_size).every(options.every)
 
     def wrap(
         self,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +24,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("dear")
 
 POLL_S = (0.0005, 0.02)
-"""Shortest and longest pause between two looks at a neighbour that is too far behind."""
+"""Shortest and longest pause between two looks at a neighbour that is too far behind, on the
+communicator's clock."""
 DEFAULT_PATIENCE_S = 120.0
 
 
@@ -198,7 +198,7 @@ class WindowMixing(Neighborhood):
                     f"max_staleness={self._max_staleness}, and has not moved on within "
                     f"{patience_s:g} s"
                 )
-            time.sleep(pause)
+            self.communicator.pause(pause)
             pause = min(2 * pause, POLL_S[1])
         self.communicator.blocked_s += clock() - began
         self._note_lost(peer)

@@ -69,7 +69,8 @@ def _driven(turns: list[int], kind: str, options: dict) -> tuple[list, dict]:
 def _plain(kind, model):
     if kind == "sgd":
         return torch.optim.SGD(model.parameters(), lr=0.1)
-    # A step with lr 0 leaves AdamW's moments behind, so none here.
+    if kind == "adamw":
+        return awkward.make_optimizer("adamw", model)
     return torch.optim.SGD(model.parameters(), lr=0.05, weight_decay=0.01, nesterov=False)
 
 
@@ -80,6 +81,15 @@ def _simulated(turns: list[int], kind: str, world_size: int, topology: str) -> t
     optimizers = [_plain(kind, model) for model in models]
     schedulers = [torch.optim.lr_scheduler.ExponentialLR(o, gamma=0.8) for o in optimizers]
     trained = [[p for p in model.parameters() if p.requires_grad] for model in models]
+    for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+        # The first step of all, which moves no parameter, but AdamW's moments.
+        rates = [group["lr"] for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0
+        backward(model, rank, world_size, 0, 1)
+        optimizer.step()
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
     steps = [1] * world_size
     slots = {}  # (receiver, sender) -> values and the steps in them
     for receiver in range(world_size):
@@ -136,6 +146,30 @@ def test_y4_y7_y9_any_schedule_equals_its_simulation(world, world_size, topology
         )
         assert not any(counted["skipped"].values())
         assert counted["lost"] == []
+
+
+@pytest.mark.parametrize("update", ["backward", "step"])
+@pytest.mark.parametrize(
+    ("world_size", "topology", "turns"),
+    [
+        (2, "complete", [0, 1] * 4),
+        (3, "exp2", [0, 1, 2] * 3),
+        (4, "ring", [0, 1, 2, 3] * 3),
+        (4, "exp2", [0, 3, 1, 2, 0, 0, 3, 1, 2, 3, 1, 0]),
+    ],
+)
+def test_y7_with_adamw_moments_are_of_the_own_gradients(world, world_size, topology, turns, update):
+    wanted, gaps = _simulated(turns, "adamw", world_size, topology)
+    options = {"topology": topology, "update": update}
+    got = world(world_size).run(_driven, turns, "adamw", options)
+    start = [param.detach() for param in awkward.make_model().parameters()]
+    for rank, (state, counted, lr) in enumerate(got):
+        for a, b in zip(state, wanted[rank], strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+        assert any((a - b).abs().max() > 0.01 for a, b in zip(state, start, strict=True))
+        assert lr == pytest.approx(0.8 ** turns.count(rank))
+        ages = counted["staleness"].values()
+        assert max(0, *(age["max"] for age in ages)) == max([0, *gaps[rank]])
 
 
 def _idle(options: dict) -> float:

@@ -19,7 +19,12 @@ from tests.made_trials import make_trial
 COMPUTE = {"forward_s": 0.1, "backward_s": 0.2, "update_s": 0.04}
 COSTS = {
     name: {"alpha_s": 0.01, "beta_s_per_byte": beta}
-    for name, beta in (("all_reduce", 4e-7), ("reduce_scatter", 2.5e-7), ("all_gather", 1.5e-7))
+    for name, beta in (
+        ("all_reduce", 4e-7),
+        ("reduce_scatter", 2.5e-7),
+        ("all_gather", 1.5e-7),
+        ("exchange", 5e-7),
+    )
 }
 NBYTES = 1_000_000
 PARTS = {"forward_s": 0.15, "backward_s": 0.2, "update_s": 0.02, "exposed_comm_s": 0.03}
@@ -71,6 +76,48 @@ def test_the_bound_is_that_of_the_algorithms_idea(algorithm, wanted):
     assert bound["wire_limit_s"] is None
     assert made["compute"] == COMPUTE and made["costs"] == COSTS
     assert made["bytes"]["gradients"] == NBYTES
+
+
+# all-reduce 0.41 s, one exchange 0.51 s, of two neighbours at once 1.01 s; compute 0.34 s
+@pytest.mark.parametrize(
+    ("algorithm", "options", "kind", "wanted", "wire_s"),
+    [
+        ("decentralized", {"topology": "one-peer-exp"}, "decentralized", 0.51, 0.2),
+        ("decentralized", {"topology": "alternating-exp-ring"}, "decentralized", 0.34, 0.1),
+        ("decentralized", {"topology": "complete"}, "decentralized", 0.41, 0.3),
+        ("neighbor", {"topology": "ring"}, "beside_passes", 1.01 + 0.04, 0.4),
+        ("neighbor", {"topology": "ring", "combine": "atc"}, "after_update", 1.01 + 0.2, 0.4),
+        ("gradient-tracking", {"topology": "ring-left"}, "beside_passes", 1.05, 0.4),
+        ("exact-diffusion", {"topology": "star"}, "after_update", 1.51 + 0.2, 0.6),
+        ("push-sum", {"topology": "ring-left", "barrier": True}, "sequential", 0.85, 0.2),
+        ("pull-get", {"topology": "ring-left"}, "beside_passes", 0.51 + 0.04, 0.2),
+        ("win-put", {}, "asynchronous", 0.34, None),
+        ("asyncddp", {}, "asynchronous", 0.34, None),
+        ("asyncddp", {"max_staleness": 4, "topology": "ring"}, "decentralized", 1.01, 0.4),
+    ],
+)
+def test_what_exchanges_with_a_few_is_bounded_by_its_own_links(
+    algorithm, options, kind, wanted, wire_s
+):
+    trial = {"network": "40mbit", "ranks_per_host": 1, "options": options}
+    made = record(algorithm, step_s=2.0, fabric=LINKS, trial=trial, local_size=1)
+    bound = made["bound"]
+    assert bound["kind"] == kind
+    assert bound["step_s"] == pytest.approx(wanted)
+    assert bound["reached"] == pytest.approx(wanted / 2)
+    assert bound["wire_limit_s"] == (None if wire_s is None else pytest.approx(wire_s))
+
+
+def test_ranks_of_one_host_share_its_link_and_need_none_among_themselves():
+    options = {"topology": "one-peer-exp"}
+    trial = {"network": "40mbit", "ranks_per_host": 2, "options": options}
+    bound = record("decentralized", fabric=LINKS, trial=trial, local_size=2)["bound"]
+    # Inside the hosts, then between them: both ranks' megabyte over one link, every other step.
+    assert bound["step_s"] == pytest.approx(0.34)
+    assert bound["wire_limit_s"] == pytest.approx(2 * 0.2 / 2)
+    # Without virtual hosts, ranks of one machine have a way of their own each.
+    real = record("decentralized", trial={"options": options}, local_size=4)["bound"]
+    assert real["step_s"] == pytest.approx(0.51) and real["wire_limit_s"] is None
 
 
 @pytest.mark.parametrize("algorithm", ["none", "dear"])

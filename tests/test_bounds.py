@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dear.algorithm import algorithm_class, algorithm_names
+from dear.algorithm import algorithm_class, algorithm_names, algorithm_options
 from dear.bounds import (
     Bound,
     CommTimes,
@@ -25,18 +25,22 @@ from dear.errors import UserError
 
 KINDS = get_args(Bound)
 COMPUTE = StepTimes(forward_s=1.0, backward_s=2.0, update_s=0.5)
-COMM = CommTimes(all_reduce_s=4.0, reduce_scatter_s=3.0, all_gather_s=1.5)
+COMM = CommTimes(all_reduce_s=4.0, reduce_scatter_s=3.0, all_gather_s=1.5, exchange_s=(6.0, 3.0))
 
 
 @pytest.mark.parametrize(
     ("kind", "wanted"),
     [
-        ("sequential", 1 + 2 + 4 + 0.5),
+        ("sequential", 1 + 2 + 4 + 4.5 + 0.5),
         ("wfbp", 1 + 4 + 0.5),
         ("cross_iteration", 4),  # hides the update, too
         ("delayed", 4),
         ("dear", 1.5 + 3),
         ("sharded", 1.5 + 4.5 + 0.5 / 5),
+        ("decentralized", 4.5),  # 3.5 of compute; 6 and 3 s of exchange in turn
+        ("beside_passes", (6 + 3) / 2 + 0.5),
+        ("after_update", (6 + 3) / 2 + 2),
+        ("asynchronous", 3.5),
     ],
 )
 def test_formulas(kind, wanted):
@@ -74,6 +78,17 @@ def test_bounds_are_ordered_if_the_halves_make_an_all_reduce(forward, backward, 
     assert min(bound.values()) >= compute_limit_s(compute) - slack
 
 
+def test_exchanges_hide_where_they_may():
+    # Compute 3.5 s; steps that exchange 2, 0 and 10 s in turn.
+    comm = CommTimes(exchange_s=(2.0, 0.0, 10.0))
+    bound = {kind: step_bound_s(kind, COMPUTE, comm) for kind in KINDS}
+    assert bound["decentralized"] == pytest.approx(4)  # the mean: the link works ahead
+    assert bound["beside_passes"] == pytest.approx((3 + 3 + 10) / 3 + 0.5)
+    assert bound["after_update"] == pytest.approx((2 + 1.5 + 10) / 3 + 2)
+    assert bound["asynchronous"] == 3.5
+    assert bound["sequential"] == pytest.approx(3.5 + 4)
+
+
 def test_communication_by_its_fits():
     fit = AlphaBeta(alpha_s=0.1, beta_s_per_byte=0.01)
     assert comm_times(100, {"all_gather": fit}) == CommTimes(all_gather_s=1.1)
@@ -95,6 +110,8 @@ def test_share_of_the_bound():
 def test_bad_input_is_named():
     with pytest.raises(UserError, match="forward_s"):
         StepTimes(forward_s=-1.0, backward_s=0.0)
+    with pytest.raises(UserError, match="exchange_s"):
+        CommTimes(exchange_s=(1.0, -1.0))
     with pytest.raises(UserError, match="did you mean 'wfbp'"):
         step_bound_s("wfb", COMPUTE, COMM)
     with pytest.raises(UserError, match="world_size"):
@@ -103,6 +120,12 @@ def test_bad_input_is_named():
         wire_limit_s(1, 2, 0)
 
 
+def test_a_fit_of_exchanges_is_not_one_of_the_collectives():
+    fits = {"exchange": AlphaBeta(alpha_s=0.1, beta_s_per_byte=0.01)}
+    assert comm_times(100, fits) == CommTimes()
+
+
 def test_algorithms_name_bounds_that_exist():
     for name in algorithm_names():
         assert algorithm_class(name).bound in (None, *KINDS), name
+        assert algorithm_class(name).bound_of(algorithm_options(name, {})) in KINDS, name

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dear import runtime
-from dear.cost_measurement import measure_collective, measured_call, measured_costs
+from dear.cost_measurement import OPERATIONS, measure_collective, measured_call, measured_costs
 from dear.costs import TABLES, AlphaBeta, fit_alpha_beta, table_costs
 from dear.errors import UserError
 
@@ -95,7 +95,7 @@ def _measure(operation):
     return result.nbytes, result.seconds
 
 
-@pytest.mark.parametrize("operation", ["all_reduce", "reduce_scatter", "all_gather"])
+@pytest.mark.parametrize("operation", OPERATIONS)
 def test_measurements_are_the_same_on_all_ranks(world, operation):
     results = world(3).run(_measure, operation)
     assert results[0] == results[1] == results[2]

@@ -251,7 +251,7 @@ class _Messages:
 
 def _fused():
     seen = _Messages()
-    seen.watch(dadt._session.cycles._execution._communicator)
+    seen.watch(dadt.current().cycles._execution._communicator)
     for _ in range(2):
         for number, count in enumerate((30, 30, 10, 64, 10, 50)):
             # Ids fall in the order in which the thread takes them.

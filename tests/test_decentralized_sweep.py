@@ -41,8 +41,12 @@ def test_every_decentralized_algorithm_runs_in_a_sweep_and_is_checked(tmp_path):
         assert found["matches_reference"], (record["trial"]["algorithm"], found)
         assert found["replicas_agree"] and found["replica_spread"] > 0
         assert 0 < found["consensus_distance"] < 0.5
-        assert record["repeats"][0] and record["bytes"]["sent_per_step"] > 0
-    assert "NO" not in done.stdout
+        # On a busy machine two steps may send nothing, where puts that are under way go on.
+        free = record["bound"]["kind"] == "asynchronous"
+        assert record["repeats"][0] and (free or record["bytes"]["sent_per_step"] > 0)
+        assert record["costs"]["exchange"]["beta_s_per_byte"] > 0
+        assert record["bound"]["kind"] and record["bound"]["reached"] > 0
+    assert "NO" not in done.stdout and "of bound" in done.stdout
     counted = {record["trial"]["algorithm"]: record["statistics"] for record in records}
     assert counted["decentralized"] is None
     assert [set(rank["staleness"]) for rank in counted["asyncddp"]] == [

@@ -10,15 +10,20 @@ from typing import Any
 
 from common.harness import collective_costs
 from common.harness.trial import BASELINE, Trial
-from dear.algorithm import algorithm_class
+from dear.algorithm import algorithm_class, algorithm_options
 from dear.bounds import (
+    Bound,
+    CommTimes,
     StepTimes,
     comm_times,
     compute_limit_s,
+    exchange_times,
+    exchange_wire_limit_s,
     reached,
     step_bound_s,
     wire_limit_s,
 )
+from dear.traffic import Traffic
 
 ALONE = "compute"
 """The kind of bound where nothing is communicated."""
@@ -33,7 +38,7 @@ def bound_record(
     """The record's `bound`, or None if the compute was not measured.
 
     Args:
-        result: of the first repeat: `compute`, `costs`, `gradient_bytes`.
+        result: of the first repeat: `compute`, `costs`, `gradient_bytes`, `local_size`.
         step_s: the trial's step time, as tables state it.
         network: the record's.
 
@@ -60,11 +65,39 @@ def _bound(
 ) -> tuple[str | None, float | None]:
     if _alone(trial):
         return ALONE, compute_limit_s(compute)
-    kind = algorithm_class(trial.algorithm).bound
+    kind = _kind(trial)
     if kind is None or not result.get("costs"):
         return kind, None
-    comm = comm_times(result["gradient_bytes"], collective_costs.from_json(result["costs"]))
-    return kind, step_bound_s(kind, compute, comm, trial.world_size)
+    # Ranks whose links differ wait for each other sooner or later.
+    each = _comm_times(trial, result)
+    return kind, max(step_bound_s(kind, compute, comm, trial.world_size) for comm in each)
+
+
+def _comm_times(trial: Trial, result: Mapping[str, Any]) -> list[CommTimes]:
+    """By host, or one for all."""
+    nbytes, costs = result["gradient_bytes"], collective_costs.from_json(result["costs"])
+    traffic = _traffic(trial, result)
+    if traffic is None:
+        return [comm_times(nbytes, costs)]
+    per_host = _ranks_per_host(trial, result)
+    return exchange_times(nbytes, traffic.loads(per_host), costs, per_host)
+
+
+def _kind(trial: Trial) -> Bound | None:
+    options = algorithm_options(trial.algorithm, trial.options)
+    return algorithm_class(trial.algorithm).bound_of(options)
+
+
+def _traffic(trial: Trial, result: Mapping[str, Any]) -> Traffic | None:
+    options = algorithm_options(trial.algorithm, trial.options)
+    local_size = result.get("local_size") or trial.ranks_per_host or 1
+    return algorithm_class(trial.algorithm).traffic(options, trial.world_size, local_size)
+
+
+def _ranks_per_host(trial: Trial, result: Mapping[str, Any]) -> int:
+    """Ranks that share a link; on one host alone, each has its own."""
+    together = trial.ranks_per_host or result.get("local_size") or 1
+    return 1 if together >= trial.world_size else together
 
 
 def _wire_limit_s(
@@ -73,10 +106,17 @@ def _wire_limit_s(
     requested = network.get("requested")
     if not requested or trial.hosts is None or _alone(trial):
         return None
+    if _kind(trial) == "asynchronous":
+        return None  # what the links cannot carry is left out
+    nbytes, bytes_per_s = result["gradient_bytes"], requested["gbps"] * 1e9 / 8
+    traffic = _traffic(trial, result)
+    if traffic is not None:
+        loads = traffic.loads(trial.ranks_per_host)
+        return exchange_wire_limit_s(nbytes, loads, bytes_per_s)
     if algorithm_class(trial.algorithm).capabilities.consistency not in ("synchronous", "delayed"):
         return None
     # Ranks of one host need no link to average among themselves.
-    return wire_limit_s(result["gradient_bytes"], trial.hosts, requested["gbps"] * 1e9 / 8)
+    return wire_limit_s(nbytes, trial.hosts, bytes_per_s)
 
 
 def _alone(trial: Trial) -> bool:

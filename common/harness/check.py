@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Mapping
 
 import torch
 
@@ -63,7 +64,7 @@ def plain_steps(
 
 
 def distance(
-    state: dict[str, torch.Tensor],
+    state: Mapping[str, torch.Tensor] | Means,
     wanted: dict[str, torch.Tensor],
     start: dict[str, torch.Tensor],
     names: list[str],
@@ -99,15 +100,20 @@ def replica_spread(model: torch.nn.Module, communicator: Communicator) -> float:
     return spread
 
 
-def means(
-    state: dict[str, torch.Tensor], names: list[str], communicator: Communicator
-) -> dict[str, torch.Tensor]:
-    """The tensors `names` of `state`, averaged over the ranks, as new ones."""
-    averaged = {name: state[name].detach().clone() for name in names}
-    works = [communicator.all_reduce(value, op="mean") for value in averaged.values()]
-    for work in works:
-        work.wait()
-    return averaged
+class Means:
+    """The tensors of a state averaged over the ranks, by name; all ranks ask for the same ones.
+
+    Each is made when it is asked for: all together would be one more copy of the model.
+    """
+
+    def __init__(self, state: Mapping[str, torch.Tensor], communicator: Communicator) -> None:
+        self._state = state
+        self._communicator = communicator
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        value = self._state[name].detach().clone()
+        self._communicator.all_reduce(value, op="mean").wait()
+        return value
 
 
 def consensus_distance(model: torch.nn.Module, communicator: Communicator) -> float:
@@ -117,7 +123,7 @@ def consensus_distance(model: torch.nn.Module, communicator: Communicator) -> fl
     """
     off = norm = 0.0
     for name, param in model.named_parameters():
-        mean = means({name: param}, [name], communicator)[name]
+        mean = Means({name: param}, communicator)[name]
         off += _squared_distance(param.detach(), mean)
         norm += mean.double().norm().item() ** 2
     far = (off / norm) ** 0.5 if norm else 0.0

@@ -75,7 +75,7 @@ class Reference:
         tolerance = check.TOLERANCE[self._trial.dtype]
         if training.consistency in check.MEAN_TOLERANCE:
             # Replicas differ; only their mean goes where plain training does, roughly.
-            reached = check.means(reached, names, runtime.communicator())
+            reached = check.Means(reached, runtime.communicator())
             tolerance = check.MEAN_TOLERANCE[training.consistency]
         off = check.distance(reached, self._wanted, self._start, names)
         matches = off <= tolerance

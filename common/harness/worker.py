@@ -118,6 +118,7 @@ def _run(trial: Trial, settings: EmulationSettings, repeat: int, phase: Phase) -
         if trial.world_size > 1:
             phase("timing collectives")
             limits["costs"] = _costs(settings, device, gradient_bytes)
+            limits["local_size"] = dear.local_size()
         phase("training plainly, to compare with")
         reference = Reference(trial, workload, steps)
         limits["compute"] = _emulated(reference.compute, settings)

@@ -57,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--ranks", type=int, default=2, help="processes to start if no launcher did (default 2)")
     add("--backend", default=None, help="comm_core, gloo, mpi, nccl; default as for training")
-    add("--operations", nargs="+", default=list(OPERATIONS), help="default: all three")
+    add("--operations", nargs="+", default=list(OPERATIONS), help="default: all")
     add("--largest", type=int, default=LARGEST, help="bytes of the largest buffer")
     add("--repeats", type=int, default=7, help="timed calls per size")
     add("--json", type=Path, default=None, help="also write the numbers to this file")

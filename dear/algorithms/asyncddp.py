@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from dear.algorithm import Algorithm, Capabilities
 from dear.alone import AloneEngine
+from dear.bounds import Bound
 from dear.engine import distribute, trained_parameters
 from dear.graph_options import GraphOptions
 from dear.local_updates import LocalUpdateEngine, UpdateIn
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from dear.communicator import Communicator
+    from dear.traffic import Traffic
 
 
 class AsyncDdp(Algorithm):
@@ -53,6 +55,15 @@ class AsyncDdp(Algorithm):
                 at_least("option of asyncddp 'max_staleness'", self.max_staleness, 0)
 
     capabilities = Capabilities(consistency="asynchronous", needs_topology=True)
+
+    @classmethod
+    def bound_of(cls, options: Options) -> Bound:
+        # Where neighbours are waited for, puts are, too.
+        return "asynchronous" if options.max_staleness is None else "decentralized"
+
+    @classmethod
+    def traffic(cls, options: Options, world_size: int, local_size: int) -> Traffic:
+        return options.along_graph(world_size)
 
     @classmethod
     def unavailable(cls) -> str | None:

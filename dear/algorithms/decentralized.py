@@ -14,6 +14,7 @@ from dear.group_mixing import GroupMixing
 from dear.group_schedule import TopologyReg
 from dear.local_updates import LocalUpdateEngine, UpdateIn
 from dear.options import at_least, positive
+from dear.traffic import Traffic
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -65,6 +66,17 @@ class Decentralized(Algorithm):
                 at_least("option of decentralized 'ranks_per_node'", self.ranks_per_node, 1)
 
     capabilities = Capabilities(consistency="decentralized", needs_topology=True)
+    bound = "decentralized"
+
+    @classmethod
+    def traffic(cls, options: Options, world_size: int, local_size: int) -> Traffic:
+        topology = TopologyReg.make(
+            options.topology,
+            world_size=world_size,
+            rank=0,
+            local_world_size=options.ranks_per_node or local_size,
+        )
+        return Traffic.in_groups(topology, world_size)
 
     def wrap(
         self, model: Module, optimizer: Optimizer, communicator: Communicator, options: Options

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from dear.communicator import Communicator
+    from dear.traffic import Traffic
 
 _DIRECTED = ("ring-left", "ring-right", "exp2")
 
@@ -49,6 +50,11 @@ class ExactDiffusion(Algorithm):
                 )
 
     capabilities = Capabilities(consistency="decentralized", needs_topology=True)
+    bound = "after_update"
+
+    @classmethod
+    def traffic(cls, options: Options, world_size: int, local_size: int) -> Traffic:
+        return options.along_graph(world_size)
 
     def wrap(
         self, model: Module, optimizer: Optimizer, communicator: Communicator, options: Options

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from dear.communicator import Communicator
+    from dear.traffic import Traffic
 
 
 class GradientTracking(Algorithm):
@@ -35,6 +36,11 @@ class GradientTracking(Algorithm):
         """The topology; every named one keeps the mean."""
 
     capabilities = Capabilities(consistency="decentralized", needs_topology=True)
+    bound = "beside_passes"
+
+    @classmethod
+    def traffic(cls, options: Options, world_size: int, local_size: int) -> Traffic:
+        return options.along_graph(world_size).times(2)
 
     def wrap(
         self, model: Module, optimizer: Optimizer, communicator: Communicator, options: Options

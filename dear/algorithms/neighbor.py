@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from dear.algorithm import Algorithm, Capabilities
+from dear.bounds import Bound
 from dear.combining import AtcEngine, AwcEngine
 from dear.engine import distribute
 from dear.errors import UserError
@@ -17,7 +19,8 @@ from dear.neighbors import Round
 from dear.options import at_least, option_of
 from dear.runtime_facts import ranks_per_machine
 from dear.topology import graph
-from dear.topology_dynamic import one_peer_machines, schedule
+from dear.topology_dynamic import one_peer_machines, period, schedule
+from dear.traffic import Traffic
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -83,6 +86,14 @@ class Neighbor(Algorithm):
 
     capabilities = Capabilities(consistency="decentralized", needs_topology=True)
 
+    @classmethod
+    def bound_of(cls, options: Options) -> Bound:
+        return "beside_passes" if options.combine == "awc" else "after_update"
+
+    @classmethod
+    def traffic(cls, options: Options, world_size: int, local_size: int) -> Traffic:
+        return _traffic(options, world_size, options.local_size or local_size).every(options.every)
+
     def wrap(
         self, model: Module, optimizer: Optimizer, communicator: Communicator, options: Options
     ) -> tuple[Module, Optimizer]:
@@ -122,3 +133,17 @@ def _machine_rounds(options: Neighbor.Options, machines: Machines) -> Rounds:
     between = graph(options.topology, machines.count)
     check_graph(between, machines.count)
     return always(Round.of(between, machines.machine))
+
+
+def _traffic(options: Neighbor.Options, size: int, local_size: int) -> Traffic:
+    """What is exchanged in the steps that average."""
+    if options.hierarchical:
+        return _traffic(
+            dataclasses.replace(options, hierarchical=False, local_size=None), size // local_size, 1
+        ).between_machines(local_size)
+    if options.dynamic == "none":
+        return options.along_graph(size)
+    steps = period(options.dynamic, size, local_size)
+    return Traffic.scheduled(
+        lambda rank: schedule(options.dynamic, size, rank, local_size), size, steps
+    )

@@ -26,3 +26,5 @@ class PullGet(WindowAlgorithm):
         """The topology and its timing."""
 
     capabilities = Capabilities(consistency="asynchronous", needs_topology=True)
+    bound = "beside_passes"
+    barrier_bound = "beside_passes"

@@ -28,3 +28,5 @@ class PushSum(WindowAlgorithm):
         """The topology, of which only the edges count, and its timing."""
 
     capabilities = Capabilities(consistency="asynchronous", needs_topology=True)
+    bound = "asynchronous"
+    barrier_bound = "sequential"

@@ -28,3 +28,5 @@ class WinPut(WindowAlgorithm):
         """The topology and its timing."""
 
     capabilities = Capabilities(consistency="asynchronous", needs_topology=True)
+    bound = "asynchronous"
+    barrier_bound = "beside_passes"

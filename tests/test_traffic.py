@@ -1,0 +1,243 @@
+"""What an algorithm says passes between ranks: worked by hand, and as its program counts it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import dear
+from dear import runtime
+from dear.algorithm import algorithm_class, algorithm_names, algorithm_options
+from dear.bounds import StepTimes, exchange_times, exchange_wire_limit_s, step_bound_s
+from dear.costs import AlphaBeta
+from dear.errors import UserError
+from dear.traffic import GroupMean, Load, Message, Traffic
+
+COSTS = {
+    "exchange": AlphaBeta(alpha_s=0.01, beta_s_per_byte=1e-3),
+    "all_reduce": AlphaBeta(alpha_s=0.02, beta_s_per_byte=1.5e-3),
+}
+
+
+def traffic(name: str, world_size: int, local_size: int = 1, **options) -> Traffic:
+    return algorithm_class(name).traffic(algorithm_options(name, options), world_size, local_size)
+
+
+def swapped(*pairs: tuple[int, int]) -> set[Message]:
+    both = [*pairs, *((b, a) for a, b in pairs)]
+    return {Message(source=source, target=target) for source, target in both}
+
+
+def test_one_peer_exp_is_one_message_each_way_per_step():
+    found = traffic("decentralized", 4, topology="one-peer-exp").steps
+    assert [set(step) for step in found] == [swapped((0, 1), (2, 3)), swapped((0, 2), (1, 3))]
+    loads = traffic("decentralized", 8, topology="one-peer-exp").loads()
+    assert loads == [[Load(sent=1, received=1)] * 3] * 8
+
+
+def test_of_two_nodes_of_two_each_other_step_is_within_the_node():
+    found = traffic("decentralized", 4, 2, topology="alternating-exp-ring")
+    inside, between = found.steps
+    assert set(inside) == swapped((0, 1), (2, 3))
+    assert between == (GroupMean(ranks=(0, 1, 2, 3)),)
+    assert found.loads(2) == [[Load(), Load(reduced=1)]] * 2
+    # With four nodes the pairs take turns: 2 (2-1)/2 of the buffer each way, every other step.
+    four = traffic("decentralized", 8, topology="alternating-exp-ring", ranks_per_node=2).loads(2)
+    assert [[load.sent for load in host] for host in four] == [
+        [0, 1, 0, 1],
+        [0, 1, 1, 0],
+        [1, 0, 0, 1],
+        [1, 0, 1, 0],
+    ]
+
+
+def test_a_graph_sends_along_its_edges():
+    assert set(traffic("neighbor", 3, topology="ring").steps[0]) == swapped((0, 1), (1, 2), (0, 2))
+    star = traffic("neighbor", 4, topology="star").loads()
+    assert [host[0].sent for host in star] == [3, 1, 1, 1]
+    one_way = traffic("gradient-tracking", 3, topology="ring-right")
+    assert one_way.steps == (
+        tuple(Message(source=r, target=(r + 1) % 3, share=2) for r in range(3)),
+    )
+    assert traffic("decentralized", 3).loads() == [[Load(reduced=1)]] * 3
+    assert traffic("asyncddp", 1).loads() == [[Load()]]
+
+
+def test_b9_b12_dynamic_schedules_repeat_after_their_period():
+    for world, local, name in ((8, 1, "one-peer-exp"), (6, 3, "inner-outer-ring")):
+        found = traffic("neighbor", world, local, dynamic=name)
+        assert len(found.steps) == 3
+        assert all(len(step) == world for step in found.steps)
+    # Rank 0 sends to 3, 2, 1 and hears 3, 2, 1 (B-12): between hosts in the first step only.
+    assert [load.sent for load in found.loads(3)[0]] == [1, 1, 1]
+    assert {(m.source, m.target) for m in found.steps[0]} >= {(0, 3), (3, 0)}
+    exp2 = traffic("neighbor", 16, 4, dynamic="inner-outer-exp2")
+    assert len(exp2.steps) == 4 and all(len(step) == 16 for step in exp2.steps)
+
+
+def test_hierarchical_averaging_sends_each_place_its_share():
+    found = traffic("neighbor", 4, 2, hierarchical=True, topology="ring")
+    inside = {GroupMean(ranks=(0, 1)), GroupMean(ranks=(2, 3))}
+    half = {Message(source=m.source, target=m.target, share=0.5) for m in swapped((0, 2), (1, 3))}
+    assert set(found.steps[0]) == inside | half
+    assert found.loads(2) == [[Load(sent=1, received=1)]] * 2
+    # One machine: a mean of all, and no link carries any of it.
+    alone = traffic("neighbor", 2, 2, hierarchical=True).loads(2)
+    assert alone == [[Load(reduced=1)]] and exchange_wire_limit_s(1, alone, 1) == 0
+
+
+def test_steps_that_average_seldom_are_quiet_otherwise():
+    found = traffic("neighbor", 2, topology="ring", every=3)
+    assert [len(step) for step in found.steps] == [0, 0, 2]
+    assert traffic("win-put", 2, every=2).loads() == [[Load(), Load(sent=1, received=1)]] * 2
+
+
+def test_what_exchanges_cost_by_hand():
+    found = traffic("decentralized", 2, topology="ring").loads()
+    # 0.01 + 1000 x 0.001 s in each step, however the two are paired.
+    for host in exchange_times(1000, found, COSTS):
+        assert host.exchange_s == (pytest.approx(1.01),) * 2
+    star = traffic("neighbor", 3, topology="star").loads()
+    assert [c.exchange_s for c in exchange_times(1000, star, COSTS)] == [
+        (pytest.approx(2.01),),
+        (pytest.approx(1.01),),
+        (pytest.approx(1.01),),
+    ]
+    mean = traffic("decentralized", 3).loads()
+    assert exchange_times(1000, mean, COSTS)[0].exchange_s == (pytest.approx(1.52),)
+    # Two ranks per host share a link; the fit is of both sending at once.
+    shared = traffic("decentralized", 4, topology="one-peer-exp").loads(2)
+    assert exchange_times(1000, shared, COSTS, 2)[0].exchange_s == (0, pytest.approx(1.01))
+
+
+def test_wire_limits_by_hand():
+    one_peer = traffic("decentralized", 8, topology="one-peer-exp").loads()
+    assert exchange_wire_limit_s(1000, one_peer, 100) == pytest.approx(10)
+    turns = traffic("decentralized", 8, topology="alternating-exp-ring").loads()
+    assert exchange_wire_limit_s(1000, turns, 100) == pytest.approx(5)
+    mean = traffic("decentralized", 4).loads()
+    assert exchange_wire_limit_s(1000, mean, 100) == pytest.approx(15)
+    star = traffic("neighbor", 4, topology="star").loads()
+    assert exchange_wire_limit_s(1000, star, 100) == pytest.approx(30)
+
+
+CHUNKS = 200
+
+
+def scheduled_s(found: Traffic, compute: StepTimes, exchange_s: float) -> float:
+    """Seconds per step of the schedule of `decentralized`, written out piece by piece.
+
+    Every rank's parameters are so many equal pieces. A piece is updated in the backward pass, once
+    what its group sent after the step before is there; then both ends of a pair send it, in turn
+    with their other pieces.
+    """
+    ranks, periods = range(found.world_size), 12
+    peers = [{m.source: m.target for m in step} for step in found.steps]
+    wire = exchange_s / CHUNKS
+    now = [0.0 for _ in ranks]
+    free = [0.0 for _ in ranks]
+    arrived = [[0.0] * CHUNKS for _ in ranks]
+    half = 0.0
+    for step in range(periods * len(peers)):
+        peer = peers[step % len(peers)]
+        if step == periods // 2 * len(peers):
+            half = max(now)
+        now = [end + compute.forward_s for end in now]
+        after = [[0.0] * CHUNKS for _ in ranks]
+        for piece in range(CHUNKS):
+            for rank in ranks:
+                now[rank] = max(now[rank] + compute.backward_s / CHUNKS, arrived[rank][piece])
+                now[rank] += compute.update_s / CHUNKS
+            for rank, other in peer.items():
+                begins = max(now[rank], now[other], free[rank], free[other])
+                after[rank][piece] = begins + wire
+            for rank in peer:
+                free[rank] = after[rank][piece]
+        arrived = after
+    return (max(now) - half) / (periods // 2 * len(peers))
+
+
+@pytest.mark.parametrize("topology", ["ring", "one-peer-exp", "alternating-exp-ring"])
+@pytest.mark.parametrize("exchange_s", [0.1, 0.9, 1.4, 3.0])
+def test_the_bound_is_what_the_written_out_schedule_takes(topology, exchange_s):
+    found = traffic("decentralized", 8, topology=topology)
+    compute = StepTimes(forward_s=0.3, backward_s=0.6, update_s=0.1)
+    fit = AlphaBeta(alpha_s=0.0, beta_s_per_byte=exchange_s)
+    each = exchange_times(1, found.loads(), {"exchange": fit})
+    bound = max(step_bound_s("decentralized", compute, comm) for comm in each)
+    taken = scheduled_s(found, compute, exchange_s)
+    assert bound <= taken * (1 + 1e-9)
+    # What is longer than a step and its backward pass cannot all be worked off in quiet steps.
+    late = topology == "alternating-exp-ring" and exchange_s > 1.6
+    assert taken <= bound * (1.2 if late else 1.02)
+
+
+COUNTED = [
+    ("decentralized", {"topology": "one-peer-exp"}),
+    ("decentralized", {"topology": "ring"}),
+    ("decentralized", {"topology": "complete"}),
+    ("decentralized", {"topology": "alternating-exp-ring", "ranks_per_node": 1}),
+    ("neighbor", {"topology": "exp2"}),
+    ("neighbor", {"topology": "star", "combine": "atc"}),
+    ("neighbor", {"dynamic": "one-peer-exp", "every": 2}),
+    ("gradient-tracking", {"topology": "ring"}),
+    ("exact-diffusion", {"topology": "ring"}),
+    ("push-diging", {"topology": "ring-left"}),
+    ("win-put", {"topology": "ring", "barrier": True}),
+    ("push-sum", {"topology": "exp2", "barrier": True}),
+    ("asyncddp", {"topology": "ring", "max_staleness": 0}),
+]
+
+
+def _sent(name: str, options: dict, steps: int) -> float:
+    """Bytes that a rank hands over per step, in units of all parameters."""
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Linear(30, 40), torch.nn.Linear(40, 30))
+    optimizer = dear.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.01), model, algorithm=name, **options
+    )
+    nbytes = sum(param.nbytes for param in model.parameters())
+
+    def train(count: int) -> None:
+        for _ in range(count):
+            optimizer.zero_grad()
+            model(torch.ones(2, 30)).sum().backward()
+            optimizer.step()
+
+    train(2)
+    optimizer.synchronize()
+    communicator = runtime.communicator()
+    before = communicator.bytes_sent
+    train(steps)
+    optimizer.synchronize()
+    sent = (communicator.bytes_sent - before) / steps / nbytes
+    optimizer.close()
+    return sent
+
+
+@pytest.mark.parametrize(("name", "options"), COUNTED)
+def test_programs_send_what_their_algorithms_say(world, name, options):
+    stated = traffic(name, 4, **options)
+    period = len(stated.steps)
+    counted = world(4).run(_sent, name, options, 2 * period)
+    for rank, (host, found) in enumerate(zip(stated.loads(), counted, strict=True)):
+        wanted = sum(load.sent + load.reduced for load in host) / period
+        # Push-sum's weight, and the number of steps that a put carries, come on top.
+        assert found == pytest.approx(wanted, rel=0.01), rank
+
+
+def test_impossible_worlds_are_refused():
+    with pytest.raises(UserError, match="even number of ranks"):
+        traffic("decentralized", 3, topology="ring")
+    with pytest.raises(UserError, match="ranks_per_host"):
+        traffic("neighbor", 2).loads(0)
+    with pytest.raises(UserError, match="count"):
+        traffic("neighbor", 2).every(0)
+
+
+def test_every_algorithm_says_how_short_its_steps_can_be():
+    for name in algorithm_names():
+        found, options = algorithm_class(name), algorithm_options(name, {})
+        assert found.bound_of(options) is not None, name
+        alike = found.capabilities.consistency in ("synchronous", "delayed")
+        assert (found.traffic(options, 4, 1) is None) == alike, name

@@ -119,7 +119,7 @@ def test_a_sweep_records_every_trial_and_a_second_run_runs_nothing(driver):
     assert by_name["none"]["costs"] is None
     costs = [record["costs"] for name, record in by_name.items() if name != "none"]
     assert costs == [costs[0]] * 4  # one trial has measured for all
-    assert costs[0].keys() == {"all_reduce", "reduce_scatter", "all_gather"}
+    assert costs[0].keys() == {"all_reduce", "reduce_scatter", "all_gather", "exchange"}
     for name, kind in (("none", "compute"), ("wfbp", "wfbp"), ("dear", "dear")):
         bound = by_name[name]["bound"]
         assert bound["kind"] == kind and bound["wire_limit_s"] is None

@@ -6,6 +6,7 @@ import csv
 import sys
 import textwrap
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -93,8 +94,9 @@ def _place(record: Record) -> tuple[Any, ...]:
 
 
 def _curves(columns: dict[tuple[Any, ...], list[Record]], colour: dict[str, str]) -> Figure:
-    rows = (_accuracy_by_seconds, _accuracy_by_steps, _loss_by_seconds, _loss_by_steps)
-    count = len(rows) + 2
+    panels = [partial(y, x=x) for y in (_accuracy, _loss) for x in ("seconds", "steps")]
+    panels.append(_consensus)
+    count = len(panels) + 1
     figure, axes = plt.subplots(
         count,
         len(columns),
@@ -106,7 +108,7 @@ def _curves(columns: dict[tuple[Any, ...], list[Record]], colour: dict[str, str]
     handles: dict[str, Any] = {}
     for column, (place, records) in enumerate(columns.items()):
         curves = [(record, record["learning"][0]["evaluations"]) for record in records]
-        for row, panel in enumerate((*rows, _consensus)):
+        for row, panel in enumerate(panels):
             handles |= panel(axes[row, column], curves, colour)
         _staleness(axes[-1, column], records, colour)
         axes[0, column].set_title(pace.title(place), loc="left", fontsize=9, fontweight="bold")
@@ -141,7 +143,7 @@ def _mean_steps(evaluation: dict[str, Any]) -> float:
 
 
 def _accuracy(
-    axis: Axes, curves: Sequence[Curve], colour: dict[str, str], x: str
+    axis: Axes, curves: Sequence[Curve], colour: dict[str, str], *, x: str
 ) -> dict[str, Any]:
     handles = _lines(axis, curves, colour, x, "accuracy", band=True)
     target = curves[0][0]["trial"]["learn"]["target_accuracy"]
@@ -155,32 +157,12 @@ def _accuracy(
     return handles
 
 
-def _accuracy_by_seconds(
-    axis: Axes, curves: Sequence[Curve], colour: dict[str, str]
-) -> dict[str, Any]:
-    return _accuracy(axis, curves, colour, "seconds")
-
-
-def _accuracy_by_steps(
-    axis: Axes, curves: Sequence[Curve], colour: dict[str, str]
-) -> dict[str, Any]:
-    return _accuracy(axis, curves, colour, "steps")
-
-
-def _loss(axis: Axes, curves: Sequence[Curve], colour: dict[str, str], x: str) -> dict[str, Any]:
+def _loss(axis: Axes, curves: Sequence[Curve], colour: dict[str, str], *, x: str) -> dict[str, Any]:
     handles = _lines(axis, curves, colour, x, "loss", band=False)
     axis.set_yscale("log")
     axis.set_ylabel("test loss", fontsize=8)
     axis.set_xlabel("seconds of training" if x == "seconds" else "steps per rank", fontsize=8)
     return handles
-
-
-def _loss_by_seconds(axis: Axes, curves: Sequence[Curve], colour: dict[str, str]) -> dict[str, Any]:
-    return _loss(axis, curves, colour, "seconds")
-
-
-def _loss_by_steps(axis: Axes, curves: Sequence[Curve], colour: dict[str, str]) -> dict[str, Any]:
-    return _loss(axis, curves, colour, "steps")
 
 
 def _consensus(axis: Axes, curves: Sequence[Curve], colour: dict[str, str]) -> dict[str, Any]:

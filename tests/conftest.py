@@ -43,3 +43,14 @@ def own_pool() -> Iterator[Callable[[int], RankPool]]:
     yield get
     for pool in made:
         pool.close()
+
+
+@pytest.fixture(scope="module")
+def bluefog_pool() -> Iterator[RankPool]:
+    """Four ranks on two machines of two, after `bf.init`."""
+    import dear.bluefog as bf
+
+    pool = RankPool(4, backend="comm_core", environments=[{"BLUEFOG_NODES_PER_MACHINE": "2"}] * 4)
+    pool.run(bf.init)
+    yield pool
+    pool.close()

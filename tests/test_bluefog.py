@@ -20,14 +20,6 @@ from tests.ranks import RankPool
 T = bf.topology_util
 
 
-@pytest.fixture(scope="module")
-def pool():
-    pool = RankPool(4, backend="comm_core", environments=[{"BLUEFOG_NODES_PER_MACHINE": "2"}] * 4)
-    pool.run(bf.init)
-    yield pool
-    pool.close()
-
-
 def x(numel=3):
     return torch.full((numel,), float(bf.rank()))
 
@@ -62,9 +54,9 @@ def _averages(graph, weighted):
         (T.FullyConnectedGraph(4), False),
     ],
 )
-def test_neighbor_allreduce_averages_over_the_topology_b1_to_b8(pool, graph, weighted):
+def test_neighbor_allreduce_averages_over_the_topology_b1_to_b8(bluefog_pool, graph, weighted):
     wanted = expected(graph if weighted else uniform(graph))
-    assert first(pool.run(_averages, graph, weighted)) == pytest.approx(wanted)
+    assert first(bluefog_pool.run(_averages, graph, weighted)) == pytest.approx(wanted)
 
 
 def _weights_change():
@@ -75,8 +67,8 @@ def _weights_change():
     return one, bf.neighbor_allreduce(x())
 
 
-def test_is_weighted_takes_effect_with_an_equal_graph_b26(pool):
-    results = pool.run(_weights_change)
+def test_is_weighted_takes_effect_with_an_equal_graph_b26(bluefog_pool):
+    results = bluefog_pool.run(_weights_change)
     assert first(one for one, _ in results) == pytest.approx(expected(T.StarGraph(4)))
     assert first(two for _, two in results) == pytest.approx(expected(uniform(T.StarGraph(4))))
 
@@ -106,8 +98,8 @@ def _dynamic():
     return value, moved, product, partial
 
 
-def test_weights_and_edges_of_a_call_b10_b15_b16(pool):
-    averaged, moved, product, partial = zip(*pool.run(_dynamic), strict=True)
+def test_weights_and_edges_of_a_call_b10_b15_b16(bluefog_pool):
+    averaged, moved, product, partial = zip(*bluefog_pool.run(_dynamic), strict=True)
     assert first(averaged) == [1.5] * 4
     assert first(moved) == [3, 0, 1, 2]
     assert first(product) == [6 - rank for rank in range(4)]
@@ -123,8 +115,8 @@ def _shapes():
     return scalar.dim() == 0 and scalar.item() == 1.5, torch.equal(same, image), half[0].item()
 
 
-def test_any_shape_and_half_precision(pool):
-    assert pool.run(_shapes) == [(True, True, 1.5)] * 4
+def test_any_shape_and_half_precision(bluefog_pool):
+    assert bluefog_pool.run(_shapes) == [(True, True, 1.5)] * 4
 
 
 def _collectives():
@@ -145,10 +137,10 @@ def _collectives():
     return (*first([mean, in_place, local, copied]), rows[:, 1].tolist())
 
 
-def test_collectives_of_all_ranks_and_of_a_machine(pool):
+def test_collectives_of_all_ranks_and_of_a_machine(bluefog_pool):
     rows = [0.0, 1.0, 1.0, 2.0, 2.0, 2.0, 3.0, 3.0, 3.0, 3.0]
     wanted = [(1.5, 6.0, local, 2.0, rows) for local in (0.5, 0.5, 2.5, 2.5)]
-    assert pool.run(_collectives) == wanted
+    assert bluefog_pool.run(_collectives) == wanted
 
 
 def _gathered():
@@ -163,8 +155,8 @@ def _gathered():
     return rows.tolist(), chosen[:, 0].tolist()
 
 
-def test_neighbor_allgather_in_order_b27(pool):
-    for rank, (rows, chosen) in enumerate(pool.run(_gathered)):
+def test_neighbor_allgather_in_order_b27(bluefog_pool):
+    for rank, (rows, chosen) in enumerate(bluefog_pool.run(_gathered)):
         sources = sorted([(rank - 1) % 4, (rank - 2) % 4])
         assert rows == [float(s) for s in sources for _ in range(s + 1)]
         assert chosen == [(rank + 1) % 4, (rank - 1) % 4]
@@ -184,12 +176,12 @@ def _machines():
     return facts, bf.in_neighbor_machine_ranks(), value[4].item(), weighted[4].item()
 
 
-def test_hierarchical_average_b29(pool):
+def test_hierarchical_average_b29(bluefog_pool):
     wanted = [
         ((2, rank % 2, 2, rank // 2), [1 - rank // 2], 1.5, (1.0, 2.0)[rank // 2])
         for rank in range(4)
     ]
-    assert pool.run(_machines) == wanted
+    assert bluefog_pool.run(_machines) == wanted
 
 
 def _gossip():
@@ -200,8 +192,8 @@ def _gossip():
     return None
 
 
-def test_pair_gossip_takes_two(pool):
-    assert pool.run(_gossip) == [None, (1.5, 1.25), (1.5, 1.75), None]
+def test_pair_gossip_takes_two(bluefog_pool):
+    assert bluefog_pool.run(_gossip) == [None, (1.5, 1.25), (1.5, 1.75), None]
 
 
 def _infer():
@@ -212,8 +204,8 @@ def _infer():
     return sources, back, weights.sum(axis=0).tolist(), weights[0].tolist()
 
 
-def test_peers_are_inferred_with_weights_of_irregular_graphs(pool):
-    results = pool.run(_infer)
+def test_peers_are_inferred_with_weights_of_irregular_graphs(bluefog_pool):
+    results = bluefog_pool.run(_infer)
     assert [sources for sources, *_ in results] == [[1, 2, 3], [0], [0], []]
     assert [back for _, back, *_ in results] == [[1, 2], [0], [0], [0]]
     for _, _, columns, row in results:
@@ -248,10 +240,10 @@ def _windows():
     return said
 
 
-def test_windows_b18_to_b21_and_b24(pool):
+def test_windows_b18_to_b21_and_b24(bluefog_pool):
     graph = exponential(4)
     wanted = expected(graph)
-    for rank, said in enumerate(pool.run(_windows)):
+    for rank, said in enumerate(bluefog_pool.run(_windows)):
         sources = sorted([(rank - 1) % 4, (rank - 2) % 4])
         assert said["kept"] == (False, 12)  # with its edges to itself
         assert said["start"] == pytest.approx(rank)
@@ -281,8 +273,8 @@ def _zero():
     return value, got, collected, again
 
 
-def test_zero_init_get_and_collect_b18_b23(pool):
-    for rank, (value, got, collected, again) in enumerate(pool.run(_zero)):
+def test_zero_init_get_and_collect_b18_b23(bluefog_pool):
+    for rank, (value, got, collected, again) in enumerate(bluefog_pool.run(_zero)):
         left, right = (rank - 1) % 4 + 1, (rank + 1) % 4 + 1
         assert value == 0.5 * (rank + 1)
         assert got == 0.5 * (rank + 1) + 0.25 * (left + right)
@@ -305,8 +297,8 @@ def _associated_p(sender):
     return p
 
 
-def test_associated_p_b22(pool):
-    assert pool.run(_associated_p, 1) == [1.5, 0.5, 1.5, 1.0]
+def test_associated_p_b22(bluefog_pool):
+    assert bluefog_pool.run(_associated_p, 1) == [1.5, 0.5, 1.5, 1.0]
 
 
 def _push_sum():
@@ -330,8 +322,8 @@ def _push_sum():
     return mean, p
 
 
-def test_push_sum_reaches_the_mean_over_a_directed_irregular_graph_b25(pool):
-    results = pool.run(_push_sum)
+def test_push_sum_reaches_the_mean_over_a_directed_irregular_graph_b25(bluefog_pool):
+    results = bluefog_pool.run(_push_sum)
     assert sum(p for _, p in results) == pytest.approx(4)
     assert [mean for mean, _ in results] == pytest.approx([1.5] * 4, abs=1e-3)
 
@@ -352,8 +344,8 @@ def _mutex():
     return held.item()
 
 
-def test_mutexes_and_collecting(pool):
-    assert pool.run(_mutex)[0] == 15.0
+def test_mutexes_and_collecting(bluefog_pool):
+    assert bluefog_pool.run(_mutex)[0] == 15.0
 
 
 def _refusals():
@@ -405,7 +397,7 @@ def _refusals():
     return said
 
 
-def test_bad_calls_are_refused_in_one_line_b17(pool):
+def test_bad_calls_are_refused_in_one_line_b17(bluefog_pool):
     words = {
         "halves": "self_weight is given without src_weights",
         "other half": "src_weights is given without self_weight",
@@ -427,7 +419,7 @@ def test_bad_calls_are_refused_in_one_line_b17(pool):
         "stochastic": "sum to",
         "different": "all ranks must set the same",
     }
-    for said in pool.run(_refusals):
+    for said in bluefog_pool.run(_refusals):
         assert {k: said.get(k) for k, w in words.items() if w not in said.get(k, "")} == {}
         assert not any("\n" in message for message in said.values())
 

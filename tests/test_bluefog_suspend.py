@@ -15,14 +15,6 @@ from tests.ranks import RankPool
 T = bf.topology_util
 
 
-@pytest.fixture(scope="module")
-def pool():
-    pool = RankPool(4, backend="comm_core", environments=[{"BLUEFOG_NODES_PER_MACHINE": "2"}] * 4)
-    pool.run(bf.init)
-    yield pool
-    pool.close()
-
-
 def x(numel=3):
     return torch.full((numel,), float(bf.rank()))
 
@@ -56,8 +48,8 @@ def _queued():
     return before, any(polled), untouched, values, in_place[0].item(), copied[0].item()
 
 
-def test_nonblocking_calls_queue_up_and_start_in_order(pool):
-    for rank, said in enumerate(pool.run(_queued)):
+def test_nonblocking_calls_queue_up_and_start_in_order(bluefog_pool):
+    for rank, said in enumerate(bluefog_pool.run(_queued)):
         before, polled, untouched, values, in_place, copied = said
         assert (before, polled, untouched) == (1.5, False, True)
         around = [(rank - 1) % 4, (rank + 1) % 4]
@@ -87,8 +79,8 @@ def _alone(flag: str):
     return False, bf.wait(handle)[0].item()
 
 
-def test_a_suspended_rank_moves_nothing(pool, tmp_path):
-    assert pool.run(_alone, str(tmp_path / "resume")) == [(False, 1.5)] * 4
+def test_a_suspended_rank_moves_nothing(bluefog_pool, tmp_path):
+    assert bluefog_pool.run(_alone, str(tmp_path / "resume")) == [(False, 1.5)] * 4
 
 
 def _refused():
@@ -142,8 +134,8 @@ def _refused():
     return said, local, after
 
 
-def test_what_needs_the_others_is_refused_in_one_line(pool):
-    for rank, (said, local, after) in enumerate(pool.run(_refused)):
+def test_what_needs_the_others_is_refused_in_one_line(bluefog_pool):
+    for rank, (said, local, after) in enumerate(bluefog_pool.run(_refused)):
         wanted = {n: f"bf.{n} is held back by bf.suspend(): call bf.resume() first" for n in said}
         assert said == wanted
         put = (rank - 1) % 4 + 4 + (rank + 1) % 4 + 4

@@ -186,6 +186,13 @@ def _refused(options: dict[str, Any], whole: bool) -> str:
         ({"nearby_layers": 0}, False, "'nearby_layers' must not be 0"),
         ({"cycle_time_ms": 0}, False, "'cycle_time_ms' must be greater than 0"),
         ({"small_kb": -1}, False, "'small_kb' must be at least 0"),
+        ({"small_kb": 4, "decouple": "reduce_broadcast"}, False, "'small_kb' goes with decouple"),
+        (
+            {"small_kb": 4, "exclude_parts": "allgather"},
+            False,
+            "'small_kb' goes with exclude_parts",
+        ),
+        ({"small_kb": 4, "compression": "topk"}, False, "'small_kb'=4"),
         ({"fusion": "none", "threshold_mb": 8.0}, False, "goes with fusion=threshold or tuned"),
         ({"nearby_layers": 2}, False, "goes with fusion=nearby_layers"),
         ({"cycle_time_ms": 2.0}, False, "goes with fusion=wait_time"),

@@ -156,8 +156,8 @@ def _lost(repeat: dict[str, Any]) -> Iterator[int]:
 def staleness(record: Record) -> Iterator[tuple[float, float]]:
     """Mean and most, per rank and neighbour, as far as the algorithm counts them.
 
-    `asyncddp` counts in steps that a neighbour's values are behind; the window algorithms say only
-    how long nothing has come, which is no mean.
+    Some count by how many steps a neighbour's values are behind; others say only how long nothing
+    has come, which is no mean.
     """
     for rank in record.get("statistics") or ():
         for age in ((rank or {}).get("staleness") or {}).values():

@@ -67,7 +67,7 @@ class Dear(Algorithm):
         small_kb: float = 8.0
         """Groups up to this size, in KB of 2^10 bytes, whose cost is that of a message whatever its
         size, are all-reduced in the first half, and have no second; 0: every group has two halves,
-        as it always has with reduce_broadcast and exclude_parts."""
+        as by default with reduce_broadcast and exclude_parts."""
         nearby_layers: int = 4
         """Layers per group with fusion=nearby_layers; negative: all in one."""
         cycle_time_ms: float = 5.0
@@ -96,6 +96,9 @@ class Dear(Algorithm):
             only_with(self, "first_mb", "fusion", ["threshold", "tuned"])
             only_with(self, "nearby_layers", "fusion", ["nearby_layers"])
             only_with(self, "cycle_time_ms", "fusion", ["wait_time"])
+            if self.small_kb:
+                only_with(self, "small_kb", "decouple", ["reduce_scatter_all_gather"])
+                only_with(self, "small_kb", "exclude_parts", [()])
             if self.gathers:
                 self._refuse_halves()
 
@@ -108,6 +111,7 @@ class Dear(Algorithm):
                 ("update", ("auto", "replicated")),
                 ("decouple", ("reduce_scatter_all_gather",)),
                 ("exclude_parts", ((),)),
+                ("small_kb", (0, type(self).small_kb)),
             ):
                 value = getattr(self, field)
                 if value not in usual:

@@ -215,7 +215,8 @@ def _compare(running: Session, job: dict[str, Any], case: Case) -> None:
 
 
 def _round(running: Session, job: dict[str, Any], steps: int, case: Case, index: int) -> None:
-    for system in running.setup.engines:
+    # Who goes first alternates, as does whatever disturbs the machine.
+    for system in list(running.setup.engines)[:: 1 if index % 2 == 0 else -1]:
         arguments = {"job": job, "steps": steps + _WARM_UP, "compare": False}
         ranks = running.call(system, "bench.decentralized_peer", "train", **arguments)
         if ranks is None:

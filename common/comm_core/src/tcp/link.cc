@@ -1,5 +1,7 @@
 #include "tcp/link.h"
 
+#include <netinet/in.h>
+#include <netinet/tcp.h>
 #include <sys/socket.h>
 
 #include <cerrno>
@@ -44,6 +46,13 @@ void Link::set_low_water(size_t bytes) {
     throw_errno("SO_RCVLOWAT");
   }
   low_water_ = wanted;
+}
+
+void Link::limit_unsent(size_t bytes) {
+  const int most = int(bytes);
+  if (setsockopt(fd_.get(), IPPROTO_TCP, TCP_NOTSENT_LOWAT, &most, sizeof most) != 0) {
+    throw_errno("TCP_NOTSENT_LOWAT");
+  }
 }
 
 bool InLink::read_header() {

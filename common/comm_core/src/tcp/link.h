@@ -25,6 +25,9 @@ class Link {
 
   // Wakes a waiting engine only when so many bytes are there (SO_RCVLOWAT): fewer context switches.
   void set_low_water(size_t bytes);
+  // The kernel takes about so many bytes that it cannot send yet, not all that its buffer would hold
+  // (TCP_NOTSENT_LOWAT): what is urgent waits for those only.
+  void limit_unsent(size_t bytes);
 
  protected:
   Fd fd_;

@@ -1,5 +1,7 @@
 #include "tcp/message_link.h"
 
+#include <algorithm>
+
 #include "group.h"
 
 namespace comm_core {
@@ -8,8 +10,23 @@ namespace {
 
 constexpr uint32_t kMagic = 0x434d4d53;
 
-bool announces(MessageKind kind) {
-  return kind == MessageKind::announce || kind == MessageKind::get;
+// What overtaking has to wait for, at most: this much, and as much again in the kernel.
+constexpr size_t kPiece = size_t(512) << 10;
+
+size_t payload_of(const MessageHeader& header) {
+  const bool promises = header.kind == MessageKind::announce || header.kind == MessageKind::get;
+  return promises ? 0 : header.bytes;
+}
+
+// One-sided requests stay in order, and what has a long payload among those that have one.
+bool overtakes(const MessageHeader& header) {
+  switch (header.kind) {
+    case MessageKind::eager:
+    case MessageKind::announce:
+    case MessageKind::request: return true;
+    case MessageKind::reply: return header.bytes == 0;
+    default: return false;
+  }
 }
 
 }  // namespace
@@ -19,6 +36,7 @@ MessageSender::MessageSender(Group& group, MessageHandler& handler, int peer)
       handler_(handler),
       peer_(peer),
       link_(group.target(peer, LinkKind::messages)) {
+  link_.limit_unsent(kPiece);
   id_ = group_.engine().poller().add(link_.fd(), Watch::always, this);
 }
 
@@ -42,12 +60,14 @@ void MessageSender::add_request(const MessageHeader& header, OpPtr op) {
 void MessageSender::enqueue(Item item) {
   if (broken_) return;
   item.header.magic = kMagic;
-  queue_.push_back(std::move(item));
+  (overtakes(item.header) ? small_ : queue_).push_back(std::move(item));
   on_event();
 }
 
 void MessageSender::break_off() {
   broken_ = true;
+  sending_ = nullptr;
+  small_.clear();
   queue_.clear();
 }
 
@@ -55,7 +75,7 @@ void MessageSender::on_event() {
   if (broken_) return;
   try {
     if (!link_.ready()) return;
-    while (!queue_.empty() && advance()) {
+    while (!(small_.empty() && queue_.empty()) && advance()) {
     }
   } catch (const CommError&) {
     break_off();
@@ -63,25 +83,40 @@ void MessageSender::on_event() {
   }
 }
 
+std::deque<MessageSender::Item>& MessageSender::begin_frame() {
+  std::deque<Item>& from = small_.empty() ? queue_ : small_;
+  const Item& item = from.front();
+  frame_ = item.header;
+  if (item.done > 0) frame_.kind = MessageKind::more;
+  frame_done_ = 0;
+  const size_t left = payload_of(item.header) - item.done;
+  piece_left_ = overtakes(item.header) ? left : std::min(left, kPiece);
+  return from;
+}
+
 bool MessageSender::advance() {
-  Item& item = queue_.front();
-  constexpr size_t kHeader = sizeof(MessageHeader);
-  const size_t bytes = announces(item.header.kind) ? 0 : item.header.bytes;
+  if (sending_ == nullptr) sending_ = &begin_frame();
+  Item& item = sending_->front();
   iovec parts[2];
   int num_parts = 0;
-  if (item.done < kHeader) {
-    parts[num_parts++] = {reinterpret_cast<char*>(&item.header) + item.done, kHeader - item.done};
+  const size_t header_left = sizeof frame_ - frame_done_;
+  if (header_left > 0) {
+    parts[num_parts++] = {reinterpret_cast<char*>(&frame_) + frame_done_, header_left};
   }
-  const size_t body = item.done < kHeader ? 0 : item.done - kHeader;
-  if (body < bytes) {
+  if (piece_left_ > 0) {
     const char* data = item.op != nullptr ? item.op->spec().inputs[0].data : item.payload.data();
-    parts[num_parts++] = {const_cast<char*>(data) + body, bytes - body};
+    parts[num_parts++] = {const_cast<char*>(data) + item.done, piece_left_};
   }
   const size_t sent = link_.write(parts, num_parts);
-  item.done += sent;
-  if (item.done < kHeader + bytes) return sent > 0;
+  const size_t of_header = std::min(sent, header_left);
+  frame_done_ += of_header;
+  item.done += sent - of_header;
+  piece_left_ -= sent - of_header;
+  if (frame_done_ < sizeof frame_ || piece_left_ > 0) return sent > 0;
+  std::deque<Item>& from = *std::exchange(sending_, nullptr);
+  if (item.done < payload_of(item.header)) return true;
   const OpPtr op = item.ends ? std::move(item.op) : nullptr;
-  queue_.pop_front();
+  from.pop_front();
   if (op != nullptr) handler_.moved(op);
   return true;
 }
@@ -97,7 +132,12 @@ MessageReceiver::~MessageReceiver() {
 
 void MessageReceiver::break_off() {
   broken_ = true;
-  op_ = nullptr;
+  small_.op = nullptr;
+  large_.op = nullptr;
+}
+
+void MessageReceiver::malformed() const {
+  throw MismatchError("malformed message from " + link_.peer());
 }
 
 void MessageReceiver::on_event() {
@@ -111,37 +151,56 @@ void MessageReceiver::on_event() {
   }
 }
 
-bool MessageReceiver::advance() {
-  if (have_ < sizeof header_) {
-    const size_t got =
-        link_.read(reinterpret_cast<char*>(&header_) + have_, sizeof header_ - have_);
-    have_ += got;
-    if (have_ < sizeof header_) return got > 0;
-    if (header_.magic != kMagic) throw MismatchError("malformed message from " + link_.peer());
-    done_ = 0;
-    op_ = nullptr;
-    holding_ = false;
-    handler_.arrived(peer_, header_, *this);
-    if (broken_) return false;
-    if (holding_) held_.resize(header_.bytes);
-  }
-  if (op_ == nullptr && !holding_) {
-    have_ = 0;
-    return true;
-  }
-  char* to = op_ != nullptr ? op_->spec().outputs[0].data : held_.data();
-  if (done_ < header_.bytes) {
-    const size_t got = link_.read(to + done_, header_.bytes - done_);
-    done_ += got;
-    if (done_ < header_.bytes) return got > 0;
-  }
-  have_ = 0;
-  if (op_ != nullptr) {
-    handler_.moved(std::exchange(op_, nullptr));
+// A frame's header is complete: true if its payload is to be read.
+bool MessageReceiver::begin_frame() {
+  if (frame_.magic != kMagic) malformed();
+  if (frame_.kind == MessageKind::more) {
+    if (large_.done == large_.bytes) malformed();
+    reading_ = &large_;
   } else {
-    handler_.held(peer_, header_, std::move(held_));
+    const bool small = overtakes(frame_);
+    if (!small && large_.done < large_.bytes) malformed();
+    reading_ = small ? &small_ : &large_;
+    *reading_ = {frame_, nullptr, false, "", 0, 0};
+    handler_.arrived(peer_, frame_, *this);
+    if (broken_) return false;
+    reading_->bytes = payload_of(frame_);
+    if (reading_->holding) reading_->held.resize(reading_->bytes);
+    if (reading_->bytes > 0 && reading_->op == nullptr && !reading_->holding) malformed();
   }
+  const size_t left = reading_->bytes - reading_->done;
+  piece_left_ = reading_ == &small_ ? left : std::min(left, kPiece);
+  return true;
+}
+
+bool MessageReceiver::advance() {
+  if (reading_ == nullptr) {
+    const size_t got =
+        link_.read(reinterpret_cast<char*>(&frame_) + frame_done_, sizeof frame_ - frame_done_);
+    frame_done_ += got;
+    if (frame_done_ < sizeof frame_) return got > 0;
+    frame_done_ = 0;
+    if (!begin_frame()) return false;
+  }
+  Incoming& message = *reading_;
+  if (piece_left_ > 0) {
+    char* to = message.op != nullptr ? message.op->spec().outputs[0].data : message.held.data();
+    const size_t got = link_.read(to + message.done, piece_left_);
+    message.done += got;
+    piece_left_ -= got;
+    if (piece_left_ > 0) return got > 0;
+  }
+  reading_ = nullptr;
+  if (message.done == message.bytes) end(std::exchange(message, {}));
   return !broken_;
+}
+
+void MessageReceiver::end(Incoming message) {
+  if (message.op != nullptr) {
+    handler_.moved(message.op);
+  } else if (message.holding) {
+    handler_.held(peer_, message.header, std::move(message.held));
+  }
 }
 
 }  // namespace comm_core

@@ -1,4 +1,8 @@
 // Framed messages between two ranks: one connection each way, several messages queued on it.
+//
+// A large payload goes in pieces, each with a header in front. Between two pieces, what is small and
+// may overtake does: the request that starts the large message of the other direction waits for a
+// piece, not for all that is under way in this one.
 #pragma once
 
 #include <deque>
@@ -23,6 +27,7 @@ enum class MessageKind : uint8_t {
   lock,
   unlock,
   reply,       // to one of the five: done, with the payload of a get
+  more,        // the next piece of the message that was interrupted
 };
 
 struct MessageHeader {
@@ -55,7 +60,8 @@ class MessageHandler {
   virtual void lost(int peer, const std::exception_ptr& error) = 0;
 };
 
-// Writes the messages for one peer, one after the other.
+// Writes the messages for one peer. Those that may overtake keep their order among themselves, as do
+// the others.
 class MessageSender : public Watcher {
  public:
   MessageSender(Group& group, MessageHandler& handler, int peer);
@@ -77,10 +83,11 @@ class MessageSender : public Watcher {
     OpPtr op;
     std::string payload;
     bool ends = false;  // the operation, when sent
-    size_t done = 0;
+    size_t done = 0;    // bytes of the payload
   };
   bool advance();
   void enqueue(Item item);
+  std::deque<Item>& begin_frame();
 
   Group& group_;
   MessageHandler& handler_;
@@ -88,7 +95,11 @@ class MessageSender : public Watcher {
   OutLink link_;
   uint64_t id_;
   bool broken_ = false;
-  std::deque<Item> queue_;
+  std::deque<Item> small_, queue_;
+  std::deque<Item>* sending_ = nullptr;  // the one whose first item has a frame under way
+  MessageHeader frame_;
+  size_t frame_done_ = 0;                // bytes of the header
+  size_t piece_left_ = 0;
 };
 
 // Reads the messages of one peer.
@@ -97,14 +108,25 @@ class MessageReceiver : public Watcher {
   MessageReceiver(Group& group, MessageHandler& handler, int peer, Fd fd);
   ~MessageReceiver() override;
 
-  // Where the payload of the present message goes: into an operation's output, or aside.
-  void into(OpPtr op) { op_ = std::move(op); }
-  void hold() { holding_ = true; }
+  // Where the payload of the message that has just arrived goes: into an operation's output, or
+  // aside.
+  void into(OpPtr op) { reading_->op = std::move(op); }
+  void hold() { reading_->holding = true; }
   void break_off();
   void on_event() override;
 
  private:
+  struct Incoming {
+    MessageHeader header;
+    OpPtr op;
+    bool holding = false;
+    std::string held;
+    size_t done = 0, bytes = 0;  // of the payload
+  };
   bool advance();
+  bool begin_frame();
+  void end(Incoming message);
+  [[noreturn]] void malformed() const;
 
   Group& group_;
   MessageHandler& handler_;
@@ -112,11 +134,11 @@ class MessageReceiver : public Watcher {
   Link link_;
   uint64_t id_;
   bool broken_ = false;
-  MessageHeader header_;
-  size_t have_ = 0, done_ = 0;
-  OpPtr op_;
-  bool holding_ = false;
-  std::string held_;
+  MessageHeader frame_;
+  size_t frame_done_ = 0;        // bytes of the header
+  size_t piece_left_ = 0;
+  Incoming small_, large_;       // a small one may arrive between two pieces of a large one
+  Incoming* reading_ = nullptr;  // the one that the frame belongs to
 };
 
 }  // namespace comm_core

@@ -21,7 +21,7 @@ help:
 	@echo "make gpu-check        everything that needs an NVIDIA GPU, in at most 8 minutes"
 	@echo "make torch-suite      torch's own tests of backends on the comm core, 2 and 4 ranks"
 	@echo "make horovod          build Horovod into .venv (part of bench and test)"
-	@echo "make lint             ruff and shellcheck"
+	@echo "make lint             ruff, clang-format and shellcheck"
 	@echo "make system-packages  install Open MPI and what the builds need (Debian, as root)"
 	@echo "make clean            remove .venv, caches and outputs; records in logs/ stay"
 
@@ -73,6 +73,7 @@ $(NOTEBOOKS): $(READY) examples/requirements.txt
 lint: $(READY)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+	git ls-files -z '*.cc' '*.h' | xargs -0 $(VENV)/bin/clang-format --dry-run -Werror
 	@if command -v shellcheck >/dev/null; then \
 	  git ls-files -z '*.sh' .ci/run | xargs -0 shellcheck; \
 	else echo "shellcheck not installed: shell scripts not checked"; fi

@@ -37,6 +37,7 @@ _FIELDS = (
     "loss_min",
     "loss_max",
     "consensus_distance",
+    "staleness",
 )
 
 
@@ -95,8 +96,8 @@ def _place(record: Record) -> tuple[Any, ...]:
 
 def _curves(columns: dict[tuple[Any, ...], list[Record]], colour: dict[str, str]) -> Figure:
     panels = [partial(y, x=x) for y in (_accuracy, _loss) for x in ("seconds", "steps")]
-    panels.append(_consensus)
-    count = len(panels) + 1
+    panels += [_consensus, _staleness]
+    count = len(panels)
     figure, axes = plt.subplots(
         count,
         len(columns),
@@ -110,7 +111,6 @@ def _curves(columns: dict[tuple[Any, ...], list[Record]], colour: dict[str, str]
         curves = [(record, record["learning"][0]["evaluations"]) for record in records]
         for row, panel in enumerate(panels):
             handles |= panel(axes[row, column], curves, colour)
-        _staleness(axes[-1, column], records, colour)
         axes[0, column].set_title(pace.title(place), loc="left", fontsize=9, fontweight="bold")
     figure.legend(
         handles.values(), handles.keys(), loc="outside right upper", frameon=False, fontsize=8
@@ -179,31 +179,29 @@ def _consensus(axis: Axes, curves: Sequence[Curve], colour: dict[str, str]) -> d
     return handles
 
 
-def _staleness(axis: Axes, records: Sequence[Record], colour: dict[str, str]) -> None:
-    """Bars for the mean of each algorithm's stalest neighbour, ticks for the most of any."""
-    counted = [(r["trial"]["label"], list(learning.staleness(r))) for r in records]
-    bars = [(label, ages) for label, ages in counted if ages]
-    for place, (label, ages) in enumerate(bars):
-        mean = max(age for age, _ in ages)
-        most = max(age for _, age in ages)
-        axis.barh(place, mean, color=colour[label], height=0.6)
-        axis.plot([most], [place], marker="|", color="#222222", ms=9)
+def _staleness(axis: Axes, curves: Sequence[Curve], colour: dict[str, str]) -> dict[str, Any]:
+    """The stalest neighbour's since the evaluation before, and at the end the most of any value."""
+    shown = [
+        (record, [e for e in evaluations if e.get("staleness") is not None])
+        for record, evaluations in curves
+        if any(e.get("staleness") is not None for e in evaluations)
+    ]
+    handles = _lines(axis, shown, colour, "seconds", "staleness", band=False)
+    for record, evaluations in shown:
         axis.annotate(
-            f"mean {mean:.1f}, most {most:g}",
-            (max(most, 0), place),
-            xytext=(5, 0),
+            f"at most {max(most for _, most in learning.staleness(record)):g}",
+            (evaluations[-1]["seconds"], evaluations[-1]["staleness"]),
+            xytext=(-2, 4),
             textcoords="offset points",
-            va="center",
-            fontsize=8,
+            ha="right",
+            fontsize=7,
+            color=colour[record["trial"]["label"]],
         )
-    axis.set_yticks([])
-    axis.set_ylim(-0.8, max(len(bars), 1) - 0.2)
-    left, right = axis.get_xlim()
-    axis.set_xlim(min(left, 0), max(right, 1) * 1.9)
-    axis.set_ylabel("staleness", fontsize=8)
-    axis.set_xlabel("steps that the stalest neighbour's values were behind", fontsize=8)
-    if not bars:
+    axis.set_ylabel("staleness (steps)", fontsize=8)
+    axis.set_xlabel("seconds of training (of the stalest neighbour)", fontsize=8)
+    if not shown:
         axis.text(0.5, 0.5, "no algorithm counts it", transform=axis.transAxes, ha="center")
+    return handles
 
 
 def _caption(good: Sequence[Record]) -> str:

@@ -6,25 +6,20 @@ import dataclasses
 import hashlib
 import json
 import time
-from pathlib import Path
 
 import pytest
 import torch
 import yaml
 
-from common.harness import judging
 from common.harness.batches import Batches
 from common.harness.experiment_file import load
 from common.harness.learning_clock import Schedule, TrainingClock
 from common.harness.learning_config import LearnConfig
 from common.harness.learning_loop import Loop
-from common.harness.recording import make_record
-from common.harness.snapshots import Snapshots, set_floating
 from common.harness.trial import Trial
 from common.launch.job import Job, outcome_of
 from common.models import datasets
 from common.models.registry import build
-from common.results import learning, learning_table
 from dear import runtime
 from dear.errors import UserError
 from tests.made_mnist import write_mnist
@@ -62,6 +57,12 @@ def read(tmp_path, monkeypatch):
         ({"learn": {"data": "digits", "target_accuracy": 97}}, "above 0 and at most 1, got 97"),
         ({"learn": {"target_accuracy": 0.9}}, "learn.target_accuracy: goes with learn.data"),
         ({"learn": {"sampler": "own"}}, "learn.sampler: goes with learn.data"),
+        ({"learn": {"batch_sizes": [1, 2]}}, "learn.batch_sizes: goes with learn.data"),
+        ({"learn": {"data": "digits", "batch_sizes": [4, 0]}}, "learn.batch_sizes.1 must be at"),
+        (
+            {"learn": {"data": "digits", "batch_sizes": [4, 2, 1]}, "world_sizes": [2]},
+            "learn.batch_sizes: 3 batch sizes for 2 workers",
+        ),
         ({"learn": {"data": "digits", "sampler": "mine"}}, "'sampler' 'mine'"),
         ({"learn": {"data": "mnist"}}, "Set data_dir=FOLDER or MNIST_DIR"),
         ({"learn": {"data": "mnist"}, "data_dir": "/nonexistent"}, "no folder /nonexistent"),
@@ -105,6 +106,23 @@ def test_trials_that_do_not_learn_have_the_identity_that_they_had_before():
     assert trial.hash == hashlib.sha256(text.encode()).hexdigest()[:12]
     old = {k: v for k, v in trial.to_json().items() if k not in ("learn", "data_digest")}
     assert Trial.from_json(old) == trial
+
+
+def test_batch_sizes_are_those_of_ranks_and_part_of_a_trial(read):
+    learn = {"data": "digits", "batch_sizes": [4, 1]}
+    change = {"learn": learn, "world_sizes": [2], "baseline": True}
+    trials = {trial.algorithm: trial for trial in read(change).trials()}
+    trial = trials["asyncddp"]
+    assert [trial.learn.batch_size_of(rank, trial.batch_size) for rank in (0, 1)] == [4, 1]
+    assert trials["none"].learn.batch_size_of(0, trials["none"].batch_size) == 2
+    assert Trial.from_json(json.loads(json.dumps(trial.to_json()))) == trial
+    equal = dataclasses.replace(trial, learn=dataclasses.replace(trial.learn, batch_sizes=None))
+    assert equal.hash != trial.hash
+    # Records that are older than the key keep their identity.
+    values = equal.to_json()
+    del values["label"], values["learn"]["batch_sizes"]
+    text = json.dumps(values, sort_keys=True, separators=(",", ":"))
+    assert equal.hash == hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 @pytest.mark.parametrize(
@@ -215,110 +233,6 @@ def test_ranks_in_step_end_and_copy_at_the_same_steps_in_time(world, size):
     assert marks == [0, 1, 2]
 
 
-def _saved(rows, *, steps, elapsed_s=2.0, **more):
-    """As `Snapshots.save` would leave it: `rows` are copies at the marks."""
-    return {
-        "values": torch.stack(rows),
-        "taken": [{"row": i, "seconds": float(i), "steps": steps * i} for i in range(len(rows))],
-        "steps": steps * (len(rows) - 1),
-        "samples": 8 * steps,
-        "elapsed_s": elapsed_s,
-        "loss": 1.0,
-        "cpu_s": 1.0,
-        "busy_s": 4.0,
-        "wall_s": 2.0,
-        "bytes_sent": 800 * steps,
-        "statistics": {},
-        **more,
-    }
-
-
-@pytest.fixture
-def model():
-    torch.manual_seed(1)
-    return build("mnist_cnn", 2, None, torch.Generator().manual_seed(1)).model
-
-
-def _flat(model):
-    return torch.cat([value.flatten() for value in model.state_dict().values()])
-
-
-@pytest.fixture
-def test_split():
-    images = torch.randn(250, 1, 28, 28, generator=torch.Generator().manual_seed(2))
-    return images, torch.arange(250) % 10
-
-
-def _learning_trial(algorithm="asyncddp", world=2, target=0.5, **more):
-    learn = LearnConfig(budget_s=2, eval_every_s=1, data="digits", target_accuracy=target)
-    return make_trial(algorithm, world, learn=learn, **more)
-
-
-def test_the_mean_model_is_judged_and_the_ranks_own(model, test_split):
-    images, labels = test_split
-    start, off = _flat(model), 0.02 * torch.randn(_flat(model).shape)
-    saved = [
-        _saved([start, start + off, start - off], steps=4),
-        _saved([start, start - off, start - off], steps=2, elapsed_s=2.5),
-    ]
-    trial = _learning_trial(target=0.001)
-    result = judging.result(trial, saved, test_split)
-
-    def plain(values):
-        set_floating(model, values)
-        model.eval()
-        with torch.no_grad():
-            scores = model(images)
-        loss = torch.nn.functional.cross_entropy(scores, labels).item()
-        return (scores.argmax(1) == labels).float().mean().item(), loss
-
-    first, middle, last = result["learning"]["evaluations"]
-    for evaluation, wanted in ((first, start), (middle, start), (last, start - off)):
-        accuracy, loss = plain(wanted)
-        assert evaluation["accuracy"] == pytest.approx(accuracy, abs=1e-6)
-        assert evaluation["loss"] == pytest.approx(loss, rel=1e-4)
-    own = sorted(plain(start + sign * off)[0] for sign in (1, -1))
-    assert [middle["accuracy_min"], middle["accuracy_max"]] == pytest.approx(own, abs=1e-6)
-    assert middle["consensus_distance"] == pytest.approx((off.norm() / start.norm()).item(), 1e-4)
-    assert first["consensus_distance"] == last["consensus_distance"] == 0.0
-    assert middle["steps"] == [4, 2] and last["steps"] == [8, 4]
-    assert result["samples_per_s"] == pytest.approx((32 + 16) / 2.5)
-    assert result["learning"]["to_target"] == {"seconds": 0.0, "steps": 0.0}
-    assert result["check"]["replicas_agree"] is True
-
-
-def test_what_a_dead_rank_leaves_is_said_and_the_rest_judged(model, test_split):
-    start = _flat(model)
-    result = judging.result(
-        _learning_trial(target=0.99), [_saved([start] * 3, steps=4), None], test_split
-    )
-    assert result["learning"]["ranks"][1] is None
-    assert result["learning"]["evaluations"][1]["steps"] == [4, None]
-    assert result["learning"]["to_target"] is None
-
-
-def test_copies_hold_what_the_model_was(tmp_path, model):
-    snapshots = Snapshots(model.state_dict(), 3)
-    start = _flat(model).clone()
-    snapshots.take([0], model.state_dict(), 0.0, 0)
-    with torch.no_grad():
-        for param in model.parameters():
-            param.add_(1)
-    snapshots.take([1, 2], model.state_dict(), 1.5, 7)
-    snapshots.save(tmp_path / "x.pt", {"steps": 7})
-    saved = torch.load(tmp_path / "x.pt", weights_only=True)
-    assert [one["row"] for one in saved["taken"]] == [0, 1, 1]
-    assert torch.equal(saved["values"][0], start)
-    torch.testing.assert_close(saved["values"][1], start + 1)
-    set_floating(model, saved["values"][0])
-    assert torch.equal(_flat(model), start)
-
-
-def test_more_copies_than_memory_should_hold_are_refused(model):
-    with pytest.raises(UserError, match=r"learn\.eval_every_s: 1000 copies of 5 MiB per rank"):
-        Snapshots(model.state_dict(), 1000)
-
-
 def _workload():
     return build("mnist_cnn", 4, None, torch.Generator().manual_seed(1))
 
@@ -380,89 +294,3 @@ def test_a_killed_rank_is_survived_only_where_the_others_end_well(
         assert outcome.result == {"lost_ranks": [1]}
     else:
         assert "rank 1 " in outcome.error["message"]
-
-
-def _record(trial, result):
-    from common.launch.job import Outcome
-
-    machine = {
-        "cores": 2,
-        "cpu": "CPU",
-        "packages": {"torch": "2"},
-        "commit": "abc",
-    }
-    more = {"lost_ranks": [1]} if None in result["learning"]["ranks"] else {}
-    outcome = Outcome(status="ok", result=result)
-    return make_record(trial, [result | more], outcome, machine, "now", 1.0)
-
-
-def _pair(model, test_split):
-    """Records of a trial undisturbed and with a slow host, whose rank 1 is three times slower."""
-    start = _flat(model)
-    ages = {"staleness": {"1": {"uses": 2, "mean": 3.0, "max": 7, "last": 1}}}
-    calm = [_saved([start] * 3, steps=10, statistics=ages) for _ in range(2)]
-    slow = [
-        _saved([start] * 3, steps=9, statistics=ages),
-        _saved([start + 0.01] * 3, steps=2, statistics={}),
-    ]
-    fault = {"kind": "slow_host", "host": 1, "factor": 5.0, "rank": None, "at_s": 0.0}
-    fault |= {"for_s": None, "rate": None}
-    place = {"network": "10gbe", "ranks_per_host": 1}
-    trials = [_learning_trial(**place), _learning_trial(**place, fault=fault)]
-    made = (calm, slow)
-    return [
-        _record(trial, judging.result(trial, saved, test_split))
-        for trial, saved in zip(trials, made, strict=True)
-    ]
-
-
-def test_rows_tell_how_much_of_its_pace_a_rank_keeps(model, test_split):
-    calm, slow = learning.rows(_pair(model, test_split))
-    assert calm.steps_per_s == pytest.approx(10.0) and calm.kept is None
-    assert slow.steps_per_s == pytest.approx(9.0) and slow.kept == pytest.approx(0.9)
-    assert slow.slowed_steps_per_s == pytest.approx(2.0)
-    assert (calm.staleness_mean, calm.staleness_max) == (3.0, 7)
-    text = learning_table.markdown([calm, slow])
-    assert text.count("\n") == 4 and "not reached" in text and "slow_host h1 x5" in text
-    assert "mnist_cnn" in learning_table.csv_text([calm])
-    assert learning_table.summary([calm, calm]) == [
-        "mnist_cnn, 2 workers, 10gbe: none reaches 50% in 2 s"
-    ]
-
-
-def test_a_record_is_json_and_says_who_died(model, test_split):
-    trial = _learning_trial()
-    start = _flat(model)
-    broken = start.clone()
-    broken[0] = float("nan")
-    saved = [_saved([start, start, broken], steps=4), None]
-    record = _record(trial, judging.result(trial, saved, test_split))
-    json.dumps(record, allow_nan=False)
-    assert any("rank 1 was killed" in note for note in record["notes"])
-    assert record["throughput"]["n"] == 1 and record["throughput"]["ci_low"] is None
-    assert record["learning"][0]["evaluations"][2]["loss"] is None
-    (row,) = learning.rows([record])
-    assert row.lost_ranks == "1" and row.loss is None
-    assert learning_table.markdown([row]).count("\n") == 3
-
-
-@pytest.mark.parametrize("judged", [True, False])
-def test_figures_are_drawn_from_records(tmp_path, model, test_split, judged):
-    from common.results import records
-    from common.results.comparison import Comparison
-    from plots.learning import draw
-
-    made = _pair(model, test_split)
-    for record in made:
-        if not judged:
-            for evaluation in record["learning"][0]["evaluations"]:
-                for key in list(evaluation):
-                    if key not in ("at_s", "seconds", "steps"):
-                        del evaluation[key]
-        records.append(tmp_path / "records.jsonl", record)
-    Comparison(compare_to="asyncddp", trials=tuple(r["hash"] for r in made)).save(tmp_path)
-    paths = draw(tmp_path, tmp_path / "out")
-    assert [path.name for path in paths] == ["learning.png", "learning.pdf", "learning.csv"]
-    assert all(path.stat().st_size > 100 for path in paths)
-    lines = Path(paths[2]).read_text().splitlines()
-    assert len(lines) == 1 + 2 * 3 and lines[0].startswith("fault,algorithm,repeat,at_s")

@@ -25,7 +25,12 @@ models: [{{name: mnist_cnn, batch_size: 4}}]
 world_sizes: [2]
 baseline: false
 optimizer: {{name: sgd, lr: 0.05}}
-learn: {{budget_s: {BUDGET_S}, eval_every_s: 0.5, data: digits, target_accuracy: 0.999}}
+learn:
+  budget_s: {BUDGET_S}
+  eval_every_s: 0.5
+  data: digits
+  batch_sizes: [4, 2]
+  target_accuracy: 0.999
 measure: {{repeats: 1}}
 timeout_s: 90
 """
@@ -48,7 +53,9 @@ def test_every_kind_of_consistency_learns_for_the_same_time(tmp_path):
         assert all(0 <= e["accuracy_min"] <= e["accuracy_max"] <= 1 for e in evaluations)
         assert repeat["to_target"] is None
         assert all(rank["elapsed_s"] >= BUDGET_S for rank in ranks)
-        assert all(rank["samples"] == 4 * rank["steps"] for rank in ranks)
+        assert [rank["samples"] for rank in ranks] == [
+            size * rank["steps"] for size, rank in zip((4, 2), ranks, strict=True)
+        ]
         assert record["repeats"] == [[]] and record["throughput"]["value"] > 0
         if name != "asyncddp":
             assert ranks[0]["steps"] == ranks[1]["steps"]
@@ -61,6 +68,8 @@ def test_every_kind_of_consistency_learns_for_the_same_time(tmp_path):
     assert len({r["learning"][0]["evaluations"][0]["loss"] for r in records}) == 1
     ages = [rank["staleness"] for rank in found["asyncddp"]["statistics"]]
     assert [set(age) for age in ages] == [{"1"}, {"0"}]
+    curve = [e.get("staleness") for e in found["asyncddp"]["learning"][0]["evaluations"]]
+    assert curve[0] is None and any(age is not None for age in curve)
     assert not list(driver.sweep.glob("*/learned-*"))
     show = [sys.executable, "benchmarks.py", "show", "--logs", str(driver.logs)]
     shown = subprocess.run(show, cwd=ROOT, capture_output=True, text=True, check=True).stdout

@@ -144,6 +144,7 @@ class Experiment:
             check_learning(
                 self.learn,
                 model=choice.name,
+                world_sizes=self.worlds,
                 measure=self.measure,
                 timeout_s=self.timeout_s,
             )
@@ -231,6 +232,11 @@ class Experiment:
             seen[trial.hash] = trial
         return trials
 
+    def _learn(self, algorithm: AlgorithmChoice) -> LearnConfig | None:
+        if self.learn is None or algorithm.name != BASELINE:
+            return self.learn
+        return dataclasses.replace(self.learn, batch_sizes=None)  # it has one worker
+
     def _networks(self) -> tuple[str | None, ...]:
         if self.cluster is None:
             return (None,)
@@ -278,6 +284,6 @@ class Experiment:
             ranks_per_host=self.cluster.ranks_per_host if self.cluster else None,
             time_scale=self.cluster.time_scale if self.cluster else None,
             collective_timeout_s=self.collective_timeout_s,
-            learn=self.learn,
+            learn=self._learn(algorithm),
             data_digest=digest,
         )

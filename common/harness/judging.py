@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,8 @@ def result(trial: Trial, saved: Sequence[Saved | None], test: Split | None) -> d
 
     Returns:
         Besides what every result has: `samples_per_s`, and `learning`: `evaluations` by mark,
-        `ranks` in their order (None for the dead), `to_target` (None if not reached).
+        `ranks` in their order (None for the dead), `to_target` (None if not reached). An evaluation
+        has a `staleness` where it is counted: since the one before, of the stalest neighbour.
     """
     assert trial.learn is not None
     alive = [rank for rank in saved if rank is not None]
@@ -65,11 +66,23 @@ def _at(mark: int, trial: Trial, saved: Sequence[Saved | None]) -> dict[str, Any
     """When the copies of a mark were made; `seconds` is when the last rank had its own."""
     assert trial.learn is not None
     taken = [rank and rank["taken"][mark] for rank in saved]
-    return {
+    found = {
         "at_s": trial.learn.marks[mark],
         "seconds": max(one["seconds"] for one in taken if one),
         "steps": [one and one["steps"] for one in taken],
     }
+    ages = [age for rank in saved if rank for age in _ages(rank["taken"], mark)]
+    return found | ({"staleness": max(ages)} if ages else {})
+
+
+def _ages(taken: Sequence[dict[str, Any]], mark: int) -> Iterator[float]:
+    """Of each neighbour: by how many steps its values were behind since the mark before, on
+    average; nothing of one whose values were not used."""
+    before = taken[mark - 1]["behind"] if mark > 0 else {}
+    for peer, (uses, total) in taken[mark]["behind"].items():
+        uses_before, total_before = before.get(peer, (0, 0))
+        if uses > uses_before:
+            yield (total - total_before) / (uses - uses_before)
 
 
 def _judge(

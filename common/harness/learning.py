@@ -84,7 +84,7 @@ class _Session:
             self._batches = Batches(
                 trial.learn,
                 train,
-                batch_size=trial.batch_size,
+                batch_size=trial.learn.batch_size_of(dear.rank(), trial.batch_size),
                 seed=trial.seed,
                 rank=dear.rank(),
                 size=dear.size(),
@@ -136,7 +136,17 @@ class _Session:
         return samples
 
     def _take(self, marks: range, seconds: float, steps: int) -> None:
-        self._snapshots.take(marks, self._state(), seconds, steps)
+        self._snapshots.take(marks, self._state(), seconds, steps, self._behind())
+
+    def _behind(self) -> dict[str, list[float]]:
+        """By neighbour: uses of its values so far, and the sum of the steps they were behind."""
+        counted = self._training.statistics().get("staleness", {})
+        ages = {peer: age for peer, age in counted.items() if isinstance(age, dict)}
+        return {
+            peer: [age["uses"], age["uses"] * age["mean"]]
+            for peer, age in ages.items()
+            if age["uses"]
+        }
 
     def _state(self) -> dict[str, torch.Tensor]:
         return {} if self._learn.data is None else self._workload.model.state_dict()

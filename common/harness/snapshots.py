@@ -40,16 +40,31 @@ class Snapshots:
         self._rows = 0
 
     def take(
-        self, marks: Sequence[int], state: Mapping[str, torch.Tensor], seconds: float, steps: int
+        self,
+        marks: Sequence[int],
+        state: Mapping[str, torch.Tensor],
+        seconds: float,
+        steps: int,
+        behind: Mapping[str, Sequence[float]],
     ) -> None:
-        """One copy for all of `marks`, numbers of marks."""
+        """One copy for all of `marks`, numbers of marks.
+
+        Args:
+            seconds, steps: of training so far.
+            behind: kept with it: of each neighbour, uses and summed staleness so far.
+        """
         row = self._values[self._rows]
         start = 0
         for value in _floating(state).values():
             row[start : start + value.numel()].view_as(value).copy_(value.detach())
             start += value.numel()
         for mark in marks:
-            self._taken[mark] = {"row": self._rows, "seconds": seconds, "steps": steps}
+            self._taken[mark] = {
+                "row": self._rows,
+                "seconds": seconds,
+                "steps": steps,
+                "behind": dict(behind),
+            }
         self._rows += 1
 
     def save(self, path: Path, more: Mapping[str, Any]) -> None:

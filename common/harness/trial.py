@@ -116,6 +116,8 @@ class Trial:
         for key in ("learn", "data_digest"):  # later than the first records
             if values[key] is None:
                 del values[key]
+        if values.get("learn", {}).get("batch_sizes", 0) is None:
+            del values["learn"]["batch_sizes"]
         text = json.dumps(values, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
@@ -129,10 +131,16 @@ class Trial:
     @property
     def title(self) -> str:
         """For people: what is run."""
-        text = f"{self.model} bs={self.batch_size} n={self.world_size} {self.label}"
+        text = f"{self.model} bs={self.batch} n={self.world_size} {self.label}"
         if self.network is not None:
             text += f" {self.network}"
         return text if self.fault is None else f"{text}, {Fault(**self.fault).title}"
+
+    @property
+    def batch(self) -> str:
+        """Samples per step and rank; of each rank where they differ."""
+        sizes = self.learn.batch_sizes if self.learn is not None else None
+        return str(self.batch_size) if sizes is None else ",".join(map(str, sizes))
 
     @property
     def hosts(self) -> int | None:

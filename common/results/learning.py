@@ -17,7 +17,8 @@ class LearnRow:
     """One trial; medians over its repeats, None where there is nothing to say."""
 
     model: str
-    batch_size: int
+    batch: str
+    """Samples per step and rank; of each rank where they differ."""
     world_size: int
     network: str | None = None
     fault: str | None = None
@@ -87,7 +88,7 @@ def _row(record: Record, records: Sequence[Record]) -> LearnRow:
     learn = trial["learn"]
     known: dict[str, Any] = {
         "model": trial["model"],
-        "batch_size": trial["batch_size"],
+        "batch": ",".join(map(str, learn.get("batch_sizes") or [trial["batch_size"]])),
         "world_size": trial["world_size"],
         "network": trial.get("network"),
         "fault": fault_title(trial),

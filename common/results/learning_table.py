@@ -38,7 +38,7 @@ NUMERIC = ("batch", "workers", *HEADINGS[6:17])
 
 def cells(row: LearnRow) -> list[str]:
     """The row as text, in the order of `HEADINGS`."""
-    name = [row.model, str(row.batch_size), str(row.world_size)]
+    name = [row.model, row.batch, str(row.world_size)]
     name += [row.network or "", row.fault or "", row.algorithm]
     if row.status != "ok":
         return [*name, row.status, *[""] * (len(HEADINGS) - len(name) - 2), _plain(row.reason)]
@@ -112,4 +112,4 @@ def summary(table: Sequence[LearnRow]) -> list[str]:
 
 
 def _place(row: LearnRow) -> tuple[Any, ...]:
-    return (row.model, row.batch_size, row.world_size, row.network, row.fault)
+    return (row.model, row.batch, row.world_size, row.network, row.fault)

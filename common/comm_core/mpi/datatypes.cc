@@ -64,16 +64,11 @@ struct ShortFloat {
   MPI_Op op(Reduction reduction) const {
     switch (reduction) {
       case Reduction::SUM:
-      case Reduction::AVG:
-        return sum;
-      case Reduction::PRODUCT:
-        return product;
-      case Reduction::MIN:
-        return min;
-      case Reduction::MAX:
-        return max;
-      default:
-        return MPI_OP_NULL;
+      case Reduction::AVG: return sum;
+      case Reduction::PRODUCT: return product;
+      case Reduction::MIN: return min;
+      case Reduction::MAX: return max;
+      default: return MPI_OP_NULL;
     }
   }
 };
@@ -91,22 +86,14 @@ const char* name_of(Reduction op) {
 MPI_Op builtin_op(Reduction op) {
   switch (op) {
     case Reduction::SUM:
-    case Reduction::AVG:
-      return MPI_SUM;
-    case Reduction::PRODUCT:
-      return MPI_PROD;
-    case Reduction::MIN:
-      return MPI_MIN;
-    case Reduction::MAX:
-      return MPI_MAX;
-    case Reduction::BAND:
-      return MPI_BAND;
-    case Reduction::BOR:
-      return MPI_BOR;
-    case Reduction::BXOR:
-      return MPI_BXOR;
-    default:
-      return MPI_OP_NULL;
+    case Reduction::AVG: return MPI_SUM;
+    case Reduction::PRODUCT: return MPI_PROD;
+    case Reduction::MIN: return MPI_MIN;
+    case Reduction::MAX: return MPI_MAX;
+    case Reduction::BAND: return MPI_BAND;
+    case Reduction::BOR: return MPI_BOR;
+    case Reduction::BXOR: return MPI_BXOR;
+    default: return MPI_OP_NULL;
   }
 }
 
@@ -114,16 +101,12 @@ MPI_Op logical_op(Reduction op) {
   switch (op) {
     case Reduction::SUM:
     case Reduction::MAX:
-    case Reduction::BOR:
-      return MPI_LOR;
+    case Reduction::BOR: return MPI_LOR;
     case Reduction::PRODUCT:
     case Reduction::MIN:
-    case Reduction::BAND:
-      return MPI_LAND;
-    case Reduction::BXOR:
-      return MPI_LXOR;
-    default:
-      return MPI_OP_NULL;
+    case Reduction::BAND: return MPI_LAND;
+    case Reduction::BXOR: return MPI_LXOR;
+    default: return MPI_OP_NULL;
   }
 }
 
@@ -162,30 +145,18 @@ void free_types() {
 
 MPI_Datatype mpi_type(at::ScalarType type) {
   switch (type) {
-    case at::kFloat:
-      return MPI_FLOAT;
-    case at::kDouble:
-      return MPI_DOUBLE;
-    case at::kHalf:
-      return half_type.type;
-    case at::kBFloat16:
-      return bfloat16_type.type;
-    case at::kChar:
-      return MPI_INT8_T;
-    case at::kShort:
-      return MPI_INT16_T;
-    case at::kInt:
-      return MPI_INT32_T;
-    case at::kLong:
-      return MPI_INT64_T;
-    case at::kByte:
-      return MPI_UINT8_T;
-    case at::kBool:
-      return MPI_C_BOOL;
-    case at::kComplexFloat:
-      return MPI_C_FLOAT_COMPLEX;
-    case at::kComplexDouble:
-      return MPI_C_DOUBLE_COMPLEX;
+    case at::kFloat: return MPI_FLOAT;
+    case at::kDouble: return MPI_DOUBLE;
+    case at::kHalf: return half_type.type;
+    case at::kBFloat16: return bfloat16_type.type;
+    case at::kChar: return MPI_INT8_T;
+    case at::kShort: return MPI_INT16_T;
+    case at::kInt: return MPI_INT32_T;
+    case at::kLong: return MPI_INT64_T;
+    case at::kByte: return MPI_UINT8_T;
+    case at::kBool: return MPI_C_BOOL;
+    case at::kComplexFloat: return MPI_C_FLOAT_COMPLEX;
+    case at::kComplexDouble: return MPI_C_DOUBLE_COMPLEX;
     default:
       TORCH_CHECK_WITH(TypeError, false, "the MPI backend does not carry ", type,
                        "; it has float16/32/64, bfloat16, int8/16/32/64, uint8, bool and "
@@ -202,20 +173,15 @@ MPI_Op mpi_op(const c10d::ReduceOp& op, at::ScalarType type) {
 
 void divide(void* data, int64_t count, at::ScalarType type, int divisor) {
   switch (type) {
-    case at::kFloat:
-      return divide_all<float>(data, count, static_cast<float>(divisor));
-    case at::kDouble:
-      return divide_all<double>(data, count, static_cast<double>(divisor));
-    case at::kHalf:
-      return divide_all<c10::Half>(data, count, static_cast<float>(divisor));
-    case at::kBFloat16:
-      return divide_all<c10::BFloat16>(data, count, static_cast<float>(divisor));
+    case at::kFloat: return divide_all<float>(data, count, static_cast<float>(divisor));
+    case at::kDouble: return divide_all<double>(data, count, static_cast<double>(divisor));
+    case at::kHalf: return divide_all<c10::Half>(data, count, static_cast<float>(divisor));
+    case at::kBFloat16: return divide_all<c10::BFloat16>(data, count, static_cast<float>(divisor));
     case at::kComplexFloat:
       return divide_all<c10::complex<float>>(data, count, static_cast<float>(divisor));
     case at::kComplexDouble:
       return divide_all<c10::complex<double>>(data, count, static_cast<double>(divisor));
-    default:
-      TORCH_INTERNAL_ASSERT(false, "no average of ", type);
+    default: TORCH_INTERNAL_ASSERT(false, "no average of ", type);
   }
 }
 

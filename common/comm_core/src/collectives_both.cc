@@ -65,9 +65,8 @@ class TwoLevels {
   }
 
   void ring_reduce(std::vector<ConstSpan> inputs, Span output) {
-    stages_.push_back(std::make_unique<RingReduceStage>(group_, ring_, next_frame(), spec_.dtype,
-                                                        spec_.op, std::move(inputs), output,
-                                                        divisor_));
+    stages_.push_back(std::make_unique<RingReduceStage>(
+        group_, ring_, next_frame(), spec_.dtype, spec_.op, std::move(inputs), output, divisor_));
   }
 
   void ring_gather(const std::vector<Span>& blocks) {

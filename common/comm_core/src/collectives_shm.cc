@@ -20,7 +20,8 @@ constexpr size_t kAllReduceAsks = 8;
 constexpr size_t kInCache = 256 << 10;
 
 std::vector<std::string> labels(Group& group) {
-  const auto& ranks = group.topology().hosts[size_t(group.topology().host_of[size_t(group.rank())])];
+  const auto& ranks =
+      group.topology().hosts[size_t(group.topology().host_of[size_t(group.rank())])];
   std::vector<std::string> names;
   for (int rank : ranks) names.push_back(group.peer(rank).label);
   return names;
@@ -60,8 +61,8 @@ ShmDirectStage::Pass fold_pass(Group& group, const OpSpec& spec, size_t first, S
   const int64_t divisor = spec.op == ReduceOp::avg ? n : 0;
   ShmDirectStage::Pass pass;
   pass.total = output.bytes;
-  pass.work = [=, dtype = spec.dtype, op = spec.op](const std::vector<char*>& inputs,
-                                                    size_t begin, size_t end) {
+  pass.work = [=, dtype = spec.dtype, op = spec.op](const std::vector<char*>& inputs, size_t begin,
+                                                    size_t end) {
     std::vector<const void*> sources;
     for (const char* input : inputs) sources.push_back(input + first + begin);
     const size_t count = (end - begin) / size_of(dtype);
@@ -99,19 +100,17 @@ std::unique_ptr<Stage> direct_reduce_scatter(Group& group, const OpSpec& spec,
                 {fold_pass(group, spec, first, spec.outputs[0], streaming)}, std::move(otherwise));
 }
 
-std::unique_ptr<Stage> direct_all_gather(Group& group, const OpSpec& spec,
-                                         const FrameHeader& frame,
+std::unique_ptr<Stage> direct_all_gather(Group& group, const OpSpec& spec, const FrameHeader& frame,
                                          std::function<std::unique_ptr<Stage>()> otherwise) {
   const bool streaming = frame.total_bytes >= group.options().shm_stream;
   const std::vector<size_t> offsets(spec.outputs.size(), 0);
-  return direct(group, frame, spec.inputs[0],
-                {copy_pass(group, spec.outputs, offsets, streaming)}, std::move(otherwise));
+  return direct(group, frame, spec.inputs[0], {copy_pass(group, spec.outputs, offsets, streaming)},
+                std::move(otherwise));
 }
 
 // In place only: everybody folds his share of all buffers and, while it is in his cache, writes it
 // into all of them; nobody else looks at it there.
-std::unique_ptr<Stage> direct_all_reduce(Group& group, const OpSpec& spec,
-                                         const FrameHeader& frame,
+std::unique_ptr<Stage> direct_all_reduce(Group& group, const OpSpec& spec, const FrameHeader& frame,
                                          std::function<std::unique_ptr<Stage>()> otherwise) {
   const bool in_place = spec.inputs[0].data == spec.outputs[0].data;
   const int n = group.size();
@@ -164,7 +163,12 @@ Stages over_shm(Group& group, const OpSpec& spec, const FrameHeader& frame) {
   Stages stages;
 
   if (spec.kind == OpKind::all_reduce) {
-    ShmAllReducePlan plan{frame, spec.dtype, spec.op, spec.inputs[0], spec.outputs[0], divisor,
+    ShmAllReducePlan plan{frame,
+                          spec.dtype,
+                          spec.op,
+                          spec.inputs[0],
+                          spec.outputs[0],
+                          divisor,
                           spec.inputs[0].bytes <= group.options().shm_flat};
     const auto staged = [&group, plan]() -> std::unique_ptr<Stage> {
       return std::make_unique<ShmAllReduceStage>(*group.shm(), plan, labels(group));
@@ -257,15 +261,12 @@ Stages over_shm(Group& group, const OpSpec& spec, const FrameHeader& frame) {
       plan.rounds.assign(n, ShmCopyPlan::kUntilLast);
       stages.push_back(own_copy(spec.inputs[me], spec.outputs[me]));
       break;
-    case OpKind::barrier:
-      plan.rounds.assign(n, 1);
-      break;
-    default:
-      throw InvalidRequestError(std::string(name(spec.kind)) + " is no collective");
+    case OpKind::barrier: plan.rounds.assign(n, 1); break;
+    default: throw InvalidRequestError(std::string(name(spec.kind)) + " is no collective");
   }
   plan.streaming = received >= group.options().shm_stream;
-  const bool ask = spec.kind == OpKind::all_gather &&
-                   frame.total_bytes >= group.options().shm_direct;
+  const bool ask =
+      spec.kind == OpKind::all_gather && frame.total_bytes >= group.options().shm_direct;
   if (!ask) {
     stages.push_back(std::make_unique<ShmCopyStage>(streams, plan, labels(group)));
     return stages;

@@ -29,37 +29,24 @@ class Builder {
       case OpKind::all_reduce:
         large_ ? ring_all_reduce() : n_ <= kDirectRanks ? direct_all_reduce() : doubling();
         break;
-      case OpKind::reduce_scatter:
-        large_ ? ring_reduce_scatter() : direct_reduce_scatter();
-        break;
+      case OpKind::reduce_scatter: large_ ? ring_reduce_scatter() : direct_reduce_scatter(); break;
       case OpKind::all_gather:
         add_local([from = spec_.inputs[0], to = spec_.outputs[size_t(me_)]] {
           if (from.data != to.data) copy(to.data, from.data, from.bytes);
         });
         large_ ? ring_all_gather(spec_.outputs) : direct_all_gather();
         break;
-      case OpKind::broadcast:
-        large_ ? chain() : tree();
-        break;
-      case OpKind::reduce:
-        large_ ? ring_reduce() : direct_reduce();
-        break;
-      case OpKind::gather:
-        gather();
-        break;
-      case OpKind::scatter:
-        scatter();
-        break;
-      case OpKind::all_to_all:
-        all_to_all();
-        break;
+      case OpKind::broadcast: large_ ? chain() : tree(); break;
+      case OpKind::reduce: large_ ? ring_reduce() : direct_reduce(); break;
+      case OpKind::gather: gather(); break;
+      case OpKind::scatter: scatter(); break;
+      case OpKind::all_to_all: all_to_all(); break;
       case OpKind::barrier:
         for (int distance = 1; distance < n_; distance *= 2) {
           add_exchange({{(me_ + distance) % n_, {}}}, {{(me_ - distance + n_) % n_, {}}});
         }
         break;
-      default:
-        throw InvalidRequestError(std::string(name(spec_.kind)) + " is no collective");
+      default: throw InvalidRequestError(std::string(name(spec_.kind)) + " is no collective");
     }
     return std::move(stages_);
   }
@@ -104,9 +91,8 @@ class Builder {
   }
 
   void add_ring_reduce(std::vector<ConstSpan> inputs, Span output) {
-    stages_.push_back(std::make_unique<RingReduceStage>(group_, ring(), next_frame(), spec_.dtype,
-                                                        spec_.op, std::move(inputs), output,
-                                                        divisor_));
+    stages_.push_back(std::make_unique<RingReduceStage>(
+        group_, ring(), next_frame(), spec_.dtype, spec_.op, std::move(inputs), output, divisor_));
   }
 
   // Folds what every rank sent, in rank order, so that all ranks get the same bits.
@@ -264,8 +250,7 @@ class Builder {
     }
     if (place > 0) {
       stages_.push_back(std::make_unique<ExchangeStage>(
-          group_, frame, Sendings{},
-          Receivings{{rank_at(place - lowest), spec_.outputs[0]}}));
+          group_, frame, Sendings{}, Receivings{{rank_at(place - lowest), spec_.outputs[0]}}));
     }
     stages_.push_back(
         std::make_unique<ExchangeStage>(group_, frame, std::move(sending), Receivings{}));

@@ -31,14 +31,10 @@ void divide_half(const HalfKernels& half, uint16_t* data, size_t count, float di
 
 void divide(DType dtype, void* data, size_t count, int64_t divisor) {
   switch (dtype) {
-    case DType::c64:
-      count *= 2;
-      [[fallthrough]];
+    case DType::c64: count *= 2; [[fallthrough]];
     case DType::f32:
       return divide_f32(static_cast<float*>(data), count, static_cast<float>(divisor));
-    case DType::c128:
-      count *= 2;
-      [[fallthrough]];
+    case DType::c128: count *= 2; [[fallthrough]];
     case DType::f64:
       return divide_f64(static_cast<double*>(data), count, static_cast<double>(divisor));
     case DType::f16:
@@ -47,8 +43,7 @@ void divide(DType dtype, void* data, size_t count, int64_t divisor) {
     case DType::bf16:
       return divide_half(bf16_kernels(), static_cast<uint16_t*>(data), count,
                          static_cast<float>(divisor));
-    default:
-      throw InvalidRequestError(std::string("division has no meaning for ") + name(dtype));
+    default: throw InvalidRequestError(std::string("division has no meaning for ") + name(dtype));
   }
 }
 

@@ -155,9 +155,9 @@ void Engine::complete(const OpPtr& op, std::exception_ptr error) {
   if (op->times_.started_s == 0) op->times_.started_s = op->times_.finished_s;
   {
     std::lock_guard<std::mutex> lock(finished_mutex_);
-    const Event event{op->spec_.kind,           op->spec_.dtype, op->spec_.priority,
-                      op->group_->number(),     op->sequence_,   op->group_->total_bytes(op->spec_),
-                      op->times_,               !error};
+    const Event event{op->spec_.kind,       op->spec_.dtype, op->spec_.priority,
+                      op->group_->number(), op->sequence_,   op->group_->total_bytes(op->spec_),
+                      op->times_,           !error};
     if (events_.size() < kMaxEvents) {
       events_.push_back(event);
     } else {
@@ -172,8 +172,7 @@ void Engine::complete(const OpPtr& op, std::exception_ptr error) {
   auto callbacks = op->finish(error);
   if (callbacks.empty()) return;
   std::lock_guard<std::mutex> lock(finished_mutex_);
-  graveyard_.push_back(
-      std::make_shared<std::vector<std::function<void()>>>(std::move(callbacks)));
+  graveyard_.push_back(std::make_shared<std::vector<std::function<void()>>>(std::move(callbacks)));
 }
 
 void Engine::run() {

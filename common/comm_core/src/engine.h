@@ -85,8 +85,8 @@ class Engine {
   std::unique_ptr<Listener> listener_;
   std::vector<Group*> groups_;
 
-  std::mutex driving_;                   // held by the driver
-  std::atomic<bool> blocked_{false};     // the driver is, or is about to be, in the kernel
+  std::mutex driving_;                // held by the driver
+  std::atomic<bool> blocked_{false};  // the driver is, or is about to be, in the kernel
   std::mutex incoming_mutex_;
   std::vector<std::function<void()>> incoming_;
   std::atomic<bool> has_incoming_{false};

@@ -61,8 +61,8 @@ void Engine::drive(const Op* until, double deadline_s) {
       }
       const double next = check_deadlines();
       double timeout = next < 0 ? -1 : std::max(0.0, next - now);
-      if (deadline_s < 1e300) timeout = timeout < 0 ? deadline_s - now
-                                                    : std::min(timeout, deadline_s - now);
+      if (deadline_s < 1e300)
+        timeout = timeout < 0 ? deadline_s - now : std::min(timeout, deadline_s - now);
       if (!(until != nullptr && until->done())) poller_.wait(Watch::when_active, timeout);
     }
     blocked_.store(false);
@@ -124,7 +124,8 @@ bool Engine::pass() {
     const Op* best_op = nullptr;
     for (Group* group : groups_) {
       const Op* op = group->head();
-      if (op == nullptr || std::find(tried, tried + num_tried, group) != tried + num_tried) continue;
+      if (op == nullptr || std::find(tried, tried + num_tried, group) != tried + num_tried)
+        continue;
       if (best == nullptr || op->spec().priority > best_op->spec().priority ||
           (op->spec().priority == best_op->spec().priority &&
            op->times().enqueued_s < best_op->times().enqueued_s)) {

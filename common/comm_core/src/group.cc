@@ -121,8 +121,8 @@ bool Group::step() {
     if (op->times_.started_s == 0) {
       expect_everybody(*op);
       op->times_.started_s = now_s();
-      op->deadline_s_ =
-          op->times_.started_s + (op->spec_.timeout_s > 0 ? op->spec_.timeout_s : timeout_s_.load());
+      op->deadline_s_ = op->times_.started_s +
+                        (op->spec_.timeout_s > 0 ? op->spec_.timeout_s : timeout_s_.load());
       op->stages_ = plan(*this, op->spec_, op->sequence_);
       moved = true;
     }
@@ -174,8 +174,8 @@ void Group::fail(std::exception_ptr error, bool tell) {
 
 void Group::abort(const std::string& reason) {
   engine_->call([&] {
-    fail(std::make_exception_ptr(AbortedError("aborted on rank " + std::to_string(rank_) + ": " +
-                                              reason)),
+    fail(std::make_exception_ptr(
+             AbortedError("aborted on rank " + std::to_string(rank_) + ": " + reason)),
          true);
   });
 }
@@ -259,7 +259,8 @@ std::string Group::summary() const {
   if (shm_ != nullptr) text += "shared memory inside";
   if (shm_ != nullptr && !topology_.one_host()) text += ", ";
   if (shm_ == nullptr || !topology_.one_host()) text += "TCP between";
-  return text + "; this is rank " + std::to_string(rank_) + " at " + peers_[size_t(rank_)].address.text();
+  return text + "; this is rank " + std::to_string(rank_) + " at " +
+         peers_[size_t(rank_)].address.text();
 }
 
 void Group::with_windows(const std::function<void(Windows&)>& work) {

@@ -120,7 +120,7 @@ class Group : public std::enable_shared_from_this<Group> {
   std::unique_ptr<Control> control_;
   std::vector<std::pair<Hello, Fd>> early_;  // connected before this rank knew everybody
   std::unique_ptr<Messenger> messenger_;
-  std::vector<FrameHeader> shown_;     // by rank, the last that `compare` was called with
+  std::vector<FrameHeader> shown_;  // by rank, the last that `compare` was called with
   ScratchPool scratch_;
   std::vector<uint64_t> finished_by_;  // by rank; the largest number while it is here
   std::deque<OpPtr> queue_;

@@ -21,8 +21,7 @@ uint64_t next_number() {
 
 }  // namespace
 
-Group::Group(std::shared_ptr<Engine> engine, int rank, int size, std::string name,
-             double timeout_s)
+Group::Group(std::shared_ptr<Engine> engine, int rank, int size, std::string name, double timeout_s)
     : engine_(std::move(engine)),
       rank_(rank),
       size_(size),
@@ -34,8 +33,8 @@ Group::Group(std::shared_ptr<Engine> engine, int rank, int size, std::string nam
       finished_by_(size_t(size), UINT64_MAX) {}
 
 std::shared_ptr<Group> Group::create(std::shared_ptr<Engine> engine, Store& store, int rank,
-                                     int size, const std::string& name,
-                                     const std::string& towards, double timeout_s) {
+                                     int size, const std::string& name, const std::string& towards,
+                                     double timeout_s) {
   if (size < 1 || rank < 0 || rank >= size) {
     throw InvalidRequestError("rank " + std::to_string(rank) + " is none of a group of " +
                               std::to_string(size));
@@ -98,7 +97,8 @@ void Group::meet(Store& store, const std::string& towards) {
       throw InvalidRequestError(peer.label + " would be reached over a loopback address, but the " +
                                 "ranks are on " + std::to_string(topology.hosts.size()) +
                                 " hosts; set COMM_CORE_IFNAME to the interface of the network "
-                                "(here:" + known + ")");
+                                "(here:" +
+                                known + ")");
     }
     const auto& local = topology.hosts[size_t(topology.host_of[size_t(rank_)])];
     if (options.transport == TransportChoice::shm && !topology.one_host()) {
@@ -152,8 +152,7 @@ void Group::accept(const Hello& hello, Fd fd) {
     std::unique_ptr<Connection>& in = in_[size_t(peer)];
     if (in == nullptr) {
       in = std::make_unique<Connection>(
-          engine_->poller(),
-          std::make_unique<InLink>(std::move(fd), peers_[size_t(peer)].label));
+          engine_->poller(), std::make_unique<InLink>(std::move(fd), peers_[size_t(peer)].label));
     }
   } else if (hello.kind == LinkKind::messages) {
     messenger_->accept(peer, std::move(fd));

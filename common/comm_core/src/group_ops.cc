@@ -51,32 +51,17 @@ void Group::check(const OpSpec& spec) const {
     case OpKind::all_gather:
       fits = ins == 1 && outs == n && spec.outputs[size_t(rank_)].bytes == spec.inputs[0].bytes;
       break;
-    case OpKind::broadcast:
-      fits = outs == 1;
-      break;
-    case OpKind::reduce:
-      fits = ins == 1 && (!is_root || (outs == 1 && outs == ins));
-      break;
-    case OpKind::gather:
-      fits = ins == 1 && (!is_root || outs == n);
-      break;
-    case OpKind::scatter:
-      fits = outs == 1 && (!is_root || ins == n);
-      break;
-    case OpKind::all_to_all:
-      fits = ins == n && outs == n;
-      break;
+    case OpKind::broadcast: fits = outs == 1; break;
+    case OpKind::reduce: fits = ins == 1 && (!is_root || (outs == 1 && outs == ins)); break;
+    case OpKind::gather: fits = ins == 1 && (!is_root || outs == n); break;
+    case OpKind::scatter: fits = outs == 1 && (!is_root || ins == n); break;
+    case OpKind::all_to_all: fits = ins == n && outs == n; break;
     case OpKind::send:
     case OpKind::put:
-    case OpKind::accumulate:
-      fits = ins == 1;
-      break;
+    case OpKind::accumulate: fits = ins == 1; break;
     case OpKind::recv:
-    case OpKind::get:
-      fits = outs == 1;
-      break;
-    default:
-      break;
+    case OpKind::get: fits = outs == 1; break;
+    default: break;
   }
   if (!fits) {
     throw InvalidRequestError(what + ": the number or sizes of the blocks do not fit a group of " +
@@ -90,22 +75,16 @@ uint64_t Group::total_bytes(const OpSpec& spec) const {
     case OpKind::reduce:
     case OpKind::send:
     case OpKind::put:
-    case OpKind::accumulate:
-      return total(spec.inputs);
+    case OpKind::accumulate: return total(spec.inputs);
     case OpKind::reduce_scatter:
-    case OpKind::all_to_all:
-      return total(spec.inputs);
+    case OpKind::all_to_all: return total(spec.inputs);
     case OpKind::all_gather:
     case OpKind::broadcast:
     case OpKind::recv:
-    case OpKind::get:
-      return total(spec.outputs);
-    case OpKind::gather:
-      return spec.inputs[0].bytes * uint64_t(size_);
-    case OpKind::scatter:
-      return spec.outputs[0].bytes * uint64_t(size_);
-    default:
-      return 0;
+    case OpKind::get: return total(spec.outputs);
+    case OpKind::gather: return spec.inputs[0].bytes * uint64_t(size_);
+    case OpKind::scatter: return spec.outputs[0].bytes * uint64_t(size_);
+    default: return 0;
   }
 }
 

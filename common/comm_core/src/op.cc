@@ -8,10 +8,10 @@
 namespace comm_core {
 
 const char* name(OpKind kind) {
-  constexpr const char* kNames[] = {
-      "all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "gather",
-      "scatter",    "all_to_all",     "barrier",    "send",      "recv",   "put",
-      "get",        "accumulate",     "lock",       "unlock"};
+  constexpr const char* kNames[] = {"all_reduce", "reduce_scatter", "all_gather", "broadcast",
+                                    "reduce",     "gather",         "scatter",    "all_to_all",
+                                    "barrier",    "send",           "recv",       "put",
+                                    "get",        "accumulate",     "lock",       "unlock"};
   return size_t(kind) < std::size(kNames) ? kNames[size_t(kind)] : "an unknown operation";
 }
 

@@ -62,17 +62,17 @@ struct OpSpec {
   int root = 0;
   std::vector<ConstSpan> inputs;
   std::vector<Span> outputs;
-  int priority = 0;        // higher goes first; operations of one group still run in order
-  double timeout_s = 0;    // 0: the group's
-  int peer = -1;           // send, recv, windows; -1 in recv: any source
-  uint64_t tag = 0;        // send, recv
-  uint32_t window = 0;     // one-sided operations: where at the peer
+  int priority = 0;      // higher goes first; operations of one group still run in order
+  double timeout_s = 0;  // 0: the group's
+  int peer = -1;         // send, recv, windows; -1 in recv: any source
+  uint64_t tag = 0;      // send, recv
+  uint32_t window = 0;   // one-sided operations: where at the peer
   uint32_t slot = 0;
-  uint64_t offset = 0;     // bytes
-  bool held = false;       // starts only after Group::release: its input is still being made
-  bool wake = true;        // false: the caller waits at once and will do the work himself
-  std::function<void()> epilogue;      // runs in the engine when the result is there
-  std::shared_ptr<void> keep_alive;    // let go of only in a caller's thread
+  uint64_t offset = 0;  // bytes
+  bool held = false;    // starts only after Group::release: its input is still being made
+  bool wake = true;     // false: the caller waits at once and will do the work himself
+  std::function<void()> epilogue;    // runs in the engine when the result is there
+  std::shared_ptr<void> keep_alive;  // let go of only in a caller's thread
 };
 
 struct OpTimes {

@@ -72,7 +72,7 @@ std::string host_identity(const Options& options) {
   // namespace virtual hosts of one machine.
   std::string boot;
   std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
-  struct stat net {};
+  struct stat net{};
   const bool known = stat("/proc/self/ns/net", &net) == 0;
   return host_name() + "/" + boot + "/" + (known ? std::to_string(net.st_ino) : "?");
 }

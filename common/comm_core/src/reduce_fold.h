@@ -35,8 +35,7 @@ constexpr size_t kBlockBytes = 8192;
 // out[i] = srcs[0][start + i] op srcs[1][start + i] op ... for i < count. With up to kMaxFused
 // sources `out` may be one of them (then at the same offset) and count is free; with more, `out`
 // overlaps none and count <= kBlockElements. num_srcs >= 2.
-using Fold = void (*)(void* out, const void* const* srcs, int num_srcs, size_t start,
-                      size_t count);
+using Fold = void (*)(void* out, const void* const* srcs, int num_srcs, size_t start, size_t count);
 constexpr int kMaxFused = 4;
 
 struct HalfKernels {

@@ -49,8 +49,7 @@ inline __m512 load_avx512(const uint16_t* p) {
 
 COMM_CORE_AVX512
 inline void store_avx512(uint16_t* p, __m512 x) {
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
-                      _mm512_maskz_cvtps_ph(kAll, x, kNearestEven));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_maskz_cvtps_ph(kAll, x, kNearestEven));
 }
 
 COMM_CORE_AVX512
@@ -99,8 +98,7 @@ inline __m256 load_f16c(const uint16_t* p) {
 
 COMM_CORE_F16C
 inline void store_f16c(uint16_t* p, __m256 x) {
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(p),
-                   _mm256_cvtps_ph(x, kNearestEven));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(x, kNearestEven));
 }
 
 COMM_CORE_F16C

@@ -46,16 +46,11 @@ template <const HalfKernels& (*kernels)()>
 Fold find_half(ReduceOp op) {
   switch (op) {
     case ReduceOp::sum:
-    case ReduceOp::avg:
-      return kernels().sum;
-    case ReduceOp::min:
-      return fold_half<kernels, Min>;
-    case ReduceOp::max:
-      return fold_half<kernels, Max>;
-    case ReduceOp::product:
-      return fold_half<kernels, Product>;
-    default:
-      return nullptr;
+    case ReduceOp::avg: return kernels().sum;
+    case ReduceOp::min: return fold_half<kernels, Min>;
+    case ReduceOp::max: return fold_half<kernels, Max>;
+    case ReduceOp::product: return fold_half<kernels, Product>;
+    default: return nullptr;
   }
 }
 
@@ -63,16 +58,11 @@ template <class T>
 Fold find_floating(ReduceOp op, Fold sum) {
   switch (op) {
     case ReduceOp::sum:
-    case ReduceOp::avg:
-      return sum;
-    case ReduceOp::min:
-      return fold<T, Min>;
-    case ReduceOp::max:
-      return fold<T, Max>;
-    case ReduceOp::product:
-      return fold<T, Product>;
-    default:
-      return nullptr;
+    case ReduceOp::avg: return sum;
+    case ReduceOp::min: return fold<T, Min>;
+    case ReduceOp::max: return fold<T, Max>;
+    case ReduceOp::product: return fold<T, Product>;
+    default: return nullptr;
   }
 }
 
@@ -81,22 +71,14 @@ Fold find_integer(ReduceOp op) {
   // Only the order depends on the sign, so the signed types share the rest.
   using U = std::make_unsigned_t<T>;
   switch (op) {
-    case ReduceOp::sum:
-      return fold<U, WrappingSum>;
-    case ReduceOp::min:
-      return fold<T, Min>;
-    case ReduceOp::max:
-      return fold<T, Max>;
-    case ReduceOp::product:
-      return fold<U, WrappingProduct>;
-    case ReduceOp::band:
-      return fold<U, And>;
-    case ReduceOp::bor:
-      return fold<U, Or>;
-    case ReduceOp::bxor:
-      return fold<U, Xor>;
-    default:
-      return nullptr;
+    case ReduceOp::sum: return fold<U, WrappingSum>;
+    case ReduceOp::min: return fold<T, Min>;
+    case ReduceOp::max: return fold<T, Max>;
+    case ReduceOp::product: return fold<U, WrappingProduct>;
+    case ReduceOp::band: return fold<U, And>;
+    case ReduceOp::bor: return fold<U, Or>;
+    case ReduceOp::bxor: return fold<U, Xor>;
+    default: return nullptr;
   }
 }
 
@@ -104,16 +86,12 @@ Fold find_bool(ReduceOp op) {
   switch (op) {
     case ReduceOp::sum:
     case ReduceOp::max:
-    case ReduceOp::bor:
-      return fold<uint8_t, BoolOr>;
+    case ReduceOp::bor: return fold<uint8_t, BoolOr>;
     case ReduceOp::product:
     case ReduceOp::min:
-    case ReduceOp::band:
-      return fold<uint8_t, BoolAnd>;
-    case ReduceOp::bxor:
-      return fold<uint8_t, BoolXor>;
-    default:
-      return nullptr;
+    case ReduceOp::band: return fold<uint8_t, BoolAnd>;
+    case ReduceOp::bxor: return fold<uint8_t, BoolXor>;
+    default: return nullptr;
   }
 }
 
@@ -121,12 +99,9 @@ template <class T>
 Fold find_complex(ReduceOp op, Fold sum_of_parts) {
   switch (op) {
     case ReduceOp::sum:
-    case ReduceOp::avg:
-      return sum_of_parts;
-    case ReduceOp::product:
-      return fold<Complex<T>, ComplexProduct>;
-    default:
-      return nullptr;
+    case ReduceOp::avg: return sum_of_parts;
+    case ReduceOp::product: return fold<Complex<T>, ComplexProduct>;
+    default: return nullptr;
   }
 }
 

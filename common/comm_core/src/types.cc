@@ -6,21 +6,16 @@ size_t size_of(DType dtype) {
   switch (dtype) {
     case DType::i8:
     case DType::u8:
-    case DType::b8:
-      return 1;
+    case DType::b8: return 1;
     case DType::f16:
     case DType::bf16:
-    case DType::i16:
-      return 2;
+    case DType::i16: return 2;
     case DType::f32:
-    case DType::i32:
-      return 4;
+    case DType::i32: return 4;
     case DType::f64:
     case DType::i64:
-    case DType::c64:
-      return 8;
-    case DType::c128:
-      return 16;
+    case DType::c64: return 8;
+    case DType::c128: return 16;
   }
   return 0;
 }

@@ -24,8 +24,13 @@ MessageKind kind_of(OpKind kind) {
 }  // namespace
 
 void Windows::add(uint32_t number, Span memory, size_t slots, DType dtype) {
-  windows_[number] = {memory, memory.bytes / std::max<size_t>(1, slots), slots, dtype,
-                      std::vector<uint64_t>(slots), -1, {}};
+  windows_[number] = {memory,
+                      memory.bytes / std::max<size_t>(1, slots),
+                      slots,
+                      dtype,
+                      std::vector<uint64_t>(slots),
+                      -1,
+                      {}};
 }
 
 std::vector<uint64_t> Windows::versions(uint32_t number) {
@@ -55,7 +60,7 @@ void Windows::start(const OpPtr& op) {
   header.slot = spec.slot;
   header.offset = spec.offset;
   header.id = next_id_++;
-  header.bytes = !spec.inputs.empty() ? spec.inputs[0].bytes
+  header.bytes = !spec.inputs.empty()    ? spec.inputs[0].bytes
                  : !spec.outputs.empty() ? spec.outputs[0].bytes
                                          : 0;
   waiting_[header.id] = op;
@@ -72,8 +77,7 @@ std::string Windows::problem(const MessageHeader& header) const {
   const Window& window = found->second;
   if (header.kind == MessageKind::lock || header.kind == MessageKind::unlock) return "";
   if (header.dtype != window.dtype) {
-    return std::string("its window is of ") + name(window.dtype) + ", not of " +
-           name(header.dtype);
+    return std::string("its window is of ") + name(window.dtype) + ", not of " + name(header.dtype);
   }
   if (header.slot >= window.slots) {
     return "its window has " + std::to_string(window.slots) + " slots, not one of number " +
@@ -169,9 +173,9 @@ void Windows::held(int peer, const MessageHeader& header, const std::string& pay
   const OpPtr op = found->second;
   waiting_.erase(found);
   if (header.refused) {
-    messenger_.finished(op, std::make_exception_ptr(InvalidRequestError(
-                                op->describe() + ": " + group_.peer(peer).label + " refused: " +
-                                payload)));
+    messenger_.finished(
+        op, std::make_exception_ptr(InvalidRequestError(
+                op->describe() + ": " + group_.peer(peer).label + " refused: " + payload)));
     return;
   }
   if (!op->spec().outputs.empty()) {

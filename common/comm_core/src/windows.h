@@ -24,8 +24,8 @@ class Windows {
   void remove(uint32_t number) { windows_.erase(number); }
   // How often each slot was put or added to since `read` last reset it.
   std::vector<uint64_t> versions(uint32_t number);
-  // Copies slots [first, first + count) out as they are at one moment; may reset their versions, and
-  // set them to zero.
+  // Copies slots [first, first + count) out as they are at one moment; may reset their versions,
+  // and set them to zero.
   void read(uint32_t number, size_t first, size_t count, char* to, bool reset, bool clear);
 
   // An operation of this rank on another's window, or on its own.

@@ -20,20 +20,13 @@ int value(const Case& c, int from, int to, size_t i) {
 double folded(ReduceOp op, double a, double b) {
   switch (op) {
     case ReduceOp::sum:
-    case ReduceOp::avg:
-      return a + b;
-    case ReduceOp::min:
-      return std::fmin(a, b);
-    case ReduceOp::max:
-      return std::fmax(a, b);
-    case ReduceOp::product:
-      return a * b;
-    case ReduceOp::band:
-      return double(int(a) & int(b));
-    case ReduceOp::bor:
-      return double(int(a) | int(b));
-    case ReduceOp::bxor:
-      return double(int(a) ^ int(b));
+    case ReduceOp::avg: return a + b;
+    case ReduceOp::min: return std::fmin(a, b);
+    case ReduceOp::max: return std::fmax(a, b);
+    case ReduceOp::product: return a * b;
+    case ReduceOp::band: return double(int(a) & int(b));
+    case ReduceOp::bor: return double(int(a) | int(b));
+    case ReduceOp::bxor: return double(int(a) ^ int(b));
   }
   return 0;
 }
@@ -121,9 +114,7 @@ class Checked : public Running {
     const bool root = me_ == c.root;
     const size_t n = size_t(n_);
     switch (c.kind) {
-      case OpKind::all_reduce:
-        whole(spec, c.in_place);
-        break;
+      case OpKind::all_reduce: whole(spec, c.in_place); break;
       case OpKind::reduce:
         whole(spec, c.in_place);
         if (!root) spec.outputs.clear();
@@ -153,7 +144,8 @@ class Checked : public Running {
         fill(in, block(me_, me_), me_, 0);
         spec.inputs = {{in, in_.size()}};
         for (int from = 0; from < n_; ++from) {
-          spec.outputs.push_back({out_.data() + offsets_[size_t(from)], block(from, from) * element_});
+          spec.outputs.push_back(
+              {out_.data() + offsets_[size_t(from)], block(from, from) * element_});
         }
         break;
       }
@@ -185,12 +177,12 @@ class Checked : public Running {
         for (int to = 0; to < n_; ++to) {
           fill(in_.data() + offsets_[size_t(to)], block(me_, to), me_, to);
           spec.inputs.push_back({in_.data() + offsets_[size_t(to)], block(me_, to) * element_});
-          spec.outputs.push_back({out_.data() + out_offsets_[size_t(to)], block(to, me_) * element_});
+          spec.outputs.push_back(
+              {out_.data() + out_offsets_[size_t(to)], block(to, me_) * element_});
         }
         break;
       }
-      default:
-        break;
+      default: break;
     }
     op_ = group.submit(std::move(spec));
   }
@@ -199,8 +191,7 @@ class Checked : public Running {
     op_->wait();
     if (op_->error()) std::rethrow_exception(op_->error());
     switch (c_.kind) {
-      case OpKind::all_reduce:
-        return same(result_, c_.count, [&](size_t i) { return fold(0, i); });
+      case OpKind::all_reduce: return same(result_, c_.count, [&](size_t i) { return fold(0, i); });
       case OpKind::reduce:
         if (me_ == c_.root) same(result_, c_.count, [&](size_t i) { return fold(0, i); });
         return;
@@ -228,8 +219,7 @@ class Checked : public Running {
                [&](size_t i) { return value(c_, from, me_, i); });
         }
         return;
-      default:
-        return;
+      default: return;
     }
   }
 
@@ -300,8 +290,8 @@ Case draw(std::mt19937& random, int n) {
                                OpKind::broadcast,  OpKind::reduce,         OpKind::gather,
                                OpKind::scatter,    OpKind::all_to_all,     OpKind::barrier};
   constexpr DType kTypes[] = {DType::f32, DType::f64, DType::i32, DType::i64, DType::i8, DType::u8};
-  constexpr ReduceOp kOps[] = {ReduceOp::sum,  ReduceOp::avg, ReduceOp::min,
-                               ReduceOp::max,  ReduceOp::bor, ReduceOp::bxor};
+  constexpr ReduceOp kOps[] = {ReduceOp::sum, ReduceOp::avg, ReduceOp::min,
+                               ReduceOp::max, ReduceOp::bor, ReduceOp::bxor};
   constexpr size_t kCounts[] = {0, 1, 2, 3, 7, 64, 1000, 1024, 5003, 40000};
   Case c;
   c.kind = kKinds[random() % std::size(kKinds)];

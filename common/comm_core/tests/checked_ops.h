@@ -14,7 +14,7 @@ struct Case {
   DType dtype = DType::f32;
   ReduceOp op = ReduceOp::sum;
   int root = 0;
-  size_t count = 0;     // elements: of the whole for all_reduce, broadcast and reduce, else a block's
+  size_t count = 0;  // elements: of the whole for all_reduce, broadcast and reduce, else a block's
   uint32_t salt = 0;
   bool in_place = false;
   bool uneven = false;  // reduce_scatter, all_gather, all_to_all: blocks differ in size

@@ -19,9 +19,9 @@ void every_collective(const World& world) {
   run_ranks(world, [&](Rank& rank) {
     const size_t n = size_t(rank.size);
     uint32_t salt = 0;
-    for (OpKind kind : {OpKind::all_reduce, OpKind::reduce_scatter, OpKind::all_gather,
-                        OpKind::broadcast, OpKind::reduce, OpKind::gather, OpKind::scatter,
-                        OpKind::all_to_all, OpKind::barrier}) {
+    for (OpKind kind :
+         {OpKind::all_reduce, OpKind::reduce_scatter, OpKind::all_gather, OpKind::broadcast,
+          OpKind::reduce, OpKind::gather, OpKind::scatter, OpKind::all_to_all, OpKind::barrier}) {
       for (size_t count : {size_t(0), size_t(1), n - 1, n, n + 1, size_t(1000), size_t(100003)}) {
         for (bool in_place : {false, true}) {
           for (bool uneven : {false, true}) {
@@ -89,7 +89,8 @@ int main(int argc, char** argv) {
       for (const char* transport : {"", "tcp"}) {
         World world{4, 3, 1, transport};
         random_operations(world, count, seed);
-        printf("%d random operations over %s: right\n", count, *transport ? "TCP" : "shared memory");
+        printf("%d random operations over %s: right\n", count,
+               *transport ? "TCP" : "shared memory");
       }
       World world{4, 3, 2, ""};
       random_operations(world, count, seed);

@@ -347,9 +347,9 @@ void alone() {
   world.size = 1;
   run_ranks(world, [&](Rank& rank) {
     Group& group = *rank.channels[0];
-    for (OpKind kind : {OpKind::all_reduce, OpKind::reduce_scatter, OpKind::all_gather,
-                        OpKind::broadcast, OpKind::reduce, OpKind::gather, OpKind::scatter,
-                        OpKind::all_to_all, OpKind::barrier}) {
+    for (OpKind kind :
+         {OpKind::all_reduce, OpKind::reduce_scatter, OpKind::all_gather, OpKind::broadcast,
+          OpKind::reduce, OpKind::gather, OpKind::scatter, OpKind::all_to_all, OpKind::barrier}) {
       std::vector<char> in(100, 'a'), out(100, 'b');
       OpSpec spec;
       spec.kind = kind;

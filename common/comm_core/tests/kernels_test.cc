@@ -81,8 +81,7 @@ uint16_t naive_narrow(DType dtype, float x) {
   int exponent = 1 - f.bias;
   if (x != 0) exponent = std::max(exponent, std::ilogb(x));
   const double steps = std::nearbyint(std::ldexp(std::fabs(x), f.fraction_bits - exponent));
-  const int pattern = static_cast<int>(steps) +
-                      ((exponent + f.bias - 1) << f.fraction_bits);
+  const int pattern = static_cast<int>(steps) + ((exponent + f.bias - 1) << f.fraction_bits);
   return sign | static_cast<uint16_t>(std::min<int>(pattern, infinity));
 }
 
@@ -259,9 +258,7 @@ class Buffer {
  private:
   static constexpr size_t kSlack = 128;
   static constexpr char kFill = 0x5a;
-  char* aligned() {
-    return memory_.data() + 64 - reinterpret_cast<uintptr_t>(memory_.data()) % 64;
-  }
+  char* aligned() { return memory_.data() + 64 - reinterpret_cast<uintptr_t>(memory_.data()) % 64; }
   size_t bytes_;
   size_t offset_;
   std::vector<char> memory_;
@@ -289,8 +286,8 @@ void check_case(DType dtype, ReduceOp op, int n, size_t count, std::vector<Buffe
       reduce(dtype, op, dst.data(), from.data(), n, count, streaming);
       for (size_t i = 0; i < count; ++i) {
         if (same(dtype, dst.data() + i * size, wanted.data() + i * size)) continue;
-        fail("%s %s: %d sources, element %zu of %zu, dst is source %d, streaming %d\n",
-             name(dtype), name(op), n, i, count, alias, streaming);
+        fail("%s %s: %d sources, element %zu of %zu, dst is source %d, streaming %d\n", name(dtype),
+             name(op), n, i, count, alias, streaming);
         break;
       }
       if (!dst.intact()) {
@@ -324,9 +321,12 @@ void test_supports() {
       const bool bitwise = op == ReduceOp::band || op == ReduceOp::bor || op == ReduceOp::bxor;
       const bool ordered = op == ReduceOp::min || op == ReduceOp::max;
       bool wanted = true;
-      if (is_floating(dtype)) wanted = !bitwise;
-      else if (is_complex(dtype)) wanted = !bitwise && !ordered;
-      else wanted = op != ReduceOp::avg;
+      if (is_floating(dtype))
+        wanted = !bitwise;
+      else if (is_complex(dtype))
+        wanted = !bitwise && !ordered;
+      else
+        wanted = op != ReduceOp::avg;
       if (supports(dtype, op) != wanted) {
         fail("supports(%s, %s) is not %d\n", name(dtype), name(op), wanted);
       }
@@ -346,9 +346,8 @@ void test_bool_bytes() {
   const uint8_t a[] = {0, 0, 2, 4};
   const uint8_t b[] = {0, 3, 0, 8};
   const void* srcs[] = {a, b};
-  const std::pair<ReduceOp, const char*> cases[] = {{ReduceOp::sum, "\0\1\1\1"},
-                                                    {ReduceOp::product, "\0\0\0\1"},
-                                                    {ReduceOp::bxor, "\0\1\1\0"}};
+  const std::pair<ReduceOp, const char*> cases[] = {
+      {ReduceOp::sum, "\0\1\1\1"}, {ReduceOp::product, "\0\0\0\1"}, {ReduceOp::bxor, "\0\1\1\0"}};
   for (const auto& [op, wanted] : cases) {
     uint8_t got[4];
     reduce(DType::b8, op, got, srcs, 2, 4);

@@ -77,8 +77,7 @@ void many_in_flight() {
           const int from = int(same() % 4), to = (from + 1 + int(same() % 3)) % 4;
           messages.push_back({from, to, uint64_t(i), kSizes[same() % std::size(kSizes)]});
         }
-        std::erase_if(messages,
-                      [&](auto& m) { return m.from != rank.rank && m.to != rank.rank; });
+        std::erase_if(messages, [&](auto& m) { return m.from != rank.rank && m.to != rank.rank; });
         std::shuffle(messages.begin(), messages.end(), mine);
         std::vector<std::vector<char>> data(messages.size());
         std::vector<OpPtr> ops;
@@ -184,8 +183,8 @@ void small_ones_overtake() {
         ops.push_back(send_filled(group, data[i], {0, 1, i, data[i].size()}));
       }
       expect_right(ops[kLarge / 2]);  // by now all have been asked for
-      const OpPtr op = sends ? send(group, small, last)
-                             : receive(group, small, 0, kLarge, last.bytes);
+      const OpPtr op =
+          sends ? send(group, small, last) : receive(group, small, 0, kLarge, last.bytes);
       expect_right(op);
       if (!sends) overtaken += !ops.back()->done();
       for (const OpPtr& large : ops) expect_right(large);

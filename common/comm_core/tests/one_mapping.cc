@@ -30,7 +30,7 @@ std::map<std::pair<dev_t, ino_t>, Shared> mappings;
 }  // namespace
 
 void* __wrap_mmap(void* at, size_t bytes, int protection, int flags, int fd, off_t offset) {
-  struct stat facts {};
+  struct stat facts{};
   if (fd < 0 || fstat(fd, &facts) != 0) {
     return __real_mmap(at, bytes, protection, flags, fd, offset);
   }

@@ -20,7 +20,8 @@ void run_ranks(const World& world, const std::function<void(Rank&)>& body) {
         Options options = world.options;
         options.allow_loopback = true;
         if (world.transport == "tcp") options.transport = TransportChoice::tcp;
-        if (world.hosts > 1) options.host_id = "host" + std::to_string(r * world.hosts / world.size);
+        if (world.hosts > 1)
+          options.host_id = "host" + std::to_string(r * world.hosts / world.size);
         Rank rank{r, world.size, std::make_shared<Engine>(options), {}, nullptr};
         rank.forget = [&] {
           channels.clear();
@@ -45,7 +46,8 @@ void run_ranks(const World& world, const std::function<void(Rank&)>& body) {
   for (auto& thread : threads) thread.join();
   std::string all;
   for (int r = 0; r < world.size; ++r) {
-    if (!failures[size_t(r)].empty()) all += "\n  rank " + std::to_string(r) + ": " + failures[size_t(r)];
+    if (!failures[size_t(r)].empty())
+      all += "\n  rank " + std::to_string(r) + ": " + failures[size_t(r)];
   }
   if (!all.empty()) throw std::runtime_error(all);
 }

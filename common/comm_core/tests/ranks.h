@@ -13,8 +13,8 @@ namespace comm_core::testing {
 struct World {
   int size = 2;
   int channels = 1;
-  int hosts = 1;           // ranks are dealt to so many pretended hosts, in blocks
-  std::string transport;   // "", "tcp"
+  int hosts = 1;          // ranks are dealt to so many pretended hosts, in blocks
+  std::string transport;  // "", "tcp"
   double timeout_s = 60;
   Options options;
   std::shared_ptr<Store> store = nullptr;  // null: one of its own

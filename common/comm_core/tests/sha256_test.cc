@@ -58,8 +58,7 @@ void test_hmac() {
          "b0344c61d8db38535ca8afceaf0bf12b881dc200c9833da726e9376c2e32cff7");
   expect("RFC 4231 case 2", hex(hmac_sha256("Jefe", "what do ya want for nothing?")),
          "5bdcc146bf60754e6a042426089575c75a003f089d2739839dec58b964ec3843");
-  expect("RFC 4231 case 3",
-         hex(hmac_sha256(std::string(20, '\xaa'), std::string(50, '\xdd'))),
+  expect("RFC 4231 case 3", hex(hmac_sha256(std::string(20, '\xaa'), std::string(50, '\xdd'))),
          "773ea91e36800e46854db8ebd09181a72959098b3ef8c122d9635514ced565fe");
   expect("RFC 4231 case 4", hex(hmac_sha256(counting_key, std::string(50, '\xcd'))),
          "82558a389a443c0ea4cc819899f2083a85f0faa3e578f8077a2e3ff46729665b");

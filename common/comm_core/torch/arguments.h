@@ -25,7 +25,8 @@ inline void expect_count(size_t got, int n, const char* what) {
   }
 }
 
-inline void expect_times(const at::Tensor& large, const at::Tensor& small, int n, const char* what) {
+inline void expect_times(const at::Tensor& large, const at::Tensor& small, int n,
+                         const char* what) {
   if (large.numel() != small.numel() * n) {
     C10_THROW_ERROR(ValueError, std::string(what) + ": one side has " +
                                     std::to_string(large.numel()) + " elements, which is not " +

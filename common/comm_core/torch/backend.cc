@@ -98,8 +98,8 @@ WorkPtr CoreBackend::endCoalescing() {
   return together(std::exchange(coalesced_, {}), nullptr, {}, OpType::COALESCED, {});
 }
 
-WorkPtr CoreBackend::together(std::vector<WorkPtr> works, const char* kind,
-                              const TensorList& shown, OpType type, TensorList result) {
+WorkPtr CoreBackend::together(std::vector<WorkPtr> works, const char* kind, const TensorList& shown,
+                              OpType type, TensorList result) {
   std::vector<OpPtr> ops;
   for (const WorkPtr& work : works) {
     const auto& more = static_cast<CoreWork&>(*work).ops();
@@ -116,9 +116,8 @@ WorkPtr CoreBackend::together(std::vector<WorkPtr> works, const char* kind,
 WorkPtr CoreBackend::submit(OpSpec spec, Tensors&& tensors, OpType type, TensorList result,
                             Milliseconds timeout, bool async) {
   // torch's profiler tests and tools know the one without a peer by this name.
-  const std::string title =
-      std::string("comm_core:") +
-      (type == OpType::RECVANYSOURCE ? "recvAnySource" : name(spec.kind));
+  const std::string title = std::string("comm_core:") +
+                            (type == OpType::RECVANYSOURCE ? "recvAnySource" : name(spec.kind));
   tensors.prepare(spec);
   spec.priority = current_priority;
   if (timeout.count() > 0) spec.timeout_s = std::chrono::duration<double>(timeout).count();
@@ -132,9 +131,9 @@ WorkPtr CoreBackend::submit(OpSpec spec, Tensors&& tensors, OpType type, TensorL
     throw_as_torch(std::current_exception());
   }
   if (held) release_when_ready(group_, op, tensors.ready());
-  auto work = c10::make_intrusive<CoreWork>(
-      rank_, type, Parts::under_way ? nullptr : title.c_str(), tensors.shown(), std::vector<OpPtr>{op},
-      std::move(result), tensors.synchronize());
+  auto work = c10::make_intrusive<CoreWork>(rank_, type, Parts::under_way ? nullptr : title.c_str(),
+                                            tensors.shown(), std::vector<OpPtr>{op},
+                                            std::move(result), tensors.synchronize());
   if (coalescing_) coalesced_.push_back(work);
   return work;
 }

@@ -9,8 +9,8 @@
 #include <vector>
 
 #include "group.h"
-#include "windows.h"
 #include "tensors.h"
+#include "windows.h"
 #include "work.h"
 
 namespace comm_core {
@@ -87,7 +87,8 @@ class CoreBackend : public c10d::Backend {
   const std::shared_ptr<Group>& group() const { return group_; }
 
  private:
-  // While it lives, the operations that this thread submits are parts of one: a profiler shows that.
+  // While it lives, the operations that this thread submits are parts of one: a profiler shows
+  // that.
   struct Parts {
     Parts() { under_way = true; }
     ~Parts() { under_way = false; }

@@ -1,5 +1,5 @@
-#include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/utils/pybind.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include "backend.h"
 
@@ -23,8 +23,8 @@ PYBIND11_MODULE(_core, m) {
       .def_readonly("started_s", &OpTimes::started_s)
       .def_readonly("finished_s", &OpTimes::finished_s);
 
-  py::class_<CoreWork, c10d::Work, c10::intrusive_ptr<CoreWork>>(m, "Work")
-      .def("times", &CoreWork::times, "Times of a finished operation; ValueError before that.");
+  py::class_<CoreWork, c10d::Work, c10::intrusive_ptr<CoreWork>>(m, "Work").def(
+      "times", &CoreWork::times, "Times of a finished operation; ValueError before that.");
 
   py::class_<CoreBackend, c10d::Backend, c10::intrusive_ptr<CoreBackend>>(m, "CoreBackend")
       .def(py::init([](const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
@@ -38,16 +38,17 @@ PYBIND11_MODULE(_core, m) {
       .def("window_versions", &CoreBackend::window_versions,
            py::call_guard<py::gil_scoped_release>())
       .def("read_window", &CoreBackend::read_window, py::call_guard<py::gil_scoped_release>())
-      .def("window_operation",
-           [](CoreBackend& b, const std::string& kind, int64_t number, int peer, int64_t slot,
-              int64_t offset, const std::optional<at::Tensor>& tensor, const c10d::ReduceOp& op) {
-             return b.window_operation(kind, number, peer, slot, offset, tensor, op.op_);
-           },
-           py::call_guard<py::gil_scoped_release>())
+      .def(
+          "window_operation",
+          [](CoreBackend& b, const std::string& kind, int64_t number, int peer, int64_t slot,
+             int64_t offset, const std::optional<at::Tensor>& tensor, const c10d::ReduceOp& op) {
+            return b.window_operation(kind, number, peer, slot, offset, tensor, op.op_);
+          },
+          py::call_guard<py::gil_scoped_release>())
       .def("summary", [](CoreBackend& b) { return b.group()->summary(); })
-      .def("dropped_connections",
-           [](CoreBackend& b) { return b.group()->dropped_connections(); },
-           py::call_guard<py::gil_scoped_release>());
+      .def(
+          "dropped_connections", [](CoreBackend& b) { return b.group()->dropped_connections(); },
+          py::call_guard<py::gil_scoped_release>());
 
   m.def("shared_bytes", [](int64_t bytes) {
     try {

@@ -80,8 +80,8 @@ WorkPtr CoreBackend::allgather(TensorLists& outputs, TensorList& inputs,
   spec.kind = OpKind::all_gather;
   spec.inputs = {memory.input(input)};
   for (const at::Tensor& output : outputs[0]) spec.outputs.push_back(memory.output(output));
-  return submit(std::move(spec), std::move(memory), OpType::ALLGATHER, outputs[0],
-                options.timeout, options.asyncOp);
+  return submit(std::move(spec), std::move(memory), OpType::ALLGATHER, outputs[0], options.timeout,
+                options.asyncOp);
 }
 
 WorkPtr CoreBackend::_allgather_base(at::Tensor& output, at::Tensor& input,

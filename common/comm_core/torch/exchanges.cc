@@ -81,8 +81,8 @@ WorkPtr CoreBackend::alltoall_base(at::Tensor& output, at::Tensor& input,
     int64_t total = 0;
     for (int64_t size : sizes) {
       if (size < 0) {
-        C10_THROW_ERROR(ValueError, "all_to_all_single: a split size is negative: " +
-                                        std::to_string(size));
+        C10_THROW_ERROR(ValueError,
+                        "all_to_all_single: a split size is negative: " + std::to_string(size));
       }
       total += size;
       bytes.push_back(rows == 0 ? 0 : tensor.nbytes() / size_t(rows) * size_t(size));
@@ -151,8 +151,8 @@ WorkPtr CoreBackend::recvAnysource(TensorList& tensors, int tag) {
   spec.peer = -1;
   spec.tag = uint64_t(tag);
   spec.outputs = {memory.output(tensor)};
-  return submit(std::move(spec), std::move(memory), OpType::RECVANYSOURCE, tensors,
-                Milliseconds(0), true);
+  return submit(std::move(spec), std::move(memory), OpType::RECVANYSOURCE, tensors, Milliseconds(0),
+                true);
 }
 
 }  // namespace comm_core

@@ -1,7 +1,7 @@
 #include "tensors.h"
 
-#include <ATen/core/grad_mode.h>
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/grad_mode.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include "shm/buffers.h"
@@ -33,8 +33,8 @@ DType dtype_of(const at::Tensor& tensor, const std::string& what) {
     case at::kComplexFloat: return DType::c64;
     case at::kComplexDouble: return DType::c128;
     default:
-      C10_THROW_ERROR(TypeError, what + ": comm_core has no " + toString(tensor.scalar_type()) +
-                                     " tensors");
+      C10_THROW_ERROR(TypeError,
+                      what + ": comm_core has no " + toString(tensor.scalar_type()) + " tensors");
   }
 }
 
@@ -49,8 +49,8 @@ at::Tensor shared_bytes(int64_t bytes) {
 
 void Tensors::check(const at::Tensor& tensor) {
   if (tensor.layout() != at::kStrided) {
-    C10_THROW_ERROR(TypeError, what_ + ": comm_core needs dense tensors, not " +
-                                   c10::str(tensor.layout()));
+    C10_THROW_ERROR(TypeError,
+                    what_ + ": comm_core needs dense tensors, not " + c10::str(tensor.layout()));
   }
   const c10::DeviceType kind = tensor.device().type();
   if (kind != c10::DeviceType::CPU && kind != c10::DeviceType::CUDA) {
@@ -84,7 +84,8 @@ at::Tensor Tensors::host_copy(const at::Tensor& tensor, bool with_values) {
   if (!stream_) {
     return with_values ? tensor.contiguous() : at::empty(tensor.sizes(), tensor.options());
   }
-  at::Tensor host = at::empty(tensor.sizes(), tensor.options().device(at::kCPU).pinned_memory(true));
+  at::Tensor host =
+      at::empty(tensor.sizes(), tensor.options().device(at::kCPU).pinned_memory(true));
   if (with_values) {
     const c10::impl::VirtualGuardImpl device_guard(stream_->device_type());
     const c10::Stream before = device_guard.exchangeStream(*stream_);
@@ -130,9 +131,7 @@ std::vector<Span> Tensors::output_blocks(const at::Tensor& tensor, int n) {
   return blocks;
 }
 
-DType Tensors::dtype() const {
-  return type_ ? dtype_of(kept_->tensors.front(), what_) : DType::u8;
-}
+DType Tensors::dtype() const { return type_ ? dtype_of(kept_->tensors.front(), what_) : DType::u8; }
 
 std::vector<at::Tensor> Tensors::shown() const { return read_.empty() ? kept_->tensors : read_; }
 

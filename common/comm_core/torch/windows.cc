@@ -74,8 +74,8 @@ WorkPtr CoreBackend::window_operation(const std::string& kind, int64_t number, i
       spec.inputs = {memory.input(*tensor)};
     }
   }
-  return submit(std::move(spec), std::move(memory), c10d::OpType::UNKNOWN, result,
-                Milliseconds(0), true);
+  return submit(std::move(spec), std::move(memory), c10d::OpType::UNKNOWN, result, Milliseconds(0),
+                true);
 }
 
 void CoreBackend::on_windows(const std::function<void(Windows&)>& work) {

@@ -158,8 +158,8 @@ c10::intrusive_ptr<c10::ivalue::Future> CoreWork::getFuture() {
       devices.push_back(tensor.device());
     }
   }
-  future_ = c10::make_intrusive<c10::ivalue::Future>(
-      c10::ListType::create(c10::TensorType::get()), devices);
+  future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()),
+                                                     devices);
   auto left = std::make_shared<std::atomic<size_t>>(ops_.size());
   const auto complete = [future = future_, result = result_, ops = ops_,
                          synchronize = synchronize_] {
@@ -188,8 +188,7 @@ c10::intrusive_ptr<c10::ivalue::Future> CoreWork::getFuture() {
 c10::intrusive_ptr<c10::ivalue::Future> CoreWork::getFutureResult() {
   auto result = c10::make_intrusive<c10::ivalue::Future>(c10::IntType::get());
   getFuture()->addCallback([result](c10::ivalue::Future& done) {
-    const auto outcome =
-        done.hasError() ? c10d::WorkResult::COMM_ERROR : c10d::WorkResult::SUCCESS;
+    const auto outcome = done.hasError() ? c10d::WorkResult::COMM_ERROR : c10d::WorkResult::SUCCESS;
     result->markCompleted(c10::IValue(static_cast<uint8_t>(outcome)));
   });
   return result;

@@ -75,8 +75,8 @@ char* PeerBuffers::map(const BufferPlace& place) {
   Fd fd(open(path.c_str(), O_RDWR | O_CLOEXEC));
   if (!fd || place.bytes < sizeof(uint64_t)) return nullptr;
   if (lseek(fd.get(), 0, SEEK_END) != off_t(place.bytes)) return nullptr;
-  void* data = mmap(nullptr, place.bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE,
-                    fd.get(), 0);
+  void* data =
+      mmap(nullptr, place.bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd.get(), 0);
   if (data == MAP_FAILED) return nullptr;
   char* bytes = static_cast<char*>(data);
   uint64_t id = 0;

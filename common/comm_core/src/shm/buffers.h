@@ -15,9 +15,9 @@ namespace comm_core {
 
 // Where a piece of memory is, in words that another process understands.
 struct BufferPlace {
-  int32_t pid = 0;   // 0: nowhere
-  int32_t fd = -1;   // of that process
-  uint64_t id = 0;   // stands at the buffer's end too: a descriptor number may be used again
+  int32_t pid = 0;  // 0: nowhere
+  int32_t fd = -1;  // of that process
+  uint64_t id = 0;  // stands at the buffer's end too: a descriptor number may be used again
   uint64_t bytes = 0;
   uint64_t offset = 0;
 };

@@ -77,8 +77,8 @@ bool ShmDirectStage::publish() {
       possible_ = false;
     }
   } else if (round_ == kAgree) {
-    const bool all = std::all_of(inputs_.begin(), inputs_.end(),
-                                 [](char* input) { return input != nullptr; });
+    const bool all =
+        std::all_of(inputs_.begin(), inputs_.end(), [](char* input) { return input != nullptr; });
     header.place.pid = all ? 1 : 0;
     possible_ = all;
   }

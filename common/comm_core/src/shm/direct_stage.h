@@ -49,7 +49,7 @@ class ShmDirectStage : public Stage {
   bool published_ = false;
   std::vector<bool> heard_;
   std::vector<char*> inputs_;
-  bool possible_ = true;   // as far as this rank has heard
+  bool possible_ = true;        // as far as this rank has heard
   const Pass* pass_ = nullptr;  // under way
   size_t done_ = 0;             // of it
   std::unique_ptr<Stage> other_;

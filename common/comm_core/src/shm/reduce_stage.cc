@@ -12,8 +12,8 @@ ShmReduceStage::ShmReduceStage(ShmStreams& streams, ShmReducePlan plan,
     : streams_(streams), plan_(std::move(plan)), peers_(std::move(peers)) {
   const int n = streams_.size(), me = streams_.me();
   // A slot is shared by the readers; an only one (the root of a reduce) has it for himself.
-  const auto owners = std::count_if(plan_.bytes.begin(), plan_.bytes.end(),
-                                    [](size_t bytes) { return bytes > 0; });
+  const auto owners =
+      std::count_if(plan_.bytes.begin(), plan_.bytes.end(), [](size_t bytes) { return bytes > 0; });
   portion_ = owners <= 1 ? streams_.slot_bytes()
                          : std::max<size_t>(64, streams_.slot_bytes() / size_t(n - 1) / 64 * 64);
   my_rounds_ = rounds_of(me);
@@ -104,8 +104,8 @@ bool ShmReduceStage::consume() {
 
 std::string ShmReduceStage::status() const {
   return "waiting for the ranks of this host (" +
-         std::to_string(std::min(size_t(consumed_) * portion_, plan_.bytes[size_t(
-                                                                   streams_.me())])) +
+         std::to_string(
+             std::min(size_t(consumed_) * portion_, plan_.bytes[size_t(streams_.me())])) +
          " of " + std::to_string(plan_.bytes[size_t(streams_.me())]) + " bytes reduced)";
 }
 

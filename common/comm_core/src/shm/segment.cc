@@ -32,7 +32,7 @@ Mapping Mapping::create(const std::string& path, size_t bytes) {
 Mapping Mapping::open(const std::string& path) {
   Fd fd(::open(path.c_str(), O_RDWR | O_CLOEXEC));
   if (!fd) throw_errno("cannot open " + path);
-  struct stat facts {};
+  struct stat facts{};
   if (fstat(fd.get(), &facts) != 0) throw_errno("cannot stat " + path);
   void* data = mmap(nullptr, size_t(facts.st_size), PROT_READ | PROT_WRITE,
                     MAP_SHARED | MAP_POPULATE, fd.get(), 0);

@@ -90,7 +90,7 @@ ShmStreams::~ShmStreams() = default;
 size_t ShmStreams::choose_slot() {
   if (n_ <= int(std::thread::hardware_concurrency())) return kSlot;
   lay_out(kSharedCoreSlot);
-  struct statvfs room {};
+  struct statvfs room{};
   if (statvfs("/dev/shm", &room) != 0) return kSlot;
   return room.f_bavail * room.f_frsize / kModestPart >= total_ ? kSharedCoreSlot : kSlot;
 }
@@ -107,10 +107,11 @@ void ShmStreams::lay_out(size_t slot_bytes) {
 }
 
 ShmStreams::Slot ShmStreams::slot(int stream, uint64_t round) {
-  char* base = mapping_.data() + slots_offset_ +
-               (size_t(stream) * kSlots + round % kSlots) * slot_stride_;
+  char* base =
+      mapping_.data() + slots_offset_ + (size_t(stream) * kSlots + round % kSlots) * slot_stride_;
   return {reinterpret_cast<SlotHeader*>(base),
-          reinterpret_cast<uint64_t*>(base + sizeof(SlotHeader)), base + slot_stride_ - slot_bytes_};
+          reinterpret_cast<uint64_t*>(base + sizeof(SlotHeader)),
+          base + slot_stride_ - slot_bytes_};
 }
 
 std::atomic<uint64_t>& ShmStreams::published(int stream) const {

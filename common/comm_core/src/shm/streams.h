@@ -21,9 +21,9 @@ namespace comm_core {
 
 struct SlotHeader {
   FrameHeader frame;
-  uint32_t last;           // the stream's last round in this operation
+  uint32_t last;  // the stream's last round in this operation
   uint32_t pad;
-  BufferPlace place;       // of the sender's input, where stages read it in place
+  BufferPlace place;  // of the sender's input, where stages read it in place
 };
 
 class ShmStreams : public Watcher {

@@ -160,8 +160,7 @@ void Control::heard(int line, Kind kind, int from, const std::string& text) {
     group_.peer_left(from, strtoull(text.c_str(), nullptr, 10));
     return;
   }
-  group_.fail(std::make_exception_ptr(
-                  AbortedError(group_.peer(from).label + " gave up: " + text)),
+  group_.fail(std::make_exception_ptr(AbortedError(group_.peer(from).label + " gave up: " + text)),
               false);
 }
 

@@ -25,8 +25,8 @@ class Link {
 
   // Wakes a waiting engine only when so many bytes are there (SO_RCVLOWAT): fewer context switches.
   void set_low_water(size_t bytes);
-  // The kernel takes about so many bytes that it cannot send yet, not all that its buffer would hold
-  // (TCP_NOTSENT_LOWAT): what is urgent waits for those only.
+  // The kernel takes about so many bytes that it cannot send yet, not all that its buffer would
+  // hold (TCP_NOTSENT_LOWAT): what is urgent waits for those only.
   void limit_unsent(size_t bytes);
 
  protected:
@@ -51,9 +51,9 @@ class InLink : public Link {
 
 struct LinkTarget {
   Address address;
-  std::string peer;    // "rank 3 (host b, 10.0.0.2:4242)"
+  std::string peer;  // "rank 3 (host b, 10.0.0.2:4242)"
   std::string secret;
-  Hello hello;         // the nonce is filled in here
+  Hello hello;  // the nonce is filled in here
   SocketOptions options;
 };
 

@@ -32,17 +32,12 @@ bool overtakes(const MessageHeader& header) {
 }  // namespace
 
 MessageSender::MessageSender(Group& group, MessageHandler& handler, int peer)
-    : group_(group),
-      handler_(handler),
-      peer_(peer),
-      link_(group.target(peer, LinkKind::messages)) {
+    : group_(group), handler_(handler), peer_(peer), link_(group.target(peer, LinkKind::messages)) {
   link_.limit_unsent(kPiece);
   id_ = group_.engine().poller().add(link_.fd(), Watch::always, this);
 }
 
-MessageSender::~MessageSender() {
-  group_.engine().poller().remove(id_, link_.fd(), Watch::always);
-}
+MessageSender::~MessageSender() { group_.engine().poller().remove(id_, link_.fd(), Watch::always); }
 
 void MessageSender::add(const MessageHeader& header, OpPtr op) {
   const bool ends = op != nullptr;

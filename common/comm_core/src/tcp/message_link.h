@@ -1,8 +1,8 @@
 // Framed messages between two ranks: one connection each way, several messages queued on it.
 //
-// A large payload goes in pieces, each with a header in front. Between two pieces, what is small and
-// may overtake does: the request that starts the large message of the other direction waits for a
-// piece, not for all that is under way in this one.
+// A large payload goes in pieces, each with a header in front. Between two pieces, what is small
+// and may overtake does: the request that starts the large message of the other direction waits for
+// a piece, not for all that is under way in this one.
 #pragma once
 
 #include <deque>
@@ -17,17 +17,17 @@ namespace comm_core {
 class Group;
 
 enum class MessageKind : uint8_t {
-  eager,       // a small message with its payload
-  announce,    // a large message waits at its sender
-  request,     // ... its receiver asks for it
-  data,        // ... and here it is
-  put,         // one-sided: payload for a window
+  eager,     // a small message with its payload
+  announce,  // a large message waits at its sender
+  request,   // ... its receiver asks for it
+  data,      // ... and here it is
+  put,       // one-sided: payload for a window
   accumulate,
   get,
   lock,
   unlock,
-  reply,       // to one of the five: done, with the payload of a get
-  more,        // the next piece of the message that was interrupted
+  reply,  // to one of the five: done, with the payload of a get
+  more,   // the next piece of the message that was interrupted
 };
 
 struct MessageHeader {
@@ -35,11 +35,11 @@ struct MessageHeader {
   MessageKind kind = MessageKind::eager;
   DType dtype = DType::u8;
   ReduceOp op = ReduceOp::sum;
-  uint8_t refused = 0;   // reply: the request made no sense at its target; the payload says why
+  uint8_t refused = 0;  // reply: the request made no sense at its target; the payload says why
   uint64_t tag = 0;
-  uint64_t id = 0;       // of a large message or a request, given by whoever sends it
-  uint64_t bytes = 0;    // of the payload that follows, or for `announce` and `get` would
-  uint64_t offset = 0;   // bytes within the window's slot
+  uint64_t id = 0;      // of a large message or a request, given by whoever sends it
+  uint64_t bytes = 0;   // of the payload that follows, or for `announce` and `get` would
+  uint64_t offset = 0;  // bytes within the window's slot
   uint32_t window = 0;
   uint32_t slot = 0;
 };
@@ -60,8 +60,8 @@ class MessageHandler {
   virtual void lost(int peer, const std::exception_ptr& error) = 0;
 };
 
-// Writes the messages for one peer. Those that may overtake keep their order among themselves, as do
-// the others.
+// Writes the messages for one peer. Those that may overtake keep their order among themselves, as
+// do the others.
 class MessageSender : public Watcher {
  public:
   MessageSender(Group& group, MessageHandler& handler, int peer);
@@ -98,7 +98,7 @@ class MessageSender : public Watcher {
   std::deque<Item> small_, queue_;
   std::deque<Item>* sending_ = nullptr;  // the one whose first item has a frame under way
   MessageHeader frame_;
-  size_t frame_done_ = 0;                // bytes of the header
+  size_t frame_done_ = 0;  // bytes of the header
   size_t piece_left_ = 0;
 };
 
@@ -135,7 +135,7 @@ class MessageReceiver : public Watcher {
   uint64_t id_;
   bool broken_ = false;
   MessageHeader frame_;
-  size_t frame_done_ = 0;        // bytes of the header
+  size_t frame_done_ = 0;  // bytes of the header
   size_t piece_left_ = 0;
   Incoming small_, large_;       // a small one may arrive between two pieces of a large one
   Incoming* reading_ = nullptr;  // the one that the frame belongs to

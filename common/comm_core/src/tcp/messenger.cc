@@ -108,11 +108,11 @@ OpPtr Messenger::take_posted(int peer, uint64_t tag) {
 bool Messenger::fits(const OpPtr& op, int peer, const MessageHeader& header) {
   const OpSpec& spec = op->spec();
   if (spec.outputs[0].bytes == header.bytes && spec.dtype == header.dtype) return true;
-  group_.fail(std::make_exception_ptr(MismatchError(
-                  "the ranks disagree: " + op->describe() + " here expects " +
-                  std::to_string(spec.outputs[0].bytes) + " bytes of " + name(spec.dtype) + ", " +
-                  group_.peer(peer).label + " sends " + std::to_string(header.bytes) +
-                  " bytes of " + name(header.dtype))),
+  group_.fail(std::make_exception_ptr(
+                  MismatchError("the ranks disagree: " + op->describe() + " here expects " +
+                                std::to_string(spec.outputs[0].bytes) + " bytes of " +
+                                name(spec.dtype) + ", " + group_.peer(peer).label + " sends " +
+                                std::to_string(header.bytes) + " bytes of " + name(header.dtype))),
               true);
   return false;
 }
@@ -269,9 +269,9 @@ double Messenger::check_deadlines(double now_s) {
     if (op->deadline_s_ <= now_s) {
       const OpSpec& spec = op->spec();
       const std::string whom = spec.peer < 0 ? "any rank" : group_.peer(spec.peer).label;
-      group_.fail(std::make_exception_ptr(TimeoutError(
-                      op->describe() + ": timed out waiting for " + whom)),
-                  true);
+      group_.fail(
+          std::make_exception_ptr(TimeoutError(op->describe() + ": timed out waiting for " + whom)),
+          true);
       return -1;
     }
     if (next < 0 || op->deadline_s_ < next) next = op->deadline_s_;

@@ -1,6 +1,6 @@
-// Point-to-point messages, matched by sender and tag. Small ones go at once and wait at the receiver;
-// large ones are announced and sent when the receiver has asked for them, straight into his memory.
-// One-sided operations use the same connections.
+// Point-to-point messages, matched by sender and tag. Small ones go at once and wait at the
+// receiver; large ones are announced and sent when the receiver has asked for them, straight into
+// his memory. One-sided operations use the same connections.
 #pragma once
 
 #include <list>
@@ -60,11 +60,11 @@ class Messenger : public MessageHandler {
   Windows windows_;
   std::vector<std::unique_ptr<MessageSender>> senders_;
   std::vector<std::unique_ptr<MessageReceiver>> receivers_;
-  std::vector<std::exception_ptr> gone_;                 // why nothing more comes from a peer
-  std::list<OpPtr> posted_;                              // receives that wait for a message
+  std::vector<std::exception_ptr> gone_;  // why nothing more comes from a peer
+  std::list<OpPtr> posted_;               // receives that wait for a message
   std::list<Arrived> arrived_;
-  std::map<uint64_t, OpPtr> announced_;                  // own large sends, by id
-  std::map<std::pair<int, uint64_t>, OpPtr> expected_;   // large receives asked for
+  std::map<uint64_t, OpPtr> announced_;                 // own large sends, by id
+  std::map<std::pair<int, uint64_t>, OpPtr> expected_;  // large receives asked for
   std::list<OpPtr> live_;
   uint64_t next_id_ = 1;
   size_t held_bytes_ = 0;

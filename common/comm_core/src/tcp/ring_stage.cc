@@ -80,9 +80,9 @@ void RingStage::finish() {
 
 std::string RingStage::status() const {
   if (received_ < total_in_ || !header_received_) {
-    return "waiting for " + group_.peer(ring_.previous()).label + " (" +
-           std::to_string(received_) + " of " + std::to_string(total_in_) + " bytes received, " + std::to_string(sent_) + " of " +
-           std::to_string(total_out_) + " sent)";
+    return "waiting for " + group_.peer(ring_.previous()).label + " (" + std::to_string(received_) +
+           " of " + std::to_string(total_in_) + " bytes received, " + std::to_string(sent_) +
+           " of " + std::to_string(total_out_) + " sent)";
   }
   return "waiting for " + group_.peer(ring_.next()).label + " (" + std::to_string(sent_) + " of " +
          std::to_string(total_out_) + " bytes sent)";
@@ -161,8 +161,8 @@ bool RingReduceStage::fold() {
       continue;
     }
     const size_t at = place(folded_);
-    size_t now = size_t(std::min<uint64_t>({received_ - folded_, capacity_ - at,
-                                            block.bytes - fold_offset_, budget}));
+    size_t now = size_t(std::min<uint64_t>(
+        {received_ - folded_, capacity_ - at, block.bytes - fold_offset_, budget}));
     now = now / element * element;
     if (now == 0) break;
     const bool last = fold_block_ == ring_.size();
@@ -186,8 +186,8 @@ bool RingReduceStage::give_out() {
   const uint64_t passed = sent_ - first.bytes;
   const size_t at = place(passed);
   const uint64_t forwarded = total_in_ - output_.bytes;
-  const size_t most = size_t(
-      std::min(std::min(folded_, forwarded) - std::min(passed, folded_), capacity_ - at));
+  const size_t most =
+      size_t(std::min(std::min(folded_, forwarded) - std::min(passed, folded_), capacity_ - at));
   return most > 0 && send(buffer_.data() + at, most) > 0;
 }
 

@@ -1,8 +1,8 @@
 // Collectives on a ring as byte streams: each rank sends to the next and receives from the previous
 // at the same time, without a step or a hand-shake per block, so that the wire never rests.
 //
-// Cost on n ranks and N bytes: reduce_scatter and all_gather each (n-1) hops and (n-1)/n N bytes out
-// of and into every rank; broadcast n-1 hops and N bytes.
+// Cost on n ranks and N bytes: reduce_scatter and all_gather each (n-1) hops and (n-1)/n N bytes
+// out of and into every rank; broadcast n-1 hops and N bytes.
 #pragma once
 
 #include <memory>
@@ -43,8 +43,8 @@ class RingStage : public Stage {
 
   Group& group_;
   const Ring ring_;
-  const size_t chunk_;      // moved per step and direction
-  const size_t worth_it_;   // a sleeping engine is not woken for less
+  const size_t chunk_;     // moved per step and direction
+  const size_t worth_it_;  // a sleeping engine is not woken for less
   FrameHeader frame_;
   const uint64_t total_out_, total_in_;
   uint64_t sent_ = 0, received_ = 0;
@@ -75,10 +75,10 @@ class RingReduceStage : public RingStage {
   const Span output_;
   const int64_t divisor_;
   const uint64_t capacity_;
-  Scratch buffer_;         // circular: partial sums between this rank's two connections
-  uint64_t origin_ = 0;    // the place in the incoming stream that is at its front
-  uint64_t folded_ = 0;    // bytes of the incoming stream
-  int fold_block_ = 2;     // how many places behind
+  Scratch buffer_;       // circular: partial sums between this rank's two connections
+  uint64_t origin_ = 0;  // the place in the incoming stream that is at its front
+  uint64_t folded_ = 0;  // bytes of the incoming stream
+  int fold_block_ = 2;   // how many places behind
   size_t fold_offset_ = 0;
   int arriving_block_ = 2;
   uint64_t arriving_end_ = 0;  // in the incoming stream

@@ -29,7 +29,7 @@ bench: $(READY) $(CORE) $(HOROVOD)
 	$(PY) benchmarks.py
 
 test: $(READY) $(CORE) $(HOROVOD) $(NOTEBOOKS) lint
-	$(PY) -m pytest
+	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # Only what failed last; nothing to repeat is a failure too.
 retest: $(READY)

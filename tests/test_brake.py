@@ -19,10 +19,10 @@ def compute(seconds: float) -> None:
         pass
 
 
-def slowed(tmp_path, factor: float) -> Brake:
+def slowed(tmp_path, factor: float, crowd: float = 1.0) -> Brake:
     path = tmp_path / "pace-h0"
     path.write_bytes(struct.pack("<d", factor))
-    return Brake(Pace(1.0, path))
+    return Brake(Pace(1.0, path), crowd)
 
 
 def waited(monkeypatch) -> list[float]:
@@ -36,8 +36,23 @@ def test_compute_is_followed_by_a_wait(tmp_path, monkeypatch):
     asked = waited(monkeypatch)
     with slowed(tmp_path, 5.0):
         compute(0.05)
-    # At least; on a busy machine the thread also waited for its core.
-    assert len(asked) == 1 and asked[0] >= 4 * 0.045
+    # On a busy machine the thread has waited for its core, too.
+    assert len(asked) == 1 and asked[0] <= 4.2 * 0.05
+
+
+@pytest.mark.parametrize(
+    ("crowd", "ran_ms", "waited_ms", "sleeps_ms"),
+    [(1, 20, 0, 80), (2, 20, 0, 180), (2, 20, 20, 160), (1, 20, 90, 0), (0.5, 20, 0, 80)],
+)
+def test_it_takes_as_long_whoever_computes_at_the_same_time(
+    tmp_path, monkeypatch, crowd, ran_ms, waited_ms, sleeps_ms
+):
+    asked = waited(monkeypatch)
+    times = iter([(1.0, 2.0), (1.0 + ran_ms / 1e3, 2.0 + waited_ms / 1e3)])
+    monkeypatch.setattr(brake, "_ran_and_waited_s", lambda: next(times))
+    with slowed(tmp_path, 5.0, crowd):
+        pass
+    assert asked == [pytest.approx(sleeps_ms / 1e3, abs=1e-9)]
 
 
 def test_time_blocked_is_not_compute(tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from typing import Any
 
@@ -101,8 +102,10 @@ class Training:
         self._cuda = trial.device == "cuda"
         self._communicator = runtime.communicator()
         self._optimizer = make_optimizer(trial.optimizer, workload.model)
-        # A replayed model slows down by itself.
-        self._brake = Brake(None if is_replay(trial.model) else pace.current())
+        # A replayed model slows down by itself. Hosts that can be slowed are all on this machine.
+        threads = trial.world_size * trial.threads_per_rank
+        crowd = threads / len(os.sched_getaffinity(0))
+        self._brake = Brake(None if is_replay(trial.model) else pace.current(), crowd)
         self._distributed = trial.algorithm != BASELINE
         self.consistency = "synchronous"
         if self._distributed:

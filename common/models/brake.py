@@ -13,30 +13,34 @@ _SCHEDSTAT = Path("/proc/thread-self/schedstat")
 
 
 class Brake:
-    """`with brake:` around a piece of compute; on leaving, it waits (factor - 1) times as long.
+    """`with brake:` around a piece of compute; on leaving, waits until that took long enough.
 
-    What counts is the time that this thread ran or wanted to run, which another rank that shares
-    the core lengthens. Time blocked, as in waiting for communication, is not the host's compute and
-    does not.
+    Long enough is `factor * crowd` times what this thread ran. What it has waited for a core counts
+    towards it, and is no reason to wait longer: whether the other ranks compute at the same time is
+    the algorithm's doing, and their cores are not this host's. Time blocked, as in waiting for
+    communication, is not the host's compute and counts nowhere.
 
     Args:
         pace: knows the present factor; None: no wait ever.
+        crowd: how much longer than it runs a rank's compute takes where no host is slowed: the
+            threads of all ranks per core of this machine, at least 1.
 
     Raises:
         UserError: on entering, if this kernel does not tell threads' times.
     """
 
-    def __init__(self, pace: Pace | None) -> None:
+    def __init__(self, pace: Pace | None, crowd: float = 1.0) -> None:
         self._pace = pace
+        self._crowd = max(1.0, crowd)
         self._factor = 1.0
-        self._began_s = 0.0
+        self._ran_s = self._waited_s = 0.0
 
     def __enter__(self) -> None:
         if self._pace is None:
             return
         self._factor = self._pace.slowdown(time.perf_counter())
         if self._factor > 1:
-            self._began_s = _wanted_s()
+            self._ran_s, self._waited_s = _ran_and_waited_s()
 
     def __exit__(
         self,
@@ -45,11 +49,13 @@ class Brake:
         trace: TracebackType | None,
     ) -> None:
         if self._factor > 1:
-            time.sleep((self._factor - 1) * (_wanted_s() - self._began_s))
+            ran_s, waited_s = _ran_and_waited_s()
+            ran_s, waited_s = ran_s - self._ran_s, waited_s - self._waited_s
+            time.sleep(max(0.0, self._factor * self._crowd * ran_s - (ran_s + waited_s)))
 
 
-def _wanted_s() -> float:
-    """Seconds that this thread has run or waited for a core."""
+def _ran_and_waited_s() -> tuple[float, float]:
+    """Seconds that this thread has run, and has waited for a core."""
     try:
         ran_ns, waited_ns, _ = _SCHEDSTAT.read_text().split()
     except FileNotFoundError:
@@ -57,4 +63,4 @@ def _wanted_s() -> float:
             f"faults: slow_host: this kernel has no {_SCHEDSTAT}, by which models that compute for "
             "real are slowed; use a model MODEL@DEVICE"
         ) from None
-    return (int(ran_ns) + int(waited_ns)) / 1e9
+    return int(ran_ns) / 1e9, int(waited_ns) / 1e9

@@ -10,7 +10,7 @@ using namespace comm_core::testing;
 
 namespace {
 
-constexpr size_t kSizes[] = {0, 1, 100, 16 << 10, (16 << 10) + 1, 300000};
+constexpr size_t kSizes[] = {0, 1, 100, 16 << 10, (16 << 10) + 1, 300000, 1300000};
 
 struct Message {
   int from, to;

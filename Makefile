@@ -29,7 +29,10 @@ bench: $(READY) $(CORE) $(HOROVOD)
 	$(PY) benchmarks.py
 
 test: $(READY) $(CORE) $(HOROVOD) $(NOTEBOOKS) lint
-	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	@rc=0; \
+	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not alone" || rc=1; \
+	$(PY) -m pytest -m alone || rc=1; \
+	exit $$rc
 
 # Only what failed last; nothing to repeat is a failure too.
 retest: $(READY)

@@ -188,8 +188,9 @@ def _staleness(axis: Axes, curves: Sequence[Curve], colour: dict[str, str]) -> d
     ]
     handles = _lines(axis, shown, colour, "seconds", "staleness", band=False)
     for record, evaluations in shown:
+        most = max((most for _, most in learning.staleness(record)), default=0)
         axis.annotate(
-            f"at most {max(most for _, most in learning.staleness(record)):g}",
+            f"at most {most:g}",
             (evaluations[-1]["seconds"], evaluations[-1]["staleness"]),
             xytext=(-2, 4),
             textcoords="offset points",
@@ -200,7 +201,9 @@ def _staleness(axis: Axes, curves: Sequence[Curve], colour: dict[str, str]) -> d
     axis.set_ylabel("staleness (steps)", fontsize=8)
     axis.set_xlabel("seconds of training (of the stalest neighbour)", fontsize=8)
     if not shown:
-        axis.text(0.5, 0.5, "no algorithm counts it", transform=axis.transAxes, ha="center")
+        counted = any(list(learning.staleness(record)) for record, _ in curves)
+        why = "not recorded over time" if counted else "no algorithm counts it"
+        axis.text(0.5, 0.5, why, transform=axis.transAxes, ha="center")
     return handles
 
 

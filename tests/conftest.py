@@ -5,8 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
+from hypothesis import settings
 
 from tests.ranks import RankPool
+
+# An example that a busy machine holds up is not wrong.
+settings.register_profile("tests", deadline=None)
+settings.load_profile("tests")
 
 
 # Not longer than a module: Horovod's background threads never rest, and would slow what follows.

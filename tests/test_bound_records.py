@@ -108,6 +108,13 @@ def test_what_exchanges_with_a_few_is_bounded_by_its_own_links(
     assert bound["wire_limit_s"] == (None if wire_s is None else pytest.approx(wire_s))
 
 
+def test_no_bound_is_below_what_the_wire_carries():
+    slow = {**LINKS, "network": {"requested": {"gbps": 0.01}, "measured": []}}
+    bound = record("dear", step_s=2.0, fabric=slow, trial={"ranks_per_host": 1})["bound"]
+    assert bound["wire_limit_s"] == bound["step_s"] == pytest.approx(1.2)
+    assert bound["reached"] == pytest.approx(0.6)
+
+
 def test_ranks_of_one_host_share_its_link_and_need_none_among_themselves():
     options = {"topology": "one-peer-exp"}
     trial = {"network": "40mbit", "ranks_per_host": 2, "options": options}

@@ -36,8 +36,8 @@ def test_compute_is_followed_by_a_wait(tmp_path, monkeypatch):
     asked = waited(monkeypatch)
     with slowed(tmp_path, 5.0):
         compute(0.05)
-    # On a busy machine the thread has waited for its core, too.
-    assert len(asked) == 1 and asked[0] <= 4.2 * 0.05
+    # Less where the thread has waited for its core, too.
+    assert len(asked) == 1 and asked[0] <= 4.1 * 0.05
 
 
 @pytest.mark.parametrize(

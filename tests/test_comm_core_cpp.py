@@ -30,6 +30,7 @@ def programs() -> Path:
     return BUILD
 
 
+@pytest.mark.timeout(900)  # the first also builds
 @pytest.mark.parametrize(
     "command",
     [

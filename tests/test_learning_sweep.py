@@ -99,6 +99,7 @@ virtual = [
 ]
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("_", [pytest.param(None, marks=virtual)])
 def test_a_slow_host_is_left_behind_and_a_killed_rank_is_survived_and_named(tmp_path, _):
     driver = EmulatedDriver(tmp_path)

@@ -43,19 +43,22 @@ def bound_record(
         network: the record's.
 
     Returns:
-        `kind` (None: none is known for the algorithm), `step_s`, `compute_limit_s`,
-        `wire_limit_s` (None where the links' rate is not known, or the limit does not hold),
-        `reached`.
+        `kind` (None: none is known for the algorithm), `step_s` (not below `wire_limit_s`),
+        `compute_limit_s`, `wire_limit_s` (None where the links' rate is not known, or the limit
+        does not hold), `reached`.
     """
     if not result.get("compute"):
         return None
     compute = StepTimes(**result["compute"])
     kind, bound_s = _bound(trial, result, compute)
+    wire_s = _wire_limit_s(trial, result, network)
+    if bound_s is not None and wire_s is not None:
+        bound_s = max(bound_s, wire_s)  # measured costs are good to some per cent only
     return {
         "kind": kind,
         "step_s": bound_s,
         "compute_limit_s": compute_limit_s(compute, trial.world_size),
-        "wire_limit_s": _wire_limit_s(trial, result, network),
+        "wire_limit_s": wire_s,
         "reached": None if bound_s is None else reached(bound_s, step_s),
     }
 

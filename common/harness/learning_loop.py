@@ -53,7 +53,10 @@ class Loop:
         self.communicator.barrier()
         self.clock.start()
         self._copy(0.0, 0)
-        return run_for(self.budget_s, step, self.communicator, self.clock.now)
+        pace = run_for(self.budget_s, step, self.communicator, self.clock.now)
+        # Where the time has run out between the look at the clock in `step` and the last one.
+        self._copy(self.clock.now(), steps)
+        return pace
 
     def in_step(self) -> Pace:
         """The clock is rank 0's. What is in flight when copies are made is waited for in time."""

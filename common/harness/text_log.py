@@ -20,7 +20,7 @@ def header(trial: Trial, parameters: int) -> list[str]:
         first = f"BERT {size}Pretraining, Sentence len: {trial.sentence_len}"
     return [
         first,
-        f"Batch size: {trial.batch_size}",
+        f"Batch size: {trial.batch}",
         f"Number of {device}s: {trial.world_size}",
         f"# of parameters:  {parameters}",
         "Running warmup...",

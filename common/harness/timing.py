@@ -1,11 +1,11 @@
-"""Times training steps: barrier, steps, and for each step the slowest rank."""
+"""Times training steps: barrier, steps, and for each step when the last rank has done it."""
 
 from __future__ import annotations
 
 import os
 import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -21,7 +21,8 @@ class Measured:
     """Result of `measure`, the same on all ranks."""
 
     iters: list[list[float]]
-    """Step times in seconds, a list per block; each the maximum over ranks."""
+    """Step times in seconds, a list per block: from when all ranks had done the step before to when
+    all have done this one."""
     bytes_sent: int
     """Payload bytes that this rank handed to the communicator per step."""
     cpu_s: float
@@ -64,18 +65,28 @@ def measure(
             sum(pair) for pair in zip((own, busy, elapsed), usage.since(), strict=True)
         )
         sent += communicator.bytes_sent - before
-        iters.append([after - before for before, after in pairwise(marks)])
+        iters.append([mark - marks[0] for mark in marks])
     ranks = communicator.gather_objects((iters, own))
     used = sum(cpu for _, cpu in ranks)
     return Measured(
-        iters=[
-            [max(times) for times in zip(*blocks, strict=True)]
-            for blocks in zip(*(blocks for blocks, _ in ranks), strict=True)
-        ],
+        iters=[steps_of_all(blocks) for blocks in zip(*(b for b, _ in ranks), strict=True)],
         bytes_sent=sent // (steps * config.num_iters),
         cpu_s=used / elapsed,
         foreign_cpu_s=max(0.0, busy - used) / elapsed,
     )
+
+
+def steps_of_all(ends: Sequence[Sequence[float]]) -> list[float]:
+    """The steps of a block, of all ranks together.
+
+    Where no step waits for all ranks, now this one is behind, now that one, and is ahead in the
+    next step. The slowest of each step would add up to more than any rank needs for the block.
+
+    Args:
+        ends: by rank, when its steps ended in seconds since the block began, its begin first.
+    """
+    together = [max(times) for times in zip(*ends, strict=True)]
+    return [after - before for before, after in pairwise(together)]
 
 
 class Usage:

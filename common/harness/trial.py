@@ -143,6 +143,12 @@ class Trial:
         return str(self.batch_size) if sizes is None else ",".join(map(str, sizes))
 
     @property
+    def global_batch(self) -> int:
+        """Samples per step of all ranks."""
+        sizes = self.learn.batch_sizes if self.learn is not None else None
+        return self.batch_size * self.world_size if sizes is None else sum(sizes)
+
+    @property
     def hosts(self) -> int | None:
         """Number of virtual hosts that the ranks need; None where nothing is emulated."""
         if self.ranks_per_host is None:
@@ -168,7 +174,10 @@ class Trial:
     @property
     def cell(self) -> tuple[Any, ...]:
         """What compared trials have in common: all but algorithm and world size."""
-        same = dataclasses.replace(self, algorithm="", options={}, label="", world_size=0)
+        learn = self.learn and dataclasses.replace(self.learn, batch_sizes=None)
+        same = dataclasses.replace(
+            self, algorithm="", options={}, label="", world_size=0, learn=learn
+        )
         return (self.model, self.batch_size, same.hash)
 
     def to_json(self) -> dict[str, Any]:

@@ -55,12 +55,15 @@ class Brake:
 
 
 def _ran_and_waited_s() -> tuple[float, float]:
-    """Seconds that this thread has run, and has waited for a core."""
+    """Seconds that this thread has run, and has waited for a core.
+
+    The kernel's file tells what it has run up to the last tick only; its clock tells all.
+    """
     try:
-        ran_ns, waited_ns, _ = _SCHEDSTAT.read_text().split()
+        _, waited_ns, _ = _SCHEDSTAT.read_text().split()
     except FileNotFoundError:
         raise UserError(
             f"faults: slow_host: this kernel has no {_SCHEDSTAT}, by which models that compute for "
             "real are slowed; use a model MODEL@DEVICE"
         ) from None
-    return int(ran_ns) / 1e9, int(waited_ns) / 1e9
+    return time.thread_time(), int(waited_ns) / 1e9

@@ -170,10 +170,16 @@ def _undisturbed(record: Record, records: Sequence[Record]) -> Record | None:
     if not record["trial"].get("fault"):
         return None
     for other in records:
-        same = {**other["trial"], "fault": None} == {**record["trial"], "fault": None}
+        same = _as_one(other["trial"]) == _as_one(record["trial"])
         if same and other["status"] == "ok" and not other["trial"].get("fault"):
             return other
     return None
+
+
+def _as_one(trial: dict[str, Any]) -> dict[str, Any]:
+    """Of a trial with and without a fault, the same; keys that older records lack are left out."""
+    learn = {key: value for key, value in trial["learn"].items() if value is not None}
+    return {**trial, "fault": None, "learn": learn}
 
 
 def _median(values: Iterable[float | None]) -> float | None:

@@ -8,10 +8,12 @@ namespace comm_core {
 
 namespace {
 
-constexpr uint32_t kMagic = 0x434d4d53;
+constexpr uint32_t kMagic = 0x434d4d54;
 
-// What overtaking has to wait for, at most: this much, and as much again in the kernel.
+// What overtaking has to wait for, at most: a piece, and what the kernel has taken and not sent.
+// The kernel asks for more when half of that is left, which must last until the engine wakes.
 constexpr size_t kPiece = size_t(512) << 10;
+constexpr size_t kUnsent = size_t(1) << 20;
 
 size_t payload_of(const MessageHeader& header) {
   const bool promises = header.kind == MessageKind::announce || header.kind == MessageKind::get;
@@ -33,7 +35,7 @@ bool overtakes(const MessageHeader& header) {
 
 MessageSender::MessageSender(Group& group, MessageHandler& handler, int peer)
     : group_(group), handler_(handler), peer_(peer), link_(group.target(peer, LinkKind::messages)) {
-  link_.limit_unsent(kPiece);
+  link_.limit_unsent(kUnsent);
   id_ = group_.engine().poller().add(link_.fd(), Watch::always, this);
 }
 
@@ -103,11 +105,16 @@ bool MessageSender::advance() {
     parts[num_parts++] = {const_cast<char*>(data) + item.done, piece_left_};
   }
   const size_t sent = link_.write(parts, num_parts);
+  if (sent == 0) {
+    // Not begun, so what comes meanwhile may still overtake it.
+    if (frame_done_ == 0) sending_ = nullptr;
+    return false;
+  }
   const size_t of_header = std::min(sent, header_left);
   frame_done_ += of_header;
   item.done += sent - of_header;
   piece_left_ -= sent - of_header;
-  if (frame_done_ < sizeof frame_ || piece_left_ > 0) return sent > 0;
+  if (frame_done_ < sizeof frame_ || piece_left_ > 0) return true;
   std::deque<Item>& from = *std::exchange(sending_, nullptr);
   if (item.done < payload_of(item.header)) return true;
   const OpPtr op = item.ends ? std::move(item.op) : nullptr;

@@ -1,6 +1,7 @@
 // Point-to-point messages, matched by sender and tag. Small ones go at once and wait at the
 // receiver; large ones are announced and sent when the receiver has asked for them, straight into
-// his memory. One-sided operations use the same connections.
+// his memory. One-sided operations use the same connections, in order among themselves; but a
+// message may arrive before a put that was started ahead of it, unless that was waited for.
 #pragma once
 
 #include <list>

@@ -11,7 +11,7 @@
 namespace comm_core {
 
 // Ranks of one job run the same build on machines of one byte order; the magic number checks it.
-constexpr uint64_t kHelloMagic = 0x434d43524f4c4831;  // "CMCROLH1"
+constexpr uint64_t kHelloMagic = 0x434d43524f4c4832;  // "CMCROLH2"
 constexpr uint32_t kFrameMagic = 0x434d4652;
 
 using Bytes16 = std::array<uint8_t, 16>;

@@ -212,7 +212,7 @@ def _caption(good: Sequence[Record]) -> str:
     learn = first["trial"]["learn"]
     words = tables.fabric_words(good)
     repeats = len(first["learning"])
-    text = f"n = {repeats} run(s) of {learn['budget_s']:g} s each"
+    text = f"n = {repeats} {'run' if repeats == 1 else 'runs'} of {learn['budget_s']:g} s each"
     if learn["data"] is not None:
         text += f" on {learn['data']}"
         text += (

@@ -109,9 +109,11 @@ def _caption(good: list[Record], table: list[Row]) -> str:
     machine = good[0]["machine"]
     counts = sorted({row.n for row in table})
     steps = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+    count = len(good[0]["repeats"])
+    repeats = "1 repeat" if count == 1 else f"{count} interleaved repeats"
     words = tables.fabric_words(good)
     text = (
-        f"Medians of n = {steps} steps in {len(good[0]['repeats'])} interleaved repeats; bars: "
+        f"Medians of n = {steps} steps in {repeats}; bars: "
         f"95 % bootstrap CI. {words[:1].upper()}{words[1:]}, over "
         f"{good[0]['trial']['backend']}, on "
         f"{machine['cores']} x {machine['cpu']}, torch {machine['packages']['torch']}, commit "

@@ -29,10 +29,7 @@ bench: $(READY) $(CORE) $(HOROVOD)
 	$(PY) benchmarks.py
 
 test: $(READY) $(CORE) $(HOROVOD) $(NOTEBOOKS) lint
-	@rc=0; \
-	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not alone" || rc=1; \
-	$(PY) -m pytest -m alone || rc=1; \
-	exit $$rc
+	$(PY) -m pytest
 
 # Only what failed last; nothing to repeat is a failure too.
 retest: $(READY)

@@ -174,8 +174,8 @@ def _consensus(axis: Axes, curves: Sequence[Curve], colour: dict[str, str]) -> d
     handles = _lines(axis, shown, colour, "seconds", "consensus_distance", band=False)
     if shown:
         axis.set_yscale("log")
-    axis.set_ylabel("consensus distance", fontsize=8)
-    axis.set_xlabel("seconds of training (replicas that are equal: not shown)", fontsize=8)
+    axis.set_ylabel("consensus distance\n(unless equal)", fontsize=8)
+    axis.set_xlabel("seconds of training", fontsize=8)
     return handles
 
 
@@ -198,8 +198,8 @@ def _staleness(axis: Axes, curves: Sequence[Curve], colour: dict[str, str]) -> d
             fontsize=7,
             color=colour[record["trial"]["label"]],
         )
-    axis.set_ylabel("staleness (steps)", fontsize=8)
-    axis.set_xlabel("seconds of training (of the stalest neighbour)", fontsize=8)
+    axis.set_ylabel("steps that the stalest\nneighbour is behind", fontsize=8)
+    axis.set_xlabel("seconds of training", fontsize=8)
     if not shown:
         counted = any(list(learning.staleness(record)) for record, _ in curves)
         why = "not recorded over time" if counted else "no algorithm counts it"

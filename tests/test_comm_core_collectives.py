@@ -84,7 +84,6 @@ def test_an_idle_group_uses_no_processor():
         assert max(ms for future in both for ms in future.result()) < 5
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("name", ["shm2", "tcp2"])
 def test_an_operation_goes_on_while_python_is_busy(name):
     with pool(name) as ranks:

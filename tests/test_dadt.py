@@ -554,7 +554,6 @@ def _late_peer(delay):
 LATE_S = 1.0
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("delay", [1, 2])
 def test_a_step_waits_for_gradients_of_delay_steps_before_only(world, delay):
     spent = world(2).run(_late_peer, delay)[0]

@@ -176,7 +176,6 @@ def test_a_rank_killed_fails_the_trial_and_names_it(driver):
     assert "rank 1" in record["error"]["message"]
 
 
-@pytest.mark.alone
 def test_a_slow_host_slows_everybody_and_a_slow_link_only_communication(driver):
     slow = "{kind: slow_host, host: 1, factor: 3}"
     rate = "{kind: link_rate, host: 0, rate: 500mbit}"

@@ -224,7 +224,6 @@ def _in_step(budget_s: float) -> dict:
     return {"steps": pace.steps, "elapsed_s": pace.elapsed_s, "taken": taken}
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_ranks_in_step_end_and_copy_at_the_same_steps_in_time(world, size):
     results = world(size).run(_in_step, 0.4)

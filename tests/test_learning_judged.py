@@ -115,7 +115,7 @@ def test_staleness_is_that_since_the_evaluation_before_and_of_the_stalest_neighb
 ):
     rows = [_flat(model)] * 3
     # (2 uses, 4 steps) then (3 uses, 21 steps): means 2 and 7; the other falls back to 1.
-    first = [{}, {"1": [2, 4.0]}, {"1": [5, 25.0]}]
+    first = [{"1": [1, 1.0]}, {"1": [3, 5.0]}, {"1": [6, 26.0]}]
     second = [{}, {"0": [4, 20.0]}, {"0": [8, 24.0]}]
     saved = [_saved(rows, steps=4, behind=first), _saved(rows, steps=2, behind=second)]
     found = judging.result(_learning_trial(), saved, test_split)["learning"]["evaluations"]

@@ -99,7 +99,6 @@ virtual = [
 ]
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("_", [pytest.param(None, marks=virtual)])
 def test_a_slow_host_is_left_behind_and_a_killed_rank_is_survived_and_named(tmp_path, _):
     driver = EmulatedDriver(tmp_path)
@@ -158,7 +157,9 @@ def test_without_data_ranks_count_their_own_steps(tmp_path):
     (repeat,) = record["learning"]
     # 64 samples at 253.1 per second are 0.253 s.
     assert all(1 <= rank["steps"] <= 9 for rank in repeat["ranks"])
-    assert [set(e) for e in repeat["evaluations"]] == [{"at_s", "seconds", "steps"}] * 3
+    found = [set(e) for e in repeat["evaluations"]]
+    assert found[0] == {"at_s", "seconds", "steps"}
+    assert all(keys - {"staleness"} == found[0] for keys in found[1:])
     assert (
         record["check"]["replicas_agree"] is None and record["check"]["consensus_distance"] is None
     )

@@ -21,7 +21,6 @@ from tests import mpi_backend_program as program
 ROOT = Path(__file__).parents[1]
 
 pytestmark = [
-    pytest.mark.alone,  # waiting MPI ranks keep their cores busy
     pytest.mark.skipif(shutil.which("mpirun") is None, reason="no mpirun here"),
     pytest.mark.skipif(
         mpi_backend.unavailable() is not None, reason=str(mpi_backend.unavailable())

@@ -149,7 +149,6 @@ def test_a_slowdown_that_is_being_written_changes_nothing(clock, tmp_path):
     assert clock.now - began == pytest.approx(0.203)
 
 
-@pytest.mark.alone
 def test_real_waiting_is_noticed():
     it = Pace(1.0, None)
     it.restart()
@@ -160,7 +159,6 @@ def test_real_waiting_is_noticed():
     assert time.perf_counter() - began >= 0.0749
 
 
-@pytest.mark.alone
 def test_real_computing_is_made_up_for():
     it = Pace(1.0, None)
     for _ in range(5):  # an attempt may be spoilt by a page that must be read from disk

@@ -122,7 +122,6 @@ def _slow_peer(algorithm):
     return elapsed, mean, staleness
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("algorithm", ["win-put", "pull-get", "push-sum"])
 def test_nobody_waits_for_a_slow_rank(world, algorithm):
     results = world(3).run(_slow_peer, algorithm)

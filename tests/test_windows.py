@@ -105,7 +105,6 @@ def _asleep() -> float:
     return waited
 
 
-@pytest.mark.alone
 def test_the_target_takes_no_part(pool):
     assert pool.run(_asleep)[0] < 0.4
 

@@ -77,8 +77,10 @@ def _at(mark: int, trial: Trial, saved: Sequence[Saved | None]) -> dict[str, Any
 
 def _ages(taken: Sequence[dict[str, Any]], mark: int) -> Iterator[float]:
     """Of each neighbour: by how many steps its values were behind since the mark before, on
-    average; nothing of one whose values were not used."""
-    before = taken[mark - 1]["behind"] if mark > 0 else {}
+    average; nothing of one whose values were not used, and nothing of what was before the start."""
+    if mark == 0:
+        return
+    before = taken[mark - 1]["behind"]
     for peer, (uses, total) in taken[mark]["behind"].items():
         uses_before, total_before = before.get(peer, (0, 0))
         if uses > uses_before:

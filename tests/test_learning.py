@@ -113,10 +113,8 @@ def test_batch_sizes_are_those_of_ranks_and_part_of_a_trial(read):
     change = {"learn": learn, "world_sizes": [2], "baseline": True}
     trials = {trial.algorithm: trial for trial in read(change).trials()}
     trial = trials["asyncddp"]
-    assert [trial.learn.batch_size_of(rank, trial.batch_size) for rank in (0, 1)] == [4, 1]
-    assert trials["none"].learn.batch_size_of(0, trials["none"].batch_size) == 2
-    assert (trial.batch, trial.global_batch) == ("4,1", 5)
-    assert (trials["none"].batch, trials["none"].global_batch) == ("2", 2)
+    assert (trial.batch, trial.rank_batches) == ("4,1", (4, 1))
+    assert (trials["none"].batch, trials["none"].rank_batches) == ("2", (2,))
     assert Trial.from_json(json.loads(json.dumps(trial.to_json()))) == trial
     equal = dataclasses.replace(trial, learn=dataclasses.replace(trial.learn, batch_sizes=None))
     assert equal.hash != trial.hash

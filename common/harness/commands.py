@@ -206,7 +206,7 @@ def _print_plan(
         options = ", ".join(f"{key}={value}" for key, value in trial.options.items())
         print(
             f"    {trial.measure.repeats} repeats, global batch "
-            f"{trial.global_batch}, {trial.dtype}, {trial.backend}, "
+            f"{sum(trial.rank_batches)}, {trial.dtype}, {trial.backend}, "
             f"{trial.threads_per_rank} threads per rank"
             + (f", {trial.hosts} virtual hosts on {trial.network}" if trial.hosts else "")
             + (f"; {options}" if options else "")

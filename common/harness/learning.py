@@ -84,7 +84,7 @@ class _Session:
             self._batches = Batches(
                 trial.learn,
                 train,
-                batch_size=trial.learn.batch_size_of(dear.rank(), trial.batch_size),
+                batch_size=trial.rank_batches[dear.rank()],
                 seed=trial.seed,
                 rank=dear.rank(),
                 size=dear.size(),

@@ -55,10 +55,6 @@ class LearnConfig:
                 if getattr(self, field) != LearnConfig.__dataclass_fields__[field].default:
                     raise UserError(f"learn.{field}: goes with learn.data=mnist or digits")
 
-    def batch_size_of(self, rank: int, model: int) -> int:
-        """Samples per step of a rank, of `model` where there is no list."""
-        return model if self.batch_sizes is None else self.batch_sizes[rank]
-
     @property
     def marks(self) -> tuple[float, ...]:
         """The times of the copies in seconds of training, 0 and the end among them."""

@@ -116,8 +116,8 @@ class Trial:
         for key in ("learn", "data_digest"):  # later than the first records
             if values[key] is None:
                 del values[key]
-        if values.get("learn", {}).get("batch_sizes", 0) is None:
-            del values["learn"]["batch_sizes"]
+        if self.learn is not None and self.learn.batch_sizes is None:
+            del values["learn"]["batch_sizes"]  # later than the first records that learn
         text = json.dumps(values, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
@@ -137,16 +137,16 @@ class Trial:
         return text if self.fault is None else f"{text}, {Fault(**self.fault).title}"
 
     @property
-    def batch(self) -> str:
-        """Samples per step and rank; of each rank where they differ."""
-        sizes = self.learn.batch_sizes if self.learn is not None else None
-        return str(self.batch_size) if sizes is None else ",".join(map(str, sizes))
+    def rank_batches(self) -> tuple[int, ...]:
+        """Samples per step of each rank."""
+        given = self.learn.batch_sizes if self.learn is not None else None
+        return given or (self.batch_size,) * self.world_size
 
     @property
-    def global_batch(self) -> int:
-        """Samples per step of all ranks."""
-        sizes = self.learn.batch_sizes if self.learn is not None else None
-        return self.batch_size * self.world_size if sizes is None else sum(sizes)
+    def batch(self) -> str:
+        """For people: samples per step and rank; of each rank if `learn.batch_sizes` says so."""
+        given = self.learn is not None and self.learn.batch_sizes
+        return ",".join(map(str, given or (self.batch_size,)))
 
     @property
     def hosts(self) -> int | None:

@@ -27,9 +27,9 @@ from bench.memory import parsed_algorithm
 from bench.output import Output
 from bench.processes import run_ranks
 from common.harness.machine import machine_card
-from dear.algorithm import algorithm_class, algorithm_options
 from dear.errors import UserError, unknown
 from dear.options import at_least
+from dear.training.algorithm import algorithm_class, algorithm_options
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -107,7 +107,7 @@ def _losses(setup: Setup, name: str, options: dict[str, Any]) -> list[float]:
     import torch
 
     import dear
-    from dear import runtime
+    from dear.comm import runtime
 
     torch.set_num_threads(1)
     dear.init()

@@ -11,7 +11,7 @@ from common.harness import check
 from common.models import pace, replay
 from common.models.workload import Workload
 from common.profiling.profile import Call, Profile, ProfiledParameter
-from dear import runtime
+from dear.comm import runtime
 
 _SHAPES = {
     "scale": (3,),

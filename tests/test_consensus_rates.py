@@ -16,11 +16,11 @@ import torch
 from torch import nn
 
 import dear
-from dear import runtime
-from dear.group_schedule import TopologyReg
-from dear.mixing import mixing_rate
+from dear.comm import runtime
 from dear.topology import graph, matrix, splitting
-from dear.topology_dynamic import one_peer_machines, schedule
+from dear.topology.group_schedule import TopologyReg
+from dear.topology.mixing import mixing_rate
+from dear.topology.schedules import one_peer_machines, schedule
 
 NUMEL = 6
 SMALL, EXACT = 1e-3, 1e-6

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import dear
-from dear.delayed import PENDING
+from dear.algorithms.delayed._delayed import PENDING
 from dear.errors import UserError
 from tests import delayed
 

@@ -15,7 +15,7 @@ import pytest
 from common.harness.experiment_file import load
 from common.launch.job import Job
 from common.launch.local import LocalLauncher
-from dear.algorithm import algorithm_class
+from dear.training.algorithm import algorithm_class
 from tests.test_sweep import ENDLESS, Driver, alive, processes_of
 
 ROOT = Path(__file__).parents[1]

@@ -11,7 +11,7 @@ from common.harness.learning_config import LearnConfig
 from common.models.digits import Split
 from common.models.workload import Workload
 from dear.errors import UserError
-from dear.sampling import LocalStepRandomBatchSampler
+from dear.pace import LocalStepRandomBatchSampler
 
 
 class Batches:

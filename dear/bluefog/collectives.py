@@ -16,7 +16,7 @@ from dear.bluefog import handles
 from dear.bluefog.job import job
 from dear.bluefog.timeline import noted
 from dear.errors import UserError
-from dear.topology import from_matrix, matrix, uniform
+from dear.topology.graphs import from_matrix, matrix, uniform
 
 if TYPE_CHECKING:
     import numpy as np

@@ -8,19 +8,19 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from dear import runtime
 from dear.bluefog import handles
+from dear.comm import runtime
+from dear.comm.machines import Machines
+from dear.comm.neighbors import Exchange, Round
+from dear.comm.runtime_facts import ranks_per_machine
 from dear.errors import UserError
-from dear.machines import Machines
-from dear.mixing import check_connected, check_graph, check_nodes
-from dear.neighbors import Exchange, Round
-from dear.runtime_facts import ranks_per_machine
-from dear.topology import exponential, in_neighbors, matrix, out_neighbors, uniform
+from dear.topology.graphs import exponential, in_neighbors, matrix, out_neighbors, uniform
+from dear.topology.mixing import check_connected, check_graph, check_nodes
 
 if TYPE_CHECKING:
     import networkx as nx
 
-    from dear.communicator import Communicator
+    from dear.comm.communicator import Communicator
 
 log = logging.getLogger("dear")
 

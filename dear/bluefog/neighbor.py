@@ -17,8 +17,8 @@ import torch
 from dear.bluefog import handles
 from dear.bluefog.job import job
 from dear.bluefog.timeline import noted
+from dear.comm.neighbors import Round, check_weights
 from dear.errors import UserError
-from dear.neighbors import Round, check_weights
 
 Targets = Mapping[int, float] | Sequence[int]
 

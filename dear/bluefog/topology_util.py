@@ -1,4 +1,4 @@
-"""BlueFog's names for the topologies of `dear.topology` and `dear.topology_dynamic`."""
+"""BlueFog's names for the topologies of `dear.topology.graphs` and `dear.topology.schedules`."""
 
 # ruff: noqa: N802 - the names that BlueFog's users know
 
@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 from dear import topology, topology_dynamic
 from dear.errors import UserError
-from dear.mixing import is_equivalent as IsTopologyEquivalent  # noqa: N812
-from dear.mixing import is_regular as IsRegularGraph  # noqa: N812
-from dear.topology import exponential as ExponentialGraph  # noqa: N812
-from dear.topology import recv_weights as GetRecvWeights  # noqa: N812
-from dear.topology import send_weights as GetSendWeights  # noqa: N812
-from dear.topology import symmetric_exponential as SymmetricExponentialGraph  # noqa: N812
+from dear.topology.graphs import exponential as ExponentialGraph  # noqa: N812
+from dear.topology.graphs import recv_weights as GetRecvWeights  # noqa: N812
+from dear.topology.graphs import send_weights as GetSendWeights  # noqa: N812
+from dear.topology.graphs import symmetric_exponential as SymmetricExponentialGraph  # noqa: N812
+from dear.topology.mixing import is_equivalent as IsTopologyEquivalent  # noqa: N812
+from dear.topology.mixing import is_regular as IsRegularGraph  # noqa: N812
 
 if TYPE_CHECKING:
     import networkx as nx

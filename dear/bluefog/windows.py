@@ -18,9 +18,9 @@ import torch
 from dear.bluefog import handles
 from dear.bluefog.job import job
 from dear.bluefog.neighbor import Targets, factors
+from dear.comm.neighbors import check_weights
+from dear.comm.windows import NeighborWindow
 from dear.errors import UserError, unknown
-from dear.neighbors import check_weights
-from dear.windows import NeighborWindow
 
 win_poll = handles.poll
 

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch.distributed as dist
 
-from dear import farewell, runtime
+from dear.comm import farewell, runtime
 from dear.comm.farewell import Farewell
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from dear import rendezvous
+from dear.comm import rendezvous
 from dear.comm.environment import RankFacts
 from dear.comm.rendezvous import MeetingPoint, meet, meeting_point
 from dear.comm.roll_call import call_roll
@@ -101,7 +101,7 @@ def test_ranks_meet_in_a_file_as_often_as_they_like(tmp_path, monkeypatch):
 
 STRANGER = """
 import os, sys
-from dear import rendezvous
+from dear.comm import rendezvous
 from dear.comm.environment import RankFacts
 from dear.errors import UserError
 rendezvous.HELD_PORT_S = 1.0

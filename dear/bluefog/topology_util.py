@@ -7,8 +7,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from dear import topology, topology_dynamic
+from dear import topology
 from dear.errors import UserError
+from dear.topology import schedules as topology_dynamic
 from dear.topology.graphs import exponential as ExponentialGraph  # noqa: N812
 from dear.topology.graphs import recv_weights as GetRecvWeights  # noqa: N812
 from dear.topology.graphs import send_weights as GetSendWeights  # noqa: N812

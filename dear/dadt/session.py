@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 
 from dear.comm import runtime
-from dear.comm.backends import prepare
-from dear.comm.communicator import Communicator
+from dear.comm.communicator import Communicator, prepare
 from dear.dadt.cycles import Cycles
 from dear.dadt.named_execution import Execution
 from dear.dadt.named_requests import NAMES, Request

@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from common.models import pace
 from common.models.pace import Brake, Pace
 from dear.errors import UserError
 

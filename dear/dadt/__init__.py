@@ -20,17 +20,15 @@ import torch
 from dear.algorithms.delayed.dadt import Dadt
 from dear.buckets.grouping import MIB
 from dear.comm import runtime
-from dear.dadt.dadt_calls import (
+from dear.dadt.session import (
     all_reduce,
     all_reduce_async,
+    barrier,
     broad_cast,
     coo_all_reduce,
     coo_all_reduce_async,
-    flush,
-)
-from dear.dadt.dadt_job import (
-    barrier,
     current,
+    flush,
     init,
     initialize,
     initialized,

@@ -50,7 +50,7 @@ class GroupMixing(Neighborhood):
         if "nccl" in communicator.backend:
             # NCCL's first call on a group must be one of all its ranks; an exchange is not.
             torch.distributed.barrier(communicator.groups[CHANNEL])
-        from dear.comm.subgroups import sub_communicators  # needs torch
+        from dear.comm.communicator import sub_communicators  # needs torch
 
         steps = range(topology.period)
         larger = [

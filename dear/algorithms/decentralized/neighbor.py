@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 from dear.comm.machines import Machines
 from dear.comm.mixers import GraphMixer, MachineMixer, Mixer, Rounds
 from dear.comm.neighbors import Round
-from dear.comm.runtime_facts import ranks_per_machine
+from dear.comm.runtime import ranks_per_machine
 from dear.cost.bounds import Bound
 from dear.errors import UserError
 from dear.options import at_least, option_of

@@ -10,7 +10,7 @@ from dear.buckets.carriers import Payloads, make_carrier
 from dear.buckets.compression import CompressedOptions, HalfOptions, share_of
 from dear.buckets.compressors import make_compressor
 from dear.buckets.grouping import FlatBuffer
-from dear.cost.cost_measurement import measured_costs
+from dear.cost.collectives import measured_costs
 from dear.lazy import torch
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dear.buckets.grouping import MIB
-from dear.comm.interfaces import address_of
+from dear.comm.runtime import address_of
 from dear.errors import UserError
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from dear.algorithms.synchronous._scheduler import OrderedIssuer, planned_order, slices
 from dear.buckets.carriers import Carrier, make_carrier
 from dear.buckets.compression import HalfOptions, share_of
-from dear.cost.cost_measurement import measured_costs
+from dear.cost.collectives import measured_costs
 from dear.training.backward_times import BackwardProfile, LayerTimes
 from dear.training.deferred import DeferredEngine
 

@@ -10,8 +10,7 @@ from dear.algorithms.synchronous._merged import merge_gradients
 from dear.buckets.compression import CompressedOptions, share_of
 from dear.buckets.grouping import MIB
 from dear.buckets.merging import by_total, greedy, optimal
-from dear.cost.collectives import table_costs
-from dear.cost.cost_measurement import measured_costs
+from dear.cost.collectives import measured_costs, table_costs
 from dear.errors import UserError
 from dear.options import at_least, only_with
 from dear.training.algorithm import Algorithm, Capabilities

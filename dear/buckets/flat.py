@@ -1,4 +1,4 @@
-"""Parameters and gradients side by side in flat memory, which collectives read and write in place."""
+"""torch.nn.Parameters and gradients side by side in flat memory, which collectives read and write in place."""
 
 from __future__ import annotations
 
@@ -6,23 +6,17 @@ import ctypes
 import functools
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
-from dear.buckets.grouping import padded
+from dear.comm.communicator import Communicator, buffer, padded
 from dear.errors import UserError
 from dear.lazy import torch
-
-if TYPE_CHECKING:
-    from torch.nn import Parameter
-
-    from dear.comm.communicator import Communicator
 
 ARENA_BYTES = 16 * 2**20
 ALIGNMENT_BYTES = 64
 
 
 class Bucket:
-    """Parameters that travel together: their values in flat memory, their gradients, or both.
+    """torch.nn.Parameters that travel together: their values in flat memory, their gradients, or both.
 
     Values and gradients lie in one order, each parameter's in its own memory order, so that a
     collective moves a bucket as one tensor and an optimizer sees every parameter by itself.
@@ -45,7 +39,7 @@ class Bucket:
 
     def __init__(
         self,
-        params: Sequence[Parameter],
+        params: Sequence[torch.nn.Parameter],
         *,
         values: torch.Tensor | None = None,
         gradients: torch.Tensor | None = None,
@@ -106,7 +100,7 @@ class Bucket:
                 else:
                     torch.div(param.grad, divisor, out=view)
 
-    def means(self) -> dict[Parameter, torch.Tensor | None]:
+    def means(self) -> dict[torch.nn.Parameter, torch.Tensor | None]:
         """What a collective made of what was packed; None where no rank has a gradient."""
         if self._all_present:  # then no mark can be 0, and the device need not be asked
             return dict(zip(self.params, self.gradient_views, strict=True))
@@ -133,7 +127,7 @@ class Bucket:
         self._versions: list[int] = []
         self._sampled: torch.Tensor | None = None
 
-    def changed(self) -> Parameter | None:
+    def changed(self) -> torch.nn.Parameter | None:
         """A parameter whose gradient is another, or has been written to, since `note`."""
         for param, seen, version in zip(self.params, self._seen, self._versions, strict=False):
             if param.grad is not seen or (seen is not None and seen._version != version):
@@ -223,7 +217,7 @@ class Bucket:
                     param.data = piece
 
 
-def adopt(param: Parameter, view: torch.Tensor) -> None:
+def adopt(param: torch.nn.Parameter, view: torch.Tensor) -> None:
     """Makes `view` the gradient of `param`, with the values of the one it has."""
     gradient = param.grad
     if gradient is not view:
@@ -239,7 +233,7 @@ def shaped(flat: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Tensor:
     return piece.view(like.shape)
 
 
-def refuse_changed(param: Parameter | None) -> None:
+def refuse_changed(param: torch.nn.Parameter | None) -> None:
     """Raises `UserError` if there is one: the parameter whose gradient has been changed."""
     if param is not None:
         raise UserError(
@@ -250,7 +244,7 @@ def refuse_changed(param: Parameter | None) -> None:
 
 
 def flatten(
-    groups: Sequence[Sequence[Parameter]], communicator: Communicator, *, values: bool
+    groups: Sequence[Sequence[torch.nn.Parameter]], communicator: Communicator, *, values: bool
 ) -> list[Bucket]:
     """A bucket per group that adopts gradients and, if asked for, holds values.
 
@@ -258,7 +252,7 @@ def flatten(
     multiple of the world size.
     """
     result: list[Bucket] = []
-    waiting: list[Sequence[Parameter]] = []
+    waiting: list[Sequence[torch.nn.Parameter]] = []
 
     def lay_out_waiting() -> None:
         result.extend(_lay_out(waiting, communicator, values))
@@ -275,7 +269,7 @@ def flatten(
     return result
 
 
-def packed_bucket(params: Sequence[Parameter], world_size: int) -> Bucket:
+def packed_bucket(params: Sequence[torch.nn.Parameter], world_size: int) -> Bucket:
     """A bucket that copies gradients, in ordinary memory, padded to a multiple of the world."""
     like = params[0]
     numel = padded(sum(param.numel() for param in params) + len(params), world_size)
@@ -284,7 +278,7 @@ def packed_bucket(params: Sequence[Parameter], world_size: int) -> Bucket:
 
 
 def packed_buckets(
-    groups: Sequence[Sequence[Parameter]], communicator: Communicator
+    groups: Sequence[Sequence[torch.nn.Parameter]], communicator: Communicator
 ) -> list[Bucket]:
     """A bucket per group that copies gradients, in memory that the backend reads in place.
 
@@ -306,7 +300,7 @@ def packed_buckets(
 
 
 def value_bucket(
-    params: Sequence[Parameter],
+    params: Sequence[torch.nn.Parameter],
     communicator: Communicator,
     *,
     viewed: bool = True,
@@ -329,17 +323,8 @@ def value_bucket(
     return Bucket(params, values=memory(), spare=memory() if spare else None, viewed=viewed)
 
 
-def buffer(like: torch.Tensor, numel: int, communicator: Communicator) -> torch.Tensor:
-    """A zeroed flat buffer of the kind of `like`, in memory that the backend reads in place."""
-    if communicator.native and like.device.type == "cpu":
-        import comm_core  # not at the top: other backends do without it
-
-        return comm_core.empty(numel, dtype=like.dtype)
-    return torch.zeros(numel, dtype=like.dtype, device=like.device)
-
-
 def _lay_out(
-    groups: Sequence[Sequence[Parameter]], communicator: Communicator, values: bool
+    groups: Sequence[Sequence[torch.nn.Parameter]], communicator: Communicator, values: bool
 ) -> list[Bucket]:
     if not groups:
         return []
@@ -368,7 +353,7 @@ def _kind(tensor: torch.Tensor) -> tuple[torch.dtype, torch.device]:
     return tensor.dtype, tensor.device
 
 
-def _sample(params: Sequence[Parameter]) -> torch.Tensor | None:
+def _sample(params: Sequence[torch.nn.Parameter]) -> torch.Tensor | None:
     """Some bytes of the last gradient; as bytes, so that nan equals nan."""
     for param in reversed(params):
         gradient = param.grad

@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from dear.buckets.flat import ALIGNMENT_BYTES, buffer, shaped
-from dear.buckets.grouping import MIB, padded
+from dear.buckets.flat import ALIGNMENT_BYTES, shaped
+from dear.buckets.grouping import MIB
 from dear.buckets.ready_groups import ready_groups
 from dear.buckets.run_order import RunOrder, agree
 from dear.buckets.sparse import SparseSum, gather_entries

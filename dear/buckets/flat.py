@@ -1,4 +1,4 @@
-"""torch.nn.Parameters and gradients side by side in flat memory, which collectives read and write in place."""
+"""Flat memory of parameters and gradients, which collectives read and write in place."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ALIGNMENT_BYTES = 64
 
 
 class Bucket:
-    """torch.nn.Parameters that travel together: their values in flat memory, their gradients, or both.
+    """Parameters that travel together: values in flat memory, gradients, or both.
 
     Values and gradients lie in one order, each parameter's in its own memory order, so that a
     collective moves a bucket as one tensor and an optimizer sees every parameter by itself.

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from dear.buckets.flat import Bucket, buffer
+from dear.buckets.flat import Bucket
+from dear.comm.communicator import buffer
 from dear.errors import UserError
 from dear.lazy import torch
 
@@ -29,9 +30,7 @@ class FlatValues(Bucket):
                 return buffer(like, numel, communicator)
             return torch.zeros(numel, dtype=like.dtype, device=like.device)
 
-        super().__init__(
-            params, values=memory(), spare=memory() if spare else None, viewed=viewed
-        )
+        super().__init__(params, values=memory(), spare=memory() if spare else None, viewed=viewed)
         self.viewed = viewed
 
     def new(self) -> torch.Tensor:

@@ -15,7 +15,7 @@ from dear.buckets.run_order import RunOrder, agree
 from dear.buckets.sparse import SparseSum, gather_entries
 from dear.buckets.unchanged import Unchanged, refuse_changed
 from dear.buckets.updates import with_gradients
-from dear.comm.communicator import Communicator, Work
+from dear.comm.communicator import Communicator, Work, buffer, padded
 from dear.errors import UserError
 from dear.lazy import torch
 from dear.options import at_least, positive

@@ -8,14 +8,14 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from dear.buckets.flat import ALIGNMENT_BYTES, buffer, shaped
-from dear.buckets.grouping import MIB, padded
+from dear.buckets.flat import ALIGNMENT_BYTES, shaped
+from dear.buckets.grouping import MIB
 from dear.buckets.ready_groups import ready_groups
 from dear.buckets.run_order import RunOrder, agree
 from dear.buckets.sparse import SparseSum, gather_entries
 from dear.buckets.unchanged import Unchanged, refuse_changed
 from dear.buckets.updates import with_gradients
-from dear.comm.communicator import Communicator, Work
+from dear.comm.communicator import Communicator, Work, buffer, padded
 from dear.errors import UserError
 from dear.lazy import torch
 from dear.options import at_least, positive

@@ -11,21 +11,22 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from dear.buckets.carriers import Carrier, make_carrier
 from dear.buckets.compression import HalfOptions, refuse_types, share_of
+from dear.buckets.flat import packed_bucket
 from dear.buckets.grouping import MIB, fuse, layers
 from dear.buckets.merging import Cost
+from dear.buckets.updates import PartialUpdate, with_gradients
 from dear.cost.collectives import measured_costs
 from dear.errors import UserError
+from dear.lazy import torch
 from dear.options import at_least, positive
 from dear.training.algorithm import Algorithm, Capabilities
-from dear.training.alone import AloneEngine
 from dear.training.backward_times import BackwardProfile, LayerTimes
-from dear.training.deferred import DeferredEngine
 from dear.training.engine import distribute, refuse_lbfgs, trained_parameters
+from dear.training.gradients import DeferredEngine
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    import torch
     from torch.nn import Module, Parameter
     from torch.optim import Optimizer
 
@@ -92,19 +93,12 @@ class ByteScheduler(Algorithm):
         params = trained_parameters(model, optimizer)
         refuse_types(params, options)
         queues = _queues(options, communicator)
-        if communicator.size == 1:
-            return model, distribute(optimizer, AloneEngine(model, communicator))
-        engine = PartitionedEngine(
-            model,
-            optimizer,
-            communicator,
-            fuse(layers(model, params), threshold=0),
-            partition_bytes=options.partition_mb * MIB,
-            queues=queues,
-            options=options,
-            profile_steps=options.profile_steps,
-        )
-        return model, distribute(optimizer, engine)
+
+        def engine() -> PartitionedEngine:
+            groups = fuse(layers(model, params), threshold=0)
+            return PartitionedEngine(model, optimizer, communicator, groups, queues, options)
+
+        return model, distribute(optimizer, engine, communicator)
 
 
 def _queues(options: ByteScheduler.Options, communicator: Communicator) -> Queues:
@@ -158,26 +152,29 @@ class PartitionedEngine(DeferredEngine):
         optimizer: Optimizer,
         communicator: Communicator,
         groups: Sequence[Sequence[Parameter]],
-        *,
-        partition_bytes: float,
         queues: Queues,
-        options: HalfOptions,
-        profile_steps: int,
+        options: ByteScheduler.Options,
     ) -> None:
-        self._members = [param for params in groups for param in params]
+        members = [param for params in groups for param in params]
         # Before everything else that watches gradients, so that its times are of the pass alone.
-        self._times: LayerTimes | None = LayerTimes(model, self._members, communicator)
-        last_first = list(reversed(range(len(groups))))
-        super().__init__(model, optimizer, communicator, groups, [last_first])
+        self._times: LayerTimes | None = LayerTimes(model, members, communicator)
+        super().__init__(model, optimizer, communicator, members, [members])
+        self.buckets = [packed_bucket(params, communicator.size) for params in groups]
+        self._units = [list(reversed(range(len(groups))))]
+        """Buckets that are sent together."""
+        self._in_pass = False
+        self._update = PartialUpdate(optimizer, type(optimizer))
+        self.readers.set_groups(groups)
+        self.hooks.before_forward(model.modules(), self.before_forward)
         self._queues = queues
-        self._steps_left = profile_steps
+        self._steps_left = options.profile_steps
         self._partitions: list[Partition] = []
         self._tasks_of: list[list[int]] = []
         """The partitions of each group."""
-        for index, group in enumerate(self.groups):
-            data = group.buffer.data
+        for index, bucket in enumerate(self.buckets):
+            data = bucket.gradients
             width = data.element_size() * share_of(options, data.element_size())
-            limit = max(1, int(partition_bytes // width))
+            limit = max(1, int(options.partition_mb * MIB // width))
             cut = [
                 Partition(group=index, offset=o, length=n, nbytes=int(n * width))
                 for o, n in slices(data.numel(), limit)
@@ -190,7 +187,7 @@ class PartitionedEngine(DeferredEngine):
         ]
         self._works: dict[int, Work] = {}
         """Started and not yet waited for."""
-        self._queued = [False] * len(self.groups)
+        self._queued = [False] * len(self.buckets)
         """Handed to an issuer, which may not have started it yet."""
         self._issuers: list[OrderedIssuer[int]] = []
         self._orders: list[list[int]] = []
@@ -201,27 +198,70 @@ class PartitionedEngine(DeferredEngine):
         # Queue 0 of the communicator is left to everything else.
         communicator.ensure_channels(queues.levels + 1)
 
-    def step(self, update: Callable[[], Any]) -> Any:
-        result = super().step(update)
+    def ready(self, unit: int) -> None:
+        if not self._in_pass:
+            self._in_pass = True
+            self.averaged = False
+            # Layers that did not run since the last step; and a pass that this one supersedes.
+            self.settle()
+            for index in range(len(self.buckets)):
+                self._await(index)
+            for issuer, order in zip(self._issuers, self._orders, strict=True):
+                issuer.begin(order, self._sizes)
+        for index in self._units[unit]:
+            self.buckets[index].pack()
+            self.buckets[index].note()
+            self._send(index)
+
+    def passed(self) -> None:
+        self._in_pass = False
+
+    def drop(self) -> None:
+        if not self._in_pass:
+            return
+        self._in_pass = False
+        for issuer in self._issuers:
+            issuer.drop()
+        self._queued = [False] * len(self.buckets)
+        while self._works:
+            self._works.popitem()[1].wait()
+
+    def arrive(self) -> None:
+        for param, gradient in self._means().items():
+            param.grad = None if gradient is None else gradient.clone()
+
+    def apply(self, update: Callable[[], Any]) -> Any:
+        if not self._update.possible():
+            return with_gradients(self._means(), update)
+        self._update.note()
+        self.pending = set(range(len(self.buckets)))
+        self.finish_unread()
+        return None
+
+    def finish(self, index: int) -> None:
+        self._update.run(self._mean(index))
+
+    def stepped(self) -> None:
         if self._times is not None:
             self._steps_left -= 1
             if self._steps_left == 0:
                 self._make_plan(self._times.stop())
                 self._times = None
-        return result
 
     def close(self) -> None:
         super().close()
+        for index in range(len(self.buckets)):  # a pass without a step may be under way
+            self._await(index)
         if self._times is not None:
             self._times.stop()
 
     def _make_plan(self, profile: BackwardProfile | None) -> None:
         communicator = self.communicator
         # The measurement must have the wire for itself.
-        for index in range(len(self.groups)):
+        for index in range(len(self.buckets)):
             self._await(index)
-        cost = measured_costs(communicator, "all_reduce", self.groups[0].buffer.data.device)
-        uses = self.first_uses()
+        cost = measured_costs(communicator, "all_reduce", self.buckets[0].gradients.device)
+        uses = self._first_uses()
         arrivals = self._group_arrivals(profile)
         priorities = [0.0] * len(self._partitions)
         for place, group in enumerate(uses):
@@ -235,7 +275,7 @@ class PartitionedEngine(DeferredEngine):
             credit=min(self._queues.credit, max(self._sizes.values())),
             cost=cost,
         )
-        launched = sorted(range(len(self.groups)), key=lambda group: (arrivals[group], -group))
+        launched = sorted(range(len(self.buckets)), key=lambda group: (arrivals[group], -group))
         uses, order, launched = communicator.broadcast_object((uses, order, launched))
         self._level_of = self._levels(uses)
         for level in range(self._queues.levels):
@@ -243,16 +283,25 @@ class PartitionedEngine(DeferredEngine):
                 [task for task in order if self._level_of[self._partitions[task].group] == level]
             )
             self._issuers.append(OrderedIssuer(self._issue, self._queues.credit))
-        self.send_early(launched)
+        # From the next pass on, buckets are sent one by one as they are complete.
+        self._units = [[index] for index in range(len(self.buckets))]
+        self.schedule.regroup([bucket.params for bucket in self.buckets], launched)
+
+    def _first_uses(self) -> list[int]:
+        """Buckets as the first forward passes read them; those never seen come last."""
+        bucket_of = {param: i for i, bucket in enumerate(self.buckets) for param in bucket.params}
+        order = dict.fromkeys(bucket_of[param] for param in self.readers.order())
+        order.update(dict.fromkeys(range(len(self.buckets))))
+        return list(order)
 
     def _group_arrivals(self, profile: BackwardProfile | None) -> list[float]:
         if profile is None:  # this rank has not run a backward pass
-            return [0.0] * len(self.groups)
+            return [0.0] * len(self.buckets)
         arrival = {
-            self._members[index]: seconds
+            self.params[index]: seconds
             for index, seconds in zip(profile.order, profile.arrivals_s, strict=True)
         }
-        return [max(arrival[param] for param in group.buffer.params) for group in self.groups]
+        return [max(arrival[param] for param in bucket.params) for bucket in self.buckets]
 
     def _levels(self, uses: Sequence[int]) -> list[int]:
         """Neighbours in the order of use share a level; levels have about equal bytes."""
@@ -266,10 +315,6 @@ class PartitionedEngine(DeferredEngine):
             )
             before += size
         return levels
-
-    def _begin_pass(self) -> None:
-        for issuer, order in zip(self._issuers, self._orders, strict=True):
-            issuer.begin(order, self._sizes)
 
     def _send(self, index: int) -> None:
         if not self._issuers:
@@ -294,7 +339,7 @@ class PartitionedEngine(DeferredEngine):
         return self._carriers[task].send(piece, channel=channel, priority=priority)
 
     def _piece(self, part: Partition) -> torch.Tensor:
-        return self.groups[part.group].buffer.data.narrow(0, part.offset, part.length)
+        return self.buckets[part.group].gradients.narrow(0, part.offset, part.length)
 
     def _await(self, index: int) -> None:
         for task in self._tasks_of[index]:
@@ -308,12 +353,16 @@ class PartitionedEngine(DeferredEngine):
                 self._carriers[task].receive(self._piece(self._partitions[task]))
         self._queued[index] = False
 
-    def _drop(self) -> None:
-        for issuer in self._issuers:
-            issuer.drop()
-        self._queued = [False] * len(self.groups)
-        while self._works:
-            self._works.popitem()[1].wait()
+    def _mean(self, index: int) -> dict[Parameter, torch.Tensor | None]:
+        with torch.inference_mode(False):
+            self._await(index)
+            return self.buckets[index].means()
+
+    def _means(self) -> dict[Parameter, torch.Tensor | None]:
+        means: dict[Parameter, torch.Tensor | None] = {}
+        for index in range(len(self.buckets)):
+            means |= self._mean(index)
+        return means
 
 
 Task = TypeVar("Task")

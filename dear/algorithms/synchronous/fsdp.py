@@ -7,16 +7,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from dear.algorithms.synchronous.wfbp import GradientAverager
 from dear.buckets.compression import HalfOptions, refuse_types, wire_dtype
 from dear.buckets.grouping import MIB
 from dear.errors import UserError
 from dear.lazy import torch
 from dear.options import at_least
 from dear.training.algorithm import Algorithm, Capabilities
-from dear.training.alone import AloneEngine
-from dear.training.backward import BackwardSchedule
 from dear.training.engine import Engine, distribute, trained_parameters
-from dear.training.gradients import GradientAverager
+from dear.training.gradients import BackwardSchedule
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -77,18 +76,19 @@ class Fsdp(Algorithm):
             )
         params = trained_parameters(model, optimizer)
         refuse_types(params, options)
-        if communicator.size == 1:
-            return model, distribute(optimizer, AloneEngine(model, communicator))
-        sharded = ShardedModel(
-            model,
-            params,
-            communicator,
-            min_bytes=options.min_mb * MIB,
-            keep=options.stage == 2,
-            reduce_dtype=wire_dtype(options.compression),
-        )
-        engine = _FsdpEngine(model, optimizer, communicator, sharded, options)
-        return model, distribute(optimizer, engine)
+
+        def engine() -> _FsdpEngine:
+            sharded = ShardedModel(
+                model,
+                params,
+                communicator,
+                min_bytes=options.min_mb * MIB,
+                keep=options.stage == 2,
+                reduce_dtype=wire_dtype(options.compression),
+            )
+            return _FsdpEngine(model, optimizer, communicator, sharded, options)
+
+        return model, distribute(optimizer, engine, communicator)
 
 
 class _FsdpEngine(Engine):

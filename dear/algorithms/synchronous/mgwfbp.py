@@ -4,24 +4,23 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from dear.buckets.carriers import Payloads, make_carrier
 from dear.buckets.compression import CompressedOptions, HalfOptions, refuse_types, share_of
 from dear.buckets.compressors import make_compressor
-from dear.buckets.grouping import MIB, FlatBuffer, fuse
+from dear.buckets.flat import packed_bucket
+from dear.buckets.grouping import MIB, fuse
 from dear.buckets.merging import Plan, by_total, greedy, optimal
 from dear.cost.collectives import measured_costs, table_costs
 from dear.errors import UserError
 from dear.lazy import torch
 from dear.options import at_least, only_with
 from dear.training.algorithm import Algorithm, Capabilities
-from dear.training.alone import AloneEngine
-from dear.training.backward import BackwardSchedule
 from dear.training.backward_times import BackwardProfile, LayerTimes
-from dear.training.engine import Engine, distribute, trained_parameters
+from dear.training.engine import distribute, trained_parameters
+from dear.training.gradients import GradientEngine
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -137,7 +136,7 @@ def _cost(
 PROFILING_MB = 25
 
 
-class MergedEngine(Engine):
+class MergedEngine(GradientEngine):
     """Averages groups of gradients as they arrive; the groups are found while the first steps run.
 
     In the first `profile_steps` steps everything is sent when the backward pass has ended, so that
@@ -159,7 +158,6 @@ class MergedEngine(Engine):
         plan: Planner,
         options: Any,
     ) -> None:
-        super().__init__(model, communicator)
         self._params = list(params)
         self._plan = plan
         self._options = options
@@ -170,52 +168,23 @@ class MergedEngine(Engine):
             ReducedExchange(group, communicator, HalfOptions()) for group in first
         ]
         self._started: list[Exchange] = []
-        self._schedule = BackwardSchedule(
-            self.hooks,
-            [self._params],
-            communicator,
-            launch=self._launch,
-            finish=self._finish,
-            learn=False,
-        )
+        super().__init__(model, communicator, [self._params])
 
-    def _launch(self, unit: int) -> None:
+    def ready(self, unit: int) -> None:
         # Before there is a plan, the only unit is the whole model.
         chosen = self._exchanges if self._times is not None else [self._exchanges[unit]]
         for exchange in chosen:
             exchange.start()
             self._started.append(exchange)
 
-    def _finish(self) -> None:
+    def passed(self) -> None:
         for exchange in self._started:
             exchange.finish()
         self._started.clear()
 
-    def step(self, update: Callable[[], Any]) -> Any:
-        self._schedule.run_if_missing()
-        self._schedule.restart()
-        result = update()
-        self._count_step()
-        return result
-
-    def step_closure(self, update: Callable[[Callable[[], Any]], Any], closure: Any) -> Any:
-        self._schedule.restart()
-        result = update(closure)
-        self._count_step()
-        return result
-
-    def synchronize(self) -> None:
-        """Averages what was accumulated under `no_sync`; the rest `backward()` has averaged."""
-        if self._schedule.unsent:
-            self._schedule.run_if_missing()
-
-    def forget(self) -> None:
+    def drop(self) -> None:
         while self._started:
             self._started.pop().drop()
-        self._schedule.forget()
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        return self._schedule.paused()
 
     def close(self) -> None:
         super().close()
@@ -226,9 +195,9 @@ class MergedEngine(Engine):
         """The planned groups in the order in which they are sent; None before there is a plan."""
         if self._times is not None:
             return None
-        return [exchange.buffer.params for exchange in self._exchanges]
+        return [exchange.bucket.params for exchange in self._exchanges]
 
-    def _count_step(self) -> None:
+    def stepped(self) -> None:
         if self._times is None:
             return
         self._steps_left -= 1
@@ -247,8 +216,8 @@ class MergedEngine(Engine):
             make_exchange([params[i] for i in group], self.communicator, self._options)
             for group in groups
         ]
-        units = [exchange.buffer.params for exchange in self._exchanges]
-        self._schedule.regroup(units, range(len(units)))
+        units = [exchange.bucket.params for exchange in self._exchanges]
+        self.schedule.regroup(units, range(len(units)))
 
 
 def merge_gradients(
@@ -261,16 +230,11 @@ def merge_gradients(
     """
     params = trained_parameters(model, optimizer)
     refuse_types(params, options)
-    if communicator.size == 1:
-        return distribute(optimizer, AloneEngine(model, communicator))
-    engine = MergedEngine(
-        model,
-        communicator,
-        params,
-        plan=plan,
-        options=options,
-    )
-    return distribute(optimizer, engine)
+
+    def engine() -> MergedEngine:
+        return MergedEngine(model, communicator, params, plan=plan, options=options)
+
+    return distribute(optimizer, engine, communicator)
 
 
 def _unknown(count: int) -> BackwardProfile:
@@ -284,12 +248,12 @@ class Exchange(ABC):
     """Averages the gradients of one group; made anew when the groups change."""
 
     def __init__(self, params: Sequence[Parameter], communicator: Communicator) -> None:
-        self.buffer = FlatBuffer(params, communicator.size)
+        self.bucket = packed_bucket(params, communicator.size)
         self._work: Work | None = None
 
     def start(self) -> None:
         """Takes the gradients there are and sends them."""
-        self.buffer.pack()
+        self.bucket.pack()
         self._work = self._send()
 
     def drop(self) -> None:
@@ -299,10 +263,10 @@ class Exchange(ABC):
             self._work = None
 
     def finish(self) -> None:
-        """Lets each `p.grad` be the mean, a view of the buffer; None where no rank has one."""
+        """Lets each `p.grad` be the mean, a view of the bucket; None where no rank has one."""
         self.drop()
         self._receive()
-        for param, gradient in self.buffer.gradients():
+        for param, gradient in self.bucket.means().items():
             param.grad = gradient
 
     @abstractmethod
@@ -310,11 +274,11 @@ class Exchange(ABC):
 
     @abstractmethod
     def _receive(self) -> None:
-        """Leaves the means and the marks in the buffer."""
+        """Leaves the means and the marks in the bucket."""
 
 
 class ReducedExchange(Exchange):
-    """One all-reduce of the buffer with its marks, in its own type or in half precision."""
+    """One all-reduce of the bucket with its marks, in its own type or in half precision."""
 
     def __init__(
         self,
@@ -323,13 +287,13 @@ class ReducedExchange(Exchange):
         options: CompressedOptions | HalfOptions,
     ) -> None:
         super().__init__(params, communicator)
-        self._carrier = make_carrier(options, communicator, self.buffer.data)
+        self._carrier = make_carrier(options, communicator, self.bucket.gradients)
 
     def _send(self) -> Work:
-        return self._carrier.send(self.buffer.data)
+        return self._carrier.send(self.bucket.gradients)
 
     def _receive(self) -> None:
-        self._carrier.receive(self.buffer.data)
+        self._carrier.receive(self.bucket.gradients)
 
 
 class GatheredExchange(Exchange):
@@ -343,19 +307,19 @@ class GatheredExchange(Exchange):
     ) -> None:
         super().__init__(params, communicator)
         sizes = [param.numel() for param in params]
-        data = self.buffer.data
+        data = self.bucket.gradients
         self._gradients = data[: sum(sizes)]
         compressor = make_compressor(options, sum(sizes), data.dtype, data.device)
         self._carrier = Payloads(communicator, compressor, sizes)
 
     def _send(self) -> Work:
-        present = [param.grad is not None for param in self.buffer.params]
+        present = [param.grad is not None for param in self.bucket.params]
         return self._carrier.send(self._gradients, present)
 
     def _receive(self) -> None:
         self._carrier.receive(self._gradients)
-        used = torch.tensor(self._carrier.used, dtype=self.buffer.marks.dtype)
-        self.buffer.marks.copy_(used)
+        used = torch.tensor(self._carrier.used, dtype=self.bucket.marks.dtype)
+        self.bucket.marks.copy_(used)
 
 
 def make_exchange(

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from dear.comm.neighbors import Round
 from dear.errors import unknown
 from dear.options import option_of, positive
-from dear.topology.graphs import TOPOLOGIES, graph
-from dear.topology.mixing import check_graph
+from dear.topology.graphs import TOPOLOGIES, Name, check_graph, graph
 from dear.topology.traffic import Traffic
 from dear.training.algorithm import Options
 
@@ -20,16 +19,12 @@ if TYPE_CHECKING:
 
 BUCKET_MB = 25.0
 
-Topology = Literal[
-    "complete", "ring", "ring-left", "ring-right", "star", "mesh", "exp2", "symmetric-exp"
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class GraphOptions(Options):
     """Who averages with whom, and in what portions."""
 
-    topology: Topology = "exp2"
+    topology: Name = "exp2"
     """Static graph of the ranks, a name from `dear.topology`. `complete`: everybody with everybody.
     `ring`: both neighbours on a circle (`ring-left`, `ring-right`: one direction only). `star`:
     rank 0 with all. `mesh`: a 2-D grid. `exp2`: rank r sends to r + 1, 2, 4, ...; `symmetric-exp`:

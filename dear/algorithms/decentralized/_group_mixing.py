@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from dear.lazy import torch
 from dear.options import at_least
-from dear.topology.group_schedule import Edge, Topology
+from dear.topology.schedules import Edge, Topology
 from dear.training.neighborhood import Neighborhood
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from dear.algorithms.decentralized._group_mixing import GroupMixing
 from dear.errors import UserError
 from dear.options import at_least, positive
-from dear.topology.group_schedule import TopologyReg
+from dear.topology.schedules import TopologyReg
 from dear.topology.traffic import Traffic
 from dear.training.algorithm import Algorithm, Capabilities
 from dear.training.algorithm import Options as AlgorithmOptions
@@ -42,7 +42,7 @@ class Decentralized(Algorithm):
         topology: str = "complete"
         """`complete` (any world), `ring` (even worlds), `one-peer-exp` (2^k ranks),
         `alternating-exp-ring` (2^k nodes), or a name registered with
-        `dear.topology.group_schedule.TopologyReg`."""
+        `dear.topology.schedules.TopologyReg`."""
         bucket_mb: float = 25.0
         """Parameters travel in buckets below so many MB of 2^20 bytes."""
         update: UpdateIn = "backward"

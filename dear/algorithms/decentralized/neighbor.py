@@ -13,9 +13,8 @@ from dear.comm.runtime_facts import ranks_per_machine
 from dear.cost.bounds import Bound
 from dear.errors import UserError
 from dear.options import at_least, option_of
-from dear.topology.graphs import graph
-from dear.topology.mixing import check_graph
-from dear.topology.schedules import one_peer_machines, period, schedule
+from dear.topology.graphs import check_graph, graph
+from dear.topology.schedules import DynamicName, one_peer_machines, schedule
 from dear.topology.traffic import Traffic
 from dear.training.algorithm import Algorithm, Capabilities
 from dear.training.combining import AtcEngine, AwcEngine
@@ -27,8 +26,6 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from dear.comm.communicator import Communicator
-
-Dynamic = Literal["none", "one-peer-exp", "inner-outer-ring", "inner-outer-exp2"]
 
 
 class Neighbor(Algorithm):
@@ -50,7 +47,7 @@ class Neighbor(Algorithm):
         combine: Literal["atc", "awc"] = "awc"
         """`awc` averages the parameters that the gradient was computed at; `atc` averages after the
         update."""
-        dynamic: Dynamic = "none"
+        dynamic: DynamicName = "none"
         """A topology that changes from step to step takes the place of `topology`. `one-peer-exp`:
         one peer at distance 1, 2, 4, ... in turn; `inner-outer-ring`, `inner-outer-exp2`: one rank
         of each machine in turn exchanges with another machine, the others among themselves."""
@@ -143,7 +140,5 @@ def _traffic(options: Neighbor.Options, size: int, local_size: int) -> Traffic:
         ).between_machines(local_size)
     if options.dynamic == "none":
         return options.along_graph(size)
-    steps = period(options.dynamic, size, local_size)
-    return Traffic.scheduled(
-        lambda rank: schedule(options.dynamic, size, rank, local_size), size, steps
-    )
+    ranks = range(size)
+    return Traffic.scheduled([schedule(options.dynamic, size, r, local_size) for r in ranks])

@@ -14,8 +14,16 @@ from dear.comm.machines import Machines
 from dear.comm.neighbors import Exchange, Round
 from dear.comm.runtime import ranks_per_machine
 from dear.errors import UserError
-from dear.topology.graphs import exponential, in_neighbors, matrix, out_neighbors, uniform
-from dear.topology.mixing import check_connected, check_graph, check_nodes
+from dear.topology.graphs import (
+    check_connected,
+    check_graph,
+    check_nodes,
+    exponential,
+    in_neighbors,
+    matrix,
+    out_neighbors,
+    uniform,
+)
 
 if TYPE_CHECKING:
     import networkx as nx

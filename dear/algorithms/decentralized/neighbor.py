@@ -6,9 +6,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from dear.comm.machines import Machines
 from dear.comm.mixers import GraphMixer, MachineMixer, Mixer, Rounds
-from dear.comm.neighbors import Round
+from dear.comm.neighbors import Machines, Round
 from dear.comm.runtime_facts import ranks_per_machine
 from dear.cost.bounds import Bound
 from dear.errors import UserError

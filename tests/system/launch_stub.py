@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -21,8 +22,11 @@ from common.launch.job import Job  # noqa: E402
 from dear.comm.environment import rank_facts  # noqa: E402
 
 
+@dataclass(frozen=True, kw_only=True)
 class StubJob(Job):
     """A job whose workers are stubs."""
+
+    worker_module: str = ""
 
     @property
     def worker(self) -> list[str]:

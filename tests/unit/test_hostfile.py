@@ -9,7 +9,7 @@ import pytest
 from common.launch.hosts import Block, Host, blocks, read_hostfile
 from dear.errors import UserError
 
-CONFIGS = Path(__file__).parents[1] / "configs"
+CONFIGS = Path(__file__).parents[2] / "configs"
 CLUSTERS = sorted(CONFIGS.glob("cluster[0-9]*"))
 
 

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from common.launch import probe
+from common.launch import per_host
 from common.launch.hosts import Host
-from common.launch.launchers import make_launcher
+from common.launch.job import make_launcher
 from dear.errors import UserError
-from tests.launch_stub import StubJob, place, stub_job
-from tests.test_launch_tether import alive, wait_for
+from tests.system.launch_stub import StubJob, place, stub_job
+from tests.system.test_launch_node import alive, wait_for
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 AGENT = """
 import os, subprocess, sys, threading, time
@@ -94,8 +94,8 @@ def test_a_connection_that_breaks_ends_the_job_and_names_the_host(tmp_path, agen
     program = tmp_path / "program.py"
     program.write_text(
         "import dataclasses, json, sys\n"
-        "from tests.launch_stub import *\n"
-        "from tests.test_launch_ssh import ssh\n"
+        "from tests.system.launch_stub import *\n"
+        "from tests.system.test_launch_ssh import ssh\n"
         f"job = StubJob(folder=Path({str(job.folder)!r}), repeat=0, world_size=2, timeout_s=200)\n"
         f"outcome = ssh({agent!r}, 'far0', 'far1').run(job)\n"
         "print(json.dumps(dataclasses.asdict(outcome)))\n"
@@ -120,8 +120,8 @@ def test_remote_ranks_end_with_the_driver(tmp_path, agent, number):
     job = stub_job(tmp_path / "job", "hang", world_size=2)
     program = tmp_path / "program.py"
     program.write_text(
-        "from tests.launch_stub import *\n"
-        "from tests.test_launch_ssh import ssh\n"
+        "from tests.system.launch_stub import *\n"
+        "from tests.system.test_launch_ssh import ssh\n"
         f"job = StubJob(folder=Path({str(job.folder)!r}), repeat=0, world_size=2, timeout_s=200)\n"
         f"ssh({agent!r}, 'far0', 'far1').run(job)\n"
     )
@@ -148,8 +148,8 @@ def test_a_host_without_the_folder_says_so(tmp_path, agent):
 def test_hosts_that_do_not_answer_are_named(agent, monkeypatch):
     with pytest.raises(UserError, match=r"no answer from host dead1: .*Connection refused"):
         ssh(agent, "far0", "dead1").check()
-    assert probe.PROBE_S <= 12
-    monkeypatch.setattr(probe, "PROBE_S", 1.0)
+    assert per_host.PROBE_S <= 12
+    monkeypatch.setattr(per_host, "PROBE_S", 1.0)
     with pytest.raises(UserError, match="hosts silent0, dead1, silent2"):
         ssh(agent, "silent0", "dead1", "silent2").check()
 

@@ -11,15 +11,14 @@ import json
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT)]
 
 from common.emulation.cluster import EmulatedCluster  # noqa: E402
 from common.emulation.config import network_profile  # noqa: E402
 from common.launch.hosts import Host  # noqa: E402
-from common.launch.job import Job  # noqa: E402
-from common.launch.launchers import make_launcher  # noqa: E402
-from tests.launch_stub import stub_job  # noqa: E402
+from common.launch.job import Job, make_launcher  # noqa: E402
+from tests.system.launch_stub import stub_job  # noqa: E402
 
 
 def main(folder: Path, given: dict) -> None:
@@ -36,7 +35,13 @@ def main(folder: Path, given: dict) -> None:
             options=given["options"],
         )
         if given["mode"] is None:
-            job = Job(folder=folder, repeat=0, world_size=size, timeout_s=300)
+            job = Job(
+                folder=folder,
+                repeat=0,
+                world_size=size,
+                timeout_s=300,
+                worker_module="common.harness.worker",
+            )
         else:
             job = stub_job(folder, given["mode"], world_size=size, timeout_s=given["timeout_s"])
         launcher.check()

@@ -11,14 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from common.launch import envs, launchers
-from common.launch.envs import Envs, NetworkOptions, interface, network_env, read_envs
-from common.launch.hosts import Host
-from common.launch.job import Job, Launcher
-from common.launch.launchers import launcher_names, launcher_options, make_launcher
+from common.launch import hosts as hosts_module
+from common.launch import job as job_module
+from common.launch.hosts import Envs, Host, NetworkOptions, interface, network_env, read_envs
+from common.launch.job import Job, Launcher, launcher_names, launcher_options, make_launcher
 from dear.errors import UserError
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 NAMES = ["local", "mpirun", "slurm", "ssh", "torchrun"]
 
 
@@ -40,8 +39,14 @@ def virtual(*names: str, slots: int = 2) -> list[Host]:
     return [Host(name=name, slots=slots, virtual=Virtual(name)) for name in names]
 
 
-def job(world_size: int = 4) -> Job:
-    return Job(folder=Path("/logs/t"), repeat=0, world_size=world_size, timeout_s=60)
+def a_job(world_size: int = 4) -> Job:
+    return Job(
+        folder=Path("/logs/t"),
+        repeat=0,
+        world_size=world_size,
+        timeout_s=60,
+        worker_module="worker",
+    )
 
 
 @pytest.fixture
@@ -61,20 +66,20 @@ def tools(tmp_path, monkeypatch):
 def conf(tmp_path, monkeypatch):
     """`conf(text)` makes the launchers read this instead of configs/envs.conf."""
     path = tmp_path / "envs.conf"
-    monkeypatch.setattr(envs.read_envs, "__defaults__", (path,))
+    monkeypatch.setattr(hosts_module.read_envs, "__defaults__", (path,))
     return path.write_text
 
 
 def test_launchers_are_found_by_file_name():
     assert launcher_names() == NAMES
     for name in NAMES:
-        assert issubclass(launchers._launcher(name), Launcher)
+        assert issubclass(job_module._launcher(name), Launcher)
 
 
 def test_an_unknown_launcher_is_refused_with_the_nearest():
     with pytest.raises(UserError, match=r"unknown launcher 'mpirn'; did you mean 'mpirun'\?"):
         make_launcher("mpirn", hosts=None, world_size=1)
-    for name in ("job", "tether", "fleet"):  # files of the same folder that are none
+    for name in ("job", "node", "ranks"):  # files of the same folder that are none
         with pytest.raises(UserError, match="unknown launcher"):
             make_launcher(name, hosts=None, world_size=1)
 
@@ -114,14 +119,14 @@ def test_launchers_and_hosts_that_do_not_fit_are_refused(tools):
         ("ssh", real("localhost", "b"), "'localhost', which the others cannot reach"),
     ):
         with pytest.raises(UserError, match=words):
-            make_launcher(name, hosts=hosts, world_size=2).command(job())
+            make_launcher(name, hosts=hosts, world_size=2).command(a_job())
     with pytest.raises(UserError, match="have 4 slots, fewer than the 5 workers"):
         make_launcher("ssh", hosts=real("a", "b"), world_size=5)
 
 
 def test_the_driver_imports_no_torch_with_the_launchers():
     code = (
-        "import sys, common.launch.launchers as l; l.launcher_names(); "
+        "import sys, common.launch.job as l; l.launcher_names(); "
         "l.make_launcher('local', hosts=None, world_size=2); "
         "sys.exit(any(m in sys.modules for m in ('torch', 'numpy')))"
     )
@@ -130,24 +135,24 @@ def test_the_driver_imports_no_torch_with_the_launchers():
 
 def test_two_node_torchrun(conf):
     conf("ETH_INTERFACE=eth7\n")
-    printed = make_launcher("torchrun", hosts=real("a", "b"), world_size=4).command(job(3))
+    printed = make_launcher("torchrun", hosts=real("a", "b"), world_size=4).command(a_job(3))
     first, second = printed.split(" & ")
     for place, (host, text) in enumerate((("a", first), ("b", second))):
         words = shlex.split(text)
         assert words[0] == "ssh" and words[-2] == host
         assert f"--nnodes 2 --node-rank {place} --master-addr a --master-port 29500" in words[-1]
-        assert f"--nproc-per-node {2 - place} -m common.harness.worker /logs/t 0" in words[-1]
+        assert f"--nproc-per-node {2 - place} -m worker /logs/t 0" in words[-1]
         assert "GLOO_SOCKET_IFNAME=eth7" in words[-1]
 
 
 def test_torchrun_on_this_machine():
-    printed = make_launcher("torchrun", hosts=None, world_size=4).command(job())
-    assert "--standalone --nproc-per-node 4 -m common.harness.worker /logs/t 0" in printed
+    printed = make_launcher("torchrun", hosts=None, world_size=4).command(a_job())
+    assert "--standalone --nproc-per-node 4 -m worker /logs/t 0" in printed
 
 
 def test_ssh_passes_the_jobs_environment_quoted():
     launcher = make_launcher("ssh", hosts=real("a"), world_size=2, options={"agent": "rsh -x"})
-    extra = dataclasses.replace(job(2), env={"NOTE": "two words"})
+    extra = dataclasses.replace(a_job(2), env={"NOTE": "two words"})
     words = shlex.split(launcher.command(extra))
     assert words[:3] == ["rsh", "-x", "a"]
     assert "'NOTE=two words'" in words[3]
@@ -156,7 +161,7 @@ def test_ssh_passes_the_jobs_environment_quoted():
 def mpirun(tools, version: str, hosts, **options) -> list[str]:
     tools("mpirun", f"echo 'mpirun (Open MPI) {version}'")
     launcher = make_launcher("mpirun", hosts=hosts, world_size=4, options=options)
-    return shlex.split(launcher.command(job()))
+    return shlex.split(launcher.command(a_job()))
 
 
 def settings_of(words: list[str]) -> dict[str, tuple[str, str]]:
@@ -204,7 +209,7 @@ def test_virtual_hosts_use_their_own_interface_and_shell(tools, conf):
     words = mpirun(tools, "4.1.4", virtual("h0", "h1"))
     assert settings_of(words)["btl_tcp_if_include"][1] == "eth0"
     assert settings_of(words)["plm_rsh_agent"][1].endswith("-m common.emulation.rsh")
-    printed = make_launcher("ssh", hosts=virtual("h0", "h1"), world_size=4).command(job())
+    printed = make_launcher("ssh", hosts=virtual("h0", "h1"), world_size=4).command(a_job())
     assert "common.emulation.rsh h1" in printed and "COMM_CORE_HOST_ID=h1" in printed
     with pytest.raises(UserError, match="rdma=1: virtual hosts have Ethernet only"):
         mpirun(tools, "4.1.4", virtual("h0", "h1"), rdma=1)
@@ -230,13 +235,13 @@ def test_slurm_uses_the_allocation_that_there_is(tools, monkeypatch, allocated):
         monkeypatch.setenv("SLURM_JOB_ID", "7")
     options = {"nodes": 2, "partition": "long", "srun_args": ["--mpi=none"]}
     launcher = make_launcher("slurm", hosts=None, world_size=4, options=options)
-    words = shlex.split(launcher.command(job()))
+    words = shlex.split(launcher.command(a_job()))
     assert words[0] == ("srun" if allocated else "sbatch")
     srun = words if allocated else shlex.split(words[-1])
     assert "--mpi=none" in srun and srun[srun.index("--nodes") + 1] == "2"
     if not allocated:
         assert words[words.index("--partition") + 1] == "long"
-        assert int(words[words.index("--time") + 1]) > job().timeout_s / 60
+        assert int(words[words.index("--time") + 1]) > a_job().timeout_s / 60
 
 
 def test_the_shipped_facts_are_readable_by_us_and_by_a_shell():

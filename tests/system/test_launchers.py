@@ -13,12 +13,13 @@ from pathlib import Path
 import pytest
 
 from common.harness.experiment_file import load
+from common.harness.fabric import WORKER
 from common.launch.job import Job
 from common.launch.local import LocalLauncher
 from dear.training.algorithm import algorithm_class
 from tests.test_sweep import ENDLESS, Driver, alive, processes_of
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "dear" / "horovod_mpi_cj.sh"
 
 # Ranks that mpirun and torchrun start import torch, which takes a minute on a busy machine.
@@ -198,7 +199,7 @@ def test_the_printed_torchrun_command_runs_the_trial(tmp_path):
     )
     trial = load(experiment).trials()[-1]
     (tmp_path / "trial.json").write_text(json.dumps(trial.to_json()))
-    job = Job(folder=tmp_path, repeat=0, world_size=2, timeout_s=60)
+    job = Job(folder=tmp_path, repeat=0, world_size=2, timeout_s=60, worker_module=WORKER)
     command = LocalLauncher().command(job).split()
     assert command[0] == "torchrun"
     subprocess.run(

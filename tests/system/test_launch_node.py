@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 FOREVER = "import time; time.sleep(10000)"
 # Starts a process in a session of its own, whose parent then ends: nobody's descendant any more.
 STRAYS = """
@@ -51,7 +51,7 @@ def alive(pid: int) -> bool:
 def tethered(*command: str, options=()):
     """A tether with this command, as a launcher starts it."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "common.launch.tether", *options, "--", *command],
+        [sys.executable, "-m", "common.launch.node", "--tied", *options, "--", *command],
         cwd=ROOT,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

@@ -10,7 +10,7 @@ import pytest
 from common.emulation import sandbox
 from common.harness.experiment_file import load
 from dear.training.algorithm import algorithm_class
-from tests.test_launch_virtual import launch
+from tests.system.test_launch_virtual import launch
 
 # Every rank imports torch, which takes a minute on a busy machine.
 pytestmark = pytest.mark.timeout(400)

@@ -18,7 +18,7 @@ from common.emulation.config import Fault
 from common.emulation.faults import FaultInjector, blame, check_fault
 from dear.errors import UserError
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 LIMIT_S = 30.0
 
 

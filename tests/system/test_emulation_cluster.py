@@ -13,9 +13,9 @@ from common.emulation.cluster import EmulatedCluster
 from common.emulation.config import network_profile
 from common.emulation.network import address_of
 from dear.errors import UserError
-from tests.sandboxes import LIMIT_S, ROOT, Outside, in_sandbox, needs_sandbox
+from tests.system.sandboxes import LIMIT_S, ROOT, Outside, in_sandbox, needs_sandbox
 
-PROGRAM = str(ROOT / "tests" / "emulation_program.py")
+PROGRAM = str(ROOT / "tests" / "system" / "emulation_program.py")
 users = pytest.mark.parametrize("user", ["me", "nobody"])
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from common.emulation import links
+from common.emulation import network
 from common.emulation.config import (
     ClusterConfig,
     Fault,
@@ -17,7 +17,7 @@ from common.emulation.config import (
 from dear.errors import UserError
 from dear.options import build_options
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def test_every_network_profile_says_what_it_stands_for_and_whence():
@@ -110,7 +110,7 @@ def test_faults_have_short_titles():
 
 
 def test_the_driver_reads_it_without_importing_torch():
-    names = "config, sandbox, cluster, enter, rsh"
+    names = "config, sandbox, cluster, dilation, faults, rsh"
     program = (
         f"import sys; from common.emulation import {names}; sys.exit('torch' in sys.modules or "
         "'numpy' in sys.modules)"
@@ -120,20 +120,20 @@ def test_the_driver_reads_it_without_importing_torch():
 
 def test_a_delay_is_put_before_the_bucket_and_stretched_with_time():
     profile = NetworkProfile(name="far", gbps=1, latency_us=100, jitter_us=5, loss_percent=0.5)
-    delay, bucket = links.shape("p0", profile, 10, netem=True)
+    delay, bucket = network.shape("p0", profile, 10, netem=True)
     # 0.1 Gb/s x 1.05 ms are 8.7 frames, with as many again to spare.
     words = "qdisc replace dev p0 root handle 2: netem limit 1018 delay 1000us 50us loss 0.5%"
     assert delay == words
     begin = "qdisc replace dev p0 parent 2:1 handle 3: tbf rate 100000000bit burst 131072b limit "
     assert bucket.startswith(begin)
-    alone = links.shape("p0", profile, 10, netem=False)
+    alone = network.shape("p0", profile, 10, netem=False)
     assert alone == [bucket.replace("parent 2:1 handle 3:", "root handle 1:")]
-    assert links.reshape("p0", 1, 10, netem=True) == [bucket]
+    assert network.reshape("p0", 1, 10, netem=True) == [bucket]
 
 
 @pytest.mark.parametrize("gbps", [0.001, 0.1, 1, 10, 100])
 def test_the_bucket_holds_the_largest_packet_of_tcp_and_is_small(gbps):
-    (line,) = links.shape("p0", NetworkProfile(name="x", gbps=gbps), 1, netem=False)
+    (line,) = network.shape("p0", NetworkProfile(name="x", gbps=gbps), 1, netem=False)
     words = line.split()
     burst, limit = (int(words[words.index(key) + 1].rstrip("b")) for key in ("burst", "limit"))
     assert burst >= 65536 + 46 * 66

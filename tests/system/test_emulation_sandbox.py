@@ -12,7 +12,7 @@ import pytest
 
 from common.emulation import sandbox
 from dear.errors import UserError
-from tests.sandboxes import LIMIT_S, ROOT, Outside, in_sandbox, needs_sandbox
+from tests.system.sandboxes import LIMIT_S, ROOT, Outside, in_sandbox, needs_sandbox
 
 users = pytest.mark.parametrize("user", ["me", "nobody"])
 

@@ -16,7 +16,7 @@ import pytest
 
 from common.emulation import sandbox
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 LIMIT_S = 110.0
 _NOBODY = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups", "--"]
 _TOKEN = "TEST_TOKEN"

@@ -12,18 +12,18 @@ from pathlib import Path
 
 import pytest
 
-from tests import slurm_cluster
-from tests.launch_stub import place, stub_job
-from tests.test_launch_tether import alive, wait_for
+from tests.system import slurm_cluster
+from tests.system.launch_stub import place, stub_job
+from tests.system.test_launch_node import alive, wait_for
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.timeout(400)
 
 PROGRAM = """
 import dataclasses, json, sys
 from pathlib import Path
-from common.launch.launchers import make_launcher
-from tests.launch_stub import StubJob
+from common.launch.job import make_launcher
+from tests.system.launch_stub import StubJob
 folder, size, timeout_s, options = json.loads(sys.argv[1])
 launcher = make_launcher("slurm", hosts=None, world_size=size, options=options)
 job = StubJob(folder=Path(folder), repeat=0, world_size=size, timeout_s=timeout_s)

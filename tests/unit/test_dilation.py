@@ -12,13 +12,18 @@ from pathlib import Path
 import pytest
 
 from common.emulation import sandbox
-from common.emulation.calibration import Calibration
+from common.emulation.cluster import network_record
 from common.emulation.config import NetworkProfile
-from common.emulation.dilation import Load, check_scale, choose_time_scale, readable_scales
-from common.emulation.measured import network_record
+from common.emulation.dilation import (
+    Calibration,
+    Load,
+    check_scale,
+    choose_time_scale,
+    readable_scales,
+)
 from dear.errors import UserError
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 # About what a core of a small virtual machine does.
 MACHINE = Calibration(cpu_s_per_byte=0.8e-9, memory_bytes_per_s=12e9)
 BERT = Load(world_size=4, hosts=4, parameter_bytes=438_000_000, step_s=0.3)
@@ -127,7 +132,7 @@ def test_a_transfer_between_virtual_hosts_tells_what_a_byte_costs(tmp_path):
         "from common.emulation.config import network_profile\n"
         "from common.emulation.dilation import calibrate\n"
         "with EmulatedCluster(hosts=2, profile=network_profile('1gbit')) as cluster:\n"
-        "    result = calibrate(cluster)\n"
+        "    result = calibrate(cluster.hosts)\n"
         "json.dump(dataclasses.asdict(result), open(sys.argv[1], 'w'))\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

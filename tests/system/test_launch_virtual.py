@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 
 from common.emulation import sandbox
-from common.launch.job import Job
-from tests.launch_stub import place
+from tests.system.launch_stub import place, stub_job
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 # A busy machine needs several seconds for a few processes of Python.
 pytestmark = pytest.mark.timeout(400)
 
@@ -34,7 +33,7 @@ def launch(folder: Path, launcher: str, mode: str | None = None, **given) -> dic
         pytest.skip("no mpirun here")
     given = {"hosts": 2, "slots": 1, "world_size": 2, "options": {}, "timeout_s": 200, **given}
     given |= {"launcher": launcher, "mode": mode}
-    command = [sys.executable, str(ROOT / "tests/launch_program.py"), str(folder)]
+    command = [sys.executable, str(ROOT / "tests/system/launch_program.py"), str(folder)]
     done = subprocess.run(
         [sys.executable, "-m", "common.emulation.sandbox", "--", *command, json.dumps(given)],
         cwd=ROOT,
@@ -50,7 +49,7 @@ def launch(folder: Path, launcher: str, mode: str | None = None, **given) -> dic
 def test_ranks_fill_the_hosts_and_know_their_place(tmp_path, launcher):
     outcome = launch(tmp_path, launcher, "ok", slots=2, world_size=3)
     assert outcome["status"] == "ok", outcome
-    job = Job(folder=tmp_path, repeat=0, world_size=3, timeout_s=0)
+    job = stub_job(tmp_path, "ok", world_size=3)
     places = [place(job, rank) for rank in range(3)]
     assert [p["host"] for p in places] == ["h0", "h0", "h1"]
     assert [p["ranks"] for p in places] == [[0, 3, 0, 2], [1, 3, 1, 2], [2, 3, 0, 1]]
@@ -88,5 +87,5 @@ def test_hanging_ranks_are_stopped_and_say_where_they_hung(tmp_path, launcher):
 def test_one_world_of_one_runs_on_the_first_host(tmp_path):
     outcome = launch(tmp_path, "ssh", "ok", world_size=1)
     assert outcome["status"] == "ok"
-    job = Job(folder=tmp_path, repeat=0, world_size=1, timeout_s=0)
+    job = stub_job(tmp_path, "ok", world_size=1)
     assert place(job, 0)["host"] == "h0"

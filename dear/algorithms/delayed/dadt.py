@@ -18,9 +18,9 @@ from dear.buckets.updates import with_gradients
 from dear.comm.communicator import Communicator, Work, buffer, padded
 from dear.errors import UserError
 from dear.lazy import torch
+from dear.options import Options as AlgorithmOptions
 from dear.options import at_least, positive
 from dear.training.algorithm import Algorithm, Capabilities
-from dear.training.algorithm import Options as AlgorithmOptions
 from dear.training.backward import BackwardSchedule
 from dear.training.engine import Engine, distribute, refuse_lbfgs, trained_parameters
 from dear.training.grad_scaling import GradScaling

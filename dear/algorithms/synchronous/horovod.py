@@ -17,9 +17,9 @@ from dear.buckets.grouping import MIB
 from dear.comm.runtime import address_of
 from dear.errors import Unavailable, UserError
 from dear.lazy import torch
+from dear.options import Options as AlgorithmOptions
 from dear.options import at_least, positive
 from dear.training.algorithm import Algorithm, Capabilities
-from dear.training.algorithm import Options as AlgorithmOptions
 from dear.training.engine import Engine, distribute, trained_parameters
 from dear.training.hooks import at_end_of_backward
 

@@ -17,39 +17,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import dear.algorithms
 from dear.cost.bounds import Bound
 from dear.errors import unknown
-from dear.options import build_options
+from dear.options import Options, build_options
 
 if TYPE_CHECKING:
     import torch
 
     from dear.comm.communicator import Communicator
     from dear.topology.traffic import Traffic
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """Settings of one algorithm: a frozen dataclass, every field documented with its unit."""
-
-    def settling_steps(self) -> int:
-        """Steps in which the algorithm still measures or changes itself: none of them is typical.
-
-        A benchmark leaves them out.
-        """
-        return 0
-
-    def staleness(self) -> int:
-        """How many steps an update comes after the gradients that it applies.
-
-        For `delayed` algorithms: so many first steps update nothing.
-        """
-        return 0
-
-    def in_step(self) -> bool:
-        """Whether an `asynchronous` algorithm is told to wait for all ranks in each step.
-
-        Then ranks must make the same number of steps.
-        """
-        return False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,18 +6,14 @@ import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from dear.buckets.grouping import by_buffer
 from dear.buckets.sparse import SparseSum, gather_entries
+from dear.comm.communicator import Communicator, Work
 from dear.errors import UserError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from dear.comm.communicator import Communicator, Work
 
 LEAST_PAUSE_S = 0.001
 

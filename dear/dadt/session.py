@@ -8,7 +8,7 @@ import weakref
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,9 +29,6 @@ from dear.dadt.cycles import (
 from dear.errors import Unavailable, UserError, unknown
 from dear.options import at_least, positive
 from dear.training.trace import Timeline
-
-if TYPE_CHECKING:
-    from torch.optim import Optimizer
 
 EXECUTORS = {
     "mpi": "mpi",
@@ -99,7 +96,7 @@ class Session:
         self.cycles = Cycles(control, execution, settings.cycle_duration_ms / 1e3)
         self._delayed: dict[tuple[int, int], Request] = {}
         self._fetched_s: dict[Any, float] = {}
-        self._optimizers: list[weakref.ref[Optimizer]] = []
+        self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
         self.open = True
         """Until `close`, or until the script leaves the job by `dear.shutdown()`."""
         runtime.at_shutdown(self._drain)
@@ -132,7 +129,7 @@ class Session:
             )
         return self.fetch(request)
 
-    def add_optimizer(self, optimizer: Optimizer) -> None:
+    def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """`shutdown` applies what it holds back."""
         self._optimizers.append(weakref.ref(optimizer))
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dear.buckets.merging import by_total, finish_time, greedy, optimal
+from dear.buckets.grouping import by_total, greedy, optimal
 from dear.cost.collectives import AlphaBeta, table_costs
 
 # Milliseconds and bytes, as in the references: 1 ms and 0.001 ms per byte.
@@ -18,6 +18,14 @@ COST = AlphaBeta(alpha_s=1.0, beta_s_per_byte=0.001)
 def example(elements, backward):
     """Bytes and arrival times in the order of arrival; the arguments start at the input layer."""
     return [4 * n for n in reversed(elements)], list(accumulate(reversed(backward)))
+
+
+def finish_time(plan, sizes, arrivals, cost):
+    """When the last message of `plan` has ended, on the clock of `arrivals`."""
+    end = 0.0
+    for group in plan:
+        end = max(end, max(arrivals[i] for i in group)) + cost(sum(sizes[i] for i in group))
+    return end
 
 
 def layers(plan, count):

@@ -1,4 +1,4 @@
-"""Grouping of tensors, and the flat buffers of the groups."""
+"""Which tensors travel together, and in which order."""
 
 from __future__ import annotations
 
@@ -8,7 +8,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from dear.buckets.grouping import FlatBuffer, by_threshold, fuse, layers, padded
+from dear.algorithms.synchronous.dear import Dear
+from dear.buckets.grouping import (
+    RunOrder,
+    by_count,
+    by_ramp,
+    by_threshold,
+    by_wait,
+    fuse,
+    group,
+    launch_order,
+    layers,
+)
+from dear.comm.communicator import padded
 
 SIZES = st.lists(st.integers(0, 50), max_size=30)
 
@@ -45,8 +57,8 @@ def test_grouping_keeps_order_and_covers_every_item_once(sizes, threshold):
 def test_joined_groups_stay_below_the_threshold_and_none_could_take_more(sizes, threshold):
     groups = by_threshold(sizes, threshold)
     totals = [sum(sizes[index] for index in group) for group in groups]
-    for group, total in zip(groups, totals, strict=True):
-        assert len(group) == 1 or total < threshold
+    for members, total in zip(groups, totals, strict=True):
+        assert len(members) == 1 or total < threshold
     for total, following in zip(totals, groups[1:], strict=False):
         assert total + sizes[following[0]] >= threshold
 
@@ -114,54 +126,87 @@ def test_fuse_covers_every_parameter_once_and_one_dtype_per_group(kinds):
     assert found == sorted(id(param) for unit in units for param in unit)
 
 
-def test_flat_buffer_returns_what_was_packed():
-    one, two, three = nn.Parameter(torch.zeros(2, 3)), *params(4, 1)
-    one.grad, three.grad = torch.arange(6.0).view(2, 3), torch.tensor([7.0])
-    buffer = FlatBuffer([one, two, three], world_size=4)
-    buffer.pack()
-    (first, got_one), (_, got_two), (_, got_three) = buffer.gradients()
-    assert first is one
-    assert torch.equal(got_one, one.grad)
-    assert got_two is None
-    assert torch.equal(got_three, three.grad)
+def test_nearby_layers_leave_the_rest_in_a_last_group():
+    assert [len(members) for members in by_count(10, 3)] == [3, 3, 3, 1]
+    assert by_count(4, -1) == [[0, 1, 2, 3]]
+    assert by_count(0, 3) == by_count(0, -1) == []
 
 
-def test_flat_buffer_is_gradients_then_marks_then_zeros():
-    one, two = params(2, 3)
-    one.grad = torch.tensor([5.0, 6.0])
-    buffer = FlatBuffer([one, two], world_size=4)
-    buffer.pack()
-    assert buffer.data.tolist() == [5, 6, 0, 0, 0, 1, 0, 0]
+def test_waiting_times_are_cut_into_cycles_as_in_the_worked_example():
+    waits = [milliseconds / 1000 for milliseconds in (0, 3, 6, 9, 12, 16)]
+    groups = by_wait(waits, 0.005)
+    assert groups == [[0, 1], [2, 3], [4], [5]]
+    starts = [index in [members[0] for members in groups] for index in range(6)]
+    assert [int(start) for start in starts] == [1, 0, 1, 0, 1, 1]
 
 
-def test_flat_buffer_forgets_the_gradients_of_the_last_step():
-    one, two = params(2, 2)
-    one.grad, two.grad = torch.ones(2), torch.ones(2)
-    buffer = FlatBuffer([one, two], world_size=1)
-    buffer.pack()
-    one.grad = None
-    buffer.pack()
-    assert buffer.data.tolist() == [0, 0, 1, 1, 0, 1]
-    assert buffer.gradients()[0][1] is None
+def test_layers_of_one_cycle_stay_together_after_a_long_pause():
+    assert by_wait([0.0, 0.023, 0.024], 0.005) == [[0], [1, 2]]
 
 
-def test_flat_buffer_counts_a_gradient_that_any_rank_has():
-    def packed(grad):
-        (param,) = params(2)
-        param.grad = grad
-        buffer = FlatBuffer([param], world_size=2)
-        buffer.pack()
-        return buffer
-
-    ours, theirs = packed(None), packed(torch.tensor([2.0, 4.0]))
-    ours.data.add_(theirs.data).div_(2)  # what a mean over two ranks leaves on each
-    assert ours.gradients()[0][1].tolist() == [1.0, 2.0]
+def test_a_ramp_grows_from_both_ends():
+    groups = by_ramp([1.0] * 64, threshold=16, first=1)
+    sizes = [len(members) for members in groups]
+    assert sizes[0] == sizes[-1] == 1
+    assert max(sizes) < 16
+    assert sizes[:3] == sorted(sizes[:3])
 
 
-def test_flat_buffer_keeps_the_dtype():
-    (param,) = params(3, dtype=torch.bfloat16)
-    param.grad = torch.ones(3, dtype=torch.bfloat16)
-    buffer = FlatBuffer([param], world_size=2)
-    buffer.pack()
-    assert buffer.data.dtype == torch.bfloat16
-    assert buffer.gradients()[0][1].tolist() == [1, 1, 1]
+@settings(max_examples=100, deadline=None)
+@given(SIZES, st.integers(1, 120), st.integers(1, 30))
+def test_a_ramp_covers_every_item_once_and_never_exceeds_the_threshold(sizes, threshold, first):
+    groups = by_ramp(sizes, threshold, first)
+    assert [index for members in groups for index in members] == list(range(len(sizes)))
+    for members in groups:
+        assert len(members) == 1 or sum(sizes[i] for i in members) < threshold
+
+
+@given(SIZES, st.integers(1, 120))
+def test_a_ramp_that_begins_at_the_threshold_is_none(sizes, threshold):
+    assert by_ramp(sizes, threshold, threshold) == by_threshold(sizes, threshold)
+
+
+def _layers(count: int, dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(2, 2, bias=False, dtype=dtype) for _ in range(count)))
+
+
+def _named(model: nn.Sequential, groups: list) -> list[list[int]]:
+    places = {layer.weight: i for i, layer in enumerate(model)}
+    return [[places[param] for param in members] for members in groups]
+
+
+def _order(reads: list[int], arrivals: list[int]) -> RunOrder:
+    return RunOrder(reads=reads, arrivals=arrivals, waits_s=[0.0] * len(arrivals))
+
+
+def test_groups_follow_the_order_in_which_gradients_arrive():
+    model = _layers(4)
+    params = list(model.parameters())
+    order = _order([2, 0, 3, 1], [1, 3, 0, 2])  # runs 2, 0, 3, 1; registered 0, 1, 2, 3
+    groups = group(model, params, order, Dear.Options(fusion="nearby_layers", nearby_layers=2))
+    assert _named(model, groups) == [[2, 0], [3, 1]]
+    assert launch_order(groups, params, order) == [1, 0]
+
+
+def test_parameters_without_a_gradient_hold_up_nobody():
+    model = _layers(4)
+    params = list(model.parameters())
+    order = _order([0, 1, 2, 3], [3, 0])
+    groups = group(model, params, order, Dear.Options(threshold_mb=1e3, first_mb=None))
+    assert _named(model, groups) == [[0, 3], [1, 2]]
+    assert launch_order(groups, params, order) == [0, 1]
+
+
+def test_dtypes_are_never_mixed_and_do_not_cut_each_others_groups():
+    model = nn.Sequential(*_layers(2), *_layers(2, torch.float64), *_layers(2))
+    params = list(model.parameters())
+    order = _order(list(range(6)), list(range(5, -1, -1)))
+    groups = group(model, params, order, Dear.Options(threshold_mb=1e3, first_mb=None))
+    assert _named(model, groups) == [[0, 1, 4, 5], [2, 3]]
+
+
+def test_without_fusion_every_tensor_is_a_group():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    params = list(model.parameters())
+    groups = group(model, params, _order([0, 1, 2, 3], [3, 2, 1, 0]), Dear.Options(fusion="none"))
+    assert [len(members) for members in groups] == [1, 1, 1, 1]

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.harness.trial import Trial
-from dear.cost.collectives import AlphaBeta
-from dear.cost.cost_measurement import OPERATIONS, measure_collective
+from dear.cost.collectives import OPERATIONS, AlphaBeta, measure_collective
 
 if TYPE_CHECKING:
     import torch

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from dear.errors import UserError
 from dear.lazy import torch
-from dear.options import at_least, only_with, option_of
-from dear.training.algorithm import Options
+from dear.options import Options, at_least, only_with, option_of
 
 if TYPE_CHECKING:
     from torch.nn import Parameter

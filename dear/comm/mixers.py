@@ -6,8 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from dear.comm.machines import Machines
-from dear.comm.neighbors import Exchange, Pending, Round
+from dear.comm.neighbors import Exchange, Machines, Pending, Round
 from dear.lazy import torch
 
 if TYPE_CHECKING:

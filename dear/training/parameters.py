@@ -14,10 +14,9 @@ from dear.buckets.updates import PartialUpdate
 from dear.comm.neighbors import Round
 from dear.errors import UserError, unknown
 from dear.lazy import torch
-from dear.options import option_of, positive
+from dear.options import Options, option_of, positive
 from dear.topology.graphs import TOPOLOGIES, Name, check_graph, graph
 from dear.topology.traffic import Traffic
-from dear.training.algorithm import Options
 from dear.training.backward import BackwardSchedule
 from dear.training.engine import Engine, refuse_lbfgs, trained_parameters
 from dear.training.grad_scaling import GradScaling

@@ -18,7 +18,6 @@ import hashlib
 import importlib
 import io
 import json
-import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -110,18 +109,27 @@ def loss_of(model: nn.Module, step: int, micro: int = 0) -> torch.Tensor:
     return (model(x) - y).square().mean()
 
 
+def as_file(state: dict[str, Any]) -> bytes:
+    file = io.BytesIO()
+    torch.save(state, file)
+    return file.getvalue()
+
+
 def barrier() -> None:
     dear.allreduce(torch.zeros(1))
 
 
-def history(case: Case) -> dict[str, Any]:
+def history(case: Case, *checkpoint: Any) -> dict[str, Any]:
     """What a case computes on this rank: one digest per step, and some parameters at the end.
 
     A refusal by all ranks is a result, too.
+
+    Args:
+        checkpoint: arguments of the body, see `algorithm`.
     """
     torch.manual_seed(5)
     try:
-        return BODIES.get(case.subject, algorithm)(case)
+        return BODIES.get(case.subject, algorithm)(case, *checkpoint)
     except dear.UserError as refusal:
         return {"refused": str(refusal)}
 
@@ -247,7 +255,15 @@ def left_out(case: Case) -> bool:
     return timed and case.world > 2
 
 
-def algorithm(case: Case) -> dict[str, Any]:
+def algorithm(
+    case: Case, checkpoint: bytes | None = None, only_save: bool = False
+) -> dict[str, Any]:
+    """The ordinary loop.
+
+    Args:
+        checkpoint: begin with it, where `resume` goes on from its own.
+        only_save: end where `resume` saves, and return the checkpoint.
+    """
     record, loop = Record(), case.loop
     in_turns = case.subject in ASYNCHRONOUS and not case.options.get("barrier")
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
@@ -286,14 +302,16 @@ def algorithm(case: Case) -> dict[str, Any]:
         optimizer.step()
 
     model, optimizer = make()
-    for step in range(STEPS):
+    for step in range(SAVED_AFTER if checkpoint else 0, STEPS):
         if loop == "resume" and step == SAVED_AFTER:
-            file = io.BytesIO()
-            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-            torch.save(state, file)
-            optimizer.close()
-            model, optimizer = make()
-            saved = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+            if checkpoint is None:
+                state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+                checkpoint = as_file(state)
+                optimizer.close()
+                if only_save:
+                    return {"checkpoint": checkpoint}
+                model, optimizer = make()
+            saved = torch.load(io.BytesIO(checkpoint), weights_only=True)
             model.load_state_dict(saved["model"])
             optimizer.load_state_dict(saved["optimizer"])
         for turn in range(dear.size()) if in_turns else [dear.rank()]:
@@ -322,6 +340,7 @@ def interface_cases() -> list[Case]:
         case("decentralized-ddp", 2, "accumulate", fn="adamw", topology="ring"),
         case("decentralized-ddp", 3, "awkward", fn="accum_adam", topology="complete"),
         case("decentralized-ddp", 4, "resume", fn="accum_adamw", topology="one-peer-exp"),
+        case("decentralized-ddp", 2, "resume", fn="adam", topology="complete"),
         case("decentralized-ddp", 4, "plain", fn="adamw", grad_clip_norm=0.1, topology="ring"),
         case("decentralized-ddp", 2, "scaler", fn="adam", param_as_bucket_view=False),
         case("decentralized-ddp", 3, "average", fn="accum_adam", param_as_bucket_view=False),
@@ -357,8 +376,10 @@ BLUEFOG: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def decentralized_ddp(case: Case) -> dict[str, Any]:
-    """Decent-DP's: backward passes train."""
+def decentralized_ddp(
+    case: Case, checkpoint: bytes | None = None, only_save: bool = False
+) -> dict[str, Any]:
+    """Decent-DP's: backward passes train. Arguments are as for `algorithm`."""
     import dear.decentralized as decent
 
     options, record = dict(case.options), Record()
@@ -379,13 +400,15 @@ def decentralized_ddp(case: Case) -> dict[str, Any]:
         return model, scaler
 
     model, scaler = wrap()
-    for step in range(STEPS):
+    for step in range(SAVED_AFTER if checkpoint else 0, STEPS):
         if case.loop == "resume" and step == SAVED_AFTER:
-            file = io.BytesIO()
-            torch.save(model.checkpoint(), file)
-            model.close()
-            model, scaler = wrap()
-            model.load_checkpoint(torch.load(io.BytesIO(file.getvalue()), weights_only=True))
+            if checkpoint is None:
+                checkpoint = as_file(model.checkpoint())
+                model.close()
+                if only_save:
+                    return {"checkpoint": checkpoint}
+                model, scaler = wrap()
+            model.load_checkpoint(torch.load(io.BytesIO(checkpoint), weights_only=True))
         if case.loop == "average" and step == SAVED_AFTER:
             model.set_adaptive_factor(0.5)
             model.global_avg()
@@ -517,25 +540,39 @@ def make_pool(world: int, is_bluefog: bool = False) -> RankPool:
     return RankPool(world, backend="comm_core", environments=own)
 
 
+def checkpoint_cases() -> list[Case]:
+    """One of each algorithm, whose checkpoint is kept as a file."""
+    resumed = [case for case in all_cases() if (case.loop, case.world) == ("resume", 2)]
+    return list({case.subject: case for case in reversed(resumed)}.values())
+
+
+def checkpoint_files(case: Case) -> list[Path]:
+    """Of rank 0, or of every rank where they differ."""
+    return sorted((FOLDER.parent / "checkpoints").glob(f"{case.subject}.rank*.pt"))
+
+
 def write(folder: Path, only: str) -> None:
     """Trains every case and writes the fixtures."""
     folder.mkdir(exist_ok=True)
     found: dict[str, dict[str, Any]] = {}
+    kept = checkpoint_cases()
     with contextlib.ExitStack() as stack:
         pools: dict[tuple[int, bool], RankPool] = {}
         for case in all_cases():
             if only not in ("", case.subject) or unavailable(case.subject):
                 continue
             key = (case.world, case.subject == "bluefog")
-            if key not in pools or pools[key].broken:
+            if key not in pools:
                 pools[key] = make_pool(*key)
                 stack.callback(pools[key].close)
-            try:
-                result = compact(pools[key].run(history, case))
-            except AssertionError as error:
-                print(f"{case.subject}: {case.name}:\n{error}", file=sys.stderr)
-                continue
+            result = compact(pools[key].run(history, case))
             found.setdefault(case.subject, {})[case.name] = result
+            if case in kept:
+                saved = compact(pools[key].run(history, case, None, True))
+                place = folder.parent / "checkpoints"
+                place.mkdir(exist_ok=True)
+                for rank, one in enumerate(saved):
+                    (place / f"{case.subject}.rank{rank}.pt").write_bytes(one["checkpoint"])
     for subject, histories in found.items():
         lines = ",\n".join(f"{json.dumps(n)}: {json.dumps(r)}" for n, r in histories.items())
         text = f'{{"machine": {json.dumps(machine())},\n"histories": {{\n{lines}\n}}}}\n'

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 from dear.buckets.flat_parameters import FlatParameters
 from dear.errors import UserError
 from dear.lazy import torch
+from dear.options import Options as AlgorithmOptions
 from dear.options import at_least, positive
 from dear.topology.schedules import Edge, Topology, TopologyReg
 from dear.topology.traffic import Traffic
 from dear.training.algorithm import Algorithm, Capabilities
-from dear.training.algorithm import Options as AlgorithmOptions
 from dear.training.alone import AloneEngine
 from dear.training.engine import distribute, trained_parameters
 from dear.training.parameters import BUCKET_MB, ParameterEngine, UpdateIn
@@ -143,7 +143,7 @@ class GroupEngine(ParameterEngine):
         if "nccl" in communicator.backend:
             # NCCL's first call on a group must be one of all its ranks; an exchange is not.
             torch.distributed.barrier(communicator.groups[CHANNEL])
-        from dear.comm.subgroups import sub_communicators  # needs torch
+        from dear.comm.communicator import sub_communicators  # needs torch
 
         larger = [
             edge.ranks

@@ -6,9 +6,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from dear.comm.machines import Machines
-from dear.comm.neighbors import Exchange, Round
-from dear.comm.runtime_facts import ranks_per_machine
+from dear.comm.neighbors import Exchange, Machines, Round
+from dear.comm.runtime import ranks_per_machine
 from dear.cost.bounds import Bound
 from dear.errors import UserError
 from dear.lazy import torch

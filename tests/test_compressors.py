@@ -8,8 +8,14 @@ import pytest
 import torch
 
 from dear.algorithms.synchronous.allreduce import AllReduce
-from dear.buckets.compressors import Compressor, Gaussian, TopK, make_compressor
-from dear.buckets.packing import pack_signs, unpack_signs
+from dear.buckets.compressors import (
+    Compressor,
+    Gaussian,
+    TopK,
+    make_compressor,
+    pack_signs,
+    unpack_signs,
+)
 from dear.errors import UserError
 from dear.training.algorithm import algorithm_options
 

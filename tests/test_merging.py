@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dear.buckets.merging import by_total, finish_time, greedy, optimal
+from dear.buckets.grouping import by_total, finish_time, greedy, optimal
 from dear.cost.collectives import AlphaBeta, table_costs
 
 # Milliseconds and bytes, as in the references: 1 ms and 0.001 ms per byte.

@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from dear.training.regrouping import Tuned
 
 import dear
-from dear.buckets.grouping import MIB
-from dear.buckets.run_order import Fusion
-from dear.training.regrouping import Tuned
+from dear.buckets.grouping import MIB, Fusion
 from dear.training.tuning import LEAST_MB, MOST_MB, Tuner
 from tests.test_optimizer import difference, everybody, make_model, make_sgd, mine, steps, wrap
 

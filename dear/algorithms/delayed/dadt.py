@@ -9,9 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from dear.buckets.flat import ALIGNMENT_BYTES, shaped
-from dear.buckets.grouping import MIB
-from dear.buckets.ready_groups import ready_groups
-from dear.buckets.run_order import RunOrder, agree
+from dear.buckets.grouping import MIB, RunOrder, agree, ready_groups
 from dear.buckets.sparse import SparseSum, gather_entries
 from dear.buckets.unchanged import Unchanged, refuse_changed
 from dear.buckets.updates import with_gradients

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from dear.algorithms.synchronous.wfbp import GradientAverager
-from dear.buckets.compression import HalfOptions, refuse_types, wire_dtype
+from dear.buckets.compressors import HalfOptions, refuse_types, wire_dtype
 from dear.buckets.grouping import MIB
 from dear.errors import UserError
 from dear.lazy import torch

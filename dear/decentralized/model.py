@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,16 +13,14 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from dear.algorithms.decentralized.decentralized import GroupEngine
+from dear.buckets.flat import Bucket
 from dear.comm import runtime
+from dear.comm.communicator import Communicator
 from dear.comm.consensus import GlobalAverage
 from dear.errors import UserError
 from dear.optimizer import broadcast_parameters
 from dear.options import at_least, positive
 from dear.topology.schedules import Topology, TopologyReg
-
-if TYPE_CHECKING:
-    from dear.buckets.flat_parameters import FlatParameters
-    from dear.comm.communicator import Communicator
 
 OptimFn = Callable[[list[tuple[str, torch.Tensor]]], Optimizer]
 SchedulerFn = Callable[[Optimizer], LRScheduler]
@@ -59,8 +57,8 @@ class _Engine(GroupEngine):
         self._scaler = scaler
         self._clip_norm = clip_norm
         self.joint = scaler is not None or clip_norm > 0
-        self.optimizers: dict[FlatParameters, Optimizer] = {}
-        self.schedulers: dict[FlatParameters, LRScheduler] = {}
+        self.optimizers: dict[Bucket, Optimizer] = {}
+        self.schedulers: dict[Bucket, LRScheduler] = {}
 
     def named(self) -> list[list[tuple[str, Parameter]]]:
         """Names and parameters of each bucket."""
@@ -86,7 +84,7 @@ class _Engine(GroupEngine):
             raise UserError("call revert_global_avg() before training goes on")
         super().begin()
 
-    def mix(self, bucket: FlatParameters) -> None:
+    def mix(self, bucket: Bucket) -> None:
         edge = self.upcoming(bucket)
         hook = getattr(self.optimizers[bucket], "pre_average_hook", None)
         if edge is not None and hook is not None:
@@ -94,7 +92,7 @@ class _Engine(GroupEngine):
         super().mix(bucket)
 
     @torch.no_grad()
-    def ready(self, buckets: Sequence[FlatParameters]) -> None:
+    def ready(self, buckets: Sequence[Bucket]) -> None:
         if self._scaler is not None:
             self._scaler.unscale_(self._whole)
         if self._clip_norm > 0:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dear.buckets.flat import Bucket, value_bucket
+from dear.comm import runtime
 from dear.comm.communicator import Communicator, sub_communicators
 from dear.errors import UserError
 from dear.lazy import torch
@@ -16,7 +17,6 @@ from dear.options import at_least, positive
 from dear.topology.schedules import Edge, Topology, TopologyReg
 from dear.topology.traffic import Traffic
 from dear.training.algorithm import Algorithm, Capabilities
-from dear.training.alone import AloneEngine
 from dear.training.engine import distribute, trained_parameters
 from dear.training.parameters import BUCKET_MB, ParameterEngine, UpdateIn
 
@@ -88,24 +88,26 @@ class Decentralized(Algorithm):
         options: Options,
     ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         trained_parameters(model, optimizer)
-        if communicator.size == 1:
-            return model, distribute(optimizer, AloneEngine(model, communicator))
-        topology = TopologyReg.make(
-            options.topology,
-            world_size=communicator.size,
-            rank=communicator.rank,
-            local_world_size=options.ranks_per_node or _ranks_per_node(),
-        )
-        engine = GroupEngine(
-            model,
-            optimizer,
-            communicator,
-            topology,
-            bucket_mb=options.bucket_mb,
-            update=options.update,
-        )
-        engine.set_factor(options.adaptive_factor)
-        return model, distribute(optimizer, engine)
+
+        def engine() -> GroupEngine:
+            topology = TopologyReg.make(
+                options.topology,
+                world_size=communicator.size,
+                rank=communicator.rank,
+                local_world_size=options.ranks_per_node or _ranks_per_node(),
+            )
+            made = GroupEngine(
+                model,
+                optimizer,
+                communicator,
+                topology,
+                bucket_mb=options.bucket_mb,
+                update=options.update,
+            )
+            made.set_factor(options.adaptive_factor)
+            return made
+
+        return model, distribute(optimizer, engine, communicator)
 
 
 class GroupEngine(ParameterEngine):
@@ -248,6 +250,4 @@ def _share(edge: Edge) -> float:
 
 
 def _ranks_per_node() -> int:
-    from dear.comm import runtime  # needs torch
-
     return runtime.local_size() if runtime.is_initialized() else 1

@@ -17,9 +17,8 @@ from dear.lazy import torch
 from dear.options import Options, option_of, positive
 from dear.topology.graphs import TOPOLOGIES, Name, check_graph, graph, nx
 from dear.topology.traffic import Traffic
-from dear.training.backward import BackwardSchedule
-from dear.training.engine import Engine, refuse_lbfgs, trained_parameters
-from dear.training.grad_scaling import GradScaling
+from dear.training.engine import Engine, GradScaling, refuse_lbfgs, trained_parameters
+from dear.training.gradients import BackwardSchedule
 from dear.training.readers import ReaderMap
 
 BUCKET_MB = 25.0

@@ -34,6 +34,9 @@ class Meaning:
     """What it lacks with some options."""
     worlds: Callable[[dict[str, Any], int], bool] = lambda options, size: True
     """Whether options and world go together."""
+    state_in_groups: bool = False
+    """All that it keeps of its own is in the optimizer's parameter groups, so that a plain optimizer
+    that has loaded a state can be wrapped."""
     in_turn: bool = False
     """Its ranks are made to step one after another, so that what they find is known."""
 
@@ -52,10 +55,14 @@ class Meaning:
         lacks = self.lacks | self.lacks_with(options)
         if not self.averages_gradients:
             lacks |= NOT_AVERAGING
+        if self.family != "synchronous" and not self.state_in_groups:
+            lacks |= {"checkpoint=before"}
         return (
             not values & lacks
             and self.worlds(options, size)
             and not any(one in values and values & others for one, others in _APART.items())
+            and not (self.family == "delayed" and values >= {"scaler=overflow", "clip=own"})
+            and not (self.family == "delayed" and values >= {"scaler=overflow", "clip=torch"})
         )
 
 
@@ -109,12 +116,9 @@ def _in_backward(options: dict[str, Any]) -> frozenset[str]:
 def _groups(options: dict[str, Any], size: int) -> bool:
     """Worlds of `decentralized`."""
     name, per_node = options.get("topology", "complete"), options.get("ranks_per_node", 1)
-    if size == 1 or name == "complete":
+    if name == "complete" or (size == 1 and per_node == 1):
         return True
-    if name == "ring":
-        return size % 2 == 0
-    nodes = size // per_node
-    return size % per_node == 0 and nodes in (2, 4)
+    return size in (2, 4) and size > per_node
 
 
 TABLE: dict[str, Meaning] = {
@@ -212,6 +216,7 @@ TABLE: dict[str, Meaning] = {
         ),
         lacks_with=_in_backward,
         worlds=_groups,
+        state_in_groups=True,
     ),
     "win-put": Meaning(
         family="asynchronous",

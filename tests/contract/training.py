@@ -200,7 +200,7 @@ def serial(name: str, options: dict[str, Any], script: Script, size: int) -> lis
     optimizers = [make_optimizer(script.optimizer, model) for model in models]
     schedulers = [ExponentialLR(optimizer, 0.8) for optimizer in optimizers]
     states: list[States] = [{"norms": {}, "outputs": {}, "losses": {}} for _ in range(size)]
-    step = 0
+    step, closing = 0, False
 
     def clip(rank: int) -> None:
         norm = nn.utils.clip_grad_norm_(models[rank].parameters(), 0.05)
@@ -208,7 +208,7 @@ def serial(name: str, options: dict[str, Any], script: Script, size: int) -> lis
             states[rank]["norms"][str(step)] = np.array(float(norm))
 
     def prepare(rank: int) -> bool:
-        if clipped and meaning.averages_gradients:
+        if clipped and meaning.averages_gradients and not closing:
             clip(rank)
         grads = [p.grad for p in models[rank].parameters() if p.grad is not None]
         return all(grad.isfinite().all() for grad in grads)
@@ -236,9 +236,12 @@ def serial(name: str, options: dict[str, Any], script: Script, size: int) -> lis
                 group["lr"] = rate
             if script.scheduler != "none":
                 scheduler.step()
+            if script.clip == "own":  # of a step that had nothing to apply
+                states[rank]["norms"].setdefault(str(step), np.zeros(()))
             after_step(script, models[rank], step, states[rank], rank)
     for rank, model in enumerate(models):
         states[rank]["end"] = state_of(model)
+    closing = True
     reference.close()
     for rank, model in enumerate(models):
         states[rank]["closed"] = state_of(model)

@@ -36,11 +36,12 @@ _HOME = {
 }
 
 _MODULES = {
-    "dear.mixing": "dear.topology.mixing",
+    "dear.mixing": "dear.topology.graphs",
     "dear.budget": "dear.pace",
     "dear.sampling": "dear.pace",
     "dear.consensus": "dear.comm.consensus",
     "dear.interactive": "dear.comm.interactive",
+    "dear.bluefog.topology_util": "dear.bluefog",
 }
 """Modules by the short names that the documentation gives them."""
 

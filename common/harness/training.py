@@ -13,7 +13,7 @@ from common.harness import check, compute_times
 from common.harness.step_parts import Mark, StepParts
 from common.harness.trial import BASELINE, OptimizerConfig, Trial
 from common.models import pace
-from common.models.brake import Brake
+from common.models.pace import Brake
 from common.models.registry import is_replay
 from common.models.workload import Workload
 from dear.comm import runtime

@@ -328,6 +328,20 @@ def flat_view(tensor: torch.Tensor) -> torch.Tensor:
     )
 
 
+def padded(numel: int, step: int) -> int:
+    """The least multiple of `step` that holds `numel` elements."""
+    return -(-numel // step) * step
+
+
+def buffer(like: torch.Tensor, numel: int, communicator: Communicator) -> torch.Tensor:
+    """A zeroed flat buffer of the kind of `like`, in memory that the backend reads in place."""
+    if communicator.native and like.device.type == "cpu":
+        import comm_core  # not at the top: other backends do without it
+
+        return comm_core.empty(numel, dtype=like.dtype)
+    return torch.zeros(numel, dtype=like.dtype, device=like.device)
+
+
 def _scaled(tensor: torch.Tensor, size: int) -> torch.Tensor:
     # Dividing before the sum, as DDP does: the sum of a half-precision gradient then overflows no
     # sooner than the gradient itself.

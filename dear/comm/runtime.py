@@ -11,16 +11,12 @@ import struct
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TYPE_CHECKING
 
 from dear.comm.communicator import Communicator, default_backend, prepare
 from dear.comm.environment import RankFacts, rank_facts
 from dear.comm.rendezvous import meet
 from dear.errors import UserError
 from dear.lazy import dist, torch
-
-if TYPE_CHECKING:
-    from dear.comm.communicator import Communicator
 
 log = logging.getLogger("dear")
 

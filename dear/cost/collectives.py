@@ -8,8 +8,13 @@ from dataclasses import dataclass
 from typing import Literal
 from weakref import WeakKeyDictionary
 
-from dear.buckets.flat import buffer
-from dear.comm.communicator import Communicator, SubCommunicator, Work, sub_communicators
+from dear.comm.communicator import (
+    Communicator,
+    SubCommunicator,
+    Work,
+    buffer,
+    sub_communicators,
+)
 from dear.errors import UserError, unknown
 from dear.lazy import torch
 from dear.options import at_least

@@ -35,8 +35,8 @@ class Meaning:
     worlds: Callable[[dict[str, Any], int], bool] = lambda options, size: True
     """Whether options and world go together."""
     state_in_groups: bool = False
-    """All that it keeps of its own is in the optimizer's parameter groups, so that a plain optimizer
-    that has loaded a state can be wrapped."""
+    """All that it keeps is in the optimizer's parameter groups: a plain optimizer that has loaded a
+    state can be wrapped."""
     in_turn: bool = False
     """Its ranks are made to step one after another, so that what they find is known."""
 

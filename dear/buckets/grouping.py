@@ -46,7 +46,7 @@ def by_buffer(sizes: Sequence[float], limit: float) -> Groups:
     groups: Groups = []
     room = 0.0
     for index, size in enumerate(sizes):
-        if size < limit and size <= room:
+        if groups and size < limit and size <= room:  # what is empty fits where nothing is
             groups[-1].append(index)
             room -= size
         else:

@@ -6,6 +6,7 @@ import dataclasses
 import math
 import types
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from dear.errors import UserError, unknown
@@ -13,7 +14,7 @@ from dear.errors import UserError, unknown
 T = TypeVar("T")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Options:
     """Settings of one algorithm: a frozen dataclass, every field documented with its unit."""
 

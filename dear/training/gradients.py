@@ -370,14 +370,8 @@ class DeferredEngine(GradientEngine):
 
     def before_forward(self, module: torch.nn.Module) -> None:
         """A hook for modules that may read parameters: waits for those of `module`."""
-        if not self.pending:
-            return
-        self.readers.called(module)
-        if not (self.model.training and torch.is_grad_enabled()):
-            # An evaluation may read parameters where training never does.
-            self.settle()
-        else:
-            for index in sorted(self.readers.groups_of(module) & self.pending):
+        if self.pending:
+            for index in self.readers.due(module, self.pending):
                 self._finish(index)
 
     def _finish(self, index: int) -> None:

@@ -61,6 +61,15 @@ class ReaderMap:
             self._called.add(module)
             self._map = None
 
+    def due(self, module: torch.nn.Module, pending: set[int]) -> list[int]:
+        """Which of the `pending` groups must be current before `module` runs, which it is about to.
+
+        In an evaluation it is all of them: that may read parameters where training never does.
+        """
+        self.called(module)
+        training = self._model.training and torch.is_grad_enabled()
+        return sorted(self.groups_of(module) & pending if training else pending)
+
     def groups_of(self, module: torch.nn.Module) -> set[int]:
         """Groups that must be current before `module` runs."""
         return self._readers().get(module, set())

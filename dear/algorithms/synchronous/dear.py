@@ -285,10 +285,10 @@ class DearEngine(DeferredEngine):
 
     # --- forward pass -----------------------------------------------------------------------------
 
-    def before_forward(self, module: torch.nn.Module) -> None:
-        if module is self.model and not self._reclaimed():
+    def before_model(self, module: torch.nn.Module) -> None:
+        """A hook that runs before all others: the model may have been moved."""
+        if not self._reclaimed():
             self._lay_out(learn=False)
-        super().before_forward(module)
 
     def finish(self, index: int) -> None:
         self._update.finish(index)
@@ -345,6 +345,8 @@ class DearEngine(DeferredEngine):
         new = [module for module in modules if module not in self._hooked]
         self._hooked.update(new)
         self.hooks.before_forward(new, self.before_forward)
+        if not before:
+            self.hooks.before_forward([self.model], self.before_model)
 
     def _halves(self, bucket: Bucket, index: int) -> Decoupled:
         options, communicator = self._options, self.communicator

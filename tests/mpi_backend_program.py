@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from common.comm_core import mpi_backend
-from dear.communicator import Communicator
+from dear.comm.communicator import Communicator
 from tests.mpi_backend_data import (
     CASES,
     DTYPES,

@@ -20,7 +20,7 @@ from common.harness.trial import Trial
 from common.launch.job import Job, outcome_of
 from common.models import datasets
 from common.models.registry import build
-from dear import runtime
+from dear.comm import runtime
 from dear.errors import UserError
 from tests.made_mnist import write_mnist
 from tests.made_trials import make_trial

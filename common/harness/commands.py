@@ -19,8 +19,8 @@ from common.harness.trial import Trial
 from common.models.registry import MODELS
 from common.results import records
 from common.results.comparison import Comparison
-from dear.algorithm import algorithm_class, algorithm_names
 from dear.errors import UserError
+from dear.training.algorithm import algorithm_class, algorithm_names
 
 ROOT = Path(__file__).parents[2]
 _ON_VIRTUAL_HOSTS = "(on virtual hosts: they live only while a sweep runs)"

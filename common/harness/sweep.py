@@ -23,8 +23,8 @@ from common.harness.trial import BASELINE, Trial
 from common.launch.job import Job, Outcome
 from common.results import records
 from common.results.comparison import Comparison
-from dear.algorithm import algorithm_class
 from dear.errors import UserError
+from dear.training.algorithm import algorithm_class
 
 Rerun = Literal["failed", "all"]
 

@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from common.launch.ranks import Ranks, rank_env
-from dear.cost_measurement import OPERATIONS, Measurement, measure_collective
-from dear.costs import AlphaBeta
-from dear.environment import rank_facts
+from dear.comm.environment import rank_facts
+from dear.cost.collectives import OPERATIONS, AlphaBeta, Measurement, measure_collective
 from dear.errors import Unavailable, UserError, unknown
 from dear.options import at_least
 
@@ -77,7 +76,7 @@ def _measure(args: argparse.Namespace) -> None:
     import torch
 
     import dear
-    from dear import runtime
+    from dear.comm import runtime
 
     torch.set_num_threads(1)
     dear.init(backend=args.backend, timeout_s=START_S)

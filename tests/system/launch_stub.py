@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT)]
 
 from common.launch.job import Job  # noqa: E402
-from dear.environment import rank_facts  # noqa: E402
+from dear.comm.environment import rank_facts  # noqa: E402
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ import pytest
 
 from common.emulation import sandbox
 from common.harness.experiment_file import load
-from dear.algorithm import algorithm_class
+from dear.training.algorithm import algorithm_class
 from tests.system.test_launch_virtual import launch
 
 # Every rank imports torch, which takes a minute on a busy machine.

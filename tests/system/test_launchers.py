@@ -16,7 +16,7 @@ from common.harness.experiment_file import load
 from common.harness.fabric import WORKER
 from common.launch.job import Job
 from common.launch.local import LocalLauncher
-from dear.algorithm import algorithm_class
+from dear.training.algorithm import algorithm_class
 from tests.test_sweep import ENDLESS, Driver, alive, processes_of
 
 ROOT = Path(__file__).parents[2]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dear.environment import RankFacts, rank_facts
+from dear.comm.environment import RankFacts, rank_facts
 from dear.errors import UserError
 
 ALONE = RankFacts(launcher="none", rank=0, world_size=1, local_rank=0, local_world_size=1)

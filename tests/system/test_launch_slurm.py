@@ -14,9 +14,8 @@ import pytest
 
 from tests.system import slurm_cluster
 from tests.system.launch_stub import place, stub_job
-from tests.system.test_launch_node import alive, wait_for
+from tests.system.processes import ROOT, alive, wait_for
 
-ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.timeout(400)
 
 PROGRAM = """

@@ -77,20 +77,20 @@ def pids(job: StubJob) -> list[int]:
     """Of the ranks, once all of them are there."""
     paths = [job.folder / f"place-{rank}.json" for rank in range(job.world_size)]
     wait_for(lambda: all(path.exists() for path in paths))
-    return [place(job, rank)["pid"] for rank in range(job.world_size)]
+    return [place(job.folder, rank)["pid"] for rank in range(job.world_size)]
 
 
 def test_every_host_gets_one_command_for_its_ranks(tmp_path, agent):
     job = stub_job(tmp_path / "job", "ok", world_size=4)
     outcome = ssh(agent, "far0", "far1", slots=2).run(job)
     assert outcome.status == "ok", outcome.error
-    assert [place(job, rank)["ranks"] for rank in range(4)] == [
+    assert [place(job.folder, rank)["ranks"] for rank in range(4)] == [
         [0, 4, 0, 2],
         [1, 4, 1, 2],
         [2, 4, 0, 2],
         [3, 4, 1, 2],
     ]
-    assert {place(job, rank)["env"]["MASTER_ADDR"] for rank in range(4)} == {"far0"}
+    assert {place(job.folder, rank)["env"]["MASTER_ADDR"] for rank in range(4)} == {"far0"}
 
 
 def test_ranks_of_this_host_need_no_remote_shell(tmp_path):

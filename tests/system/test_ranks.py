@@ -95,7 +95,7 @@ def test_answers_come_from_all_or_the_missing_rank_is_named(how):
             assert sorted(gather(ranks.pipes, LIMIT_S)) == [(0, 0), (1, 1)]
             return
         with pytest.raises(RankLost, match="1") as lost:
-            list(gather(ranks.pipes, LIMIT_S if how == "died" else 5.0))
+            list(gather(ranks.pipes, LIMIT_S if how == "died" else 1.0))
         assert lost.value.died == (how == "died")
 
 

@@ -44,20 +44,20 @@ def run(outside, user, name):
 
 
 @needs_sandbox
-@users
-def test_hosts_have_names_addresses_and_memory_of_their_own(outside, user):
-    assert run(outside, user, "hosts") == (0, "", "")
-
-
-@needs_sandbox
-@users
-def test_links_have_the_speed_asked_for(outside, user):
-    assert run(outside, user, "speeds") == (0, "", "")
-
-
-@needs_sandbox
-def test_a_cut_link_carries_nothing_until_it_is_restored(outside):
-    assert run(outside, "me", "cut") == (0, "", "")
+@pytest.mark.parametrize(
+    ("user", "promise"),
+    [
+        ("me", "hosts_have_names_addresses_and_memory_of_their_own"),
+        ("nobody", "hosts_have_names_addresses_and_memory_of_their_own"),
+        ("me", "links_have_the_speed_asked_for"),
+        ("nobody", "links_have_the_speed_asked_for"),
+        ("me", "a_cut_link_carries_nothing_until_it_is_restored"),
+        ("me", "a_transfer_tells_what_a_byte_costs"),
+        ("me", "there_may_be_65_hosts"),
+    ],
+)
+def test_in_a_sandbox(outside, user, promise):
+    assert run(outside, user, promise) == (0, "", "")
 
 
 @needs_sandbox
@@ -71,11 +71,6 @@ def test_delay_is_emulated_or_said_to_be_missing(outside):
             "only bandwidth is shaped: this kernel has no netem for the latency of 20000 us, "
             "jitter of 100 us, loss of 0.01 %"
         )
-
-
-@needs_sandbox
-def test_65_hosts(outside):
-    assert run(outside, "me", "many") == (0, "", "")
 
 
 @needs_sandbox

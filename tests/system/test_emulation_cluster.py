@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 
 import pytest
 
@@ -13,7 +11,8 @@ from common.emulation.cluster import EmulatedCluster
 from common.emulation.config import network_profile
 from common.emulation.network import address_of
 from dear.errors import UserError
-from tests.system.sandboxes import LIMIT_S, ROOT, Outside, in_sandbox, needs_sandbox
+from tests.system.processes import LIMIT_S, ROOT
+from tests.system.sandboxes import Outside, needs_sandbox, start
 
 PROGRAM = str(ROOT / "tests" / "system" / "emulation_program.py")
 users = pytest.mark.parametrize("user", ["me", "nobody"])
@@ -24,20 +23,8 @@ def outside():
     return Outside()
 
 
-def start(outside, user, name):
-    interpreter = "/usr/bin/python3" if user == "nobody" else sys.executable
-    return subprocess.Popen(
-        in_sandbox(user, interpreter, PROGRAM, name),
-        cwd="/tmp",
-        env=outside.environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
 def run(outside, user, name):
-    process = start(outside, user, name)
+    process = start(outside, user, PROGRAM, name)
     stdout, stderr = process.communicate(timeout=LIMIT_S)
     outside.check_clean()
     return process.returncode, stdout, stderr
@@ -83,7 +70,7 @@ def test_nothing_is_left_after_an_exception(outside):
 @users
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_nothing_is_left_after_a_signal(outside, user, number):
-    process = start(outside, user, "wait")
+    process = start(outside, user, PROGRAM, "wait")
     assert process.stdout.readline() == "ready\n", process.communicate()
     os.kill(process.pid, number)
     process.communicate(timeout=LIMIT_S)

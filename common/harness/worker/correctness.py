@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Mapping
 
 import torch
 
-from common.harness.compute_times import timed_step
-from common.models.workload import Workload
 from dear.comm.communicator import Communicator
-from dear.cost.bounds import StepTimes
 
 # Largest difference to plain training, relative to how far training moved the parameters. A lost
 # or doubled step gives about 1; rounding, magnified by a few steps, stays far below.
@@ -29,38 +25,6 @@ _PIECE = 1 << 20
 def snapshot(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """A copy of the model's state."""
     return {name: value.clone() for name, value in model.state_dict().items()}
-
-
-def plain_steps(
-    workload: Workload,
-    optimizer: torch.optim.Optimizer,
-    communicator: Communicator,
-    steps: int,
-    staleness: int = 0,
-) -> tuple[dict[str, torch.Tensor], list[StepTimes]]:
-    """Trains `steps` steps with written-out gradient averaging; the last gradients stay.
-
-    Args:
-        staleness: each update applies the gradients of so many steps before; the first ones update
-            nothing.
-
-    Returns:
-        The state that they lead to, and what each step computed on this rank, averaging left out.
-    """
-
-    params = list(workload.model.parameters())
-    held: deque[list[torch.Tensor | None]] = deque([[None] * len(params)] * staleness)
-
-    def average() -> None:
-        for param in params:
-            if param.grad is not None:
-                communicator.all_reduce(param.grad, op="mean").wait()
-        held.append([param.grad for param in params])
-        for param, gradient in zip(params, held.popleft(), strict=True):
-            param.grad = gradient
-
-    times = [timed_step(workload, optimizer, average) for _ in range(steps)]
-    return snapshot(workload.model), times
 
 
 def distance(

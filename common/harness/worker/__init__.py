@@ -1,14 +1,14 @@
 """One rank of one repeat of one trial: puts model, optimizer, algorithm and communicator together.
 
 Started by every launcher in the same way: `python -m common.harness.worker TRIAL_DIR REPEAT`. The
-trial is read from `TRIAL_DIR/trial.json`, what it must know of an emulated cluster from
-`TRIAL_DIR/emulation.json`, and what collectives cost, if that is known, from
-`TRIAL_DIR/costs.json`; rank 0 writes `repeat-R.json`, and a rank that fails writes
+trial is read from `TRIAL_DIR/trial.json`, and what must be known besides from
+`TRIAL_DIR/briefing.json`; rank 0 writes `repeat-R.json`, and a rank that fails writes
 `error-R-rankK.json`. What is printed is for people.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import faulthandler
 import json
 import os
@@ -24,18 +24,28 @@ import torch
 import torch._dynamo  # the first optimizer imports it anyway; the fork server does so only once
 
 import dear
-from common.harness import check, collective_costs, learning, text_log
-from common.harness.settings import EmulationSettings
-from common.harness.step_parts import StepParts, breakdown, typical
-from common.harness.timing import Measured, measure
-from common.harness.training import Reference, Training, untimed_steps
-from common.harness.trial import Trial
+from common.harness import ui
+from common.harness.record import Result
+from common.harness.trial import Briefing, Trial
+from common.harness.worker import correctness
+from common.harness.worker.learning import learn
+from common.harness.worker.measure import Measured, measure, measure_costs
+from common.harness.worker.training import (
+    Reference,
+    StepParts,
+    Training,
+    breakdown,
+    typical,
+    untimed_steps,
+)
 from common.models.pace import set_pace
 from common.models.registry import build
 from common.models.workload import Workload
+from common.results.records import Breakdown, Check
 from dear.comm import runtime
 from dear.comm.environment import rank_facts
 from dear.cost.bounds import StepTimes
+from dear.cost.collectives import AlphaBeta
 from dear.errors import Unavailable, UserError
 
 
@@ -47,11 +57,10 @@ def main(folder: Path, repeat: int) -> int:
         rank = rank_facts().rank
         phase.enter(rank, "start")
         faulthandler.register(signal.SIGUSR1)  # a launcher that loses patience asks for the stack
-        trial = Trial.from_json(json.loads((folder / "trial.json").read_text()))
-        settings = EmulationSettings.load(folder)
-        result = _run(trial, settings, repeat, phase)
+        result = _run(Trial.load(folder), Briefing.load(folder), repeat, phase)
         if rank == 0:
-            _write(folder / f"repeat-{repeat}.json", result)
+            assert result is not None
+            _write(folder / f"repeat-{repeat}.json", result.to_json())
     except BaseException as error:
         traceback.print_exc()
         _write(
@@ -87,13 +96,14 @@ class Phase:
         self.enter(self._rank, name)
 
 
-def _run(trial: Trial, settings: EmulationSettings, repeat: int, phase: Phase) -> dict[str, Any]:
+def _run(trial: Trial, briefing: Briefing, repeat: int, phase: Phase) -> Result | None:
+    """The result, which rank 0 writes; others may have none."""
     torch.set_num_threads(trial.threads_per_rank)
     phase("joining the other ranks")
     dear.init(backend=trial.backend, timeout_s=trial.collective_timeout_s)
     _check_world(trial)
-    set_pace(settings.pace(dear.rank()))
-    communicator, launcher = runtime.communicator(), runtime.facts().launcher
+    set_pace(briefing.pace(dear.rank()))
+    launcher = runtime.facts().launcher
     phase("building the model")
     device = torch.device("cpu")
     if trial.device == "cuda":
@@ -101,30 +111,36 @@ def _run(trial: Trial, settings: EmulationSettings, repeat: int, phase: Phase) -
         device = torch.device("cuda", dear.local_rank() % torch.cuda.device_count())
         torch.cuda.set_device(device)
     workload = _workload(trial, device)
-    parameters = sum(param.numel() for param in workload.model.parameters())
-    gradient_bytes = sum(p.nbytes for p in workload.model.parameters() if p.requires_grad)
-    _say(text_log.header(trial, parameters))
     facts = {
-        "parameters": parameters,
-        "gradient_bytes": gradient_bytes,
+        "parameters": sum(param.numel() for param in workload.model.parameters()),
+        "gradient_bytes": _gradient_bytes(workload.model),
         "started_by": launcher,
     }
-    if trial.learn is not None:
-        return learning.learn(trial, settings, workload, repeat, phase) | facts
+    _say(ui.log_header(trial, facts["parameters"]))
+    one = _timed if trial.learn is None else learn
+    result = one(trial, briefing, workload, repeat, phase)
+    return result and dataclasses.replace(result, **facts)
 
+
+def _timed(
+    trial: Trial, briefing: Briefing, workload: Workload, repeat: int, phase: Phase
+) -> Result:
+    """Times steps; in the first repeat also looks whether they train rightly."""
+    communicator, scale = runtime.communicator(), briefing.time_scale
     steps = trial.measure.check_steps if repeat == 0 else 0
     limits: dict[str, Any] = {}
     if steps:
         if trial.world_size > 1:
             phase("timing collectives")
-            limits["costs"] = _costs(settings, device, gradient_bytes)
+            limits["costs"] = _costs(briefing, workload.model)
             limits["local_size"] = dear.local_size()
         phase("training plainly, to compare with")
         reference = Reference(trial, workload, steps)
-        limits["compute"] = _emulated(reference.compute, settings)
+        compute = vars(reference.compute)
+        limits["compute"] = StepTimes(**{name: s / scale for name, s in compute.items()})
     phase("wrapping the model")
     training = Training(trial, workload)
-    verdict: dict[str, Any] = {}
+    verdict = Check()
     if steps:
         phase("comparing with plain training")
         verdict = reference.compare(training)
@@ -137,31 +153,31 @@ def _run(trial: Trial, settings: EmulationSettings, repeat: int, phase: Phase) -
     measured = measure(training.step, trial.measure, communicator, training.last_step_s)
     phase("checking that the replicas agree")
     training.synchronize()
-    spread = check.replica_spread(workload.model, communicator)
-    verdict |= {"replica_spread": spread, "replicas_agree": spread == 0.0}
-    if training.consistency in check.MEAN_TOLERANCE:
-        apart = check.consensus_distance(workload.model, communicator)
-        agree = apart <= check.CONSENSUS_LIMIT
-        verdict |= {"consensus_distance": apart, "replicas_agree": agree}
+    spread = correctness.replica_spread(workload.model, communicator)
+    agree, apart = spread == 0.0, None
+    if training.consistency in correctness.MEAN_TOLERANCE:
+        apart = correctness.consensus_distance(workload.model, communicator)
+        agree = apart <= correctness.CONSENSUS_LIMIT
     losses = communicator.gather_objects(training.loss.item())
     statistics = communicator.gather_objects(training.statistics())
-    iters = settings.emulated(measured.iters)
-    _say(text_log.results(trial, iters))
+    iters = [[step_s / scale for step_s in block] for block in measured.iters]
+    _say(ui.log_results(trial, iters))
     phase("leaving")
     training.close()
     dear.shutdown()
-    return {
-        "iters": iters,
-        "bytes_per_step": measured.bytes_sent or None,
-        "cpu_s_per_s": measured.cpu_s,
-        "foreign_cpu_s_per_s": measured.foreign_cpu_s,
-        "breakdown": _breakdown(trial, settings, measured, training.parts),
-        "loss": float(np.mean(losses)),
-        "check": verdict,
-        "statistics": statistics if any(statistics) else None,
-        **facts,
+    return Result(
+        iters=iters,
+        bytes_per_step=measured.bytes_sent or None,
+        cpu_s_per_s=measured.cpu_s,
+        foreign_cpu_s_per_s=measured.foreign_cpu_s,
+        breakdown=_breakdown(trial, scale, measured, training.parts),
+        loss=float(np.mean(losses)),
+        check=dataclasses.replace(
+            verdict, replicas_agree=agree, replica_spread=spread, consensus_distance=apart
+        ),
+        statistics=statistics if any(statistics) else None,
         **limits,
-    }
+    )
 
 
 def _check_world(trial: Trial) -> None:
@@ -185,25 +201,25 @@ def _workload(trial: Trial, device: torch.device) -> Workload:
     return workload
 
 
-def _costs(
-    settings: EmulationSettings, device: torch.device, gradient_bytes: int
-) -> dict[str, dict[str, float]]:
+def _gradient_bytes(model: torch.nn.Module) -> int:
+    return sum(param.nbytes for param in model.parameters() if param.requires_grad)
+
+
+def _costs(briefing: Briefing, model: torch.nn.Module) -> dict[str, AlphaBeta]:
     """What another trial has measured, else measured now."""
     communicator = runtime.communicator()
     # Rank 0's word: a shared file system may show the others something older.
-    costs = communicator.broadcast_object(collective_costs.load(settings.folder))
+    costs = communicator.broadcast_object(briefing.costs)
     if costs is None:
-        costs = collective_costs.measure(communicator, device, gradient_bytes, settings.time_scale)
-    return collective_costs.to_json(costs)
-
-
-def _emulated(compute: StepTimes, settings: EmulationSettings) -> dict[str, float]:
-    return {name: seconds / settings.time_scale for name, seconds in vars(compute).items()}
+        device = next(model.parameters()).device
+        nbytes = _gradient_bytes(model)
+        costs = measure_costs(communicator, device, nbytes, briefing.time_scale)
+    return costs
 
 
 def _breakdown(
-    trial: Trial, settings: EmulationSettings, measured: Measured, parts: list[StepParts]
-) -> dict[str, float | None] | None:
+    trial: Trial, time_scale: float, measured: Measured, parts: list[StepParts]
+) -> Breakdown | None:
     """Of rank 0, or None on a GPU, where the host runs ahead."""
     if trial.device != "cpu":
         return None
@@ -211,7 +227,7 @@ def _breakdown(
     timed = [step for place, step in enumerate(parts) if place % block]
     # DDP and Horovod communicate and wait in code of their own.
     waits_seen = measured.bytes_sent > 0 or trial.world_size == 1
-    return breakdown(typical(timed), settings.time_scale, waits_seen=waits_seen)
+    return breakdown(typical(timed), time_scale, waits_seen=waits_seen)
 
 
 def _kind(error: BaseException) -> str:
@@ -232,7 +248,3 @@ def _write(path: Path, value: dict[str, Any]) -> None:
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(value))
     partial.replace(path)
-
-
-if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), int(sys.argv[2])))

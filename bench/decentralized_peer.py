@@ -30,7 +30,7 @@ from bench.output import Output
 from bench.session import Session
 from bench.table import Ratio
 from dear.options import at_least
-from dear.topology.group_schedule import TopologyReg
+from dear.topology.schedules import TopologyReg
 
 if TYPE_CHECKING:
     import numpy as np

@@ -140,7 +140,7 @@ def _mnist(setup: Setup) -> Task:
     from train import Net
 
     import dear
-    from common.models.digits import load_digits, load_mnist
+    from common.models.datasets import load_digits, load_mnist
 
     (images, labels), _ = load_digits() if setup.data_dir is None else load_mnist(setup.data_dir)
     images, labels = images[dear.rank() :: dear.size()], labels[dear.rank() :: dear.size()]

@@ -36,7 +36,7 @@ _HOME = {
 }
 
 _MODULES = {
-    "dear.mixing": "dear.topology.mixing",
+    "dear.mixing": "dear.topology.graphs",
     "dear.budget": "dear.pace",
     "dear.sampling": "dear.pace",
     "dear.consensus": "dear.comm.consensus",

@@ -18,9 +18,8 @@ from torch import nn
 import dear
 from dear.comm import runtime
 from dear.topology import graph, matrix, splitting
-from dear.topology.group_schedule import TopologyReg
-from dear.topology.mixing import mixing_rate
-from dear.topology.schedules import one_peer_machines, schedule
+from dear.topology.graphs import mixing_rate
+from dear.topology.schedules import TopologyReg, one_peer_machines, schedule
 
 NUMEL = 6
 SMALL, EXACT = 1e-3, 1e-6

@@ -10,8 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dear.comm import runtime
-from dear.cost.collectives import TABLES, AlphaBeta, fit_alpha_beta, table_costs
-from dear.cost.cost_measurement import OPERATIONS, measure_collective, measured_call, measured_costs
+from dear.cost.collectives import (
+    OPERATIONS,
+    TABLES,
+    AlphaBeta,
+    fit_alpha_beta,
+    measure_collective,
+    measured_call,
+    measured_costs,
+    table_costs,
+)
 from dear.errors import UserError
 
 SIZES = [2**power for power in range(12, 25, 2)]

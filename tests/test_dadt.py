@@ -570,7 +570,7 @@ def _sent(options):
         optimizer.zero_grad()
         model(torch.ones(1, 64)).sum().backward()
         optimizer.step()
-    groups = [len(message.params) for message in optimizer._engine._pending.next.lap.messages]
+    groups = [len(message.params) for message in optimizer._engine._held[0].messages]
     optimizer.close()
     return groups
 

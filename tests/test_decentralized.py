@@ -13,7 +13,7 @@ import dear
 from dear.comm import runtime
 from dear.comm.consensus import GlobalAverage
 from dear.errors import UserError
-from dear.topology.group_schedule import Edge, Topology, TopologyReg
+from dear.topology.schedules import Edge, Topology, TopologyReg
 from dear.training.algorithm import algorithm_options
 from tests import awkward
 from tests.decentralized_serial import serial

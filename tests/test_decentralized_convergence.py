@@ -11,7 +11,7 @@ from torch import nn
 
 import dear
 from dear.topology import graph
-from dear.topology.mixing import rounds_to
+from dear.topology.graphs import rounds_to
 
 NUMEL = 5
 

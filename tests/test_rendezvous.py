@@ -15,8 +15,7 @@ import torch.distributed as dist
 
 from dear.comm import rendezvous
 from dear.comm.environment import RankFacts
-from dear.comm.rendezvous import MeetingPoint, meet, meeting_point
-from dear.comm.roll_call import call_roll
+from dear.comm.rendezvous import MeetingPoint, call_roll, meet, meeting_point
 from dear.errors import UserError
 
 # Importing torch in a process of its own takes a minute on a busy machine.

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dear.algorithms.synchronous._scheduler import (
+from dear.algorithms.synchronous.bytescheduler import (
     CreditScheduler,
     OrderedIssuer,
     planned_order,

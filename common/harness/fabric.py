@@ -212,6 +212,7 @@ def launcher_for(
         experiment.launcher,
         hosts=hosts,
         world_size=world_size,
-        preload=sorted({model_entry(trial.model).module for trial in trials}),
+        # The first optimizer imports _dynamo anyway; a fork server does so only once.
+        preload=["torch._dynamo", *sorted({model_entry(trial.model).module for trial in trials})],
         options=experiment.launcher_options,
     )

@@ -21,8 +21,7 @@ from typing import Any
 
 from common.launch.orphans import die_with_parent
 from dear.comm.environment import rank_facts
-from dear.cost.collectives import AlphaBeta
-from dear.cost.cost_measurement import OPERATIONS, Measurement, measure_collective
+from dear.cost.collectives import OPERATIONS, AlphaBeta, Measurement, measure_collective
 from dear.errors import Unavailable, UserError, unknown
 from dear.options import at_least
 

@@ -12,10 +12,18 @@ from dear.bluefog import handles
 from dear.comm import runtime
 from dear.comm.machines import Machines
 from dear.comm.neighbors import Exchange, Round
-from dear.comm.runtime_facts import ranks_per_machine
+from dear.comm.runtime import ranks_per_machine
 from dear.errors import UserError
-from dear.topology.graphs import exponential, in_neighbors, matrix, out_neighbors, uniform
-from dear.topology.mixing import check_connected, check_graph, check_nodes
+from dear.topology.graphs import (
+    check_connected,
+    check_graph,
+    check_nodes,
+    exponential,
+    in_neighbors,
+    matrix,
+    out_neighbors,
+    uniform,
+)
 
 if TYPE_CHECKING:
     import networkx as nx

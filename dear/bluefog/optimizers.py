@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dear.algorithms.synchronous.wfbp import Wfbp
+from dear.algorithms.synchronous.wfbp import AveragingEngine, Wfbp
 from dear.bluefog.job import job
 from dear.bluefog.neighbor import Targets, chosen_part, factors
 from dear.bluefog.windows import register
@@ -26,7 +26,6 @@ from dear.options import at_least
 from dear.topology.graphs import uniform
 from dear.training.combining import AtcEngine, AwcEngine
 from dear.training.engine import distribute, trained_parameters
-from dear.training.gradients import AveragingEngine
 from dear.training.graph_options import BUCKET_MB
 from dear.training.hooks import Hooks, at_end_of_backward
 from dear.training.one_sided import PullGetEngine, PushSumEngine, WindowEngine, WinPutEngine

@@ -11,11 +11,11 @@ from dear import topology
 from dear.errors import UserError
 from dear.topology import schedules as topology_dynamic
 from dear.topology.graphs import exponential as ExponentialGraph  # noqa: N812
+from dear.topology.graphs import is_equivalent as IsTopologyEquivalent  # noqa: N812
+from dear.topology.graphs import is_regular as IsRegularGraph  # noqa: N812
 from dear.topology.graphs import recv_weights as GetRecvWeights  # noqa: N812
 from dear.topology.graphs import send_weights as GetSendWeights  # noqa: N812
 from dear.topology.graphs import symmetric_exponential as SymmetricExponentialGraph  # noqa: N812
-from dear.topology.mixing import is_equivalent as IsTopologyEquivalent  # noqa: N812
-from dear.topology.mixing import is_regular as IsRegularGraph  # noqa: N812
 
 if TYPE_CHECKING:
     import networkx as nx

@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dear.buckets.dear_updates import Update
-from dear.buckets.flat import buffer, shaped
+from dear.buckets.flat import shaped
 from dear.buckets.updates import PartialUpdate, with_gradients
+from dear.comm.communicator import buffer
 from dear.lazy import torch
 
 if TYPE_CHECKING:

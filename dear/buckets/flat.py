@@ -1,85 +1,151 @@
-"""Parameters and gradients as views of flat buffers that collectives read and write in place."""
+"""Flat memory of parameters and gradients, which collectives read and write in place."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import ctypes
+import functools
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 
-from dear.buckets.grouping import padded
-from dear.buckets.host_memory import give_back
-from dear.buckets.unchanged import sample
+from dear.comm.communicator import Communicator, buffer, padded
+from dear.errors import UserError
 from dear.lazy import torch
-
-if TYPE_CHECKING:
-    from torch.nn import Parameter
-
-    from dear.comm.communicator import Communicator
 
 ARENA_BYTES = 16 * 2**20
 ALIGNMENT_BYTES = 64
 
 
-class FlatGroup:
-    """Parameters of one kind side by side, in memory order, padded to a multiple of the world size.
+class Bucket:
+    """Parameters that travel together: values in flat memory, gradients, or both.
 
-    `param.grad` is a view of `gradients` from the moment it has arrived: autograd makes a gradient
-    of its own where there was none (after `zero_grad()`), which costs one copy; a gradient that is
-    a view already (further backward passes, `zero_grad(set_to_none=False)`) is added to in place.
-    With `values`, `param.data` is a view of that, and nothing is copied ever.
+    Values and gradients lie in one order, each parameter's in its own memory order, so that a
+    collective moves a bucket as one tensor and an optimizer sees every parameter by itself.
+    Without flat memory (then parameters may be of several kinds) a bucket still notices when
+    somebody changes their gradients.
+
+    Gradients get in on one of two ways. `adopt` makes `p.grad` a view of the bucket: autograd makes
+    a gradient of its own where there was none (after `zero_grad()`), which costs one copy; one that
+    is a view already (further backward passes, `zero_grad(set_to_none=False)`) is added to in
+    place. `pack` leaves `p.grad` alone and copies, with a mark per parameter behind the gradients:
+    1 where this rank has one, so that after a sum over ranks 0 means that nobody has.
 
     Args:
-        gradients: flat, zeroed.
-        values: flat, or None where parameters stay as they are.
+        values: flat; each `p.data` becomes a view of it, so that nothing is copied ever.
+        gradients: flat, zeroed, padded as collectives need it.
+        spare: flat, as large as `values`: what others send.
+        viewed: False lets parameters keep memory of their own; `pull` and `push` copy.
+        packed: gradients are copied in, and `gradients` has room for the marks.
     """
 
     def __init__(
-        self, params: Sequence[Parameter], gradients: torch.Tensor, values: torch.Tensor | None
+        self,
+        params: Sequence[torch.nn.Parameter],
+        *,
+        values: torch.Tensor | None = None,
+        gradients: torch.Tensor | None = None,
+        spare: torch.Tensor | None = None,
+        viewed: bool = True,
+        packed: bool = False,
     ) -> None:
         self.params = list(params)
-        self.gradients = gradients
-        self.values = values
         self.place = {param: i for i, param in enumerate(params)}
-        self.offsets: list[int] = []
-        offset = 0
-        for param in params:
-            self.offsets.append(offset)
-            offset += param.numel()
-        places = zip(self.offsets, params, strict=True)
-        self.gradient_views = [shaped(gradients, offset, param) for offset, param in places]
-        self._gradient_pointers = [view.data_ptr() for view in self.gradient_views]
-        self._places: list[tuple[Parameter, int, torch.Tensor]] = []
+        *self.offsets, self.numel = accumulate((p.numel() for p in params), initial=0)
+        self.values, self.gradients, self.spare = values, gradients, spare
+        self.pieces = [] if values is None else self.views(values)
+        """The places of the parameters in `values`, in their shapes."""
+        self._spare_pieces = [] if spare is None else self.views(spare)
+        self.gradient_views = [] if gradients is None else self.views(gradients)
+        self._pointers = _pointers(self.pieces)
+        self._gradient_pointers = _pointers(self.gradient_views)
+        self._viewed = viewed and values is not None
+        self._adopts = gradients is not None and not packed
+        self.marks = gradients[self.numel : self.numel + len(self.params)] if packed else None
+        self._all_present = False
+        self.forget()
         with torch.no_grad():
-            for param, view in zip(self.params, self.gradient_views, strict=True):
-                if param.grad is not None:
-                    adopt(param, view)
             if values is not None:
-                for param, offset in zip(self.params, self.offsets, strict=True):
-                    view = shaped(values, offset, param)
-                    view.copy_(param)
-                    param.data = view
-                    self._places.append((param, view.data_ptr(), view))
-        self._version = 0
-        self._sent: list[bool] = []
+                self._load(viewed)
+            if self._adopts:
+                self.adopt()
+
+    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Pieces of `flat`, laid out like this bucket, in shape and memory order of parameters."""
+        places = zip(self.offsets, self.params, strict=True)
+        return [shaped(flat, offset, param) for offset, param in places]
+
+    def adopt(self) -> None:
+        """Lets the gradients that there are become views of the bucket."""
+        for param, view in zip(self.params, self.gradient_views, strict=True):
+            if param.grad is not None:
+                adopt(param, view)
+
+    def pack(self, divisor: int = 1) -> None:
+        """Copies the gradients in, divided; a parameter without one contributes zeros."""
+        self.copy_gradients(self.gradient_views, divisor)
+        has = [param.grad is not None for param in self.params]
+        self._all_present = all(has)
+        if self._all_present:
+            self.marks.fill_(1)
+        else:
+            self.marks.copy_(torch.tensor(has, dtype=torch.float32))
+
+    def copy_gradients(self, to: Sequence[torch.Tensor], divisor: int = 1) -> None:
+        """Copies the gradients, divided, to tensors like `views`; those there are not are 0."""
+        with torch.no_grad():
+            for param, view in zip(self.params, to, strict=True):
+                if param.grad is None:
+                    view.zero_()
+                elif divisor == 1:
+                    view.copy_(param.grad)
+                else:
+                    torch.div(param.grad, divisor, out=view)
+
+    def means(self) -> dict[torch.nn.Parameter, torch.Tensor | None]:
+        """What a collective made of what was packed; None where no rank has a gradient."""
+        if self._all_present:  # then no mark can be 0, and the device need not be asked
+            return dict(zip(self.params, self.gradient_views, strict=True))
+        marks = self.marks.abs().tolist()
+        found = zip(self.params, self.gradient_views, marks, strict=True)
+        return {param: view if mark > 0 else None for param, view, mark in found}
 
     def note(self) -> None:
         """Remembers the gradients as they are, to notice changes; those there are not are zero."""
-        self._sent = [param.grad is not None for param in self.params]
-        for view, sent in zip(self.gradient_views, self._sent, strict=True):
-            if not sent:
-                view.zero_()
-        self._version = self.gradients._version
-        self._sampled = sample(self.params)
+        seen = [param.grad for param in self.params]
+        if self._adopts:
+            for i, view in enumerate(self.gradient_views):
+                if seen[i] is None:
+                    view.zero_()
+                else:
+                    seen[i] = view
+        self._seen = seen
+        self._versions = [0 if gradient is None else gradient._version for gradient in seen]
+        self._sampled = _sample(self.params)
 
-    def changed(self) -> Parameter | None:
+    def forget(self) -> None:
+        """Lets go of what was noted; nothing counts as changed until the next `note`."""
+        self._seen: list[torch.Tensor | None] = []
+        self._versions: list[int] = []
+        self._sampled: torch.Tensor | None = None
+
+    def changed(self) -> torch.nn.Parameter | None:
         """A parameter whose gradient is another, or has been written to, since `note`."""
-        for param, view, sent in zip(self.params, self.gradient_views, self._sent, strict=True):
-            if param.grad is not (view if sent else None):
+        for param, seen, version in zip(self.params, self._seen, self._versions, strict=False):
+            if param.grad is not seen or (seen is not None and seen._version != version):
                 return param
-        return self.params[0] if self.gradients._version != self._version else None
+        return None
+
+    def refuse_changed(self) -> None:
+        """Raises `UserError` if a gradient has changed since `note`."""
+        refuse_changed(self.changed())
 
     def scaled_in_place(self) -> bool:
-        """True if a gradient's values are not those at `note`; waits for the device."""
-        now = sample(self.params)
+        """True if a gradient's values are not those at `note`; waits for the device.
+
+        A GradScaler changes values and leaves version counters as they are.
+        """
+        if self._sampled is None:
+            return False
+        now = _sample(self.params)
         return now is not None and not torch.equal(now, self._sampled)
 
     def reclaim(self) -> bool:
@@ -87,41 +153,71 @@ class FlatGroup:
 
         `module.to(...)` moves parameters and gradients by giving the same objects other memory.
         """
-        if [view.data_ptr() for view in self.gradient_views] != self._gradient_pointers:
+        if _pointers(self.gradient_views) != self._gradient_pointers:
             return False
         if self.values is None:
-            return all(self._same_kind(param) for param in self.params)
-        for param, pointer, view in self._places:
-            if param.data_ptr() != pointer:
-                if not self._same_kind(param):
-                    return False
-                if (param.shape, param.stride()) != (view.shape, view.stride()):
-                    return False
-                with torch.no_grad():
-                    view.copy_(param)
-                param.data = view
+            return all(_kind(param) == _kind(self.gradients) for param in self.params)
+        if self._viewed and _pointers(self.params) == self._pointers:
+            return True
+        for param, piece in zip(self.params, self.pieces, strict=True):
+            if _kind(param) != _kind(piece) or param.shape != piece.shape:
+                return False
+            if self._viewed and param.stride() != piece.stride():
+                return False
+        if self._viewed:
+            with torch.no_grad():
+                self._load(viewed=True)
         return True
 
-    def _same_kind(self, param: Parameter) -> bool:
-        return param.dtype == self.gradients.dtype and param.device == self.gradients.device
+    def pull(self) -> None:
+        """`values` is what the parameters are."""
+        if not self._viewed:
+            self._load(viewed=False)
+
+    def push(self) -> None:
+        """The parameters are what `values` is."""
+        if self._viewed:
+            self.touched()
+        else:
+            for param, piece in zip(self.params, self.pieces, strict=True):
+                param.copy_(piece)
+
+    def take_spare(self) -> None:
+        """The parameters become what `spare` is; by another view, where they are views."""
+        self.values, self.spare = self.spare, self.values
+        self.pieces, self._spare_pieces = self._spare_pieces, self.pieces
+        self._pointers = _pointers(self.pieces)
+        if self._viewed:
+            for param, piece in zip(self.params, self.pieces, strict=True):
+                param.data = piece
+        self.push()
 
     def touched(self) -> None:
         """Tells autograd that the values have changed, as an optimizer's update would."""
-        torch.autograd.graph.increment_version(self.params)
+        # It refuses where nothing needs a gradient; then nothing keeps values for one either.
+        if any(param.requires_grad for param in self.params):
+            torch.autograd.graph.increment_version(self.params)
 
     def release(self) -> None:
         """Gives parameters and gradients memory of their own again."""
-        with torch.no_grad():
-            for param, view in zip(self.params, self.gradient_views, strict=True):
-                if param.grad is view:
-                    param.grad = view.clone()
-            for param, pointer, _ in self._places:
-                if param.data_ptr() == pointer:
-                    param.data = param.data.clone()
-        self._places.clear()
+        for param, view in zip(self.params, self.gradient_views, strict=False):
+            if param.grad is view:
+                param.grad = view.clone()
+        for param, pointer in zip(self.params, self._pointers, strict=False):
+            if self._viewed and param.data_ptr() == pointer:
+                param.data = param.data.clone()
+        self._viewed = False
+
+    def _load(self, viewed: bool) -> None:
+        """Copies parameters into their places that are not there, and lets them be views."""
+        for param, piece in zip(self.params, self.pieces, strict=True):
+            if param.data_ptr() != piece.data_ptr():
+                piece.copy_(param)
+                if viewed:
+                    param.data = piece
 
 
-def adopt(param: Parameter, view: torch.Tensor) -> None:
+def adopt(param: torch.nn.Parameter, view: torch.Tensor) -> None:
     """Makes `view` the gradient of `param`, with the values of the one it has."""
     gradient = param.grad
     if gradient is not view:
@@ -137,20 +233,34 @@ def shaped(flat: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Tensor:
     return piece.view(like.shape)
 
 
+def refuse_changed(param: torch.nn.Parameter | None) -> None:
+    """Raises `UserError` if there is one: the parameter whose gradient has been changed."""
+    if param is not None:
+        raise UserError(
+            f"the gradient of a parameter of shape {tuple(param.shape)} was changed between "
+            "backward() and step(); call optimizer.synchronize() before clipping or unscaling, so "
+            "that the change applies to the averaged gradient"
+        )
+
+
 def flatten(
-    groups: Sequence[Sequence[Parameter]], communicator: Communicator, *, values: bool
-) -> list[FlatGroup]:
-    """Lays out every group; a few buffers at a time, so that little memory is held twice."""
-    result: list[FlatGroup] = []
-    waiting: list[Sequence[Parameter]] = []
+    groups: Sequence[Sequence[torch.nn.Parameter]], communicator: Communicator, *, values: bool
+) -> list[Bucket]:
+    """A bucket per group that adopts gradients and, if asked for, holds values.
+
+    Few buffers, a part at a time, so that little memory is held twice. Each bucket is padded to a
+    multiple of the world size.
+    """
+    result: list[Bucket] = []
+    waiting: list[Sequence[torch.nn.Parameter]] = []
 
     def lay_out_waiting() -> None:
         result.extend(_lay_out(waiting, communicator, values))
         waiting.clear()
-        give_back()
+        _give_back()
 
     for params in groups:
-        if waiting and _kind(waiting[0]) != _kind(params):
+        if waiting and _kind(waiting[0][0]) != _kind(params[0]):
             lay_out_waiting()
         waiting.append(params)
         if sum(param.nbytes for group in waiting for param in group) >= ARENA_BYTES:
@@ -159,18 +269,63 @@ def flatten(
     return result
 
 
-def buffer(like: torch.Tensor, numel: int, communicator: Communicator) -> torch.Tensor:
-    """A zeroed flat buffer of the kind of `like`, in memory that the backend reads in place."""
-    if communicator.native and like.device.type == "cpu":
-        import comm_core  # not at the top: other backends do without it
+def packed_bucket(params: Sequence[torch.nn.Parameter], world_size: int) -> Bucket:
+    """A bucket that copies gradients, in ordinary memory, padded to a multiple of the world."""
+    like = params[0]
+    numel = padded(sum(param.numel() for param in params) + len(params), world_size)
+    gradients = torch.zeros(numel, dtype=like.dtype, device=like.device)
+    return Bucket(params, gradients=gradients, packed=True)
 
-        return comm_core.empty(numel, dtype=like.dtype)
-    return torch.zeros(numel, dtype=like.dtype, device=like.device)
+
+def packed_buckets(
+    groups: Sequence[Sequence[torch.nn.Parameter]], communicator: Communicator
+) -> list[Bucket]:
+    """A bucket per group that copies gradients, in memory that the backend reads in place.
+
+    All of one kind lie in one buffer: each buffer has a file descriptor.
+    """
+    places, rooms, likes = [], {}, {}
+    for params in groups:
+        kind = _kind(params[0])
+        size = sum(param.numel() for param in params) + len(params)
+        start = rooms.get(kind, 0)
+        places.append((kind, slice(start, start + size)))
+        rooms[kind] = start + padded(size, max(1, ALIGNMENT_BYTES // params[0].element_size()))
+        likes[kind] = params[0]
+    buffers = {kind: buffer(likes[kind], room, communicator) for kind, room in rooms.items()}
+    return [
+        Bucket(params, gradients=buffers[kind][place], packed=True)
+        for params, (kind, place) in zip(groups, places, strict=True)
+    ]
+
+
+def value_bucket(
+    params: Sequence[torch.nn.Parameter],
+    communicator: Communicator,
+    *,
+    viewed: bool = True,
+    shared: bool = True,
+    spare: bool = False,
+) -> Bucket:
+    """A bucket that holds values, of at least one element; gradients stay as they are.
+
+    Args:
+        shared: take memory that the backend reads in place.
+        spare: with as much memory again, for what others send.
+    """
+    like, numel = params[0], max(1, sum(param.numel() for param in params))
+
+    def memory() -> torch.Tensor:
+        if shared:
+            return buffer(like, numel, communicator)
+        return torch.zeros(numel, dtype=like.dtype, device=like.device)
+
+    return Bucket(params, values=memory(), spare=memory() if spare else None, viewed=viewed)
 
 
 def _lay_out(
-    groups: Sequence[Sequence[Parameter]], communicator: Communicator, values: bool
-) -> list[FlatGroup]:
+    groups: Sequence[Sequence[torch.nn.Parameter]], communicator: Communicator, values: bool
+) -> list[Bucket]:
     if not groups:
         return []
     step = max(1, ALIGNMENT_BYTES // groups[0][0].element_size())
@@ -185,10 +340,42 @@ def _lay_out(
         piece = slice(at, at + size)
         own = None if data is None else data[piece]
         # `data` has a version counter of its own, which the groups of a buffer must not share.
-        result.append(FlatGroup(group, gradients[piece].data, own))
+        result.append(Bucket(group, gradients=gradients[piece].data, values=own))
         at += taken
     return result
 
 
-def _kind(params: Sequence[Parameter]) -> tuple[torch.device, torch.dtype]:
-    return params[0].device, params[0].dtype
+def _pointers(tensors: Sequence[torch.Tensor]) -> list[int]:
+    return [tensor.data_ptr() for tensor in tensors]
+
+
+def _kind(tensor: torch.Tensor) -> tuple[torch.dtype, torch.device]:
+    return tensor.dtype, tensor.device
+
+
+def _sample(params: Sequence[torch.nn.Parameter]) -> torch.Tensor | None:
+    """Some bytes of the last gradient; as bytes, so that nan equals nan."""
+    for param in reversed(params):
+        gradient = param.grad
+        if gradient is None or gradient.layout is not torch.strided:
+            continue
+        if gradient.numel():
+            count = min(8, gradient.numel())
+            return gradient.as_strided((count,), (1,)).clone().view(torch.uint8)
+    return None
+
+
+def _give_back() -> None:
+    """Returns freed memory to the system, where the C library can (glibc); elsewhere nothing.
+
+    Tensors of some megabytes come from malloc's heap once one of that size has been freed, and the
+    heap keeps what is freed within it: a model that has moved would count twice for ever.
+    """
+    trim = _malloc_trim()
+    if trim is not None:
+        trim(0)
+
+
+@functools.cache
+def _malloc_trim() -> Callable[[int], int] | None:
+    return getattr(ctypes.CDLL(None), "malloc_trim", None)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch.nn import Parameter
 
     from dear.buckets.compression import CompressedOptions
-    from dear.buckets.flat import FlatGroup
+    from dear.buckets.flat import Bucket
     from dear.comm.communicator import Communicator, Work
 
 Kept = Mapping["Parameter", "tuple[int, torch.Tensor | None]"]
@@ -29,7 +29,7 @@ class Gathered(Decoupled):
     """
 
     def __init__(
-        self, group: FlatGroup, communicator: Communicator, options: CompressedOptions
+        self, group: Bucket, communicator: Communicator, options: CompressedOptions
     ) -> None:
         super().__init__(group, communicator)
         self._staged = None

@@ -95,11 +95,6 @@ def by_wait(waits_s: Sequence[float], cycle_s: float) -> list[list[int]]:
     return groups
 
 
-def padded(numel: int, world_size: int) -> int:
-    """The least multiple of `world_size` that holds `numel` elements."""
-    return -(-numel // world_size) * world_size
-
-
 def layers(model: Module, trained: Sequence[Parameter]) -> list[list[Parameter]]:
     """The `trained` parameters by the module that owns them, in registration order.
 
@@ -138,43 +133,3 @@ def _split_by_kind(unit: Sequence[Parameter]) -> list[list[Parameter]]:
     for param in unit:
         kinds.setdefault((param.dtype, param.device), []).append(param)
     return list(kinds.values())
-
-
-class FlatBuffer:
-    """One contiguous buffer for the gradients of a group, with a mark per parameter.
-
-    Layout, in elements: the gradients one after another, then one mark per parameter (1 where this
-    rank has a gradient, so that after a sum over ranks 0 means nobody has), then zeros up to a
-    multiple of the world size.
-    """
-
-    def __init__(self, params: Sequence[Parameter], world_size: int) -> None:
-        self.params = list(params)
-        numel = sum(param.numel() for param in params)
-        self.data = torch.zeros(
-            padded(numel + len(params), world_size), dtype=params[0].dtype, device=params[0].device
-        )
-        self.views = []
-        """The place of each parameter's gradient in `data`, in the parameter's shape."""
-        offset = 0
-        for param in params:
-            self.views.append(self.data.narrow(0, offset, param.numel()).view(param.shape))
-            offset += param.numel()
-        self.marks = self.data.narrow(0, offset, len(params))
-
-    def pack(self) -> None:
-        """Copies the gradients in; a parameter without one contributes zeros."""
-        for param, view in zip(self.params, self.views, strict=True):
-            if param.grad is None:
-                view.zero_()
-            else:
-                view.copy_(param.grad)
-        self.marks.copy_(torch.tensor([float(p.grad is not None) for p in self.params]))
-
-    def gradients(self) -> list[tuple[Parameter, torch.Tensor | None]]:
-        """Each parameter with its place in the buffer, or None if no rank has a gradient for it."""
-        marks = self.marks.abs().tolist()
-        return [
-            (param, view if mark > 0 else None)
-            for param, view, mark in zip(self.params, self.views, marks, strict=True)
-        ]

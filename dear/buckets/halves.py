@@ -5,7 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
-from dear.buckets.flat import FlatGroup, buffer
+from dear.buckets.flat import Bucket
+from dear.comm.communicator import buffer
 from dear.lazy import torch
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ class Decoupled(ABC):
 
     def __init__(
         self,
-        group: FlatGroup,
+        group: Bucket,
         communicator: Communicator,
         *,
         wire: torch.dtype | None = None,
@@ -145,7 +146,7 @@ class ReduceBroadcast(Decoupled):
     The sum is made in a copy, since a reduction may use every rank's buffer as scratch.
     """
 
-    def __init__(self, group: FlatGroup, *args: Any, owner: int, **options: Any) -> None:
+    def __init__(self, group: Bucket, *args: Any, owner: int, **options: Any) -> None:
         self._owner = owner
         super().__init__(group, *args, **options)
 
@@ -176,7 +177,7 @@ class AllReduced(Decoupled):
     """
 
     def __init__(
-        self, group: FlatGroup, communicator: Communicator, *, marks: int = 0, **options: Any
+        self, group: Bucket, communicator: Communicator, *, marks: int = 0, **options: Any
     ) -> None:
         super().__init__(group, communicator, **options)
         like = group.gradients if self._staged is None else self._staged

@@ -1,4 +1,4 @@
-"""Collectives over a torch.distributed process group, as the algorithms see them.
+"""Collectives over a torch.distributed process group, as the algorithms see them; its backends.
 
 Algorithms know tensors, channels and `Work`; which backend moves the bytes, between which hosts, is
 decided where the process group is made. Time, too, comes from here, never from a wall clock.
@@ -7,28 +7,25 @@ decided where the process group is made. Time, too, comes from here, never from 
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib
+import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from types import ModuleType, SimpleNamespace
 from typing import Any, Literal, TypeVar
 
-import torch
-import torch.distributed as dist
-
-from dear.comm.backends import shown
-from dear.comm.pairwise import Exchange
-from dear.errors import UserError, unknown
+from dear.comm.environment import RankFacts
+from dear.errors import Unavailable, UserError, unknown
+from dear.lazy import dist, torch
 
 Op = Literal["mean", "sum", "min", "max"]
 T = TypeVar("T")
 
 CALLBACK_S = 5.0
-
-# torch 2.13 renames these two; 2.11 has the old names only.
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,7 +200,9 @@ class Communicator:
         if op == "mean":
             input = _scaled(input, self.size)
         with _at(priority):
-            handle = _reduce_scatter(output, input, op=reduce_op, group=group, async_op=True)
+            handle = _renamed("reduce_scatter_tensor", "reduce_scatter_single")(
+                output, input, op=reduce_op, group=group, async_op=True
+            )
         return self._work(handle, channel, input.nbytes, input.nbytes)
 
     def all_gather(
@@ -217,7 +216,9 @@ class Communicator:
                 f"{input.numel()}"
             )
         with _at(priority):
-            handle = _all_gather(output, input, group=group, async_op=True)
+            handle = _renamed("all_gather_into_tensor", "all_gather_single")(
+                output, input, group=group, async_op=True
+            )
         return self._work(handle, channel, output.nbytes, input.nbytes)
 
     def reduce(
@@ -296,6 +297,12 @@ class Communicator:
         return Work(self, handle, channel, nbytes)
 
 
+@functools.cache
+def _renamed(former: str, name: str) -> Callable[..., Any]:
+    """A collective that torch 2.13 has given a new name; 2.11 has the former one only."""
+    return getattr(dist, name, None) or getattr(dist, former)
+
+
 def _at(priority: int) -> contextlib.AbstractContextManager[None]:
     if not priority:
         return contextlib.nullcontext()
@@ -321,6 +328,20 @@ def flat_view(tensor: torch.Tensor) -> torch.Tensor:
     )
 
 
+def padded(numel: int, step: int) -> int:
+    """The least multiple of `step` that holds `numel` elements."""
+    return -(-numel // step) * step
+
+
+def buffer(like: torch.Tensor, numel: int, communicator: Communicator) -> torch.Tensor:
+    """A zeroed flat buffer of the kind of `like`, in memory that the backend reads in place."""
+    if communicator.native and like.device.type == "cpu":
+        import comm_core  # not at the top: other backends do without it
+
+        return comm_core.empty(numel, dtype=like.dtype)
+    return torch.zeros(numel, dtype=like.dtype, device=like.device)
+
+
 def _scaled(tensor: torch.Tensor, size: int) -> torch.Tensor:
     # Dividing before the sum, as DDP does: the sum of a half-precision gradient then overflows no
     # sooner than the gradient itself.
@@ -335,3 +356,148 @@ def _reduce_op(op: Op) -> Any:
     if op not in known:
         raise unknown("op", op, known)
     return known[op]
+
+
+class Exchange:
+    """Sends `send` to a rank that sends as much into `recv`; like a work of torch.distributed.
+
+    Args:
+        peer: its rank in the whole job.
+    """
+
+    def __init__(
+        self, send: torch.Tensor, recv: torch.Tensor, peer: int, group: dist.ProcessGroup
+    ) -> None:
+        self._tensors = send, recv
+        self._ended: set[int] = set()  # places in the list of works
+        if recv.is_cuda:
+            # NCCL makes progress on a send only beside the receive that its peer waits for.
+            ops = [dist.P2POp(dist.irecv, recv, peer, group)]
+            ops.append(dist.P2POp(dist.isend, send, peer, group))
+            self._works: list[Any] = dist.batch_isend_irecv(ops)
+        else:
+            self._works = [dist.irecv(recv, peer, group), dist.isend(send, peer, group)]
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        """Blocks until both have ended (CUDA: makes the current stream wait)."""
+        for place, work in enumerate(self._works):
+            if place in self._ended:
+                continue  # Gloo's messages can be waited for only once
+            if timeout is None:
+                work.wait()
+            else:
+                work.wait(timeout)
+            if not self._tensors[0].is_cuda:  # there each stream that asks must wait
+                self._ended.add(place)
+
+    def is_completed(self) -> bool:
+        """True once both have ended."""
+        works = enumerate(self._works)
+        return all(place in self._ended or work.is_completed() for place, work in works)
+
+    def get_future(self) -> torch.futures.Future:
+        """Completes with both; Gloo has none for messages and raises."""
+        return torch.futures.collect_all([work.get_future() for work in self._works])
+
+    def times(self) -> Any:
+        """From the first one's start to the last one's end, where the backend takes times."""
+        times = [work.times() for work in self._works]
+        return SimpleNamespace(
+            enqueued_s=min(t.enqueued_s for t in times),
+            started_s=min(t.started_s for t in times),
+            finished_s=max(t.finished_s for t in times),
+        )
+
+
+class SubCommunicator(Communicator):
+    """A communicator of some ranks of another, which counts their bytes and waits as its own."""
+
+    def __init__(self, parent: Communicator, group: dist.ProcessGroup) -> None:
+        super().__init__(
+            group, record_times=parent.record_times, clock=parent.clock, pause=parent.pause
+        )
+        self._parent = parent
+
+    def _work(self, handle: Any, channel: int, nbytes: int, sent: int) -> Work:
+        self._parent.bytes_sent += sent
+        return Work(self._parent, handle, channel, nbytes)
+
+    def close(self) -> None:
+        """Lets go of the process group, which is this communicator's own."""
+        for group in self.groups:
+            dist.destroy_process_group(group)
+        super().close()
+
+
+def sub_communicators(
+    parent: Communicator, members: Iterable[Sequence[int]]
+) -> dict[tuple[int, ...], SubCommunicator]:
+    """A communicator for each list of ranks that this rank is in, by that list.
+
+    A collective call of all ranks of `parent`, with the same lists in the same order.
+    """
+    ours = dist.get_process_group_ranks(parent.groups[0])
+    made: dict[tuple[int, ...], SubCommunicator] = {}
+    for ranks in dict.fromkeys(tuple(ranks) for ranks in members):
+        group = dist.new_group([ours[rank] for rank in ranks], timeout=parent.timeout)
+        if parent.rank in ranks:
+            made[ranks] = SubCommunicator(parent, group)
+    return made
+
+
+log = logging.getLogger("dear")
+
+_MPI = "comm_core_mpi"
+
+
+def default_backend(facts: RankFacts) -> str:
+    """`nccl` where every rank of this host has a GPU of its own, else `comm_core`.
+
+    Ranks that share GPUs get `comm_core` too, since NCCL refuses two ranks on one GPU. Without a
+    built comm core it is `gloo`, and rank 0 says so.
+    """
+    if facts.local_world_size <= torch.cuda.device_count():
+        return "nccl"
+    try:
+        prepare("comm_core")
+    except Unavailable as reason:
+        if facts.rank == 0 and facts.world_size > 1:
+            log.warning("using gloo: %s", reason)
+        return "gloo"
+    return "comm_core"
+
+
+def prepare(backend: str) -> str:
+    """Makes a backend known to torch.distributed; returns the name it has there.
+
+    Args:
+        backend: `comm_core`, `mpi`, a name that torch knows, or pairs (`cpu:comm_core,cuda:nccl`).
+
+    Raises:
+        Unavailable: it is not built.
+        UserError: `mpi` within pairs.
+    """
+    if "comm_core" in backend:
+        _imported("comm_core")
+    if backend == "mpi":
+        # torch's own "mpi" needs a torch that was built with it; the name cannot be taken over.
+        return _imported("comm_core.mpi_backend").register()
+    if ":mpi" in backend:
+        raise UserError(f"backend {backend!r}: mpi stands alone, not in pairs")
+    return backend
+
+
+def shown(backend: str) -> str:
+    """The name by which users choose a backend of this torch name."""
+    return "mpi" if backend == _MPI else backend
+
+
+def _imported(module: str) -> ModuleType:
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != "comm_core":
+            raise Unavailable(str(error)) from None
+        raise Unavailable("the comm core is not installed: build it with `make core`") from None
+    except ImportError as error:
+        raise Unavailable(str(error)) from None

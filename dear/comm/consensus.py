@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 import torch
 
+from dear.comm.communicator import Communicator
 from dear.errors import UserError
-
-if TYPE_CHECKING:
-    from dear.comm.communicator import Communicator
 
 PIECE = 1 << 20
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-from dear.buckets.grouping import padded
+from dear.comm.communicator import padded
 from dear.comm.neighbors import Exchange, Pending, Round, timed
 from dear.errors import UserError
 from dear.lazy import torch

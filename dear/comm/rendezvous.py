@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import queue
 import re
@@ -14,11 +15,9 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
-import torch.distributed as dist
-
 from dear.comm.environment import RankFacts
-from dear.comm.roll_call import call_roll
 from dear.errors import UserError
+from dear.lazy import dist
 
 HELD_PORT_S = 10.0
 _joins = itertools.count()
@@ -177,3 +176,75 @@ def _port(text: str) -> int:
     if not text.isdecimal() or not 0 < int(text) < 65536:
         raise UserError(f"MASTER_PORT={text!r}: must be a number in 1..65535")
     return int(text)
+
+
+_VERDICT = "verdict"
+_FAREWELL_S = 5.0
+
+
+def call_roll(store: dist.Store, facts: RankFacts, timeout_s: float) -> None:
+    """Waits until all ranks have answered once.
+
+    Raises:
+        UserError: as `meet` does.
+    """
+    times = store.add(f"rank{facts.rank}", 1)
+    store.set(f"who{facts.rank}.{times}", f"{socket.gethostname()} process {os.getpid()}")
+    if times > 1:
+        store.set(_VERDICT, json.dumps(_twice(store, facts)))
+    elif store.add("present", 1) == facts.world_size:
+        store.set(_VERDICT, json.dumps(None))
+    try:
+        try:
+            store.wait([_VERDICT], timedelta(seconds=timeout_s))
+        except dist.DistStoreError:
+            store.set(_VERDICT, json.dumps(_missing(store, facts, timeout_s)))
+        verdict = json.loads(store.get(_VERDICT))
+        if verdict is not None:
+            _let_the_others_read(store, facts)
+    except dist.DistNetworkError:
+        raise UserError(
+            f"rank {facts.rank} of {facts.world_size} lost rank 0 while the ranks were joining; "
+            "see what that one said"
+        ) from None
+    if verdict is not None:
+        raise UserError(verdict)
+
+
+def _twice(store: dist.Store, facts: RankFacts) -> str:
+    times = store.add(f"rank{facts.rank}", 0)
+    # `get` waits for those who have counted themselves and not yet signed.
+    keys = [f"who{facts.rank}.{i}" for i in range(1, times + 1)]
+    who = " and ".join(store.get(key).decode() for key in keys)
+    return (
+        f"rank {facts.rank} of {facts.world_size} was started more than once: on {who}; every "
+        "process needs a RANK of its own"
+    )
+
+
+def _missing(store: dist.Store, facts: RankFacts, timeout_s: float) -> str:
+    present = [(rank, _who(store, rank)) for rank in range(facts.world_size)]
+    missing = ", ".join(str(rank) for rank, who in present if not who)
+    here = "; ".join(f"{rank} on {who}" for rank, who in present[:64] if who)
+    return (
+        f"rank {missing} of {facts.world_size} did not come within {timeout_s:g} s (there are: "
+        f"{here}); was each started, with the same MASTER_ADDR, MASTER_PORT and world size?"
+    )
+
+
+def _who(store: dist.Store, rank: int) -> str | None:
+    """Host and process that has come as this rank, if one has."""
+    key = f"who{rank}.1"
+    return store.get(key).decode() if store.check([key]) else None
+
+
+def _let_the_others_read(store: dist.Store, facts: RankFacts) -> None:
+    # The store ends with rank 0, and with it what the others are to hear.
+    heard = store.add("heard", 1)
+    came = sum(store.add(f"rank{rank}", 0) for rank in range(facts.world_size))
+    if heard == came:
+        store.set("all heard", "")
+    try:
+        store.wait(["all heard"], timedelta(seconds=_FAREWELL_S))
+    except dist.DistError:
+        return  # the ones who have not heard are gone or late; nobody waits for them any longer

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import atexit
+import fcntl
 import logging
 import os
+import socket
+import struct
 import time
 from collections.abc import Callable
 from datetime import timedelta
 
-import torch
-import torch.distributed as dist
-
-from dear.comm.backends import default_backend, prepare
-from dear.comm.communicator import Communicator
+from dear.comm.communicator import Communicator, default_backend, prepare
 from dear.comm.environment import RankFacts, rank_facts
-from dear.comm.interfaces import interface_towards
 from dear.comm.rendezvous import meet
 from dear.errors import UserError
+from dear.lazy import dist, torch
 
 log = logging.getLogger("dear")
 
@@ -165,3 +164,54 @@ def local_rank() -> int:
 def local_size() -> int:
     """Number of the job's processes on this host."""
     return facts().local_world_size
+
+
+def ranks_per_machine(communicator: Communicator) -> int:
+    """How many ranks each machine runs; a blocking collective call.
+
+    Raises:
+        UserError: machines run different numbers of ranks, or not neighbouring ones.
+    """
+    found = communicator.gather_objects((local_rank(), local_size()))
+    sizes = {size for _, size in found}
+    if len(sizes) > 1:
+        raise UserError(
+            f"machines run different numbers of ranks ({', '.join(map(str, sorted(sizes)))}); "
+            "hierarchical topologies need the same on all; give local_size to choose blocks"
+        )
+    size = sizes.pop()
+    for rank, (local, _) in enumerate(found):
+        if local != rank % size:
+            raise UserError(
+                f"rank {rank} is number {local} of its machine; hierarchical topologies need the "
+                f"ranks of a machine side by side ({rank % size})"
+            )
+    return size
+
+
+_SIOCGIFADDR = 0x8915
+
+
+def address_of(interface: str) -> str | None:
+    """The IPv4 address of an interface, None if it has none or does not exist."""
+    request = struct.pack("256s", interface.encode()[:15])
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+        except OSError:
+            return None
+    return socket.inet_ntoa(answer[20:24])
+
+
+def interface_towards(host: str) -> str | None:
+    """The interface that packets to `host` leave by, None if there is no IPv4 way to it."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host, 1))  # a datagram socket: nothing is sent
+        except OSError:
+            return None
+        address = probe.getsockname()[0]
+    for _, name in socket.if_nameindex():
+        if address_of(name) == address:
+            return name
+    return None

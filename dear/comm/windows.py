@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 from dear.comm.neighbors import core_module, weighted_sum
 from dear.errors import UserError
 from dear.lazy import torch
-from dear.topology.graphs import in_neighbors, out_neighbors
-from dear.topology.mixing import check_nodes
+from dear.topology.graphs import check_nodes, in_neighbors, out_neighbors
 
 if TYPE_CHECKING:
     import networkx as nx

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from dear.cost.collectives import AlphaBeta
+from dear.cost.collectives import EXCHANGE, AlphaBeta
 from dear.errors import unknown
 from dear.options import at_least, positive
 from dear.topology.traffic import Load
@@ -55,9 +55,6 @@ its own:
   (ATC, the same).
 - `asynchronous`: a rank waits for nobody, and leaves out what its link cannot carry.
 """
-
-EXCHANGE = "exchange"
-"""The name of what pairs of ranks do, among the fits of collectives."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,24 +13,22 @@ tensors returned are the caller's.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import torch
 
 from dear.algorithms.delayed.dadt import Dadt
 from dear.buckets.grouping import MIB
 from dear.comm import runtime
-from dear.dadt.dadt_calls import (
+from dear.dadt.session import (
     all_reduce,
     all_reduce_async,
+    barrier,
     broad_cast,
     coo_all_reduce,
     coo_all_reduce_async,
-    flush,
-)
-from dear.dadt.dadt_job import (
-    barrier,
     current,
+    flush,
     init,
     initialize,
     initialized,
@@ -42,11 +40,6 @@ from dear.dadt.dadt_job import (
     size,
 )
 from dear.optimizer import broadcast_parameters
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from torch.optim import Optimizer
 
 __all__ = [
     "DistributedOptimizer",
@@ -70,8 +63,8 @@ __all__ = [
 
 
 def DistributedOptimizer(  # noqa: N802 (DADT's name)
-    optimizer: Optimizer, avg: bool = True, *, delay: int = 1
-) -> Optimizer:
+    optimizer: torch.optim.Optimizer, avg: bool = True, *, delay: int = 1
+) -> torch.optim.Optimizer:
     """Makes `optimizer` apply the gradients of `delay` steps before, averaged over all ranks.
 
     Sends rank 0's parameters to everybody. (Buffers of the model, which an optimizer does not know,
@@ -103,7 +96,7 @@ def DistributedOptimizer(  # noqa: N802 (DADT's name)
 class _Held(torch.nn.Module):
     """Stands for the model, which DADT's optimizer is not given: what the optimizer holds."""
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         super().__init__()
         # Not as attributes of a module, which would have to be of the type Parameter.
         self._all = [param for group in optimizer.param_groups for param in group["params"]]

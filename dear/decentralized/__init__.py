@@ -22,7 +22,7 @@ from dear.decentralized.optim import (
     optim_fn_adam,
     optim_fn_adamw,
 )
-from dear.topology.group_schedule import Edge, Topology, TopologyReg
+from dear.topology.schedules import Edge, Topology, TopologyReg
 
 __all__ = [
     "AccumAdam",

@@ -18,7 +18,7 @@ from dear.decentralized.bucket_optimizers import BucketOptimizers, OptimFn, Sche
 from dear.errors import UserError
 from dear.optimizer import broadcast_parameters
 from dear.options import positive
-from dear.topology.group_schedule import TopologyReg
+from dear.topology.schedules import TopologyReg
 from dear.training.backward import BackwardSchedule
 from dear.training.hooks import Hooks
 from dear.training.neighborhood import bucketed

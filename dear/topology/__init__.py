@@ -22,10 +22,16 @@ from dear.topology.graphs import (
     symmetric_exponential,
     uniform,
 )
+from dear.topology.schedules import DYNAMIC, Edge, Topology, TopologyError, TopologyReg, schedule
 
 __all__ = [
+    "DYNAMIC",
     "TOPOLOGIES",
+    "Edge",
     "RingStyle",
+    "Topology",
+    "TopologyError",
+    "TopologyReg",
     "circulant",
     "complete",
     "exponential",
@@ -39,6 +45,7 @@ __all__ = [
     "powers",
     "recv_weights",
     "ring",
+    "schedule",
     "send_weights",
     "splitting",
     "star",

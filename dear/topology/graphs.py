@@ -5,28 +5,26 @@ as `weight` the factor that j gives to what comes from i; an edge i -> i is what
 a matrix `W` (`matrix`), `W[i, j]` is that weight: column j is what rank j receives, and one round
 of averaging is `x_j <- sum_i W[i, j] x_i`.
 
-Schedules that change from step to step are in `dear.topology.schedules`, checks and convergence
-rates in `dear.topology.mixing`.
+The second half of the file says what weights must fulfil, and how fast averaging with them
+converges (also importable as `dear.mixing`). Schedules that change from step to step are in
+`dear.topology.schedules`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from dear.errors import UserError, unknown
 from dear.lazy import LazyModule
 from dear.options import at_least
 
-if TYPE_CHECKING:
-    import networkx as nx
-    import numpy as np
-else:
-    nx = LazyModule("networkx")
-    np = LazyModule("numpy")
+nx = LazyModule("networkx")
+np = LazyModule("numpy")
 
 RingStyle = Literal["both", "left", "right"]
+TOLERANCE = 1e-6
 
 
 def from_matrix(weights: np.ndarray) -> nx.DiGraph:
@@ -92,16 +90,15 @@ def metropolis(neighbors: Iterable[tuple[int, int]], world_size: int) -> nx.DiGr
         neighbors: pairs of ranks.
     """
     at_least("world size of a topology", world_size, 1)
-    edges = {frozenset(pair) for pair in neighbors if pair[0] != pair[1]}
-    degree = [0] * world_size
-    for edge in edges:
-        for rank in edge:
-            if not 0 <= rank < world_size:
-                raise UserError(f"rank {rank} is not in a world of {world_size}")
-            degree[rank] += 1
+    near = nx.empty_graph(world_size)
+    near.add_edges_from(pair for pair in neighbors if pair[0] != pair[1])
+    strangers = sorted(set(near) - set(range(world_size)))
+    if strangers:
+        raise UserError(f"rank {strangers[0]} is not in a world of {world_size}")
     weights = np.zeros((world_size, world_size))
-    for one, other in (sorted(edge) for edge in edges):
-        weights[one, other] = weights[other, one] = 1.0 / (1 + max(degree[one], degree[other]))
+    for one, other in near.edges:
+        weights[one, other] = 1.0 / (1 + max(near.degree[one], near.degree[other]))
+        weights[other, one] = weights[one, other]
     weights[np.diag_indices(world_size)] = 1.0 - weights.sum(axis=0)
     return from_matrix(weights)
 
@@ -121,17 +118,15 @@ def mesh(world_size: int, shape: tuple[int, int] | None = None) -> nx.DiGraph:
         shape: rows and columns; default: as square as the world size allows.
     """
     at_least("world size of a topology", world_size, 1)
-    rows, columns = shape or _squarest(world_size)
+    if shape is None:
+        rows = max(d for d in range(1, math.isqrt(world_size) + 1) if world_size % d == 0)
+        shape = rows, world_size // rows
+    rows, columns = shape
     if rows * columns != world_size or rows < 1:
         raise UserError(f"a mesh of {rows} x {columns} does not hold {world_size} ranks")
-    pairs = [(rank, rank + 1) for rank in range(world_size) if (rank + 1) % columns]
-    pairs += [(rank, rank + columns) for rank in range(world_size - columns)]
+    grid = nx.grid_2d_graph(rows, columns)
+    pairs = [(a * columns + b, c * columns + d) for (a, b), (c, d) in grid.edges]
     return metropolis(pairs, world_size)
-
-
-def _squarest(world_size: int) -> tuple[int, int]:
-    rows = max(d for d in range(1, math.isqrt(world_size) + 1) if world_size % d == 0)
-    return rows, world_size // rows
 
 
 def powers(base: int, limit: int) -> list[int]:
@@ -155,6 +150,9 @@ TOPOLOGIES: dict[str, Callable[[int], nx.DiGraph]] = {
 }
 """Static topologies by the names that options and experiments use."""
 
+Name = Literal[tuple(TOPOLOGIES)]
+"""The type of an option that names one of them."""
+
 
 def graph(name: str, world_size: int) -> nx.DiGraph:
     """The static topology `name` for so many ranks; raises `UserError` for an unknown name."""
@@ -177,11 +175,7 @@ def splitting(graph: nx.DiGraph) -> nx.DiGraph:
 
     Rows sum to 1, so the sum over the ranks is kept: what push-sum methods need.
     """
-    weights = np.zeros((graph.number_of_nodes(),) * 2)
-    for rank in graph.nodes:
-        members = [rank, *out_neighbors(graph, rank)]
-        weights[rank, members] = 1.0 / len(members)
-    return from_matrix(weights)
+    return from_matrix(matrix(uniform(graph.reverse())).T)
 
 
 def in_neighbors(graph: nx.DiGraph, rank: int) -> list[int]:
@@ -208,3 +202,117 @@ def send_weights(graph: nx.DiGraph, rank: int) -> tuple[float, dict[int, float]]
 
 def _weight(graph: nx.DiGraph, source: int, target: int) -> float:
     return float(graph.edges[source, target]["weight"]) if graph.has_edge(source, target) else 0.0
+
+
+def check_graph(
+    graph: nx.DiGraph,
+    world_size: int,
+    *,
+    doubly_stochastic: bool = False,
+    symmetric: bool = False,
+    connected: bool = True,
+) -> None:
+    """Refuses weights that do not average.
+
+    Every rank's receive weights (a column of the matrix) must be finite, not negative and sum to 1.
+
+    Args:
+        doubly_stochastic: send weights (rows) must sum to 1 too, so that the mean over the ranks is
+            kept; otherwise ranks agree on a weighted mean.
+        symmetric: weights must be the same in both directions.
+        connected: every rank must reach every other; without that they never agree.
+
+    Raises:
+        UserError: naming the first rank, edge or pair that is wrong.
+    """
+    check_nodes(graph, world_size)
+    weights = matrix(graph)
+    wrong = np.argwhere(~np.isfinite(weights) | (weights < 0))
+    if len(wrong):
+        source, target = (int(rank) for rank in wrong[0])
+        raise UserError(
+            f"topology: the weight {weights[source, target]} of edge {source} -> {target} must be "
+            "finite and not negative"
+        )
+    _sums_to_one(weights.sum(axis=0), "receive")
+    if doubly_stochastic or symmetric:
+        _sums_to_one(weights.sum(axis=1), "send")
+    uneven = np.argwhere(np.abs(weights - weights.T) > TOLERANCE)
+    if symmetric and len(uneven):
+        source, target = (int(rank) for rank in uneven[0])
+        raise UserError(
+            f"topology: weights must be symmetric, but {source} -> {target} has "
+            f"{weights[source, target]:g} and {target} -> {source} has {weights[target, source]:g}"
+        )
+    if connected:
+        check_connected(graph)
+
+
+def check_nodes(graph: nx.DiGraph, world_size: int) -> None:
+    """Refuses what is no directed graph over ranks 0 .. world_size - 1."""
+    if not isinstance(graph, nx.DiGraph):
+        raise UserError(f"a topology must be a networkx.DiGraph, got {type(graph).__name__}")
+    if set(graph.nodes) != set(range(world_size)):
+        raise UserError(
+            f"topology: its nodes must be the ranks 0 to {world_size - 1}, got "
+            f"{graph.number_of_nodes()} nodes {sorted(graph.nodes)[:8]}"
+        )
+
+
+def check_connected(graph: nx.DiGraph) -> None:
+    """Refuses a graph in which some rank does not reach some other."""
+    for rank in graph.nodes:
+        missing = set(graph.nodes) - {rank} - nx.descendants(graph, rank)
+        if missing:
+            raise UserError(
+                f"topology: nothing of rank {rank} ever reaches rank {min(missing)}, so the ranks "
+                "cannot agree; add edges until the graph is strongly connected"
+            )
+
+
+def _sums_to_one(sums: np.ndarray, kind: str) -> None:
+    rank = int(np.argmax(np.abs(sums - 1)))
+    if abs(sums[rank] - 1) > TOLERANCE:
+        raise UserError(
+            f"topology: the {kind} weights of rank {rank} sum to {sums[rank]:g}, must be 1"
+        )
+
+
+def is_regular(graph: nx.DiGraph) -> bool:
+    """True if all ranks have as many sources, and as many destinations (self not counted)."""
+    kinds = {(len(in_neighbors(graph, r)), len(out_neighbors(graph, r))) for r in graph.nodes}
+    return len(kinds) <= 1
+
+
+def is_equivalent(one: nx.DiGraph | None, other: nx.DiGraph | None) -> bool:
+    """True if both have the same ranks, edges and weights."""
+    if one is None or other is None:
+        return one is other
+    if set(one.nodes) != set(other.nodes):
+        return False
+    return bool(np.allclose(matrix(one), matrix(other), rtol=0, atol=1e-12))
+
+
+def mixing_rate(graph: nx.DiGraph) -> float:
+    """Second largest magnitude of an eigenvalue: what is left of a disagreement after a round."""
+    magnitudes = np.sort(np.abs(np.linalg.eigvals(matrix(graph))))
+    return float(magnitudes[-2]) if len(magnitudes) > 1 else 0.0
+
+
+def spectral_gap(graph: nx.DiGraph) -> float:
+    """1 - `mixing_rate`: 1 averages at once, 0 never."""
+    return 1.0 - mixing_rate(graph)
+
+
+def rounds_to(reduction: float, graph: nx.DiGraph) -> float:
+    """Rounds of averaging after which a disagreement is `reduction` times what it was.
+
+    Args:
+        reduction: between 0 and 1.
+    """
+    if not 0 < reduction < 1:
+        raise UserError(f"reduction must lie between 0 and 1, got {reduction}")
+    rate = mixing_rate(graph)
+    if rate >= 1.0 - 1e-12:
+        return math.inf
+    return max(1.0, math.log(reduction) / math.log(rate)) if rate > 1e-12 else 1.0

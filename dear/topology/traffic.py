@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from dear.lazy import LazyModule
 from dear.options import at_least
+from dear.topology.schedules import Schedule, Topology
 
-if TYPE_CHECKING:
-    import networkx as nx
-
-    from dear.topology.group_schedule import Topology
-    from dear.topology.schedules import Schedule
+nx = LazyModule("networkx")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,20 +71,17 @@ class Traffic:
         )
 
     @classmethod
-    def scheduled(
-        cls, schedule_of: Callable[[int], Schedule], world_size: int, period: int
-    ) -> Traffic:
-        """All parameters to whom each rank's schedule says, for so many steps."""
-        schedules = [schedule_of(rank) for rank in range(world_size)]
+    def scheduled(cls, schedules: Sequence[Schedule]) -> Traffic:
+        """All parameters to whom each rank's schedule says, for one period."""
         steps = [
             tuple(
                 Message(source=rank, target=target)
                 for rank, schedule in enumerate(schedules)
                 for target in schedule(step)[0]
             )
-            for step in range(period)
+            for step in range(schedules[0].period)
         ]
-        return cls(world_size=world_size, steps=tuple(steps))
+        return cls(world_size=len(schedules), steps=tuple(steps))
 
     def between_machines(self, local_size: int) -> Traffic:
         """The same between machines of `local_size` ranks each, for which this traffic is meant.

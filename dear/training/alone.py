@@ -1,22 +1,5 @@
-"""A world of one rank: the algorithm has nothing to do."""
+"""`Engine`, by the name that it had for a world of one; give `distribute` a maker instead."""
 
-from __future__ import annotations
+from dear.training.engine import Engine as AloneEngine
 
-import contextlib
-from collections.abc import Callable
-from typing import Any
-
-from dear.training.engine import Engine
-
-
-class AloneEngine(Engine):
-    """Trains like the plain optimizer, without hooks."""
-
-    def step(self, update: Callable[[], Any]) -> Any:
-        return update()
-
-    def synchronize(self) -> None:
-        return
-
-    def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
+__all__ = ["AloneEngine"]

@@ -1,8 +1,19 @@
-"""Between an optimizer and its caller: where an algorithm's engine hooks into the training loop."""
+"""Between an optimizer and its caller: where an algorithm's engine hooks into the training loop.
+
+`distribute` changes the class of the user's optimizer, so what the script calls comes by here, goes
+to the engine of the algorithm, and turns back into the optimizer's own step:
+
+    script                 here                                engine
+    optimizer.step() ----> _Distributed.step ----------------> Engine.step(update)
+                           update = the class's own step           waits for gradients
+                           <------------------------------------- update()   now, or a part of it
+                                                                   later, when a forward needs it
+    optimizer.zero_grad() -> _Distributed.zero_grad ----------> Engine.forget()
+"""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+import contextlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
@@ -18,17 +29,20 @@ if TYPE_CHECKING:
     from dear.comm.communicator import Communicator
 
 
-class Engine(ABC):
-    """What an algorithm does at the moments when the training loop touches its optimizer."""
+class Engine:
+    """What an algorithm does at the moments when the training loop touches its optimizer.
+
+    As it stands it is the engine of a world of one: the plain optimizer, without hooks.
+    """
 
     def __init__(self, model: Module, communicator: Communicator) -> None:
         self.model = model
         self.communicator = communicator
         self.hooks = Hooks()
 
-    @abstractmethod
     def step(self, update: Callable[[], Any]) -> Any:
         """Brings gradients together and calls `update`, the optimizer's own step, or defers it."""
+        return update()
 
     def step_closure(self, update: Callable[[Callable[[], Any]], Any], closure: Any) -> Any:
         """The same for `step(closure)`, where the optimizer itself calls for backward passes."""
@@ -81,13 +95,13 @@ class Engine(ABC):
         """What the algorithm has counted so far, by name; most count nothing."""
         return {}
 
-    @abstractmethod
     def synchronize(self) -> None:
         """Leaves nothing in flight: parameters current, gradients averaged."""
+        self.settle()
 
-    @abstractmethod
     def no_sync(self) -> AbstractContextManager[None]:
-        """Backward passes inside it only accumulate."""
+        """Backward passes inside it only accumulate, as they do where they communicate nothing."""
+        return contextlib.nullcontext()
 
     def close(self) -> None:
         """Synchronizes and takes the algorithm out of model and optimizer."""
@@ -181,18 +195,79 @@ class _Distributed:
         )
 
 
-def distribute(optimizer: Optimizer, engine: Engine) -> Optimizer:
+def distribute(
+    optimizer: Optimizer,
+    engine: Engine | Callable[[], Engine],
+    communicator: Communicator | None = None,
+) -> Optimizer:
     """Puts `engine` between `optimizer` and its caller and returns the same object.
 
     Identity is kept, so that schedulers, scalers and loggers made before keep working. The class
     becomes a subclass of the optimizer's own.
+
+    Args:
+        engine: one for any world, or what makes it for a `communicator` of several ranks: with one
+            rank the algorithm has nothing to do, and the optimizer stays the plain one but for the
+            methods that it gets.
     """
+    if not isinstance(engine, Engine):
+        engine = engine() if communicator.size > 1 else Engine(None, communicator)
     plain = type(optimizer)
     name = f"Distributed{plain.__name__}"
     _change_class(optimizer, type(name, (_Distributed, plain), {"__doc__": plain.__doc__}))
     optimizer._engine = engine
     optimizer._managed = set(_trainable(optimizer))
     return optimizer
+
+
+class GradScaling:
+    """Lets an engine see that `scaler.step(optimizer)` is calling, and with what.
+
+    A GradScaler unscales gradients in place (without a trace in their version counters) and judges
+    on each rank whether they are finite. Both must happen to averaged gradients, or ranks would
+    skip different steps. An optimizer that says it can take a scale is called in any case and told
+    the scale and the judgement, in its attributes `grad_scale` and `found_inf`.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer: Any = optimizer
+        self._takes_scale = getattr(optimizer, "_step_supports_amp_scaling", False)
+        optimizer._step_supports_amp_scaling = True
+
+    def refuse(self) -> None:
+        """Raises `UserError` if a scaler is calling; for gradients that are not averaged yet."""
+        if hasattr(self._optimizer, "found_inf"):
+            self.refuse_early_unscaling()
+
+    def refuse_early_unscaling(self) -> None:
+        """Raises `UserError`: this rank's own gradients were unscaled instead of the averages."""
+        raise UserError(
+            "call optimizer.synchronize() before scaler.unscale_(optimizer) or "
+            "scaler.step(optimizer): all ranks must judge the same averaged gradient"
+        )
+
+    def step(self, update: Callable[[], Any]) -> Any:
+        """Does what the scaler asks for with averaged gradients: unscale, then update or skip."""
+        optimizer = self._optimizer
+        if not hasattr(optimizer, "found_inf") or self._takes_scale:
+            return update()
+        if optimizer.found_inf.item():
+            return None
+        asked = optimizer.found_inf, optimizer.grad_scale
+        if optimizer.grad_scale is not None:
+            for group in optimizer.param_groups:
+                for param in group["params"]:
+                    if param.grad is not None:
+                        param.grad.div_(optimizer.grad_scale)
+        optimizer.found_inf = optimizer.grad_scale = None  # done; the optimizer cannot take them
+        try:
+            return update()
+        finally:
+            optimizer.found_inf, optimizer.grad_scale = asked
+
+    def close(self) -> None:
+        """Lets the optimizer say again what it said."""
+        self._optimizer._step_supports_amp_scaling = self._takes_scale
 
 
 def _change_class(optimizer: Any, to: type) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from dear.comm.neighbors import Round, timed
 from dear.comm.windows import NeighborWindow
 from dear.lazy import torch
-from dear.training.parameters import ReplicaEngine
+from dear.training.combining import ReplicaEngine
 
 if TYPE_CHECKING:
     import networkx as nx

@@ -21,7 +21,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch._dynamo  # the first optimizer imports it anyway; the fork server does so only once
 
 import dear
 from common.harness import ui

@@ -13,7 +13,7 @@ import torch
 from common.harness.record import Result
 from common.harness.trial import Trial
 from common.harness.worker.correctness import CONSENSUS_LIMIT
-from common.models.digits import Split
+from common.models.datasets import Split
 from common.models.registry import build
 from common.models.workload import Workload
 from common.results.records import Check, Evaluation, Learning, RankPace, Reached, typed

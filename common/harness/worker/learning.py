@@ -24,7 +24,7 @@ from common.harness.worker import correctness, judge
 from common.harness.worker.measure import Usage
 from common.harness.worker.training import Training, untimed_steps
 from common.models import datasets
-from common.models.digits import Split
+from common.models.datasets import Split
 from common.models.workload import Workload
 from dear.comm import runtime
 from dear.comm.communicator import Communicator

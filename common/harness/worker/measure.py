@@ -17,8 +17,7 @@ import torch
 
 from common.harness.trial import MeasureConfig
 from dear.comm.communicator import Communicator
-from dear.cost.collectives import AlphaBeta
-from dear.cost.cost_measurement import OPERATIONS, measure_collective
+from dear.cost.collectives import OPERATIONS, AlphaBeta, measure_collective
 
 MAX_STEPS = 1000
 _SMALLEST, _LARGEST = 4 << 10, 64 << 20

@@ -21,7 +21,7 @@ import dear
 from common.harness.trial import BASELINE, OptimizerConfig, Trial
 from common.harness.worker import correctness
 from common.models import pace
-from common.models.brake import Brake
+from common.models.pace import Brake
 from common.models.registry import is_replay
 from common.models.workload import Workload
 from common.results.records import Breakdown, Check

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from dear.comm.backends import prepare
+from dear.comm.communicator import prepare
 from dear.comm.farewell import Farewell
 from dear.comm.window_peer import Packet, Peer, unpack
 from dear.topology.graphs import in_neighbors, recv_weights

@@ -7,28 +7,21 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from dear.comm.machines import Machines
-from dear.comm.mixers import GraphMixer, MachineMixer, Mixer, Rounds
-from dear.comm.neighbors import Round
-from dear.comm.runtime_facts import ranks_per_machine
+from dear.comm.neighbors import Exchange, Round
+from dear.comm.runtime import ranks_per_machine
 from dear.cost.bounds import Bound
 from dear.errors import UserError
+from dear.lazy import torch
 from dear.options import at_least, option_of
-from dear.topology.graphs import graph
-from dear.topology.mixing import check_graph
-from dear.topology.schedules import one_peer_machines, period, schedule
+from dear.topology.graphs import check_graph, graph
+from dear.topology.schedules import DynamicName, one_peer_machines, schedule
 from dear.topology.traffic import Traffic
 from dear.training.algorithm import Algorithm, Capabilities
-from dear.training.combining import AtcEngine, AwcEngine
 from dear.training.engine import distribute
-from dear.training.graph_options import GraphOptions, always
+from dear.training.parameters import STREAMS, GraphOptions, ParameterEngine, Rounds, always
 
 if TYPE_CHECKING:
-    from torch.nn import Module
-    from torch.optim import Optimizer
-
     from dear.comm.communicator import Communicator
-
-Dynamic = Literal["none", "one-peer-exp", "inner-outer-ring", "inner-outer-exp2"]
 
 
 class Neighbor(Algorithm):
@@ -50,7 +43,7 @@ class Neighbor(Algorithm):
         combine: Literal["atc", "awc"] = "awc"
         """`awc` averages the parameters that the gradient was computed at; `atc` averages after the
         update."""
-        dynamic: Dynamic = "none"
+        dynamic: DynamicName = "none"
         """A topology that changes from step to step takes the place of `topology`. `one-peer-exp`:
         one peer at distance 1, 2, 4, ... in turn; `inner-outer-ring`, `inner-outer-exp2`: one rank
         of each machine in turn exchanges with another machine, the others among themselves."""
@@ -95,33 +88,43 @@ class Neighbor(Algorithm):
         return _traffic(options, world_size, options.local_size or local_size).every(options.every)
 
     def wrap(
-        self, model: Module, optimizer: Optimizer, communicator: Communicator, options: Options
-    ) -> tuple[Module, Optimizer]:
-        mixer = _mixer(options, communicator)
-        kind = AtcEngine if options.combine == "atc" else AwcEngine
-        engine = kind(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        communicator: Communicator,
+        options: Options,
+    ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        exchange, rounds = _averaging(options, communicator)
+        engine = ParameterEngine(
             model,
             optimizer,
             communicator,
-            mixer,
+            order="adapt-then-combine" if options.combine == "atc" else "combine-then-adapt",
             bucket_mb=options.bucket_mb,
+            exchange=exchange,
+            rounds=rounds,
             every=options.every,
         )
         return model, distribute(optimizer, engine)
 
 
-def _mixer(options: Neighbor.Options, communicator: Communicator) -> Mixer:
+def _averaging(
+    options: Neighbor.Options, communicator: Communicator
+) -> tuple[Exchange | Machines, Rounds]:
+    """What starts rounds, and this rank's part in each."""
     rank, size = communicator.rank, communicator.size
     if options.hierarchical:
         machines = Machines(communicator, options.local_size or ranks_per_machine(communicator))
-        return MachineMixer(machines, _machine_rounds(options, machines))
+        return machines, _machine_rounds(options, machines)
     if options.dynamic == "none":
-        return GraphMixer(communicator, always(Round.of(options.graph(communicator), rank)))
-    local_size = 1
-    if options.dynamic != "one-peer-exp":
-        local_size = options.local_size or ranks_per_machine(communicator)
-    peers = schedule(options.dynamic, size, rank, local_size)
-    return GraphMixer(communicator, lambda step: Round.uniform(*peers(step)))
+        rounds = always(Round.of(options.graph(communicator), rank))
+    else:
+        local_size = 1
+        if options.dynamic != "one-peer-exp":
+            local_size = options.local_size or ranks_per_machine(communicator)
+        peers = schedule(options.dynamic, size, rank, local_size)
+        rounds = lambda turn: Round.uniform(*peers(turn))  # noqa: E731
+    return Exchange(communicator, STREAMS), rounds
 
 
 def _machine_rounds(options: Neighbor.Options, machines: Machines) -> Rounds:
@@ -143,7 +146,5 @@ def _traffic(options: Neighbor.Options, size: int, local_size: int) -> Traffic:
         ).between_machines(local_size)
     if options.dynamic == "none":
         return options.along_graph(size)
-    steps = period(options.dynamic, size, local_size)
-    return Traffic.scheduled(
-        lambda rank: schedule(options.dynamic, size, rank, local_size), size, steps
-    )
+    ranks = range(size)
+    return Traffic.scheduled([schedule(options.dynamic, size, r, local_size) for r in ranks])

@@ -2,29 +2,44 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
-from dear.algorithms.delayed._delayed import DelayedEngine
+from dear.buckets.flat import ALIGNMENT_BYTES, shaped
+from dear.buckets.grouping import MIB
+from dear.buckets.ready_groups import ready_groups
+from dear.buckets.run_order import RunOrder, agree
+from dear.buckets.sparse import SparseSum, gather_entries
+from dear.buckets.unchanged import Unchanged, refuse_changed
+from dear.buckets.updates import with_gradients
+from dear.comm.communicator import Communicator, Work, buffer, padded
+from dear.errors import UserError
+from dear.lazy import torch
 from dear.options import at_least, positive
 from dear.training.algorithm import Algorithm, Capabilities
 from dear.training.algorithm import Options as AlgorithmOptions
-from dear.training.engine import distribute, refuse_lbfgs, trained_parameters
+from dear.training.backward import BackwardSchedule
+from dear.training.engine import Engine, distribute, refuse_lbfgs, trained_parameters
+from dear.training.grad_scaling import GradScaling
+from dear.training.trace import Timeline
 
 if TYPE_CHECKING:
-    from torch.nn import Module
-    from torch.optim import Optimizer
+    Gradients = dict[torch.nn.Parameter, torch.Tensor | None]
 
-    from dear.comm.communicator import Communicator
+PENDING = "delayed_gradients"
+"""Key of an optimizer's state dict, beside its own."""
 
 
 class Dadt(Algorithm):
     """DADT, asynchronous data-parallel training; its idea is Pipe-SGD's (Li et al., NeurIPS 2018,
     arXiv 1811.03619).
 
-    Update t applies the averaged gradients of step t - delay, so their all-reduce has the whole of
-    the steps between to run in. The first `delay` steps update nothing; `flush()`, and `close()`,
-    apply what is held back, one update for each step.
+    Update: w(t+1) = w(t) - lr * mean over ranks of g(t - delay), so that the all-reduce has the
+    whole of the steps between to run in. The first `delay` steps update nothing; `flush()`, and
+    `close()`, apply what is held back, one update for each step.
     Invariant: after `step()` the parameters are final, and the same on all ranks; between
     `backward()` and `step()` `p.grad` is this rank's own gradient, which nothing writes to.
     Bytes move: from the backward pass of a step to `delay` steps later, as groups are complete.
@@ -68,9 +83,531 @@ class Dadt(Algorithm):
     bound = "delayed"
 
     def wrap(
-        self, model: Module, optimizer: Optimizer, communicator: Communicator, options: Options
-    ) -> tuple[Module, Optimizer]:
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        communicator: Communicator,
+        options: Options,
+    ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         refuse_lbfgs(optimizer, "dadt")
         params = trained_parameters(model, optimizer)
         engine = DelayedEngine(model, optimizer, communicator, params, options)
         return model, distribute(optimizer, engine)
+
+
+class _Dense:
+    """One all-reduce of a group's gradients, and of a mark per parameter.
+
+    `p.grad` is copied, and never written to. A mark is 1 where a rank has a gradient: where their
+    sum is 0, nobody has.
+
+    Args:
+        data: flat, room for the gradients one after another and then the marks.
+    """
+
+    def __init__(self, params: Sequence[torch.nn.Parameter], data: torch.Tensor) -> None:
+        self.params = list(params)
+        self.work: Work | None = None
+        self.packed_s: tuple[float, float] | None = None
+        """When the copy began and ended, on the communicator's clock."""
+        self._data = data
+        self._views = []
+        offset = 0
+        for param in self.params:
+            self._views.append(shaped(data, offset, param))
+            offset += param.numel()
+        self._marks = data[offset : offset + len(self.params)]
+        self._whole = False
+
+    @property
+    def nbytes(self) -> int:
+        return self._data.nbytes
+
+    def pack(self, divisor: int) -> None:
+        """Copies the gradients there are, divided by `divisor`."""
+        with torch.no_grad():
+            for param, view in zip(self.params, self._views, strict=True):
+                gradient = param.grad
+                if gradient is None:
+                    view.zero_()
+                    continue
+                if gradient.dtype != view.dtype or gradient.device != view.device:
+                    raise UserError(
+                        f"a parameter of shape {tuple(param.shape)} was {view.dtype} on "
+                        f"{view.device} in the first step and its gradient is {gradient.dtype} on "
+                        f"{gradient.device} now: close() the optimizer before moving the model, "
+                        "and wrap again"
+                    )
+                if gradient.layout is not torch.strided:
+                    raise UserError(_changed_kind(param, "sparse", "dense"))
+                torch.div(gradient, divisor, out=view)
+            has = [param.grad is not None for param in self.params]
+            self._whole = all(has)
+            if self._whole:
+                self._marks.fill_(1)
+            else:
+                self._marks.copy_(torch.tensor(has, dtype=torch.float32))
+
+    def send(self, communicator: Communicator) -> None:
+        self.work = communicator.all_reduce(self._data, op="sum")
+
+    def gradients(self) -> Gradients:
+        """The sums (None where no rank has a gradient): views, valid until the next `pack`."""
+        if self._whole:  # then no mark can be 0, and the device need not be asked
+            return dict(zip(self.params, self._views, strict=True))
+        marks = self._marks.abs().tolist()
+        found = zip(self.params, self._views, marks, strict=True)
+        return {param: view if mark > 0 else None for param, view, mark in found}
+
+
+class _Sparse:
+    """One all-gather of the entries of one sparse gradient."""
+
+    def __init__(self, param: torch.nn.Parameter) -> None:
+        self.params = [param]
+        self.work: Work | None = None
+        self.packed_s: tuple[float, float] | None = None
+        self.mine: torch.Tensor | None = None
+        self._sum: SparseSum | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.work.nbytes if self.work is not None else 0
+
+    def pack(self, divisor: int) -> None:
+        self._divisor = divisor
+        (param,) = self.params
+        gradient = param.grad
+        if gradient is not None and gradient.layout is not torch.sparse_coo:
+            raise UserError(_changed_kind(param, "dense", "sparse"))
+        self.mine = None if gradient is None else gradient.detach().coalesce()
+
+    def send(self, entries: tuple[list[int], int], communicator: Communicator) -> None:
+        """Sends what was packed; `entries` are those of all ranks."""
+        (param,) = self.params
+        self._sum = SparseSum(self.mine, param, entries, communicator, divisor=self._divisor)
+        self.work = self._sum.work
+
+    def gradients(self) -> Gradients:
+        return {self.params[0]: self._sum.result()}
+
+
+def _changed_kind(param: torch.nn.Parameter, now: str, before: str) -> str:
+    return (
+        f"the gradient of a parameter of shape {tuple(param.shape)} is {now} now, and was {before} "
+        "before (or on another rank): all ranks send one kind"
+    )
+
+
+@dataclass(kw_only=True)
+class _Lap:
+    """The gradients of one step, from their copy to the update that applies them."""
+
+    dense: list[_Dense] = field(default_factory=list)
+    sparse: list[_Sparse] = field(default_factory=list)
+    loaded: Gradients = field(default_factory=dict)
+    """What came from a checkpoint; None for those that no rank has."""
+    step: int = 0
+    scale: torch.Tensor | None = None
+    """The loss scale that they carry; None: 1."""
+
+    @property
+    def messages(self) -> list[_Dense | _Sparse]:
+        return [*self.dense, *self.sparse]
+
+    def wait(self) -> None:
+        """Returns when every transfer has ended."""
+        for message in self.messages:
+            if message.work is not None:
+                message.work.wait()
+
+    def gradients(self) -> Gradients:
+        """Waits for the sums."""
+        self.wait()
+        found = dict(self.loaded)
+        for message in self.messages:
+            found |= message.gradients()
+        return found
+
+
+class DelayedEngine(Engine):
+    """Update t applies the averaged gradients of step t - delay; the first `delay` ones are none.
+
+    The first pass only watches and is sent at its end; in later ones groups are copied and sent as
+    they are complete. `step()` waits for the transfers of `delay` steps before only.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        communicator: Communicator,
+        params: Sequence[torch.nn.Parameter],
+        options: Dadt.Options,
+    ) -> None:
+        super().__init__(model, communicator)
+        self._optimizer: Any = optimizer
+        self._params = list(params)
+        self._options = options
+        self._scaling = GradScaling(optimizer)
+        self._timeline: Timeline | None = None
+        if options.timeline is not None:
+            self._timeline = Timeline(options.timeline, communicator.rank)
+            communicator.record_times = True
+        self._step = 0
+        self._arrivals: dict[torch.nn.Parameter, float] = {}
+        self._groups: tuple[list[list[torch.nn.Parameter]], list[torch.nn.Parameter]] | None = None
+        """Those of dense parameters, and the sparse ones; None until a pass has shown them."""
+        self._filling: _Lap | None = None
+        self._held: deque[_Lap] = deque()
+        """The laps that wait for their update, oldest first."""
+        self._free: list[_Lap] = []
+        # Asked for their times at the end only: on a GPU the host would have to wait.
+        self._applied: list[tuple[dict[str, int], Any, Work | None, float | None]] = []
+        self._presented = False
+        """True while `p.grad` is what the next update is to apply."""
+        self._unchanged = Unchanged(())
+        self._schedule = BackwardSchedule(
+            self.hooks,
+            [[param] for param in params],
+            communicator,
+            launch=self._pack,
+            finish=self._end_pass,
+            arrived=self._arrived,
+            learn=False,
+            sparse=True,
+        )
+
+    def step(self, update: Callable[[], Any]) -> Any:
+        if self._presented:
+            return self._step_presented(update)
+        self._scaling.refuse()
+        self._schedule.run_if_missing()
+        self._schedule.restart()
+        refuse_changed(self._unchanged.changed())
+        self._hold(None)
+        return self._apply(update) if self._due else None
+
+    step_closure = Engine.step_after_closure
+
+    def synchronize(self) -> None:
+        if self._schedule.unsent:
+            self._schedule.run_if_missing()
+        if not self._schedule.passed:
+            self._wait()
+        elif not self._presented:
+            self._present()
+
+    def flush(self, update: Callable[[], Any]) -> None:
+        self._presented = False
+        while self._held:
+            self._apply(update)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        return self._schedule.paused()
+
+    def forget(self) -> None:
+        self._schedule.forget()
+        self._presented = False
+
+    def state_dict(self, plain: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        held = [(lap.gradients(), lap.scale) for lap in self._held]
+        order = self._all_params()
+        return {
+            **plain(),
+            PENDING: [
+                {"gradients": [_copied(own.get(p)) for p in order], "scale": _copied(scale)}
+                for own, scale in held
+            ],
+        }
+
+    def resume(self, state: dict[str, Any]) -> None:
+        given = state.get(PENDING, [])
+        if len(given) > self._options.delay:
+            raise UserError(
+                f"the state holds back the gradients of {len(given)} steps, more than delay="
+                f"{self._options.delay}: flush() before saving, or use the same delay"
+            )
+        self._drop_held()
+        for entry in given:
+            pairs = zip(self._all_params(), entry["gradients"], strict=True)
+            loaded = {param: _copied(value, like=param) for param, value in pairs}
+            managed = {param: loaded[param] for param in self._params}
+            self._held.append(_Lap(step=self._step, scale=_copied(entry["scale"]), loaded=managed))
+
+    def write_timeline(self) -> None:
+        """Writes the file, if there is to be one, with all updates so far; waits for transfers."""
+        if self._timeline is None:
+            return
+        if self._params[0].is_cuda:
+            torch.cuda.synchronize(self._params[0].device)
+        while self._applied:
+            self._draw(*self._applied.pop())
+        self._timeline.write()
+
+    def close(self) -> None:
+        self._wait()
+        self._drop_held()
+        self.write_timeline()
+        self._scaling.close()
+        self.hooks.remove()
+
+    # During the backward pass.
+
+    def _arrived(self, param: torch.nn.Parameter) -> None:
+        if self._presented:
+            raise UserError(
+                "backward() after synchronize(): p.grad holds gradients of an earlier step; call "
+                "step() or zero_grad() first"
+            )
+        if self._groups is None:
+            self._arrivals.pop(param, None)  # what counts is the last pass before the groups
+            self._arrivals[param] = self.communicator.clock()
+
+    def _pack(self, index: int) -> None:
+        """Copies the gradients of message `index` and sends it if it is dense.
+
+        What an earlier pass of the same step has sent is superseded.
+        """
+        if self._groups is None:
+            return
+        if self._filling is None:
+            self._filling = self._free.pop() if self._free else self._new_lap()
+        message, clock = self._filling.messages[index], self.communicator.clock
+        if message.work is not None:
+            message.work.wait()
+        began = clock()
+        message.pack(1 if not self._options.average else self.communicator.size)
+        message.packed_s = began, clock()
+        if isinstance(message, _Dense):
+            message.send(self.communicator)
+
+    def _end_pass(self) -> None:
+        if self._groups is None:
+            self._groups = self._learnt_groups()
+            if self._groups is not None:
+                dense, sparse = self._groups
+                units = [*dense, *([param] for param in sparse)]
+                self._schedule.regroup(units, range(len(units)))
+                for unit in range(len(units)):
+                    self._pack(unit)
+        sparse = self._filling.sparse if self._filling is not None else []
+        if sparse:
+            # All sizes at once, and not behind the large transfers.
+            mine = [message.mine for message in sparse]
+            device = sparse[0].params[0].device
+            found = gather_entries(mine, device, self.communicator, channel=1)
+            for message, entries in zip(sparse, found, strict=True):
+                message.send(entries, self.communicator)
+        self._unchanged = Unchanged(self._params)
+        self._unchanged.note()
+
+    def _learnt_groups(
+        self,
+    ) -> tuple[list[list[torch.nn.Parameter]], list[torch.nn.Parameter]] | None:
+        """The same on all ranks, all of which call it at the end of a pass; None if it was empty.
+
+        Raises:
+            UserError: a gradient is sparse on one rank and dense on another; on all ranks.
+        """
+        now = self.communicator.clock()
+        place = {param: i for i, param in enumerate(self._params)}
+        for param in self._params:
+            if param.grad is not None and param not in self._arrivals:
+                self._arrivals[param] = now  # the script has set it
+        seen = [param for param in self._arrivals if param.grad is not None]
+        own = RunOrder(
+            reads=[],
+            arrivals=[place[param] for param in seen],
+            waits_s=[now - self._arrivals[param] for param in seen],
+        )
+        order = agree(own, self.communicator)
+        if not order.arrivals:
+            return None
+        sparse = self._agreed_sparse(
+            {place[param]: param.grad.layout is torch.sparse_coo for param in seen}
+        )
+        if sparse:
+            self.communicator.ensure_channels(2)
+        dense = [param for param in self._params if param not in set(sparse)]
+        cycle_ms = self._options.cycle_time_ms
+        groups = ready_groups(
+            self._params,
+            dense,
+            order,
+            buffer_bytes=self._options.buffer_mb * MIB,
+            cycle_s=None if cycle_ms is None else cycle_ms / 1e3,
+        )
+        return groups, sparse
+
+    def _agreed_sparse(self, kinds: dict[int, bool]) -> list[torch.nn.Parameter]:
+        sparse: dict[int, bool] = {}
+        for found in self.communicator.gather_objects(kinds):
+            for index, kind in found.items():
+                if sparse.setdefault(index, kind) != kind:
+                    raise UserError(
+                        f"the gradient of a parameter of shape {tuple(self._params[index].shape)} "
+                        "is sparse on some ranks and dense on others"
+                    )
+        # Of an embedding that no rank has used yet.
+        declared = {
+            module._parameters.get("weight")
+            for module in self.model.modules()
+            if getattr(module, "sparse", None) is True
+        }
+        return [p for i, p in enumerate(self._params) if sparse.get(i, p in declared)]
+
+    def _new_lap(self) -> _Lap:
+        """A message per group, all of one type in one buffer: each has a file descriptor."""
+        groups, sparse = self._groups
+        rooms: dict[tuple[torch.dtype, torch.device], int] = {}
+        places = []
+        for params in groups:
+            kind = params[0].dtype, params[0].device
+            start = rooms.get(kind, 0)
+            size = sum(param.numel() for param in params) + len(params)
+            places.append((kind, slice(start, start + size)))
+            step = max(1, ALIGNMENT_BYTES // params[0].element_size())
+            rooms[kind] = start + padded(size, step)
+        like = {(params[0].dtype, params[0].device): params[0] for params in groups}
+        buffers = {kind: buffer(like[kind], n, self.communicator) for kind, n in rooms.items()}
+        dense = [
+            _Dense(params, buffers[kind][place])
+            for params, (kind, place) in zip(groups, places, strict=True)
+        ]
+        return _Lap(dense=dense, sparse=[_Sparse(param) for param in sparse])
+
+    # In `step`.
+
+    @property
+    def _due(self) -> bool:
+        """True if the oldest gradients are to be applied now."""
+        return len(self._held) > self._options.delay
+
+    def _hold(self, scale: torch.Tensor | None) -> None:
+        """The gradients of this step, which are under way, join those that are held back."""
+        self._unchanged = Unchanged(())  # lets the gradients go
+        self._step += 1
+        lap, self._filling = self._filling, None
+        if lap is None:  # no rank has had a gradient
+            lap = _Lap(loaded=dict.fromkeys(self._params))
+        lap.step, lap.scale = self._step, scale
+        self._held.append(lap)
+
+    def _apply(self, update: Callable[[], Any]) -> Any:
+        """The update of the oldest gradients that are held back."""
+        lap = self._held.popleft()
+        gradients = lap.gradients()
+        began = self.communicator.clock()
+        try:
+            if lap.scale is not None and not _unscale(gradients, lap.scale):
+                return None
+            return with_gradients(gradients, update)
+        finally:
+            self._release(lap, began)
+
+    def _present(self) -> None:
+        """Makes each `p.grad` what the next update is to apply."""
+        if self._unchanged.scaled_in_place():
+            self._scaling.refuse_early_unscaling()
+        refuse_changed(self._unchanged.changed())
+        self._unchanged = Unchanged(())
+        if len(self._held) == self._options.delay:
+            for param, gradient in self._held[0].gradients().items():
+                param.grad = _copied(gradient)
+        else:
+            for param in self._params:
+                if param.grad is not None:
+                    param.grad = torch.zeros_like(param.grad)
+        self._presented = True
+
+    def _step_presented(self, update: Callable[[], Any]) -> Any:
+        optimizer = self._optimizer
+        calling = hasattr(optimizer, "found_inf")
+        if calling and optimizer.grad_scale is None:
+            raise UserError(
+                "scaler.unscale_(optimizer) divides by the present scale, and these gradients are "
+                "of an earlier step: leave unscaling to scaler.step(optimizer)"
+            )
+        self._presented = False
+        self._schedule.restart()
+        self._hold(optimizer.grad_scale.clone() if calling else None)
+        if not self._due:
+            return None
+        lap = self._held.popleft()
+        began = self.communicator.clock()
+        try:
+            if calling:
+                optimizer.grad_scale = lap.scale
+            elif lap.scale is not None and not _unscale(
+                {param: param.grad for param in self._params}, lap.scale
+            ):
+                return None
+            return self._scaling.step(update)
+        finally:
+            self._release(lap, began)
+
+    def _release(self, lap: _Lap, applied_s: float | None) -> None:
+        """Its gradients are not needed any more."""
+        if self._timeline is not None and applied_s is not None:
+            ended = self.communicator.clock()
+            self._timeline.add("update", f"step {lap.step}", applied_s, ended)
+        if not lap.messages:
+            return
+        lap.wait()
+        if self._timeline is not None:
+            for index, message in enumerate(lap.messages):
+                facts = {"step": lap.step, "group": index, "bytes": message.nbytes}
+                self._applied.append((facts, message.packed_s, message.work, applied_s))
+        self._free.append(lap)
+
+    def _wait(self) -> None:
+        for lap in self._held:
+            lap.wait()
+        if self._filling is not None:
+            self._filling.wait()
+
+    def _drop_held(self) -> None:
+        while self._held:
+            self._release(self._held.popleft(), None)
+
+    def _all_params(self) -> list[torch.nn.Parameter]:
+        return [param for group in self._optimizer.param_groups for param in group["params"]]
+
+    def _draw(
+        self,
+        facts: dict[str, int],
+        packed_s: tuple[float, float] | None,
+        work: Work | None,
+        applied_s: float | None,
+    ) -> None:
+        add, name = self._timeline.add, f"step {facts['step']} group {facts['group']}"
+        if packed_s is not None:
+            add("pack", name, *packed_s, **facts)
+        if work is None:
+            return
+        times = work.times()
+        add("in queue", name, times.enqueued_s, times.started_s, **facts)
+        add("transfer", name, times.started_s, times.finished_s, **facts)
+        if applied_s is not None:
+            add("waits for update", name, times.finished_s, applied_s, **facts)
+
+
+def _copied(value: torch.Tensor | None, like: torch.Tensor | None = None) -> torch.Tensor | None:
+    """A copy of a gradient, on the device and in the type of `like`."""
+    if value is None:
+        return None
+    own = value.detach().clone()
+    return own if like is None else own.to(device=like.device, dtype=like.dtype)
+
+
+def _unscale(gradients: Gradients, scale: torch.Tensor) -> bool:
+    """Divides by the loss scale; False if a gradient, and so one of every rank, is not finite."""
+    finite = True
+    for gradient in gradients.values():
+        if gradient is None:
+            continue
+        values = gradient._values() if gradient.is_sparse else gradient
+        values.div_(scale.to(values.device))
+        finite = finite and bool(values.isfinite().all())
+    return finite

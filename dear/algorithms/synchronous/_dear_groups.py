@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from dear.buckets import sharded_state
 from dear.buckets.dear_replicated import Replicated
 from dear.buckets.dear_updates import Sharded, Update
-from dear.buckets.flat import FlatGroup, flatten
+from dear.buckets.flat import Bucket, flatten
 from dear.buckets.gathered import Gathered
 from dear.buckets.halves import AllReduced, Decoupled, ReduceBroadcast, ScatterGather
 from dear.lazy import torch
@@ -93,7 +93,7 @@ class Groups:
             else:
                 self.shard_state()
 
-    def _part(self, group: FlatGroup, index: int, marks: int) -> Decoupled:
+    def _part(self, group: Bucket, index: int, marks: int) -> Decoupled:
         if self._manner.payloads is not None and self._communicator.size > 1:
             return Gathered(group, self._communicator, self._manner.payloads)
         options = {

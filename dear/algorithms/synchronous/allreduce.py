@@ -5,16 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from dear.algorithms.synchronous.wfbp import AveragingEngine
 from dear.buckets.compression import CompressedOptions, refuse_types
+from dear.comm.communicator import Communicator
 from dear.training.algorithm import Algorithm, Capabilities
 from dear.training.engine import distribute, trained_parameters
-from dear.training.gradients import AveragingEngine
 
 if TYPE_CHECKING:
     from torch.nn import Module
     from torch.optim import Optimizer
-
-    from dear.comm.communicator import Communicator
 
 
 class AllReduce(Algorithm):
@@ -39,5 +38,8 @@ class AllReduce(Algorithm):
     ) -> tuple[Module, Optimizer]:
         params = trained_parameters(model, optimizer)
         refuse_types(params, options)
-        engine = AveragingEngine(model, communicator, params, options, overlap=False)
-        return model, distribute(optimizer, engine)
+
+        def engine() -> AveragingEngine:
+            return AveragingEngine(model, communicator, params, options, overlap=False)
+
+        return model, distribute(optimizer, engine, communicator)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from dear.algorithms.synchronous._ddp_hooks import add_hook
-from dear.algorithms.synchronous._zero import ZeroUpdate
+from dear.buckets.carriers import Payloads
 from dear.buckets.compression import CompressedOptions, refuse_types
+from dear.buckets.compressors import make_compressor
+from dear.buckets.sharding import has_hooks, run_hooks
 from dear.errors import UserError
 from dear.lazy import torch
 from dear.options import at_least, only_with, option_of, positive
@@ -18,10 +20,11 @@ from dear.training.algorithm import Algorithm, Capabilities
 from dear.training.engine import Engine, distribute, trained_parameters
 
 if TYPE_CHECKING:
-    from torch.nn import Module
+    from torch import Tensor
+    from torch.nn import Module, Parameter
     from torch.optim import Optimizer
 
-    from dear.comm.communicator import Communicator
+    from dear.comm.communicator import Communicator, Work
 
 
 class Ddp(Algorithm):
@@ -189,3 +192,290 @@ class _DdpEngine(Engine):
             self._optimizer.state.update(self._zero.whole_state())
             self._zero = None
         del self._ddp  # the reducer takes out its autograd hooks when it is destroyed
+
+
+FIRST = 2
+"""Passes after which buckets stay what they are: DDP makes them anew after the first."""
+
+
+def add_hook(ddp: Any, communicator: Communicator, options: Ddp.Options) -> None:
+    """Registers with `ddp` what `options.compression` names."""
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+    group = communicator.groups[0]
+    if options.compression == "fp16":
+        ddp.register_comm_hook(group, default_hooks.fp16_compress_hook)
+    elif options.compression == "bf16":
+        # DDP knows this hook by name, and takes it with NCCL only; the hook itself runs anywhere.
+        ddp.register_comm_hook(
+            group, lambda group, bucket: default_hooks.bf16_compress_hook(group, bucket)
+        )
+    elif options.compression == "powersgd":
+        ddp.register_comm_hook(
+            PowerSgd(communicator, options.powersgd_rank, options.powersgd_start_step), _carry
+        )
+    elif options.gathers:
+        ddp.register_comm_hook(BucketPayloads(communicator, options), _carry)
+
+
+class BucketPayloads:
+    """Buckets as payloads that are all-gathered; dense until the buckets stay what they are."""
+
+    def __init__(self, communicator: Communicator, options: Ddp.Options) -> None:
+        self._communicator = communicator
+        self._options = options
+        self._passes = 0
+        self._carriers: dict[int, tuple[list[Parameter], Payloads]] = {}
+
+    def carry(self, bucket: Any) -> torch.futures.Future:
+        """A future of the bucket's buffer with what stands for the mean over ranks."""
+        buffer, dense = bucket.buffer(), self._passes < FIRST
+        self._passes += bucket.is_last()
+        if dense:
+            work = self._communicator.all_reduce(buffer, op="mean")
+            return work.future().then(lambda _: buffer)
+        params = bucket.parameters()
+        carrier = self._carrier(bucket.index(), params, buffer)
+        work = carrier.send(buffer, [param.grad is not None for param in params])
+
+        def received(_: Any) -> torch.Tensor:
+            carrier.receive(buffer)
+            return buffer
+
+        return work.future().then(received)
+
+    def _carrier(self, index: int, params: list[Parameter], buffer: torch.Tensor) -> Payloads:
+        if index not in self._carriers or not _same(self._carriers[index][0], params):
+            compressor = make_compressor(self._options, buffer.numel(), buffer.dtype, buffer.device)
+            sizes = [param.numel() for param in params]
+            self._carriers[index] = params, Payloads(self._communicator, compressor, sizes)
+        return self._carriers[index][1]
+
+
+def _carry(state, bucket):  # DDP looks at the annotations, which must not be texts
+    return state.carry(bucket)
+
+
+def _same(some: list[Parameter], others: list[Parameter]) -> bool:
+    return len(some) == len(others) and all(a is b for a, b in zip(some, others, strict=True))
+
+
+class ZeroUpdate:
+    """Each rank updates some of the parameters, holds the state of those, and sends them on.
+
+    Hyper-parameters are those of the script's optimizer at the time of each step. Its own `state`
+    is empty meanwhile; `whole_state` collects it.
+
+    Args:
+        optimizer: of its own, plain class yet.
+
+    Raises:
+        UserError: the optimizer or its parameters are of a kind that ZeRO cannot split.
+    """
+
+    def __init__(self, optimizer: Optimizer, communicator: Communicator) -> None:
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise UserError(
+                "option of ddp 'zero' cannot be had with LBFGS, which needs all parameters at "
+                "once; use zero=False"
+            )
+        self._optimizer: Any = optimizer
+        self._communicator = communicator
+        try:
+            self._zero = ZeroRedundancyOptimizer(
+                [dict(group) for group in optimizer.param_groups],
+                optimizer_class=self._local,
+                process_group=communicator.groups[0],
+            )
+        except ValueError as error:
+            raise UserError(
+                f"option of ddp 'zero': torch's ZeroRedundancyOptimizer refuses this "
+                f"optimizer: {error}"
+            ) from None
+        self.take_state()
+
+    def _local(self, groups: Sequence[dict[str, Any]], **_: Any) -> Optimizer:
+        """An optimizer of the same kind, whatever its class wants to be made with."""
+        local = object.__new__(type(self._optimizer))
+        # A scheduler's wrapper of `step` is about the script's optimizer, and so are its hooks.
+        local.__dict__.update({k: v for k, v in vars(self._optimizer).items() if k != "step"})
+        for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+            setattr(local, name, OrderedDict())
+        local.param_groups = [dict(group) for group in groups]
+        local.state = defaultdict(dict)
+        return local
+
+    def step(self) -> Any:
+        """One update from the gradients there are, with the optimizer's step hooks around it."""
+        if has_hooks(self._optimizer):
+            return run_hooks(self._optimizer, self._step)
+        return self._step()
+
+    def _step(self) -> Any:
+        ours, given = self._zero.param_groups, self._optimizer.param_groups
+        _copy_settings(given, ours)
+        result = self._zero.step()
+        _copy_settings(ours, given)  # some optimizers count there
+        return result
+
+    def take_state(self) -> None:
+        """Takes this rank's part of the optimizer's own, whole state; the rest is let go."""
+        mine = {param for group in self._zero.optim.param_groups for param in group["params"]}
+        whole = self._optimizer.state
+        self._zero.optim.state.update({p: state for p, state in whole.items() if p in mine})
+        whole.clear()
+
+    def whole_state(self) -> dict[Any, Any]:
+        """Everybody's state, on every rank; a collective call."""
+        params = [param for group in self._optimizer.param_groups for param in group["params"]]
+        place = {param: i for i, param in enumerate(params)}
+        mine = {place[param]: state for param, state in self._zero.optim.state.items() if state}
+        result = {}
+        for part in self._communicator.gather_objects(mine):
+            for index, state in part.items():
+                result[params[index]] = {
+                    key: _beside(value, params[index]) for key, value in state.items()
+                }
+        return result
+
+
+def _copy_settings(source: Sequence[dict[str, Any]], to: Sequence[dict[str, Any]]) -> None:
+    for one, other in zip(source, to, strict=True):
+        other.update({key: value for key, value in one.items() if key != "params"})
+
+
+def _beside(value: Any, param: Any) -> Any:
+    # Objects of other ranks come on their devices; counters stay on the CPU, as torch has them.
+    if torch.is_tensor(value) and value.device.type != "cpu":
+        return value.to(param.device)
+    return value
+
+
+class PowerSgd:
+    """A communication hook for DDP (Vogels et al. 2019, arXiv 1905.13727), with error feedback.
+
+    A matrix M becomes P = M Q, whose mean is made orthogonal, and Q = M' P, whose mean starts the
+    next pass; P Q' stands for the mean of M. What is too small for that travels as it is. The first
+    halves overlap the backward pass, the second ones follow it, bucket by bucket: so all ranks
+    start them in one order, and no collective waits in another one's callback, which torch's own
+    hook does and which only NCCL bears.
+
+    Args:
+        rank: columns of P and Q.
+        start: passes that are sent in full before; DDP makes its buckets anew after the first.
+    """
+
+    def __init__(self, communicator: Communicator, rank: int, start: int) -> None:
+        self._communicator = communicator
+        self._rank = rank
+        self._start = start
+        self._passes = 0
+        self._buckets: dict[int, _Bucket] = {}
+        self._running: list[tuple[_Bucket, torch.futures.Future, Tensor]] = []
+
+    def carry(self, bucket: Any) -> torch.futures.Future:
+        """A future of the bucket's buffer with what stands for the mean over ranks."""
+        buffer, last = bucket.buffer(), bucket.is_last()
+        if self._passes < self._start:
+            self._passes += last
+            work = self._communicator.all_reduce(buffer, op="mean")
+            return work.future().then(lambda _: buffer)
+        if bucket.index() not in self._buckets:
+            self._buckets[bucket.index()] = _Bucket(bucket.gradients(), self._rank)
+        known = self._buckets[bucket.index()]
+        known.send_left(bucket.gradients(), self._communicator)
+        cuda = buffer.device.type == "cuda"
+        future = torch.futures.Future(devices=[buffer.device] if cuda else None)
+        self._running.append((known, future, buffer))
+        if last:
+            self._end()
+        return future
+
+    def _end(self) -> None:
+        for bucket, _, _ in self._running:
+            bucket.send_right(self._communicator)
+        for bucket, future, buffer in self._running:
+            bucket.finish()
+            future.set_result(buffer)
+        self._running.clear()
+
+
+class _Bucket:
+    """The factors of the matrices of one bucket, and what they have not carried yet."""
+
+    def __init__(self, gradients: list[Tensor], rank: int) -> None:
+        self._rank = rank
+        self._large = [_worth(gradient, rank) for gradient in gradients]
+        # The same on all ranks.
+        generator = torch.Generator().manual_seed(0)
+        self._right, self._errors = [], []
+        for matrix in self._matrices(gradients):
+            start = torch.randn(matrix.shape[1], rank, generator=generator)
+            self._right.append(start.to(matrix.device, matrix.dtype))
+            self._errors.append(torch.zeros_like(matrix))
+        self._left: list[Tensor] = []
+        self._work: Work | None = None
+
+    def send_left(self, gradients: list[Tensor], communicator: Communicator) -> None:
+        self._found = self._matrices(gradients)
+        self._small = [g for g, large in zip(gradients, self._large, strict=True) if not large]
+        self._whole = [m + e for m, e in zip(self._found, self._errors, strict=True)]
+        left = [m @ q for m, q in zip(self._whole, self._right, strict=True)]
+        self._sent = _joined(left + self._small)
+        self._work = communicator.all_reduce(self._sent, op="mean")
+
+    def send_right(self, communicator: Communicator) -> None:
+        self._work.wait()
+        shapes = [(matrix.shape[0], self._rank) for matrix in self._found]
+        means = _split(self._sent, shapes + [gradient.shape for gradient in self._small])
+        for gradient, mean in zip(self._small, means[len(shapes) :], strict=True):
+            gradient.copy_(mean)
+        self._left = [_orthogonal(mean) for mean in means[: len(shapes)]]
+        right = [m.t() @ p for m, p in zip(self._whole, self._left, strict=True)]
+        self._sent = _joined(right) if right else self._sent.new_zeros(0)
+        self._work = communicator.all_reduce(self._sent, op="mean") if right else None
+
+    def finish(self) -> None:
+        if self._work is None:
+            return
+        self._work.wait()
+        self._right = [
+            mean.clone() for mean in _split(self._sent, [right.shape for right in self._right])
+        ]
+        for i, gradient in enumerate(self._found):
+            stands = self._left[i] @ self._right[i].t()
+            error = self._whole[i] - stands
+            # A gradient that has overflowed must not stay for ever.
+            self._errors[i] = torch.where(torch.isfinite(error).all(), error, self._errors[i])
+            gradient.copy_(stands)
+            if not torch.isfinite(self._right[i]).all():
+                self._right[i] = torch.ones_like(self._right[i])
+        self._whole.clear()
+
+    def _matrices(self, gradients: list[Tensor]) -> list[Tensor]:
+        pairs = zip(gradients, self._large, strict=True)
+        return [gradient.view(gradient.shape[0], -1) for gradient, large in pairs if large]
+
+
+def _worth(gradient: Tensor, rank: int) -> bool:
+    """True if the factors have less than half as many elements."""
+    if gradient.dim() < 2 or not gradient.numel() or not gradient.is_contiguous():
+        return False
+    rows = gradient.shape[0]
+    return 2 * rank * (rows + gradient.numel() // rows) < gradient.numel()
+
+
+def _orthogonal(matrix: Tensor) -> Tensor:
+    wide = matrix.dtype if matrix.dtype == torch.float64 else torch.float32
+    return torch.linalg.qr(matrix.to(wide)).Q.to(matrix.dtype)
+
+
+def _joined(tensors: list[Tensor]) -> Tensor:
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def _split(flat: Tensor, shapes: list[Any]) -> list[Tensor]:
+    sizes = [torch.Size(shape).numel() for shape in shapes]
+    return [part.view(shape) for part, shape in zip(flat.split(sizes), shapes, strict=True)]

@@ -7,19 +7,18 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from dear.algorithms.synchronous._sharded_model import ShardedModel, full, shard
+from dear.algorithms.synchronous.wfbp import GradientAverager
 from dear.buckets.compression import HalfOptions, refuse_types, wire_dtype
 from dear.buckets.grouping import MIB
 from dear.errors import UserError
 from dear.lazy import torch
 from dear.options import at_least
 from dear.training.algorithm import Algorithm, Capabilities
-from dear.training.alone import AloneEngine
-from dear.training.backward import BackwardSchedule
 from dear.training.engine import Engine, distribute, trained_parameters
-from dear.training.gradients import GradientAverager
+from dear.training.gradients import BackwardSchedule
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from torch.nn import Module, Parameter
     from torch.optim import Optimizer
 
@@ -77,18 +76,19 @@ class Fsdp(Algorithm):
             )
         params = trained_parameters(model, optimizer)
         refuse_types(params, options)
-        if communicator.size == 1:
-            return model, distribute(optimizer, AloneEngine(model, communicator))
-        sharded = ShardedModel(
-            model,
-            params,
-            communicator,
-            min_bytes=options.min_mb * MIB,
-            keep=options.stage == 2,
-            reduce_dtype=wire_dtype(options.compression),
-        )
-        engine = _FsdpEngine(model, optimizer, communicator, sharded, options)
-        return model, distribute(optimizer, engine)
+
+        def engine() -> _FsdpEngine:
+            sharded = ShardedModel(
+                model,
+                params,
+                communicator,
+                min_bytes=options.min_mb * MIB,
+                keep=options.stage == 2,
+                reduce_dtype=wire_dtype(options.compression),
+            )
+            return _FsdpEngine(model, optimizer, communicator, sharded, options)
+
+        return model, distribute(optimizer, engine, communicator)
 
 
 class _FsdpEngine(Engine):
@@ -222,3 +222,250 @@ class _FsdpEngine(Engine):
 
 def _whole(value: Any, param: Any) -> bool:
     return type(value) is torch.Tensor and value.dim() > 0 and value.shape == param.shape
+
+
+class ShardedModel:
+    """Shards what can be sharded of the parameters that are trained or frozen.
+
+    The script's own `Parameter` objects stay empty meanwhile, and get their values back at the end.
+
+    Args:
+        params: those that the optimizer trains.
+        min_bytes: layers of a list or sequence with as many are groups of their own, whose
+            transfers overlap the compute of others; everything else is one group.
+        keep: keep whole parameters between forward and backward pass.
+        reduce_dtype: the type in which gradients travel; None: their own.
+
+    Raises:
+        UserError: the model is sharded already, or torch cannot shard it.
+    """
+
+    def __init__(
+        self,
+        model: Module,
+        params: Sequence[Parameter],
+        communicator: Communicator,
+        *,
+        min_bytes: float,
+        keep: bool,
+        reduce_dtype: torch.dtype | None,
+    ) -> None:
+        from torch.distributed.device_mesh import DeviceMesh
+        from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+        if any(isinstance(module, FSDPModule) for module in model.modules()):
+            raise UserError(
+                "fsdp: the model is sharded already; give one optimizer all parameters of a model"
+            )
+        self._modules = list(model.modules())
+        self._before = [_Traces(module) for module in self._modules]
+        places = _places(model)
+        able = _shardable(places, set(params))
+        self.rest = [param for param in params if param not in able]
+        """Those that the optimizer trains and that are not sharded."""
+        for work in [communicator.broadcast(param.data, root=0) for param in able]:
+            work.wait()  # each rank keeps a part only: they must be parts of one model
+        settings: dict[str, Any] = {
+            "mesh": DeviceMesh.from_group(communicator.groups[0], params[0].device.type),
+            "mp_policy": MixedPrecisionPolicy(reduce_dtype=reduce_dtype),
+            "ignored_params": {p for _, _, p in places if p not in able},
+        }
+        try:
+            for block in _blocks(model, min_bytes, places):
+                fully_shard(block, reshard_after_forward=not keep, **settings)
+            # What the whole model owns is needed again at once; torch's default keeps it.
+            fully_shard(model, reshard_after_forward=False if keep else None, **settings)
+        except (ValueError, NotImplementedError, AssertionError) as error:
+            self._undo()
+            for module, name, param in places:
+                module._parameters[name] = param
+            raise UserError(f"fsdp: torch's fully_shard refuses this model: {error}") from None
+        self._sharding = [module for module in self._modules if isinstance(module, FSDPModule)]
+        self._places = [place for place in places if place[2] in able]
+        self.of = {param: module._parameters[name] for module, name, param in self._places}
+        """The sharded parameter for each of the script's own."""
+        for param, sharded in self.of.items():
+            if param.grad is not None:
+                sharded.grad = shard(param.grad, sharded)
+                param.grad = None
+            param.data = param.data.new_empty(0)
+        self.whole = False
+        # Before torch's own, which make parts of whole parameters without looking at them.
+        self._handles = [
+            handle
+            for module in dict.fromkeys(module for module, _, _ in self._places)
+            for handle in (
+                module.register_state_dict_pre_hook(lambda *_: self.reshard()),
+                module.register_state_dict_post_hook(lambda *given: self._give(*given)),
+                module.register_load_state_dict_pre_hook(self._take),
+            )
+        ]
+        self.gather()  # torch registers the rest of its hooks, which `release` must know
+        self.reshard()
+        self._after = [_Traces(module) for module in self._modules]
+
+    def gather(self) -> None:
+        """Lets the model have whole, plain parameters; a collective call."""
+        for module in self._sharding:
+            module.unshard()
+        self.whole = True
+
+    def reshard(self) -> None:
+        """Lets the model have its parts again, with what was written to whole parameters since."""
+        if self.whole:
+            self.whole = False
+            with torch.no_grad():
+                for module, name, param in self._places:
+                    now = module._parameters[name]
+                    if not _in_parts(now):
+                        self.of[param].copy_(shard(now.detach(), self.of[param]))
+        for module in self._sharding:
+            module.reshard()
+
+    def drop_unsent(self) -> None:
+        """Forgets gradients that were accumulated without being sent."""
+        for group in self._groups():
+            for param in group.fsdp_params:
+                param.unsharded_accumulated_grad = None
+                if hasattr(param, "_unsharded_param"):
+                    param._unsharded_param.grad = None
+
+    def send_unsent(self) -> None:
+        """Brings gradients together that were accumulated without being sent."""
+        self._sharding[0]._get_fsdp_state()._root_post_backward_final_callback()
+
+    def release(self) -> None:
+        """Makes the model the plain one it was, with whole values and gradients; collective."""
+        self.reshard()
+        for handle in self._handles:
+            handle.remove()
+        with torch.no_grad():
+            for param, sharded in self.of.items():
+                gradient = None if sharded.grad is None else full(sharded.grad)
+                param.data = full(sharded.detach())
+                param.requires_grad_(sharded.requires_grad)
+                param.grad = gradient
+        for module, name, param in self._places:
+            module._parameters[name] = param
+        self._undo()
+
+    def _undo(self) -> None:
+        from torch.distributed import _composable_state
+
+        after = getattr(self, "_after", None) or [_Traces(module) for module in self._modules]
+        for module, before, now in zip(self._modules, self._before, after, strict=True):
+            now.remove_all_but(before)
+            _composable_state._module_state_mapping.pop(module, None)
+
+    def _groups(self) -> Iterator[Any]:
+        for module in self._sharding:
+            state = module._get_fsdp_state()
+            # torch 2.13 has several groups per module, 2.11 one at most.
+            groups = getattr(state, "_fsdp_param_groups", None)
+            yield from [state._fsdp_param_group] if groups is None else groups
+
+    def _give(self, module: Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        for name in module._parameters:
+            value = state.get(prefix + name)
+            if _in_parts(value):
+                state[prefix + name] = full(value)
+
+    def _take(self, module: Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        self.reshard()
+        for name, param in module._parameters.items():
+            value = state.get(prefix + name)
+            plain = torch.is_tensor(value) and not _in_parts(value)
+            # Torch itself complains about other shapes.
+            if plain and _in_parts(param) and value.shape == param.shape:
+                state[prefix + name] = shard(value.to(param.device, param.dtype), param)
+
+
+class _Traces:
+    """What a module looks like: its class, its attributes, its hooks."""
+
+    def __init__(self, module: Module) -> None:
+        self._module = module
+        self._class = type(module)
+        self._names = set(vars(module))
+        self._hooks = {
+            name: set(value)
+            for name, value in vars(module).items()
+            if "_hooks" in name and isinstance(value, dict)
+        }
+
+    def remove_all_but(self, before: _Traces) -> None:
+        """Takes out what is in these traces and was not there `before`."""
+        module = self._module
+        module.__class__ = before._class
+        for name in self._names - before._names:
+            module.__dict__.pop(name, None)
+        for name, kept in before._hooks.items():
+            for key in self._hooks[name] - kept:
+                vars(module)[name].pop(key, None)
+
+
+def full(value: Any) -> Any:
+    """The whole of a tensor that lies in parts, in memory of its own; a collective call."""
+    return value.full_tensor().contiguous() if _in_parts(value) else value
+
+
+def shard(value: Tensor, like: Any) -> Any:
+    """This rank's part of a whole `value`, as `like` is sharded; copies, sends nothing."""
+    from torch.distributed.tensor import distribute_tensor
+
+    part = distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
+    return part.clone()
+
+
+def _in_parts(value: Any) -> bool:
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(value, DTensor)
+
+
+def _places(model: Module) -> list[tuple[Module, str, Parameter]]:
+    """Every place where a parameter is registered, shared ones several times."""
+    return [
+        (module, name, param)
+        for module in model.modules()
+        for name, param in module._parameters.items()
+        if param is not None
+    ]
+
+
+def _shardable(
+    places: Sequence[tuple[Module, str, Parameter]], trained: set[Parameter]
+) -> dict[Parameter, None]:
+    """The parameters that can be cut along their first dimension and share one type."""
+    sizes: dict[Any, int] = {}
+    for param in trained:
+        kind = param.dtype, param.device
+        sizes[kind] = sizes.get(kind, 0) + param.nbytes
+    main = max(sizes, key=lambda kind: (sizes[kind], str(kind)))
+    return {
+        param: None
+        for _, _, param in places
+        if (param in trained or not param.requires_grad)
+        and (param.dtype, param.device) == main
+        and param.is_floating_point()
+        and param.dim() > 0
+        and param.numel() > 0
+        and param.is_contiguous()
+    }
+
+
+def _blocks(
+    model: Module, min_bytes: float, places: Sequence[tuple[Module, str, Parameter]]
+) -> Iterator[Module]:
+    """Layers of lists and sequences that are large and share no parameter with what is outside."""
+    listed = isinstance(model, (torch.nn.ModuleList, torch.nn.Sequential))
+    for child in model.children():
+        inside = set(child.modules())
+        own = {param for module, _, param in places if module in inside}
+        alone = not any(param in own and module not in inside for module, _, param in places)
+        large = sum(param.nbytes for param in own) >= min_bytes
+        runs = type(child).forward is not torch.nn.Module.forward
+        if listed and own and large and alone and runs:
+            yield child
+        else:
+            yield from _blocks(child, min_bytes, places)

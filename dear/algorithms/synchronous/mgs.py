@@ -6,12 +6,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
-from dear.algorithms.synchronous._exchanges import gathered_cost
-from dear.algorithms.synchronous._merged import merge_gradients
+from dear.algorithms.synchronous.mgwfbp import gathered_cost, merge_gradients
 from dear.buckets.compression import CompressedOptions
 from dear.buckets.compressors import make_compressor
 from dear.buckets.merging import greedy, optimal
-from dear.cost.cost_measurement import measured_call
+from dear.cost.collectives import measured_call
 from dear.options import at_least
 from dear.training.algorithm import Algorithm, Capabilities
 

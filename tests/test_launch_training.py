@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from common.emulation import sandbox
-from common.harness.experiment_file import load
+from common.harness.experiment import load
 from dear.training.algorithm import algorithm_class
 from tests.test_launch_virtual import launch
 

@@ -100,7 +100,7 @@ class Sweep:
             may_lose_ranks=trial.own_pace,
         )
         briefing = self._fabric.briefing(trial, folder)
-        place = _place(trial, briefing.time_scale)
+        place = cost_place(trial, briefing.time_scale)
         dataclasses.replace(briefing, costs=self._costs.get(place)).save()
         outcome = self._fabric.run(trial, job)
         result = Result.from_json(outcome.result) if outcome.result is not None else None
@@ -237,7 +237,7 @@ def _unavailable(trial: Trial) -> str | None:
     return algorithm.unavailable()
 
 
-def _place(trial: Trial, time_scale: float) -> tuple[Any, ...]:
+def cost_place(trial: Trial, time_scale: float) -> tuple[Any, ...]:
     """What the costs of collectives depend on; of the model, how large messages are."""
     return (
         trial.model,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from common.harness import check
+from common.harness.worker import correctness as check
 from tests.test_sweep import Driver
 
 _SWEEP = """

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import torch
-
 from common.harness.check import replica_spread
-from common.harness.recording import make_record
+
+from common.harness.record import Result, make_record
 from common.launch.job import Outcome
-from common.results.records import append, load
+from common.results.records import Check, append, load
 from dear.comm import runtime
 from tests.test_sweep import Driver
 
@@ -28,25 +29,26 @@ def test_the_spread_is_the_largest_difference_and_infinite_for_nan(world):
 
 
 def test_a_diverged_trial_can_be_recorded(tmp_path):
-    from common.harness.experiment_file import load as load_experiment
+    from common.harness.experiment import load as load_experiment
 
     (tmp_path / "x.yaml").write_text("algorithms: [dear]\nmodels: [mnist_cnn]\n")
     trial = load_experiment(tmp_path / "x.yaml").trials()[-1]
     check = {"reference_error": math.inf, "matches_reference": False}
-    result = {
-        "iters": [[0.1, 0.1]],
-        "loss": math.nan,
-        "check": check | {"replica_spread": math.inf, "replicas_agree": False},
-        "cpu_s_per_s": 1.0,
-        "foreign_cpu_s_per_s": 0.0,
-    }
-    outcome = Outcome(status="ok", result=result)
+    result = Result(
+        iters=[[0.1, 0.1]],
+        loss=math.nan,
+        check=Check(**check, replica_spread=math.inf, replicas_agree=False),
+        cpu_s_per_s=1.0,
+        foreign_cpu_s_per_s=0.0,
+    )
+    result = Result.from_json(json.loads(json.dumps(result.to_json())))  # as a worker hands it over
+    outcome = Outcome(status="ok")
     record = make_record(trial, [result], outcome, {"cores": 2}, "2026-01-01T00:00:00+00:00", 1.0)
     append(tmp_path / "records.jsonl", record)
     (read,) = load(tmp_path / "records.jsonl")
-    assert read["loss"] is None and read["check"]["replica_spread"] is None
-    assert read["check"]["replicas_agree"] is False
-    assert "diverged" in read["notes"][0]
+    assert read.loss is None and read.check.replica_spread is None
+    assert read.check.replicas_agree is False
+    assert "diverged" in read.notes[0]
 
 
 def test_a_sweep_survives_divergence(tmp_path):

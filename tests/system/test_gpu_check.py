@@ -19,7 +19,7 @@ from common.harness.gpu_steps import EXPERIMENT, Place, judge_sweep, judge_tests
 from dear.errors import UserError
 from tests.test_budget import run_pretended
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "gpu_check.sh"
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from common.harness import gpu_environment, gpu_probe
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def test_the_probe_names_what_is_missing_and_how_to_get_it(monkeypatch):

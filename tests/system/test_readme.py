@@ -10,7 +10,7 @@ import pytest
 from common.results.readme import with_tables
 from common.results.records import load
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 
 
@@ -26,8 +26,8 @@ def test_the_table_is_that_of_the_committed_record():
 def test_the_committed_record_is_good_and_complete(name, trials):
     found = load(ROOT / "docs" / "records" / name / "records.jsonl")
     assert len(found) == trials
-    assert all(record["status"] == "ok" for record in found)
-    assert all("dirty" not in record["machine"]["commit"] for record in found)
+    assert all(record.ok for record in found)
+    assert all("dirty" not in record.machine["commit"] for record in found)
 
 
 def test_every_link_leads_to_a_file():

@@ -14,7 +14,7 @@ import pytest
 from dear.errors import Unavailable
 from dear.training.algorithm import algorithm_class
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture

@@ -11,12 +11,9 @@ import pytest
 import torch
 import yaml
 
-from common.harness.batches import Batches
-from common.harness.experiment_file import load
-from common.harness.learning_clock import Schedule, TrainingClock
-from common.harness.learning_config import LearnConfig
-from common.harness.learning_loop import Loop
-from common.harness.trial import Trial
+from common.harness.experiment import load
+from common.harness.trial import LearnConfig, Trial
+from common.harness.worker.learning import Batches, Loop, Schedule, TrainingClock
 from common.launch.job import Job, outcome_of
 from common.models import datasets
 from common.models.registry import build

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
 import pytest
 import torch
 
-from common.harness import judging
-from common.harness.learning_config import LearnConfig
-from common.harness.recording import make_record
-from common.harness.snapshots import Snapshots, set_floating
+from common.harness.record import make_record
+from common.harness.trial import LearnConfig
+from common.harness.worker import judge
+from common.harness.worker.judge import Snapshots, set_floating
+from common.launch.job import Outcome
 from common.models.registry import build
-from common.results import learning, learning_table
+from common.results import learning, records
+from common.results.comparison import Comparison
+from common.results.records import Evaluation, Reached
+from common.results.table import csv_text
 from dear.errors import UserError
+from plots.learning import draw
 from tests.made_trials import make_trial
 
 
@@ -75,7 +81,7 @@ def test_the_mean_model_is_judged_and_the_ranks_own(model, test_split):
         _saved([start, start - off, start - off], steps=2, elapsed_s=2.5),
     ]
     trial = _learning_trial(target=0.001)
-    result = judging.result(trial, saved, test_split)
+    result = judge.result(trial, saved, test_split)
 
     def plain(values):
         set_floating(model, values)
@@ -85,29 +91,29 @@ def test_the_mean_model_is_judged_and_the_ranks_own(model, test_split):
         loss = torch.nn.functional.cross_entropy(scores, labels).item()
         return (scores.argmax(1) == labels).float().mean().item(), loss
 
-    first, middle, last = result["learning"]["evaluations"]
+    first, middle, last = result.learning.evaluations
     for evaluation, wanted in ((first, start), (middle, start), (last, start - off)):
         accuracy, loss = plain(wanted)
-        assert evaluation["accuracy"] == pytest.approx(accuracy, abs=1e-6)
-        assert evaluation["loss"] == pytest.approx(loss, rel=1e-4)
+        assert evaluation.accuracy == pytest.approx(accuracy, abs=1e-6)
+        assert evaluation.loss == pytest.approx(loss, rel=1e-4)
     own = sorted(plain(start + sign * off)[0] for sign in (1, -1))
-    assert [middle["accuracy_min"], middle["accuracy_max"]] == pytest.approx(own, abs=1e-6)
-    assert middle["consensus_distance"] == pytest.approx((off.norm() / start.norm()).item(), 1e-4)
-    assert first["consensus_distance"] == last["consensus_distance"] == 0.0
-    assert middle["steps"] == [4, 2] and last["steps"] == [8, 4]
-    assert result["samples_per_s"] == pytest.approx((32 + 16) / 2.5)
-    assert result["learning"]["to_target"] == {"seconds": 0.0, "steps": 0.0}
-    assert result["check"]["replicas_agree"] is True
+    assert [middle.accuracy_min, middle.accuracy_max] == pytest.approx(own, abs=1e-6)
+    assert middle.consensus_distance == pytest.approx((off.norm() / start.norm()).item(), 1e-4)
+    assert first.consensus_distance == last.consensus_distance == 0.0
+    assert middle.steps == [4, 2] and last.steps == [8, 4]
+    assert result.samples_per_s == pytest.approx((32 + 16) / 2.5)
+    assert result.learning.to_target == Reached(seconds=0.0, steps=0.0)
+    assert result.check.replicas_agree is True
 
 
 def test_what_a_dead_rank_leaves_is_said_and_the_rest_judged(model, test_split):
     start = _flat(model)
-    result = judging.result(
+    result = judge.result(
         _learning_trial(target=0.99), [_saved([start] * 3, steps=4), None], test_split
     )
-    assert result["learning"]["ranks"][1] is None
-    assert result["learning"]["evaluations"][1]["steps"] == [4, None]
-    assert result["learning"]["to_target"] is None
+    assert result.learning.ranks[1] is None
+    assert result.learning.evaluations[1].steps == [4, None]
+    assert result.learning.to_target is None
 
 
 def test_staleness_is_that_since_the_evaluation_before_and_of_the_stalest_neighbour(
@@ -118,12 +124,12 @@ def test_staleness_is_that_since_the_evaluation_before_and_of_the_stalest_neighb
     first = [{"1": [1, 1.0]}, {"1": [3, 5.0]}, {"1": [6, 26.0]}]
     second = [{}, {"0": [4, 20.0]}, {"0": [8, 24.0]}]
     saved = [_saved(rows, steps=4, behind=first), _saved(rows, steps=2, behind=second)]
-    found = judging.result(_learning_trial(), saved, test_split)["learning"]["evaluations"]
-    assert "staleness" not in found[0]
-    assert [e["staleness"] for e in found[1:]] == pytest.approx([5.0, 7.0])
+    found = judge.result(_learning_trial(), saved, test_split).learning.evaluations
+    assert found[0].staleness is None
+    assert [e.staleness for e in found[1:]] == pytest.approx([5.0, 7.0])
     still = [{}, {"1": [2, 4.0]}, {"1": [2, 4.0]}]
-    found = judging.result(_learning_trial(), [_saved(rows, steps=4, behind=still)], test_split)
-    assert [e.get("staleness") for e in found["learning"]["evaluations"]] == [None, 2.0, None]
+    found = judge.result(_learning_trial(), [_saved(rows, steps=4, behind=still)], test_split)
+    assert [e.staleness for e in found.learning.evaluations] == [None, 2.0, None]
 
 
 def test_copies_hold_what_the_model_was(tmp_path, model):
@@ -150,17 +156,14 @@ def test_more_copies_than_memory_should_hold_are_refused(model):
 
 
 def _record(trial, result):
-    from common.launch.job import Outcome
-
     machine = {
         "cores": 2,
         "cpu": "CPU",
         "packages": {"torch": "2"},
         "commit": "abc",
     }
-    more = {"lost_ranks": [1]} if None in result["learning"]["ranks"] else {}
-    outcome = Outcome(status="ok", result=result)
-    return make_record(trial, [result | more], outcome, machine, "now", 1.0)
+    result = dataclasses.replace(result, lost_ranks=result.learning.lost)
+    return make_record(trial, [result], Outcome(status="ok"), machine, "now", 1.0)
 
 
 def _pair(model, test_split):
@@ -172,27 +175,26 @@ def _pair(model, test_split):
         _saved([start] * 3, steps=9, statistics=ages),
         _saved([start + 0.01] * 3, steps=2, statistics={}),
     ]
-    fault = {"kind": "slow_host", "host": 1, "factor": 5.0, "rank": None, "at_s": 0.0}
-    fault |= {"for_s": None, "rate": None}
+    fault = {"kind": "slow_host", "host": 1, "factor": 5.0}
     place = {"network": "10gbe", "ranks_per_host": 1}
     trials = [_learning_trial(**place), _learning_trial(**place, fault=fault)]
     made = (calm, slow)
     return [
-        _record(trial, judging.result(trial, saved, test_split))
+        _record(trial, judge.result(trial, saved, test_split))
         for trial, saved in zip(trials, made, strict=True)
     ]
 
 
 def test_rows_tell_how_much_of_its_pace_a_rank_keeps(model, test_split):
-    calm, slow = learning.rows(_pair(model, test_split))
+    calm, slow = learning.make_rows(_pair(model, test_split))
     assert calm.steps_per_s == pytest.approx(10.0) and calm.kept is None
     assert slow.steps_per_s == pytest.approx(9.0) and slow.kept == pytest.approx(0.9)
     assert slow.slowed_steps_per_s == pytest.approx(2.0)
     assert (calm.staleness_mean, calm.staleness_max) == (3.0, 7)
-    text = learning_table.markdown([calm, slow])
+    text = learning.table([calm, slow]).markdown()
     assert text.count("\n") == 4 and "not reached" in text and "slow_host h1 x5" in text
-    assert "mnist_cnn" in learning_table.csv_text([calm])
-    assert learning_table.summary([calm, calm]) == [
+    assert "mnist_cnn" in csv_text(learning.LearnRow, [calm])
+    assert learning.summary([calm, calm]) == [
         "mnist_cnn, 2 workers, 10gbe: none reaches 50% in 2 s"
     ]
 
@@ -203,41 +205,37 @@ def test_a_record_is_json_and_says_who_died(model, test_split):
     broken = start.clone()
     broken[0] = float("nan")
     saved = [_saved([start, start, broken], steps=4), None]
-    record = _record(trial, judging.result(trial, saved, test_split))
-    json.dumps(record, allow_nan=False)
-    assert any("rank 1 was killed" in note for note in record["notes"])
-    assert record["throughput"]["n"] == 1 and record["throughput"]["ci_low"] is None
-    assert record["learning"][0]["evaluations"][2]["loss"] is None
-    (row,) = learning.rows([record])
+    record = _record(trial, judge.result(trial, saved, test_split))
+    json.dumps(record.to_json(), allow_nan=False)
+    assert any("rank 1 was killed" in note for note in record.notes)
+    assert record.throughput.n == 1 and record.throughput.ci_low is None
+    assert record.learning[0].evaluations[2].loss is None
+    (row,) = learning.make_rows([record])
     assert row.lost_ranks == "1" and row.loss is None
-    assert learning_table.markdown([row]).count("\n") == 3
+    assert learning.table([row]).markdown().count("\n") == 3
 
 
 def test_a_row_names_the_batch_size_of_every_rank(model, test_split):
     trial = _learning_trial(batch_sizes=(4, 1))
     record = _record(
-        trial, judging.result(trial, [_saved([_flat(model)] * 3, steps=4)] * 2, test_split)
+        trial, judge.result(trial, [_saved([_flat(model)] * 3, steps=4)] * 2, test_split)
     )
-    (row,) = learning.rows([record])
+    (row,) = learning.make_rows([record])
     assert row.batch == "4,1" and "bs=4,1 " in trial.title
-    assert "|   4,1 |" in learning_table.markdown([row])
+    assert "|   4,1 |" in learning.table([row]).markdown()
 
 
 @pytest.mark.parametrize("judged", [True, False])
 def test_figures_are_drawn_from_records(tmp_path, model, test_split, judged):
-    from common.results import records
-    from common.results.comparison import Comparison
-    from plots.learning import draw
-
     made = _pair(model, test_split)
     for record in made:
         if not judged:
-            for evaluation in record["learning"][0]["evaluations"]:
-                for key in list(evaluation):
-                    if key not in ("at_s", "seconds", "steps"):
-                        del evaluation[key]
+            record.learning[0].evaluations[:] = [
+                Evaluation(at_s=e.at_s, seconds=e.seconds, steps=e.steps)
+                for e in record.learning[0].evaluations
+            ]
         records.append(tmp_path / "records.jsonl", record)
-    Comparison(compare_to="asyncddp", trials=tuple(r["hash"] for r in made)).save(tmp_path)
+    Comparison(compare_to="asyncddp", trials=tuple(r.hash for r in made)).save(tmp_path)
     paths = draw(tmp_path, tmp_path / "out")
     assert [path.name for path in paths] == ["learning.png", "learning.pdf", "learning.csv"]
     assert all(path.stat().st_size > 100 for path in paths)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from common.harness import memory
+from common import machine as memory
 from dear.errors import UserError
 
 GIB = 1 << 30

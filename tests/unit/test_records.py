@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 
-from common.results.records import SCHEMA, append, latest, load, mend
+from common.results.records import SCHEMA, Record, append, latest, load, mend
 from dear.errors import UserError
+
+ROOT = Path(__file__).parents[2]
+COMMITTED = sorted((ROOT / "docs" / "records").glob("**/records.jsonl"))
 
 
 def record(digest, **more):
-    return {"schema": SCHEMA, "hash": digest, "status": "ok", **more}
+    made = {"id": digest, "trial": {}, "status": "ok", "started": "now", "duration_s": 1.0}
+    return Record(hash=digest, machine={}, **made, **more)
 
 
-ONE, TWO, THREE = record("a", repeats=[[0.1, 1 / 3]]), record("b", note="ü\n|"), record("a", n=2)
+ONE, TWO = record("a", iters=[[[0.1, 1 / 3]]]), record("b", notes=["ü\n|"])
+THREE = record("a", parameters=2)
 
 
 @pytest.fixture
@@ -33,7 +40,9 @@ def test_every_record_is_one_line(path):
         append(path, each)
     text = path.read_text()
     assert text.endswith("\n")
-    assert [json.loads(line) for line in text.splitlines()] == [ONE, TWO, THREE]
+    found = [json.loads(line) for line in text.splitlines()]
+    assert found == [each.to_json() for each in (ONE, TWO, THREE)]
+    assert found[0]["repeats"] == [[0.1, 1 / 3]]
 
 
 def test_a_file_that_is_not_there_has_no_records(path):
@@ -88,9 +97,11 @@ def test_mending_leaves_a_whole_file_alone(path):
     assert path.read_bytes() == before
 
 
-@pytest.mark.parametrize("damage", [b'{"schema"', b"null", b"5", b"[]", b"\xff\xfe", b"\0\0\0"])
+@pytest.mark.parametrize(
+    "damage", [b'{"schema"', b"null", b"5", b"[]", b"\xff\xfe", b"\0\0\0", b'{"schema":1,"id":"a"}']
+)
 def test_a_damaged_line_in_the_middle_is_named(path, damage):
-    lines = [json.dumps(ONE).encode(), damage, json.dumps(TWO).encode(), b""]
+    lines = [json.dumps(ONE.to_json()).encode(), damage, json.dumps(TWO.to_json()).encode(), b""]
     path.write_bytes(b"\n".join(lines))
     with pytest.raises(UserError, match=r"records\.jsonl line 2 is damaged") as caught:
         load(path)
@@ -100,7 +111,7 @@ def test_a_damaged_line_in_the_middle_is_named(path, damage):
 @pytest.mark.parametrize("schema", [SCHEMA + 1, 0, None, str(SCHEMA)])
 def test_a_foreign_schema_is_named(path, schema):
     append(path, ONE)
-    append(path, TWO | {"schema": schema})
+    append(path, dataclasses.replace(TWO, schema=schema))
     with pytest.raises(UserError, match="line 2 has schema") as caught:
         load(path)
     assert f"this version reads {SCHEMA}" in str(caught.value)
@@ -117,3 +128,22 @@ def test_latest_is_the_newest_record_of_each_trial_in_order_of_appearance():
     assert found == {"a": THREE, "b": TWO}
     assert list(found) == ["a", "b"]
     assert latest([]) == {}
+
+
+def _holds(found, written):
+    """Whether all that was written is in what was found, which may have more keys."""
+    if isinstance(written, dict):
+        return all(key in found and _holds(found[key], written[key]) for key in written)
+    if isinstance(written, list):
+        return all(map(_holds, found, written)) and len(found) == len(written)
+    return found == written
+
+
+@pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.parent.name)
+def test_records_of_every_age_are_read_whole(path):
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    found = load(path)
+    assert len(found) == len(lines)
+    for each, written in zip(found, lines, strict=True):
+        assert _holds(json.loads(json.dumps(each.to_json())), written)
+        assert Record.from_json(each.to_json()) == each

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from common.harness.training import untimed_steps
 from common.harness.trial import BASELINE, MeasureConfig
+from common.harness.worker.training import untimed_steps
 from dear.training.algorithm import algorithm_options
 from tests.made_trials import make_trial
 

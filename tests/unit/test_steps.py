@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from common.harness.timing import steps_of_all
+from common.harness.worker.measure import steps_of_all
 
 
 def test_a_step_ends_when_the_last_rank_has_done_it():

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from common.harness.text_log import header, rate_lines, results
 from common.harness.trial import MeasureConfig, OptimizerConfig, Trial
+from common.harness.ui import log_header as header
+from common.harness.ui import log_results as results
+from common.harness.ui import rate_lines
 
 
 def trial(model="resnet50", device="cuda", world_size=64, sentence_len=None, batch_size=64):

@@ -28,7 +28,7 @@ from common.harness.record import Result
 from common.harness.trial import Briefing, Trial
 from common.harness.worker import correctness
 from common.harness.worker.learning import learn
-from common.harness.worker.measure import Measured, measure, measure_costs
+from common.harness.worker.measure import Measured, measure_costs, measure_steps
 from common.harness.worker.training import (
     Reference,
     StepParts,
@@ -149,7 +149,7 @@ def _timed(
     phase("measuring")
     _say(["Running benchmark..."])
     training.parts.clear()
-    measured = measure(training.step, trial.measure, communicator, training.last_step_s)
+    measured = measure_steps(training.step, trial.measure, communicator, training.last_step_s)
     phase("checking that the replicas agree")
     training.synchronize()
     spread = correctness.replica_spread(workload.model, communicator)

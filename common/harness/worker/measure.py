@@ -27,7 +27,7 @@ _REPEATS = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """Result of `measure`, the same on all ranks."""
+    """Result of `measure_steps`, the same on all ranks."""
 
     iters: list[list[float]]
     """Step times in seconds, a list per block: from when all ranks had done the step before to when
@@ -40,7 +40,7 @@ class Measured:
     """CPU seconds of all other processes of this host per second of measurement."""
 
 
-def measure(
+def measure_steps(
     step: Callable[[], None], config: MeasureConfig, communicator: Communicator, estimate_s: float
 ) -> Measured:
     """Runs and times blocks of steps.

@@ -13,14 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from common.harness import gpu_check, gpu_report
+from common.harness import cli, gpu_check
 from common.harness.budget import Budget, Ended, Result, Step
-from common.harness.gpu_steps import EXPERIMENT, Place, judge_sweep, judge_tests, plan
+from common.harness.gpu_check import EXPERIMENT, Place, judge_sweep, judge_tests, plan
+from common.results.records import Check, Failure, Record
 from dear.errors import UserError
-from tests.test_budget import run_pretended
+from tests.unit.test_budget import run_pretended
 
 ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "scripts" / "gpu_check.sh"
+SCRIPTS = [ROOT / "scripts" / f"{name}.sh" for name in ("gpu_check", "setup")]
 
 
 # The plan -----------------------------------------------------------------------------------------
@@ -79,21 +80,15 @@ def test_the_test_files_of_the_plan_exist(tmp_path):
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
-def test_the_sweeps_of_the_plan_are_experiments(tmp_path, device):
+def test_the_sweeps_of_the_plan_are_experiments(tmp_path, device, capsys):
     sweeps = [step for step in plan(_place(tmp_path, device=device)) if EXPERIMENT in step.command]
     sizes = {"comm_core": 2, "gloo": 2, "nccl": 1}
     for step in sweeps:
         if device == "cpu" and "NCCL" in step.name:
             continue
-        done = subprocess.run(
-            [*step.command, "--dry-run", "--json"],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=110,
-        )
-        assert done.returncode == 0, done.stderr
-        trials = [entry["trial"] for entry in json.loads(done.stdout)]
+        program = step.command.index("benchmarks.py")
+        assert cli.main([*step.command[program + 1 :], "--dry-run", "--json"]) == 0
+        trials = [entry["trial"] for entry in json.loads(capsys.readouterr().out)]
         assert {trial["device"] for trial in trials} == {device}
         assert {"allreduce", "wfbp", "ddp", "dear"} <= {trial["algorithm"] for trial in trials}
         assert all(
@@ -125,33 +120,32 @@ _SKIPPED = '<testcase name="later"><skipped message="no timm"/></testcase>'
 def test_the_verdict_on_tests(tmp_path, cases, status, reason):
     code = 1 if _FAILED in cases else 0
     ended = Ended(code=code, seconds=1, log=tmp_path / "log")
-    verdict = judge_tests(_junit(tmp_path / "report.xml", *cases), ended)
-    assert (verdict.status, verdict.reason) == (status, reason)
+    assert judge_tests(_junit(tmp_path / "report.xml", *cases), ended) == (status, reason)
 
 
 def test_tests_that_wrote_no_report_have_failed(tmp_path):
     (tmp_path / "log").write_text("no module named pytest\n")
     ended = Ended(code=1, seconds=1, log=tmp_path / "log")
-    assert judge_tests(tmp_path / "none.xml", ended).reason.endswith("no module named pytest")
+    assert judge_tests(tmp_path / "none.xml", ended)[1].endswith("no module named pytest")
 
 
 def _record(algorithm: str, status: str = "ok", right: bool = True, model: str = "resnet50") -> str:
-    check = {
-        "replicas_agree": True,
-        "replica_spread": 0.0,
-        "matches_reference": right,
-        "reference_error": 0.0 if right else 0.7,
-    }
-    error = None if status == "ok" else {"message": "because"}
-    record = {
-        "schema": 1,
-        "hash": f"{algorithm}-{model}",
-        "trial": {"label": algorithm, "model": model},
-        "status": status,
-        "error": error,
-        "check": check if status == "ok" else None,
-    }
-    return json.dumps(record)
+    check = Check(
+        replicas_agree=True, matches_reference=right, reference_error=0.0 if right else 0.7
+    )
+    name = f"{algorithm}-{model}"
+    record = Record(
+        id=name,
+        hash=name,
+        trial={"label": algorithm, "model": model},
+        status=status,
+        error=None if status == "ok" else Failure(message="because"),
+        started="now",
+        duration_s=1.0,
+        machine={},
+        check=check if status == "ok" else None,
+    )
+    return json.dumps(record.to_json())
 
 
 @pytest.mark.parametrize(
@@ -173,9 +167,8 @@ def _record(algorithm: str, status: str = "ok", right: bool = True, model: str =
 def test_the_verdict_on_a_sweep(tmp_path, records, code, status, reason):
     (tmp_path / "records.jsonl").write_text("".join(f"{line}\n" for line in records))
     ended = Ended(code=code, seconds=1, log=tmp_path / "log")
-    verdict = judge_sweep(tmp_path, {"resnet50"}, ended)
-    assert verdict.status == status
-    assert verdict.reason.startswith(reason)
+    found, why = judge_sweep(tmp_path, {"resnet50"}, ended)
+    assert found == status and why.startswith(reason)
 
 
 # The whole check ----------------------------------------------------------------------------------
@@ -206,7 +199,11 @@ def test_the_script_says_in_one_line_that_there_is_no_gpu(tmp_path):
         pytest.skip("there is an NVIDIA driver here")
     environment = {**os.environ, "PYTHON": sys.executable, "OUT": str(tmp_path / "out")}
     done = subprocess.run(
-        [SCRIPT, tmp_path / "venv"], env=environment, capture_output=True, text=True, timeout=110
+        [SCRIPTS[0], tmp_path / "venv"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=110,
     )
     assert done.returncode == 2
     assert done.stdout == ""
@@ -217,11 +214,20 @@ def test_the_script_says_in_one_line_that_there_is_no_gpu(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_the_probe_names_what_is_missing_and_how_to_get_it(monkeypatch):
+    monkeypatch.setenv("PATH", "/nonexistent")
+    requirements = "# comment\ntorch==2.13.0\nnot-a-package>=1.0\n\nnumpy>=2.0  # why\n"
+    assert gpu_check.missing(requirements) == {
+        "not-a-package": "pip install 'not-a-package>=1.0'",
+        "c++": "no C++ compiler",
+    }
+
+
 @pytest.fixture
 def pretended(monkeypatch, tmp_path):
     """`pretended(commands)`: the check on a machine with a GPU, with these commands as its plan."""
     monkeypatch.setattr(gpu_check, "refuse_without_driver", lambda: None)
-    monkeypatch.setattr(gpu_check, "probe", lambda python, env: {**FACTS, "missing": {"ruff": "?"}})
+    monkeypatch.setattr(gpu_check, "ask", lambda python, env: {**FACTS, "missing": {"ruff": "?"}})
     venv = tmp_path / "venv"
     (venv / "bin").mkdir(parents=True)
     (venv / "bin" / "python").symlink_to(sys.executable)
@@ -283,7 +289,7 @@ def test_tables_of_the_sweeps_are_part_of_the_page(tmp_path):
     (folder / "table.md").write_text("| a table |\n")
     machine = {"python": "3.12", "cores": 16, "cpu": "Xeon", "commit": "abc"}
     results = [Result(name="a|b", status="ok")]
-    gpu_report.write(tmp_path, {**FACTS, "missing": {}}, machine, results, Budget(480))
+    gpu_check.write_summary(tmp_path, {**FACTS, "missing": {}}, machine, results, Budget(480))
     page = (tmp_path / "summary.md").read_text()
     assert "## gpu\n\n| a table |\n" in page
     assert "| a/b | ok |" in page
@@ -305,5 +311,5 @@ def test_only_profiles_of_this_run_are_collected(tmp_path):
 def test_shellcheck():
     if shutil.which("shellcheck") is None:
         pytest.skip("shellcheck is not installed")
-    done = subprocess.run(["shellcheck", SCRIPT], capture_output=True, text=True)
+    done = subprocess.run(["shellcheck", *SCRIPTS], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout

@@ -56,6 +56,43 @@ def test_horovod_says_why_it_is_missing(tmp_path, monkeypatch):
         horovod().wrap(None, None, None, horovod.Options())
 
 
+def test_without_pip_the_packages_are_linked(tmp_path):
+    venv = tmp_path / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
+    for _ in range(2):
+        done = _set_up(venv)
+        assert "going on with what is there" in done.stdout and "linking it" in done.stdout
+        assert done.returncode != 0  # there is no torch in there
+    code = "import dear, comm_core"
+    done = subprocess.run(
+        [venv / "bin" / "python", "-c", code], cwd=tmp_path, capture_output=True, text=True
+    )
+    # The comm core is found, and then asks for torch.
+    assert "No module named 'torch'" in done.stderr
+    assert "comm_core/__init__.py" in done.stderr
+
+
+@pytest.mark.full
+@pytest.mark.skipif(sys.prefix == sys.base_prefix, reason="no virtual environment's Python")
+def test_the_packages_of_a_python_that_is_a_virtual_environments_stay_visible(tmp_path):
+    venv = tmp_path / "venv"
+    done = _set_up(venv, PIP_NO_INDEX="1")
+    assert done.returncode == 0, done.stderr
+    code = "import importlib.util as u; print(u.find_spec('torch').origin)"
+    found = subprocess.run([venv / "bin" / "python", "-c", code], capture_output=True, text=True)
+    assert found.stdout.startswith(sys.prefix)
+
+
+def _set_up(venv, **env):
+    return subprocess.run(
+        [str(ROOT / "scripts" / "setup.sh"), str(venv), "--what-can-be"],
+        env={**os.environ, "PYTHON": sys.executable, **env},
+        capture_output=True,
+        text=True,
+        timeout=250,
+    )
+
+
 @pytest.mark.parametrize("make_level", ["0", "1"], ids=["by_hand", "under_make_test"])
 def test_a_second_make_does_no_set_up_work(tmp_path, make_level):
     (tmp_path / "ready").touch()

@@ -1,280 +1,235 @@
-"""Whole sweeps through the command line: records, resume, and what happens when things go wrong."""
+"""What a sweep makes of how its trials end: through the command line, on a made-up fabric."""
 
 from __future__ import annotations
 
+import dataclasses
+import fcntl
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
+import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
-ENDLESS = "measure.steps_per_iter=1000000"
+from common.harness import cli, fabric, sweep
+from common.harness.fabric import Fabric
+from common.harness.record import Result
+from common.harness.sweep import cost_place
+from common.harness.trial import Briefing, Trial
+from common.launch.job import Job, Outcome
+from common.results import records
+from common.results.records import Check, Record
+from dear.cost.collectives import AlphaBeta
+from dear.training.algorithm import algorithm_class
+from tests.made_trials import make_trial
 
-TINY = """
-name: tiny
-algorithms: [allreduce, wfbp, ddp, dear]
-models: [{name: mnist_cnn, batch_size: 2}]
+TWO_CELLS = """
+algorithms: [ddp, dear]
+models: [{name: mnist_cnn, batch_size: 2}, {name: mnist_cnn, batch_size: 4}]
 world_sizes: [2]
-measure: {repeats: 2, warmup_steps: 1, steps_per_iter: 2, check_steps: 2}
-timeout_s: 60
+baseline: false
+measure: {repeats: 2}
 """
+COSTS = {"all_reduce": AlphaBeta(alpha_s=0.01, beta_s_per_byte=1e-9)}
+GOOD = Result(
+    iters=[[0.5, 0.5]],
+    cpu_s_per_s=1.0,
+    foreign_cpu_s_per_s=0.0,
+    loss=1.0,
+    check=Check(replicas_agree=True, matches_reference=True, replica_spread=0.0),
+    costs=COSTS,
+)
+TOO_SLOW = Outcome(
+    status="timeout",
+    error={"kind": "timeout", "message": "too slow", "rank": None, "where": None},
+)
 
 
-class Driver:
-    """Runs `benchmarks.py` on the tiny experiment with a logs folder of its own."""
+def ended_well(result: Result = GOOD) -> Outcome:
+    """As a launcher says it: the result has been through a file."""
+    return Outcome(status="ok", result=json.loads(json.dumps(result.to_json())))
 
-    def __init__(self, folder: Path) -> None:
-        self.experiment = folder / "tiny.yaml"
-        self.experiment.write_text(TINY)
+
+class Made(Fabric):
+    """Jobs end well, unless their algorithm is one of `outcomes` or the network carries nothing."""
+
+    def __init__(self) -> None:
+        self.outcomes: dict[str, Outcome | BaseException] = {}
+        self.broken_cells = 0
+        self.started: list[str] = []
+        self.told: list[Briefing] = []
+
+    def enter_cell(self, trials: Sequence[Trial]) -> None:
+        self.broken_cells -= 1
+        if self.broken_cells >= 0:
+            raise RuntimeError("the link of h1 carries no data: timed out")
+
+    def run(self, trial: Trial, job: Job) -> Outcome:
+        self.started.append(trial.title)
+        self.told.append(Briefing.load(job.folder))
+        outcome = self.outcomes.get(trial.algorithm, ended_well())
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome
+
+
+class Line:
+    """`benchmarks.py run` in this process."""
+
+    def __init__(self, folder: Path, made: Made) -> None:
+        self._experiment = folder / "tiny.yaml"
+        self._experiment.write_text(TWO_CELLS)
+        self.made = made
         self.logs = folder / "logs"
         self.sweep = self.logs / "tiny"
 
-    def command(self, *flags: str) -> list[str]:
-        run = [sys.executable, str(ROOT / "benchmarks.py"), "run", str(self.experiment)]
-        return [*run, "--logs", str(self.logs), "--no-plot", *flags]
+    def run(self, *flags: str) -> int:
+        self.made.started.clear()
+        command = ["run", str(self._experiment), "--logs", str(self.logs), "--no-plot", *flags]
+        return cli.main(command)
 
-    def run(self, *flags: str) -> subprocess.CompletedProcess:
-        return subprocess.run(self.command(*flags), capture_output=True, text=True, timeout=100)
-
-    def start(self, *flags: str) -> subprocess.Popen:
-        return subprocess.Popen(
-            self.command(*flags), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-
-    def records(self) -> list[dict]:
-        lines = (self.sweep / "records.jsonl").read_text().splitlines()
-        return [json.loads(line) for line in lines]
-
-    def worker(self, algorithm: str, rank: int, phase: str = "measuring") -> int:
-        """The process id of a rank, once it is in `phase`."""
-
-        def find() -> int | None:
-            for path in self.sweep.glob(f"mnist_cnn-*-{algorithm}-*/phase-*-rank{rank}"):
-                pid, _, name = path.read_text().partition(" ")
-                if name == phase:
-                    return int(pid)
-            return None
-
-        return wait_for(find)
+    @property
+    def records(self) -> list[Record]:
+        return records.load(self.sweep / "records.jsonl")
 
 
 @pytest.fixture
-def driver(tmp_path: Path) -> Driver:
-    return Driver(tmp_path)
+def line(tmp_path, monkeypatch):
+    made = Made()
+    monkeypatch.setattr(fabric, "make_fabric", lambda experiment, trials: made)
+    return Line(tmp_path, made)
 
 
-def wait_for(condition, timeout_s: float = 60.0):
-    """The first true value of `condition()`."""
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        value = condition()
-        if value:
-            return value
-        time.sleep(0.05)
-    raise AssertionError(f"not so within {timeout_s} s")
+ONE_CELL = ("-k", "bs=2")
 
 
-def alive(pid: int) -> bool:
-    try:
-        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
-    except FileNotFoundError:
-        return False
+def test_repeats_of_compared_trials_take_turns(line):
+    assert line.run(*ONE_CELL) == 0
+    assert [title.split()[-1] for title in line.made.started] == ["ddp", "dear", "dear", "ddp"]
+    first, second = line.records
+    assert first.run == second.run
 
 
-def processes_of(folder: Path) -> list[int]:
-    """Live processes whose environment or arguments name the folder."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            text = (path / "environ").read_bytes() + (path / "cmdline").read_bytes()
-        except OSError:
-            continue
-        if str(folder).encode() in text and int(path.name) != os.getpid():
-            found.append(int(path.name))
-    return found
+def test_a_second_run_runs_nothing_unless_it_is_told_to(line, capsys, monkeypatch):
+    assert line.run(*ONE_CELL) == 0
+    capsys.readouterr()
+    assert line.run(*ONE_CELL) == 0
+    assert line.made.started == [] and len(line.records) == 2
+    assert "[1/" not in capsys.readouterr().err
+    monkeypatch.setattr(sweep, "_now", lambda: "much later")
+    assert line.run(*ONE_CELL, "-k", "dear", "--rerun", "all") == 0
+    assert [record.label for record in line.records[2:]] == ["dear"]
+    # The table still compares everything.
+    out = capsys.readouterr().out
+    assert "not measured together with ddp" in out and "ddp " in out
 
 
-def test_a_sweep_records_every_trial_and_a_second_run_runs_nothing(driver):
-    first = driver.run()
-    assert first.returncode == 0, first.stderr
-    records = driver.records()
-    algorithms = ["none", "allreduce", "wfbp", "ddp", "dear"]
-    assert sorted(r["trial"]["algorithm"] for r in records) == sorted(algorithms)
-    for record in records:
-        assert record["status"] == "ok"
-        assert record["check"]["replicas_agree"] and record["check"]["matches_reference"]
-        assert [len(steps) for steps in record["repeats"]] == [2, 2]
-        assert record["throughput"]["n"] == 4
-        assert record["throughput"]["ci_low"] <= record["throughput"]["value"]
-        assert min(record["compute"].values()) > 0
-        parts = dict(record["breakdown"])
-        step_s = parts.pop("step_s")
-        assert sum(part or 0.0 for part in parts.values()) == pytest.approx(step_s)
-    by_name = {record["trial"]["algorithm"]: record for record in records}
-    assert by_name["none"]["costs"] is None
-    costs = [record["costs"] for name, record in by_name.items() if name != "none"]
-    assert costs == [costs[0]] * 4  # one trial has measured for all
-    assert costs[0].keys() == {"all_reduce", "reduce_scatter", "all_gather", "exchange"}
-    for name, kind in (("none", "compute"), ("wfbp", "wfbp"), ("dear", "dear")):
-        bound = by_name[name]["bound"]
-        assert bound["kind"] == kind and bound["wire_limit_s"] is None
-        assert 0 < bound["compute_limit_s"] <= bound["step_s"]
-        # Of the right size, that is; how near a result comes is the machine's affair.
-        assert 0.01 < bound["reached"] < 30
-    table = (driver.sweep / "table.md").read_text()
-    assert "| of bound |" in table
-    assert table.count("\n") == 2 + len(records)
-    assert json.loads((driver.sweep / "reports.json").read_text())["0"]["mnist_cnn_2"].keys() == {
-        "allreduce",
-        "wfbp",
-        "ddp",
-        "dear",
+def test_a_failed_trial_is_named_and_it_alone_is_run_again(line, capsys):
+    line.made.outcomes["ddp"] = TOO_SLOW
+    assert line.run(*ONE_CELL) == 1
+    by_name = {record.label: record for record in line.records}
+    assert (by_name["ddp"].status, by_name["dear"].status) == ("timeout", "ok")
+    assert by_name["ddp"].error.message == "too slow"
+    out = capsys.readouterr().out
+    assert "too slow" in out and "no log: it never started" in out
+    line.made.outcomes.clear()
+    assert line.run(*ONE_CELL) == 0
+    assert [record.label for record in line.records[2:]] == ["ddp"]
+
+
+def test_an_interrupted_trial_and_those_under_way_are_recorded(line, capsys):
+    line.made.outcomes["dear"] = KeyboardInterrupt()
+    assert line.run(*ONE_CELL) == 130
+    assert "interrupted; finished trials are recorded" in capsys.readouterr().err
+    assert {(record.label, record.status) for record in line.records} == {
+        ("ddp", "interrupted"),  # it had a repeat
+        ("dear", "interrupted"),
     }
-    log = next(driver.sweep.glob("*-dear-*/log-0-rank0.txt")).read_text()
-    assert "Iter #0: " in log and "Total img/sec on 2 CPU(s): " in log
-
-    show = [sys.executable, "benchmarks.py", "show", "--breakdown", "--logs", str(driver.logs)]
-    shown = subprocess.run(show, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert "exposed comm" in shown and "compute limit" in shown and "dear" in shown
-
-    second = driver.run()
-    assert second.returncode == 0
-    assert driver.records() == records
-    assert "[1/" not in second.stderr
-
-    again = driver.run("--rerun", "all", "-k", "wfbp")
-    assert again.returncode == 0
-    assert [r["trial"]["algorithm"] for r in driver.records()[len(records) :]] == ["wfbp"]
-    assert "dear" in again.stdout  # the table still compares everything
-    assert "not measured together with allreduce" in again.stdout
 
 
-def test_the_table_holds_the_current_experiment_only(driver):
-    one = ["--set", "measure.repeats=1", "-k", "dear"]
-    assert driver.run(*one, "--set", "measure.steps_per_iter=1").returncode == 0
-    assert driver.run(*one).returncode == 0
-    assert len(driver.records()) == 2
-    assert (driver.sweep / "table.md").read_text().count("\n") == 3
-    show = [sys.executable, "benchmarks.py", "show", "tiny", "--json", "--logs", str(driver.logs)]
-    shown = subprocess.run(show, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert [record["hash"] for record in json.loads(shown.stdout)] == [driver.records()[1]["hash"]]
+def test_the_table_holds_the_current_experiment_only(line, capsys):
+    assert line.run("-k", "bs=2 n=2 dear", "--set", "measure.repeats=1") == 0
+    assert line.run("-k", "bs=2 n=2 dear") == 0
+    assert len(line.records) == 2
+    assert (line.sweep / "table.md").read_text().count("\n") == 3
+    capsys.readouterr()
+    assert cli.main(["show", "tiny", "--json", "--logs", str(line.logs)]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert [record["hash"] for record in shown] == [line.records[1].hash]
 
 
-def test_repeats_of_compared_trials_take_turns(driver):
-    driver.run("-k", "n=2", "-k", "d", "--set", "algorithms=[ddp, dear]")
-    first, second = (driver.records()[i] for i in (0, 1))
-    assert first["run"] == second["run"]
-    order = sorted(driver.sweep.glob("*/repeat-*.json"), key=lambda path: path.stat().st_mtime)
-    names = ["dear" if "-dear-" in str(path) else "ddp" for path in order]
-    assert names == ["ddp", "dear", "dear", "ddp"]
+def test_json_prints_the_records_and_nothing_else(line, capsys):
+    assert line.run("--json", "-k", "none", "-k", "bs=2") == 2  # no title holds "none"
+    capsys.readouterr()
+    assert line.run("--json", *ONE_CELL) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed == [records.latest(line.records)[one["hash"]].to_json() for one in printed]
+    assert [one["trial"]["label"] for one in printed] == ["ddp", "dear"]
 
 
-def test_json_prints_the_records_and_nothing_else(driver):
-    done = driver.run("--json", "-k", "none", "--set", "measure.repeats=1", "-k", "n=1")
-    assert done.returncode == 2  # no title holds "none"; the baseline is called single worker
-    done = driver.run("--json", "-k", "single worker", "--set", "measure.repeats=1")
-    assert done.returncode == 0
-    assert [record["id"] for record in json.loads(done.stdout)] == [
-        record["id"] for record in driver.records()
-    ]
+def test_an_unavailable_algorithm_is_recorded_with_its_reason(line, monkeypatch, capsys):
+    missing = classmethod(lambda cls: "not there; make it")
+    monkeypatch.setattr(algorithm_class("dear"), "unavailable", missing)
+    assert line.run(*ONE_CELL, "-k", "dear") == 1  # nothing was measured
+    assert line.run(*ONE_CELL) == 0  # not a failure, but said
+    by_name = {record.label: record for record in line.records}
+    assert by_name["dear"].status == "unsupported" and by_name["ddp"].ok
+    assert by_name["dear"].error.message == "not there; make it"
+    assert "not there; make it" in capsys.readouterr().out
 
 
-def test_a_killed_worker_fails_its_trial_alone_and_only_that_is_run_again(driver):
-    flags = ["--set", "measure.steps_per_iter=40", "--set", "measure.repeats=1", "-k", "n=2"]
-    sweep = driver.start(*flags)
-    victim = driver.worker("wfbp", rank=1)
-    other = driver.worker("wfbp", rank=0)
-    os.kill(victim, signal.SIGKILL)
-    _, stderr = sweep.communicate(timeout=100)
-    assert sweep.returncode == 1, stderr
-    by_name = {record["trial"]["algorithm"]: record for record in driver.records()}
-    assert by_name["wfbp"]["status"] == "failed"
-    assert by_name["wfbp"]["error"]["rank"] == 1
-    assert "killed by signal 9" in by_name["wfbp"]["error"]["message"]
-    assert {name for name, r in by_name.items() if r["status"] == "ok"} == {
-        "allreduce",
-        "ddp",
-        "dear",
-    }
-    assert not alive(victim) and not alive(other)
-    assert processes_of(driver.logs) == []
-
-    again = driver.run(*flags)
-    assert again.returncode == 0, again.stderr
-    assert [r["trial"]["algorithm"] for r in driver.records()[4:]] == ["wfbp"]
+def test_two_runs_of_one_sweep_do_not_mix(line, capsys):
+    line.sweep.mkdir(parents=True)
+    with (line.sweep / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert line.run() == 2
+        assert "another run" in capsys.readouterr().err
+        assert line.made.started == []
+    assert line.run(*ONE_CELL) == 0
 
 
-def test_ctrl_c_keeps_finished_records_and_leaves_no_process(driver):
-    one = ["--set", "measure.repeats=1", "-k", "n=2"]
-    assert driver.run(*one, "-k", "allreduce").returncode == 0
-    finished = driver.records()
-    sweep = driver.start(*one, "--set", ENDLESS)
-    pids = [driver.worker("allreduce", rank) for rank in (0, 1)]
-    sweep.send_signal(signal.SIGINT)
-    _, stderr = sweep.communicate(timeout=30)
-    assert sweep.returncode == 130, stderr
-    assert "Traceback" not in stderr
-    assert driver.records()[:1] == finished
-    assert driver.records()[1]["status"] == "interrupted"
-    assert not any(map(alive, pids))
-    assert processes_of(driver.logs) == []
+def test_training_that_diverges_is_marked_and_the_sweep_goes_on(line, capsys):
+    check = Check(replicas_agree=False, matches_reference=False, replica_spread=math.inf)
+    wild = dataclasses.replace(GOOD, loss=math.nan, check=check)
+    line.made.outcomes["ddp"] = ended_well(wild)
+    assert line.run(*ONE_CELL) == 0
+    ddp, dear = sorted(line.records, key=lambda record: record.label != "ddp")
+    assert ddp.ok and ddp.loss is None and ddp.check.replica_spread is None
+    assert ddp.check.replicas_agree is False and "diverged" in ddp.notes[0]
+    assert dear.check.matches_reference
+    out = capsys.readouterr().out
+    assert "diverged" in out and "NO" in out
 
 
-def test_workers_die_with_a_killed_driver(driver):
-    sweep = driver.start("--set", ENDLESS, "-k", "allreduce")
-    pids = [driver.worker("allreduce", rank) for rank in (0, 1)]
-    sweep.kill()
-    sweep.communicate(timeout=30)
-    wait_for(lambda: not any(map(alive, pids)), timeout_s=20)
+def test_a_cell_whose_network_fails_is_recorded_and_the_sweep_goes_on(line):
+    line.made.broken_cells = 1
+    assert line.run() == 1
+    failed = [record for record in line.records if record.status == "failed"]
+    assert [record.trial["batch_size"] for record in failed] == [2, 2]
+    for record in failed:
+        assert "h1 carries no data" in record.error.message
+    assert len(line.made.started) == 4
+    assert all("bs=4" in title for title in line.made.started)
 
 
-def test_a_trial_out_of_time_is_stopped_and_says_where_its_ranks_were(driver):
-    done = driver.run(
-        "--set", "timeout_s=8", "--set", ENDLESS, "-k", "dear", "--set", "measure.repeats=1"
-    )
-    assert done.returncode == 1
-    (record,) = driver.records()
-    assert record["status"] == "timeout"
-    assert "rank 0: measuring" in record["error"]["message"]
-    assert "Current thread" in next(driver.sweep.glob("*/log-0-rank1.txt")).read_text()
+def test_fail_fast_ends_the_sweep_there(line):
+    line.made.broken_cells = 1
+    assert line.run("--fail-fast") == 1
+    assert [record.status for record in line.records] == ["failed", "failed"]
+    assert line.made.started == []
 
 
-def test_an_unavailable_algorithm_is_recorded_with_its_reason(driver, tmp_path):
-    # A Python that cannot see Horovod: the finder is asked before anything is started.
-    (tmp_path / "sitecustomize.py").write_text(
-        "import importlib.util as u\nfind = u.find_spec\n"
-        "u.find_spec = lambda name, *a: None if name == 'horovod' else find(name, *a)\n"
-    )
-    flags = ["--set", "algorithms=[horovod, ddp]", "--set", "measure.repeats=1", "-k", "n=2"]
-    nothing, done = (
-        subprocess.run(
-            driver.command(*flags, *some),
-            env={**os.environ, "PYTHONPATH": str(tmp_path)},
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-        for some in (["-k", "horovod"], [])
-    )
-    assert nothing.returncode == 1  # nothing was measured
-    assert done.returncode == 0  # not a failure, but said
-    by_name = {record["trial"]["algorithm"]: record for record in driver.records()}
-    assert by_name["horovod"]["status"] == "unsupported"
-    assert "make horovod" in by_name["horovod"]["error"]["message"]
-    assert by_name["ddp"]["status"] == "ok"
-    assert "make horovod" in done.stdout
+def test_what_one_trial_has_measured_of_collectives_the_others_of_its_model_are_told(line):
+    assert line.run() == 0
+    assert [record.costs for record in line.records] == [COSTS] * 4
+    # Both models differ in batch size only.
+    assert [briefing.costs for briefing in line.made.told] == [None, *[COSTS] * 7]
 
 
-def test_two_runs_of_one_sweep_do_not_mix(driver):
-    first = driver.start("--set", ENDLESS, "-k", "allreduce")
-    driver.worker("allreduce", rank=0)
-    second = driver.run()
-    assert second.returncode == 2
-    assert "another run" in second.stderr
-    first.send_signal(signal.SIGINT)
-    first.communicate(timeout=30)
+def test_costs_of_another_fabric_are_no_word_on_this_one():
+    trial = make_trial("wfbp")
+    others = ({"world_size": 2}, {"network": "1gbe"}, {"model": "alexnet"})
+    places = [cost_place(dataclasses.replace(trial, **other), 1.0) for other in others]
+    places += [cost_place(trial, 2.0), cost_place(trial, 1.0)]
+    assert len(set(places)) == len(places)
+    assert cost_place(make_trial("dear"), 1.0) == places[-1]

@@ -1,6 +1,8 @@
-"""What a bound is made of: compute timed on all ranks at once, and costs of the sweep's fabric."""
+"""What workers measure of compute and collectives, and how they compare replicas."""
 
 from __future__ import annotations
+
+import math
 
 import pytest
 import torch
@@ -75,3 +77,22 @@ def test_more_steps_are_timed_where_there_are_too_few(world):
     timed = [(9.0, 9.0, 9.0), (2.0, 1.0, 2.0), (1.0, 3.0, 1.0)]
     found, calls, _ = world(2).run(_steps, 1, timed)[0]
     assert calls == 1 and found == StepTimes(forward_s=2.0, backward_s=1.0, update_s=1.0)
+
+
+def _spread_of(values: list[float]) -> float:
+    model = torch.nn.Linear(3, 1, bias=False)
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([values]))
+        model.weight[0, 0] += runtime.rank() * 0.5
+    return correctness.replica_spread(model, runtime.communicator())
+
+
+def test_the_spread_is_the_largest_difference_and_infinite_for_nan(world):
+    assert world(2).run(_spread_of, [1.0, 2.0, 3.0]) == [0.5, 0.5]
+    assert world(2).run(_spread_of, [1.0, math.nan, 3.0]) == [math.inf, math.inf]
+
+
+def test_a_mean_that_has_not_moved_does_not_pass():
+    start, wanted = {"w": torch.zeros(3)}, {"w": torch.ones(3)}
+    off = correctness.distance(start, wanted, start, ["w"])
+    assert all(off > tolerance for tolerance in correctness.MEAN_TOLERANCE.values())

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
-from common.harness.worker import correctness as check
-from tests.test_sweep import Driver
+from tests.system.sweeps import Driver
 
 _SWEEP = """
 name: tiny
@@ -29,10 +27,9 @@ timeout_s: 60
 """
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.full
 def test_every_decentralized_algorithm_runs_in_a_sweep_and_is_checked(tmp_path):
-    driver = Driver(tmp_path)
-    driver.experiment.write_text(_SWEEP)
+    driver = Driver(tmp_path, _SWEEP)
     done = driver.run()
     records = driver.records()
     assert [record["status"] for record in records] == ["ok"] * 10, done.stderr
@@ -54,9 +51,3 @@ def test_every_decentralized_algorithm_runs_in_a_sweep_and_is_checked(tmp_path):
         {"0", "2"},
         {"0", "1"},
     ]
-
-
-def test_a_mean_that_has_not_moved_does_not_pass():
-    start, wanted = {"w": torch.zeros(3)}, {"w": torch.ones(3)}
-    off = check.distance(start, wanted, start, ["w"])
-    assert all(off > tolerance for tolerance in check.MEAN_TOLERANCE.values())

@@ -47,7 +47,7 @@ def prepare(backend: str) -> str:
         _imported("comm_core")
     if backend == "mpi":
         # torch's own "mpi" needs a torch that was built with it; the name cannot be taken over.
-        return _imported("comm_core.mpi_backend").register()
+        return _imported("comm_core.mpi").register()
     if ":mpi" in backend:
         raise UserError(f"backend {backend!r}: mpi stands alone, not in pairs")
     return backend

@@ -11,11 +11,12 @@ CORE_TESTS := $(VENV)/comm-core-tests-built
 NOTEBOOKS := $(VENV)/notebooks-ready
 CORE_SOURCES := $(shell find common/comm_core -name '*.cc' -o -name '*.h' -o -name CMakeLists.txt)
 
-.PHONY: bench test retest core core-tests horovod gpu-check sanitize torch-suite lint system-packages clean help
+.PHONY: bench test test-all retest core core-tests horovod gpu-check sanitize torch-suite lint system-packages clean help
 
 help:
 	@echo "make bench            set up, then the default sweep: a table and a plot"
-	@echo "make test             set up, then the whole test suite"
+	@echo "make test             set up, then the tests of every part: at most 8 minutes on 2 cores"
+	@echo "make test-all         the same and everything that takes longer"
 	@echo "make retest           only the tests that failed last"
 	@echo "make core             build the comm core (part of bench and test)"
 	@echo "make core-tests       the same with the C++ tests (part of test)"
@@ -23,14 +24,17 @@ help:
 	@echo "make gpu-check        everything that needs an NVIDIA GPU, in at most 8 minutes"
 	@echo "make torch-suite      torch's own tests of backends on the comm core, 2 and 4 ranks"
 	@echo "make horovod          build Horovod into .venv (part of bench and test)"
-	@echo "make lint             ruff, clang-format and shellcheck"
+	@echo "make lint             ruff, import-linter, clang-format and shellcheck"
 	@echo "make system-packages  install Open MPI and what the builds need (Debian, as root)"
 	@echo "make clean            remove .venv, caches and outputs; records in logs/ stay"
 
 bench: $(READY) $(CORE) $(HOROVOD)
 	$(PY) benchmarks.py
 
-test: $(READY) $(CORE_TESTS) $(HOROVOD) $(NOTEBOOKS) lint
+test: $(READY) $(CORE_TESTS) $(HOROVOD) lint
+	$(PY) -m pytest -m "not full"
+
+test-all: $(READY) $(CORE_TESTS) $(HOROVOD) $(NOTEBOOKS) lint
 	$(PY) -m pytest
 
 # Only what failed last; nothing to repeat is a failure too.
@@ -82,6 +86,7 @@ $(NOTEBOOKS): $(READY) examples/requirements.txt
 lint: $(READY)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+	PYTHONPATH=. $(VENV)/bin/lint-imports
 	git ls-files -z '*.cc' '*.h' | xargs -0 $(VENV)/bin/clang-format --dry-run -Werror
 	@if command -v shellcheck >/dev/null; then \
 	  git ls-files -z '*.sh' .ci/run | xargs -0 shellcheck; \

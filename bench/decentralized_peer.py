@@ -29,8 +29,8 @@ from bench import session, table
 from bench.output import Output
 from bench.session import Session
 from bench.table import Ratio
-from dear.group_schedule import TopologyReg
 from dear.options import at_least
+from dear.topology.schedules import TopologyReg
 
 if TYPE_CHECKING:
     import numpy as np

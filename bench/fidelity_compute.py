@@ -16,7 +16,7 @@ from bench.fidelity_report import Report, verdict
 from bench.output import Output
 from bench.table import digits, layout
 from common.models import pace, registry
-from common.profiling import profile as profiles
+from common.models import profile as profiles
 
 BAR_PERCENT = 2.0
 _SCALES = (4.0, 1.0)

@@ -27,9 +27,9 @@ from bench.memory import parsed_algorithm
 from bench.output import Output
 from bench.processes import run_ranks
 from common.harness.machine import machine_card
-from dear.algorithm import algorithm_class, algorithm_options
 from dear.errors import UserError, unknown
 from dear.options import at_least
+from dear.training.algorithm import algorithm_class, algorithm_options
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -107,7 +107,7 @@ def _losses(setup: Setup, name: str, options: dict[str, Any]) -> list[float]:
     import torch
 
     import dear
-    from dear import runtime
+    from dear.comm import runtime
 
     torch.set_num_threads(1)
     dear.init()
@@ -140,7 +140,7 @@ def _mnist(setup: Setup) -> Task:
     from train import Net
 
     import dear
-    from common.models.digits import load_digits, load_mnist
+    from common.models.datasets import load_digits, load_mnist
 
     (images, labels), _ = load_digits() if setup.data_dir is None else load_mnist(setup.data_dir)
     images, labels = images[dear.rank() :: dear.size()], labels[dear.rank() :: dear.size()]

@@ -29,8 +29,8 @@ from bench import session, table
 from bench.output import Output
 from bench.processes import run_ranks
 from common.harness.machine import machine_card
-from dear.algorithm import algorithm_class, algorithm_options
 from dear.options import at_least
+from dear.training.algorithm import algorithm_class, algorithm_options
 
 MIB = 2**20
 STEPS = 3
@@ -117,7 +117,7 @@ def _peak(setup: Setup, name: str, options: dict[str, Any]) -> dict[str, int]:
 
     import dear
     from common.models.registry import build, model_entry
-    from dear import runtime
+    from dear.comm import runtime
 
     torch.set_num_threads(1)
     dear.init()

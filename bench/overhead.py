@@ -25,8 +25,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench import session, table
 from bench.output import Output
 from bench.processes import run_ranks
-from dear.algorithm import algorithm_class, algorithm_names, algorithm_options
 from dear.options import at_least
+from dear.training.algorithm import algorithm_class, algorithm_names, algorithm_options
 
 if TYPE_CHECKING:
     import torch
@@ -123,7 +123,7 @@ def _timings(setup: Setup) -> dict[str, list[float]]:
     import torch
 
     import dear
-    from dear import runtime
+    from dear.comm import runtime
 
     torch.set_num_threads(1)
     dear.init(backend=setup.backend)

@@ -11,18 +11,22 @@ Importing this package does not import torch; the first use of a name below does
 from __future__ import annotations
 
 import importlib
+import importlib.abc
+import importlib.machinery
+import sys
+from types import ModuleType
 from typing import Any
 
 __version__ = "0.1.0"
 
 _HOME = {
-    "init": "dear.runtime",
-    "shutdown": "dear.runtime",
-    "is_initialized": "dear.runtime",
-    "rank": "dear.runtime",
-    "size": "dear.runtime",
-    "local_rank": "dear.runtime",
-    "local_size": "dear.runtime",
+    "init": "dear.comm.runtime",
+    "shutdown": "dear.comm.runtime",
+    "is_initialized": "dear.comm.runtime",
+    "rank": "dear.comm.runtime",
+    "size": "dear.comm.runtime",
+    "local_rank": "dear.comm.runtime",
+    "local_size": "dear.comm.runtime",
     "DistributedOptimizer": "dear.optimizer",
     "broadcast_parameters": "dear.optimizer",
     "broadcast_optimizer_state": "dear.optimizer",
@@ -31,7 +35,36 @@ _HOME = {
     "Unavailable": "dear.errors",
 }
 
+_MODULES = {
+    "dear.mixing": "dear.topology.graphs",
+    "dear.budget": "dear.pace",
+    "dear.sampling": "dear.pace",
+    "dear.consensus": "dear.comm.consensus",
+    "dear.interactive": "dear.comm.interactive",
+    "dear.bluefog.topology_util": "dear.bluefog",
+}
+"""Modules by the short names that the documentation gives them."""
+
 __all__ = sorted(_HOME)
+
+
+class _ShortNames(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds the module of a short name; `from dear.mixing import x` asks the import system."""
+
+    def find_spec(self, name: str, *_: Any) -> importlib.machinery.ModuleSpec | None:
+        return importlib.machinery.ModuleSpec(name, self) if name in _MODULES else None
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        found = importlib.import_module(_MODULES[spec.name])
+        spec.loader_state = found.__spec__
+        return found
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Keeps the module as it is: it has been executed under its own name."""
+        module.__spec__ = module.__spec__.loader_state
+
+
+sys.meta_path.append(_ShortNames())
 
 
 def __getattr__(name: str) -> Any:

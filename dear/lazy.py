@@ -1,8 +1,9 @@
-"""`torch` for files that must also be readable without it.
+"""`torch` and other slow imports, for files that must also be readable without them.
 
 The command line lists algorithms, checks their options and prints plans in a fraction of a second,
-which an `import torch` (seconds) would spoil. Algorithm files therefore take torch from here:
-it is imported when the first attribute is asked for.
+which an `import torch` (seconds) would spoil. Whatever a listing reads therefore takes torch from
+here: it is imported when the first attribute is asked for. Annotations may name it all the same,
+since they are strings (`from __future__ import annotations`).
 """
 
 from __future__ import annotations
@@ -26,8 +27,14 @@ class LazyModule:
 
 
 if TYPE_CHECKING:
+    import networkx as nx
+    import numpy as np
     import torch
+    import torch.distributed as dist
 else:
+    dist = LazyModule("torch.distributed")
+    np = LazyModule("numpy")
+    nx = LazyModule("networkx")
     torch = LazyModule("torch")
 
-__all__ = ["LazyModule", "torch"]
+__all__ = ["LazyModule", "dist", "np", "nx", "torch"]

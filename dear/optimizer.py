@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from dear import runtime
-from dear.algorithm import algorithm_class, algorithm_options
+from dear.comm import runtime
 from dear.errors import UserError
+from dear.training.algorithm import algorithm_class, algorithm_options
 
 
 def DistributedOptimizer(  # noqa: N802 (the name that users of Horovod and DeAR know)

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dear import runtime
-from dear.communicator import Communicator, Work
+from dear.comm import runtime
+from dear.comm.communicator import Communicator, Work
 from tests.cuda_worlds import keep_busy, settle, side_stream
 
 WRONG = -7

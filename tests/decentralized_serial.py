@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from dear.group_schedule import TopologyReg
+from dear.topology.schedules import TopologyReg
 from tests import awkward
 
 

@@ -13,7 +13,7 @@ from typing import Any
 CONTEXT = multiprocessing.get_context("forkserver")
 """Starts processes that have the slow imports behind them; the first optimizer takes dynamo."""
 CONTEXT.set_forkserver_preload(
-    ["torch", "torch.distributed", "torch._dynamo", "dear.optimizer", "dear.communicator"]
+    ["torch", "torch.distributed", "torch._dynamo", "dear.optimizer", "dear.comm.communicator"]
 )
 
 

@@ -9,9 +9,9 @@ import torch
 import dear
 from common.harness import check
 from common.models import pace, replay
+from common.models.profile import Call, Profile, ProfiledParameter
 from common.models.workload import Workload
-from common.profiling.profile import Call, Profile, ProfiledParameter
-from dear import runtime
+from dear.comm import runtime
 
 _SHAPES = {
     "scale": (3,),

@@ -12,12 +12,12 @@ from torch import nn
 from torch.nn import functional
 
 import dear
-from dear import runtime
-from dear.algorithm import algorithm_options
-from dear.budget import run_for
-from dear.consensus import GlobalAverage
+from dear.comm import runtime
+from dear.comm.consensus import GlobalAverage
 from dear.errors import UserError
+from dear.pace import run_for
 from dear.topology import graph, recv_weights
+from dear.training.algorithm import algorithm_options
 from tests import awkward
 from tests.decentralized_serial import backward
 from tests.ranks import RankPool

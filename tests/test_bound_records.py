@@ -13,7 +13,7 @@ from common.harness.trial import Trial
 from common.launch.job import Outcome
 from common.results import breakdown as breakdown_table
 from common.results import tables
-from dear.algorithm import algorithm_class
+from dear.training.algorithm import algorithm_class
 from tests.made_trials import make_trial
 
 COMPUTE = {"forward_s": 0.1, "backward_s": 0.2, "update_s": 0.04}

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dear.algorithm import algorithm_class, algorithm_names, algorithm_options
-from dear.bounds import (
+from dear.cost.bounds import (
     Bound,
     CommTimes,
     StepTimes,
@@ -20,8 +19,9 @@ from dear.bounds import (
     step_bound_s,
     wire_limit_s,
 )
-from dear.costs import AlphaBeta
+from dear.cost.collectives import AlphaBeta
 from dear.errors import UserError
+from dear.training.algorithm import algorithm_class, algorithm_names, algorithm_options
 
 KINDS = get_args(Bound)
 COMPUTE = StepTimes(forward_s=1.0, backward_s=2.0, update_s=0.5)

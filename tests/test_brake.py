@@ -7,9 +7,8 @@ import time
 
 import pytest
 
-from common.models import brake
-from common.models.brake import Brake
-from common.models.pace import Pace
+from common.models import pace
+from common.models.pace import Brake, Pace
 from dear.errors import UserError
 
 
@@ -28,7 +27,7 @@ def slowed(tmp_path, factor: float, crowd: float = 1.0) -> Brake:
 def waited(monkeypatch) -> list[float]:
     """What `time.sleep` was asked for in the brake."""
     asked: list[float] = []
-    monkeypatch.setattr(brake.time, "sleep", asked.append)
+    monkeypatch.setattr(pace.time, "sleep", asked.append)
     return asked
 
 
@@ -49,7 +48,7 @@ def test_it_takes_as_long_whoever_computes_at_the_same_time(
 ):
     asked = waited(monkeypatch)
     times = iter([(1.0, 2.0), (1.0 + ran_ms / 1e3, 2.0 + waited_ms / 1e3)])
-    monkeypatch.setattr(brake, "_ran_and_waited_s", lambda: next(times))
+    monkeypatch.setattr(pace, "_ran_and_waited_s", lambda: next(times))
     with slowed(tmp_path, 5.0, crowd):
         pass
     assert asked == [pytest.approx(sleeps_ms / 1e3, abs=1e-9)]
@@ -74,6 +73,6 @@ def test_at_full_speed_nothing_waits(tmp_path, monkeypatch, factor):
 
 
 def test_a_kernel_that_does_not_tell_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(brake, "_SCHEDSTAT", tmp_path / "schedstat")
+    monkeypatch.setattr(pace, "_SCHEDSTAT", tmp_path / "schedstat")
     with pytest.raises(UserError, match="slow_host: this kernel has no"), slowed(tmp_path, 2.0):
         compute(0.01)

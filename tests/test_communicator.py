@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 import dear
-from dear import runtime
-from dear.communicator import Communicator, Work
+from dear.comm import runtime
+from dear.comm.communicator import Communicator, Work
 from dear.errors import UserError
 from tests.ranks import RankPool
 from tests.test_optimizer import message, mine, steps, wrap

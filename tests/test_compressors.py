@@ -7,11 +7,11 @@ import itertools
 import pytest
 import torch
 
-from dear.algorithm import algorithm_options
-from dear.algorithms.allreduce import AllReduce
-from dear.compressors import Compressor, Gaussian, TopK, make_compressor
+from dear.algorithms.synchronous.allreduce import AllReduce
+from dear.buckets.compressors import Compressor, Gaussian, TopK, make_compressor
+from dear.buckets.packing import pack_signs, unpack_signs
 from dear.errors import UserError
-from dear.packing import pack_signs, unpack_signs
+from dear.training.algorithm import algorithm_options
 
 FEEDBACK = ("eftopk", "gaussian", "efsignum")
 

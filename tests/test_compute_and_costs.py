@@ -9,9 +9,9 @@ import torch
 
 from common.harness import check, collective_costs, compute_times
 from common.models.workload import Workload
-from dear import runtime
-from dear.bounds import StepTimes
-from dear.costs import AlphaBeta
+from dear.comm import runtime
+from dear.cost.bounds import StepTimes
+from dear.cost.collectives import AlphaBeta
 from tests.test_bound_records import make_trial
 
 COSTS = {"all_reduce": {"alpha_s": 0.01, "beta_s_per_byte": 1e-9}}

@@ -16,11 +16,10 @@ import torch
 from torch import nn
 
 import dear
-from dear import runtime
-from dear.group_schedule import TopologyReg
-from dear.mixing import mixing_rate
+from dear.comm import runtime
 from dear.topology import graph, matrix, splitting
-from dear.topology_dynamic import one_peer_machines, schedule
+from dear.topology.graphs import mixing_rate
+from dear.topology.schedules import TopologyReg, one_peer_machines, schedule
 
 NUMEL = 6
 SMALL, EXACT = 1e-3, 1e-6

@@ -9,9 +9,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dear import runtime
-from dear.cost_measurement import OPERATIONS, measure_collective, measured_call, measured_costs
-from dear.costs import TABLES, AlphaBeta, fit_alpha_beta, table_costs
+from dear.comm import runtime
+from dear.cost.collectives import (
+    OPERATIONS,
+    TABLES,
+    AlphaBeta,
+    fit_alpha_beta,
+    measure_collective,
+    measured_call,
+    measured_costs,
+    table_costs,
+)
 from dear.errors import UserError
 
 SIZES = [2**power for power in range(12, 25, 2)]

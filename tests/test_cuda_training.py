@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from dear.algorithm import algorithm_class, algorithm_names
+from dear.training.algorithm import algorithm_class, algorithm_names
 from tests import cuda_training_bodies as bodies
 from tests.cuda_worlds import EVERYWHERE, Pools, World, named
 

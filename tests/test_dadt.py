@@ -13,7 +13,7 @@ from torch.nn import functional
 import dear
 from common.harness import check
 from common.models.workload import Workload
-from dear import runtime
+from dear.comm import runtime
 from dear.errors import UserError
 from tests import awkward, delayed
 
@@ -473,7 +473,7 @@ def test_what_cannot_be_is_refused(own_pool):
     ],
 )
 def test_bad_options_are_refused_in_one_line(options, named):
-    from dear.algorithm import algorithm_options
+    from dear.training.algorithm import algorithm_options
 
     with pytest.raises(UserError) as caught:
         algorithm_options("dadt", options)
@@ -570,7 +570,7 @@ def _sent(options):
         optimizer.zero_grad()
         model(torch.ones(1, 64)).sum().backward()
         optimizer.step()
-    groups = [len(message.params) for message in optimizer._engine._pending.next.lap.messages]
+    groups = [len(message.params) for message in optimizer._engine._held[0].messages]
     optimizer.close()
     return groups
 

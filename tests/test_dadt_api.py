@@ -16,9 +16,10 @@ from torch import nn
 
 import dear
 from comm_core import mpi
-from dear import dadt, runtime
+from dear import dadt
+from dear.buckets.grouping import by_buffer
+from dear.comm import runtime
 from dear.errors import UserError
-from dear.fusion import by_buffer
 from tests.ranks import RankPool
 
 EXECUTORS = ["comm_core", "gloo"]

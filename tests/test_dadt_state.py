@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import dear
-from dear.delayed import PENDING
+from dear.algorithms.delayed.dadt import PENDING
 from dear.errors import UserError
 from tests import delayed
 
@@ -124,7 +124,7 @@ def _broadcast():
     optimizer = _wrap(model, _adamw(model), delay=2)
     _steps(model, optimizer, 0, 3)
     if dear.rank() == 0:
-        optimizer._engine._pending.next.gradients()[model[0].bias].fill_(7.0)
+        optimizer._engine._held[0].gradients()[model[0].bias].fill_(7.0)
     dear.broadcast_optimizer_state(optimizer)
     held = optimizer.state_dict()[PENDING]
     optimizer.close()

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from dear.fusion import by_count, by_ramp, by_threshold, by_wait
-from dear.readers import ReaderMap
-from dear.run_order import Fusion, RunOrder, group, launch_order
+from dear.buckets.grouping import by_count, by_ramp, by_threshold, by_wait
+from dear.buckets.run_order import Fusion, RunOrder, group, launch_order
+from dear.training.readers import ReaderMap
 
 SIZES = st.lists(st.integers(0, 50), max_size=40)
 

@@ -11,7 +11,7 @@ import pytest
 
 import dear
 import dear.algorithms
-from dear.algorithm import Algorithm, algorithm_class, algorithm_names
+from dear.training.algorithm import Algorithm, algorithm_class, algorithm_names
 from tests.test_optimizer import make_model, make_sgd, message
 
 _FOLDER = Path(dear.algorithms.__file__).parent
@@ -19,7 +19,7 @@ _FOLDER = Path(dear.algorithms.__file__).parent
 _LIST_ALL = """
 import sys
 import dear
-from dear.algorithm import algorithm_class, algorithm_names, algorithm_options
+from dear.training.algorithm import algorithm_class, algorithm_names, algorithm_options
 for name in algorithm_names():
     algorithm_class(name).unavailable()
     print(name, algorithm_options(name, {}))
@@ -42,7 +42,7 @@ def test_every_public_name_can_be_had_and_no_other():
 
 
 def test_every_file_is_an_algorithm():
-    files = {path.stem.replace("_", "-") for path in _FOLDER.glob("[!_]*.py")}
+    files = {path.stem.replace("_", "-") for path in _FOLDER.glob("*/[!_]*.py")}
     assert files == set(algorithm_names())
     assert {"allreduce", "wfbp", "ddp", "dear", "horovod"} <= files
 
@@ -50,7 +50,9 @@ def test_every_file_is_an_algorithm():
 @pytest.mark.parametrize("name", algorithm_names())
 def test_every_algorithm_file_defines_one_documented_algorithm(name):
     found = algorithm_class(name)
-    tree = ast.parse((_FOLDER / f"{name.replace('-', '_')}.py").read_text())
+    path = Path(sys.modules[algorithm_class(name).__module__].__file__)
+    assert path.parent.name == algorithm_class(name).capabilities.consistency
+    tree = ast.parse(path.read_text())
     classes = [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
     assert found.__name__ in classes
     module = sys.modules[found.__module__]
@@ -65,7 +67,7 @@ def test_every_algorithm_file_defines_one_documented_algorithm(name):
 def test_every_option_has_a_default_and_a_docstring(name):
     options = algorithm_class(name).Options
     options()
-    tree = ast.parse((_FOLDER / f"{name.replace('-', '_')}.py").read_text())
+    tree = ast.parse(Path(sys.modules[algorithm_class(name).__module__].__file__).read_text())
     bodies = [
         node.body
         for node in ast.walk(tree)
@@ -104,7 +106,7 @@ def _horovod_in_use() -> tuple[str, str, bool]:
     optimizer = dear.DistributedOptimizer(make_sgd(model), model, algorithm="horovod")
     optimizer.close()
     real = sys.modules["horovod.torch"]
-    ours = sys.modules["dear.algorithms.horovod"]
+    ours = sys.modules["dear.algorithms.synchronous.horovod"]
     return real.__file__, ours.__file__, real.is_initialized() and real.size() == dear.size()
 
 
@@ -114,5 +116,5 @@ def test_the_horovod_algorithm_runs_the_real_horovod(world):
         pytest.skip(missing)
     for real, ours, running in world(2).run(_horovod_in_use):
         assert Path(dear.__file__).parent not in Path(real).parents
-        assert Path(ours).parent == _FOLDER
+        assert Path(ours).parents[1] == _FOLDER
         assert running

@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 
-from dear import runtime
+from dear.comm import runtime
 from tests.test_optimizer import make_model, make_sgd, mine, steps, wrap
 
 _CALLS = ("all_reduce", "reduce_scatter", "all_gather")

@@ -10,11 +10,11 @@ from torch import nn
 from torch.nn import functional
 
 import dear
-from dear import runtime
-from dear.algorithm import algorithm_options
-from dear.consensus import GlobalAverage
+from dear.comm import runtime
+from dear.comm.consensus import GlobalAverage
 from dear.errors import UserError
-from dear.group_schedule import Edge, Topology, TopologyReg
+from dear.topology.schedules import Edge, Topology, TopologyReg
+from dear.training.algorithm import algorithm_options
 from tests import awkward
 from tests.decentralized_serial import serial
 from tests.ranks import RankPool

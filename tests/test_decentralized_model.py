@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import dear
-from dear import runtime
+from dear.comm import runtime
 from dear.decentralized import (
     DecentralizedDataParallel,
     Edge,

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from dear.accumulating_adam import AccumAdam, AccumAdamW
-from dear.decentralized_optim import (
+from dear.decentralized.accumulating_adam import AccumAdam, AccumAdamW
+from dear.decentralized.optim import (
     lr_scheduler_fn_cosine_with_warmup,
     optim_fn_accum_adam,
     optim_fn_accum_adamw,

@@ -10,7 +10,7 @@ from common.harness.check import replica_spread
 from common.harness.recording import make_record
 from common.launch.job import Outcome
 from common.results.records import append, load
-from dear import runtime
+from dear.comm import runtime
 from tests.test_sweep import Driver
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import dear
-from dear.algorithm import algorithm_class, algorithm_names
+from dear.training.algorithm import algorithm_class, algorithm_names
 from tests import awkward
 
 # What an algorithm must be told to train this model; DDP refuses unused parameters by default.

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 import dear
-from common.models.digits import load_digits, load_mnist, read_idx
-from dear.algorithm import algorithm_class, algorithm_names
+from common.models.datasets import load_digits, load_mnist, read_idx
+from dear.training.algorithm import algorithm_class, algorithm_names
 from tests.made_mnist import idx, write_mnist
 from tests.ranks import CONTEXT
 

@@ -7,8 +7,8 @@ import time
 import pytest
 import torch.distributed as dist
 
-from dear import farewell, runtime
-from dear.farewell import Farewell
+from dear.comm import farewell, runtime
+from dear.comm.farewell import Farewell
 
 
 def _leave(late_s: float) -> tuple[float, int]:

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 import dear
 from common.harness.check import replica_spread
-from dear import runtime
+from dear.comm import runtime
 from tests.awkward import error
 from tests.test_optimizer import (
     difference,

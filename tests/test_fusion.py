@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from dear.fusion import FlatBuffer, by_threshold, fuse, layers, padded
+from dear.buckets.grouping import FlatBuffer, by_threshold, fuse, layers, padded
 
 SIZES = st.lists(st.integers(0, 50), max_size=30)
 

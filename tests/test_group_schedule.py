@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from dear.errors import UserError
-from dear.group_schedule import Edge, Topology, TopologyError, TopologyReg
+from dear.topology.schedules import Edge, Topology, TopologyError, TopologyReg
 
 
 def make(name, world_size, local=1, rank=0):
@@ -150,5 +150,5 @@ def test_a_registered_topology_is_known_by_its_name_once():
 
 
 def test_schedules_need_no_torch():
-    code = "import sys, dear.group_schedule; sys.exit('torch' in sys.modules)"
+    code = "import sys, dear.topology.schedules; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from dear.algorithm import algorithm_class, algorithm_options
 from dear.errors import UserError
+from dear.training.algorithm import algorithm_class, algorithm_options
 from tests.test_optimizer import (
     difference,
     everybody,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dear import interactive
-from dear.environment import RankFacts, rank_facts
+from dear.comm.environment import RankFacts, rank_facts
 from dear.errors import UserError
 
 

@@ -20,7 +20,7 @@ from common.harness.trial import Trial
 from common.launch.job import Job, outcome_of
 from common.models import datasets
 from common.models.registry import build
-from dear import runtime
+from dear.comm import runtime
 from dear.errors import UserError
 from tests.made_mnist import write_mnist
 from tests.made_trials import make_trial
@@ -286,7 +286,14 @@ def test_data_that_has_changed_is_noticed(tmp_path):
 def test_a_killed_rank_is_survived_only_where_the_others_end_well(
     tmp_path, may_lose, codes, status
 ):
-    job = Job(folder=tmp_path, repeat=0, world_size=3, timeout_s=9, may_lose_ranks=may_lose)
+    job = Job(
+        folder=tmp_path,
+        repeat=0,
+        world_size=3,
+        timeout_s=9,
+        worker_module="worker",
+        may_lose_ranks=may_lose,
+    )
     job.result_path.write_text("{}")
     outcome = outcome_of(job, codes)
     assert outcome.status == status

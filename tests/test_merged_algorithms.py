@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import dear
-from dear import runtime
-from dear.algorithm import algorithm_options
+from dear.comm import runtime
 from dear.errors import UserError
+from dear.training.algorithm import algorithm_options
 from tests import awkward
 
 

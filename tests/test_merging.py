@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dear.costs import AlphaBeta, table_costs
-from dear.merging import by_total, finish_time, greedy, optimal
+from dear.buckets.merging import by_total, finish_time, greedy, optimal
+from dear.cost.collectives import AlphaBeta, table_costs
 
 # Milliseconds and bytes, as in the references: 1 ms and 0.001 ms per byte.
 COST = AlphaBeta(alpha_s=1.0, beta_s_per_byte=0.001)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dear.topology import exponential, from_matrix, matrix, splitting
-from dear.topology_dynamic import schedule
+from dear.topology.schedules import schedule
 from tests.decentral import Serial, error, mixed, on_rank, run, weights
 
 SIZES = [1, 2, 3, 4]

@@ -11,7 +11,7 @@ import pytest
 
 from bench import overhead
 from common.profiling.network import median_error, record, table
-from dear.cost_measurement import Measurement
+from dear.cost.collectives import Measurement
 from dear.errors import UserError
 
 ROOT = Path(__file__).parents[1]

@@ -16,8 +16,8 @@ from torch.nn import functional
 from torch.optim.lr_scheduler import StepLR
 
 import dear
-from dear.algorithm import algorithm_class, algorithm_names
 from dear.errors import UserError
+from dear.training.algorithm import algorithm_class, algorithm_names
 from tests.awkward import error
 from tests.ranks import RankPool
 

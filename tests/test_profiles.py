@@ -12,12 +12,12 @@ from torch import nn
 from torch.nn import functional
 
 from common.harness import commands
+from common.models import profile as profiles
 from common.models import registry
 from common.models.workload import Workload
 from common.profiling import layers, modelled, recorder
-from common.profiling import profile as profiles
-from common.profiling.roofline import Device, Roofline
-from common.profiling.stretches import Stretches
+from common.profiling.modelled import Device, Roofline
+from common.profiling.recorder import Stretches
 from dear.errors import UserError
 from tests import replay_bodies
 

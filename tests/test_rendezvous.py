@@ -13,11 +13,10 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from dear import rendezvous
-from dear.environment import RankFacts
+from dear.comm import rendezvous
+from dear.comm.environment import RankFacts
+from dear.comm.rendezvous import MeetingPoint, call_roll, meet, meeting_point
 from dear.errors import UserError
-from dear.rendezvous import MeetingPoint, meet, meeting_point
-from dear.roll_call import call_roll
 
 # Importing torch in a process of its own takes a minute on a busy machine.
 pytestmark = pytest.mark.timeout(330)
@@ -101,8 +100,8 @@ def test_ranks_meet_in_a_file_as_often_as_they_like(tmp_path, monkeypatch):
 
 STRANGER = """
 import os, sys
-from dear import rendezvous
-from dear.environment import RankFacts
+from dear.comm import rendezvous
+from dear.comm.environment import RankFacts
 from dear.errors import UserError
 rendezvous.HELD_PORT_S = 1.0
 facts = RankFacts(launcher="torchrun", rank=0, world_size=2, local_rank=0, local_world_size=1)

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from common.models import pace, registry, replay
-from common.models.replay_plan import Body, Work, plan
-from common.profiling import profile as profiles
+from common.models import profile as profiles
+from common.models.replay import Body, Work, plan
 from dear.errors import UserError
-from dear.hooks import Hooks
+from dear.training.hooks import Hooks
 from tests import replay_bodies
 
 PROFILES = [(name, size) for name, sizes in profiles.batch_sizes().items() for size in sizes]

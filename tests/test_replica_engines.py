@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import dear
-from dear.algorithm import algorithm_options
 from dear.errors import UserError
+from dear.training.algorithm import algorithm_options
 from tests import awkward
 from tests.decentral import error, loss
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dear.budget import Pace, run_for
 from dear.errors import UserError
-from dear.sampling import LocalStepRandomBatchSampler
+from dear.pace import LocalStepRandomBatchSampler, Pace, run_for
 
 
 def sizes(sampler):

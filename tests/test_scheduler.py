@@ -8,8 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dear.costs import AlphaBeta
-from dear.scheduler import CreditScheduler, OrderedIssuer, planned_order, slices
+from dear.algorithms.synchronous.bytescheduler import (
+    CreditScheduler,
+    OrderedIssuer,
+    planned_order,
+    slices,
+)
+from dear.cost.collectives import AlphaBeta
 
 
 def lengths(numel, limit):

@@ -6,7 +6,7 @@ import pytest
 
 from common.harness.training import untimed_steps
 from common.harness.trial import BASELINE, MeasureConfig
-from dear.algorithm import algorithm_options
+from dear.training.algorithm import algorithm_options
 from tests.made_trials import make_trial
 
 STEPS = [

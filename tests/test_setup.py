@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from dear.algorithm import algorithm_class
 from dear.errors import Unavailable
+from dear.training.algorithm import algorithm_class
 
 ROOT = Path(__file__).parents[1]
 

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 import dear
-from dear import runtime
-from dear.algorithm import algorithm_class, algorithm_names, algorithm_options
-from dear.bounds import StepTimes, exchange_times, exchange_wire_limit_s, step_bound_s
-from dear.costs import AlphaBeta
+from dear.comm import runtime
+from dear.cost.bounds import StepTimes, exchange_times, exchange_wire_limit_s, step_bound_s
+from dear.cost.collectives import AlphaBeta
 from dear.errors import UserError
-from dear.traffic import GroupMean, Load, Message, Traffic
+from dear.topology.traffic import GroupMean, Load, Message, Traffic
+from dear.training.algorithm import algorithm_class, algorithm_names, algorithm_options
 
 COSTS = {
     "exchange": AlphaBeta(alpha_s=0.01, beta_s_per_byte=1e-3),

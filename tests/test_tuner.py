@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import dear
-from dear.fusion import MIB
-from dear.regrouping import Tuned
-from dear.run_order import Fusion
-from dear.tuner import LEAST_MB, MOST_MB, Tuner
+from dear.buckets.grouping import MIB
+from dear.buckets.run_order import Fusion
+from dear.training.regrouping import Tuned
+from dear.training.tuning import LEAST_MB, MOST_MB, Tuner
 from tests.test_optimizer import difference, everybody, make_model, make_sgd, mine, steps, wrap
 
 pytest.importorskip("bayes_opt")

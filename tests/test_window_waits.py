@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from dear.window_mixing import DEFAULT_PATIENCE_S, POLL_S, WindowMixing
+from dear.algorithms.asynchronous._window_mixing import DEFAULT_PATIENCE_S, POLL_S, WindowMixing
 
 
 class Clock:

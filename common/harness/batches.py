@@ -8,10 +8,10 @@ import torch
 from torch.utils.data.distributed import DistributedSampler
 
 from common.harness.learning_config import LearnConfig
-from common.models.digits import Split
+from common.models.datasets import Split
 from common.models.workload import Workload
 from dear.errors import UserError
-from dear.sampling import LocalStepRandomBatchSampler
+from dear.pace import LocalStepRandomBatchSampler
 
 
 class Batches:

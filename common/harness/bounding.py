@@ -10,8 +10,7 @@ from typing import Any
 
 from common.harness import collective_costs
 from common.harness.trial import BASELINE, Trial
-from dear.algorithm import algorithm_class, algorithm_options
-from dear.bounds import (
+from dear.cost.bounds import (
     Bound,
     CommTimes,
     StepTimes,
@@ -23,7 +22,8 @@ from dear.bounds import (
     step_bound_s,
     wire_limit_s,
 )
-from dear.traffic import Traffic
+from dear.topology.traffic import Traffic
+from dear.training.algorithm import algorithm_class, algorithm_options
 
 ALONE = "compute"
 """The kind of bound where nothing is communicated."""

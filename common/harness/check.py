@@ -10,8 +10,8 @@ import torch
 
 from common.harness.compute_times import timed_step
 from common.models.workload import Workload
-from dear.bounds import StepTimes
-from dear.communicator import Communicator
+from dear.comm.communicator import Communicator
+from dear.cost.bounds import StepTimes
 
 # Largest difference to plain training, relative to how far training moved the parameters. A lost
 # or doubled step gives about 1; rounding, magnified by a few steps, stays far below.

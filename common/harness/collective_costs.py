@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.harness.trial import Trial
-from dear.cost_measurement import OPERATIONS, measure_collective
-from dear.costs import AlphaBeta
+from dear.cost.collectives import OPERATIONS, AlphaBeta, measure_collective
 
 if TYPE_CHECKING:
     import torch
 
-    from dear.communicator import Communicator
+    from dear.comm.communicator import Communicator
 
 Costs = Mapping[str, AlphaBeta]
 """By operation, in seconds of what the fabric stands for."""

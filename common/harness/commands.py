@@ -19,8 +19,8 @@ from common.harness.trial import Trial
 from common.models.registry import MODELS
 from common.results import records
 from common.results.comparison import Comparison
-from dear.algorithm import algorithm_class, algorithm_names
 from dear.errors import UserError
+from dear.training.algorithm import algorithm_class, algorithm_names
 
 ROOT = Path(__file__).parents[2]
 _ON_VIRTUAL_HOSTS = "(on virtual hosts: they live only while a sweep runs)"
@@ -172,7 +172,7 @@ def _print_plan(
     experiment: Experiment,
     as_json: bool,
 ) -> None:
-    from common.harness.fabric import launcher_for
+    from common.harness.fabric import WORKER, launcher_for
     from common.harness.ui import duration
     from common.launch.job import Job
 
@@ -185,6 +185,7 @@ def _print_plan(
             repeat=0,
             world_size=trial.world_size,
             timeout_s=experiment.timeout_s,
+            worker_module=WORKER,
         )
         plan.append(
             {

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from common.models.workload import Workload
-from dear.bounds import StepTimes, compute_limit_s
-from dear.communicator import Communicator
+from dear.comm.communicator import Communicator
+from dear.cost.bounds import StepTimes, compute_limit_s
 
 LEAST, ENOUGH, ENOUGH_S = 2, 3, 1.0
 """Timed steps beyond the first, at least; and enough of them, in number or in seconds of this

@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from common.emulation.cluster import EmulatedCluster
+from common.emulation.cluster import EmulatedCluster, network_record
 from common.emulation.config import Fault, network_profile
 from common.emulation.dilation import Calibration, Choice, Load, calibrate, choose_time_scale
 from common.emulation.faults import FaultInjector, blame
-from common.emulation.measured import network_record
 from common.harness.experiment import Experiment
 from common.harness.fabric import Fabric, launcher_for
 from common.harness.settings import EmulationSettings
@@ -123,7 +122,7 @@ class EmulatedFabric(Fabric):
         if not is_replay(trial.model):
             return Choice(time_scale=1.0, reason="the model computes for real")
         if self._calibration is None:
-            self._calibration = calibrate(self._cluster)
+            self._calibration = calibrate(self._cluster.hosts)
         profile = profile_of(trial.model, trial.batch_size, trial.sentence_len)
         load = Load(
             world_size=trial.world_size,

@@ -15,12 +15,12 @@ from common.emulation.dilation import check_scale
 from common.emulation.faults import check_fault
 from common.harness.learning_config import LearnConfig, check_learning
 from common.harness.trial import BASELINE, MeasureConfig, OptimizerConfig, Trial
-from common.launch.launchers import launcher_options
+from common.launch.job import launcher_options
 from common.models import datasets
 from common.models.registry import is_replay, model_entry, profile_of, sentence_len
-from dear.algorithm import algorithm_options
 from dear.errors import UserError, unknown
 from dear.options import at_least, positive
+from dear.training.algorithm import algorithm_options
 
 DTYPES = ("float32", "float64", "bfloat16")
 

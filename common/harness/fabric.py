@@ -14,9 +14,11 @@ from common.harness.recording import REAL
 from common.harness.settings import EmulationSettings
 from common.harness.trial import Trial
 from common.launch.hosts import read_hostfile
-from common.launch.job import Job, Launcher, Outcome
-from common.launch.launchers import make_launcher
+from common.launch.job import Job, Launcher, Outcome, make_launcher
 from common.models.registry import is_replay, model_entry, profile_of
+
+WORKER = "common.harness.worker"
+"""What every rank runs."""
 
 
 class Fabric(ABC):
@@ -129,6 +131,6 @@ def launcher_for(
         experiment.launcher,
         hosts=hosts,
         world_size=world_size,
-        preload=sorted({model_entry(trial.model).module for trial in trials}),
+        preload=[WORKER, *sorted({model_entry(trial.model).module for trial in trials})],
         options=experiment.launcher_options,
     )

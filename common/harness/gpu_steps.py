@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from common.harness.budget import Ended, Step, Verdict, by_exit_status
-from dear.algorithm import algorithm_class, algorithm_names
+from dear.training.algorithm import algorithm_class, algorithm_names
 
 ROOT = Path(__file__).parents[2]
 EXPERIMENT = "configs/experiments/gpu.yaml"

@@ -12,7 +12,7 @@ import torch
 from common.harness import check
 from common.harness.snapshots import set_floating
 from common.harness.trial import Trial
-from common.models.digits import Split
+from common.models.datasets import Split
 from common.models.registry import build
 from common.models.workload import Workload
 

@@ -18,11 +18,11 @@ from common.harness.timing import Usage
 from common.harness.training import Training, untimed_steps
 from common.harness.trial import Trial
 from common.models import datasets
-from common.models.digits import Split
+from common.models.datasets import Split
 from common.models.workload import Workload
-from dear import runtime
-from dear.budget import Pace
+from dear.comm import runtime
 from dear.errors import UserError
+from dear.pace import Pace
 
 
 def learn(

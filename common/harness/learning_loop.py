@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from common.harness.learning_clock import Schedule, TrainingClock
-from dear.budget import Pace, run_for
-from dear.communicator import Communicator
+from dear.comm.communicator import Communicator
+from dear.pace import Pace, run_for
 
 Take = Callable[[range, float, int], None]
 """Copies the parameters for the marks of these numbers: at so many seconds, after so many steps."""

@@ -16,15 +16,15 @@ from typing import Any, Literal
 
 from common.harness.collective_costs import KnownCosts
 from common.harness.experiment import Experiment
-from common.harness.fabric import Fabric
+from common.harness.fabric import WORKER, Fabric
 from common.harness.progress import Progress
 from common.harness.recording import make_record, samples_per_s
 from common.harness.trial import BASELINE, Trial
 from common.launch.job import Job, Outcome
 from common.results import records
 from common.results.comparison import Comparison
-from dear.algorithm import algorithm_class
 from dear.errors import UserError
+from dear.training.algorithm import algorithm_class
 
 Rerun = Literal["failed", "all"]
 
@@ -94,6 +94,7 @@ class Sweep:
             repeat=repeat,
             world_size=trial.world_size,
             timeout_s=self._experiment.timeout_s,
+            worker_module=WORKER,
             env=self._experiment.worker_env,
             may_lose_ranks=trial.own_pace,
         )

@@ -11,7 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from common.harness.trial import MeasureConfig
-from dear.communicator import Communicator
+from dear.comm.communicator import Communicator
 
 MAX_STEPS = 1000
 

@@ -13,11 +13,11 @@ from common.harness import check, compute_times
 from common.harness.step_parts import Mark, StepParts
 from common.harness.trial import BASELINE, OptimizerConfig, Trial
 from common.models import pace
-from common.models.brake import Brake
+from common.models.pace import Brake
 from common.models.registry import is_replay
 from common.models.workload import Workload
-from dear import runtime
-from dear.algorithm import algorithm_class, algorithm_options
+from dear.comm import runtime
+from dear.training.algorithm import algorithm_class, algorithm_options
 
 SHORT_STEP_S = 0.5
 EXTRA_WARMUP_STEPS = 3
@@ -94,7 +94,7 @@ class Training:
         loss: of the last step.
         last_step_s: its duration, in seconds of this machine.
         parts: of every step so far.
-        consistency: what the algorithm promises (`dear.algorithm.Capabilities`).
+        consistency: what the algorithm promises (`dear.training.algorithm.Capabilities`).
     """
 
     def __init__(self, trial: Trial, workload: Workload) -> None:

@@ -10,9 +10,9 @@ from typing import Any, Literal
 
 from common.emulation.config import Fault
 from common.harness.learning_config import LearnConfig
-from dear.algorithm import algorithm_class, algorithm_options
 from dear.errors import UserError
 from dear.options import at_least, positive
+from dear.training.algorithm import algorithm_class, algorithm_options
 
 BASELINE = "none"
 """The algorithm of the single-worker baseline: the plain optimizer, no communication."""

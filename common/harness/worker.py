@@ -33,9 +33,9 @@ from common.harness.trial import Trial
 from common.models.pace import set_pace
 from common.models.registry import build
 from common.models.workload import Workload
-from dear import runtime
-from dear.bounds import StepTimes
-from dear.environment import rank_facts
+from dear.comm import runtime
+from dear.comm.environment import rank_facts
+from dear.cost.bounds import StepTimes
 from dear.errors import Unavailable, UserError
 
 

@@ -10,14 +10,14 @@ import importlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from common.profiling import profile as profiles
+from common.models import profile as profiles
 from dear.errors import UserError, unknown
 
 if TYPE_CHECKING:
     import torch
 
+    from common.models.profile import Profile
     from common.models.workload import Workload
-    from common.profiling.profile import Profile
 
 
 @dataclass(frozen=True, kw_only=True)

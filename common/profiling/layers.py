@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from common.models import registry
-from common.profiling.profile import Profile, path_of
+from common.models.profile import Profile, path_of
 from dear.errors import UserError, unknown
 from dear.options import at_least
 

@@ -15,21 +15,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dear.algorithms.wfbp import Wfbp
-from dear.averaging import AveragingEngine
+from dear.algorithms.synchronous.wfbp import AveragingEngine, Wfbp
+from dear.bluefog.collectives import Targets, check_neighbors, check_weights, chosen_part, factors
 from dear.bluefog.job import job
-from dear.bluefog.neighbor import Targets, chosen_part, factors
 from dear.bluefog.windows import register
-from dear.combining import AtcEngine, AwcEngine
-from dear.engine import distribute, trained_parameters
+from dear.comm.mixers import STREAMS, MeanMixer, Mixer, NoMixer
+from dear.comm.neighbors import Exchange, Pending
 from dear.errors import UserError
-from dear.graph_options import BUCKET_MB
-from dear.hooks import Hooks, at_end_of_backward
-from dear.mixers import STREAMS, MeanMixer, Mixer, NoMixer
-from dear.neighbors import Exchange, Pending, check_weights
 from dear.options import at_least
-from dear.topology import uniform
-from dear.window_engines import PullGetEngine, PushSumEngine, WindowEngine, WinPutEngine
+from dear.topology.graphs import uniform
+from dear.training.combining import AtcEngine, AwcEngine
+from dear.training.engine import distribute, trained_parameters
+from dear.training.graph_options import BUCKET_MB
+from dear.training.hooks import Hooks, at_end_of_backward
+from dear.training.one_sided import PullGetEngine, PushSumEngine, WindowEngine, WinPutEngine
 
 if TYPE_CHECKING:
     from torch.nn import Module, Parameter
@@ -69,10 +68,7 @@ class KnobMixer(Mixer):
         )
         if knobs.dst_weights is not None and knobs.enable_topo_check and self._checked != step:
             self._checked = step
-            try:
-                self._exchange.core.check_neighbors(list(part.sources), list(part.destinations))
-            except ValueError as error:
-                raise UserError(str(error)) from error
+            check_neighbors(self._exchange, part)
         return self._exchange.start(values, part)
 
     def close(self) -> None:

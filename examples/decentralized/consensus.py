@@ -15,10 +15,10 @@ import math
 import numpy as np
 import torch
 from curves import arguments, run, save, table
+from dear.mixing import mixing_rate
 
 import dear.bluefog as bf
 from dear.errors import UserError
-from dear.mixing import mixing_rate
 from dear.topology import circulant, matrix, powers
 
 T = bf.topology_util

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from comm_core import mpi
-from dear.communicator import Communicator
+from dear.comm.communicator import Communicator
 from tests.comm import bodies
 from tests.comm.values import DTYPES, same
 

@@ -8,9 +8,9 @@ import sys
 import pytest
 import torch
 
-import dear.backends
-from dear.backends import default_backend
-from dear.environment import RankFacts
+import dear.comm.communicator
+from dear.comm.communicator import default_backend
+from dear.comm.environment import RankFacts
 from dear.errors import Unavailable
 
 
@@ -35,7 +35,7 @@ def machine(monkeypatch):
             return backend
 
         monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-        monkeypatch.setattr(dear.backends, "prepare", prepare)
+        monkeypatch.setattr(dear.comm.communicator, "prepare", prepare)
 
     return make
 
@@ -74,7 +74,7 @@ def test_gloo_where_the_comm_core_is_not_built_and_rank_0_says_so(
 def test_a_missing_comm_core_names_the_command_that_builds_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "comm_core", None)
     with pytest.raises(Unavailable, match="make core"):
-        dear.backends.prepare("comm_core")
+        dear.comm.communicator.prepare("comm_core")
 
 
 def test_nccl_needs_no_comm_core(machine):

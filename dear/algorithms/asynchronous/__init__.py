@@ -1,0 +1,1 @@
+"""Replicas differ and nobody waits for anybody's step."""

@@ -1,0 +1,1 @@
+"""Replicas differ and average with neighbours in step."""

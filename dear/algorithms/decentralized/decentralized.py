@@ -1,0 +1,255 @@
+"""Decentralized data-parallel training: averaging in small groups, beside the next step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from dear.buckets.flat_parameters import FlatParameters
+from dear.errors import UserError
+from dear.lazy import torch
+from dear.options import Options as AlgorithmOptions
+from dear.options import at_least, positive
+from dear.topology.schedules import Edge, Topology, TopologyReg
+from dear.topology.traffic import Traffic
+from dear.training.algorithm import Algorithm, Capabilities
+from dear.training.alone import AloneEngine
+from dear.training.engine import distribute, trained_parameters
+from dear.training.parameters import BUCKET_MB, ParameterEngine, UpdateIn
+
+if TYPE_CHECKING:
+    from dear.comm.communicator import Communicator
+
+CHANNEL = 1
+"""Of its own, so that what the training script communicates does not queue behind models."""
+
+
+class Decentralized(Algorithm):
+    """D-PSGD (Lian et al., NeurIPS 2017, arXiv 1705.09056), overlapped with both passes as in
+    Decent-DP.
+
+    Invariant: x_i(t+1) = sum_j W_ij(t) x_j(t) - update(g_i(x_i(t))): each rank applies its own
+    gradient, at its own parameters, to the average over its group. Models of different ranks
+    differ; `dear.comm.consensus` averages them. `p.grad` is always the rank's own.
+    Bytes move: each bucket of parameters from its update until its update in the next step.
+    Cost per step and rank: one exchange of the model with one peer (`ring`, `one-peer-exp`), or an
+    all-reduce of it in the group (`complete`: all ranks; `alternating-exp-ring`: a node or two).
+    Moments: `share` sends to the group of this step, `mix` of the next step takes that in.
+    """
+
+    @dataclass(frozen=True, kw_only=True)
+    class Options(AlgorithmOptions):
+        """Who averages with whom, and when each bucket is updated."""
+
+        topology: str = "complete"
+        """`complete` (any world), `ring` (even worlds), `one-peer-exp` (2^k ranks),
+        `alternating-exp-ring` (2^k nodes), or a name registered with
+        `dear.topology.schedules.TopologyReg`."""
+        bucket_mb: float = BUCKET_MB
+        """Parameters travel in buckets below so many MB of 2^20 bytes."""
+        update: UpdateIn = "backward"
+        """`backward`: each bucket is updated as soon as its last gradient is there; `step`: in
+        `step()`, so that gradients can be clipped or unscaled before."""
+        adaptive_factor: float = 1.0
+        """How much of the average is taken: x <- (1 - a) x + a (W x); 0 .. 1."""
+        ranks_per_node: int | None = None
+        """For `alternating-exp-ring`; None: as many as the launcher started on this host."""
+
+        def __post_init__(self) -> None:
+            TopologyReg.check_name(self.topology)
+            positive("option of decentralized 'bucket_mb'", self.bucket_mb)
+            at_least("option of decentralized 'adaptive_factor'", self.adaptive_factor, 0)
+            if self.adaptive_factor > 1:
+                raise UserError(
+                    "option of decentralized 'adaptive_factor' must be at most 1, got "
+                    f"{self.adaptive_factor}"
+                )
+            if self.ranks_per_node is not None:
+                at_least("option of decentralized 'ranks_per_node'", self.ranks_per_node, 1)
+
+    capabilities = Capabilities(consistency="decentralized", needs_topology=True)
+    bound = "decentralized"
+
+    @classmethod
+    def traffic(cls, options: Options, world_size: int, local_size: int) -> Traffic:
+        topology = TopologyReg.make(
+            options.topology,
+            world_size=world_size,
+            rank=0,
+            local_world_size=options.ranks_per_node or local_size,
+        )
+        return Traffic.in_groups(topology, world_size)
+
+    def wrap(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        communicator: Communicator,
+        options: Options,
+    ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        trained_parameters(model, optimizer)
+        if communicator.size == 1:
+            return model, distribute(optimizer, AloneEngine(model, communicator))
+        topology = TopologyReg.make(
+            options.topology,
+            world_size=communicator.size,
+            rank=communicator.rank,
+            local_world_size=options.ranks_per_node or _ranks_per_node(),
+        )
+        engine = GroupEngine(
+            model,
+            optimizer,
+            communicator,
+            topology,
+            bucket_mb=options.bucket_mb,
+            update=options.update,
+        )
+        engine.set_factor(options.adaptive_factor)
+        return model, distribute(optimizer, engine)
+
+
+class GroupEngine(ParameterEngine):
+    """Averages in the groups of a schedule, one step behind.
+
+    A group all-reduces its values; where the result is the mean itself, parameters become views of
+    it. Two ranks may as well exchange them and mix by themselves, which takes no process group of
+    their own. As many bytes are sent. But on the comm core, where one rank comes later than the
+    other, large messages between two pass one after the other, not at the same time; there pairs
+    all-reduce, too, which also adds up beside the training.
+
+    Args:
+        topology: group t of it serves the values after step t, counted from 1.
+        views: parameters are views of their buckets.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        communicator: Communicator,
+        topology: Topology,
+        *,
+        views: bool = True,
+        **options: Any,
+    ) -> None:
+        super().__init__(model, optimizer, communicator, order="overlapped", **options)
+        self.topology = topology
+        self.factor = 1.0
+        """How much of the average is taken, 0 .. 1: `(1 - factor) * own + factor * average`."""
+        self._views = views
+        communicator.ensure_channels(CHANNEL + 1)
+        if "nccl" in communicator.backend:
+            # NCCL's first call on a group must be one of all its ranks; an exchange is not.
+            torch.distributed.barrier(communicator.groups[CHANNEL])
+        from dear.comm.communicator import sub_communicators  # needs torch
+
+        larger = [
+            edge.ranks
+            for step in range(topology.period)
+            for edge in topology.edges_at(step)
+            if 1 < len(edge.ranks) < communicator.size and not self._swaps(edge)
+        ]
+        self._groups = sub_communicators(communicator, larger)
+
+    def set_factor(self, factor: float) -> None:
+        """Changes `factor`; raises `UserError` unless it is in 0 .. 1."""
+        at_least("adaptive factor", factor, 0)
+        at_least("1 - adaptive factor", 1 - factor, 0)
+        self.factor = factor
+
+    def lay_out(self, members: Sequence[Sequence[torch.nn.Parameter]]) -> None:
+        edges = self.topology.get_all_edges()
+        self.buckets = [
+            FlatParameters(
+                params,
+                self.communicator,
+                viewed=self._views,
+                shared=any(len(edge.ranks) > 1 and not self._swaps(edge) for edge in edges),
+            )
+            for params in members
+        ]
+
+    def begin(self) -> None:
+        if self._resumed:
+            # What had been under way when the state was saved is sent again, by all ranks.
+            self._resumed = False
+            self.drop()
+            with torch.no_grad():
+                for bucket in self.buckets:
+                    self.share(bucket)
+        super().begin()
+
+    def share(self, bucket: FlatParameters) -> None:
+        edge = self.topology.get_edge(self.steps)
+        if len(edge.ranks) == 1:
+            return
+        bucket.pull()
+        if self._swaps(edge):
+            peer = next(rank for rank in edge.ranks if rank != self.communicator.rank)
+            work = self.communicator.exchange(
+                bucket.spare, bucket.values, peer=peer, channel=CHANNEL
+            )
+        else:
+            torch.mul(bucket.values, _share(edge), out=bucket.spare)
+            if len(edge.ranks) == self.communicator.size:
+                work = self.communicator.all_reduce(bucket.spare, op="sum", channel=CHANNEL)
+            else:
+                group = self._groups[tuple(edge.ranks)]
+                work = group.all_reduce(bucket.spare, op="sum")
+        self.pending[bucket] = work
+
+    def mix(self, bucket: FlatParameters) -> None:
+        work = self.pending.pop(bucket, None)
+        if work is None:
+            return
+        work.wait()
+        edge = self.topology.get_edge(self.steps - 1)
+        if self._swaps(edge):
+            bucket.values.lerp_(bucket.spare, self.factor * (1 - edge.weight))
+            bucket.push()
+            return
+        own = edge.weight - _share(edge)
+        if self.factor == 1 and own == 0:
+            bucket.take_spare()
+            return
+        bucket.values.mul_(1 - self.factor + self.factor * own)
+        bucket.values.add_(bucket.spare, alpha=self.factor)
+        bucket.push()
+
+    def restore(self, saved: dict[str, Any] | None) -> None:
+        super().restore(saved)
+        self.drop()
+        self._resumed = self.steps > 0
+
+    def release(self) -> None:
+        for group in self._groups.values():
+            group.close()
+        self._groups = {}
+
+    def upcoming(self, bucket: FlatParameters) -> Edge | None:
+        """The group whose average the next `mix` of a bucket takes; None if there is none."""
+        if bucket not in self.pending:
+            return None
+        edge = self.topology.get_edge(self.steps - 1)
+        if len(edge.ranks) == self.communicator.size:
+            return Edge(edge.ranks, edge.weight, self.communicator.groups[CHANNEL])
+        group = self._groups.get(tuple(edge.ranks))
+        return Edge(edge.ranks, edge.weight, None if group is None else group.groups[0])
+
+    def _swaps(self, edge: Edge) -> bool:
+        return len(edge.ranks) == 2 and not self.communicator.native
+
+
+def _share(edge: Edge) -> float:
+    """What each of the others counts; exactly the own weight where the average is the mean."""
+    if math.isclose(edge.weight * len(edge.ranks), 1):
+        return edge.weight
+    return (1 - edge.weight) / (len(edge.ranks) - 1)
+
+
+def _ranks_per_node() -> int:
+    from dear.comm import runtime  # needs torch
+
+    return runtime.local_size() if runtime.is_initialized() else 1

@@ -1,0 +1,112 @@
+"""Exact diffusion: decentralized SGD that reaches the exact optimum, for one exchange per step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from dear.comm.neighbors import Exchange, Round
+from dear.errors import UserError
+from dear.lazy import torch
+from dear.options import option_of
+from dear.topology.graphs import from_matrix, matrix
+from dear.topology.traffic import Traffic
+from dear.training.algorithm import Algorithm, Capabilities
+from dear.training.engine import distribute
+from dear.training.parameters import STREAMS, GraphOptions, ParameterEngine, always
+
+if TYPE_CHECKING:
+    from dear.comm.communicator import Communicator
+
+_DIRECTED = ("ring-left", "ring-right", "exp2")
+
+
+class ExactDiffusion(Algorithm):
+    """Exact diffusion (Yuan, Ying, Zhao and Sayed, IEEE Trans. Signal Process. 2019, 1702.05122).
+
+    `psi = x - update; x <- W' (psi + x - last psi)`, W' = (W + 1) / 2: adapt, correct by what
+    averaging did to the last step, combine.
+    Invariant: with a constant step size ranks reach the exact minimum of the sum of their losses.
+    Bytes move: from the update until a layer is needed again.
+    Cost per step and rank: the parameters once to each neighbour; one more copy in memory.
+    Moments: `adapt` corrects what the update makes.
+    """
+
+    @dataclass(frozen=True, kw_only=True)
+    class Options(GraphOptions):
+        """The topology, whose weights must be the same in both directions."""
+
+        topology: str = "symmetric-exp"
+        """A symmetric static graph: `complete`, `ring`, `star`, `mesh` or `symmetric-exp`."""
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            if self.topology in _DIRECTED:
+                raise UserError(
+                    f"{option_of(self, 'topology')}={self.topology} is directed; exact diffusion "
+                    "needs symmetric weights: complete, ring, star, mesh or symmetric-exp"
+                )
+
+    capabilities = Capabilities(consistency="decentralized", needs_topology=True)
+    bound = "after_update"
+
+    @classmethod
+    def traffic(cls, options: Options, world_size: int, local_size: int) -> Traffic:
+        return options.along_graph(world_size)
+
+    def wrap(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        communicator: Communicator,
+        options: Options,
+    ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        weights = matrix(options.graph(communicator, symmetric=True))
+        for rank in range(communicator.size):
+            weights[rank, rank] += 1
+        engine = ExactDiffusionEngine(
+            model,
+            optimizer,
+            communicator,
+            order="adapt-then-combine",
+            bucket_mb=options.bucket_mb,
+            exchange=Exchange(communicator, STREAMS),
+            rounds=always(Round.of(from_matrix(weights / 2), communicator.rank)),
+        )
+        return model, distribute(optimizer, engine)
+
+
+class ExactDiffusionEngine(ParameterEngine):
+    """Keeps psi, what the last update made of the parameters before they were averaged."""
+
+    takes_scaler = False
+
+    def lay_out(self, members: Sequence[Sequence[torch.nn.Parameter]]) -> None:
+        super().lay_out(members)
+        self._psi = {bucket: bucket.new() for bucket in self.buckets}
+        self._started = False
+
+    def adapt(self, update: Callable[[], Any]) -> Any:
+        with torch.no_grad():
+            if self._started:
+                for bucket, correction in self._psi.items():
+                    correction.neg_().add_(bucket.values)  # x - last psi; 0 in the first step
+            self._started = True
+            result = update()
+            for bucket, correction in self._psi.items():
+                psi = bucket.values.clone()
+                bucket.values.add_(correction)
+                correction.copy_(psi)
+        return result
+
+    def saved(self) -> dict[str, Any]:
+        kept = [psi.clone() for psi in self._psi.values()]
+        return super().saved() | {"psi": kept if self._started else None}
+
+    def restore(self, saved: dict[str, Any] | None) -> None:
+        super().restore(saved)
+        kept = None if saved is None else saved["psi"]
+        self._started = kept is not None
+        for index, psi in enumerate(self._psi.values()):
+            psi.zero_() if kept is None else psi.copy_(kept[index])

@@ -1,0 +1,137 @@
+"""Gradient tracking: decentralized SGD that reaches the exact optimum."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from dear.buckets.updates import with_gradients
+from dear.comm.neighbors import Exchange, Round
+from dear.lazy import torch
+from dear.topology.traffic import Traffic
+from dear.training.algorithm import Algorithm, Capabilities
+from dear.training.engine import distribute
+from dear.training.parameters import STREAMS, GraphOptions, ParameterEngine, always
+
+if TYPE_CHECKING:
+    from dear.buckets.flat_values import FlatValues
+    from dear.comm.communicator import Communicator
+
+
+class GradientTracking(Algorithm):
+    """DIGing (Nedic, Olshevsky and Shi, SIAM J. Optim. 2017, arXiv 1607.03218).
+
+    `y <- W y + g - last g; x <- W x - update(y)`. Plain averaging with a constant step size stops
+    near the optimum, since each rank's own gradient pulls it away from the mean. Here each rank
+    keeps an estimate of the mean gradient, averages it like its parameters, corrects it by how its
+    own gradient has changed, and steps with it.
+    Invariant: the mean of the estimates is the mean of the gradients; with a constant step size
+    ranks reach the exact minimum of the sum of their losses, linearly if that is strongly convex.
+    Bytes move: beside both passes.
+    Cost per step and rank: twice the parameters to each neighbour; two more copies in memory.
+    Moments: `share` and `mix` carry the estimates, too; `adapt` updates with them.
+    """
+
+    @dataclass(frozen=True, kw_only=True)
+    class Options(GraphOptions):
+        """The topology; every named one keeps the mean."""
+
+    capabilities = Capabilities(consistency="decentralized", needs_topology=True)
+    bound = "beside_passes"
+
+    @classmethod
+    def traffic(cls, options: Options, world_size: int, local_size: int) -> Traffic:
+        return options.along_graph(world_size).times(2)
+
+    def wrap(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        communicator: Communicator,
+        options: Options,
+    ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        graph = options.graph(communicator, doubly_stochastic=True)
+        engine = GradientTrackingEngine(
+            model,
+            optimizer,
+            communicator,
+            order="combine-then-adapt",
+            bucket_mb=options.bucket_mb,
+            exchange=Exchange(communicator, STREAMS),
+            rounds=always(Round.of(graph, communicator.rank)),
+        )
+        return model, distribute(optimizer, engine)
+
+
+class Trackers:
+    """Estimates `y` of the mean gradient: `y <- average(y) + gradient - last gradient`.
+
+    A parameter that has no gradient on a rank counts as having a zero one there; one that has had
+    none anywhere near stays without, so that optimizers leave it alone as in serial training.
+
+    Args:
+        estimates: zeroed, one flat buffer for each bucket, where `y` shall be.
+    """
+
+    def __init__(self, estimates: dict[FlatValues, torch.Tensor]) -> None:
+        self.estimates = estimates
+        self._last = {bucket: bucket.new() for bucket in estimates}
+        self._used: set[torch.nn.Parameter] = set()
+
+    def update(self, update: Callable[[], Any]) -> Any:
+        """Takes this rank's gradients in, and calls `update` with the estimates in their place.
+
+        The estimates must have been averaged since the last call.
+        """
+        gradients: dict[torch.nn.Parameter, torch.Tensor | None] = {}
+        with torch.no_grad():
+            for bucket, estimate in self.estimates.items():
+                last = self._last[bucket]
+                estimate.sub_(last)
+                bucket.load_gradients(last)
+                estimate.add_(last)
+                for param, view in zip(bucket.params, bucket.views(estimate), strict=True):
+                    if param.grad is not None or param in self._used or bool(view.any()):
+                        self._used.add(param)
+                        gradients[param] = view
+        return with_gradients(gradients, update)
+
+    def saved(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Copies of the estimates and last gradients."""
+        return [(y.clone(), self._last[bucket].clone()) for bucket, y in self.estimates.items()]
+
+    def restore(self, saved: Sequence[tuple[torch.Tensor, torch.Tensor]] | None) -> None:
+        """Goes on from what `saved` returned; None: from zeros."""
+        for index, (bucket, estimate) in enumerate(self.estimates.items()):
+            for part, buffer in enumerate((estimate, self._last[bucket])):
+                buffer.zero_() if saved is None else buffer.copy_(saved[index][part])
+
+
+class GradientTrackingEngine(ParameterEngine):
+    """Averages estimates of the mean gradient beside the parameters, and steps with them."""
+
+    takes_scaler = False
+
+    def lay_out(self, members: Sequence[Sequence[torch.nn.Parameter]]) -> None:
+        super().lay_out(members)
+        self._trackers = Trackers({bucket: bucket.new() for bucket in self.buckets})
+
+    def share(self, bucket: FlatValues) -> None:
+        super().share(bucket)
+        estimate = self._trackers.estimates[bucket]
+        self.pending[bucket, "estimate"] = self.exchange.start(estimate, self.rounds(self.steps))
+
+    def mix(self, bucket: FlatValues) -> None:
+        super().mix(bucket)
+        self.pending.pop((bucket, "estimate")).finish(self._trackers.estimates[bucket])
+
+    def adapt(self, update: Callable[[], Any]) -> Any:
+        return self._trackers.update(update)
+
+    def saved(self) -> dict[str, Any]:
+        return super().saved() | {"trackers": self._trackers.saved()}
+
+    def restore(self, saved: dict[str, Any] | None) -> None:
+        super().restore(saved)
+        self._trackers.restore(None if saved is None else saved["trackers"])

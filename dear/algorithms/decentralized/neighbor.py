@@ -1,0 +1,149 @@
+"""Decentralized SGD over static or changing topologies."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from dear.comm.neighbors import Exchange, Machines, Round
+from dear.comm.runtime import ranks_per_machine
+from dear.cost.bounds import Bound
+from dear.errors import UserError
+from dear.lazy import torch
+from dear.options import at_least, option_of
+from dear.topology.graphs import check_graph, graph
+from dear.topology.schedules import DynamicName, one_peer_machines, schedule
+from dear.topology.traffic import Traffic
+from dear.training.algorithm import Algorithm, Capabilities
+from dear.training.engine import distribute
+from dear.training.parameters import STREAMS, GraphOptions, ParameterEngine, Rounds, always
+
+if TYPE_CHECKING:
+    from dear.comm.communicator import Communicator
+
+
+class Neighbor(Algorithm):
+    """Decentralized SGD: each rank steps with its own gradient and averages with its neighbours.
+
+    D-PSGD (Lian et al., NeurIPS 2017, arXiv 1705.09056); BlueFog (Ying et al. 2021, arXiv
+    2111.04287), whose orders AWC and ATC these are; one-peer exponential graphs (Ying et al.,
+    NeurIPS 2021, arXiv 2110.13363).
+    Invariant: replicas differ; their mean moves by the mean gradient, and what separates them
+    shrinks by the topology's mixing rate in each round.
+    Bytes move: awc, beside both passes; atc, from the update until a layer is needed again.
+    Cost per step and rank: the parameters once to each neighbour (exp2: log2 P, one-peer: 1).
+    """
+
+    @dataclass(frozen=True, kw_only=True)
+    class Options(GraphOptions):
+        """Order, topology and frequency of the averaging."""
+
+        combine: Literal["atc", "awc"] = "awc"
+        """`awc` averages the parameters that the gradient was computed at; `atc` averages after the
+        update."""
+        dynamic: DynamicName = "none"
+        """A topology that changes from step to step takes the place of `topology`. `one-peer-exp`:
+        one peer at distance 1, 2, 4, ... in turn; `inner-outer-ring`, `inner-outer-exp2`: one rank
+        of each machine in turn exchanges with another machine, the others among themselves."""
+        hierarchical: bool = False
+        """Averages exactly inside a machine, and over `topology` (or, with `dynamic=one-peer-exp`,
+        one machine in turn) between machines."""
+        local_size: int | None = None
+        """Ranks per machine, for `hierarchical` and the inner-outer topologies; None: as
+        started."""
+        every: int = 1
+        """Averages in each so many steps only, the last of them."""
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            at_least(option_of(self, "every"), self.every, 1)
+            inner_outer = self.dynamic.startswith("inner-outer")
+            if self.hierarchical and inner_outer:
+                raise UserError(
+                    f"{option_of(self, 'dynamic')}={self.dynamic} knows machines by itself; it "
+                    "does not go with hierarchical"
+                )
+            if self.dynamic != "none" and self.topology != GraphOptions.topology:
+                raise UserError(
+                    f"{option_of(self, 'topology')} is not used with dynamic={self.dynamic}"
+                )
+            if self.local_size is not None:
+                at_least(option_of(self, "local_size"), self.local_size, 1)
+                if not (self.hierarchical or inner_outer):
+                    raise UserError(
+                        f"{option_of(self, 'local_size')} goes with hierarchical or an inner-outer "
+                        "topology"
+                    )
+
+    capabilities = Capabilities(consistency="decentralized", needs_topology=True)
+
+    @classmethod
+    def bound_of(cls, options: Options) -> Bound:
+        return "beside_passes" if options.combine == "awc" else "after_update"
+
+    @classmethod
+    def traffic(cls, options: Options, world_size: int, local_size: int) -> Traffic:
+        return _traffic(options, world_size, options.local_size or local_size).every(options.every)
+
+    def wrap(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        communicator: Communicator,
+        options: Options,
+    ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        exchange, rounds = _averaging(options, communicator)
+        engine = ParameterEngine(
+            model,
+            optimizer,
+            communicator,
+            order="adapt-then-combine" if options.combine == "atc" else "combine-then-adapt",
+            bucket_mb=options.bucket_mb,
+            exchange=exchange,
+            rounds=rounds,
+            every=options.every,
+        )
+        return model, distribute(optimizer, engine)
+
+
+def _averaging(
+    options: Neighbor.Options, communicator: Communicator
+) -> tuple[Exchange | Machines, Rounds]:
+    """What starts rounds, and this rank's part in each."""
+    rank, size = communicator.rank, communicator.size
+    if options.hierarchical:
+        machines = Machines(communicator, options.local_size or ranks_per_machine(communicator))
+        return machines, _machine_rounds(options, machines)
+    if options.dynamic == "none":
+        rounds = always(Round.of(options.graph(communicator), rank))
+    else:
+        local_size = 1
+        if options.dynamic != "one-peer-exp":
+            local_size = options.local_size or ranks_per_machine(communicator)
+        peers = schedule(options.dynamic, size, rank, local_size)
+        rounds = lambda turn: Round.uniform(*peers(turn))  # noqa: E731
+    return Exchange(communicator, STREAMS), rounds
+
+
+def _machine_rounds(options: Neighbor.Options, machines: Machines) -> Rounds:
+    if machines.count == 1:
+        return always(Round(self_weight=1.0))
+    if options.dynamic == "one-peer-exp":
+        peers = one_peer_machines(machines.count, machines.machine)
+        return lambda step: Round.uniform(*peers(step))
+    between = graph(options.topology, machines.count)
+    check_graph(between, machines.count)
+    return always(Round.of(between, machines.machine))
+
+
+def _traffic(options: Neighbor.Options, size: int, local_size: int) -> Traffic:
+    """What is exchanged in the steps that average."""
+    if options.hierarchical:
+        return _traffic(
+            dataclasses.replace(options, hierarchical=False, local_size=None), size // local_size, 1
+        ).between_machines(local_size)
+    if options.dynamic == "none":
+        return options.along_graph(size)
+    ranks = range(size)
+    return Traffic.scheduled([schedule(options.dynamic, size, r, local_size) for r in ranks])

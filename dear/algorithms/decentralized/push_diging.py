@@ -1,0 +1,112 @@
+"""Push-DIGing: gradient tracking over directed graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from dear.algorithms.decentralized.gradient_tracking import Trackers
+from dear.comm.neighbors import Exchange, Round
+from dear.lazy import torch
+from dear.topology.traffic import Traffic
+from dear.training.algorithm import Algorithm, Capabilities
+from dear.training.engine import distribute
+from dear.training.parameters import STREAMS, GraphOptions, ParameterEngine, always
+
+if TYPE_CHECKING:
+    from dear.buckets.flat_values import FlatValues
+    from dear.comm.communicator import Communicator
+
+
+class PushDiging(Algorithm):
+    """Push-DIGing (Nedic, Olshevsky and Shi, SIAM J. Optim. 2017, arXiv 1607.03218).
+
+    `u <- C (u + update(y)); v <- C v; x = u / v; y <- C y + g - last g`: ranks share themselves out
+    (C) to whom they send to, together with a weight v that undoes what an uneven graph does to the
+    shares; so senders need not know how many others a receiver hears.
+    Invariant: sums over the ranks are kept; ranks reach the exact minimum of the sum of their
+    losses with a constant step size, over any strongly connected directed graph.
+    Bytes move: from the update until a layer is needed again.
+    Cost per step and rank: twice the parameters to each neighbour; three more copies in memory.
+    Moments: `share` and `mix` carry u, y and v of a bucket in one message; `adapt` makes u.
+    """
+
+    @dataclass(frozen=True, kw_only=True)
+    class Options(GraphOptions):
+        """The topology; only its edges count, weights follow from the number of receivers."""
+
+    capabilities = Capabilities(consistency="decentralized", needs_topology=True)
+    bound = "after_update"
+
+    @classmethod
+    def traffic(cls, options: Options, world_size: int, local_size: int) -> Traffic:
+        return options.along_graph(world_size).times(2)
+
+    def wrap(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        communicator: Communicator,
+        options: Options,
+    ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        part = Round.splitting(options.graph(communicator), communicator.rank)
+        engine = PushDigingEngine(
+            model,
+            optimizer,
+            communicator,
+            order="adapt-then-combine",
+            bucket_mb=options.bucket_mb,
+            exchange=Exchange(communicator, STREAMS),
+            rounds=always(part),
+        )
+        return model, distribute(optimizer, engine)
+
+
+class PushDigingEngine(ParameterEngine):
+    """Sends numerators, estimates of the mean gradient and weights; parameters are quotients."""
+
+    takes_scaler = False
+
+    def lay_out(self, members: Sequence[Sequence[torch.nn.Parameter]]) -> None:
+        super().lay_out(members)
+        self._messages: dict[FlatValues, torch.Tensor] = {}
+        """u, y and v, one after the other."""
+        self._numerators: dict[FlatValues, torch.Tensor] = {}
+        estimates: dict[FlatValues, torch.Tensor] = {}
+        for bucket in self.buckets:
+            size = bucket.values.numel()
+            message = self._messages[bucket] = bucket.values.new_zeros(2 * size + 1)
+            self._numerators[bucket], estimates[bucket] = message[:size], message[size:-1]
+        self._trackers = Trackers(estimates)
+
+    def adapt(self, update: Callable[[], Any]) -> Any:
+        with torch.no_grad():
+            for bucket, numerator in self._numerators.items():
+                # x * v + (x after - x before), without a copy of x; and parameters that somebody
+                # has loaded or broadcast meanwhile count.
+                torch.mul(bucket.values, self._messages[bucket][-1] - 1, out=numerator)
+            result = self._trackers.update(update)
+            for bucket, numerator in self._numerators.items():
+                numerator.add_(bucket.values)
+        return result
+
+    def share(self, bucket: FlatValues) -> None:
+        message = self._messages[bucket]
+        self.pending[bucket] = self.exchange.start(message, self.rounds(self.steps))
+
+    def mix(self, bucket: FlatValues) -> None:
+        message = self._messages[bucket]
+        self.pending.pop(bucket).finish(message)
+        torch.div(self._numerators[bucket], message[-1], out=bucket.values)
+        bucket.touched()
+
+    def saved(self) -> dict[str, Any]:
+        weights = [message[-1].item() for message in self._messages.values()]
+        return super().saved() | {"trackers": self._trackers.saved(), "weights": weights}
+
+    def restore(self, saved: dict[str, Any] | None) -> None:
+        super().restore(saved)
+        self._trackers.restore(None if saved is None else saved["trackers"])
+        for index, message in enumerate(self._messages.values()):
+            message[-1] = 1.0 if saved is None else saved["weights"][index]

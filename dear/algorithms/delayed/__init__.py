@@ -1,0 +1,1 @@
+"""Replicas are equal, and apply gradients some steps after they were computed."""

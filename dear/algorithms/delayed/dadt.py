@@ -1,0 +1,552 @@
+"""Delayed all-reduce: an update waits for no transfer of its own step."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from dear.buckets.flat import Bucket, packed_buckets
+from dear.buckets.grouping import MIB
+from dear.buckets.ready_groups import ready_groups
+from dear.buckets.run_order import RunOrder, agree
+from dear.buckets.sparse import SparseSum, gather_entries
+from dear.buckets.updates import with_gradients
+from dear.comm.communicator import Communicator, Work
+from dear.errors import UserError
+from dear.lazy import torch
+from dear.options import Options as AlgorithmOptions
+from dear.options import at_least, positive
+from dear.training.algorithm import Algorithm, Capabilities
+from dear.training.engine import (
+    Engine,
+    GradScaling,
+    distribute,
+    refuse_lbfgs,
+    trained_parameters,
+)
+from dear.training.gradients import GradientEngine
+from dear.training.trace import Timeline
+
+if TYPE_CHECKING:
+    Gradients = dict[torch.nn.Parameter, torch.Tensor | None]
+
+PENDING = "delayed_gradients"
+"""Key of an optimizer's state dict, beside its own."""
+
+
+class Dadt(Algorithm):
+    """DADT, asynchronous data-parallel training; its idea is Pipe-SGD's (Li et al., NeurIPS 2018,
+    arXiv 1811.03619).
+
+    Update: w(t+1) = w(t) - lr * mean over ranks of g(t - delay), so that the all-reduce has the
+    whole of the steps between to run in. The first `delay` steps update nothing; `flush()`, and
+    `close()`, apply what is held back, one update for each step.
+    Invariant: after `step()` the parameters are final, and the same on all ranks; between
+    `backward()` and `step()` `p.grad` is this rank's own gradient, which nothing writes to.
+    Bytes move: from the backward pass of a step to `delay` steps later, as groups are complete.
+    Cost per step and rank: one all-reduce per group, with a mark per parameter; per sparse gradient
+    one all-gather of its entries, and one small all-gather that the end of the backward pass waits
+    for. One copy of the gradients into one of `delay` + 1 sets of buffers.
+    """
+
+    @dataclass(frozen=True, kw_only=True)
+    class Options(AlgorithmOptions):
+        """How old gradients are, and which travel together."""
+
+        delay: int = 1
+        """Steps between gradients and the update that applies them, at least 1 (Pipe-SGD's width
+        less one)."""
+        buffer_mb: float = 64.0
+        """Gradients that are ready one after another share buffers of at most so many MB of 2^20
+        bytes; 0: every gradient travels alone."""
+        cycle_time_ms: float | None = None
+        """Only gradients that are ready within the same cycle of so many milliseconds, as the first
+        pass shows, share a buffer; null: whatever comes next."""
+        average: bool = True
+        """False: gradients are summed over ranks instead."""
+        timeline: str | None = None
+        """A file to write on `close()`, `-rankR` put before its suffix: when groups were copied,
+        sent and applied, for chrome://tracing or Perfetto. null: none."""
+
+        def __post_init__(self) -> None:
+            at_least("option of dadt 'delay'", self.delay, 1)
+            at_least("option of dadt 'buffer_mb'", self.buffer_mb, 0)
+            if self.cycle_time_ms is not None:
+                positive("option of dadt 'cycle_time_ms'", self.cycle_time_ms)
+
+        def settling_steps(self) -> int:
+            return self.delay
+
+        def staleness(self) -> int:
+            return self.delay
+
+    capabilities = Capabilities(consistency="delayed")
+    bound = "delayed"
+
+    def wrap(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        communicator: Communicator,
+        options: Options,
+    ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        refuse_lbfgs(optimizer, "dadt")
+        params = trained_parameters(model, optimizer)
+        engine = DelayedEngine(model, optimizer, communicator, params, options)
+        return model, distribute(optimizer, engine)
+
+
+class _Dense(Bucket):
+    """One all-reduce of a group's gradients, and of a mark per parameter."""
+
+    work: Work | None = None
+    packed_s: tuple[float, float] | None = None
+    """When the copy began and ended, on the communicator's clock."""
+
+    @property
+    def nbytes(self) -> int:
+        return self.gradients.nbytes
+
+    def pack(self, divisor: int = 1) -> None:
+        for param, view in zip(self.params, self.gradient_views, strict=True):
+            gradient = param.grad
+            if gradient is None:
+                continue
+            if gradient.dtype != view.dtype or gradient.device != view.device:
+                raise UserError(
+                    f"a parameter of shape {tuple(param.shape)} was {view.dtype} on "
+                    f"{view.device} in the first step and its gradient is {gradient.dtype} on "
+                    f"{gradient.device} now: close() the optimizer before moving the model, "
+                    "and wrap again"
+                )
+            if gradient.layout is not torch.strided:
+                raise UserError(_changed_kind(param, "sparse", "dense"))
+        super().pack(divisor)
+
+    def send(self, communicator: Communicator) -> None:
+        self.work = communicator.all_reduce(self.gradients, op="sum")
+
+
+class _Sparse:
+    """One all-gather of the entries of one sparse gradient."""
+
+    def __init__(self, param: torch.nn.Parameter) -> None:
+        self.params = [param]
+        self.work: Work | None = None
+        self.packed_s: tuple[float, float] | None = None
+        self.mine: torch.Tensor | None = None
+        self._sum: SparseSum | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.work.nbytes if self.work is not None else 0
+
+    def pack(self, divisor: int) -> None:
+        self._divisor = divisor
+        (param,) = self.params
+        gradient = param.grad
+        if gradient is not None and gradient.layout is not torch.sparse_coo:
+            raise UserError(_changed_kind(param, "dense", "sparse"))
+        self.mine = None if gradient is None else gradient.detach().coalesce()
+
+    def send(self, entries: tuple[list[int], int], communicator: Communicator) -> None:
+        """Sends what was packed; `entries` are those of all ranks."""
+        (param,) = self.params
+        self._sum = SparseSum(self.mine, param, entries, communicator, divisor=self._divisor)
+        self.work = self._sum.work
+
+    def means(self) -> Gradients:
+        return {self.params[0]: self._sum.result()}
+
+
+def _changed_kind(param: torch.nn.Parameter, now: str, before: str) -> str:
+    return (
+        f"the gradient of a parameter of shape {tuple(param.shape)} is {now} now, and was {before} "
+        "before (or on another rank): all ranks send one kind"
+    )
+
+
+@dataclass(kw_only=True)
+class _Lap:
+    """The gradients of one step, from their copy to the update that applies them."""
+
+    dense: list[_Dense] = field(default_factory=list)
+    sparse: list[_Sparse] = field(default_factory=list)
+    loaded: Gradients = field(default_factory=dict)
+    """What came from a checkpoint; None for those that no rank has."""
+    step: int = 0
+    scale: torch.Tensor | None = None
+    """The loss scale that they carry; None: 1."""
+
+    @property
+    def messages(self) -> list[_Dense | _Sparse]:
+        return [*self.dense, *self.sparse]
+
+    def wait(self) -> None:
+        """Returns when every transfer has ended."""
+        for message in self.messages:
+            if message.work is not None:
+                message.work.wait()
+
+    def gradients(self) -> Gradients:
+        """Waits for the sums."""
+        self.wait()
+        found = dict(self.loaded)
+        for message in self.messages:
+            found |= message.means()
+        return found
+
+
+class DelayedEngine(GradientEngine):
+    """Update t applies the averaged gradients of step t - delay; the first `delay` ones are none.
+
+    The first pass only watches and is sent at its end; in later ones groups are copied and sent as
+    they are complete. `step()` waits for the transfers of `delay` steps before only.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        communicator: Communicator,
+        params: Sequence[torch.nn.Parameter],
+        options: Dadt.Options,
+    ) -> None:
+        self._optimizer: Any = optimizer
+        self._params = list(params)
+        self._options = options
+        self._scaling = GradScaling(optimizer)
+        self._timeline: Timeline | None = None
+        if options.timeline is not None:
+            self._timeline = Timeline(options.timeline, communicator.rank)
+            communicator.record_times = True
+        self._step = 0
+        self._arrivals: dict[torch.nn.Parameter, float] = {}
+        self._groups: tuple[list[list[torch.nn.Parameter]], list[torch.nn.Parameter]] | None = None
+        """Those of dense parameters, and the sparse ones; None until a pass has shown them."""
+        self._filling: _Lap | None = None
+        self._held: deque[_Lap] = deque()
+        """The laps that wait for their update, oldest first."""
+        self._free: list[_Lap] = []
+        # Asked for their times at the end only: on a GPU the host would have to wait.
+        self._applied: list[tuple[dict[str, int], Any, Work | None, float | None]] = []
+        self._presented = False
+        """True while `p.grad` is what the next update is to apply."""
+        self._watched = Bucket(self._params)
+        super().__init__(model, communicator, [[param] for param in params], sparse=True)
+
+    def step(self, update: Callable[[], Any]) -> Any:
+        if self._presented:
+            return self._step_presented(update)
+        self._scaling.refuse()
+        self.schedule.run_if_missing()
+        self.schedule.restart()
+        self._watched.refuse_changed()
+        self._hold(None)
+        return self._apply(update) if self._due else None
+
+    step_closure = Engine.step_after_closure
+
+    def synchronize(self) -> None:
+        if self.schedule.unsent:
+            self.schedule.run_if_missing()
+        if not self.schedule.passed:
+            self._wait()
+        elif not self._presented:
+            self._present()
+
+    def flush(self, update: Callable[[], Any]) -> None:
+        self._presented = False
+        while self._held:
+            self._apply(update)
+
+    def drop(self) -> None:
+        self._presented = False
+
+    def state_dict(self, plain: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        held = [(lap.gradients(), lap.scale) for lap in self._held]
+        order = self._all_params()
+        return {
+            **plain(),
+            PENDING: [
+                {"gradients": [_copied(own.get(p)) for p in order], "scale": _copied(scale)}
+                for own, scale in held
+            ],
+        }
+
+    def resume(self, state: dict[str, Any]) -> None:
+        given = state.get(PENDING, [])
+        if len(given) > self._options.delay:
+            raise UserError(
+                f"the state holds back the gradients of {len(given)} steps, more than delay="
+                f"{self._options.delay}: flush() before saving, or use the same delay"
+            )
+        self._drop_held()
+        for entry in given:
+            pairs = zip(self._all_params(), entry["gradients"], strict=True)
+            loaded = {param: _copied(value, like=param) for param, value in pairs}
+            managed = {param: loaded[param] for param in self._params}
+            self._held.append(_Lap(step=self._step, scale=_copied(entry["scale"]), loaded=managed))
+
+    def write_timeline(self) -> None:
+        """Writes the file, if there is to be one, with all updates so far; waits for transfers."""
+        if self._timeline is None:
+            return
+        if self._params[0].is_cuda:
+            torch.cuda.synchronize(self._params[0].device)
+        while self._applied:
+            self._draw(*self._applied.pop())
+        self._timeline.write()
+
+    def close(self) -> None:
+        self._wait()
+        self._drop_held()
+        self.write_timeline()
+        self._scaling.close()
+        self.hooks.remove()
+
+    # During the backward pass.
+
+    def arrived(self, param: torch.nn.Parameter) -> None:
+        if self._presented:
+            raise UserError(
+                "backward() after synchronize(): p.grad holds gradients of an earlier step; call "
+                "step() or zero_grad() first"
+            )
+        if self._groups is None:
+            self._arrivals.pop(param, None)  # what counts is the last pass before the groups
+            self._arrivals[param] = self.communicator.clock()
+
+    def ready(self, unit: int) -> None:
+        """Copies the gradients of a message and sends it if it is dense.
+
+        What an earlier pass of the same step has sent is superseded.
+        """
+        if self._groups is None:
+            return
+        if self._filling is None:
+            self._filling = self._free.pop() if self._free else self._new_lap()
+        message, clock = self._filling.messages[unit], self.communicator.clock
+        if message.work is not None:
+            message.work.wait()
+        began = clock()
+        message.pack(1 if not self._options.average else self.communicator.size)
+        message.packed_s = began, clock()
+        if isinstance(message, _Dense):
+            message.send(self.communicator)
+
+    def passed(self) -> None:
+        if self._groups is None:
+            self._groups = self._learnt_groups()
+            if self._groups is not None:
+                dense, sparse = self._groups
+                units = [*dense, *([param] for param in sparse)]
+                self.schedule.regroup(units, range(len(units)))
+                for unit in range(len(units)):
+                    self.ready(unit)
+        sparse = self._filling.sparse if self._filling is not None else []
+        if sparse:
+            # All sizes at once, and not behind the large transfers.
+            mine = [message.mine for message in sparse]
+            device = sparse[0].params[0].device
+            found = gather_entries(mine, device, self.communicator, channel=1)
+            for message, entries in zip(sparse, found, strict=True):
+                message.send(entries, self.communicator)
+        self._watched.note()
+
+    def _learnt_groups(
+        self,
+    ) -> tuple[list[list[torch.nn.Parameter]], list[torch.nn.Parameter]] | None:
+        """The same on all ranks, all of which call it at the end of a pass; None if it was empty.
+
+        Raises:
+            UserError: a gradient is sparse on one rank and dense on another; on all ranks.
+        """
+        now = self.communicator.clock()
+        place = {param: i for i, param in enumerate(self._params)}
+        for param in self._params:
+            if param.grad is not None and param not in self._arrivals:
+                self._arrivals[param] = now  # the script has set it
+        seen = [param for param in self._arrivals if param.grad is not None]
+        own = RunOrder(
+            reads=[],
+            arrivals=[place[param] for param in seen],
+            waits_s=[now - self._arrivals[param] for param in seen],
+        )
+        order = agree(own, self.communicator)
+        if not order.arrivals:
+            return None
+        sparse = self._agreed_sparse(
+            {place[param]: param.grad.layout is torch.sparse_coo for param in seen}
+        )
+        if sparse:
+            self.communicator.ensure_channels(2)
+        dense = [param for param in self._params if param not in set(sparse)]
+        cycle_ms = self._options.cycle_time_ms
+        groups = ready_groups(
+            self._params,
+            dense,
+            order,
+            buffer_bytes=self._options.buffer_mb * MIB,
+            cycle_s=None if cycle_ms is None else cycle_ms / 1e3,
+        )
+        return groups, sparse
+
+    def _agreed_sparse(self, kinds: dict[int, bool]) -> list[torch.nn.Parameter]:
+        sparse: dict[int, bool] = {}
+        for found in self.communicator.gather_objects(kinds):
+            for index, kind in found.items():
+                if sparse.setdefault(index, kind) != kind:
+                    raise UserError(
+                        f"the gradient of a parameter of shape {tuple(self._params[index].shape)} "
+                        "is sparse on some ranks and dense on others"
+                    )
+        # Of an embedding that no rank has used yet.
+        declared = {
+            module._parameters.get("weight")
+            for module in self.model.modules()
+            if getattr(module, "sparse", None) is True
+        }
+        return [p for i, p in enumerate(self._params) if sparse.get(i, p in declared)]
+
+    def _new_lap(self) -> _Lap:
+        groups, sparse = self._groups
+        dense = packed_buckets(groups, self.communicator, kind=_Dense)
+        return _Lap(dense=dense, sparse=[_Sparse(param) for param in sparse])
+
+    # In `step`.
+
+    @property
+    def _due(self) -> bool:
+        """True if the oldest gradients are to be applied now."""
+        return len(self._held) > self._options.delay
+
+    def _hold(self, scale: torch.Tensor | None) -> None:
+        """The gradients of this step, which are under way, join those that are held back."""
+        self._watched.forget()
+        self._step += 1
+        lap, self._filling = self._filling, None
+        if lap is None:  # no rank has had a gradient
+            lap = _Lap(loaded=dict.fromkeys(self._params))
+        lap.step, lap.scale = self._step, scale
+        self._held.append(lap)
+
+    def _apply(self, update: Callable[[], Any]) -> Any:
+        """The update of the oldest gradients that are held back."""
+        lap = self._held.popleft()
+        gradients = lap.gradients()
+        began = self.communicator.clock()
+        try:
+            if lap.scale is not None and not _unscale(gradients, lap.scale):
+                return None
+            return with_gradients(gradients, update)
+        finally:
+            self._release(lap, began)
+
+    def _present(self) -> None:
+        """Makes each `p.grad` what the next update is to apply."""
+        if self._watched.scaled_in_place():
+            self._scaling.refuse_early_unscaling()
+        self._watched.refuse_changed()
+        self._watched.forget()
+        if len(self._held) == self._options.delay:
+            for param, gradient in self._held[0].gradients().items():
+                param.grad = _copied(gradient)
+        else:
+            for param in self._params:
+                if param.grad is not None:
+                    param.grad = torch.zeros_like(param.grad)
+        self._presented = True
+
+    def _step_presented(self, update: Callable[[], Any]) -> Any:
+        optimizer = self._optimizer
+        calling = hasattr(optimizer, "found_inf")
+        if calling and optimizer.grad_scale is None:
+            raise UserError(
+                "scaler.unscale_(optimizer) divides by the present scale, and these gradients are "
+                "of an earlier step: leave unscaling to scaler.step(optimizer)"
+            )
+        self._presented = False
+        self.schedule.restart()
+        self._hold(optimizer.grad_scale.clone() if calling else None)
+        if not self._due:
+            return None
+        lap = self._held.popleft()
+        began = self.communicator.clock()
+        try:
+            if calling:
+                optimizer.grad_scale = lap.scale
+            elif lap.scale is not None and not _unscale(
+                {param: param.grad for param in self._params}, lap.scale
+            ):
+                return None
+            return self._scaling.step(update)
+        finally:
+            self._release(lap, began)
+
+    def _release(self, lap: _Lap, applied_s: float | None) -> None:
+        """Its gradients are not needed any more."""
+        if self._timeline is not None and applied_s is not None:
+            ended = self.communicator.clock()
+            self._timeline.add("update", f"step {lap.step}", applied_s, ended)
+        if not lap.messages:
+            return
+        lap.wait()
+        if self._timeline is not None:
+            for index, message in enumerate(lap.messages):
+                facts = {"step": lap.step, "group": index, "bytes": message.nbytes}
+                self._applied.append((facts, message.packed_s, message.work, applied_s))
+        self._free.append(lap)
+
+    def _wait(self) -> None:
+        for lap in self._held:
+            lap.wait()
+        if self._filling is not None:
+            self._filling.wait()
+
+    def _drop_held(self) -> None:
+        while self._held:
+            self._release(self._held.popleft(), None)
+
+    def _all_params(self) -> list[torch.nn.Parameter]:
+        return [param for group in self._optimizer.param_groups for param in group["params"]]
+
+    def _draw(
+        self,
+        facts: dict[str, int],
+        packed_s: tuple[float, float] | None,
+        work: Work | None,
+        applied_s: float | None,
+    ) -> None:
+        add, name = self._timeline.add, f"step {facts['step']} group {facts['group']}"
+        if packed_s is not None:
+            add("pack", name, *packed_s, **facts)
+        if work is None:
+            return
+        times = work.times()
+        add("in queue", name, times.enqueued_s, times.started_s, **facts)
+        add("transfer", name, times.started_s, times.finished_s, **facts)
+        if applied_s is not None:
+            add("waits for update", name, times.finished_s, applied_s, **facts)
+
+
+def _copied(value: torch.Tensor | None, like: torch.Tensor | None = None) -> torch.Tensor | None:
+    """A copy of a gradient, on the device and in the type of `like`."""
+    if value is None:
+        return None
+    own = value.detach().clone()
+    return own if like is None else own.to(device=like.device, dtype=like.dtype)
+
+
+def _unscale(gradients: Gradients, scale: torch.Tensor) -> bool:
+    """Divides by the loss scale; False if a gradient, and so one of every rank, is not finite."""
+    finite = True
+    for gradient in gradients.values():
+        if gradient is None:
+            continue
+        values = gradient._values() if gradient.is_sparse else gradient
+        values.div_(scale.to(values.device))
+        finite = finite and bool(values.isfinite().all())
+    return finite

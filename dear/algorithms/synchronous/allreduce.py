@@ -1,0 +1,45 @@
+"""All-reduce after the backward pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from dear.algorithms.synchronous.wfbp import AveragingEngine
+from dear.buckets.compression import CompressedOptions, refuse_types
+from dear.comm.communicator import Communicator
+from dear.training.algorithm import Algorithm, Capabilities
+from dear.training.engine import distribute, trained_parameters
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+    from torch.optim import Optimizer
+
+
+class AllReduce(Algorithm):
+    """Plain bulk-synchronous SGD: average every gradient when the backward pass has ended.
+
+    The readable reference that every synchronous algorithm must match.
+    Invariant: after `backward()` returns, `p.grad` is the mean over ranks.
+    Bytes move: after the backward pass, nothing overlaps.
+    Cost per step and rank: one all-reduce per parameter tensor, 2 (P-1)/P of the model's bytes in
+    a ring (Patarasuk and Yuan 2009); one all-gather per tensor if elements or signs are selected.
+    """
+
+    @dataclass(frozen=True, kw_only=True)
+    class Options(CompressedOptions):
+        """How gradients are compressed, each tensor by itself."""
+
+    capabilities = Capabilities(consistency="synchronous")
+    bound = "sequential"
+
+    def wrap(
+        self, model: Module, optimizer: Optimizer, communicator: Communicator, options: Options
+    ) -> tuple[Module, Optimizer]:
+        params = trained_parameters(model, optimizer)
+        refuse_types(params, options)
+
+        def engine() -> AveragingEngine:
+            return AveragingEngine(model, communicator, params, options, overlap=False)
+
+        return model, distribute(optimizer, engine, communicator)

@@ -1,0 +1,481 @@
+"""PyTorch's DistributedDataParallel."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from dear.buckets.carriers import Payloads
+from dear.buckets.compression import CompressedOptions, refuse_types
+from dear.buckets.compressors import make_compressor
+from dear.buckets.sharding import has_hooks, run_hooks
+from dear.comm.communicator import Communicator, Work
+from dear.errors import UserError
+from dear.lazy import torch
+from dear.options import at_least, only_with, option_of, positive
+from dear.training.algorithm import Algorithm, Capabilities
+from dear.training.engine import Engine, distribute, trained_parameters
+
+
+class Ddp(Algorithm):
+    """PyTorch DDP (Li et al., VLDB 2020, arXiv 2006.15704): bucketed all-reduce in the backward.
+
+    The real DDP reducer, attached to the model in place (its own steps before and after a forward,
+    as hooks), so that the training script keeps using its model.
+    Invariant: after `backward()` returns, `p.grad` is the mean over ranks.
+    Bytes move: during the backward pass, bucket by bucket; buffers are broadcast before a forward.
+    Cost per step and rank: one all-reduce per bucket, 2 (P-1)/P of the model's bytes in a ring.
+    """
+
+    @dataclass(frozen=True, kw_only=True)
+    class Options(CompressedOptions):
+        """DDP's own arguments, with its own defaults; how buckets are compressed; ZeRO-1."""
+
+        compression: Literal[
+            "none",
+            "fp16",
+            "bf16",
+            "topk",
+            "eftopk",
+            "gaussian",
+            "signum",
+            "efsignum",
+            "powersgd",
+        ] = "none"
+        """As elsewhere, by bucket, as communication hooks: all but fp16 and bf16 start after the
+        first passes, which make the buckets. `powersgd`: PowerSGD (Vogels et al. 2019, arXiv
+        1905.13727), matrices of low rank with error feedback."""
+        powersgd_rank: int = 1
+        """PowerSGD: rank of the matrices that travel."""
+        powersgd_start_step: int = 10
+        """PowerSGD: backward passes that are sent in full before it starts, at least 2."""
+        static_graph: bool = False
+        """Promise that every pass uses the same parameters in the same way: DDP then needs no
+        search for unused ones."""
+        zero: bool = False
+        """Torch's ZeroRedundancyOptimizer (ZeRO-1, Rajbhandari et al. 2020, arXiv 1910.02054): each
+        rank updates whole tensors of about 1/P of the elements, holds their optimizer state, and
+        broadcasts them. `state_dict()` of the optimizer then is a call for every rank."""
+        bucket_cap_mb: float = 25.0
+        """Size at which a bucket is closed, in MB of 2^20 bytes."""
+        find_unused_parameters: bool = False
+        """Search the graph for parameters without a gradient; DDP raises on them otherwise."""
+        broadcast_buffers: bool = True
+        """Give every rank rank 0's buffers (batch-norm statistics) before each forward."""
+        gradient_as_bucket_view: bool = False
+        """Let `p.grad` be a view of the bucket, which saves a copy and memory."""
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            positive("option of ddp 'bucket_cap_mb'", self.bucket_cap_mb)
+            at_least(option_of(self, "powersgd_rank"), self.powersgd_rank, 1)
+            at_least(option_of(self, "powersgd_start_step"), self.powersgd_start_step, 2)
+            only_with(self, "powersgd_rank", "compression", ["powersgd"])
+            only_with(self, "powersgd_start_step", "compression", ["powersgd"])
+
+    capabilities = Capabilities(consistency="synchronous")
+    bound = "wfbp"
+
+    def wrap(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        communicator: Communicator,
+        options: Options,
+    ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        refuse_types(trained_parameters(model, optimizer), options)
+        zero = None
+        if options.zero and communicator.size > 1:
+            zero = ZeroUpdate(optimizer, communicator)
+        engine = _DdpEngine(model, optimizer, communicator, options, zero)
+        return model, distribute(optimizer, engine)
+
+
+class _DdpEngine(Engine):
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        communicator: Communicator,
+        options: Ddp.Options,
+        zero: ZeroUpdate | None,
+    ) -> None:
+        super().__init__(model, communicator)
+        self._optimizer: Any = optimizer
+        self._zero = zero
+        # torch 2.13 renames this argument; 2.11 has the old name only.
+        known = inspect.signature(torch.nn.parallel.DistributedDataParallel).parameters
+        new = "forward_sync_buffers"
+        buffers = {new if new in known else "broadcast_buffers": options.broadcast_buffers}
+        self._ddp = torch.nn.parallel.DistributedDataParallel(
+            model,
+            process_group=communicator.groups[0],
+            bucket_cap_mb=options.bucket_cap_mb,
+            find_unused_parameters=options.find_unused_parameters,
+            gradient_as_bucket_view=options.gradient_as_bucket_view,
+            static_graph=options.static_graph,
+            **buffers,
+        )
+        ddp = self._ddp
+        if communicator.size > 1:
+            add_hook(ddp, communicator, options)
+        # A static graph is learnt in the first pass, which must be a whole one.
+        self._learning = options.static_graph
+        self._unsent = False
+
+        def after_forward(output: Any) -> Any:
+            if model.training and torch.is_grad_enabled() and ddp.require_backward_grad_sync:
+                self._unsent = False
+                self._learning = False
+            return ddp._post_forward(output)
+
+        self.hooks.around_forward(
+            model,
+            before=lambda args, kwargs: ddp._pre_forward(*args, **kwargs),
+            after=after_forward,
+        )
+
+    def step(self, update: Callable[[], Any]) -> Any:
+        self._refuse_unsent()
+        return update() if self._zero is None else self._zero.step()
+
+    def step_closure(self, update: Callable[[Callable[[], Any]], Any], closure: Any) -> Any:
+        if self._zero is None:
+            return update(closure)
+        return self.step_after_closure(update, closure)
+
+    def state_dict(self, plain: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        if self._zero is None:
+            return plain()
+        kept = self._optimizer.state
+        self._optimizer.state = {**kept, **self._zero.whole_state()}
+        try:
+            return plain()
+        finally:
+            self._optimizer.state = kept
+
+    def load_state_dict(self, plain: Callable[[], None]) -> None:
+        plain()
+        if self._zero is not None:
+            self._zero.take_state()
+
+    def synchronize(self) -> None:
+        """Nothing to do: gradients are averages when `backward()` returns."""
+        self._refuse_unsent()
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        if self._learning:
+            yield
+            return
+        with self._ddp.no_sync():
+            self._unsent = True
+            yield
+
+    def _refuse_unsent(self) -> None:
+        if self._unsent:
+            raise UserError(
+                "gradients were accumulated under no_sync() and never sent: DDP sends them in the "
+                "next forward and backward pass outside it, which must come before step()"
+            )
+
+    def close(self) -> None:
+        self._unsent = False
+        super().close()
+        if self._zero is not None:
+            self._optimizer.state.update(self._zero.whole_state())
+            self._zero = None
+        del self._ddp  # the reducer takes out its autograd hooks when it is destroyed
+
+
+FIRST = 2
+"""Passes after which buckets stay what they are: DDP makes them anew after the first."""
+
+
+def add_hook(ddp: Any, communicator: Communicator, options: Ddp.Options) -> None:
+    """Registers with `ddp` what `options.compression` names."""
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+    group = communicator.groups[0]
+    if options.compression == "fp16":
+        ddp.register_comm_hook(group, default_hooks.fp16_compress_hook)
+    elif options.compression == "bf16":
+        # DDP knows this hook by name, and takes it with NCCL only; the hook itself runs anywhere.
+        ddp.register_comm_hook(
+            group, lambda group, bucket: default_hooks.bf16_compress_hook(group, bucket)
+        )
+    elif options.compression == "powersgd":
+        ddp.register_comm_hook(
+            PowerSgd(communicator, options.powersgd_rank, options.powersgd_start_step), _carry
+        )
+    elif options.gathers:
+        ddp.register_comm_hook(BucketPayloads(communicator, options), _carry)
+
+
+class BucketPayloads:
+    """Buckets as payloads that are all-gathered; dense until the buckets stay what they are."""
+
+    def __init__(self, communicator: Communicator, options: Ddp.Options) -> None:
+        self._communicator = communicator
+        self._options = options
+        self._passes = 0
+        self._carriers: dict[int, tuple[list[torch.nn.Parameter], Payloads]] = {}
+
+    def carry(self, bucket: Any) -> torch.futures.Future:
+        """A future of the bucket's buffer with what stands for the mean over ranks."""
+        buffer, dense = bucket.buffer(), self._passes < FIRST
+        self._passes += bucket.is_last()
+        if dense:
+            work = self._communicator.all_reduce(buffer, op="mean")
+            return work.future().then(lambda _: buffer)
+        params = bucket.parameters()
+        carrier = self._carrier(bucket.index(), params, buffer)
+        work = carrier.send(buffer, [param.grad is not None for param in params])
+
+        def received(_: Any) -> torch.Tensor:
+            carrier.receive(buffer)
+            return buffer
+
+        return work.future().then(received)
+
+    def _carrier(
+        self, index: int, params: list[torch.nn.Parameter], buffer: torch.Tensor
+    ) -> Payloads:
+        if index not in self._carriers or not _same(self._carriers[index][0], params):
+            compressor = make_compressor(self._options, buffer.numel(), buffer.dtype, buffer.device)
+            sizes = [param.numel() for param in params]
+            self._carriers[index] = params, Payloads(self._communicator, compressor, sizes)
+        return self._carriers[index][1]
+
+
+def _carry(state, bucket):  # DDP looks at the annotations, which must not be texts
+    return state.carry(bucket)
+
+
+def _same(some: list[torch.nn.Parameter], others: list[torch.nn.Parameter]) -> bool:
+    return len(some) == len(others) and all(a is b for a, b in zip(some, others, strict=True))
+
+
+class ZeroUpdate:
+    """Each rank updates some of the parameters, holds the state of those, and sends them on.
+
+    Hyper-parameters are those of the script's optimizer at the time of each step. Its own `state`
+    is empty meanwhile; `whole_state` collects it.
+
+    Args:
+        optimizer: of its own, plain class yet.
+
+    Raises:
+        UserError: the optimizer or its parameters are of a kind that ZeRO cannot split.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, communicator: Communicator) -> None:
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise UserError(
+                "option of ddp 'zero' cannot be had with LBFGS, which needs all parameters at "
+                "once; use zero=False"
+            )
+        self._optimizer: Any = optimizer
+        self._communicator = communicator
+        try:
+            self._zero = ZeroRedundancyOptimizer(
+                [dict(group) for group in optimizer.param_groups],
+                optimizer_class=self._local,
+                process_group=communicator.groups[0],
+            )
+        except ValueError as error:
+            raise UserError(
+                f"option of ddp 'zero': torch's ZeroRedundancyOptimizer refuses this "
+                f"optimizer: {error}"
+            ) from None
+        self.take_state()
+
+    def _local(self, groups: Sequence[dict[str, Any]], **_: Any) -> torch.optim.Optimizer:
+        """An optimizer of the same kind, whatever its class wants to be made with."""
+        local = object.__new__(type(self._optimizer))
+        # A scheduler's wrapper of `step` is about the script's optimizer, and so are its hooks.
+        local.__dict__.update({k: v for k, v in vars(self._optimizer).items() if k != "step"})
+        for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+            setattr(local, name, OrderedDict())
+        local.param_groups = [dict(group) for group in groups]
+        local.state = defaultdict(dict)
+        return local
+
+    def step(self) -> Any:
+        """One update from the gradients there are, with the optimizer's step hooks around it."""
+        if has_hooks(self._optimizer):
+            return run_hooks(self._optimizer, self._step)
+        return self._step()
+
+    def _step(self) -> Any:
+        ours, given = self._zero.param_groups, self._optimizer.param_groups
+        _copy_settings(given, ours)
+        result = self._zero.step()
+        _copy_settings(ours, given)  # some optimizers count there
+        return result
+
+    def take_state(self) -> None:
+        """Takes this rank's part of the optimizer's own, whole state; the rest is let go."""
+        mine = {param for group in self._zero.optim.param_groups for param in group["params"]}
+        whole = self._optimizer.state
+        self._zero.optim.state.update({p: state for p, state in whole.items() if p in mine})
+        whole.clear()
+
+    def whole_state(self) -> dict[Any, Any]:
+        """Everybody's state, on every rank; a collective call."""
+        params = [param for group in self._optimizer.param_groups for param in group["params"]]
+        place = {param: i for i, param in enumerate(params)}
+        mine = {place[param]: state for param, state in self._zero.optim.state.items() if state}
+        result = {}
+        for part in self._communicator.gather_objects(mine):
+            for index, state in part.items():
+                result[params[index]] = {
+                    key: _beside(value, params[index]) for key, value in state.items()
+                }
+        return result
+
+
+def _copy_settings(source: Sequence[dict[str, Any]], to: Sequence[dict[str, Any]]) -> None:
+    for one, other in zip(source, to, strict=True):
+        other.update({key: value for key, value in one.items() if key != "params"})
+
+
+def _beside(value: Any, param: Any) -> Any:
+    # Objects of other ranks come on their devices; counters stay on the CPU, as torch has them.
+    if torch.is_tensor(value) and value.device.type != "cpu":
+        return value.to(param.device)
+    return value
+
+
+class PowerSgd:
+    """A communication hook for DDP (Vogels et al. 2019, arXiv 1905.13727), with error feedback.
+
+    A matrix M becomes P = M Q, whose mean is made orthogonal, and Q = M' P, whose mean starts the
+    next pass; P Q' stands for the mean of M. What is too small for that travels as it is. The first
+    halves overlap the backward pass, the second ones follow it, bucket by bucket: so all ranks
+    start them in one order, and no collective waits in another one's callback, which torch's own
+    hook does and which only NCCL bears.
+
+    Args:
+        rank: columns of P and Q.
+        start: passes that are sent in full before; DDP makes its buckets anew after the first.
+    """
+
+    def __init__(self, communicator: Communicator, rank: int, start: int) -> None:
+        self._communicator = communicator
+        self._rank = rank
+        self._start = start
+        self._passes = 0
+        self._buckets: dict[int, _Bucket] = {}
+        self._running: list[tuple[_Bucket, torch.futures.Future, torch.Tensor]] = []
+
+    def carry(self, bucket: Any) -> torch.futures.Future:
+        """A future of the bucket's buffer with what stands for the mean over ranks."""
+        buffer, last = bucket.buffer(), bucket.is_last()
+        if self._passes < self._start:
+            self._passes += last
+            work = self._communicator.all_reduce(buffer, op="mean")
+            return work.future().then(lambda _: buffer)
+        if bucket.index() not in self._buckets:
+            self._buckets[bucket.index()] = _Bucket(bucket.gradients(), self._rank)
+        known = self._buckets[bucket.index()]
+        known.send_left(bucket.gradients(), self._communicator)
+        cuda = buffer.device.type == "cuda"
+        future = torch.futures.Future(devices=[buffer.device] if cuda else None)
+        self._running.append((known, future, buffer))
+        if last:
+            self._end()
+        return future
+
+    def _end(self) -> None:
+        for bucket, _, _ in self._running:
+            bucket.send_right(self._communicator)
+        for bucket, future, buffer in self._running:
+            bucket.finish()
+            future.set_result(buffer)
+        self._running.clear()
+
+
+class _Bucket:
+    """The factors of the matrices of one bucket, and what they have not carried yet."""
+
+    def __init__(self, gradients: list[torch.Tensor], rank: int) -> None:
+        self._rank = rank
+        self._large = [_worth(gradient, rank) for gradient in gradients]
+        # The same on all ranks.
+        generator = torch.Generator().manual_seed(0)
+        self._right, self._errors = [], []
+        for matrix in self._matrices(gradients):
+            start = torch.randn(matrix.shape[1], rank, generator=generator)
+            self._right.append(start.to(matrix.device, matrix.dtype))
+            self._errors.append(torch.zeros_like(matrix))
+        self._left: list[torch.Tensor] = []
+        self._work: Work | None = None
+
+    def send_left(self, gradients: list[torch.Tensor], communicator: Communicator) -> None:
+        self._found = self._matrices(gradients)
+        self._small = [g for g, large in zip(gradients, self._large, strict=True) if not large]
+        self._whole = [m + e for m, e in zip(self._found, self._errors, strict=True)]
+        left = [m @ q for m, q in zip(self._whole, self._right, strict=True)]
+        self._sent = _joined(left + self._small)
+        self._work = communicator.all_reduce(self._sent, op="mean")
+
+    def send_right(self, communicator: Communicator) -> None:
+        self._work.wait()
+        shapes = [(matrix.shape[0], self._rank) for matrix in self._found]
+        means = _split(self._sent, shapes + [gradient.shape for gradient in self._small])
+        for gradient, mean in zip(self._small, means[len(shapes) :], strict=True):
+            gradient.copy_(mean)
+        self._left = [_orthogonal(mean) for mean in means[: len(shapes)]]
+        right = [m.t() @ p for m, p in zip(self._whole, self._left, strict=True)]
+        self._sent = _joined(right) if right else self._sent.new_zeros(0)
+        self._work = communicator.all_reduce(self._sent, op="mean") if right else None
+
+    def finish(self) -> None:
+        if self._work is None:
+            return
+        self._work.wait()
+        self._right = [
+            mean.clone() for mean in _split(self._sent, [right.shape for right in self._right])
+        ]
+        for i, gradient in enumerate(self._found):
+            stands = self._left[i] @ self._right[i].t()
+            error = self._whole[i] - stands
+            # A gradient that has overflowed must not stay for ever.
+            self._errors[i] = torch.where(torch.isfinite(error).all(), error, self._errors[i])
+            gradient.copy_(stands)
+            if not torch.isfinite(self._right[i]).all():
+                self._right[i] = torch.ones_like(self._right[i])
+        self._whole.clear()
+
+    def _matrices(self, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+        pairs = zip(gradients, self._large, strict=True)
+        return [gradient.view(gradient.shape[0], -1) for gradient, large in pairs if large]
+
+
+def _worth(gradient: torch.Tensor, rank: int) -> bool:
+    """True if the factors have less than half as many elements."""
+    if gradient.dim() < 2 or not gradient.numel() or not gradient.is_contiguous():
+        return False
+    rows = gradient.shape[0]
+    return 2 * rank * (rows + gradient.numel() // rows) < gradient.numel()
+
+
+def _orthogonal(matrix: torch.Tensor) -> torch.Tensor:
+    wide = matrix.dtype if matrix.dtype == torch.float64 else torch.float32
+    return torch.linalg.qr(matrix.to(wide)).Q.to(matrix.dtype)
+
+
+def _joined(tensors: list[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def _split(flat: torch.Tensor, shapes: list[Any]) -> list[torch.Tensor]:
+    sizes = [torch.Size(shape).numel() for shape in shapes]
+    return [part.view(shape) for part, shape in zip(flat.split(sizes), shapes, strict=True)]

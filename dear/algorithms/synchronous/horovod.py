@@ -1,0 +1,358 @@
+"""Horovod itself."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import itertools
+import os
+import socket
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from dear.buckets.grouping import MIB
+from dear.comm.communicator import Communicator
+from dear.comm.environment import RankFacts
+from dear.comm.runtime import address_of
+from dear.errors import Unavailable, UserError
+from dear.lazy import torch
+from dear.options import Options as AlgorithmOptions
+from dear.options import at_least, positive
+from dear.training.algorithm import Algorithm, Capabilities
+from dear.training.engine import Engine, distribute, trained_parameters
+from dear.training.hooks import at_end_of_backward
+
+if TYPE_CHECKING:
+    from horovod.runner.common.util.hosts import SlotInfo
+
+
+class Horovod(Algorithm):
+    """Horovod (Sergeev and Del Balso 2018, arXiv 1802.05799): negotiated, fused all-reduce.
+
+    The real library: its hooks start an all-reduce per gradient, its background thread agrees on
+    what is ready everywhere and fuses it.
+    Invariant: after `backward()` returns, `p.grad` is the mean over ranks (Horovod alone waits in
+    `step()`; waiting at the end of the pass lets accumulation and clipping work as in plain torch).
+    Bytes move: during the backward pass, once per cycle.
+    Cost per step and rank: one all-reduce per fused buffer, and a negotiation per cycle.
+    """
+
+    @dataclass(frozen=True, kw_only=True)
+    class Options(AlgorithmOptions):
+        """Horovod's own settings; None leaves them to its environment variables and defaults.
+
+        All but `compression` and `adasum` are read once, when Horovod starts in this process: a
+        later wrap with other values is refused.
+        """
+
+        controller: Literal["gloo", "mpi"] = "gloo"
+        """Who negotiates and reduces: Horovod's own Gloo, or MPI (needs mpirun and a build with
+        MPI)."""
+        fusion_threshold_mb: float | None = None
+        """Size of the fused buffer, in MB of 2^20 bytes; 0: nothing is fused."""
+        cycle_time_ms: float | None = None
+        """Time between two negotiations, in milliseconds."""
+        cache_capacity: int | None = None
+        """Responses of negotiations that are kept; 0: every tensor is negotiated in every step."""
+        autotune: bool = False
+        """Let Horovod look for threshold and cycle time by Bayesian optimisation; those that are
+        given above stay. It goes on for hundreds of steps and does not tell when it has ended."""
+        compression: Literal["none", "fp16"] = "none"
+        """`fp16`: gradients travel in half precision, divided before the sum."""
+        adasum: bool = False
+        """Adaptive summation (Maleki et al. 2020, arXiv 2006.02924) of gradients instead of their
+        mean: `p.grad` is that. Needs controller=mpi, a number of ranks that is a power of 2."""
+
+        def __post_init__(self) -> None:
+            if self.fusion_threshold_mb is not None:
+                at_least("option of horovod 'fusion_threshold_mb'", self.fusion_threshold_mb, 0)
+            if self.cycle_time_ms is not None:
+                positive("option of horovod 'cycle_time_ms'", self.cycle_time_ms)
+            if self.cache_capacity is not None:
+                at_least("option of horovod 'cache_capacity'", self.cache_capacity, 0)
+            if self.adasum and self.controller != "mpi":
+                raise UserError(
+                    "option of horovod 'adasum' needs controller='mpi', the only one of its "
+                    f"controllers that has it on CPUs, got controller={self.controller!r}"
+                )
+
+    # scripts/horovod.sh builds it for CPU tensors only.
+    capabilities = Capabilities(consistency="synchronous", devices=("cpu",))
+    bound = "wfbp"
+
+    @classmethod
+    def unavailable(cls) -> str | None:
+        if importlib.util.find_spec("horovod") is not None:
+            return None
+        note = Path(sys.prefix, "horovod-build-failed.txt")
+        reason = note.read_text().strip() if note.exists() else "not installed"
+        return f"Horovod is missing ({reason}); build it with `make horovod`"
+
+    def wrap(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        communicator: Communicator,
+        options: Options,
+    ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        missing = self.unavailable()
+        if missing:
+            raise Unavailable(missing)
+        params = trained_parameters(model, optimizer)
+        if options.adasum and communicator.size & (communicator.size - 1):
+            raise UserError(
+                f"option of horovod 'adasum': the number of ranks must be a power of 2, got "
+                f"{communicator.size}"
+            )
+        start(communicator, options)
+        engine = _HorovodEngine(model, optimizer, communicator, params, options)
+        return model, distribute(optimizer, engine)
+
+
+_counter = itertools.count()
+
+
+class _HorovodEngine(Engine):
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        communicator: Communicator,
+        params: list[torch.nn.Parameter],
+        options: Horovod.Options,
+    ) -> None:
+        import horovod.torch as hvd
+
+        super().__init__(model, communicator)
+        self._hvd = hvd
+        # Horovod insists on a name for everything that the optimizer holds.
+        names = {param: name for name, param in model.named_parameters()}
+        held = [param for group in optimizer.param_groups for param in group["params"]]
+        # Names must differ between optimizers, too: several may be under way at a time.
+        self._name = f"optimizer.{next(_counter)}"
+        named = [
+            (f"{self._name}.{names.get(param, f'outside.{i}')}", param)
+            for i, param in enumerate(held)
+        ]
+        # Horovod makes a new optimizer of the class that it is given, with parameters alone. Only
+        # its hooks and its waiting are used, so any class will do; the user's may need arguments.
+        carrier = torch.optim.SGD(held, lr=0.0)
+        half = options.compression == "fp16"
+        self._horovod = hvd.DistributedOptimizer(
+            carrier,
+            named_parameters=named,
+            compression=hvd.Compression.fp16 if half else hvd.Compression.none,
+            gradient_predivide_factor=float(communicator.size) if half else 1.0,
+        )
+        if options.adasum:
+            # Horovod's own Adasum optimizer reduces updates in `step()`; here the user's runs.
+            self._horovod.op = hvd.Adasum
+        self._params = params
+        self._paused = False
+        self._unsent = False
+        self._passed = False
+        self._in_pass = False
+        self.hooks.on_gradient(params, self._on_gradient)
+
+    def step(self, update: Callable[[], Any]) -> Any:
+        if not self._passed or self._unsent:
+            self._average()
+        self._passed = False
+        return update()
+
+    def step_closure(self, update: Callable[[Callable[[], Any]], Any], closure: Any) -> Any:
+        return update(closure)
+
+    def synchronize(self) -> None:
+        """Averages what was accumulated under `no_sync`; the rest `backward()` has averaged."""
+        if self._unsent:
+            self._average()
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        # Horovod counts backward passes per parameter and starts at the last one.
+        self._paused, before = True, self._paused
+        self._horovod.set_backward_passes_per_step(2**30)
+        try:
+            yield
+        finally:
+            self._paused = before
+            if not before:
+                self._horovod.set_backward_passes_per_step(1)
+
+    def forget(self) -> None:
+        self._passed = self._unsent = self._in_pass = False
+
+    def close(self) -> None:
+        super().close()
+        self._horovod._grad_accs.clear()  # Horovod's hooks live on these nodes
+
+    def _on_gradient(self, param: torch.nn.Parameter) -> None:
+        if not param.grad.is_contiguous():  # Horovod takes no channels_last
+            param.grad = param.grad.contiguous()
+        if self._paused:
+            self._unsent = True
+        elif not self._in_pass:
+            self._in_pass = True
+            at_end_of_backward(self._average)
+
+    def _average(self) -> None:
+        self._in_pass = self._unsent = False
+        self._passed = True
+        if self.communicator.size == 1:
+            return  # Horovod registers no hooks then
+        # Horovod gives every parameter a gradient, zero where there was none. One that no rank
+        # used must stay without, or weight decay and momentum would move it.
+        used = torch.tensor([param.grad is not None for param in self._params], dtype=torch.int32)
+        exchange = self._hvd.allreduce_async_(used, op=self._hvd.Sum, name=f"{self._name}.used")
+        self._horovod.synchronize()
+        self._hvd.synchronize(exchange)
+        for param, somewhere in zip(self._params, used.tolist(), strict=True):
+            if not somewhere:
+                param.grad = None
+
+
+_VARIABLES = {
+    "fusion_threshold_mb": "HOROVOD_FUSION_THRESHOLD",
+    "cycle_time_ms": "HOROVOD_CYCLE_TIME",
+    "cache_capacity": "HOROVOD_CACHE_CAPACITY",
+    "autotune": "HOROVOD_AUTOTUNE",
+}
+_running: dict[str, Any] = {}
+"""The values of options with which Horovod has been started here."""
+
+
+def start(communicator: Communicator, options: Any) -> None:
+    """Joins Horovod's own job of the same ranks, with its settings from `options`.
+
+    Raises:
+        UserError: Horovod runs already, with other settings than these.
+    """
+    import horovod.torch as hvd
+
+    from dear.comm import runtime
+
+    wanted = {name: getattr(options, name) for name in ("controller", *_VARIABLES)}
+    if hvd.is_initialized():
+        _refuse_others(wanted)
+        return
+    facts = runtime.facts()
+    if options.controller == "mpi":
+        if facts.launcher != "Open MPI" or not hvd.mpi_built():
+            raise UserError(
+                "option of horovod controller='mpi' needs mpirun and a Horovod built with MPI "
+                f"(started by: {facts.launcher}; built with MPI: {bool(hvd.mpi_built())})"
+            )
+        os.environ["HOROVOD_CONTROLLER"] = os.environ["HOROVOD_CPU_OPERATIONS"] = "mpi"
+    else:
+        _rendezvous(communicator, facts)
+    with _settings(wanted):
+        hvd.init()
+    _running.clear()
+    _running.update(wanted)
+    runtime.at_shutdown(hvd.shutdown)
+
+
+def _refuse_others(wanted: dict[str, Any]) -> None:
+    import horovod.torch as hvd
+
+    now = _running
+    if not now:  # the script has started it itself
+        now = {**dict.fromkeys(_VARIABLES), "autotune": False}
+        now["controller"] = "mpi" if hvd.mpi_enabled() else "gloo"
+    for name, value in wanted.items():
+        if value != now[name]:
+            raise UserError(
+                f"option of horovod {name!r}={value}: Horovod runs in this process already, with "
+                f"{name}={now[name]}, and reads its settings only when it starts"
+            )
+
+
+@contextlib.contextmanager
+def _settings(wanted: dict[str, Any]) -> Iterator[None]:
+    """The environment variables that Horovod reads while it starts; afterwards as they were."""
+    values = {}
+    for name, variable in _VARIABLES.items():
+        value = wanted[name]
+        if name == "fusion_threshold_mb" and value is not None:
+            value = int(value * MIB)
+        if value is not None and value is not False:
+            values[variable] = "1" if value is True else str(value)
+    before = {variable: os.environ.get(variable) for variable in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for variable, value in before.items():
+            if value is None:
+                del os.environ[variable]
+            else:
+                os.environ[variable] = value
+
+
+def _rendezvous(communicator: Communicator, facts: RankFacts) -> None:
+    """Does what horovodrun would: a key-value server on rank 0, and the ranks' places."""
+    from horovod.runner.http.http_server import RendezvousServer
+
+    from dear.comm import runtime
+
+    host, address, interface = _whereabouts(facts)
+    slots = _slots(communicator.gather_objects((host, facts.local_rank)))
+    where = (address, 0)
+    if facts.rank == 0:
+        server = RendezvousServer()
+        where = (address, server.start())
+        server.init(slots)
+        runtime.at_shutdown(server.stop)
+    address, port = communicator.broadcast_object(where)
+    slot = slots[facts.rank]
+    os.environ.update(
+        HOROVOD_CONTROLLER="gloo",
+        HOROVOD_CPU_OPERATIONS="gloo",
+        HOROVOD_GLOO_IFACE=interface,
+        HOROVOD_GLOO_RENDEZVOUS_ADDR=address,
+        HOROVOD_GLOO_RENDEZVOUS_PORT=str(port),
+        HOROVOD_HOSTNAME=slot.hostname,
+        HOROVOD_RANK=str(slot.rank),
+        HOROVOD_SIZE=str(slot.size),
+        HOROVOD_LOCAL_RANK=str(slot.local_rank),
+        HOROVOD_LOCAL_SIZE=str(slot.local_size),
+        HOROVOD_CROSS_RANK=str(slot.cross_rank),
+        HOROVOD_CROSS_SIZE=str(slot.cross_size),
+    )
+
+
+def _whereabouts(facts: RankFacts) -> tuple[str, str, str]:
+    """This host's name, its address for the other ranks, and the interface of that address."""
+    if facts.one_host:
+        return "localhost", "127.0.0.1", "lo"
+    name = socket.gethostname()
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
+    address = address_of(interface) if interface else socket.gethostbyname(name)
+    if address is None:
+        raise UserError(f"GLOO_SOCKET_IFNAME={interface}: {name} has no such interface with IPv4")
+    return name, address, interface
+
+
+def _slots(places: Sequence[tuple[str, int]]) -> list[SlotInfo]:
+    """Horovod's view of the ranks, whose hosts and numbers on them are `places`."""
+    from horovod.runner.common.util.hosts import SlotInfo
+
+    slots = []
+    for rank, (host, local_rank) in enumerate(places):
+        alike = [other for other, number in places if number == local_rank]
+        slots.append(
+            SlotInfo(
+                hostname=host,
+                rank=rank,
+                local_rank=local_rank,
+                cross_rank=alike.index(host),
+                size=len(places),
+                local_size=sum(other == host for other, _ in places),
+                cross_size=len(alike),
+            )
+        )
+    return slots

@@ -1,0 +1,339 @@
+"""Merged-gradient wait-free back-propagation."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from dear.buckets.carriers import Payloads, make_carrier
+from dear.buckets.compression import CompressedOptions, HalfOptions, refuse_types, share_of
+from dear.buckets.compressors import make_compressor
+from dear.buckets.flat import packed_bucket
+from dear.buckets.grouping import MIB, fuse
+from dear.buckets.merging import Plan, by_total, greedy, optimal
+from dear.cost.collectives import measured_costs, table_costs
+from dear.errors import UserError
+from dear.lazy import torch
+from dear.options import at_least, only_with
+from dear.training.algorithm import Algorithm, Capabilities
+from dear.training.backward_times import BackwardProfile, LayerTimes
+from dear.training.engine import distribute, trained_parameters
+from dear.training.gradients import GradientEngine
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch.nn import Module, Parameter
+    from torch.optim import Optimizer
+
+    from dear.buckets.merging import Plan
+    from dear.comm.communicator import Communicator
+    from dear.training.backward_times import BackwardProfile
+
+    Planner = Callable[[list[Parameter], BackwardProfile], Plan]
+    from torch.nn import Parameter
+
+    from dear.comm.communicator import Work
+
+
+class MgWfbp(Algorithm):
+    """MG-WFBP (Shi, Chu and Li, INFOCOM 2019, arXiv 1811.11141): gradients merged by a cost model.
+
+    Neighbouring gradients share an all-reduce where that ends the communication earlier, given when
+    each gradient arrives and what an all-reduce costs by size. Both are measured, in the first
+    steps and after them; rank 0 decides, then the groups stay.
+    Invariant: after `backward()` returns, `p.grad` is the mean over ranks.
+    Bytes move: during the backward pass, each group as soon as its last gradient is there.
+    Cost per step and rank: one all-reduce per group, or all-gather of elements or signs.
+    """
+
+    @dataclass(frozen=True, kw_only=True)
+    class Options(CompressedOptions):
+        """Which rule merges, where its numbers come from, and how each group is compressed."""
+
+        merge: Literal["greedy", "asc", "optimal", "threshold"] = "greedy"
+        """`greedy`: the paper's rule; `asc`: only what could not start yet is merged (ASC-WFBP,
+        INFOCOM 2021); `optimal`: the best groups under the cost model, by dynamic programming;
+        `threshold`: a group is closed once it has `threshold_mb`."""
+        costs: Literal["measured", "10gbe", "56gbib"] = "measured"
+        """What an all-reduce costs: measured on these ranks, or a published table (for comparison;
+        between its numbers of workers it is interpolated)."""
+        small_elements: int = 0
+        """Greedy and asc: groups with fewer elements always take in the next gradient (DeAR's
+        programs: 8192)."""
+        threshold_mb: float | None = None
+        """Size for merge=threshold, in MB of 2^20 bytes; 0: every gradient alone."""
+        profile_steps: int = 2
+        """Steps that are measured before the groups are made; they do not overlap anything."""
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            at_least("option of mgwfbp 'small_elements'", self.small_elements, 0)
+            at_least("option of mgwfbp 'profile_steps'", self.profile_steps, 1)
+            if (self.threshold_mb is None) == (self.merge == "threshold"):
+                raise UserError(
+                    "option of mgwfbp 'threshold_mb' goes with merge='threshold' and only with it, "
+                    f"got threshold_mb={self.threshold_mb} and merge={self.merge!r}"
+                )
+            if self.threshold_mb is not None:
+                at_least("option of mgwfbp 'threshold_mb'", self.threshold_mb, 0)
+            if self.costs != "measured" and self.merge == "threshold":
+                raise UserError(
+                    f"option of mgwfbp 'costs'={self.costs!r} has no use with merge='threshold'"
+                )
+            if self.costs != "measured" and self.gathers:
+                raise UserError(
+                    f"option of mgwfbp 'costs'={self.costs!r} is a table of all-reduces, which "
+                    f"compression={self.compression!r} does not use; use costs='measured'"
+                )
+            only_with(self, "small_elements", "merge", ["greedy", "asc"])
+
+        def settling_steps(self) -> int:
+            return max(super().settling_steps(), self.profile_steps)
+
+    capabilities = Capabilities(consistency="synchronous")
+    bound = "wfbp"
+
+    def wrap(
+        self, model: Module, optimizer: Optimizer, communicator: Communicator, options: Options
+    ) -> tuple[Module, Optimizer]:
+        def plan(ordered: list[Parameter], profile: BackwardProfile) -> Plan:
+            sizes = [param.nbytes for param in ordered]
+            kinds = [(param.dtype, param.device) for param in ordered]
+            if options.threshold_mb is not None:
+                return by_total(sizes, options.threshold_mb * MIB, kinds=kinds)
+            cost = _cost(options, communicator, ordered[0])
+            if options.merge == "optimal":
+                return optimal(sizes, profile.arrivals_s, cost, kinds=kinds)
+            return greedy(
+                sizes,
+                profile.arrivals_s,
+                cost,
+                wait=options.merge == "greedy",
+                least=options.small_elements * ordered[0].element_size(),
+                kinds=kinds,
+            )
+
+        return model, merge_gradients(model, optimizer, communicator, options, plan)
+
+
+def _cost(
+    options: MgWfbp.Options, communicator: Communicator, like: Parameter
+) -> Callable[[float], float]:
+    """Seconds to average a group by the bytes of its gradients."""
+    if options.gathers:
+        return gathered_cost(options, communicator, like)
+    if options.costs == "measured":
+        cost: Callable[[float], float] = measured_costs(communicator, "all_reduce", like.device)
+    else:
+        cost = table_costs(options.costs, communicator.size)
+    share = share_of(options, like.element_size())
+    return lambda nbytes: cost(nbytes * share)
+
+
+PROFILING_MB = 25
+
+
+class MergedEngine(GradientEngine):
+    """Averages groups of gradients as they arrive; the groups are found while the first steps run.
+
+    In the first `profile_steps` steps everything is sent when the backward pass has ended, so that
+    nothing disturbs the times at which gradients arrive. Then `plan` is called on every rank,
+    rank 0's result holds everywhere, and the groups stay.
+
+    Args:
+        plan: groups of places in the profile's order. It may call collectives, so every rank calls
+            it; only rank 0's profile and result count.
+        options: a `CompressedOptions`, which hold once the plan is there, with `profile_steps`.
+    """
+
+    def __init__(
+        self,
+        model: Module,
+        communicator: Communicator,
+        params: Sequence[Parameter],
+        *,
+        plan: Planner,
+        options: Any,
+    ) -> None:
+        self._params = list(params)
+        self._plan = plan
+        self._options = options
+        self._steps_left = options.profile_steps
+        self._times: LayerTimes | None = LayerTimes(model, params, communicator)
+        first = fuse([self._params], PROFILING_MB * MIB)
+        self._exchanges: list[Exchange] = [
+            ReducedExchange(group, communicator, HalfOptions()) for group in first
+        ]
+        self._started: list[Exchange] = []
+        super().__init__(model, communicator, [self._params])
+
+    def ready(self, unit: int) -> None:
+        # Before there is a plan, the only unit is the whole model.
+        chosen = self._exchanges if self._times is not None else [self._exchanges[unit]]
+        for exchange in chosen:
+            exchange.start()
+            self._started.append(exchange)
+
+    def passed(self) -> None:
+        for exchange in self._started:
+            exchange.finish()
+        self._started.clear()
+
+    def drop(self) -> None:
+        while self._started:
+            self._started.pop().drop()
+
+    def close(self) -> None:
+        super().close()
+        if self._times is not None:
+            self._times.stop()
+
+    def planned_groups(self) -> list[list[Parameter]] | None:
+        """The planned groups in the order in which they are sent; None before there is a plan."""
+        if self._times is not None:
+            return None
+        return [exchange.bucket.params for exchange in self._exchanges]
+
+    def stepped(self) -> None:
+        if self._times is None:
+            return
+        self._steps_left -= 1
+        if self._steps_left > 0:
+            return
+        profile = self._times.stop() or _unknown(len(self._params))
+        self._times = None
+        order, groups = self.communicator.broadcast_object(
+            (profile.order, self._plan([self._params[i] for i in profile.order], profile))
+        )
+        params = [self._params[i] for i in order]
+        for param in params:  # they are views of the buffers that go now
+            param.grad = None if param.grad is None else param.grad.clone()
+        self._exchanges.clear()
+        self._exchanges = [
+            make_exchange([params[i] for i in group], self.communicator, self._options)
+            for group in groups
+        ]
+        units = [exchange.bucket.params for exchange in self._exchanges]
+        self.schedule.regroup(units, range(len(units)))
+
+
+def merge_gradients(
+    model: Module, optimizer: Optimizer, communicator: Communicator, options: Any, plan: Planner
+) -> Optimizer:
+    """`optimizer` with a `MergedEngine` for all it trains; alone there is nothing to merge.
+
+    Args:
+        options: a `CompressedOptions` with `profile_steps`.
+    """
+    params = trained_parameters(model, optimizer)
+    refuse_types(params, options)
+
+    def engine() -> MergedEngine:
+        return MergedEngine(model, communicator, params, plan=plan, options=options)
+
+    return distribute(optimizer, engine, communicator)
+
+
+def _unknown(count: int) -> BackwardProfile:
+    """What a rank that has not run a backward pass must take: the reverse order, all at once."""
+    return BackwardProfile(
+        order=list(reversed(range(count))), arrivals_s=[0.0] * count, forward_s=0.0, backward_s=0.0
+    )
+
+
+class Exchange(ABC):
+    """Averages the gradients of one group; made anew when the groups change."""
+
+    def __init__(self, params: Sequence[Parameter], communicator: Communicator) -> None:
+        self.bucket = packed_bucket(params, communicator.size)
+        self._work: Work | None = None
+
+    def start(self) -> None:
+        """Takes the gradients there are and sends them."""
+        self.bucket.pack()
+        self._work = self._send()
+
+    def drop(self) -> None:
+        """Waits for what is under way and forgets it."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+
+    def finish(self) -> None:
+        """Lets each `p.grad` be the mean, a view of the bucket; None where no rank has one."""
+        self.drop()
+        self._receive()
+        for param, gradient in self.bucket.means().items():
+            param.grad = gradient
+
+    @abstractmethod
+    def _send(self) -> Work: ...
+
+    @abstractmethod
+    def _receive(self) -> None:
+        """Leaves the means and the marks in the bucket."""
+
+
+class ReducedExchange(Exchange):
+    """One all-reduce of the bucket with its marks, in its own type or in half precision."""
+
+    def __init__(
+        self,
+        params: Sequence[Parameter],
+        communicator: Communicator,
+        options: CompressedOptions | HalfOptions,
+    ) -> None:
+        super().__init__(params, communicator)
+        self._carrier = make_carrier(options, communicator, self.bucket.gradients)
+
+    def _send(self) -> Work:
+        return self._carrier.send(self.bucket.gradients)
+
+    def _receive(self) -> None:
+        self._carrier.receive(self.bucket.gradients)
+
+
+class GatheredExchange(Exchange):
+    """One all-gather of what a compressor makes of the gradients, and of a mark per parameter."""
+
+    def __init__(
+        self,
+        params: Sequence[Parameter],
+        communicator: Communicator,
+        options: CompressedOptions,
+    ) -> None:
+        super().__init__(params, communicator)
+        sizes = [param.numel() for param in params]
+        data = self.bucket.gradients
+        self._gradients = data[: sum(sizes)]
+        compressor = make_compressor(options, sum(sizes), data.dtype, data.device)
+        self._carrier = Payloads(communicator, compressor, sizes)
+
+    def _send(self) -> Work:
+        present = [param.grad is not None for param in self.bucket.params]
+        return self._carrier.send(self._gradients, present)
+
+    def _receive(self) -> None:
+        self._carrier.receive(self._gradients)
+        used = torch.tensor(self._carrier.used, dtype=self.bucket.marks.dtype)
+        self.bucket.marks.copy_(used)
+
+
+def make_exchange(
+    params: Sequence[Parameter], communicator: Communicator, options: CompressedOptions
+) -> Exchange:
+    """What averages a group as `options` say."""
+    kind = GatheredExchange if options.gathers else ReducedExchange
+    return kind(params, communicator, options)
+
+
+def gathered_cost(
+    options: CompressedOptions, communicator: Communicator, like: torch.Tensor
+) -> Callable[[float], float]:
+    """Measured seconds of the all-gather of payloads, by bytes of gradients like `like`."""
+    gather = measured_costs(communicator, "all_gather", like.device)
+    share = share_of(options, like.element_size()) * communicator.size
+    return lambda nbytes: gather(nbytes * share)

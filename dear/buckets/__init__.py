@@ -1,0 +1,1 @@
+"""Parameters and gradients as flat memory, and what becomes of them."""

@@ -1,0 +1,147 @@
+"""Averages one flat tensor over the ranks, compressed or not."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+from dear.buckets.compression import CompressedOptions, HalfOptions, wire_dtype
+from dear.buckets.compressors import Compressor, make_compressor
+from dear.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from dear.comm.communicator import Communicator, Work
+
+
+class Carrier(ABC):
+    """Carries the gradients of one buffer, step after step.
+
+    A send that is never received leaves no trace, so one that was dropped is as if it had not been.
+    """
+
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+
+    @abstractmethod
+    def send(self, tensor: Tensor, present: Sequence[bool] = (True,), **queue: int) -> Work:
+        """Starts to average `tensor`; every rank calls it.
+
+        Args:
+            tensor: dense; must not be touched until the work has ended.
+            present: for each piece of the tensor, whether this rank has a gradient for it. Carriers
+                that keep nothing back have no use for it.
+            queue: `channel` and `priority`, as of the communicator's collectives.
+        """
+
+    @abstractmethod
+    def receive(self, tensor: Tensor) -> None:
+        """Leaves the mean in the `tensor` that was sent; its work must have ended."""
+
+
+class Dense(Carrier):
+    """One all-reduce, in place."""
+
+    def send(self, tensor: Tensor, present: Sequence[bool] = (True,), **queue: int) -> Work:
+        return self._communicator.all_reduce(tensor, op="mean", **queue)
+
+    def receive(self, tensor: Tensor) -> None:
+        return
+
+
+class Half(Carrier):
+    """One all-reduce of a copy in another type, divided before the sum: fp16 has a small range."""
+
+    def __init__(self, communicator: Communicator, wire: torch.dtype) -> None:
+        super().__init__(communicator)
+        self._wire = wire
+        self._staged: Tensor | None = None
+
+    def send(self, tensor: Tensor, present: Sequence[bool] = (True,), **queue: int) -> Work:
+        flat = _flat(tensor)
+        if self._staged is None:
+            self._staged = torch.empty_like(flat, dtype=self._wire)
+        torch.mul(flat, 1 / self._communicator.size, out=self._staged)
+        return self._communicator.all_reduce(self._staged, op="sum", **queue)
+
+    def receive(self, tensor: Tensor) -> None:
+        _flat(tensor).copy_(self._staged)
+
+
+class Payloads(Carrier):
+    """One all-gather of what a compressor makes of the tensor, and of a mark per piece.
+
+    Of a piece that no rank has a gradient for, nothing is taken in: what was sent of it is that of
+    former steps, and is kept.
+
+    Args:
+        sizes: of the pieces, in elements.
+    """
+
+    def __init__(
+        self, communicator: Communicator, compressor: Compressor, sizes: Sequence[int]
+    ) -> None:
+        super().__init__(communicator)
+        self.compressor = compressor
+        ends = list(accumulate(sizes))
+        self.pieces = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+        self.used: list[bool] = [False] * len(sizes)
+        """After `receive`: which pieces some rank has a gradient for."""
+        self._gathered: Tensor | None = None
+
+    def send(self, tensor: Tensor, present: Sequence[bool] = (True,), **queue: int) -> Work:
+        payload = self.compressor.compress(_flat(tensor))
+        marks = torch.tensor(present, dtype=torch.uint8).to(payload.device)
+        # Rows then start at multiples of 8 bytes.
+        marks = torch.nn.functional.pad(marks, (0, -marks.numel() % 8))
+        row = torch.cat([payload, marks])
+        self._start = payload.numel()
+        self._gathered = row.new_empty(self._communicator.size * row.numel())
+        return self._communicator.all_gather(self._gathered, row, **queue)
+
+    def receive(self, tensor: Tensor) -> None:
+        self.take(tensor)
+        self.commit()
+
+    def take(self, tensor: Tensor) -> None:
+        """`receive` in two parts, the first: leaves the mean in `tensor`."""
+        rows = self._gathered.view(self._communicator.size, -1)
+        self.compressor.decompress(rows[:, : self._start], _flat(tensor))
+        marks = rows[:, self._start : self._start + len(self.pieces)]
+        self.used = marks.any(dim=0).tolist()
+        self._gathered = None
+
+    def commit(self) -> None:
+        """The second: what was taken counts as sent."""
+        unused = [piece for piece, used in zip(self.pieces, self.used, strict=True) if not used]
+        self.compressor.commit(unused)
+
+
+def make_carrier(
+    options: CompressedOptions | HalfOptions,
+    communicator: Communicator,
+    like: Tensor,
+    sizes: Sequence[int] | None = None,
+) -> Carrier:
+    """What carries a tensor like `like`, a dense one; alone, nothing is compressed.
+
+    Args:
+        sizes: of its pieces, in elements, if it has several.
+    """
+    wire = wire_dtype(options.compression)
+    if communicator.size == 1 or options.compression == "none" or wire == like.dtype:
+        return Dense(communicator)
+    if wire is not None:
+        return Half(communicator, wire)
+    assert isinstance(options, CompressedOptions)
+    compressor = make_compressor(options, like.numel(), like.dtype, like.device)
+    return Payloads(communicator, compressor, sizes or [like.numel()])
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    from dear.comm.communicator import flat_view  # imports torch, which a listing must not
+
+    return flat_view(tensor)

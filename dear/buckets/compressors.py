@@ -1,0 +1,237 @@
+"""What travels instead of a gradient, and what is kept of it for the next step."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from statistics import NormalDist
+from typing import TYPE_CHECKING
+
+from dear.buckets.compression import ERROR_FEEDBACK
+from dear.buckets.packing import joined, pack_signs, split, unpack_signs
+from dear.errors import unknown
+from dear.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from dear.buckets.compression import CompressedOptions
+
+_ROUNDS = 3
+
+
+class Compressor(ABC):
+    """Turns one flat buffer into bytes and back; one object per buffer, for it may keep state.
+
+    A rank calls `compress` on its own gradients, all-gathers the payloads, calls `decompress` on
+    what it has got and then `commit`. Without `commit` it is as if nothing had been sent: what a
+    pass that an error ended, or that another one superseded, has compressed is never lost.
+
+    Args:
+        numel, dtype, device: of the buffer.
+        error_feedback: what does not travel is added to the next gradient.
+    """
+
+    def __init__(
+        self, numel: int, dtype: torch.dtype, device: torch.device, *, error_feedback: bool
+    ) -> None:
+        self.numel, self.dtype, self.device = numel, dtype, device
+        self.residual: Tensor | None = (
+            torch.zeros(numel, dtype=dtype, device=device) if error_feedback else None
+        )
+        """What has not travelled yet; None without error feedback."""
+        self.steps = 0
+        """How often `commit` has been called."""
+        self._rest: Tensor | None = None
+
+    def compress(self, gradient: Tensor) -> Tensor:
+        """The payload for a 1-D `gradient`, which stays as it is.
+
+        Returns:
+            1-D uint8, of the same length on every rank, a multiple of 8 bytes.
+        """
+        if self.residual is None:
+            return self._encode(gradient)
+        rest = gradient + self.residual
+        whole = torch.isfinite(rest).all()
+        payload = self._encode(rest)
+        self._take_out(payload, rest)
+        # A gradient that has overflowed must not stay for ever (a GradScaler skips its step).
+        self._rest = torch.where(whole, rest, self.residual)
+        return payload
+
+    @abstractmethod
+    def decompress(self, payloads: Tensor, output: Tensor) -> None:
+        """Writes the mean over ranks, or what stands for it, into `output`, 1-D.
+
+        Args:
+            payloads: `[ranks, bytes]`, rows of what `compress` returned.
+        """
+
+    def commit(self, unused: Sequence[slice] = ()) -> None:
+        """The last payload has been taken in by every rank; without its `unused` pieces."""
+        self.steps += 1
+        if self.residual is None or self._rest is None:
+            return
+        for piece in unused:
+            self._rest[piece] = self.residual[piece]
+        self.residual, self._rest = self._rest, None
+
+    @abstractmethod
+    def _encode(self, source: Tensor) -> Tensor:
+        """The payload for `source`, which stays as it is."""
+
+    def _take_out(self, payload: Tensor, rest: Tensor) -> None:
+        """Takes from `rest`, of which `payload` was made, what the payload carries."""
+        raise NotImplementedError(f"{type(self).__name__} has no error feedback")
+
+
+class TopK(Compressor):
+    """The elements of largest magnitude (Aji and Heafield 2017, arXiv 1704.05021).
+
+    Args:
+        density: share of the elements that travel, by the number of `commit` calls before.
+    """
+
+    def __init__(
+        self,
+        numel: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        density: Callable[[int], float],
+        *,
+        error_feedback: bool,
+    ) -> None:
+        super().__init__(numel, dtype, device, error_feedback=error_feedback)
+        self._density = density
+        self._index_dtype = torch.int32 if numel < 2**31 else torch.int64
+
+    @property
+    def count(self) -> int:
+        """How many elements travel the next time."""
+        return min(max(int(self.numel * self._density(self.steps)), 1), self.numel)
+
+    def _encode(self, source: Tensor) -> Tensor:
+        places = self._select(source, self.count)
+        return joined(source[places], places.to(self._index_dtype))
+
+    def _select(self, source: Tensor, count: int) -> Tensor:
+        """Places of `count` elements at most; the same place is never chosen twice."""
+        if count == self.numel:
+            return torch.arange(count, device=source.device)
+        return source.abs().topk(count, sorted=False).indices
+
+    def _take_out(self, payload: Tensor, rest: Tensor) -> None:
+        values, places = self._parts(payload)
+        # Not a difference, which would leave nan where the element is infinite; and not where the
+        # payload is padded.
+        rest[places[values != 0]] = 0
+
+    def decompress(self, payloads: Tensor, output: Tensor) -> None:
+        output.zero_()
+        for payload in payloads:
+            values, places = self._parts(payload)
+            # Divided before the sum, which half precision could not hold.
+            output.index_add_(0, places, values, alpha=1 / len(payloads))
+
+    def _parts(self, payload: Tensor) -> tuple[Tensor, Tensor]:
+        count = self.count
+        return split(payload, (count, self.dtype), (count, self._index_dtype))
+
+
+class Gaussian(TopK):
+    """About the largest elements, without sorting: those in the tails of a normal distribution.
+
+    The threshold is the normal quantile whose two tails hold `density`, times the standard
+    deviation; it is corrected up to 3 times when it finds less than 2/3 or more than 4/3 of the
+    count (Shi et al. 2019, arXiv 1911.08772). Exactly `count` entries travel: the largest of those
+    found, or all of them and zeros.
+    """
+
+    def _select(self, source: Tensor, count: int) -> Tensor:
+        if count == self.numel:
+            return super()._select(source, count)
+        # In single precision at least: a standard deviation in fp16 overflows early.
+        wide = source if source.dtype == torch.float64 else source.float()
+        away = (wide - wide.mean()).abs_()
+        limit = self.quantile() * wide.std(correction=0).item()
+        for _ in range(_ROUNDS):
+            found = int((~(away < limit)).sum())
+            if 3 * found < 2 * count:
+                limit *= 0.5
+            elif 3 * found > 4 * count:
+                limit *= 1.5
+            else:
+                break
+        # Not `>=`: what is not a number must travel, to be noticed.
+        chosen = (~(away < limit)).nonzero().view(-1)
+        if chosen.numel() > count:
+            chosen = chosen[wide[chosen].abs().topk(count, sorted=False).indices]
+        return chosen
+
+    def quantile(self) -> float:
+        """How many standard deviations from the mean the two tails of `density` begin."""
+        return NormalDist().inv_cdf(1 - self._density(self.steps) / 2)
+
+    def _encode(self, source: Tensor) -> Tensor:
+        count = self.count
+        chosen = self._select(source, count)
+        values = source.new_zeros(count)
+        places = torch.zeros(count, dtype=self._index_dtype, device=source.device)
+        values[: chosen.numel()] = source[chosen]
+        places[: chosen.numel()] = chosen
+        return joined(values, places)
+
+
+class Signum(Compressor):
+    """Signs by majority vote (Bernstein et al. 2018, arXiv 1802.04434); 0 counts as positive.
+
+    What stands for the mean is 1, -1, or 0 where the votes are equal.
+    """
+
+    def _encode(self, source: Tensor) -> Tensor:
+        return pack_signs(source)
+
+    def decompress(self, payloads: Tensor, output: Tensor) -> None:
+        votes = torch.zeros(self.numel, dtype=torch.int32, device=output.device)
+        for payload in payloads:
+            votes += unpack_signs(payload, self.numel)
+        output.copy_(votes.sign_())
+
+
+class EfSignum(Compressor):
+    """Signs times the mean magnitude, with error feedback (arXiv 1901.09847)."""
+
+    def _encode(self, source: Tensor) -> Tensor:
+        wide = source.dtype if source.dtype == torch.float64 else torch.float32
+        scale = source.abs().sum(dtype=wide) / max(self.numel, 1)
+        return joined(scale.to(self.dtype).view(1), pack_signs(source))
+
+    def _take_out(self, payload: Tensor, rest: Tensor) -> None:
+        scale, signs = self._parts(payload)
+        rest.addcmul_(signs, scale, value=-1)
+
+    def decompress(self, payloads: Tensor, output: Tensor) -> None:
+        output.zero_()
+        for payload in payloads:
+            scale, signs = self._parts(payload)
+            output.addcmul_(signs, scale / len(payloads))
+
+    def _parts(self, payload: Tensor) -> tuple[Tensor, Tensor]:
+        scale, bits = split(payload, (1, self.dtype), (None, torch.uint8))
+        return scale, unpack_signs(bits, self.numel).to(self.dtype)
+
+
+def make_compressor(
+    options: CompressedOptions, numel: int, dtype: torch.dtype, device: torch.device
+) -> Compressor:
+    """A compressor for one buffer; raises `UserError` if none has the name in `options`."""
+    feedback = options.compression in ERROR_FEEDBACK
+    if options.compression in ("topk", "eftopk"):
+        return TopK(numel, dtype, device, options.density_at, error_feedback=feedback)
+    if options.compression == "gaussian":
+        return Gaussian(numel, dtype, device, options.density_at, error_feedback=feedback)
+    kinds = {"signum": Signum, "efsignum": EfSignum}
+    if options.compression not in kinds:
+        raise unknown("compressor", options.compression, ["topk", "eftopk", "gaussian", *kinds])
+    return kinds[options.compression](numel, dtype, device, error_feedback=feedback)

@@ -1,0 +1,506 @@
+"""Collectives over a torch.distributed process group, as the algorithms see them; its backends.
+
+Algorithms know tensors, channels and `Work`; which backend moves the bytes, between which hosts, is
+decided where the process group is made. Time, too, comes from here, never from a wall clock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from types import ModuleType, SimpleNamespace
+from typing import Any, Literal, TypeVar
+
+from dear.comm.environment import RankFacts
+from dear.errors import Unavailable, UserError, unknown
+from dear.lazy import dist, torch
+
+Op = Literal["mean", "sum", "min", "max"]
+T = TypeVar("T")
+
+CALLBACK_S = 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkTimes:
+    """When a collective was queued, could start, and ended; seconds on the communicator's clock."""
+
+    enqueued_s: float
+    started_s: float
+    """Not before the last collective of the channel that had ended when this one ended; a backend
+    that runs several at a time (Gloo: two) may really have begun earlier."""
+    finished_s: float
+
+
+class Work:
+    """One collective under way. Its tensors may be read or written again after `wait`."""
+
+    def __init__(self, communicator: Communicator, handle: Any, channel: int, nbytes: int) -> None:
+        self._communicator = communicator
+        self._handle = handle
+        self._channel = channel
+        self._callbacks: list[Callable[[], None]] = []
+        self._times: WorkTimes | None = None
+        self.nbytes = nbytes
+        """Payload in bytes: the larger of input and output on this rank."""
+        self._recorded: threading.Event | None = None
+        if communicator.record_times and not communicator.native_times:
+            self._recorded = threading.Event()
+            enqueued = communicator.clock()
+            handle.get_future().add_done_callback(lambda _: self._finished(enqueued))
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Blocks until the result may be used (on CUDA: by the current stream).
+
+        Args:
+            timeout_s: longest wait in seconds; None means the process group's own timeout.
+
+        Raises:
+            RuntimeError: a peer died, disagreed, or did not answer in time.
+        """
+        began = self._communicator.clock()
+        if timeout_s is None:
+            self._handle.wait()
+        else:
+            self._handle.wait(timedelta(seconds=timeout_s))
+        self._communicator.blocked_s += self._communicator.clock() - began
+
+    def done(self) -> bool:
+        """True once the collective has ended; never blocks."""
+        return self._handle.is_completed()
+
+    def on_complete(self, callback: Callable[[], None]) -> None:
+        """Calls `callback` once the collective has ended, from a thread of the backend."""
+        self._handle.get_future().add_done_callback(lambda _: callback())
+
+    def future(self) -> torch.futures.Future:
+        """Completes with the collective; for torch's own machinery, which chains on it."""
+        return self._handle.get_future()
+
+    def times(self) -> WorkTimes:
+        """The three times of a finished collective.
+
+        Raises:
+            UserError: the communicator was not made with `record_times`, or it is still running.
+        """
+        if self._communicator.native_times and self._handle.is_completed():
+            times = self._handle.times()
+            return WorkTimes(
+                enqueued_s=times.enqueued_s,
+                started_s=times.started_s,
+                finished_s=times.finished_s,
+            )
+        if self._recorded is not None and self._handle.is_completed():
+            self._recorded.wait(CALLBACK_S)  # the callback may be a moment behind the end
+        if self._times is None:
+            raise UserError("no times: the collective is running, or record_times is off")
+        return self._times
+
+    def _finished(self, enqueued_s: float) -> None:
+        now = self._communicator.clock()
+        before = self._communicator.channel_free_s.get(self._channel, enqueued_s)
+        self._communicator.channel_free_s[self._channel] = now
+        self._times = WorkTimes(
+            enqueued_s=enqueued_s, started_s=max(enqueued_s, before), finished_s=now
+        )
+        self._recorded.set()
+
+
+class Communicator:
+    """The ranks of one job (or of a sub-group) and the collectives between them.
+
+    All ranks must make the same calls in the same order on each channel. Tensors are dense and
+    non-overlapping in memory; a dtype or device that the backend lacks raises its error.
+
+    Args:
+        group: a torch.distributed process group.
+        channels: number of independent queues; each further one is a process group of its own, so
+            constructing with more than one is itself a collective call.
+        record_times: keep `Work.times()`; costs a callback per collective.
+        clock: returns seconds; the virtual fabric passes its own,
+        pause: and what lets so many seconds of it pass.
+        timeout_s: the longest that a collective of a further channel may take; None: torch's
+            default. (Those of the first have the limit that `group` was made with.)
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        channels: int = 1,
+        record_times: bool = False,
+        clock: Callable[[], float] = time.perf_counter,
+        pause: Callable[[float], None] = time.sleep,
+        timeout_s: float | None = None,
+    ) -> None:
+        self.timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+        self.backend = shown(dist.get_backend(group))
+        self.native = self.backend == "comm_core"
+        """The backend knows priorities."""
+        # It also takes times, on the clock that time.perf_counter reads on Linux.
+        self.native_times = self.native and clock is time.perf_counter
+        self.record_times = record_times
+        self.clock = clock
+        self.pause = pause
+        self.channel_free_s: dict[int, float] = {}
+        self.blocked_s = 0.0
+        """Seconds that callers of `Work.wait` were held up: exposed communication."""
+        self.bytes_sent = 0
+        """Payload bytes handed to collectives so far (input tensors of this rank)."""
+        self.groups = [group]
+        self.ensure_channels(channels)
+
+    def ensure_channels(self, count: int) -> None:
+        """Makes the missing ones of `count` channels; then it is a collective call."""
+        ranks = dist.get_process_group_ranks(self.groups[0])
+        while len(self.groups) < count:
+            self.groups.append(dist.new_group(ranks, timeout=self.timeout))
+
+    def all_reduce(
+        self, tensor: torch.Tensor, *, op: Op, channel: int = 0, priority: int = 0
+    ) -> Work:
+        """Reduces `tensor` (any shape) over all ranks, in place; every rank gets the result."""
+        group, reduce_op = self._queue(channel, priority), _reduce_op(op)
+        flat = flat_view(tensor)
+        if op == "mean":
+            flat = _scaled(flat, self.size)
+        with _at(priority):
+            handle = dist.all_reduce(flat, op=reduce_op, group=group, async_op=True)
+        return self._work(handle, channel, tensor.nbytes, tensor.nbytes)
+
+    def reduce_scatter(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        *,
+        op: Op,
+        channel: int = 0,
+        priority: int = 0,
+    ) -> Work:
+        """Rank r gets slice r of the reduced `input`.
+
+        Args:
+            output: contiguous, `[n]`.
+            input: contiguous, `[size * n]`; scratch afterwards (`mean` scales it in place).
+        """
+        group, reduce_op = self._queue(channel, priority), _reduce_op(op)
+        if input.numel() != output.numel() * self.size:
+            raise UserError(
+                f"reduce_scatter: input has {input.numel()} elements, must be {self.size} x "
+                f"{output.numel()}"
+            )
+        if op == "mean":
+            input = _scaled(input, self.size)
+        with _at(priority):
+            handle = _renamed("reduce_scatter_tensor", "reduce_scatter_single")(
+                output, input, op=reduce_op, group=group, async_op=True
+            )
+        return self._work(handle, channel, input.nbytes, input.nbytes)
+
+    def all_gather(
+        self, output: torch.Tensor, input: torch.Tensor, *, channel: int = 0, priority: int = 0
+    ) -> Work:
+        """Concatenates every rank's `input` `[n]` into `output` `[size * n]`, in rank order."""
+        group = self._queue(channel, priority)
+        if output.numel() != input.numel() * self.size:
+            raise UserError(
+                f"all_gather: output has {output.numel()} elements, must be {self.size} x "
+                f"{input.numel()}"
+            )
+        with _at(priority):
+            handle = _renamed("all_gather_into_tensor", "all_gather_single")(
+                output, input, group=group, async_op=True
+            )
+        return self._work(handle, channel, output.nbytes, input.nbytes)
+
+    def reduce(
+        self, tensor: torch.Tensor, *, root: int, op: Op, channel: int = 0, priority: int = 0
+    ) -> Work:
+        """Rank `root` gets the reduction of everybody's `tensor`, in place; scratch elsewhere."""
+        group, reduce_op = self._queue(channel, priority), _reduce_op(op)
+        flat, target = flat_view(tensor), self._global_rank(root)
+        if op == "mean":
+            flat = _scaled(flat, self.size)
+        with _at(priority):
+            handle = dist.reduce(flat, dst=target, op=reduce_op, group=group, async_op=True)
+        return self._work(handle, channel, tensor.nbytes, tensor.nbytes)
+
+    def broadcast(
+        self, tensor: torch.Tensor, *, root: int, channel: int = 0, priority: int = 0
+    ) -> Work:
+        """Copies rank `root`'s `tensor` into everybody's, in place."""
+        group = self._queue(channel, priority)
+        source = self._global_rank(root)
+        with _at(priority):
+            handle = dist.broadcast(flat_view(tensor), src=source, group=group, async_op=True)
+        return self._work(handle, channel, tensor.nbytes, tensor.nbytes)
+
+    def exchange(
+        self, recv: torch.Tensor, send: torch.Tensor, *, peer: int, channel: int = 0
+    ) -> Work:
+        """Sends `send` to rank `peer` and gets its `send` in `recv`; nobody else takes part.
+
+        Both are contiguous, of the same size and dtype on both ranks. Exchanges of two ranks on one
+        channel go in the order of the calls.
+        """
+        group = self._queue(channel, 0)
+        handle = Exchange(send, recv, self._global_rank(peer), group)
+        return self._work(handle, channel, recv.nbytes, send.nbytes)
+
+    def broadcast_object(self, value: T, *, root: int = 0) -> T:
+        """Returns rank `root`'s picklable `value` on every rank; blocking, for set-up only."""
+        box: list[Any] = [value]
+        group = self.groups[0]
+        dist.broadcast_object_list(box, src=self._global_rank(root), group=group)
+        return box[0]
+
+    def gather_objects(self, value: T) -> list[T]:
+        """Returns every rank's picklable `value`, in rank order, on every rank; blocking."""
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.groups[0])
+        return values
+
+    def barrier(self) -> None:
+        """Returns once every rank has called it."""
+        dist.barrier(group=self.groups[0])
+
+    def close(self) -> None:
+        """Lets go of the process groups; no call is possible afterwards."""
+        self.groups.clear()
+
+    def _queue(self, channel: int, priority: int) -> dist.ProcessGroup:
+        if not self.groups:
+            raise UserError("this communicator is closed: the job has been left by shutdown()")
+        if not 0 <= channel < len(self.groups):
+            raise UserError(
+                f"channel {channel} does not exist: this communicator has {len(self.groups)}"
+            )
+        if priority and not self.native:
+            raise UserError(f"backend {self.backend} has no priorities; use priority=0")
+        return self.groups[channel]
+
+    def _global_rank(self, root: int) -> int:
+        if not 0 <= root < self.size:
+            raise UserError(f"root {root} is no rank of a world of {self.size}")
+        return dist.get_global_rank(self.groups[0], root)
+
+    def _work(self, handle: Any, channel: int, nbytes: int, sent: int) -> Work:
+        self.bytes_sent += sent
+        return Work(self, handle, channel, nbytes)
+
+
+@functools.cache
+def _renamed(former: str, name: str) -> Callable[..., Any]:
+    """A collective that torch 2.13 has given a new name; 2.11 has the former one only."""
+    return getattr(dist, name, None) or getattr(dist, former)
+
+
+def _at(priority: int) -> contextlib.AbstractContextManager[None]:
+    if not priority:
+        return contextlib.nullcontext()
+    import comm_core  # not at the top: other backends do without it
+
+    return comm_core.priority(priority)
+
+
+def flat_view(tensor: torch.Tensor) -> torch.Tensor:
+    """A 1-D view of a dense tensor in memory order (so channels_last needs no copy).
+
+    Raises:
+        UserError: the tensor is sparse, has gaps or overlaps in memory.
+    """
+    if tensor.is_contiguous():
+        return tensor.view(-1)
+    if tensor.layout is torch.strided and torch.ops.aten.is_non_overlapping_and_dense(tensor):
+        return tensor.as_strided((tensor.numel(),), (1,))
+    raise UserError(
+        f"a collective needs a dense tensor; got layout {tensor.layout}, shape "
+        f"{tuple(tensor.shape)}"
+        + (f", strides {tensor.stride()}" if tensor.layout is torch.strided else "")
+    )
+
+
+def padded(numel: int, step: int) -> int:
+    """The least multiple of `step` that holds `numel` elements."""
+    return -(-numel // step) * step
+
+
+def buffer(like: torch.Tensor, numel: int, communicator: Communicator) -> torch.Tensor:
+    """A zeroed flat buffer of the kind of `like`, in memory that the backend reads in place."""
+    if communicator.native and like.device.type == "cpu":
+        import comm_core  # not at the top: other backends do without it
+
+        return comm_core.empty(numel, dtype=like.dtype)
+    return torch.zeros(numel, dtype=like.dtype, device=like.device)
+
+
+def _scaled(tensor: torch.Tensor, size: int) -> torch.Tensor:
+    # Dividing before the sum, as DDP does: the sum of a half-precision gradient then overflows no
+    # sooner than the gradient itself.
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        raise UserError(f"op 'mean' needs a floating-point tensor, got {tensor.dtype}; use 'sum'")
+    return tensor.div_(size) if size > 1 else tensor
+
+
+def _reduce_op(op: Op) -> Any:
+    kinds = dist.ReduceOp
+    known = {"mean": kinds.SUM, "sum": kinds.SUM, "min": kinds.MIN, "max": kinds.MAX}
+    if op not in known:
+        raise unknown("op", op, known)
+    return known[op]
+
+
+class Exchange:
+    """Sends `send` to a rank that sends as much into `recv`; like a work of torch.distributed.
+
+    Args:
+        peer: its rank in the whole job.
+    """
+
+    def __init__(
+        self, send: torch.Tensor, recv: torch.Tensor, peer: int, group: dist.ProcessGroup
+    ) -> None:
+        self._tensors = send, recv
+        self._ended: set[int] = set()  # places in the list of works
+        if recv.is_cuda:
+            # NCCL makes progress on a send only beside the receive that its peer waits for.
+            ops = [dist.P2POp(dist.irecv, recv, peer, group)]
+            ops.append(dist.P2POp(dist.isend, send, peer, group))
+            self._works: list[Any] = dist.batch_isend_irecv(ops)
+        else:
+            self._works = [dist.irecv(recv, peer, group), dist.isend(send, peer, group)]
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        """Blocks until both have ended (CUDA: makes the current stream wait)."""
+        for place, work in enumerate(self._works):
+            if place in self._ended:
+                continue  # Gloo's messages can be waited for only once
+            if timeout is None:
+                work.wait()
+            else:
+                work.wait(timeout)
+            if not self._tensors[0].is_cuda:  # there each stream that asks must wait
+                self._ended.add(place)
+
+    def is_completed(self) -> bool:
+        """True once both have ended."""
+        works = enumerate(self._works)
+        return all(place in self._ended or work.is_completed() for place, work in works)
+
+    def get_future(self) -> torch.futures.Future:
+        """Completes with both; Gloo has none for messages and raises."""
+        return torch.futures.collect_all([work.get_future() for work in self._works])
+
+    def times(self) -> Any:
+        """From the first one's start to the last one's end, where the backend takes times."""
+        times = [work.times() for work in self._works]
+        return SimpleNamespace(
+            enqueued_s=min(t.enqueued_s for t in times),
+            started_s=min(t.started_s for t in times),
+            finished_s=max(t.finished_s for t in times),
+        )
+
+
+class SubCommunicator(Communicator):
+    """A communicator of some ranks of another, which counts their bytes and waits as its own."""
+
+    def __init__(self, parent: Communicator, group: dist.ProcessGroup) -> None:
+        super().__init__(
+            group, record_times=parent.record_times, clock=parent.clock, pause=parent.pause
+        )
+        self._parent = parent
+
+    def _work(self, handle: Any, channel: int, nbytes: int, sent: int) -> Work:
+        self._parent.bytes_sent += sent
+        return Work(self._parent, handle, channel, nbytes)
+
+    def close(self) -> None:
+        """Lets go of the process group, which is this communicator's own."""
+        for group in self.groups:
+            dist.destroy_process_group(group)
+        super().close()
+
+
+def sub_communicators(
+    parent: Communicator, members: Iterable[Sequence[int]]
+) -> dict[tuple[int, ...], SubCommunicator]:
+    """A communicator for each list of ranks that this rank is in, by that list.
+
+    A collective call of all ranks of `parent`, with the same lists in the same order.
+    """
+    ours = dist.get_process_group_ranks(parent.groups[0])
+    made: dict[tuple[int, ...], SubCommunicator] = {}
+    for ranks in dict.fromkeys(tuple(ranks) for ranks in members):
+        group = dist.new_group([ours[rank] for rank in ranks], timeout=parent.timeout)
+        if parent.rank in ranks:
+            made[ranks] = SubCommunicator(parent, group)
+    return made
+
+
+log = logging.getLogger("dear")
+
+_MPI = "comm_core_mpi"
+
+
+def default_backend(facts: RankFacts) -> str:
+    """`nccl` where every rank of this host has a GPU of its own, else `comm_core`.
+
+    Ranks that share GPUs get `comm_core` too, since NCCL refuses two ranks on one GPU. Without a
+    built comm core it is `gloo`, and rank 0 says so.
+    """
+    if facts.local_world_size <= torch.cuda.device_count():
+        return "nccl"
+    try:
+        prepare("comm_core")
+    except Unavailable as reason:
+        if facts.rank == 0 and facts.world_size > 1:
+            log.warning("using gloo: %s", reason)
+        return "gloo"
+    return "comm_core"
+
+
+def prepare(backend: str) -> str:
+    """Makes a backend known to torch.distributed; returns the name it has there.
+
+    Args:
+        backend: `comm_core`, `mpi`, a name that torch knows, or pairs (`cpu:comm_core,cuda:nccl`).
+
+    Raises:
+        Unavailable: it is not built.
+        UserError: `mpi` within pairs.
+    """
+    if "comm_core" in backend:
+        _imported("comm_core")
+    if backend == "mpi":
+        # torch's own "mpi" needs a torch that was built with it; the name cannot be taken over.
+        try:
+            return _imported("comm_core.mpi").register()
+        except ImportError as error:
+            raise Unavailable(str(error)) from None
+    if ":mpi" in backend:
+        raise UserError(f"backend {backend!r}: mpi stands alone, not in pairs")
+    return backend
+
+
+def shown(backend: str) -> str:
+    """The name by which users choose a backend of this torch name."""
+    return "mpi" if backend == _MPI else backend
+
+
+def _imported(module: str) -> ModuleType:
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != "comm_core":
+            raise Unavailable(str(error)) from None
+        raise Unavailable("the comm core is not installed: build it with `make core`") from None
+    except ImportError as error:
+        raise Unavailable(str(error)) from None

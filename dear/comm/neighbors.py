@@ -1,0 +1,265 @@
+"""Averaging between neighbours: what each rank weighs, and the messages that carry it.
+
+`Exchange` carries a round along the edges of a graph of ranks; `Machines` averages exactly inside
+each machine, and with weights between machines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from dear.errors import Unavailable, UserError
+from dear.lazy import LazyModule, torch
+from dear.topology.graphs import in_neighbors, out_neighbors, recv_weights
+
+if TYPE_CHECKING:
+    from dear.comm.communicator import Communicator
+
+nx = LazyModule("networkx")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Round:
+    """One rank's part: `x <- self_weight * x + sum of sources[j] * (what j sends)`."""
+
+    self_weight: float
+    sources: dict[int, float] = field(default_factory=dict)
+    """Rank -> factor of what comes from it."""
+    destinations: dict[int, float] = field(default_factory=dict)
+    """Rank -> factor of what goes to it."""
+
+    @classmethod
+    def of(cls, graph: nx.DiGraph, rank: int) -> Round:
+        """The part of `rank` in averaging by the weights of `graph`."""
+        own, sources = recv_weights(graph, rank)
+        return cls(
+            self_weight=own,
+            sources=sources,
+            destinations=dict.fromkeys(out_neighbors(graph, rank), 1.0),
+        )
+
+    @classmethod
+    def splitting(cls, graph: nx.DiGraph, rank: int) -> Round:
+        """The sender decides: each rank shares itself out equally to itself and its k targets."""
+        targets = out_neighbors(graph, rank)
+        share = 1.0 / (len(targets) + 1)
+        return cls(
+            self_weight=share,
+            sources=dict.fromkeys(in_neighbors(graph, rank), 1.0),
+            destinations=dict.fromkeys(targets, share),
+        )
+
+    @classmethod
+    def uniform(cls, destinations: Iterable[int], sources: Iterable[int]) -> Round:
+        """Equal weights for this rank and what it receives."""
+        sources = list(sources)
+        share = 1.0 / (len(sources) + 1)
+        return cls(
+            self_weight=share,
+            sources=dict.fromkeys(sources, share),
+            destinations=dict.fromkeys(destinations, 1.0),
+        )
+
+
+class Pending:
+    """An exchange under way."""
+
+    def __init__(
+        self,
+        wait: Callable[[], Any] = lambda: None,
+        done: Callable[[], bool] = lambda: True,
+        combine: Callable[[torch.Tensor], Any] = lambda values: None,
+    ) -> None:
+        self.wait = wait
+        """Blocks until what was sent may be changed (on CUDA: by the current stream); raises
+        RuntimeError if a peer died, or did not answer in time."""
+        self.done = done
+        """True once all messages are through; never blocks."""
+        self._combine = combine
+
+    def finish(self, values: torch.Tensor) -> None:
+        """Waits, then makes `values`, flat, what the round says; on entry they are this rank's."""
+        self.wait()
+        with torch.no_grad():
+            self._combine(values)
+
+
+def timed(communicator: Communicator, wait: Callable[[], Any]) -> Callable[[], None]:
+    """`wait` that counts as time in which communication held its caller up."""
+
+    def waiting() -> None:
+        began = communicator.clock()
+        wait()
+        communicator.blocked_s += communicator.clock() - began
+
+    return waiting
+
+
+class Exchange:
+    """Messages along the edges of graphs of ranks, over any process group.
+
+    Making one is a collective call. All ranks must start the same exchanges in the same order.
+    Works by the comm core's neighbour collectives: CPU tensors over comm_core or Gloo, CUDA tensors
+    over NCCL.
+
+    Args:
+        streams: exchanges that may run at the same time.
+
+    Raises:
+        Unavailable: the comm core is not built.
+    """
+
+    def __init__(self, communicator: Communicator, streams: int = 1) -> None:
+        self._communicator = communicator
+        limit_s = communicator.timeout and communicator.timeout.total_seconds()
+        self.core = core_module().Communicator(streams, communicator.groups[0], limit_s)
+
+    def start(self, values: torch.Tensor, part: Round) -> Pending:
+        """Starts a round with flat `values`, which must stay as they are until it is finished."""
+        if any(factor != 1 for factor in part.destinations.values()):
+            return self._start_factored(values, part)
+        received = values.new_empty(len(part.sources), values.numel())
+        handle = self.core.neighbor_all_gather(
+            values, list(received), list(part.sources), list(part.destinations), check=False
+        )
+
+        def combine(target: torch.Tensor) -> None:
+            weighted_sum(target, part.self_weight, zip(part.sources.values(), received))  # noqa: B905
+
+        return self.pending(handle, values.nbytes * len(part.destinations), combine)
+
+    def _start_factored(self, values: torch.Tensor, part: Round) -> Pending:
+        mixed = torch.empty_like(values)
+        handle = self.core.neighbor_all_reduce(
+            values,
+            part.sources,
+            part.destinations,
+            self_weight=part.self_weight,
+            out=mixed,
+            check=False,
+        )
+        sent = values.nbytes * len(part.destinations)
+        return self.pending(handle, sent, lambda target: target.copy_(mixed))
+
+    def pending(
+        self, handle: int, nbytes: int, combine: Callable[[torch.Tensor], Any] = lambda values: None
+    ) -> Pending:
+        """A handle of `core`, accounted for: `nbytes` leave this rank."""
+        self._communicator.bytes_sent += nbytes
+        core = self.core
+        wait = timed(self._communicator, lambda: core.sync_stream(handle))
+        return Pending(wait, lambda: core.done(handle), combine)
+
+    def close(self) -> None:
+        """Waits for what is under way and lets go of the process groups."""
+        self.core.destroy()
+
+
+class Machines:
+    """Ranks in blocks of `local_size`, each block a machine.
+
+    A round averages over the machine by a reduce-scatter, lets every rank exchange its share with
+    the rank of its place on the neighbouring machines, and gathers the shares again. So one tensor
+    per neighbour leaves a machine, spread over its ranks, and all of them get the same bits.
+
+    Making one is a collective call.
+
+    Raises:
+        UserError: the world is no multiple of `local_size`, or the communicator is not of the
+            whole job.
+        Unavailable: the comm core is not built.
+    """
+
+    def __init__(self, communicator: Communicator, local_size: int) -> None:
+        import torch.distributed as dist
+
+        from dear.comm.communicator import Communicator as Collectives
+
+        size = communicator.size
+        if local_size < 1 or size % local_size:
+            raise UserError(
+                f"hierarchical averaging: {size} ranks are no whole number of machines of "
+                f"{local_size} ranks each"
+            )
+        if size != dist.get_world_size():
+            raise UserError("hierarchical averaging needs a communicator of all ranks of the job")
+        self.local_size = local_size
+        self.count = size // local_size
+        self.machine, self._local_rank = divmod(communicator.rank, local_size)
+        self._communicator = communicator
+        blocks = [range(first, first + local_size) for first in range(0, size, local_size)]
+        groups = [dist.new_group(block, timeout=communicator.timeout) for block in blocks]
+        self._group = groups[self.machine]
+        self.local = Collectives(self._group, clock=communicator.clock, pause=communicator.pause)
+        """The ranks of this machine."""
+        self._between = Exchange(communicator)
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="dear machines")
+
+    def start(self, values: torch.Tensor, part: Round) -> Pending:
+        """Starts a round over flat `values`; the ranks of `part` are numbers of machines."""
+        mixed = values.new_zeros(-(-values.numel() // self.local_size) * self.local_size)
+        mixed[: values.numel()] = values
+        share = mixed.nbytes // self.local_size
+        # Scattered and gathered inside the machine, and sent to each neighbouring one.
+        self._communicator.bytes_sent += mixed.nbytes + share * (1 + len(part.destinations))
+
+        def combine(target: torch.Tensor) -> None:
+            target.copy_(mixed[: target.numel()])
+
+        if values.is_cuda:
+            self._run(mixed, part)  # queued on the device
+            return Pending(combine=combine)
+        future = self._worker.submit(self._run, mixed, part)
+        return Pending(timed(self._communicator, future.result), future.done, combine)
+
+    def _run(self, mixed: torch.Tensor, part: Round) -> None:
+        with torch.no_grad():
+            shard = mixed.new_empty(mixed.numel() // self.local_size)
+            self.local.reduce_scatter(shard, mixed, op="mean").wait()
+            handle = self._between.core.neighbor_all_reduce(
+                shard,
+                self._places(part.sources),
+                self._places(part.destinations),
+                self_weight=part.self_weight,
+                check=False,
+            )
+            self._between.core.sync_stream(handle)
+            self.local.all_gather(mixed, shard).wait()
+
+    def _places(self, machines: dict[int, float]) -> dict[int, float]:
+        """The ranks of this rank's place on other machines."""
+        return {m * self.local_size + self._local_rank: weight for m, weight in machines.items()}
+
+    def close(self) -> None:
+        """Waits for what is under way and lets go of the process groups."""
+        import torch.distributed as dist
+
+        self._worker.shutdown(wait=True)
+        self._between.close()
+        self.local.close()
+        dist.destroy_process_group(self._group)
+
+
+def weighted_sum(
+    target: torch.Tensor, self_weight: float, terms: Iterable[tuple[float, torch.Tensor]]
+) -> None:
+    """`target <- self_weight * target + sum of weight * term`; halves are added in float32."""
+    half = target.dtype in (torch.float16, torch.bfloat16)
+    total = target.float() if half else target
+    total.mul_(self_weight)
+    for weight, term in terms:
+        total.add_(term, alpha=weight)
+    if half:
+        target.copy_(total)
+
+
+def core_module() -> Any:
+    """The module `comm_core`; raises `Unavailable` where it is not built."""
+    try:
+        import comm_core
+    except ImportError as error:
+        raise Unavailable(f"neighbour averaging needs the comm core: {error}") from None
+    return comm_core

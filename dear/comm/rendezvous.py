@@ -1,0 +1,250 @@
+"""How the ranks of a job find each other: the store that torch's process groups are made with."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import queue
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+from dear.comm.environment import RankFacts
+from dear.errors import UserError
+from dear.lazy import dist
+
+HELD_PORT_S = 10.0
+_joins = itertools.count()
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeetingPoint:
+    """Where the store is: a file, or a port that rank 0 opens; neither: a world of one."""
+
+    path: str | None = None
+    host: str | None = None
+    port: int = 0
+
+
+def meeting_point(facts: RankFacts, env: Mapping[str, str] = os.environ) -> MeetingPoint:
+    """Reads it from the environment.
+
+    Raises:
+        UserError: there is none, or MASTER_PORT is no port.
+    """
+    if "DEAR_STORE" in env:
+        return MeetingPoint(path=env["DEAR_STORE"])
+    if "MASTER_ADDR" in env and "MASTER_PORT" in env:
+        return MeetingPoint(host=env["MASTER_ADDR"], port=_port(env["MASTER_PORT"]))
+    if facts.world_size == 1:
+        return MeetingPoint()
+    if facts.one_host and "PMIX_SERVER_TMPDIR" in env:
+        # Open MPI's session folder: one per job, removed with the job.
+        return MeetingPoint(path=str(Path(env["PMIX_SERVER_TMPDIR"], "dear-store")))
+    if facts.launcher == "Slurm" and "SLURM_JOB_ID" in env:
+        return _slurm_meeting_point(facts, env)
+    raise UserError(
+        f"{facts.launcher} started {facts.world_size} ranks but gave them no meeting point: set "
+        "MASTER_ADDR to the first host and MASTER_PORT to a free port (mpirun: -x MASTER_ADDR -x "
+        "MASTER_PORT)"
+    )
+
+
+def meet(facts: RankFacts, timeout_s: float) -> dist.Store:
+    """Joins the other ranks; returns the job's store when each of them is there exactly once.
+
+    Raises:
+        UserError: two processes have the same rank, or a rank has not come in time; every rank
+            that did come raises it, and it names hosts and processes.
+    """
+    point = meeting_point(facts)
+    if point.path is None and point.host is None:
+        return dist.HashStore()
+    store = _open(point, facts, timeout_s)
+    # A script may leave the job and join again, with the same store (torchrun keeps one).
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = dist.PrefixStore(f"dear{attempt}.{next(_joins)}", store)
+    store.set_timeout(timedelta(seconds=timeout_s))
+    call_roll(store, facts, timeout_s)
+    return store
+
+
+def _open(point: MeetingPoint, facts: RankFacts, timeout_s: float) -> dist.Store:
+    if point.path is not None:
+        return dist.FileStore(point.path, facts.world_size)
+    timeout = timedelta(seconds=timeout_s)
+    # torchrun's own process serves the store.
+    serve = facts.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    where = f"{point.host}:{point.port}"
+    if serve:
+        try:
+            return _tcp_store(point, facts, timeout, serve=True)
+        except dist.DistNetworkError as error:
+            if "EADDRINUSE" not in str(error):
+                raise UserError(f"rank 0 cannot open MASTER_PORT {point.port}: {error}") from None
+            # Another rank 0 may hold the port: the roll call will tell. Or somebody else does.
+    try:
+        _await_listener(point, timeout_s)
+        seconds = HELD_PORT_S if serve else max(timeout_s, HELD_PORT_S)
+        return _in_time(lambda: _tcp_store(point, facts, timeout, serve=False), seconds)
+    except (dist.DistError, OSError) as error:
+        if serve:
+            raise UserError(
+                f"rank 0 cannot open MASTER_PORT {point.port}: another program uses it; choose "
+                "another port"
+            ) from None
+        reason = str(error).partition("\n")[0]
+        raise UserError(
+            f"rank {facts.rank} of {facts.world_size} did not reach rank 0 at {where} within "
+            f"{timeout_s:g} s ({reason}): was it started, on that host?"
+        ) from None
+
+
+def _await_listener(point: MeetingPoint, timeout_s: float) -> None:
+    # torch would wait for it, too, but up to three times as long as it is told.
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            socket.create_connection((point.host, point.port), timeout=timeout_s).close()
+            return
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(0.05)
+
+
+def _in_time(make: Callable[[], dist.Store], seconds: float) -> dist.Store:
+    """Calls `make`, which may never return: torch talks without a limit to whoever has the port."""
+    answers: queue.SimpleQueue[dist.Store | Exception] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            answers.put(make())
+        except Exception as error:
+            answers.put(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    try:
+        answer = answers.get(timeout=seconds)
+    except queue.Empty:
+        raise TimeoutError("what listens there is no store of torch") from None
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
+
+
+def _tcp_store(
+    point: MeetingPoint, facts: RankFacts, timeout: timedelta, serve: bool
+) -> dist.TCPStore:
+    assert point.host is not None
+    return dist.TCPStore(
+        point.host,
+        point.port,
+        facts.world_size,
+        is_master=serve,
+        timeout=timeout,
+        wait_for_workers=False,
+        multi_tenant=True,
+    )
+
+
+def _slurm_meeting_point(facts: RankFacts, env: Mapping[str, str]) -> MeetingPoint:
+    """The step's first host, and a port made of the numbers of job and step.
+
+    A port that only the ranks of this step compute needs no exchange; another one can be set.
+    """
+    number = f"{env['SLURM_JOB_ID']}.{env.get('SLURM_STEP_ID', '0')}"
+    job, step = (int(digits) for digits in re.findall(r"\d+", number)[:2])
+    port = 10000 + (job * 31 + step) % 20000
+    host = "127.0.0.1"
+    if not facts.one_host:
+        nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", "")
+        first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)
+        host = re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[0]) if first else host
+    return MeetingPoint(
+        host=env.get("MASTER_ADDR", host), port=_port(env.get("MASTER_PORT", str(port)))
+    )
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or not 0 < int(text) < 65536:
+        raise UserError(f"MASTER_PORT={text!r}: must be a number in 1..65535")
+    return int(text)
+
+
+_VERDICT = "verdict"
+_FAREWELL_S = 5.0
+
+
+def call_roll(store: dist.Store, facts: RankFacts, timeout_s: float) -> None:
+    """Waits until all ranks have answered once.
+
+    Raises:
+        UserError: as `meet` does.
+    """
+    times = store.add(f"rank{facts.rank}", 1)
+    store.set(f"who{facts.rank}.{times}", f"{socket.gethostname()} process {os.getpid()}")
+    if times > 1:
+        store.set(_VERDICT, json.dumps(_twice(store, facts)))
+    elif store.add("present", 1) == facts.world_size:
+        store.set(_VERDICT, json.dumps(None))
+    try:
+        try:
+            store.wait([_VERDICT], timedelta(seconds=timeout_s))
+        except dist.DistStoreError:
+            store.set(_VERDICT, json.dumps(_missing(store, facts, timeout_s)))
+        verdict = json.loads(store.get(_VERDICT))
+        if verdict is not None:
+            _let_the_others_read(store, facts)
+    except dist.DistNetworkError:
+        raise UserError(
+            f"rank {facts.rank} of {facts.world_size} lost rank 0 while the ranks were joining; "
+            "see what that one said"
+        ) from None
+    if verdict is not None:
+        raise UserError(verdict)
+
+
+def _twice(store: dist.Store, facts: RankFacts) -> str:
+    times = store.add(f"rank{facts.rank}", 0)
+    # `get` waits for those who have counted themselves and not yet signed.
+    keys = [f"who{facts.rank}.{i}" for i in range(1, times + 1)]
+    who = " and ".join(store.get(key).decode() for key in keys)
+    return (
+        f"rank {facts.rank} of {facts.world_size} was started more than once: on {who}; every "
+        "process needs a RANK of its own"
+    )
+
+
+def _missing(store: dist.Store, facts: RankFacts, timeout_s: float) -> str:
+    present = [(rank, _who(store, rank)) for rank in range(facts.world_size)]
+    missing = ", ".join(str(rank) for rank, who in present if not who)
+    here = "; ".join(f"{rank} on {who}" for rank, who in present[:64] if who)
+    return (
+        f"rank {missing} of {facts.world_size} did not come within {timeout_s:g} s (there are: "
+        f"{here}); was each started, with the same MASTER_ADDR, MASTER_PORT and world size?"
+    )
+
+
+def _who(store: dist.Store, rank: int) -> str | None:
+    """Host and process that has come as this rank, if one has."""
+    key = f"who{rank}.1"
+    return store.get(key).decode() if store.check([key]) else None
+
+
+def _let_the_others_read(store: dist.Store, facts: RankFacts) -> None:
+    # The store ends with rank 0, and with it what the others are to hear.
+    heard = store.add("heard", 1)
+    came = sum(store.add(f"rank{rank}", 0) for rank in range(facts.world_size))
+    if heard == came:
+        store.set("all heard", "")
+    try:
+        store.wait(["all heard"], timedelta(seconds=_FAREWELL_S))
+    except dist.DistError:
+        return  # the ones who have not heard are gone or late; nobody waits for them any longer

@@ -1,0 +1,326 @@
+"""What a collective costs: a start-up and a time per byte, measured or from published tables."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+from weakref import WeakKeyDictionary
+
+from dear.comm.communicator import (
+    Communicator,
+    SubCommunicator,
+    Work,
+    buffer,
+    sub_communicators,
+)
+from dear.errors import UserError, unknown
+from dear.lazy import torch
+from dear.options import at_least
+
+ROUNDS = 30
+HUBER = 1.5
+"""Residuals beyond so many deviations count less."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlphaBeta:
+    """Seconds of one collective = alpha + beta x bytes of the full buffer (not of a shard)."""
+
+    alpha_s: float
+    beta_s_per_byte: float
+
+    def __post_init__(self) -> None:
+        at_least("alpha_s", self.alpha_s, 0)
+        at_least("beta_s_per_byte", self.beta_s_per_byte, 0)
+
+    def __call__(self, nbytes: float) -> float:
+        """Seconds for a buffer of `nbytes`; nothing costs nothing."""
+        return self.alpha_s + self.beta_s_per_byte * nbytes if nbytes else 0.0
+
+    def total_s(self, nbytes: float, messages: int = 1) -> float:
+        """Seconds for `nbytes` in so many messages, one after another."""
+        return messages * self.alpha_s + self.beta_s_per_byte * nbytes
+
+
+def fit_alpha_beta(nbytes: Sequence[float], seconds: Sequence[float]) -> AlphaBeta:
+    """The line through the measurements, by robust least squares of the relative errors.
+
+    Relative, so that small messages say what a start-up costs and large ones what a byte costs;
+    robust (Huber's weights), so that a measurement that something disturbed hardly counts.
+
+    Raises:
+        UserError: fewer than two sizes, or a time that is not positive.
+    """
+    if len(nbytes) != len(seconds) or len(set(nbytes)) < 2:
+        raise UserError(f"a fit needs times of two sizes at least, got {len(set(nbytes))}")
+    if min(seconds) <= 0:
+        raise UserError(f"a fit needs times above 0, got {min(seconds)}")
+    expected = list(seconds)
+    trust = [1.0] * len(seconds)
+    alpha = beta = 0.0
+    for _ in range(ROUNDS):
+        weights = [share / value**2 for share, value in zip(trust, expected, strict=True)]
+        alpha, beta = _weighted_line(nbytes, seconds, weights)
+        fitted = [max(alpha + beta * n, 1e-15) for n in nbytes]
+        errors = [abs(t / f - 1) for t, f in zip(seconds, fitted, strict=True)]
+        # 1.4826: the deviation of normal errors from their median; the floor is rounding.
+        limit = HUBER * max(1.4826 * statistics.median(errors), 1e-9)
+        trust = [min(1.0, limit / max(error, 1e-15)) for error in errors]
+        expected = fitted
+    return AlphaBeta(alpha_s=alpha, beta_s_per_byte=beta)
+
+
+def _weighted_line(
+    xs: Sequence[float], ys: Sequence[float], weights: Sequence[float]
+) -> tuple[float, float]:
+    """Intercept and slope of least squares, neither below 0."""
+    total = sum(weights)
+    x_mean = sum(w * x for w, x in zip(weights, xs, strict=True)) / total
+    y_mean = sum(w * y for w, y in zip(weights, ys, strict=True)) / total
+    covariance = sum(
+        w * (x - x_mean) * (y - y_mean) for w, x, y in zip(weights, xs, ys, strict=True)
+    )
+    slope = covariance / sum(w * (x - x_mean) ** 2 for w, x in zip(weights, xs, strict=True))
+    if slope < 0:
+        return y_mean, 0.0
+    if y_mean - slope * x_mean < 0:
+        squares = sum(w * x * x for w, x in zip(weights, xs, strict=True))
+        products = sum(w * x * y for w, x, y in zip(weights, xs, ys, strict=True))
+        return 0.0, products / squares
+    return y_mean - slope * x_mean, slope
+
+
+# All-reduce by number of workers: (alpha in s, beta in s per byte), as the programs of MG-WFBP
+# (HKBU-HPML, 2 to 16) and DeAR (lzhangbv, 32 and more) ship them; the latter scaled some by hand.
+TABLES: dict[str, dict[int, tuple[float, float]]] = {
+    "56gbib": {
+        2: (2.554691138304671e-06, 9.837548167872609e-11),
+        4: (4.204298980348825e-05, 2.0589360830118177e-10),
+        8: (9.75367204301171e-05, 3.0568230536676206e-10),
+        16: (2.3583677659915685e-04, 4.0594787739537565e-10),
+        32: (4.063207999629258e-04, 4.906985929465796e-10),
+        64: (8.063207999629258e-04, 5.888383115358955e-10),
+    },
+    "10gbe": {
+        2: (2.554691138304671e-06, 9.837548167872609e-11),
+        4: (4.204298980348825e-05, 2.0589360830118177e-10),
+        8: (5.230272768511732e-04, 8.570746975492128e-10),
+        16: (9.080981007148093e-04, 7.395651186836712e-10),
+        32: (4.042923236574415e-03, 8.643300782166769e-10),
+        48: (5.5429232365744145e-03, 9.643300782166768e-10),
+        64: (7.042923236574415e-03, 9.643300782166768e-10),
+    },
+}
+
+
+def table_costs(network: str, world_size: int) -> AlphaBeta:
+    """What the published table of `network` says of all-reduce, for any number of workers.
+
+    Between two entries both values are interpolated by the number of workers; beyond the last,
+    alpha grows like the steps of a ring, P - 1, and beta like its bytes, (P - 1) / P. One worker
+    pays nothing. A fall-back: measured costs are of the network that is really there.
+    """
+    if network not in TABLES:
+        raise unknown("cost table", network, TABLES)
+    at_least("world_size", world_size, 1)
+    table = TABLES[network]
+    if world_size == 1:
+        return AlphaBeta(alpha_s=0.0, beta_s_per_byte=0.0)
+    last = max(table)
+    if world_size > last:
+        alpha, beta = table[last]
+        steps = (world_size - 1) / (last - 1)
+        return AlphaBeta(alpha_s=alpha * steps, beta_s_per_byte=beta * steps * last / world_size)
+    low = max(count for count in table if count <= world_size)
+    high = min(count for count in table if count >= world_size)
+    share = (world_size - low) / (high - low) if high > low else 0.0
+    alpha, beta = (a + share * (b - a) for a, b in zip(table[low], table[high], strict=True))
+    return AlphaBeta(alpha_s=alpha, beta_s_per_byte=beta)
+
+
+EXCHANGE = "exchange"
+"""The name of what pairs of ranks do, among the fits of collectives."""
+Operation = Literal["all_reduce", "reduce_scatter", "all_gather", "exchange"]
+"""`exchange`: pairs of ranks, far apart by their numbers, swap buffers, all pairs at once (of an
+odd number one rank rests)."""
+OPERATIONS: tuple[Operation, ...] = ("all_reduce", "reduce_scatter", "all_gather", EXCHANGE)
+
+SIZES = tuple(2**power for power in range(12, 25, 2))
+"""4 KiB to 16 MiB, in bytes of the full buffer."""
+REPEATS = 5
+ENOUGH_S = 0.1
+"""Larger messages are not tried once one takes so long and its time is mostly that of its bytes."""
+MOSTLY = 4.0
+"""It is if the message takes so many times longer than the smallest."""
+
+_fits: WeakKeyDictionary[Communicator, dict[tuple[str, str], AlphaBeta]] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """Times of one collective by size, the same on all ranks."""
+
+    operation: Operation
+    nbytes: list[int]
+    seconds: list[list[float]]
+    """Per size the repeats, each the maximum over ranks."""
+
+    @property
+    def medians_s(self) -> list[float]:
+        return [statistics.median(times) for times in self.seconds]
+
+    def fit(self) -> AlphaBeta:
+        """Alpha and beta by a robust fit of the medians."""
+        return fit_alpha_beta(self.nbytes, self.medians_s)
+
+
+def measure_collective(
+    communicator: Communicator,
+    operation: Operation,
+    device: torch.device,
+    *,
+    sizes: Sequence[int] = SIZES,
+    repeats: int = REPEATS,
+    enough_s: float = ENOUGH_S,
+    shared: bool = False,
+) -> Measurement:
+    """Times `operation` on float32 buffers; every rank calls it, and nothing else runs meanwhile.
+
+    Args:
+        sizes: bytes of the full buffer, ascending; rounded up to a multiple of the world size.
+        repeats: timed calls per size; one more is made first and left out.
+        enough_s: stops after the first size beyond the second whose calls take longer, and several
+            times longer than the smallest size's.
+        shared: the buffers lie in memory that the backend reads in place, where it has such.
+    """
+    if operation not in OPERATIONS:
+        raise unknown("operation", operation, OPERATIONS)
+    unit = 4 * communicator.size
+    nbytes: list[int] = []
+    own: list[list[float]] = []
+    pairs = _pairs(communicator) if operation == EXCHANGE else {}
+    for size in sizes:
+        count = -(-size // unit) * communicator.size
+        if nbytes and nbytes[-1] == count * 4:
+            continue
+        call = _caller(communicator, operation, count, device, shared, pairs)
+        times = [_timed(communicator, call, device) for _ in range(repeats + 1)][1:]
+        nbytes.append(count * 4)
+        own.append(times)
+        typical, least = statistics.median(times), statistics.median(own[0])
+        enough = len(own) > 2 and typical > max(enough_s, MOSTLY * least)
+        # One rank decides, or the ranks would go on to different sizes.
+        if communicator.broadcast_object(enough):
+            break
+    for pair in pairs.values():
+        pair.close()
+    ranks = communicator.gather_objects(own)
+    seconds = [
+        [max(times) for times in zip(*size, strict=True)] for size in zip(*ranks, strict=True)
+    ]
+    return Measurement(operation=operation, nbytes=nbytes, seconds=seconds)
+
+
+def measured_costs(
+    communicator: Communicator, operation: Operation, device: torch.device
+) -> AlphaBeta:
+    """The fit of a measurement, the same on all ranks; one rank alone pays nothing.
+
+    Measured at the first call for this communicator, operation and kind of device.
+    """
+    if communicator.size == 1:
+        return AlphaBeta(alpha_s=0.0, beta_s_per_byte=0.0)
+    fits = _fits.setdefault(communicator, {})
+    key = (operation, device.type)
+    if key not in fits:
+        fits[key] = measure_collective(communicator, operation, device).fit()
+    return fits[key]
+
+
+def measured_call(
+    communicator: Communicator,
+    call: Callable[[torch.Tensor], object],
+    device: torch.device,
+    sizes: Sequence[int] = SIZES,
+) -> AlphaBeta:
+    """The fit of what `call` takes for a float32 tensor by its bytes; rank 0's, on all ranks."""
+    seconds = []
+    for size in sizes:
+        tensor = torch.randn(size // 4, device=device)
+        times = []
+        for _ in range(REPEATS + 1):
+            began = communicator.clock()
+            call(tensor)
+            _end_of(device)
+            times.append(communicator.clock() - began)
+        seconds.append(max(statistics.median(times[1:]), 1e-9))
+        if seconds[-1] > ENOUGH_S and len(seconds) > 1:
+            break
+    return communicator.broadcast_object(fit_alpha_beta(sizes[: len(seconds)], seconds))
+
+
+def _caller(
+    communicator: Communicator,
+    operation: Operation,
+    count: int,
+    device: torch.device,
+    shared: bool,
+    pairs: Mapping[tuple[int, ...], Communicator],
+) -> Callable[[], Work | None]:
+    like = torch.empty(0, device=device)
+
+    def zeros(numel: int) -> torch.Tensor:
+        if shared:
+            return buffer(like, numel, communicator)
+        return torch.zeros(numel, device=device)
+
+    full = zeros(count)
+    if operation == "all_reduce":
+        return lambda: communicator.all_reduce(full, op="sum")
+    if operation == EXCHANGE:
+        peer = _opposite(communicator.rank, communicator.size)
+        if peer is None:
+            return lambda: None
+        pair = communicator if communicator.size == 2 else next(iter(pairs.values()), None)
+        if communicator.native and pair is not None:
+            return lambda: pair.all_reduce(full, op="sum")
+        received = zeros(count)
+        return lambda: communicator.exchange(received, full, peer=peer)
+    shard = zeros(count // communicator.size)
+    if operation == "reduce_scatter":
+        return lambda: communicator.reduce_scatter(shard, full, op="sum")
+    return lambda: communicator.all_gather(full, shard)
+
+
+def _pairs(communicator: Communicator) -> dict[tuple[int, ...], SubCommunicator]:
+    """The pair of this rank, where its all-reduce does the same as a swap and takes less time."""
+    ranks = range(communicator.size // 2)
+    if not communicator.native or communicator.size == 2:
+        return {}
+    return sub_communicators(communicator, [(rank, rank + len(ranks)) for rank in ranks])
+
+
+def _opposite(rank: int, size: int) -> int | None:
+    """The rank half the world away, which is on another host if there are several."""
+    half = size // 2
+    return None if rank >= 2 * half else (rank + half) % (2 * half)
+
+
+def _timed(
+    communicator: Communicator, call: Callable[[], Work | None], device: torch.device
+) -> float:
+    communicator.barrier()
+    began = communicator.clock()
+    work = call()
+    if work is not None:
+        work.wait()
+    _end_of(device)
+    # A clock may be too coarse for the smallest.
+    return max(communicator.clock() - began, 1e-9)
+
+
+def _end_of(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

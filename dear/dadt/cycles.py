@@ -1,0 +1,371 @@
+"""A thread that finds out, once per cycle, which collectives all ranks have asked for."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from dear.buckets.grouping import by_buffer
+from dear.buckets.sparse import SparseSum, gather_entries
+from dear.comm.communicator import Communicator, Work
+from dear.errors import UserError
+
+LEAST_PAUSE_S = 0.001
+
+
+class Cycles:
+    """Lets ranks ask for collectives in any order.
+
+    In each cycle the ranks tell each other what they have asked for; what all have asked for runs,
+    by type and number, highest first. A rank that has asked for nothing takes no part, and the
+    others wait for it: where nobody asks, nothing is sent.
+
+    Args:
+        control: for the ranks' lists; used by nobody else.
+        cycle_s: least time between two cycles, in which requests gather.
+    """
+
+    def __init__(self, control: Communicator, execution: Execution, cycle_s: float) -> None:
+        self._control = control
+        self._execution = execution
+        self._cycle_s = cycle_s
+        self._changed = threading.Condition()
+        self._arriving: deque[Request] = deque()
+        self._closing = False
+        self._dead: Exception | None = None
+        self.error: Exception | None = None
+        """What has ended the thread, other than `close`."""
+        self._waiting: dict[Key, deque[Request]] = {}
+        self._thread = threading.Thread(target=self._run, name="dadt-cycles", daemon=True)
+        self._thread.start()
+
+    def submit(self, request: Request) -> None:
+        """Takes a request; its answer comes when all ranks have given one of the same key.
+
+        Raises:
+            UserError: `close` has been called.
+            Exception: what has ended the thread.
+        """
+        with self._changed:
+            if self._dead is not None:
+                raise self._dead
+            if self._closing:
+                raise UserError(f"{request.name}: after shutdown()")
+            self._arriving.append(request)
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Ends when every rank has called it. What some rank has not asked for fails."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            while self._cycle():
+                pass
+            self._end(UserError("not all ranks asked for it before shutdown()"))
+        except Exception as error:  # whoever waits raises it, and `close`
+            self.error = error
+            self._end(error)
+
+    def _end(self, reason: Exception) -> None:
+        with self._changed:
+            self._dead = reason
+            self._collect()
+        for requests in self._waiting.values():
+            for request in requests:
+                request.fail(reason)
+
+    def _cycle(self) -> bool:
+        """One exchange of lists, and what follows from it; False after the last."""
+        with self._changed:
+            while not (self._arriving or self._waiting or self._closing):
+                self._changed.wait()
+            self._collect()
+            closing = self._closing
+        began = self._control.clock()
+        mine = {key: requests[0].signature for key, requests in self._waiting.items()}
+        everybody = self._control.gather_objects((mine, closing))
+        lists = [found for found, _ in everybody]
+        ready = sorted(set.intersection(*(set(found) for found in lists)), reverse=True)
+        batch = [request for key in ready for request in self._accepted(key, lists)]
+        self._execution.run(batch)
+        self._fail_lost(everybody)
+        if not ready and all(left for _, left in everybody):
+            return False
+        self._pause(began, idle=not ready)
+        return True
+
+    def _collect(self) -> None:
+        while self._arriving:
+            request = self._arriving.popleft()
+            request.enter("StayInWaitingRequestPool")
+            self._waiting.setdefault(request.key, deque()).append(request)
+
+    def _take(self, key: Key) -> Request:
+        requests = self._waiting[key]
+        request = requests.popleft()
+        if not requests:
+            del self._waiting[key]
+        return request
+
+    def _accepted(self, key: Key, lists: list[dict[Key, Any]]) -> list[Request]:
+        request = self._take(key)
+        signatures = [found[key] for found in lists]
+        for rank, signature in enumerate(signatures):
+            if signature != signatures[0]:
+                request.fail(
+                    UserError(
+                        f"{request.name}: rank 0 gave {_shown(signatures[0])}, rank {rank} gave "
+                        f"{_shown(signature)}; they must be alike"
+                    )
+                )
+                return []
+        return [request]
+
+    def _fail_lost(self, everybody: list[tuple[dict[Key, Any], bool]]) -> None:
+        """Requests that a rank which is leaving has not made cannot be answered any more."""
+        for key in list(self._waiting):
+            request = self._waiting[key][0]
+            request.missing = [r for r, (found, _) in enumerate(everybody) if key not in found]
+            left = [r for r in request.missing if everybody[r][1]]
+            if left:
+                self._take(key).fail(
+                    UserError(f"{request.name}: ranks {left} shut down without asking for it")
+                )
+
+    def _pause(self, began: float, *, idle: bool) -> None:
+        """The rest of the cycle; less, if nothing can happen before a new request is there."""
+        rest = self._cycle_s - (self._control.clock() - began)
+        if idle:
+            with self._changed:
+                if not (self._arriving or self._closing):
+                    self._changed.wait(max(rest, LEAST_PAUSE_S))
+            rest = self._cycle_s - (self._control.clock() - began)
+        if rest > 0:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closing, timeout=rest)
+
+
+def _shown(signature: tuple[str, tuple[int, ...], str, int]) -> str:
+    dtype, shape, device, _ = signature
+    return f"{dtype} {shape} on {device}"
+
+
+Finish = Callable[[], None]
+
+ROOT = 0
+
+
+class Execution:
+    """Runs batches of requests on one thread; all ranks give the same batches.
+
+    Args:
+        communicator: used by nobody else.
+        buffer_bytes: all-reduces of one type share buffers of at most so many bytes; one that is as
+            large runs alone.
+    """
+
+    def __init__(self, communicator: Communicator, buffer_bytes: float) -> None:
+        self._communicator = communicator
+        self._buffer_bytes = buffer_bytes
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    def run(self, batch: Sequence[Request]) -> None:
+        """Ends each request of `batch`, with its result or the error that its group met."""
+        running: list[tuple[list[Request], Work | None, Finish]] = []
+        for group in self._groups(batch):
+            with self._failing(group), self._on_stream(group):
+                running.append((group, *self._start(group)))
+        for group, work, finish in running:
+            with self._failing(group), self._on_stream(group):
+                if work is not None:
+                    work.wait()
+                finish()
+
+    def _groups(self, batch: Sequence[Request]) -> list[list[Request]]:
+        groups: list[list[Request]] = []
+        fusible: dict[tuple, list[Request]] = {}
+        for request in batch:
+            if request.key[0] == ALL_REDUCE:
+                kind = (request.tensor.dtype, request.tensor.device)
+                fusible.setdefault(kind, []).append(request)
+            else:
+                groups.append([request])
+        for alike in fusible.values():
+            sizes = [request.tensor.nbytes for request in alike]
+            groups += [[alike[i] for i in g] for g in by_buffer(sizes, self._buffer_bytes)]
+        return sorted(groups, key=lambda group: group[0].key, reverse=True)
+
+    def _start(self, group: list[Request]) -> tuple[Work | None, Finish]:
+        kind, first = group[0].key[0], group[0]
+        if kind == COO_ALL_REDUCE:
+            return self._start_sparse(first)
+        if kind == BROADCAST:
+            first.enter("DoBroadCast")
+            work = self._communicator.broadcast(first.tensor, root=ROOT)
+            return work, lambda: first.finish(first.tensor)
+        for request in group:
+            request.enter("CopyToMidWay")
+        if len(group) == 1:
+            flat = first.tensor
+        else:
+            flat = torch.cat([request.tensor.view(-1) for request in group])
+        for request in group:
+            request.enter("DoAllReduce")
+        work = self._communicator.all_reduce(flat, op="sum")
+        return work, lambda: _hand_out(flat, group)
+
+    def _start_sparse(self, request: Request) -> tuple[Work | None, Finish]:
+        request.enter("DoAllReduce")
+        tensor = request.tensor
+        (entries,) = gather_entries([tensor], tensor.device, self._communicator)
+        total = SparseSum(tensor, tensor, entries, self._communicator)
+        return total.work, lambda: request.finish(total.result())
+
+    @contextlib.contextmanager
+    def _failing(self, group: list[Request]) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # the callers raise it, each from its own wait
+            for request in group:
+                request.fail(error)
+
+    @contextlib.contextmanager
+    def _on_stream(self, group: list[Request]) -> Iterator[None]:
+        """On CUDA: a stream of this thread's own, after what has written the tensors."""
+        device = group[0].tensor.device
+        if device.type != "cuda":
+            yield
+            return
+        stream = self._streams.setdefault(device, torch.cuda.Stream(device))
+        with torch.cuda.device(device), torch.cuda.stream(stream):
+            for request in group:
+                stream.wait_event(request.written)
+                if not request.tensor.is_sparse:
+                    request.tensor.record_stream(stream)
+            yield
+
+
+def _hand_out(flat: torch.Tensor, group: list[Request]) -> None:
+    if len(group) > 1:
+        sizes = [request.tensor.numel() for request in group]
+        for request, piece in zip(group, flat.split(sizes), strict=True):
+            request.tensor.view(-1).copy_(piece)
+    for request in group:
+        request.finish(request.tensor)
+
+
+Key = tuple[int, int, str]
+
+COO_ALL_REDUCE, ALL_REDUCE, BROADCAST = 3, 2, 1
+"""What is ready together runs in this order, by number of the type and then of the tensor."""
+
+NAMES = {COO_ALL_REDUCE: "coo_all_reduce", ALL_REDUCE: "all_reduce", BROADCAST: "broad_cast"}
+
+
+def check_tensor(call: str, number: Any, tensor: Any, *, sparse: bool) -> None:
+    """Raises `UserError` unless `number` is a whole number and `tensor` of the right layout."""
+    if not isinstance(number, int) or isinstance(number, bool) or number < 0:
+        raise UserError(f"{call}: the id must be a whole number from 0 up, got {number!r}")
+    if not torch.is_tensor(tensor):
+        raise UserError(f"{call} needs a tensor, got {type(tensor).__name__}")
+    if sparse != (tensor.layout is torch.sparse_coo) or not (
+        sparse or tensor.layout is torch.strided
+    ):
+        wanted = "a sparse COO tensor" if sparse else "a dense tensor"
+        raise UserError(f"{call} needs {wanted}, got layout {tensor.layout}")
+
+
+class Request:
+    """One rank's part of one collective: a copy of its tensor, and later the result.
+
+    Args:
+        key: type, id and the form of the call; ranks' requests of one key belong together.
+        tensor: is left alone.
+        clock: returns seconds.
+    """
+
+    def __init__(self, key: Key, tensor: torch.Tensor, clock: Callable[[], float]) -> None:
+        self.key = key
+        self._clock = clock
+        copied = tensor.detach()
+        # Both are memory of the request's own.
+        self.tensor = (
+            copied.coalesce().clone()
+            if copied.is_sparse
+            else copied.clone(memory_format=torch.contiguous_format)
+        )
+        self.written = torch.cuda.Event() if copied.is_cuda else None
+        if self.written is not None:
+            self.written.record()
+        self._result: torch.Tensor | None = None
+        self._read: Any = None
+        self._error: Exception | None = None
+        self._ended = threading.Event()
+        self.missing: list[int] = []
+        """Ranks that have not asked for it yet, as far as is known."""
+        self.moments: list[tuple[str, float]] = [("StayInQueue", clock())]
+        """What began when, on the communicator's clock."""
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        kind, number, form = self.key
+        return f"{NAMES[kind]}{form}(id {number})"
+
+    @property
+    def signature(self) -> tuple[str, tuple[int, ...], str, int]:
+        """What must be the same on all ranks."""
+        tensor = self.tensor
+        places = tensor.sparse_dim() if tensor.is_sparse else 0
+        return str(tensor.dtype), tuple(tensor.shape), tensor.device.type, places
+
+    def enter(self, phase: str) -> None:
+        """A phase of its life begins."""
+        self.moments.append((phase, self._clock()))
+
+    def finish(self, result: torch.Tensor) -> None:
+        """The answer is there; on CUDA in the order of the current stream."""
+        if result.is_cuda:
+            self._read = torch.cuda.Event()
+            self._read.record()
+        self.enter("WaitForFetch")
+        self._result = result
+        self._ended.set()
+
+    def fail(self, error: Exception) -> None:
+        """There will be no answer."""
+        if not self._ended.is_set():
+            self._error = error
+            self._ended.set()
+
+    def wait(self, timeout_s: float) -> torch.Tensor:
+        """The result, a tensor of the caller's own.
+
+        Raises:
+            RuntimeError: no answer in time; it says which ranks have not asked.
+            Exception: whatever failed.
+        """
+        if not self._ended.wait(timeout_s):
+            asked = f"; ranks {self.missing} have not asked for it" if self.missing else ""
+            raise RuntimeError(f"{self.name}: no result within {timeout_s:g} s{asked}")
+        if self._error is not None:
+            raise self._error
+        if self._read is not None:
+            self._read.wait()
+            for part in _parts(self._result):
+                part.record_stream(torch.cuda.current_stream(part.device))
+        self.enter("Fetched")
+        return self._result
+
+
+def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    return [tensor._indices(), tensor._values()] if tensor.is_sparse else [tensor]

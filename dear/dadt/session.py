@@ -1,0 +1,392 @@
+"""What `dear.dadt` holds between `init` and `shutdown`."""
+
+from __future__ import annotations
+
+import itertools
+import socket
+import weakref
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dear.buckets.grouping import MIB
+from dear.comm import runtime
+from dear.comm.communicator import Communicator, prepare
+from dear.dadt.cycles import (
+    ALL_REDUCE,
+    BROADCAST,
+    COO_ALL_REDUCE,
+    NAMES,
+    Cycles,
+    Execution,
+    Request,
+    check_tensor,
+)
+from dear.errors import Unavailable, UserError, unknown
+from dear.options import at_least, positive
+from dear.training.trace import Timeline
+
+EXECUTORS = {
+    "mpi": "mpi",
+    "nccl": "nccl",
+    "mpicuda": "nccl",
+    "gloo": "gloo",
+    "comm_core": "comm_core",
+}
+"""What moves the bytes, by the names of DADT; the backend here. `mpicuda`, of its older versions,
+moved CUDA tensors."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The arguments of `dear.dadt.init`, which documents them."""
+
+    cycle_duration_ms: float
+    executor: str | None
+    all_reduce_buffer_size: int
+    gpu_device_id: int
+    timeline: str | None
+    timeout_s: float
+
+    def __post_init__(self) -> None:
+        at_least("dadt.init: cycle_duration_ms", self.cycle_duration_ms, 0)
+        at_least("dadt.init: all_reduce_buffer_size", self.all_reduce_buffer_size, 0)
+        positive("dadt.init: timeout_s", self.timeout_s)
+        if self.executor is not None and self.executor not in EXECUTORS:
+            raise unknown("executor", self.executor, EXECUTORS)
+        if self.gpu_device_id != -1 and not (0 <= self.gpu_device_id < torch.cuda.device_count()):
+            raise UserError(
+                f"dadt.init: gpu_device_id={self.gpu_device_id}: this host has "
+                f"{torch.cuda.device_count()} GPUs, and -1 takes that of the local rank"
+            )
+
+
+class Session:
+    """Joins the job if the script has not, and starts the thread; a collective call."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self._joined = not runtime.is_initialized()
+        backend = None if settings.executor is None else EXECUTORS[settings.executor]
+        if self._joined:
+            runtime.init(backend=backend, timeout_s=settings.timeout_s)
+        world = runtime.communicator()
+        if backend is not None and world.backend != backend:
+            raise UserError(
+                f"dadt.init: executor {settings.executor!r} moves bytes by {backend}, but this job "
+                f"uses {world.backend} already"
+            )
+        if settings.gpu_device_id >= 0:
+            torch.cuda.set_device(settings.gpu_device_id)
+        timeout = timedelta(seconds=settings.timeout_s)
+        # The thread's own, so that its calls and the script's need not be in one order.
+        data = Communicator(dist.new_group(timeout=timeout))
+        host_backend = _host_backend() if world.backend == "nccl" else None
+        control = Communicator(dist.new_group(timeout=timeout, backend=host_backend))
+        execution = Execution(data, settings.all_reduce_buffer_size)
+        self.timeline: Timeline | None = None
+        if settings.timeline is not None:
+            self.timeline = Timeline(settings.timeline, world.rank)
+        self._clock = world.clock
+        self.local = self._host_group(world, timeout)
+        self.cycles = Cycles(control, execution, settings.cycle_duration_ms / 1e3)
+        self._delayed: dict[tuple[int, int], Request] = {}
+        self._fetched_s: dict[Any, float] = {}
+        self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
+        self.open = True
+        """Until `close`, or until the script leaves the job by `dear.shutdown()`."""
+        runtime.at_shutdown(self._drain)
+
+    def submit(self, kind: int, number: int, tensor: torch.Tensor, form: str = "") -> Request:
+        """Asks for a collective."""
+        request = Request((kind, number, form), tensor, self._clock)
+        self.cycles.submit(request)
+        return request
+
+    def fetch(self, request: Request) -> torch.Tensor:
+        """The answer to it; waits."""
+        result = request.wait(self.settings.timeout_s)
+        if self.timeline is not None:
+            self._draw(self.timeline, request)
+        return result
+
+    def exchange(self, kind: int, number: int, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Asks, and returns the answer to the call of the same id before; None: the first."""
+        before = self._delayed.get((kind, number))
+        self._delayed[kind, number] = self.submit(kind, number, tensor, "_async")
+        return None if before is None else self.fetch(before)
+
+    def last(self, kind: int, number: int) -> torch.Tensor:
+        """The answer to the last `exchange`, after which the next one is the first."""
+        request = self._delayed.pop((kind, number), None)
+        if request is None:
+            raise UserError(
+                f"flush: there is no {NAMES[kind]}_async(id {number}) whose result is outstanding"
+            )
+        return self.fetch(request)
+
+    def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """`shutdown` applies what it holds back."""
+        self._optimizers.append(weakref.ref(optimizer))
+
+    def timeline_of_optimizer(self) -> str | None:
+        """The file for the next optimizer's own timeline."""
+        if self.settings.timeline is None:
+            return None
+        path = Path(self.settings.timeline)
+        name = f"{path.stem}-optimizer{len(self._optimizers)}{path.suffix or '.json'}"
+        return str(path.with_name(name))
+
+    def close(self) -> None:
+        """Ends when all ranks have called it; leaves the job if this has joined it."""
+        if self._joined:
+            runtime.shutdown()
+        self._drain()
+
+    def _drain(self) -> None:
+        if not self.open:
+            return
+        self.open = False
+        for optimizer in filter(None, (known() for known in self._optimizers)):
+            if hasattr(optimizer, "_engine"):  # it may have been closed
+                optimizer.flush()
+                optimizer._engine.write_timeline()
+        self.cycles.close()
+        self._delayed.clear()
+        if self.timeline is not None:
+            self.timeline.write()
+        if self.cycles.error is not None:
+            raise self.cycles.error
+
+    def _host_group(self, world: Communicator, timeout: timedelta) -> dist.ProcessGroup:
+        """The ranks of this host; a collective call, in which groups are made for every host."""
+        facts = runtime.facts()
+        host = "" if facts.one_host else socket.gethostname()
+        hosts: list[tuple[str, dict[int, int]]] = []
+        for rank, (name, local_rank) in enumerate(world.gather_objects((host, facts.local_rank))):
+            # Hosts may share a name; on one host no two ranks have the same place.
+            fitting = (ranks for n, ranks in hosts if n == name and local_rank not in ranks)
+            ranks = next(fitting, None)
+            if ranks is None:
+                ranks = {}
+                hosts.append((name, ranks))
+            ranks[local_rank] = rank
+        made = [dist.new_group(sorted(r.values()), timeout=timeout) for _, r in hosts]
+        mine = [group for group in made if dist.get_rank(group) >= 0]
+        return mine[0]
+
+    def _draw(self, timeline: Timeline, request: Request) -> None:
+        moments = request.moments
+        row = request.name
+        left = self._fetched_s.get(request.key)
+        if left is not None:
+            timeline.add(row, "InTraining", left, max(left, moments[0][1]))
+        for (phase, began), (_, ended) in itertools.pairwise(moments):
+            timeline.add(row, phase, began, ended, bytes=_nbytes(request.tensor))
+        self._fetched_s[request.key] = moments[-1][1]
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return tensor._values().nbytes if tensor.is_sparse else tensor.nbytes
+
+
+def _host_backend() -> str:
+    """For small things beside NCCL."""
+    try:
+        return prepare("comm_core")
+    except Unavailable:
+        return "gloo"
+
+
+BUFFER_BYTES = 64 * MIB
+
+_session: Session | None = None
+
+
+def initialize(
+    cycle_duration_ms: float = 5,
+    executor_type: str | None = None,
+    all_reduce_buffer_size: int = BUFFER_BYTES,
+    gpu_device_id: int = -1,
+    *,
+    broad_cast_executor: str | None = None,
+    all_reduce_executor: str | None = None,
+    group_buffer_size: int | None = None,
+    timeline: str | None = None,
+    timeout_s: float = runtime.DEFAULT_TIMEOUT_S,
+) -> None:
+    """Joins the job, as `dear.init` does, and starts the thread; all ranks call it.
+
+    Between `initialize` and `shutdown` a further call must have the same arguments, and then does
+    nothing. After `shutdown` it may be called again.
+
+    Args:
+        cycle_duration_ms: least time between two rounds of finding out what is ready everywhere, in
+            milliseconds. Gradients that are ready in the same cycle share buffers.
+        executor_type: `mpi`, `gloo` or `comm_core` for CPU tensors, `nccl` for CUDA tensors
+            (`mpicuda`, the older name, means the same); None: what `dear.init` chooses.
+        all_reduce_buffer_size: bytes up to which all-reduces share a buffer; 0: each runs alone.
+        gpu_device_id: the GPU of this rank; -1: that of its local rank.
+        broad_cast_executor: the older versions' way to say `executor_type`; must not differ from
+        all_reduce_executor: which is the same for all-reduces.
+        group_buffer_size: refused: it never had an effect.
+        timeline: a file to write in `shutdown`, `-rankR` put before its suffix, for
+            chrome://tracing or Perfetto; beside it one for each optimizer. None: none.
+        timeout_s: the longest that one collective may take.
+
+    Raises:
+        UserError: a bad or contradictory argument, or the job runs already on another backend.
+        Unavailable: the executor is not on this machine.
+    """
+    global _session
+    if group_buffer_size is not None:
+        raise UserError(
+            "dadt.init: group_buffer_size never had an effect in DADT and has none here: leave it "
+            "out"
+        )
+    named = {executor_type, broad_cast_executor, all_reduce_executor} - {None}
+    if len({EXECUTORS.get(name, name) for name in named}) > 1:
+        raise UserError(f"dadt.init: one executor does everything, got {', '.join(sorted(named))}")
+    settings = Settings(
+        cycle_duration_ms=cycle_duration_ms,
+        executor=min(named, default=None),
+        all_reduce_buffer_size=all_reduce_buffer_size,
+        gpu_device_id=gpu_device_id,
+        timeline=timeline,
+        timeout_s=timeout_s,
+    )
+    if initialized():
+        if settings != current().settings:
+            raise UserError("dadt is initialized with other arguments; shutdown() first")
+        return
+    _session = Session(settings)
+
+
+init = initialize
+
+
+def shutdown() -> None:
+    """Applies what optimizers hold back, ends the thread and leaves the job; all ranks call it.
+
+    The last results of asynchronous calls are dropped: `flush` fetches them. A second call does
+    nothing.
+    """
+    global _session
+    if _session is not None:
+        ending, _session = _session, None
+        ending.close()
+
+
+def initialized() -> bool:
+    """True between `initialize` and `shutdown`."""
+    return _session is not None and _session.open
+
+
+def current() -> Session:
+    """What is held between `initialize` and `shutdown`; raises `UserError` outside."""
+    if not initialized():
+        raise UserError("call dadt.init() first")
+    assert _session is not None
+    return _session
+
+
+def size() -> int:
+    """Number of processes in the job."""
+    current()
+    return runtime.size()
+
+
+def rank() -> int:
+    """This process's number in the job, 0 .. size()-1."""
+    current()
+    return runtime.rank()
+
+
+def local_size() -> int:
+    """Number of the job's processes on this host."""
+    current()
+    return runtime.local_size()
+
+
+def local_rank() -> int:
+    """This process's number among those of its host."""
+    current()
+    return runtime.local_rank()
+
+
+def barrier() -> None:
+    """Returns once every rank has called it."""
+    current()
+    runtime.communicator().barrier()
+
+
+def local_barrier() -> None:
+    """Returns once every rank of this host has called it."""
+    dist.barrier(group=current().local)
+
+
+def broad_cast(id: int, tensor: torch.Tensor) -> torch.Tensor:
+    """Rank 0's tensor, as a new one; waits.
+
+    Args:
+        id: the same on all ranks, as are shape and dtype.
+        tensor: dense, any shape; on other ranks than 0 its values do not matter.
+    """
+    check_tensor("broad_cast", id, tensor, sparse=False)
+    return current().fetch(current().submit(BROADCAST, id, tensor))
+
+
+def all_reduce(id: int, tensor: torch.Tensor) -> torch.Tensor:
+    """The sum over all ranks, as a new tensor; waits. Arguments as of `broad_cast`."""
+    check_tensor("all_reduce", id, tensor, sparse=False)
+    return current().fetch(current().submit(ALL_REDUCE, id, tensor))
+
+
+def all_reduce_async(id: int, tensor: torch.Tensor) -> torch.Tensor:
+    """The sum of the tensors of the call of this `id` before; zeros like `tensor` in the first.
+
+    Waits for that sum only, which has had all the time since. `flush(id)` fetches the last one.
+    """
+    check_tensor("all_reduce_async", id, tensor, sparse=False)
+    before = current().exchange(ALL_REDUCE, id, tensor)
+    return torch.zeros_like(tensor.detach()) if before is None else before
+
+
+def coo_all_reduce(id: int, tensor: torch.Tensor) -> torch.Tensor:
+    """The sum over all ranks of sparse COO tensors, coalesced; waits.
+
+    Args:
+        id: the same on all ranks, as are shape, dtype and the number of sparse dimensions.
+        tensor: need not be coalesced; ranks may have any entries, and any number of them.
+    """
+    check_tensor("coo_all_reduce", id, tensor, sparse=True)
+    return current().fetch(current().submit(COO_ALL_REDUCE, id, tensor))
+
+
+def coo_all_reduce_async(id: int, tensor: torch.Tensor) -> torch.Tensor:
+    """As `all_reduce_async`, for sparse tensors; the first result has `tensor`'s entries, zero."""
+    check_tensor("coo_all_reduce_async", id, tensor, sparse=True)
+    before = current().exchange(COO_ALL_REDUCE, id, tensor)
+    if before is not None:
+        return before
+    own = tensor.detach().coalesce()
+    zeros = torch.zeros_like(own.values())
+    return torch.sparse_coo_tensor(own.indices().clone(), zeros, own.shape, is_coalesced=True)
+
+
+def flush(id: int, *, coo: bool = False) -> torch.Tensor:
+    """The sum of the tensors of the last asynchronous call of this `id`; waits.
+
+    The next call of the `id` is a first one again.
+
+    Args:
+        coo: of `coo_all_reduce_async` instead of `all_reduce_async`.
+
+    Raises:
+        UserError: there was no such call since the last flush.
+    """
+    return current().last(COO_ALL_REDUCE if coo else ALL_REDUCE, id)

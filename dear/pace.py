@@ -1,0 +1,103 @@
+"""Ranks at their own pace: runs that end after a time, and batches that each rank draws itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sized
+from dataclasses import dataclass
+
+import torch
+from torch.utils.data import Sampler
+
+from dear.comm.communicator import Communicator
+from dear.options import at_least, positive
+
+SEED_PER_RANK = 10000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pace:
+    """What one rank did in its time."""
+
+    steps: int
+    samples: int
+    elapsed_s: float
+    """To the end of the last step."""
+
+
+def run_for(
+    budget_s: float,
+    step: Callable[[], int],
+    communicator: Communicator,
+    clock: Callable[[], float] | None = None,
+) -> Pace:
+    """Calls `step`, which returns its number of samples, until the time is over; at least once.
+
+    Ranks start together (a barrier) and make different numbers of steps, so the steps must wait for
+    no other rank: that is for asynchronous algorithms. Afterwards `optimizer.close()` waits for
+    those that are still in their last step.
+
+    Args:
+        clock: what counts as time, in seconds; None: the communicator's.
+
+    Raises:
+        UserError: no time.
+    """
+    positive("budget_s", budget_s)
+    clock = clock or communicator.clock
+    communicator.barrier()
+    began = clock()
+    steps = samples = 0
+    elapsed_s = 0.0
+    while elapsed_s < budget_s:
+        samples += step()
+        steps += 1
+        elapsed_s = clock() - began
+    return Pace(steps=steps, samples=samples, elapsed_s=elapsed_s)
+
+
+class LocalStepRandomBatchSampler(Sampler[list[int]]):
+    """Each rank goes through the whole data, in an order of its own that is new in each round.
+
+    The place in the round lasts beyond an iterator: the next one yields what is left of the round.
+    (A `DataLoader` with workers takes batches ahead of their use.)
+
+    Args:
+        dataset: anything with a length, at least 1.
+        batch_size: samples per batch.
+        base_seed: the order of round k is drawn with `base_seed + 10000 * rank + k`.
+        rank: this process's.
+        drop_last: leave out a smaller batch at the end of a round.
+
+    Raises:
+        UserError: a size below 1, or `drop_last` with less than one batch of data.
+    """
+
+    def __init__(
+        self,
+        dataset: Sized,
+        batch_size: int,
+        base_seed: int,
+        rank: int = 0,
+        drop_last: bool = False,
+    ) -> None:
+        self._size = len(dataset)
+        at_least("number of samples", self._size, batch_size if drop_last else 1)
+        at_least("batch_size", batch_size, 1)
+        self._batch_size = batch_size
+        self._seed = base_seed + SEED_PER_RANK * rank
+        self._drop_last = drop_last
+        self.local_step = 0
+        """Batches yielded so far; set it to go on from a checkpoint."""
+
+    def __len__(self) -> int:
+        """Batches of a whole round."""
+        whole, rest = divmod(self._size, self._batch_size)
+        return whole + (rest > 0 and not self._drop_last)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        round_, done = divmod(self.local_step, len(self))
+        generator = torch.Generator().manual_seed(self._seed + round_)
+        order = torch.randperm(self._size, generator=generator).tolist()
+        for batch in range(done, len(self)):
+            self.local_step += 1
+            yield order[batch * self._batch_size : (batch + 1) * self._batch_size]

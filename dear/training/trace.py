@@ -1,0 +1,69 @@
+"""What happened when, as a file for chrome://tracing or Perfetto."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+MICROSECONDS = 1e6
+
+
+class Timeline:
+    """Spans on named rows of one rank.
+
+    Args:
+        path: of the file; `-rankR` is put before its suffix, for every rank writes one.
+    """
+
+    def __init__(self, path: str, rank: int) -> None:
+        given = Path(path)
+        self.path = given.with_name(f"{given.stem}-rank{rank}{given.suffix or '.json'}")
+        self._rank = rank
+        self._rows: dict[str, int] = {}
+        self._events: list[dict[str, Any]] = []
+
+    def add(self, row: str, name: str, began_s: float, ended_s: float, **facts: Any) -> None:
+        """One span; times in seconds on the communicator's clock."""
+        self._events.append(
+            {
+                "name": name,
+                "ph": "X",
+                "pid": self._rank,
+                "tid": self._rows.setdefault(row, len(self._rows)),
+                "ts": began_s * MICROSECONDS,
+                "dur": max(0.0, ended_s - began_s) * MICROSECONDS,
+                "args": facts,
+            }
+        )
+
+    def add_transfers(self) -> None:
+        """What the comm core has moved so far, where it is in use; its clock is `monotonic`."""
+        core = sys.modules.get("comm_core")
+        for event in core.events() if core is not None else ():
+            self.add(
+                f"comm_core {event['group']}",
+                event["operation"],
+                event["started_s"],
+                event["finished_s"],
+                nbytes=event["nbytes"],
+                dtype=str(event["dtype"]),
+            )
+
+    def write(self, path: Path | None = None) -> None:
+        """Writes all spans so far, replacing what was written before.
+
+        Args:
+            path: instead of the usual one.
+        """
+
+        def named(what: str, name: str, **place: int) -> dict[str, Any]:
+            return {"name": what, "ph": "M", "pid": self._rank, **place, "args": {"name": name}}
+
+        names = [named("thread_name", row, tid=tid) for row, tid in self._rows.items()]
+        names.append(named("process_name", f"rank {self._rank}"))
+        path = path or self.path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        events = sorted(self._events, key=lambda event: event["ts"])
+        path.write_text(json.dumps({"traceEvents": names + events, "displayTimeUnit": "ms"}))

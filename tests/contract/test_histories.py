@@ -1,0 +1,67 @@
+"""Training computes what it computed when the fixtures were written; see `histories.py`."""
+
+from __future__ import annotations
+
+import functools
+import json
+from typing import Any
+
+import pytest
+
+import dear
+from tests.contract.histories import (
+    FOLDER,
+    Case,
+    all_cases,
+    checkpoint_cases,
+    checkpoint_files,
+    compact,
+    history,
+    machine,
+    unavailable,
+)
+
+
+@functools.cache
+def _recorded(subject: str) -> dict[str, Any]:
+    return json.loads((FOLDER / f"{subject}.json").read_text())
+
+
+@pytest.mark.parametrize("case", all_cases(), ids=lambda case: f"{case.subject}: {case.name}")
+def test_history_is_what_it_was(world, bluefog_pool, case: Case):
+    missing = unavailable(case.subject)
+    if missing:
+        pytest.skip(missing)
+    on_machines = case.subject == "bluefog" and case.world == 4
+    pool = bluefog_pool if on_machines else world(case.world)
+    _compare(compact(pool.run(history, case)), case)
+
+
+@pytest.mark.parametrize("case", checkpoint_cases(), ids=lambda case: case.subject)
+def test_a_checkpoint_of_then_goes_on_now(world, case: Case):
+    missing = unavailable(case.subject)
+    if missing:
+        pytest.skip(missing)
+    files = [path.read_bytes() for path in checkpoint_files(case)]
+    assert files
+    _compare(compact(world(case.world).run(_go_on, case, files)), case)
+
+
+def _go_on(case: Case, files: list[bytes]) -> dict[str, Any]:
+    return history(case, files[dear.rank() % len(files)])
+
+
+def _compare(got: list[dict[str, Any]], case: Case) -> None:
+    """`got` may be the last steps only."""
+    recorded = _recorded(case.subject)
+    wanted = recorded["histories"][case.name]
+    assert len(got) == len(wanted)
+    for mine, theirs in zip(got, wanted, strict=True):
+        assert mine.get("refused") == theirs.get("refused")
+        if "refused" in mine:
+            continue
+        if machine() == recorded["machine"]:
+            assert theirs["steps"].endswith(mine["steps"])
+            assert mine["end"] == theirs["end"]
+        end = [float.fromhex(value) for value in theirs["end"]]
+        assert [float.fromhex(value) for value in mine["end"]] == pytest.approx(end, 1e-6, 1e-7)

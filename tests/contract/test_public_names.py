@@ -1,0 +1,67 @@
+"""What users may name: imports, options, flags, keys of experiment files. All of it stays.
+
+`public_names.json` and `help.txt` are lists of promises: what is new may be added to them, and what
+they have is taken out only when users are told.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import operator
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.harness.cli import main
+from tests.contract.histories import registry
+
+HERE = Path(__file__).parent
+PUBLIC = json.loads((HERE / "public_names.json").read_text())
+HELP = re.findall(
+    r"^\$ benchmarks.py (.*)\n((?:(?!\$ ).*\n)*)", (HERE / "help.txt").read_text(), re.MULTILINE
+)
+
+
+def _missing(name: str) -> bool:
+    module, _, path = name.partition(":")
+    try:
+        home = importlib.import_module(module)
+        operator.attrgetter(path)(home)
+    except (ImportError, AttributeError):
+        return True
+    # An installed copy of this repository must not answer for what this tree lacks.
+    return not Path(home.__file__).is_relative_to(HERE.parents[1])
+
+
+def test_every_documented_name_can_be_imported():
+    assert [name for name in PUBLIC["names"] if _missing(name)] == []
+
+
+@pytest.mark.parametrize("algorithm", PUBLIC["options"])
+def test_options_keep_their_names_and_defaults(algorithm):
+    fields = dataclasses.fields(registry().algorithm_class(algorithm).Options)
+    found = json.loads(json.dumps({field.name: field.default for field in fields}))
+    promised = PUBLIC["options"][algorithm]
+    assert {name: found.get(name, "gone") for name in promised} == promised
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 13), reason="argparse writes flags otherwise there")
+@pytest.mark.parametrize(("arguments", "text"), HELP, ids=[arguments for arguments, _ in HELP])
+def test_the_help_says_what_it_said(arguments, text, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        main(arguments.split())
+    assert capsys.readouterr().out.strip() == text.strip()
+
+
+@pytest.mark.parametrize("name", PUBLIC["plans"])
+def test_every_key_of_an_experiment_makes_the_same_trials(name, capsys):
+    """Their names, too, by which records are found again."""
+    assert main(["run", str(HERE / f"experiments/{name}.yaml"), "--dry-run", "--json"]) == 0
+    plan: list[dict[str, Any]] = json.loads(capsys.readouterr().out)
+    assert [{key: trial[key] for key in ("id", "trial")} for trial in plan] == PUBLIC["plans"][name]

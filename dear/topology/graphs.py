@@ -6,7 +6,7 @@ a matrix `W` (`matrix`), `W[i, j]` is that weight: column j is what rank j recei
 of averaging is `x_j <- sum_i W[i, j] x_i`.
 
 The second half of the file says what weights must fulfil, and how fast averaging with them
-converges (also importable as `dear.topology.mixing`). Schedules that change from step to step are in
+converges (also importable as `dear.mixing`). Schedules that change from step to step are in
 `dear.topology.schedules`.
 """
 

@@ -347,14 +347,8 @@ class ParameterEngine(Engine):
         return result
 
     def _before_module(self, module: torch.nn.Module) -> None:
-        self._readers.called(module)
-        if not self.unmixed:
-            return
-        if not (self.model.training and torch.is_grad_enabled()):
-            # An evaluation may read parameters where training never does.
-            self.settle()
-        else:
-            for index in sorted(self._readers.groups_of(module) & self.unmixed):
+        if self.unmixed:
+            for index in self._readers.due(module, self.unmixed):
                 self._mix(index)
 
     # Overlapped.

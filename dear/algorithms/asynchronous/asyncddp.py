@@ -162,7 +162,7 @@ class AsyncDdp(Algorithm):
         trained_parameters(model, optimizer)
 
         def engine() -> AsyncEngine:
-            core_module()  # before anything is changed
+            core_module()  # Before anything is changed; windows are made in the first step.
             return AsyncEngine(
                 model,
                 optimizer,

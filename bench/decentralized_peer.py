@@ -201,7 +201,7 @@ def main(argv: list[str]) -> int:
                 parameters=args.layers * (args.width**2 + args.width),
                 cases=[case.record(name, jobs[name]["local"]) for name, case in cases.items()],
             )
-        print(_rendered(cases))
+        print(rendered(cases))
         for system, reason in running.failures.items():
             print(f"{SYSTEMS[system]}: {reason}")
         apart = any((case.difference or 0) > TOLERANCE for case in cases.values())
@@ -213,7 +213,7 @@ def _local(args: argparse.Namespace, topology: str) -> int:
     return args.local or (2 if topology == "alternating-exp-ring" else 1)
 
 
-def _rendered(cases: dict[str, Case]) -> str:
+def rendered(cases: dict[str, Case]) -> str:
     rows = []
     for name, case in cases.items():
         row = [name, "-" if case.difference is None else f"{case.difference:.1e}"]

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from common.harness.experiment_file import load
+from common.harness.experiment import load
 from common.harness.fabric import WORKER
 from common.launch.job import Job
 from common.launch.local import LocalLauncher
 from dear.training.algorithm import algorithm_class
 from tests.system.processes import LIMIT_S, ROOT, alive
-from tests.test_sweep import ENDLESS, Driver, processes_of
+from tests.system.sweeps import ENDLESS, Driver, processes_of
 
 SCRIPT = ROOT / "dear" / "horovod_mpi_cj.sh"
 

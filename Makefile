@@ -10,25 +10,29 @@ CORE := $(VENV)/comm-core-built
 NOTEBOOKS := $(VENV)/notebooks-ready
 CORE_SOURCES := $(shell find common/comm_core -name '*.cc' -o -name '*.h' -o -name CMakeLists.txt)
 
-.PHONY: bench test retest core horovod gpu-check sanitize torch-suite lint system-packages clean help
+.PHONY: bench test test-all retest core horovod gpu-check sanitize torch-suite lint system-packages clean help
 
 help:
 	@echo "make bench            set up, then the default sweep: a table and a plot"
-	@echo "make test             set up, then the whole test suite"
+	@echo "make test             set up, then the tests of every part: at most 8 minutes on 2 cores"
+	@echo "make test-all         the same and everything that takes longer"
 	@echo "make retest           only the tests that failed last"
 	@echo "make core             build the comm core (part of bench and test)"
 	@echo "make sanitize         the comm core's C++ tests under ThreadSanitizer and AddressSanitizer"
 	@echo "make gpu-check        everything that needs an NVIDIA GPU, in at most 8 minutes"
 	@echo "make torch-suite      torch's own tests of backends on the comm core, 2 and 4 ranks"
 	@echo "make horovod          build Horovod into .venv (part of bench and test)"
-	@echo "make lint             ruff, clang-format and shellcheck"
+	@echo "make lint             ruff, import-linter, clang-format and shellcheck"
 	@echo "make system-packages  install Open MPI and what the builds need (Debian, as root)"
 	@echo "make clean            remove .venv, caches and outputs; records in logs/ stay"
 
 bench: $(READY) $(CORE) $(HOROVOD)
 	$(PY) benchmarks.py
 
-test: $(READY) $(CORE) $(HOROVOD) $(NOTEBOOKS) lint
+test: $(READY) $(CORE) $(HOROVOD) lint
+	$(PY) -m pytest -m "not full"
+
+test-all: $(READY) $(CORE) $(HOROVOD) $(NOTEBOOKS) lint
 	$(PY) -m pytest
 
 # Only what failed last; nothing to repeat is a failure too.
@@ -73,6 +77,7 @@ $(NOTEBOOKS): $(READY) examples/requirements.txt
 lint: $(READY)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+	PYTHONPATH=. $(VENV)/bin/lint-imports
 	git ls-files -z '*.cc' '*.h' | xargs -0 $(VENV)/bin/clang-format --dry-run -Werror
 	@if command -v shellcheck >/dev/null; then \
 	  git ls-files -z '*.sh' .ci/run | xargs -0 shellcheck; \

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import signal
 import tempfile
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
-from common.launch.orphans import die_with_parent
+from common.launch.ranks import RankLost, Ranks, gather, rank_env
 from dear.errors import UserError
 
 ANSWER_S = 600.0
+_END_S = 10.0
 
 
 def run_ranks(
@@ -32,57 +31,27 @@ def run_ranks(
     Raises:
         UserError: a rank failed, died, or did not answer within `limit_s`.
     """
-    context = multiprocessing.get_context("spawn")
-    pipes: list[Connection] = []
-    processes = []
-    with tempfile.TemporaryDirectory() as folder:
-        place = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-        common = {**(environment or {}), **place, "DEAR_STORE": f"{folder}/store"}
+    answers = {}
+    with tempfile.TemporaryDirectory() as folder, Ranks() as started:
+        for rank in range(ranks):
+            place = rank_env(rank, ranks, store=Path(folder, "store"))
+            env = {**(environment or {}), **place}
+            started.function(_rank, function, arguments, env=env, piped=True, method="spawn")
         try:
-            for rank in range(ranks):
-                ours, theirs = context.Pipe()
-                own = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-                process = context.Process(
-                    target=_rank, args=(function, arguments, own, theirs), daemon=True
-                )
-                process.start()
-                theirs.close()
-                pipes.append(ours)
-                processes.append(process)
-            return [_answer(pipe, rank, limit_s) for rank, pipe in enumerate(pipes)]
-        finally:
-            for process in processes:
-                process.join(10)
-                if process.is_alive():
-                    process.kill()
-                    process.join()
+            for rank, (ok, value) in gather(started.pipes, limit_s):
+                if not ok:
+                    raise UserError(f"rank {rank}: {value}")
+                answers[rank] = value
+        except RankLost as lost:
+            raise UserError(f"{lost}; last words, if any, are above") from None
+        started.stop(_END_S)
+    return [answers[rank] for rank in range(ranks)]
 
 
-def _answer(pipe: Connection, rank: int, limit_s: float) -> Any:
-    if not pipe.poll(limit_s):
-        raise UserError(f"rank {rank} did not answer in {limit_s:.0f} s")
-    try:
-        ok, value = pipe.recv()
-    except EOFError:
-        raise UserError(f"rank {rank} died; its last words are above") from None
-    if not ok:
-        raise UserError(f"rank {rank}: {value}")
-    return value
-
-
-def _rank(
-    function: Callable[..., Any],
-    arguments: tuple[Any, ...],
-    environment: Mapping[str, str],
-    pipe: Connection,
-) -> None:
-    die_with_parent(signal.SIGKILL)
-    os.environ.update(environment)
+def _rank(pipe: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> int:
     try:
         pipe.send((True, function(*arguments)))
     except Exception as error:
         pipe.send((False, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"))
-        os._exit(1)  # peers may hold this process's collectives open
-    # Not by way of the interpreter's end, where threads of some libraries make trouble.
-    pipe.close()
-    os._exit(0)
+        return 1
+    return 0

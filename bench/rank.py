@@ -9,7 +9,6 @@ import argparse
 import importlib
 import os
 import resource
-import signal
 import socket
 import traceback
 from collections.abc import Callable
@@ -20,7 +19,7 @@ from typing import Any
 
 from bench import engines
 from bench.sync import Hub
-from common.launch.orphans import die_with_parent
+from common.emulation.namespaces import die_with_parent
 from dear.errors import Unavailable
 
 
@@ -48,7 +47,7 @@ def main() -> None:
     parser.add_argument("--size", type=int, required=True)
     parser.add_argument("--rank", type=int, default=None)
     args = parser.parse_args()
-    die_with_parent(signal.SIGKILL)  # a stopped process obeys no other signal
+    die_with_parent()  # a stopped process obeys no other signal
     rank = engines.mpi_place() if args.rank is None else args.rank
 
     line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

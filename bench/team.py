@@ -9,17 +9,16 @@ import shlex
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import time
 from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from bench.engines import MPIRUN
 from bench.hosts import Host
-from common.launch.orphans import die_with_parent
+from common.launch.ranks import RankLost, Ranks, gather
 
 _ROOT = Path(__file__).parents[1]
 _STOP_S = 5.0
@@ -67,8 +66,8 @@ class Team:
         self.pids: list[int] = []
         self._layout, self._folder = layout, folder
         self._lines: list[Connection] = []
-        self._processes: list[subprocess.Popen[bytes]] = []
-        self._log = folder / f"{name}.log"
+        self._processes = Ranks()
+        self._logs: list[Path] = []
         try:
             self._start()
         except BaseException:
@@ -97,28 +96,17 @@ class Team:
         for line in self._lines:
             with contextlib.suppress(OSError):
                 line.send(None)
-        deadline = time.monotonic() + _STOP_S
-        for process in self._processes:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.1, deadline - time.monotonic()))
+        self._processes.wait(_STOP_S)
         self.kill()
 
     def kill(self) -> None:
         """Ends the ranks by force; also after `close`, then without effect."""
-        for process in self._processes:
-            if process.poll() is None:
-                process.send_signal(signal.SIGCONT)
-                process.terminate()  # mpirun passes it on, also to other hosts
-        for process in self._processes:
-            try:
-                process.wait(_STOP_S)
-            except subprocess.TimeoutExpired:
-                self._signal(signal.SIGKILL)
-                process.kill()
-                process.wait()
+        self._processes.signal(signal.SIGCONT)
+        # mpirun passes it on, also to other hosts; ranks that it leaves die with it.
+        self._processes.stop(_STOP_S, ask=signal.SIGTERM)
         for line in self._lines:
             line.close()
-        self._lines, self._processes, self.pids = [], [], []
+        self._lines, self.pids = [], []
 
     def _signal(self, number: int) -> None:
         for pid in self.pids:
@@ -130,20 +118,11 @@ class Team:
         listener.bind(str(self._folder / f"{self.name}.sock"))
         listener.listen(self._layout.size)
         listener.settimeout(0.2)
-        with listener, self._log.open("wb") as log:
-            for command in self._commands():
-                self._processes.append(
-                    subprocess.Popen(
-                        command,
-                        cwd=_ROOT,
-                        env=os.environ | self._environment(command),
-                        stdin=subprocess.DEVNULL,
-                        stdout=log,
-                        stderr=subprocess.STDOUT,
-                        start_new_session=True,  # Ctrl-C is the parent's to handle
-                        preexec_fn=lambda: die_with_parent(signal.SIGTERM),
-                    )
-                )
+        with listener:
+            for place, command in enumerate(self._commands()):
+                self._logs.append(self._folder / f"{self.name}-{place}.log")
+                env = self._environment(command)
+                self._processes.command(command, cwd=_ROOT, env=env, log=self._logs[-1])
             self._accept(listener)
         answers = self._gather(self._layout.start_s)
         self.versions = answers[0]
@@ -158,7 +137,8 @@ class Team:
                 rank, pid = line.recv()
                 known[rank] = (pid, line)
             except TimeoutError:
-                if any(p.poll() is not None for p in self._processes):
+                self._processes.wait(0.0)
+                if self._processes.codes:
                     raise TeamError(f"did not start: {self._last_words()}") from None
                 if time.monotonic() > deadline:
                     raise TeamError(f"did not start in {self._layout.start_s:.0f} s") from None
@@ -168,29 +148,21 @@ class Team:
 
     def _gather(self, timeout_s: float) -> list[Any]:
         results: dict[int, Any] = {}
-        deadline = time.monotonic() + timeout_s
-        while len(results) < len(self._lines):
-            waiting = {line: i for i, line in enumerate(self._lines) if i not in results}
-            ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
-            if not ready:
-                late = ", ".join(str(i) for i in waiting.values())
-                raise TeamError(f"failed: no answer from rank {late} in {timeout_s:.0f} s")
-            for line in ready:
-                rank = waiting[line]  # type: ignore[index]
-                try:
-                    status, value = line.recv()  # type: ignore[union-attr]
-                except (EOFError, ConnectionResetError):
-                    raise TeamError(f"failed: rank {rank} died: {self._last_words()}") from None
+        try:
+            for rank, (status, value) in gather(dict(enumerate(self._lines)), timeout_s):
                 if status == "unavailable":
                     raise TeamError(f"unavailable: {value}")
                 if status != "ok":
                     raise TeamError(f"failed: rank {rank}: {value.strip().splitlines()[-1]}")
                 results[rank] = value
+        except RankLost as lost:
+            said = f": {self._last_words()}" if lost.died else ""
+            raise TeamError(f"failed: {lost}{said}") from None
         return [results[rank] for rank in sorted(results)]
 
     def _last_words(self) -> str:
-        lines = self._log.read_text(errors="replace").split("\n")
-        lines = [line.strip() for line in lines if line.strip(" -*")]
+        texts = [log.read_text(errors="replace") for log in self._logs]
+        lines = [line.strip() for text in texts for line in text.split("\n") if line.strip(" -*")]
         lines = [line for line in lines if "***" not in line and "help_aggregate" not in line]
         telling = [line for line in lines if re.search("error|signal:|fail", line, re.IGNORECASE)]
         return (telling or lines or ["without a word"])[-1]

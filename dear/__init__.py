@@ -41,6 +41,7 @@ _MODULES = {
     "dear.sampling": "dear.pace",
     "dear.consensus": "dear.comm.consensus",
     "dear.interactive": "dear.comm.interactive",
+    "dear.bluefog.topology_util": "dear.bluefog",
 }
 """Modules by the short names that the documentation gives them."""
 

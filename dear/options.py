@@ -6,11 +6,38 @@ import dataclasses
 import math
 import types
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from dear.errors import UserError, unknown
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Settings of one algorithm: a frozen dataclass, every field documented with its unit."""
+
+    def settling_steps(self) -> int:
+        """Steps in which the algorithm still measures or changes itself: none of them is typical.
+
+        A benchmark leaves them out.
+        """
+        return 0
+
+    def staleness(self) -> int:
+        """How many steps an update comes after the gradients that it applies.
+
+        For `delayed` algorithms: so many first steps update nothing.
+        """
+        return 0
+
+    def in_step(self) -> bool:
+        """Whether an `asynchronous` algorithm is told to wait for all ranks in each step.
+
+        Then ranks must make the same number of steps.
+        """
+        return False
 
 
 def build_options(cls: type[T], given: Mapping[str, Any], what: str) -> T:

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import signal
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from common.launch.ranks import Ranks
 from tests.ranks import RankPool
-
-_CONTEXT = multiprocessing.get_context("forkserver")
 
 # Where each world's ranks are: "shm" share memory; "tcp" talk over loopback; digits are pretended
 # hosts, one for each rank ("0011": four ranks on two hosts).
@@ -69,7 +65,7 @@ class Outcome:
     at: float  # time.monotonic()
 
 
-class Job:
+class Job(Ranks):
     """Rank processes that run `function(rank, say, *args)` once and may be killed meanwhile.
 
     They join a world of their own first, with the given timeout. `say(anything)` reaches `hear`.
@@ -83,23 +79,14 @@ class Job:
         timeout_s: float = 10.0,
         join: bool = True,
     ) -> None:
+        super().__init__()
         world = World(name)
         self.size = world.size
         self._folder = tempfile.TemporaryDirectory()
-        self._pipes = []
-        self.processes = []
-        for rank, environment in enumerate(world.environments):
-            ours, theirs = _CONTEXT.Pipe()
-            store = f"{self._folder.name}/store" if join else ""
-            process = _CONTEXT.Process(
-                target=_run_rank,
-                args=(function, args, rank, world.size, store, environment, timeout_s, theirs),
-                daemon=True,
-            )
-            process.start()
-            theirs.close()
-            self._pipes.append(ours)
-            self.processes.append(process)
+        store = f"{self._folder.name}/store" if join else ""
+        for rank, env in enumerate(world.environments):
+            arguments = (function, args, rank, world.size, store, timeout_s)
+            self.function(_run_rank, *arguments, env=env, piped=True)
 
     def hear(self, ranks: list[int] | None = None, timeout_s: float = 20.0) -> list[Any]:
         """What each rank says next."""
@@ -113,10 +100,10 @@ class Job:
         return [self.outcome(rank, timeout_s) for rank in chosen]
 
     def _next(self, rank: int, wanted: str, timeout_s: float) -> Any:
-        pipe = self._pipes[rank]
+        pipe = self.pipes[rank]
         until = time.monotonic() + timeout_s
         while True:
-            if not wait([pipe], timeout=max(0.0, until - time.monotonic())):
+            if not pipe.poll(max(0.0, until - time.monotonic())):
                 raise AssertionError(f"rank {rank} has not {wanted} in {timeout_s:.0f} s")
             try:
                 kind, value = pipe.recv()
@@ -127,41 +114,26 @@ class Job:
             if kind == "ended":
                 raise AssertionError(f"rank {rank} ended instead: {value}")
 
-    def signal(self, rank: int, number: int) -> None:
-        os.kill(self.processes[rank].pid, number)
-
     def end(self, rank: int) -> None:
         """Lets the process of a rank that has ended its function exit."""
-        self._pipes[rank].close()
-        self.processes[rank].join(timeout=5)
+        self.pipes[rank].close()
+        until = time.monotonic() + 5
+        while rank not in self.codes and time.monotonic() < until:
+            self.wait(0.01)
 
-    def close(self) -> None:
-        for pipe in self._pipes:
-            pipe.close()
-        for process in self.processes:
-            process.join(timeout=0.05)
-            if process.is_alive():
-                with suppress(ProcessLookupError):  # it was ending
-                    os.kill(process.pid, signal.SIGKILL)
-                process.join()
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
         self._folder.cleanup()
-
-    def __enter__(self) -> Job:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _run_rank(
+    pipe: Connection,
     function: Callable[..., Any],
     args: tuple[Any, ...],
     rank: int,
     size: int,
     store: str,
-    environment: dict[str, str],
     timeout_s: float,
-    pipe: Any,
 ) -> None:
     from datetime import timedelta
 
@@ -169,7 +141,6 @@ def _run_rank(
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    os.environ.update(environment)
     import comm_core  # noqa: F401 - makes the backend known
 
     def say(anything: Any) -> None:
@@ -195,7 +166,6 @@ def _run_rank(
         pipe.recv()  # the parent closes it
     except (EOFError, OSError):
         pass
-    os._exit(0)
 
 
 def shared_files() -> set[str]:

@@ -11,7 +11,7 @@ from bench import hosts, table
 from bench.output import Output
 from bench.report import Limits, Report, Sample
 from dear.errors import UserError
-from tests.sandboxes import Outside, in_sandbox, needs_sandbox
+from tests.system.sandboxes import Outside, in_sandbox, needs_sandbox
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "bench" / "collectives.py"

@@ -45,7 +45,7 @@ def test_a_killed_rank_is_an_error_of_all_others(name, victim, call):
         killed = {"first": 0, "middle": 1, "last": job.size - 1}[victim]
         job.hear()
         time.sleep(0.05)
-        job.signal(killed, signal.SIGKILL)
+        job.signal(signal.SIGKILL, killed)
         at = time.monotonic()
         others = [r for r in range(job.size) if r != killed]
         for outcome in job.outcomes(others):
@@ -58,7 +58,7 @@ def test_a_killed_rank_is_an_error_of_all_others(name, victim, call):
 def test_a_stopped_rank_is_a_timeout_that_names_it(name):
     with Job(name, faulty.loop, "all_reduce", 1_000_000, timeout_s=2) as job:
         job.hear()
-        job.signal(1, signal.SIGSTOP)
+        job.signal(signal.SIGSTOP, 1)
         others = [r for r in range(job.size) if r != 1]
         texts = []
         for outcome in job.outcomes(others):
@@ -156,7 +156,7 @@ def test_strangers_do_not_wake_an_idle_engine_for_long():
 def test_no_process_and_no_thread_is_left():
     with Job("hosts0011", faulty.loop, "barrier", 1) as job:
         job.hear()
-        pids = [process.pid for process in job.processes]
-        job.signal(2, signal.SIGKILL)
+        pids = [job.pid(rank) for rank in range(job.size)]
+        job.signal(signal.SIGKILL, 2)
         job.outcomes([0, 1, 3])
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]

@@ -7,8 +7,8 @@ import time
 import pytest
 import torch.distributed as dist
 
-from dear.comm import farewell, runtime
-from dear.comm.farewell import Farewell
+from dear.comm import peers, runtime
+from dear.comm.peers import Farewell
 
 
 def _leave(late_s: float) -> tuple[float, int]:
@@ -24,7 +24,7 @@ def _leave(late_s: float) -> tuple[float, int]:
 
 
 def test_a_rank_that_is_much_later_is_waited_for(world):
-    late_s = 2.5 * farewell.LOOK_S
+    late_s = 2.5 * peers.LOOK_S
     (waited_s, looks), (_, none) = world(2).run(_leave, late_s)
     assert waited_s >= 0.9 * late_s and looks >= 1
     assert none == 0

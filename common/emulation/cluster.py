@@ -1,19 +1,19 @@
-"""Virtual hosts joined by shaped links, inside a sandbox."""
+"""Virtual hosts joined by shaped links, inside a sandbox, and what a record tells of them."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from common.emulation import links, names, network, sandbox
+from common.emulation import network, sandbox
 from common.emulation.config import NetworkProfile
 from common.emulation.flow import measure_link
-from common.emulation.holders import Holders
+from common.emulation.namespaces import ENTER, Holders, enter
 
-_ENTER = [sys.executable, "-I", "-S", str(Path(__file__).with_name("enter.py"))]
+FLAG_PERCENT = 5.0
+"""A link further off than this makes the record's numbers doubtful."""
 _MEASUREMENTS, _NEAR = 3, 0.98
 
 
@@ -24,7 +24,7 @@ class VirtualHost:
     Attributes:
         name: resolves on every host and in the sandbox.
         address: of `ifname`, where the other hosts and the sandbox reach it.
-        pid: of a process on the host, as /proc shows it; for `common.emulation.enter`.
+        pid: of a process on the host, as /proc shows it.
     """
 
     name: str
@@ -34,7 +34,11 @@ class VirtualHost:
 
     def command(self, argv: Sequence[str]) -> list[str]:
         """`argv` as it must be started in the sandbox to run on this host."""
-        return [*_ENTER, str(self.pid), "--", *argv]
+        return [*ENTER, str(self.pid), "--", *argv]
+
+    def enter(self) -> None:
+        """Moves this process, which must have one thread only, to this host."""
+        enter(self.pid)
 
 
 class EmulatedCluster:
@@ -44,7 +48,7 @@ class EmulatedCluster:
         profile: of every link, in both directions.
         time_scale: one emulated second takes this many real ones.
         congestion: TCP congestion control of all connections. None: the machine's default, or
-            cubic where that is bbr, whose probing misses the rate of such links.
+            cubic where that is bbr, whose probing misses the rate of such network.
 
     Attributes:
         hosts: h0, h1 and so on; empty outside of `with`.
@@ -89,15 +93,15 @@ class EmulatedCluster:
     def set_profile(self, profile: NetworkProfile, time_scale: float) -> None:
         """Gives all links another profile; what is under way is lost."""
         self.profile, self.time_scale = profile, time_scale
-        self._netem = links.delays(profile) and links.has_netem()
+        self._netem = network.delays(profile) and network.has_netem()
         self._take_notes()
         down = [
             line
             for host in range(len(self.hosts))
-            for line in links.shape(network.port_of(host), profile, time_scale, self._netem)
+            for line in network.shape(network.port_of(host), profile, time_scale, self._netem)
         ]
         # The delay is on one end only, so that it counts once from host to host.
-        up = links.shape(network.IFNAME, profile, time_scale, False)
+        up = network.shape(network.IFNAME, profile, time_scale, False)
         self._on_all("tc", down, up)
         self._gbps = [profile.gbps] * len(self.hosts)
         lossy = self._netem and profile.loss_percent > 0
@@ -112,8 +116,8 @@ class EmulatedCluster:
 
     def set_rate(self, host: int, gbps: float) -> None:
         """Changes both directions of one host's link, to so many emulated Gb/s."""
-        down = links.reshape(network.port_of(host), gbps, self.time_scale, self._netem)
-        up = links.reshape(network.IFNAME, gbps, self.time_scale, False)
+        down = network.reshape(network.port_of(host), gbps, self.time_scale, self._netem)
+        up = network.reshape(network.IFNAME, gbps, self.time_scale, False)
         network.batch("tc", down)
         network.batch("tc", up, self.hosts[host].pid)
         self._gbps[host] = gbps
@@ -141,7 +145,7 @@ class EmulatedCluster:
 
         Returns:
             For each host `host`, `up_gbps` and `down_gbps`: emulated Gb/s on the wire as
-            links.py counts them, from the TCP payload received.
+            network.py counts them, from the TCP payload received.
 
         Raises:
             RuntimeError: a link carries nothing.
@@ -180,7 +184,7 @@ class EmulatedCluster:
         for job in jobs:
             network.finish(job)
         self.set_profile(self.profile, self.time_scale)
-        names.write({host.name: (host.address, host.pid) for host in self.hosts})
+        network.publish({host.name: (host.address, host.pid) for host in self.hosts})
 
     def _remove(self) -> None:
         if self._holders is None:
@@ -190,7 +194,7 @@ class EmulatedCluster:
         network.remove(self._count)
         self._holders.close()
         self._holders, self.hosts = None, ()
-        names.forget()
+        network.withdraw()
 
     def _on_all(self, tool: str, switch: list[str], every_host: list[str]) -> None:
         jobs = [network.start(tool, switch)]
@@ -201,7 +205,7 @@ class EmulatedCluster:
     def _take_notes(self) -> None:
         profile = self.profile
         self.notes = []
-        if links.delays(profile) and not self._netem:
+        if network.delays(profile) and not self._netem:
             left_out = [f"latency of {profile.latency_us:g} us"] if profile.latency_us else []
             left_out += [f"jitter of {profile.jitter_us:g} us"] if profile.jitter_us else []
             left_out += [f"loss of {profile.loss_percent:g} %"] if profile.loss_percent else []
@@ -210,5 +214,40 @@ class EmulatedCluster:
             )
         if profile.rdma:
             self.notes.append("RDMA is emulated by TCP")
-        if not names.resolvable():
+        if not network.resolvable():
             self.notes.append("names of hosts do not resolve: there is no /etc/hosts to replace")
+
+
+def network_record(
+    profile: NetworkProfile, measured: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """What was requested and measured, the worst deviation, and notes on what is doubtful.
+
+    Args:
+        measured: per host `host`, `up_gbps`, `down_gbps`, as `EmulatedCluster.measure` gives them.
+
+    Returns:
+        `requested` (the profile), `measured`, `off_percent` (of the worst link; positive: too
+        fast), `flagged`, `notes`.
+    """
+    deviations = [
+        (100 * (host[f"{way}_gbps"] / profile.gbps - 1), host["host"], way, host[f"{way}_gbps"])
+        for host in measured
+        for way in ("up", "down")
+    ]
+    worst = max(deviations, key=lambda deviation: abs(deviation[0]), default=None)
+    flagged = worst is not None and abs(worst[0]) > FLAG_PERCENT
+    notes = []
+    if worst is not None and flagged:
+        percent, host, way, gbps = worst
+        notes.append(
+            f"links are not as asked: {host} {way} {gbps:.3g} Gb/s instead of {profile.gbps:.3g} "
+            f"({percent:+.1f} %)"
+        )
+    return {
+        "requested": dataclasses.asdict(profile),
+        "measured": [dict(host) for host in measured],
+        "off_percent": None if worst is None else round(worst[0], 2),
+        "flagged": flagged,
+        "notes": notes,
+    }

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+import math
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from common.emulation.calibration import Calibration, calibrate
 from common.emulation.config import NetworkProfile
+from common.emulation.flow import OnHost, transfer_cost
 from dear.errors import UserError
-
-__all__ = ["Calibration", "Choice", "Load", "calibrate", "check_scale", "choose_time_scale"]
 
 BUSY_TARGET = 0.6
 """Share of all cores that a step may keep busy; above it ranks wait for cores, not for links."""
@@ -25,6 +25,7 @@ _GRADIENT_PASSES, _COMMUNICATION_PASSES, _UPDATE_PASSES = 1, 4 + 3, 3
 # Python of the model's modules, hooks and collectives, per rank and step.
 _OVERHEAD_S = 0.02
 _SMALL, _DECADE = (1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0), (10, 12, 16, 20, 30, 40, 50, 60, 80)
+_MEMORY = 64 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,11 +40,40 @@ class Load:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """CPU costs of one machine."""
+
+    cpu_s_per_byte: float
+    """CPU seconds, of both ends and of the kernel between them, per byte moved over a link."""
+    memory_bytes_per_s: float
+    """Bytes that one core reads and writes per second, in memory that it has used before."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Choice:
     """A time scale, and one line that says why."""
 
     time_scale: float
     reason: str
+
+
+def calibrate(hosts: Sequence[OnHost]) -> Calibration:
+    """Measures, in about two seconds, one transfer between the first two hosts, and the memory.
+
+    With one host there is nothing to transfer, and a byte costs nothing.
+
+    Raises:
+        RuntimeError: the hosts cannot talk to each other.
+    """
+    per_byte = transfer_cost(hosts[0], hosts[1]) if len(hosts) > 1 else 0.0
+    source, target = b"\1" * _MEMORY, bytearray(_MEMORY)
+    best = math.inf
+    # The first round only makes the kernel hand out the pages.
+    for _ in range(4):
+        began = time.thread_time()  # not elapsed time: whatever else runs here does not count
+        memoryview(target)[:] = source
+        best = min(best, time.thread_time() - began)
+    return Calibration(cpu_s_per_byte=per_byte, memory_bytes_per_s=2 * _MEMORY / best)
 
 
 def choose_time_scale(

@@ -1,12 +1,16 @@
-"""How fast a link is: one TCP connection, both directions after another.
+"""One TCP transfer over a link: how fast it goes, and what a byte of it costs the processors.
 
-The far end runs on the host: `flow.py ADDRESS PORT SECONDS SKIP_S` sends, then receives, and
-prints {"payload_bytes_per_s": ...} of what it has received. Standard library only.
+The ends on hosts are this file run as a script, which prints as JSON what it has received:
+
+    flow.py listen ADDRESS                                    prints its port first, receives
+    flow.py connect ADDRESS PORT SECONDS SKIP_S MAX_BYTES     sends, then receives
 """
 
 from __future__ import annotations
 
 import json
+import math
+import os
 import socket
 import statistics
 import subprocess
@@ -15,70 +19,31 @@ import time
 from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
-_FRAME_BYTES = 1514  # of a full TCP segment, as tbf counts it
+FRAME_BYTES = 1514  # of a full TCP segment, as tbf counts it
 _CHUNK_BYTES = 256 * 1024
 # On very fast links a direction ends by bytes before it ends by time.
-MAX_BYTES = 256 * 1024 * 1024
+_MAX_BYTES = 256 * 1024 * 1024
 _PARTS = 5
 _TIMEOUT_S = 10.0
+_TRANSFER_S = 1.0
+_LIMIT_S = 60.0
+_SCRIPT = [sys.executable, "-I", "-S", __file__]
 
 
 class OnHost(Protocol):
     """What is needed of a virtual host."""
 
     name: str
+    address: str
 
     def command(self, argv: Sequence[str]) -> list[str]: ...
 
 
-def send(line: socket.socket, seconds: float) -> None:
-    """Sends for so long, at most MAX_BYTES, then closes this direction."""
-    line.settimeout(_TIMEOUT_S)
-    chunk = memoryview(bytes(_CHUNK_BYTES))
-    deadline = time.monotonic() + seconds
-    left = MAX_BYTES
-    while left > 0 and time.monotonic() < deadline:
-        left -= line.send(chunk)
-    line.shutdown(socket.SHUT_WR)
-
-
-def receive(line: socket.socket, skip_s: float) -> float:
-    """Payload in bytes per second; what comes in the first `skip_s` seconds does not count.
-
-    The rest is cut into parts, whose median is not moved by a moment in which the machine was busy.
-    """
-    line.settimeout(_TIMEOUT_S)
-    space = memoryview(bytearray(_CHUNK_BYTES))
-    times: list[float] = []
-    totals: list[int] = []
-    total = 0
-    while count := line.recv_into(space):
-        total += count
-        times.append(time.monotonic())
-        totals.append(total)
-    return _speed(times, totals, skip_s)
-
-
-def _speed(times: list[float], totals: list[int], skip_s: float) -> float:
-    if len(times) < 2 * _PARTS:
-        raise RuntimeError(f"too little data came to measure by: {totals[-1:] or 0} bytes")
-    # Where the sender ran out of bytes before the time was over, at least half must count.
-    first = min(times[0] + skip_s, (times[0] + times[-1]) / 2)
-    step = (times[-1] - first) / _PARTS
-    edges = [bisect_left(times, first + step * part) for part in range(_PARTS)]
-    edges.append(len(times) - 1)
-    speeds = [
-        (totals[b] - totals[a]) / (times[b] - times[a])
-        for a, b in pairwise(edges)
-        if times[b] > times[a]
-    ]
-    return statistics.median(speeds)
-
-
 def measure_link(host: OnHost, address: str, seconds: float, skip_s: float) -> tuple[float, float]:
-    """What the link of `host` carries from and to it: Gb/s of Ethernet frames (see links.py).
+    """What the link of `host` carries from and to it: Gb/s of Ethernet frames (see network.py).
 
     Args:
         host: where the far end runs.
@@ -91,34 +56,143 @@ def measure_link(host: OnHost, address: str, seconds: float, skip_s: float) -> t
     """
     with socket.create_server((address, 0)) as server:
         server.settimeout(_TIMEOUT_S)
-        where = [address, str(server.getsockname()[1]), str(seconds), str(skip_s)]
-        command = host.command([sys.executable, "-I", "-S", __file__, *where])
-        pipe = subprocess.PIPE
-        far = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True)
+        numbers = (server.getsockname()[1], seconds, skip_s, _MAX_BYTES)
+        far = _start(host, "connect", address, *map(str, numbers))
         try:
             with server.accept()[0] as line:
+                line.settimeout(_TIMEOUT_S)
                 payload_bytes = line.getsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG)
-                up = receive(line, skip_s)
-                send(line, seconds)
-                down = json.loads(far.communicate(timeout=_TIMEOUT_S)[0])
+                up = _receive(line, skip_s)["bytes_per_s"]
+                _send(line, seconds, _MAX_BYTES)
+                down = json.loads(far.communicate(timeout=_TIMEOUT_S)[0])["bytes_per_s"]
+                if up is None or down is None:
+                    raise RuntimeError("too little data came to measure by")
         except (OSError, ValueError, RuntimeError, subprocess.TimeoutExpired) as error:
             far.kill()
             words = far.communicate()[1].strip().splitlines()[-1:] or [str(error)]
             raise RuntimeError(f"the link of {host.name} carries no data: {words[0]}") from error
         finally:
-            far.kill()
-            far.wait()
-    factor = _FRAME_BYTES / payload_bytes * 8e-9
-    return up * factor, down["payload_bytes_per_s"] * factor
+            _end(far)
+    factor = FRAME_BYTES / payload_bytes * 8e-9
+    return up * factor, down * factor
 
 
-def main(argv: list[str]) -> int:
-    address, port, seconds, skip_s = argv[0], int(argv[1]), float(argv[2]), float(argv[3])
-    with socket.create_connection((address, port), timeout=_TIMEOUT_S) as line:
-        send(line, seconds)
-        print(json.dumps({"payload_bytes_per_s": receive(line, skip_s)}))
-    return 0
+def transfer_cost(sender: OnHost, receiver: OnHost) -> float:
+    """CPU seconds, of both ends and of the kernel between them, per byte moved over their links.
+
+    Raises:
+        RuntimeError: the hosts cannot talk to each other.
+    """
+    receiving = _start(receiver, "listen", receiver.address)
+    try:
+        assert receiving.stdout is not None
+        port = receiving.stdout.readline().strip()
+        if not port:
+            _answer(receiving)  # raises with its last words
+        numbers = (port, _TRANSFER_S, 0.0, math.inf)
+        sending = _start(sender, "connect", receiver.address, *map(str, numbers))
+        try:
+            sent, received = _answer(sending), _answer(receiving)
+        finally:
+            _end(sending)
+    finally:
+        _end(receiving)
+    # The kernel's part between the ends is charged to whoever is running: it shows in the
+    # softirq time, some of it also in that of the ends. All busy time bounds it from above.
+    spent = sent["cpu_s"] + received["cpu_s"] + sent["softirq_s"]
+    return min(spent, max(sent["busy_s"], received["cpu_s"])) / received["bytes"]
+
+
+def _start(host: OnHost, *arguments: str) -> subprocess.Popen[str]:
+    pipe = subprocess.PIPE
+    command = host.command([*_SCRIPT, *arguments])
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True)
+
+
+def _answer(process: subprocess.Popen[str]) -> dict[str, Any]:
+    try:
+        output, errors = process.communicate(timeout=_LIMIT_S)
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"calibration: no transfer in {_LIMIT_S:.0f} s") from None
+    if process.returncode:
+        raise RuntimeError(f"calibration: {(errors.strip().splitlines() or ['no reason'])[-1]}")
+    return json.loads(output)
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    process.kill()  # without effect after a normal end
+    process.communicate()
+
+
+def _send(line: socket.socket, seconds: float, max_bytes: float) -> None:
+    """Sends for so long, at most so much, then closes this direction."""
+    chunk = memoryview(bytes(_CHUNK_BYTES))
+    deadline = time.monotonic() + seconds
+    while max_bytes > 0 and time.monotonic() < deadline:
+        max_bytes -= line.send(chunk)
+    line.shutdown(socket.SHUT_WR)
+
+
+def _receive(line: socket.socket, skip_s: float) -> dict[str, Any]:
+    """`bytes` and `bytes_per_s` of payload; what comes in the first `skip_s` does not count there.
+
+    The speed is None of too little. The rest is cut into parts, whose median is not moved by a
+    moment in which the machine was busy.
+    """
+    space = memoryview(bytearray(_CHUNK_BYTES))
+    times: list[float] = []
+    totals: list[int] = []
+    total = 0
+    while count := line.recv_into(space):
+        total += count
+        times.append(time.monotonic())
+        totals.append(total)
+    if len(times) < 2 * _PARTS:
+        return {"bytes": total, "bytes_per_s": None}
+    # Where the sender ran out of bytes before the time was over, at least half must count.
+    first = min(times[0] + skip_s, (times[0] + times[-1]) / 2)
+    step = (times[-1] - first) / _PARTS
+    edges = [bisect_left(times, first + step * part) for part in range(_PARTS)]
+    edges.append(len(times) - 1)
+    speeds = [
+        (totals[b] - totals[a]) / (times[b] - times[a])
+        for a, b in pairwise(edges)
+        if times[b] > times[a]
+    ]
+    return {"bytes": total, "bytes_per_s": statistics.median(speeds)}
+
+
+def _cpu_s() -> tuple[float, float, float]:
+    """CPU time of this process, all busy time of this machine, and that of interrupts."""
+    # user, nice, system, idle, iowait, irq, softirq, in clock ticks
+    ticks = [int(v) for v in Path("/proc/stat").read_text().split("\n")[0].split()[1:8]]
+    per_s = os.sysconf("SC_CLK_TCK")
+    busy = sum(ticks) - ticks[3] - ticks[4]
+    return time.process_time(), busy / per_s, (ticks[5] + ticks[6]) / per_s
+
+
+def main(role: str, address: str, *numbers: str) -> None:
+    """One end on a host."""
+    if role == "listen":
+        with socket.create_server((address, 0)) as server:
+            server.settimeout(_LIMIT_S)
+            print(server.getsockname()[1], flush=True)
+            line, _ = server.accept()
+        seconds = skip_s = max_bytes = 0.0
+    else:
+        line = socket.create_connection((address, int(numbers[0])), timeout=_TIMEOUT_S)
+        seconds, skip_s, max_bytes = map(float, numbers[1:])
+    with line:
+        line.settimeout(_LIMIT_S)
+        before = _cpu_s()
+        if seconds:
+            _send(line, seconds, max_bytes)
+        # Who only sends waits here until the other end has taken everything and hung up.
+        received = _receive(line, skip_s)
+        spent = (now - then for now, then in zip(_cpu_s(), before, strict=True))
+    names = ("cpu_s", "busy_s", "softirq_s")
+    print(json.dumps({**received, **dict(zip(names, spent, strict=True))}))
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main(*sys.argv[1:])

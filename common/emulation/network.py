@@ -1,12 +1,26 @@
-"""Addresses of virtual hosts, and what `ip` must do to join them by a bridge."""
+"""Virtual hosts in a network: addresses and names, a bridge that joins them, and shaped links.
+
+What a rate means. The token bucket (tbf) counts Ethernet frames without preamble, checksum and
+gap: a full segment of TCP carries 1448 bytes of payload in 1514 counted bytes (14 Ethernet, 20 IP,
+32 TCP with timestamps), also when many segments travel as one large packet, because the kernel
+counts the headers of each. So TCP payload flows at 1448/1514 = 95.6 % of the rate. On a real
+Ethernet of that rate, where preamble, checksum and gap cost 24 bytes more, it is 94.1 %.
+"""
 
 from __future__ import annotations
 
+import functools
+import json
+import math
+import os
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from common.emulation.enter import enter
+from common.emulation.config import NetworkProfile
+from common.emulation.flow import FRAME_BYTES
+from common.emulation.namespaces import enter, proc_pid
+from common.emulation.sandbox import LOCALHOST, SWITCH
 from dear.errors import unknown
 
 BRIDGE, IFNAME, PREFIX_LENGTH = "br0", "eth0", 16
@@ -14,6 +28,17 @@ BRIDGE_ADDRESS = "10.78.255.254"
 _SUBNET = f"10.78.0.0/{PREFIX_LENGTH}"
 _TCP = Path("/proc/sys/net/ipv4")
 _PER_BLOCK = 250  # of the 256 values of the last byte
+# One large packet of TCP is 64 KiB and its headers; what exceeds the bucket is cut up, slowly.
+_MIN_BURST_BYTES = 128 * 1024
+# Tokens for the time that a timer may be late.
+_BURST_S = 200e-6
+# A switch with deep buffers: in seconds of this machine, and never less than a few bursts.
+_QUEUE_S, _MIN_QUEUE_BYTES = 0.05, 1024 * 1024
+# Handles of the queues: of different kinds they must differ, or the kernel refuses to replace one.
+_TBF_ALONE, _NETEM, _TBF_BELOW = "1:", "2:", "3:"
+
+TABLE = "DEAR_VIRTUAL_HOSTS"  # the environment variable that names the file of hosts, for rsh.py
+_HOSTS = Path("/etc/hosts")
 
 
 def address_of(host: int) -> str:
@@ -108,6 +133,81 @@ def congestion_commands(device: str, address: str, congestion: str) -> list[str]
     ]
 
 
+def delays(profile: NetworkProfile) -> bool:
+    """Whether the profile asks for more than a bandwidth."""
+    return profile.latency_us > 0 or profile.loss_percent > 0
+
+
+@functools.cache
+def has_netem() -> bool:
+    """Whether the kernel can delay and lose packets; asked of it, in a sandbox."""
+    try:
+        batch("tc", ["qdisc add dev lo root netem delay 1us", "qdisc del dev lo root"])
+    except RuntimeError:
+        return False
+    return True
+
+
+def shape(device: str, profile: NetworkProfile, time_scale: float, netem: bool) -> list[str]:
+    """Gives `device` its queues, or changes those it has from an earlier call.
+
+    Args:
+        time_scale: the link is this many times slower, and its delay longer, than the profile's.
+        netem: also delay and lose packets.
+    """
+    bits = profile.gbps * 1e9 / time_scale
+    if not netem:
+        return [_tbf(device, f"root handle {_TBF_ALONE}", bits)]
+    return [
+        _delay(device, profile, bits, time_scale),
+        _tbf(device, f"parent {_NETEM}1 handle {_TBF_BELOW}", bits),
+    ]
+
+
+def reshape(device: str, gbps: float, time_scale: float, netem: bool) -> list[str]:
+    """Changes the rate alone; what is queued stays queued."""
+    where = f"parent {_NETEM}1 handle {_TBF_BELOW}" if netem else f"root handle {_TBF_ALONE}"
+    return [_tbf(device, where, gbps * 1e9 / time_scale)]
+
+
+def resolvable() -> bool:
+    """Whether the sandbox has an /etc/hosts of its own."""
+    return os.path.ismount(_HOSTS)
+
+
+def publish(hosts: Mapping[str, tuple[str, int]]) -> None:
+    """Makes names resolve, and this process's environment lead its children to the table.
+
+    Args:
+        hosts: for each name, the address and a process on the host, as /proc shows it.
+    """
+    lines = [f"{BRIDGE_ADDRESS} {SWITCH}"]
+    lines += [f"{address} {name}" for name, (address, _) in hosts.items()]
+    _write_hosts(lines)
+    rows = {name: {"address": address, "pid": pid} for name, (address, pid) in hosts.items()}
+    _table().write_text(json.dumps(rows))
+    # Each host has another /dev/shm; by this path it finds the one of the sandbox.
+    os.environ[TABLE] = f"/proc/{proc_pid()}/root{_table()}"
+
+
+def withdraw() -> None:
+    """Undoes `publish`."""
+    _write_hosts([f"127.0.0.1 {SWITCH}"])
+    _table().unlink(missing_ok=True)
+    os.environ.pop(TABLE, None)
+
+
+def published() -> dict[str, int]:
+    """The process on each host, by name and by address.
+
+    Raises:
+        KeyError: there is no table: this process was not started by a program with a cluster.
+    """
+    rows = json.loads(Path(os.environ[TABLE]).read_text())
+    by_address = {row["address"]: row["pid"] for row in rows.values()}
+    return {name: row["pid"] for name, row in rows.items()} | by_address
+
+
 def batch(tool: str, lines: Sequence[str], host: int | None = None) -> None:
     """Runs lines by `ip -batch` or `tc -batch`, in this network or that of process `host`.
 
@@ -162,3 +262,32 @@ def _mac(address: str) -> str:
 def _no_ipv6() -> str:
     # Else the kernel chatters over the links to find IPv6 neighbours.
     return "addrgenmode none" if Path("/proc/sys/net/ipv6").exists() else ""
+
+
+def _tbf(device: str, where: str, bits_per_s: float) -> str:
+    burst = max(_MIN_BURST_BYTES, math.ceil(bits_per_s / 8 * _BURST_S))
+    limit = burst + max(_MIN_QUEUE_BYTES, math.ceil(bits_per_s / 8 * _QUEUE_S))
+    return (
+        f"qdisc replace dev {device} {where} "
+        f"tbf rate {round(bits_per_s)}bit burst {burst}b limit {limit}b"
+    )
+
+
+def _delay(device: str, profile: NetworkProfile, bits_per_s: float, time_scale: float) -> str:
+    delay_us, jitter_us = profile.latency_us * time_scale, profile.jitter_us * time_scale
+    under_way = bits_per_s / 8 / FRAME_BYTES * (delay_us + jitter_us) * 1e-6
+    words = f"limit {1000 + math.ceil(2 * under_way)} delay {delay_us:g}us"
+    if jitter_us:
+        words += f" {jitter_us:g}us"
+    if profile.loss_percent:
+        words += f" loss {profile.loss_percent:g}%"
+    return f"qdisc replace dev {device} root handle {_NETEM} netem {words}"
+
+
+def _table() -> Path:
+    return Path("/dev/shm", f"virtual-hosts-{os.getpid()}.json")
+
+
+def _write_hosts(lines: list[str]) -> None:
+    if resolvable():
+        _HOSTS.write_text(LOCALHOST + "".join(f"{line}\n" for line in lines))

@@ -13,8 +13,8 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).parents[2])]
 
-from common.emulation import names
-from common.emulation.enter import enter
+from common.emulation.namespaces import enter
+from common.emulation.network import TABLE, published
 
 _FAILED = 255  # as ssh says that it could not connect
 _WITH_VALUE = set("BbcDEeFIiJLlmOoPpQRSWw")  # of ssh's options
@@ -33,9 +33,9 @@ def main(argv: list[str]) -> int:
         return _FAILED
     host = words[0].rpartition("@")[2]
     try:
-        known = names.read()
+        known = published()
     except (KeyError, OSError) as error:
-        print(f"error: rsh: no table of virtual hosts in ${names.TABLE}: {error}", file=sys.stderr)
+        print(f"error: rsh: no table of virtual hosts in ${TABLE}: {error}", file=sys.stderr)
         return _FAILED
     if host not in known:
         print(f"error: rsh: {host}: no such virtual host", file=sys.stderr)

@@ -3,32 +3,50 @@
     python -m common.emulation.sandbox -- COMMAND...
 
 Nothing of it is ever visible outside, and nothing of it outlives the process that called `run`,
-not even when that one is killed by SIGKILL (see init.py). Virtual hosts are built inside.
+not even when that one is killed by SIGKILL: its end kills the process that it started (this file,
+run as a script), whose end kills process 1 of the sandbox, with which the kernel kills whatever is
+in there. Nothing else needs to clean up. Virtual hosts are built inside.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
+import select
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from common.emulation.init import FAILED, FORWARDED, MARK
+if __name__ == "__main__":
+    sys.path[:0] = [str(Path(__file__).parents[2])]
+
+from common.emulation import namespaces as ns
 from dear.errors import UserError
 
-# -S: the site's packages are not needed, and looking for them takes longer than all the rest.
-_INIT = [sys.executable, "-I", "-S", str(Path(__file__).with_name("init.py"))]
+MARK = "DEAR_SANDBOX"  # holds the PID namespace, so that a stale value is recognized
+SWITCH = "switch"
+LOCALHOST = "127.0.0.1 localhost\n::1 localhost ip6-localhost ip6-loopback\n"
+_FORWARDED = (signal.SIGINT, signal.SIGTERM)
+_FAILED = 125  # the sandbox could not be made
+_MAKE = [*ns.SCRIPT, __file__, "make"]
 _ADMIN_FOLDERS = ("/usr/sbin", "/sbin")  # not on every user's PATH
 _SETTINGS = {
     "kernel/unprivileged_userns_clone": ("0", "1"),
     "user/max_user_namespaces": ("0", "10000"),
     "kernel/apparmor_restrict_unprivileged_userns": ("1", "0"),
 }
+# Creates the kinds of link and of queue that a cluster needs.
+_PROBE = (
+    "ip link add dev probe0 type veth peer name probe1",
+    "ip link add dev probe2 type bridge",
+    "tc qdisc add dev probe0 root tbf rate 1gbit burst 128kb limit 1mb",
+)
 
 
 def inside() -> bool:
@@ -46,7 +64,7 @@ def unable() -> str | None:
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool, path=path) is None]
     if missing:
         return f"{' and '.join(missing)} missing; install iproute2"
-    command = [*_INIT, str(os.getpid()), "probe", "--"]
+    command = [*_MAKE, str(os.getpid()), "probe", "--"]
     environment = _environment(os.environ)
     done = subprocess.run(
         command, env=environment, capture_output=True, text=True, stdin=subprocess.DEVNULL
@@ -79,13 +97,13 @@ def run(command: Sequence[str], env: Mapping[str, str] | None = None) -> int:
     stdin = subprocess.DEVNULL if sys.stdin is None or sys.stdin.isatty() else None
     main_thread = threading.current_thread() is threading.main_thread()
     # Blocked until there is somebody to pass them to; the child unblocks when it is ready, too.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
     handlers = {}
     try:
-        arguments = [*_INIT, str(os.getpid()), "run", "--", *command]
+        arguments = [*_MAKE, str(os.getpid()), "run", "--", *command]
         process = subprocess.Popen(arguments, env=environment, stdin=stdin)
         if main_thread:
-            for number in FORWARDED:
+            for number in _FORWARDED:
                 handlers[number] = signal.signal(number, lambda n, _: process.send_signal(n))
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         try:
@@ -117,7 +135,115 @@ def _remedy() -> str:
     )
 
 
+def _make(parent: int, probe: bool, command: list[str]) -> int:
+    """Makes a sandbox and runs the command in it, or only tries whether that can be done."""
+    os.setpgid(0, 0)  # Ctrl-C is the caller's to handle, which passes it on once
+    _new_namespaces()
+    ns.die_with_parent()
+    if os.getppid() != parent:
+        return _FAILED  # it died before die_with_parent
+    alive, held = os.pipe()  # `held` closes when this process ends
+    child = os.fork()
+    if child == 0:
+        os.close(held)
+        # os._exit: nothing of what the parent prepared for its own exit is to run here.
+        os._exit(_reported(lambda: _first_process(alive, command, probe)))
+    _forward(child)
+    return _status(os.waitpid(child, 0)[1])
+
+
+def _reported(body: Callable[[], int]) -> int:
+    """The status that `body` returns; what went wrong is one line on stderr."""
+    try:
+        return body()
+    except subprocess.CalledProcessError as error:
+        reason = f"{' '.join(error.cmd)}: {error.stderr.strip() or error.returncode}"
+    except OSError as error:
+        reason = f"{error.filename}: " if error.filename else ""
+        reason += error.strerror or str(error)
+    print(f"error: cannot make a sandbox: {reason}", file=sys.stderr, flush=True)
+    return _FAILED
+
+
+def _status(status: int) -> int:
+    code = os.waitstatus_to_exitcode(status)
+    return code if code >= 0 else 128 - code
+
+
+def _new_namespaces() -> None:
+    flags = ns.NEWNS | ns.NEWPID | ns.NEWNET | ns.NEWUTS | ns.NEWIPC
+    if os.geteuid() == 0:
+        try:
+            ns.unshare(flags)
+            return
+        except PermissionError:
+            pass  # root of a container without CAP_SYS_ADMIN: as an ordinary user does it
+    uid, gid = os.geteuid(), os.getegid()
+    ns.unshare(ns.NEWUSER | flags)
+    ns.map_user(uid, gid)
+
+
+def _first_process(alive: int, command: list[str], probe: bool) -> int:
+    """Sets the sandbox up, runs the command, reaps what is orphaned, returns its status."""
+    ns.die_with_parent()
+    if select.select([alive], [], [], 0)[0]:
+        return _FAILED  # end of file: the parent died before die_with_parent
+    _set_up()
+    if probe:
+        for line in _PROBE:
+            _quiet(line)
+        return 0
+    return _run(command)
+
+
+def _set_up() -> None:
+    ns.own_mounts()
+    ns.mount_proc()
+    ns.mount_tmpfs("/dev/shm")
+    socket.sethostname(SWITCH)
+    if Path("/etc/hosts").exists():
+        # A file of its own in place of /etc/hosts; without a name it is still there.
+        hosts = Path("/dev/shm/hosts")
+        hosts.write_text(f"{LOCALHOST}127.0.0.1 {SWITCH}\n")
+        ns.bind(str(hosts), "/etc/hosts")
+        hosts.unlink()
+    _quiet("ip link set dev lo up")
+
+
+def _quiet(line: str) -> None:
+    subprocess.run(line.split(), check=True, capture_output=True, text=True)
+
+
+def _run(command: list[str]) -> int:
+    environment = os.environ | {MARK: str(Path("/proc/self/ns/pid").readlink())}
+    unset = [*_FORWARDED, signal.SIGPIPE]  # Python ignores SIGPIPE, and so would the command
+    try:
+        child = os.posix_spawnp(command[0], command, environment, setsigmask=[], setsigdef=unset)
+    except OSError as error:
+        print(f"error: cannot run {command[0]}: {error.strerror}", file=sys.stderr)
+        return 127 if isinstance(error, FileNotFoundError) else 126
+    _forward(child)
+    while True:
+        pid, status = os.waitpid(-1, 0)
+        if pid == child:
+            return _status(status)
+
+
+def _forward(child: int) -> None:
+    """Passes SIGINT and SIGTERM, which the caller of this script has blocked, to `child`."""
+
+    def pass_on(number: int, _: object) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, number)
+
+    for number in _FORWARDED:
+        signal.signal(number, pass_on)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _FORWARDED)
+
+
 def main(argv: list[str]) -> int:
+    if argv[:1] == ["make"]:  # as this module starts it
+        return _reported(lambda: _make(int(argv[1]), argv[2] == "probe", argv[4:]))
     if len(argv) < 2 or argv[0] != "--":
         print("usage: python -m common.emulation.sandbox -- COMMAND...", file=sys.stderr)
         return 2
@@ -125,7 +251,7 @@ def main(argv: list[str]) -> int:
         return run(argv[1:])
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
-        return FAILED
+        return _FAILED
 
 
 if __name__ == "__main__":

@@ -174,7 +174,7 @@ def _print_plan(
     experiment: Experiment,
     as_json: bool,
 ) -> None:
-    from common.harness.fabric import launcher_for
+    from common.harness.fabric import WORKER, launcher_for
     from common.launch.job import Job
 
     launcher = None if experiment.cluster else launcher_for(experiment, trials)
@@ -186,6 +186,7 @@ def _print_plan(
             repeat=0,
             world_size=trial.world_size,
             timeout_s=experiment.timeout_s,
+            worker_module=WORKER,
         )
         plan.append(
             {

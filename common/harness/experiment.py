@@ -16,7 +16,7 @@ from common.emulation.config import ClusterConfig, Fault, network_profile
 from common.emulation.dilation import check_scale
 from common.emulation.faults import check_fault
 from common.harness.trial import BASELINE, LearnConfig, MeasureConfig, OptimizerConfig, Trial
-from common.launch.launchers import launcher_options
+from common.launch.job import launcher_options
 from common.models import datasets
 from common.models.registry import is_replay, model_entry, profile_of, sentence_len
 from dear.errors import UserError, unknown

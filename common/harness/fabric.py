@@ -10,20 +10,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from common.emulation.cluster import EmulatedCluster
+from common.emulation.cluster import EmulatedCluster, network_record
 from common.emulation.config import network_profile
 from common.emulation.dilation import Calibration, Choice, Load, calibrate, choose_time_scale
 from common.emulation.faults import FaultInjector, blame
-from common.emulation.measured import network_record
 from common.harness.experiment import Experiment
 from common.harness.record import REAL, FabricFacts
 from common.harness.trial import Briefing, Trial
 from common.launch.hosts import Host, read_hostfile
-from common.launch.job import Job, Launcher, Outcome
-from common.launch.launchers import make_launcher
+from common.launch.job import Job, Launcher, Outcome, make_launcher
 from common.machine import check_memory
 from common.models.registry import is_replay, model_entry, profile_of
 from common.results.records import Network
+
+WORKER = "common.harness.worker"
+"""What every rank runs."""
 
 
 class Fabric:
@@ -161,7 +162,7 @@ class EmulatedFabric(Fabric):
         if not is_replay(trial.model):
             return Choice(time_scale=1.0, reason="the model computes for real")
         if self._calibration is None:
-            self._calibration = calibrate(self._cluster)
+            self._calibration = calibrate(self._cluster.hosts)
         profile = profile_of(trial.model, trial.batch_size, trial.sentence_len)
         load = Load(
             world_size=trial.world_size,
@@ -213,6 +214,9 @@ def launcher_for(
         hosts=hosts,
         world_size=world_size,
         # The first optimizer imports _dynamo anyway; a fork server does so only once.
-        preload=["torch._dynamo", *sorted({model_entry(trial.model).module for trial in trials})],
+        preload=[
+            *(WORKER, "torch._dynamo"),
+            *sorted({model_entry(trial.model).module for trial in trials}),
+        ],
         options=experiment.launcher_options,
     )

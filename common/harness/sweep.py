@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from common.harness.experiment import Experiment
-from common.harness.fabric import Fabric
+from common.harness.fabric import WORKER, Fabric
 from common.harness.record import Result, make_record
 from common.harness.trial import BASELINE, Trial
 from common.harness.ui import Progress
@@ -96,6 +96,7 @@ class Sweep:
             repeat=repeat,
             world_size=trial.world_size,
             timeout_s=self._experiment.timeout_s,
+            worker_module=WORKER,
             env=self._experiment.worker_env,
             may_lose_ranks=trial.own_pace,
         )

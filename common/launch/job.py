@@ -1,16 +1,23 @@
-"""What a launcher is asked to start, and what it answers."""
+"""What a launcher is asked to start, what it answers, and the launchers by name.
+
+A launcher is the class `NameLauncher` of the file `common/launch/NAME.py`.
+"""
 
 from __future__ import annotations
 
+import importlib
 import json
+import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-# After the first rank has failed, the others get this long to say what they saw.
-GRACE_S = 2.0
+import common.launch
+from common.launch.hosts import Host, require_slots
+from dear.errors import UserError, unknown
+from dear.options import build_options
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +28,9 @@ class Job:
     repeat: int
     world_size: int
     timeout_s: float
+    worker_module: str
+    """What every rank runs, as `python -m MODULE FOLDER REPEAT`; where the launcher makes ranks of
+    its own, as the module's `main(folder, repeat)`."""
     env: Mapping[str, str] = field(default_factory=dict)
     """Variables that every rank gets besides the launcher's own."""
     may_lose_ranks: bool = False
@@ -42,7 +52,7 @@ class Job:
     @property
     def worker(self) -> list[str]:
         """What every rank runs, after `python`."""
-        return ["-m", "common.harness.worker", str(self.folder.resolve()), str(self.repeat)]
+        return ["-m", self.worker_module, str(self.folder.resolve()), str(self.repeat)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +70,7 @@ class Outcome:
 class Launcher(ABC):
     """Starts the workers of a job and returns when none of them is left.
 
-    Made by `launchers.make_launcher` as `cls(hosts=..., preload=..., options=cls.Options(...))`.
+    Made by `make_launcher` as `cls(hosts=..., preload=..., options=cls.Options(...))`.
     Ranks fill the hosts in their order. Hosts must see the job's folder and this repository under
     the same paths (a shared file system); virtual hosts do.
     """
@@ -156,3 +166,60 @@ def _failed(job: Job, status: str, message: str, rank: int | None) -> Outcome:
     where = None if rank is None else ranks_phase(job, rank)
     error = {"kind": status, "message": message, "rank": rank, "where": where}
     return Outcome(status=status, error=error)
+
+
+def launcher_names() -> list[str]:
+    """Names of the launchers there are, found by file name."""
+    modules = [module.name for module in pkgutil.iter_modules(common.launch.__path__)]
+    return sorted(name for name in modules if _class_in(name) is not None)
+
+
+def launcher_options(name: str, options: Mapping[str, Any]) -> Any:
+    """The launcher's options from untyped values.
+
+    Raises:
+        UserError: an unknown launcher, an option that it does not have, or a bad value.
+    """
+    return build_options(_launcher(name).Options, options, f"option of launcher {name}")
+
+
+def make_launcher(
+    name: str,
+    *,
+    hosts: Sequence[Host] | None,
+    world_size: int,
+    preload: Sequence[str] = (),
+    options: Mapping[str, Any] | None = None,
+) -> Launcher:
+    """Makes a launcher; nothing is started or asked before `check` or `run`.
+
+    Args:
+        hosts: of a hostfile or of an emulated cluster; None means this machine (slurm: whatever
+            hosts it gives).
+        world_size: the largest world that will be asked for.
+        preload: modules to import once for all jobs, where the launcher can.
+        options: what differs from the defaults of the launcher's `Options`.
+
+    Raises:
+        UserError: an unknown launcher or option, too few slots, or a launcher that cannot run here
+            or on these hosts.
+    """
+    made = launcher_options(name, options or {})
+    if hosts is not None:
+        if not hosts:
+            raise UserError(f"launcher {name}: the list of hosts is empty")
+        require_slots(hosts, world_size, "the hosts have")
+    return _launcher(name)(hosts=hosts, preload=preload, options=made)
+
+
+def _launcher(name: str) -> type[Launcher]:
+    if name not in launcher_names():
+        raise unknown("launcher", name, launcher_names())
+    found = _class_in(name)
+    assert found is not None
+    return found
+
+
+def _class_in(name: str) -> type[Launcher] | None:
+    module = importlib.import_module(f"common.launch.{name}")
+    return getattr(module, f"{name.capitalize()}Launcher", None)

@@ -5,28 +5,37 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from common.launch.envs import ROOT, interface, network_env, read_envs
-from common.launch.fleet import STACKS_S, agent_of, meeting_point
-from common.launch.hosts import Host, are_virtual, blocks
-from common.launch.job import Job, Launcher, Outcome, outcome_of, timed_out
-from common.launch.openmpi import find_mpirun, settings
-from common.launch.orphans import die_with_parent
-from common.launch.per_host import PRINTED_PORT, RemoteOptions
-from common.launch.probe import probe
+from common.launch.hosts import (
+    ROOT,
+    Host,
+    are_virtual,
+    blocks,
+    network_env,
+)
+from common.launch.job import Job, Outcome, outcome_of, timed_out
+from common.launch.per_host import (
+    PRINTED_PORT,
+    STACKS_S,
+    RemoteLauncher,
+    RemoteOptions,
+    meeting_point,
+)
+from common.launch.ranks import Ranks
+from dear.errors import UserError
 
 STOP_S = 5.0
 
 
-class MpirunLauncher(Launcher):
-    """Runs `mpirun --hostfile ... python -m common.harness.worker` (Open MPI 4 or 5)."""
+class MpirunLauncher(RemoteLauncher):
+    """Runs `mpirun --hostfile ... python -m WORKER` (Open MPI 4 or 5)."""
 
     @dataclass(frozen=True, kw_only=True)
     class Options(RemoteOptions):
@@ -35,36 +44,18 @@ class MpirunLauncher(Launcher):
         mca: dict[str, Any] = field(default_factory=dict)
         """Settings of Open MPI by name, each passed as `--mca NAME VALUE`."""
 
-    def __init__(
-        self,
-        *,
-        hosts: Sequence[Host] | None = None,
-        options: Options | None = None,
-        preload: Sequence[str] = (),
-    ) -> None:
-        self._options = options or self.Options()
-        self._envs = read_envs()
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
         self._mpirun = find_mpirun(self._envs.MPIPATH)
-        self._hosts = hosts
-        self._interface = interface(self._options, self._envs, hosts)
-        self._agent = agent_of(self._options.agent, hosts)
-        self._checked = False
-
-    def check(self) -> None:
-        self._checked = True
-        if self._hosts is not None and not are_virtual(self._hosts):
-            probe([host for host in self._hosts if not host.here], self._agent)
 
     def command(self, job: Job) -> str:
         return shlex.join(self._command(job, self._options.port or PRINTED_PORT))
 
-    def run(self, job: Job) -> Outcome:
-        if not self._checked:
-            self.check()
+    def _run(self, job: Job) -> Outcome:
         self._write_hostfile(job)
         # Open MPI's files get a folder that is gone afterwards, even if mpirun has to be killed.
         with tempfile.TemporaryDirectory(prefix="dear-mpi-") as folder:
-            code = self._run(job, folder)
+            code = self._mpirun_status(job, folder)
         if code is None:
             return timed_out(job)
         # mpirun ends the other ranks itself.
@@ -72,30 +63,22 @@ class MpirunLauncher(Launcher):
         otherwise = f"mpirun ended with status {code}: {_said(log)}" if code else None
         return outcome_of(job, _first_failure(log) if code else {}, otherwise=otherwise)
 
-    def _run(self, job: Job, folder: str) -> int | None:
+    def _mpirun_status(self, job: Job, folder: str) -> int | None:
         """mpirun's exit status, or None if it ran out of time; nothing is left running."""
-        env = dict(os.environ)
-        if self._hosts is None or are_virtual(self._hosts):
-            env["TMPDIR"] = folder  # other machines do not have it
-        with job.log_path(0).open("wb") as log:
-            process = subprocess.Popen(
-                self._entered(self._command(job, self._options.port)),
-                cwd=ROOT,
-                env=env,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                preexec_fn=lambda: die_with_parent(signal.SIGTERM),  # it then stops its ranks
-            )
-        try:
-            return process.wait(timeout=job.timeout_s)
-        except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGUSR1)  # mpirun passes it on
-            _wait(process, STACKS_S)
-            return None
-        finally:
-            _stop(process)
+        # Other machines do not have the folder.
+        env = {"TMPDIR": folder} if self._hosts is None or are_virtual(self._hosts) else {}
+        command = self._entered(self._command(job, self._options.port))
+        with Ranks() as mpirun:
+            mpirun.command(command, cwd=ROOT, env=env, log=job.log_path(0))
+            try:
+                if not mpirun.wait(job.timeout_s):
+                    mpirun.signal(signal.SIGUSR1)  # mpirun passes it on
+                    mpirun.wait(STACKS_S)
+                    return None
+            finally:
+                # mpirun passes SIGTERM on to the ranks of all hosts; SIGKILL would leave them.
+                mpirun.stop(STOP_S, ask=signal.SIGTERM)
+        return mpirun.codes[0]
 
     def _command(self, job: Job, port: int | None) -> list[str]:
         options = self._options
@@ -126,6 +109,9 @@ class MpirunLauncher(Launcher):
         for name, value in env.items():
             command += ["-x", f"{name}={value}"]
         return [*command, self._envs.python, *job.worker]
+
+    def _agent_for(self, host: Host) -> list[str] | None:
+        return None if host.here else self._agent
 
     def _entered(self, command: list[str]) -> list[str]:
         """On virtual hosts mpirun itself runs on the first one."""
@@ -159,19 +145,65 @@ def _said(log: str) -> str:
     return lines[-1] if lines else "without a word"
 
 
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    """mpirun passes SIGTERM on to the ranks of all hosts; SIGKILL would leave them behind."""
-    if process.poll() is not None:
-        return
-    process.terminate()
-    if not _wait(process, STOP_S):
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+@dataclass(frozen=True, kw_only=True)
+class Mpirun:
+    """An installed mpirun."""
+
+    path: str
+    major: int
+
+    @property
+    def placement(self) -> list[str]:
+        """Ranks fill the hosts in their order, may be more than cores, and are not pinned."""
+        if self.major >= 5:
+            return ["--map-by", "slot:OVERSUBSCRIBE", "--bind-to", "none"]
+        return ["--oversubscribe", "--map-by", "slot", "--bind-to", "none"]
+
+    @property
+    def agent_setting(self) -> str:
+        """The setting that names the remote shell."""
+        return "plm_ssh_agent" if self.major >= 5 else "plm_rsh_agent"
+
+    def flag(self, setting: str) -> str:
+        """The option by which a setting is given: from 5 on, the starter has its own."""
+        starter = ("plm_", "prte_", "oob_", "ras_", "rmaps_")
+        return "--prtemca" if self.major >= 5 and setting.startswith(starter) else "--mca"
 
 
-def _wait(process: subprocess.Popen[bytes], seconds: float) -> bool:
-    try:
-        process.wait(seconds)
-    except subprocess.TimeoutExpired:
-        return False
-    return True
+def find_mpirun(prefix: str = "") -> Mpirun:
+    """Open MPI's mpirun below `prefix`, or on the PATH if that is empty.
+
+    Raises:
+        UserError: there is none, or it is another MPI's or too old.
+    """
+    path = shutil.which(str(Path(prefix, "bin", "mpirun")) if prefix else "mpirun")
+    if path is None:
+        where = f"in {prefix}/bin (MPIPATH of envs.conf)" if prefix else "on the PATH"
+        raise UserError(
+            f"launcher mpirun: no mpirun {where}; install Open MPI or use launcher=local"
+        )
+    done = subprocess.run([path, "--version"], capture_output=True, text=True)
+    first = (done.stdout or done.stderr).strip().partition("\n")[0]
+    found = re.search(r"Open MPI\D*(\d+)\.", first)
+    if found is None or int(found[1]) < 4:
+        raise UserError(f"launcher mpirun: {path} must be Open MPI 4 or 5, it is {first!r}")
+    return Mpirun(path=path, major=int(found[1]))
+
+
+def settings(mpirun: Mpirun, rdma: int, include: str) -> dict[str, str]:
+    """Settings for MPI's own messages between hosts.
+
+    Args:
+        rdma: 0 or 2 for TCP, 1 for InfiniBand (UCX; an Open MPI without it then refuses to run).
+        include: interfaces or subnets for TCP; empty: all.
+    """
+    shared_memory = "sm" if mpirun.major >= 5 else "vader"
+    if rdma == 1:
+        chosen = {"pml": "ucx"}
+    else:
+        chosen = {"pml": "ob1", "btl": f"tcp,{shared_memory},self"}
+        if include:
+            chosen["btl_tcp_if_include"] = include
+    if include:
+        chosen["prte_if_include" if mpirun.major >= 5 else "oob_tcp_if_include"] = include
+    return chosen

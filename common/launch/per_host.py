@@ -1,21 +1,43 @@
-"""What launchers share that start one command per host."""
+"""What launchers share that start one command per host, directly or by a remote shell.
+
+Such a command must end when its standard input closes: that is how it ends with this process, and
+with the connection to its host.
+"""
 
 from __future__ import annotations
 
 import shlex
+import shutil
+import socket
+import subprocess
+import sys
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.launch.envs import NetworkOptions, interface, network_env, read_envs
-from common.launch.fleet import Fleet, HostCommand, agent_of, meeting_point, on_host
-from common.launch.hosts import Block, Host, are_virtual, blocks
+from common.launch.hosts import (
+    ROOT,
+    Block,
+    Host,
+    NetworkOptions,
+    are_virtual,
+    blocks,
+    interface,
+    network_env,
+    read_envs,
+)
 from common.launch.job import Job, Launcher, Outcome, timed_out
-from common.launch.probe import probe
+from common.launch.ranks import Ranks
 from dear.errors import UserError
 
 PRINTED_PORT = 29500
+# BatchMode: nobody is there to type a password. Alive: a dead network must end the job.
+SSH = "ssh -o BatchMode=yes -o ConnectTimeout=8 -o ServerAliveInterval=15"
+PROBE_S = 10.0
+STACKS_S = 1.0
+STOP_S = 20.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,19 +55,19 @@ class RemoteOptions(NetworkOptions):
             raise UserError(f"port must be in 1..65535, got {self.port}")
 
 
-class PerHostLauncher(Launcher):
-    """Starts one command per host, on this machine directly and elsewhere by a remote shell."""
+class RemoteLauncher(Launcher):
+    """Reaches hosts by a remote shell, and asks them first whether they are there."""
 
     Options = RemoteOptions
 
     def __init__(
         self,
         *,
-        hosts: Sequence[Host] | None,
+        hosts: Sequence[Host] | None = None,
         options: RemoteOptions | None = None,
         preload: Sequence[str] = (),
     ) -> None:
-        self._options = options or RemoteOptions()
+        self._options = options or self.Options()
         self._hosts = hosts
         self._envs = read_envs()
         self._interface = interface(self._options, self._envs, hosts)
@@ -55,16 +77,30 @@ class PerHostLauncher(Launcher):
     def check(self) -> None:
         self._checked = True
         if self._hosts is not None and not are_virtual(self._hosts):
-            remote = [host for host in self._hosts if self._agent_for(host) is not None]
-            probe(remote, self._agent)
+            probe([host for host in self._hosts if self._agent_for(host)], self._agent)
+
+    def run(self, job: Job) -> Outcome:
+        if not self._checked:
+            self.check()
+        return self._run(job)
+
+    @abstractmethod
+    def _run(self, job: Job) -> Outcome:
+        """Runs the job on hosts that are there."""
+
+    def _agent_for(self, host: Host) -> list[str] | None:
+        """The remote shell for this host, None if it needs none."""
+        return None if host.here and self._options.agent is None else self._agent
+
+
+class PerHostLauncher(RemoteLauncher):
+    """Starts one command per host, on this machine directly and elsewhere by a remote shell."""
 
     def command(self, job: Job) -> str:
         commands = self._commands(job, self._options.port or PRINTED_PORT, tied=False)
         return " & ".join(shlex.join(command.argv) for command in commands)
 
-    def run(self, job: Job) -> Outcome:
-        if not self._checked:
-            self.check()
+    def _run(self, job: Job) -> Outcome:
         with Fleet(self._commands(job, self._options.port, tied=True)) as fleet:
             in_time = fleet.wait(job.timeout_s)
             if not in_time:
@@ -105,6 +141,145 @@ class PerHostLauncher(Launcher):
     def _log(self, job: Job, block: Block) -> Path:
         return job.folder / f"log-{job.repeat}-host-{block.host.name}.txt"
 
-    def _agent_for(self, host: Host) -> list[str] | None:
-        """The remote shell for this host, None if it needs none."""
-        return None if host.here and self._options.agent is None else self._agent
+
+@dataclass(frozen=True, kw_only=True)
+class HostCommand:
+    """What is started for one host; it must end when its standard input closes."""
+
+    host: Host
+    argv: Sequence[str]
+    log: Path
+
+
+class Fleet(Ranks):
+    """The commands of one job, started on entry, one per host."""
+
+    def __init__(self, commands: Sequence[HostCommand]) -> None:
+        super().__init__()
+        self._commands = commands
+
+    def __enter__(self) -> Fleet:
+        try:
+            for command in self._commands:
+                self.command(command.argv, cwd=ROOT, log=command.log, tied=True)
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def stop(self, patience_s: float = STOP_S, ask: int | None = None) -> None:
+        """Hangs up, and gives the hosts time to end what they run."""
+        self.say(None)
+        super().stop(patience_s, ask)
+
+    def ask_for_stacks(self) -> None:
+        """Has the workers print their stacks into their logs, if they still can."""
+        self.say(b"stacks\n")
+        self.wait(STACKS_S)
+
+    @property
+    def logs(self) -> list[Path]:
+        """What the commands printed, a file per host."""
+        return [command.log for command in self._commands]
+
+    def failure(self) -> str | None:
+        """What the host whose command failed said last, or None if none failed."""
+        for place, command in enumerate(self._commands):
+            code = self.codes.get(place)
+            if code:
+                lines = command.log.read_text(errors="replace").strip().splitlines()
+                said = f": {lines[-1].strip()}" if lines else ""
+                return f"host {command.host.name} ended with status {code}{said}"
+        return None
+
+
+def agent_of(given: str | None, hosts: Sequence[Host] | None) -> list[str]:
+    """The remote shell as words: what was given, or ssh, or for virtual hosts its stand-in."""
+    if given is not None:
+        words = shlex.split(given)
+        if not words:
+            raise UserError("option agent: must be a command such as ssh, got an empty text")
+        return words
+    if are_virtual(hosts):
+        return [sys.executable, "-m", "common.emulation.rsh"]
+    return shlex.split(SSH)
+
+
+def on_host(
+    host: Host, argv: Sequence[str], env: Mapping[str, str], agent: Sequence[str] | None
+) -> list[str]:
+    """`argv` as it must be started here to run on `host` in the repository's folder.
+
+    Args:
+        agent: the remote shell, or None to start it on this machine without one.
+    """
+    words = ["env", *(f"{key}={value}" for key, value in env.items()), *argv]
+    if agent is None:
+        return words
+    return [*agent, host.reached_at, f"cd {shlex.quote(str(ROOT))} && exec {shlex.join(words)}"]
+
+
+def meeting_point(blocks: Sequence[Block], port: int | None) -> dict[str, str]:
+    """MASTER_ADDR and MASTER_PORT for ranks on these hosts; rank 0 opens the port.
+
+    Raises:
+        UserError: several hosts, of which the first has a name that the others cannot reach.
+    """
+    first = blocks[0].host
+    if len(blocks) == 1:
+        address = "127.0.0.1"
+    elif first.loopback:
+        raise UserError(
+            f"the first of several hosts is {first.name!r}, which the others cannot reach: write "
+            "its name in their network"
+        )
+    else:
+        address = first.reached_at
+    return {"MASTER_ADDR": address, "MASTER_PORT": str(port or _free_port())}
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return probe.getsockname()[1]
+
+
+def probe(hosts: Sequence[Host], agent: Sequence[str]) -> None:
+    """Runs `true` on every host through the remote shell.
+
+    Raises:
+        UserError: there is no such remote shell, or a host (named) does not answer in time.
+    """
+    if not hosts:
+        return
+    if shutil.which(agent[0]) is None:
+        raise UserError(
+            f"no remote shell {agent[0]!r} on the PATH, needed for host {hosts[0].name}; install "
+            "it or set the launcher's option agent"
+        )
+    with ThreadPoolExecutor(max_workers=len(hosts)) as pool:
+        reasons = list(pool.map(lambda host: _ask(host, agent), hosts))
+    silent = [(host.name, reason) for host, reason in zip(hosts, reasons, strict=True) if reason]
+    if silent:
+        names = ", ".join(name for name, _ in silent)
+        raise UserError(
+            f"no answer from {'hosts' if len(silent) > 1 else 'host'} {names}: {silent[0][1]}"
+        )
+
+
+def _ask(host: Host, agent: Sequence[str]) -> str | None:
+    try:
+        done = subprocess.run(
+            [*agent, host.reached_at, "true"],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=PROBE_S,
+        )
+    except subprocess.TimeoutExpired:
+        return f"not within {PROBE_S:g} s"
+    if done.returncode == 0:
+        return None
+    last = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+    return f"{last} (exit status {done.returncode})"

@@ -16,10 +16,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.launch.envs import NetworkOptions, interface, network_env, read_envs
-from common.launch.fleet import STACKS_S, Fleet, HostCommand, on_host
-from common.launch.hosts import Host, are_virtual
+from common.launch.hosts import (
+    Host,
+    NetworkOptions,
+    are_virtual,
+    interface,
+    network_env,
+    read_envs,
+)
 from common.launch.job import Job, Launcher, Outcome, outcome_of, timed_out
+from common.launch.per_host import STACKS_S, Fleet, HostCommand, on_host
 from dear.errors import UserError
 from dear.options import positive
 
@@ -33,7 +39,7 @@ _CANCEL = (
 
 
 class SlurmLauncher(Launcher):
-    """Runs `srun python -m common.harness.worker`, by `sbatch --wait` if there is no allocation.
+    """Runs `srun python -m WORKER`, by `sbatch --wait` if there is no allocation.
 
     A batch job's time limit begins when it has left the queue. It is cancelled when this process
     ends before it does.
@@ -157,13 +163,13 @@ class SlurmLauncher(Launcher):
 
     def _tied(self, job: Job, command: list[str], undo: list[str]) -> HostCommand:
         here = Host(name="slurm", slots=job.world_size)
-        tether = [self._envs.python, "-m", "common.launch.tether"]
-        tether += ["--undo", json.dumps(undo)] if undo else []
+        node = [self._envs.python, "-m", "common.launch.node", "--tied"]
+        node += ["--undo", json.dumps(undo)] if undo else []
         env = network_env(self._options, self._interface) | dict(job.env)
         name = "srun" if self._allocated else "sbatch"
         return HostCommand(
             host=here,
-            argv=on_host(here, [*tether, "--", *command], env, None),
+            argv=on_host(here, [*node, "--", *command], env, None),
             log=job.folder / f"log-{job.repeat}-{name}.txt",
         )
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
-from common.launch.fleet import Fleet
 from common.launch.hosts import Block, Host
 from common.launch.job import Job, Outcome, outcome_of
-from common.launch.per_host import PerHostLauncher, RemoteOptions
+from common.launch.per_host import Fleet, PerHostLauncher
 from dear.errors import UserError
 
 
@@ -18,21 +18,15 @@ class SshLauncher(PerHostLauncher):
     connection to them does.
     """
 
-    def __init__(
-        self,
-        *,
-        hosts: Sequence[Host] | None,
-        options: RemoteOptions | None = None,
-        preload: Sequence[str] = (),
-    ) -> None:
+    def __init__(self, *, hosts: Sequence[Host] | None, **given: Any) -> None:
         if hosts is None:
             raise UserError("launcher ssh needs hosts: give hostfile=FILE, lines HOST slots=N")
-        super().__init__(hosts=hosts, options=options, preload=preload)
+        super().__init__(hosts=hosts, **given)
 
-    def run(self, job: Job) -> Outcome:
+    def _run(self, job: Job) -> Outcome:
         for rank in range(job.world_size):
             job.exit_path(rank).unlink(missing_ok=True)
-        return super().run(job)
+        return super()._run(job)
 
     def _argv(
         self, job: Job, place: int, placed: Sequence[Block], meet: Mapping[str, str], tied: bool
@@ -41,7 +35,8 @@ class SshLauncher(PerHostLauncher):
         numbers = (job.repeat, block.first, block.count, job.world_size)
         return [
             *(self._envs.python, "-m", "common.launch.node", *(["--tied"] if tied else [])),
-            *(str(job.folder.resolve()), *map(str, numbers), "--", self._envs.python, *job.worker),
+            *("--ranks", str(job.folder.resolve()), *map(str, numbers)),
+            *("--", self._envs.python, *job.worker),
         ]
 
     def _env(self, meet: Mapping[str, str]) -> Mapping[str, str]:

@@ -6,14 +6,13 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from common.launch.fleet import Fleet
 from common.launch.hosts import Block
 from common.launch.job import Job, Outcome, outcome_of
-from common.launch.per_host import PerHostLauncher
+from common.launch.per_host import Fleet, PerHostLauncher
 
 
 class TorchrunLauncher(PerHostLauncher):
-    """Runs `torchrun ... -m common.harness.worker` on every host, with fixed places of the hosts.
+    """Runs `torchrun ... -m WORKER` on every host, with fixed places of the hosts.
 
     A host's torchrun, and all that it has started, ends when the connection to it does.
     """
@@ -22,7 +21,7 @@ class TorchrunLauncher(PerHostLauncher):
         self, job: Job, place: int, placed: Sequence[Block], meet: Mapping[str, str], tied: bool
     ) -> list[str]:
         python = self._envs.python
-        start = [python, "-m", "common.launch.tether", "--", python] if tied else [python]
+        start = [python, "-m", "common.launch.node", "--tied", "--", python] if tied else [python]
         nodes = ["--standalone"]
         if len(placed) > 1:
             nodes = ["--nnodes", str(len(placed)), "--node-rank", str(place)]

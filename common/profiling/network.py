@@ -12,14 +12,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from common.launch.orphans import die_with_parent
+from common.launch.ranks import Ranks, rank_env
 from dear.comm.environment import rank_facts
 from dear.cost.collectives import OPERATIONS, AlphaBeta, Measurement, measure_collective
 from dear.errors import Unavailable, UserError, unknown
@@ -65,28 +63,13 @@ def _parser() -> argparse.ArgumentParser:
 
 def _start_ranks(argv: list[str], ranks: int) -> int:
     """Runs this command on `ranks` processes of this machine; the first failure's status."""
-    processes: list[subprocess.Popen[bytes]] = []
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            for rank in range(ranks):
-                place = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank}
-                place["LOCAL_WORLD_SIZE"] = ranks
-                environment = {name: str(value) for name, value in place.items()}
-                processes.append(
-                    subprocess.Popen(
-                        [sys.executable, "-m", "common.profiling.network", *argv],
-                        env={**os.environ, **environment, "DEAR_STORE": f"{folder}/store"},
-                        stdin=subprocess.DEVNULL,
-                        preexec_fn=lambda: die_with_parent(signal.SIGTERM),
-                    )
-                )
-            statuses = [process.wait() for process in processes]
-        finally:
-            for process in processes:
-                if process.poll() is None:
-                    process.kill()
-                    process.wait()
-    return next((abs(status) for status in statuses if status), 0)
+    with tempfile.TemporaryDirectory() as folder, Ranks() as started:
+        for rank in range(ranks):
+            env = rank_env(rank, ranks, store=Path(folder, "store"))
+            started.command([sys.executable, "-m", "common.profiling.network", *argv], env=env)
+        started.wait(grace_s=START_S)  # rank 0 says what was wrong
+        failed = started.first_failure
+        return 0 if failed is None else abs(started.codes[failed])
 
 
 def _measure(args: argparse.Namespace) -> None:

@@ -6,25 +6,38 @@
     optimizer = bf.DistributedAdaptWithCombineOptimizer(optimizer, model)
 
 It runs on the job that `dear.init` joins. Wrong arguments raise `dear.UserError`. Importing it does
-not import torch; the first use of a name does.
+not import torch; the first use of a name from another file does. The names of topologies, which
+BlueFog has in `topology_util`, are defined here.
 """
+
+# ruff: noqa: N802 - the names that BlueFog's users know
 
 from __future__ import annotations
 
 import importlib
+import sys
+from collections.abc import Iterator
 from typing import Any
+
+from dear import topology
+from dear.errors import UserError
+from dear.lazy import LazyModule
+from dear.topology import schedules
+
+nx = LazyModule("networkx")
 
 _NAMES = {
     "dear.bluefog.job": """init shutdown is_initialized size rank local_size local_rank machine_size
         machine_rank is_homogeneous nccl_built set_topology load_topology set_machine_topology
         load_machine_topology in_neighbor_ranks out_neighbor_ranks in_neighbor_machine_ranks
-        out_neighbor_machine_ranks set_skip_negotiate_stage get_skip_negotiate_stage""",
-    "dear.bluefog.handles": "poll synchronize wait suspend resume",
+        out_neighbor_machine_ranks set_skip_negotiate_stage get_skip_negotiate_stage poll
+        synchronize wait suspend resume timeline_start_activity timeline_end_activity
+        timeline_context""",
     "dear.bluefog.collectives": """barrier allreduce allreduce_ allreduce_nonblocking
         allreduce_nonblocking_ allgather allgather_nonblocking broadcast broadcast_
         broadcast_nonblocking broadcast_nonblocking_ broadcast_parameters broadcast_optimizer_state
-        allreduce_parameters InferSourceFromDestinationRanks InferDestinationFromSourceRanks""",
-    "dear.bluefog.neighbor": """neighbor_allreduce neighbor_allreduce_nonblocking neighbor_allgather
+        allreduce_parameters InferSourceFromDestinationRanks InferDestinationFromSourceRanks
+        neighbor_allreduce neighbor_allreduce_nonblocking neighbor_allgather
         neighbor_allgather_nonblocking hierarchical_neighbor_allreduce
         hierarchical_neighbor_allreduce_nonblocking pair_gossip pair_gossip_nonblocking""",
     "dear.bluefog.windows": """win_create win_free win_put win_put_nonblocking win_accumulate
@@ -36,21 +49,91 @@ _NAMES = {
         DistributedAllreduceOptimizer DistributedNeighborAllreduceOptimizer
         DistributedHierarchicalNeighborAllreduceOptimizer DistributedWinPutOptimizer
         DistributedPullGetOptimizer DistributedPushSumOptimizer""",
-    "dear.bluefog.timeline": """timeline_start_activity timeline_end_activity timeline_context""",
-    "dear.bluefog.topology_util": """ExponentialTwoGraph ExponentialGraph SymmetricExponentialGraph
-        MeshGrid2DGraph StarGraph RingGraph FullyConnectedGraph GetRecvWeights GetSendWeights
-        IsTopologyEquivalent IsRegularGraph GetDynamicOnePeerSendRecvRanks
-        GetExp2DynamicSendRecvMachineRanks GetInnerOuterRingDynamicSendRecvRanks
-        GetInnerOuterExpo2DynamicSendRecvRanks""",
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 
-__all__ = sorted([*_HOME, "topology_util"])
+Peers = Iterator[tuple[list[int], list[int]]]
+
+
+ExponentialGraph = topology.exponential
+SymmetricExponentialGraph = topology.symmetric_exponential
+GetRecvWeights = topology.recv_weights
+GetSendWeights = topology.send_weights
+IsTopologyEquivalent = topology.is_equivalent
+IsRegularGraph = topology.is_regular
+
+
+def ExponentialTwoGraph(size: int) -> nx.DiGraph:
+    """r sends to r + 1, 2, 4, ...; equal weights."""
+    return topology.exponential(size)
+
+
+def FullyConnectedGraph(size: int) -> nx.DiGraph:
+    """Everybody with everybody, weights 1 / n."""
+    return topology.complete(size)
+
+
+def RingGraph(size: int, connect_style: int = 0) -> nx.DiGraph:
+    """Style 0: both directions; 1: i sends to i - 1; 2: i sends to i + 1."""
+    if connect_style not in (0, 1, 2):
+        raise UserError(f"connect_style must be 0, 1 or 2, got {connect_style}")
+    return topology.ring(size, ("both", "left", "right")[connect_style])
+
+
+def StarGraph(size: int, center_rank: int = 0) -> nx.DiGraph:
+    """Everybody exchanges with `center_rank`; Metropolis weights."""
+    return topology.star(size, center_rank)
+
+
+def MeshGrid2DGraph(size: int, shape: tuple[int, int] | None = None) -> nx.DiGraph:
+    """A grid of `shape`, by default as square as can be; Metropolis weights."""
+    return topology.mesh(size, shape)
+
+
+def GetDynamicOnePeerSendRecvRanks(topo: nx.DiGraph, self_rank: int) -> Peers:
+    """Endless ([send], [receive]): one destination of `topo` in turn."""
+    return schedules.forever(schedules.one_peer(topo, self_rank))
+
+
+def GetExp2DynamicSendRecvMachineRanks(
+    world_size: int, local_size: int, self_rank: int, local_rank: int
+) -> Peers:
+    """Endless ([send], [receive]) of machine numbers at distance 1, 2, 4, ... in turn."""
+    if world_size % local_size or local_rank != self_rank % local_size:
+        raise UserError(
+            f"rank {self_rank} (number {local_rank} of its machine) of {world_size} does not fit "
+            f"machines of {local_size} ranks"
+        )
+    machines, machine = world_size // local_size, self_rank // local_size
+    return schedules.forever(schedules.one_peer_machines(machines, machine))
+
+
+def GetInnerOuterRingDynamicSendRecvRanks(
+    world_size: int, local_size: int, self_rank: int
+) -> Peers:
+    """Endless ([send], [receive]): rings inside machines and between them."""
+    return schedules.forever(schedules.inner_outer_ring(world_size, local_size, self_rank))
+
+
+def GetInnerOuterExpo2DynamicSendRecvRanks(
+    world_size: int, local_size: int, self_rank: int
+) -> Peers:
+    """Endless ([send], [receive]): exponential graphs inside machines and between them."""
+    return schedules.forever(schedules.inner_outer_exp2(world_size, local_size, self_rank))
+
+
+topology_util = sys.modules[__name__]
+"""BlueFog's module of that name: `bf.topology_util.RingGraph` is `bf.RingGraph`."""
+
+_TOPOLOGIES = """ExponentialTwoGraph ExponentialGraph SymmetricExponentialGraph MeshGrid2DGraph
+    StarGraph RingGraph FullyConnectedGraph GetRecvWeights GetSendWeights IsTopologyEquivalent
+    IsRegularGraph GetDynamicOnePeerSendRecvRanks GetExp2DynamicSendRecvMachineRanks
+    GetInnerOuterRingDynamicSendRecvRanks GetInnerOuterExpo2DynamicSendRecvRanks"""
+
+__all__ = sorted([*_HOME, *_TOPOLOGIES.split(), "topology_util"])
 
 
 def __getattr__(name: str) -> Any:
-    if name == "topology_util":
-        return importlib.import_module("dear.bluefog.topology_util")
     if name not in _HOME:
         raise AttributeError(f"module 'dear.bluefog' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOME[name]), name)

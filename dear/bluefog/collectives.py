@@ -1,148 +1,340 @@
-"""Calls of all ranks: reductions, gathers, broadcasts, and what is built of them.
+"""Calls of all ranks, of neighbours and of pairs: reductions, gathers, broadcasts, weighted sums.
 
-`_nonblocking` forms return a handle for `poll` and `synchronize`; tensors must stay as they are
-until then. Names of operations are accepted as BlueFog has them and appear in timelines only.
+`_nonblocking` forms take the same arguments as the blocking ones and return a handle for `poll` and
+`synchronize`; tensors must stay as they are until then. Names of operations are accepted as BlueFog
+has them and appear in timelines only.
+
+Calls along a topology take its weights. With `src_weights` (rank -> factor of what comes from it)
+and `self_weight` a call has weights of its own, and with `dst_weights` (rank -> factor of what goes
+to it, or a list of ranks) edges of its own:
+
+    result = self_weight * x + sum over j of (j's dst_weight for me) * src_weight_j * x_j
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
-
-import torch
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from dear import optimizer as plain
-from dear.bluefog import handles
-from dear.bluefog.job import job
-from dear.bluefog.timeline import noted
+from dear.bluefog.job import blocking, job, started, synchronize
+from dear.comm.neighbors import Exchange, Round
 from dear.errors import UserError
+from dear.lazy import LazyModule, torch
 from dear.topology.graphs import from_matrix, matrix, uniform
 
-if TYPE_CHECKING:
-    import numpy as np
-    from torch.optim import Optimizer
+np = LazyModule("numpy")
+
+Targets = Mapping[int, float] | Sequence[int]
+Parameters = Mapping[str, Any] | Iterable[Any]
+"""A state dict, parameters, or named ones."""
 
 
-@handles.not_suspended
 def barrier() -> None:
     """Returns once every rank has called it."""
     job().communicator.barrier()
 
 
-@handles.queueable
 def allreduce_nonblocking_(
     tensor: torch.Tensor,
     average: bool = True,
     is_hierarchical_local: bool = False,
     name: str | None = None,
 ) -> int:
-    """Starts `allreduce_`."""
+    """`allreduce` in place."""
     ranks = job().machines.local if is_hierarchical_local else job().communicator
     work = ranks.all_reduce(tensor.detach(), op="mean" if average else "sum")
-    return handles.new(work.done, noted("allreduce", name, lambda: (work.wait(), tensor)[1]))
+    return started("allreduce", name, work.done, lambda: (work.wait(), tensor)[1])
 
 
-@handles.queueable
 def allreduce_nonblocking(
     tensor: torch.Tensor,
     average: bool = True,
     is_hierarchical_local: bool = False,
     name: str | None = None,
 ) -> int:
-    """Starts `allreduce`."""
+    """The mean (or sum) of `tensor` over all ranks, or those of this machine."""
     return allreduce_nonblocking_(tensor.detach().clone(), average, is_hierarchical_local, name)
 
 
-@handles.not_suspended
-def allreduce_(
-    tensor: torch.Tensor,
-    average: bool = True,
-    is_hierarchical_local: bool = False,
-    name: str | None = None,
-) -> torch.Tensor:
-    """`allreduce` in place."""
-    return handles.wait(allreduce_nonblocking_(tensor, average, is_hierarchical_local, name))
-
-
-@handles.not_suspended
-def allreduce(
-    tensor: torch.Tensor,
-    average: bool = True,
-    is_hierarchical_local: bool = False,
-    name: str | None = None,
-) -> torch.Tensor:
-    """The mean (or sum) of `tensor` over all ranks, or those of this machine."""
-    return handles.wait(allreduce_nonblocking(tensor, average, is_hierarchical_local, name))
-
-
-@handles.queueable
 def allgather_nonblocking(tensor: torch.Tensor, name: str | None = None) -> int:
-    """Starts `allgather`; blocks for the exchange of the sizes."""
-    from dear.bluefog.neighbor import gathered
+    """All ranks' tensors, joined along the first dimension, in which they may differ in size.
 
+    Starting it blocks for the exchange of the sizes.
+    """
     everybody = [other for other in range(job().size) if other != job().rank]
-    return gathered(tensor, everybody, everybody, check=False, with_own=True, name=name)
+    return _gathered(tensor, everybody, everybody, check=False, with_own=True, name=name)
 
 
-@handles.not_suspended
-def allgather(tensor: torch.Tensor, name: str | None = None) -> torch.Tensor:
-    """All ranks' tensors, joined along the first dimension, in which they may differ in size."""
-    return handles.wait(allgather_nonblocking(tensor, name))
-
-
-@handles.queueable
 def broadcast_nonblocking_(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> int:
-    """Starts `broadcast_`."""
+    """Copies the tensor of `root_rank` into everybody's."""
     work = job().communicator.broadcast(tensor.detach(), root=root_rank)
-    return handles.new(work.done, noted("broadcast", name, lambda: (work.wait(), tensor)[1]))
+    return started("broadcast", name, work.done, lambda: (work.wait(), tensor)[1])
 
 
-@handles.queueable
 def broadcast_nonblocking(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> int:
-    """Starts `broadcast`."""
+    """The tensor of `root_rank`, as a new one; `tensor` must be like it."""
     return broadcast_nonblocking_(tensor.detach().clone(), root_rank, name)
 
 
-@handles.not_suspended
-def broadcast_(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> torch.Tensor:
-    """Copies the tensor of `root_rank` into everybody's."""
-    return handles.wait(broadcast_nonblocking_(tensor, root_rank, name))
-
-
-@handles.not_suspended
-def broadcast(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> torch.Tensor:
-    """The tensor of `root_rank`, as a new one; `tensor` must be like it."""
-    return handles.wait(broadcast_nonblocking(tensor, root_rank, name))
-
-
-@handles.not_suspended
-def broadcast_parameters(
-    params: Mapping[str, torch.Tensor] | Iterable[Any], root_rank: int
-) -> None:
+def broadcast_parameters(params: Parameters, root_rank: int) -> None:
     """Copies rank `root_rank`'s tensors into everybody's: a state dict, or (named) parameters."""
     plain.broadcast_parameters(_named(params), root_rank)
 
 
-@handles.not_suspended
-def broadcast_optimizer_state(optimizer: Optimizer, root_rank: int) -> None:
+def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int) -> None:
     """Gives everybody rank `root_rank`'s optimizer state and hyper-parameters."""
     plain.broadcast_optimizer_state(optimizer, root_rank)
 
 
-@handles.not_suspended
-def allreduce_parameters(params: Mapping[str, torch.Tensor] | Iterable[Any]) -> None:
+def allreduce_parameters(params: Parameters) -> None:
     """Replaces floating-point tensors by their means over all ranks: exact consensus."""
     tensors = [value for _, value in _named(params) if value.is_floating_point()]
     for handle in [allreduce_nonblocking_(tensor.detach()) for tensor in tensors]:
-        handles.wait(handle)
+        synchronize(handle)
 
 
-def _named(params: Mapping[str, torch.Tensor] | Iterable[Any]) -> list[tuple[str, torch.Tensor]]:
+def _named(params: Parameters) -> list[tuple[str, torch.Tensor]]:
     items = params.items() if isinstance(params, Mapping) else params
     return [item if isinstance(item, tuple) else ("", item) for item in items]
 
 
-@handles.not_suspended
+def neighbor_allreduce_nonblocking(
+    tensor: torch.Tensor,
+    *,
+    self_weight: float | None = None,
+    src_weights: Mapping[int, float] | None = None,
+    dst_weights: Targets | None = None,
+    enable_topo_check: bool = True,
+    name: str | None = None,
+) -> int:
+    """The weighted sum of this rank's tensor and its in-neighbours', as a new tensor.
+
+    Args:
+        tensor: floating-point, of any shape; the same on all ranks.
+        enable_topo_check: compare all ranks' lists first, if `dst_weights` are given; one small
+            blocking all-gather.
+
+    Raises:
+        UserError: weights given by halves, unknown ranks, contradicting lists, whole numbers.
+    """
+    what = "neighbor_allreduce"
+    part = chosen_part(job().part, self_weight, src_weights, dst_weights, what)
+    mixed = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+    handle = _checked(
+        job().exchange.core.neighbor_all_reduce,
+        tensor.detach(),
+        part.sources,
+        part.destinations,
+        self_weight=part.self_weight,
+        out=mixed,
+        check=dst_weights is not None and enable_topo_check and not job().skip_checks,
+    )
+    pending = job().exchange.pending(handle, tensor.nbytes * len(part.destinations))
+    return started(what, name, pending.done, lambda: (pending.wait(), mixed)[1])
+
+
+def neighbor_allgather_nonblocking(
+    tensor: torch.Tensor,
+    *,
+    src_ranks: Sequence[int] | None = None,
+    dst_ranks: Sequence[int] | None = None,
+    enable_topo_check: bool = True,
+    name: str | None = None,
+) -> int:
+    """The in-neighbours' tensors, without this rank's, joined along the first dimension.
+
+    They come in ascending order, or that of `src_ranks`; sizes of the first dimension may differ.
+    Starting it blocks for the exchange of the sizes.
+    """
+    if (src_ranks is None) != (dst_ranks is None):
+        raise UserError("neighbor_allgather: give src_ranks and dst_ranks together, or neither")
+    part = job().part()
+    sources = sorted(part.sources) if src_ranks is None else list(src_ranks)
+    targets = sorted(part.destinations) if dst_ranks is None else list(dst_ranks)
+    check = src_ranks is not None and enable_topo_check and not job().skip_checks
+    return _gathered(tensor, sources, targets, check=check, with_own=False, name=name)
+
+
+def hierarchical_neighbor_allreduce_nonblocking(
+    tensor: torch.Tensor,
+    *,
+    self_weight: float | None = None,
+    src_machine_weights: Mapping[int, float] | None = None,
+    dst_machine_weights: Targets | None = None,
+    enable_topo_check: bool = False,
+    name: str | None = None,
+) -> int:
+    """The mean over this machine, then the weighted sum over neighbouring machines.
+
+    Weights are of machine numbers. Every rank of a machine gets the same bits.
+    """
+    what = "hierarchical_neighbor_allreduce"
+    part = chosen_part(
+        job().machine_part, self_weight, src_machine_weights, dst_machine_weights, what
+    )
+    if enable_topo_check:
+        _check_machines(part)
+    mixed = tensor.detach().clone(memory_format=torch.contiguous_format)
+    pending = job().machines.start(mixed.view(-1), part)
+    return started(what, name, pending.done, lambda: (pending.finish(mixed.view(-1)), mixed)[1])
+
+
+def pair_gossip_nonblocking(
+    tensor: torch.Tensor,
+    target_rank: int,
+    self_weight: float | None = None,
+    pair_weight: float | None = None,
+    name: str | None = None,
+) -> int:
+    """The weighted sum of two ranks' tensors, by default their mean; both name each other.
+
+    Only the two ranks take part.
+    """
+    if (self_weight is None) != (pair_weight is None):
+        raise UserError("pair_gossip: give self_weight and pair_weight together, or neither")
+    if target_rank == job().rank:
+        raise UserError(f"pair_gossip: rank {target_rank} is this rank itself")
+    own = 0.5 if self_weight is None else self_weight
+    other = 0.5 if pair_weight is None else pair_weight
+    received = torch.empty_like(tensor)
+    handle = _checked(job().pairs.core.sendrecv, tensor.detach(), received, target_rank)
+    pending = job().pairs.pending(handle, tensor.nbytes)
+
+    def result() -> torch.Tensor:
+        pending.wait()
+        return tensor.detach() * own + received * other
+
+    return started("pair_gossip", name, pending.done, result)
+
+
+allreduce = blocking(allreduce_nonblocking)
+allreduce_ = blocking(allreduce_nonblocking_)
+allgather = blocking(allgather_nonblocking)
+broadcast = blocking(broadcast_nonblocking)
+broadcast_ = blocking(broadcast_nonblocking_)
+neighbor_allreduce = blocking(neighbor_allreduce_nonblocking)
+neighbor_allgather = blocking(neighbor_allgather_nonblocking)
+hierarchical_neighbor_allreduce = blocking(hierarchical_neighbor_allreduce_nonblocking)
+pair_gossip = blocking(pair_gossip_nonblocking)
+
+
+def chosen_part(
+    default: Callable[[], Round],
+    self_weight: float | None,
+    sources: Mapping[int, float] | None,
+    destinations: Targets | None,
+    what: str,
+) -> Round:
+    """The round that a call's weights ask for; those left out are of `default`.
+
+    Raises:
+        UserError: weights given by halves, or a source that the topology does not have while
+            no destinations are given.
+    """
+    check_weights(self_weight, sources, destinations, what)
+    if sources is None:
+        return default()
+    assert self_weight is not None
+    if destinations is not None:
+        return Round(
+            self_weight=float(self_weight),
+            sources=dict(sources),
+            destinations=factors(destinations),
+        )
+    known = default()
+    strangers = sorted(set(sources) - set(known.sources))
+    if strangers:
+        raise UserError(
+            f"{what}: rank {strangers[0]} in src_weights does not send to this one in the current "
+            "topology; give dst_weights too for edges of another"
+        )
+    # A source that is left out sends all the same.
+    weights = {source: sources.get(source, 0.0) for source in known.sources}
+    return Round(self_weight=float(self_weight), sources=weights, destinations=known.destinations)
+
+
+def check_weights(
+    self_weight: float | None, sources: object, destinations: object, what: str
+) -> None:
+    """Refuses weights given by halves: those of this rank and of its sources belong together."""
+    if (self_weight is None) != (sources is None):
+        given, missing = ("self_weight", "src_weights")
+        if self_weight is None:
+            given, missing = missing, given
+        raise UserError(f"{what}: {given} is given without {missing}; give both or neither")
+    if destinations is not None and sources is None:
+        raise UserError(
+            f"{what}: dst_weights are given without self_weight and src_weights; ranks must know "
+            "whom they receive from"
+        )
+
+
+def factors(ranks: Targets) -> dict[int, float]:
+    """Rank -> factor; ranks of a list have factor 1."""
+    return dict(ranks) if isinstance(ranks, Mapping) else dict.fromkeys(ranks, 1.0)
+
+
+def check_neighbors(exchange: Exchange, part: Round) -> None:
+    """Compares all ranks' lists; raises `UserError` on every rank if they contradict each other."""
+    _checked(exchange.core.check_neighbors, list(part.sources), list(part.destinations))
+
+
+def _gathered(
+    tensor: torch.Tensor,
+    sources: Sequence[int],
+    targets: Sequence[int],
+    *,
+    check: bool,
+    with_own: bool,
+    name: str | None,
+) -> int:
+    """A handle for the tensors of `sources` joined (in rank order with this rank's, `with_own`)."""
+    exchange = job().exchange
+    local = tensor.detach().reshape(1) if tensor.dim() == 0 else tensor.detach()
+    size = torch.tensor([local.shape[0]], device=local.device)
+    sizes = size.new_empty(len(sources), 1)
+    gather = exchange.core.neighbor_all_gather
+    exchange.pending(
+        _checked(gather, size, list(sizes), sources, targets, check=check), size.nbytes
+    ).wait()
+    pieces = [local.new_empty((int(n), *local.shape[1:])) for n in sizes.flatten().tolist()]
+    handle = _checked(gather, local.contiguous(), pieces, sources, targets, check=False)
+    pending = exchange.pending(handle, local.nbytes * len(targets))
+
+    def result() -> torch.Tensor:
+        pending.wait()
+        parts: list[Any] = list(pieces)
+        if with_own:
+            parts.insert(job().rank, local)
+        return torch.cat(parts) if parts else local.new_empty((0, *local.shape[1:]))
+
+    return started("allgather", name, pending.done, result)
+
+
+def _checked(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    try:
+        return call(*args, **kwargs)
+    except (ValueError, TypeError) as error:
+        raise UserError(str(error)) from error
+
+
+def _check_machines(part: Round) -> None:
+    parts = job().communicator.gather_objects((sorted(part.sources), sorted(part.destinations)))
+    each = parts[:: job().local_size]
+    for index, here in enumerate(parts):
+        if here != each[index // job().local_size]:
+            raise UserError(f"rank {index} names other machines than the first of its machine")
+    sent = _edges([targets for _, targets in each])
+    wanted = {(source, to) for to, source in _edges([sources for sources, _ in each])}
+    for source, to in sorted(sent ^ wanted):
+        if (source, to) in sent:
+            problem = f"machine {source} sends to machine {to}, which does not expect it"
+        else:
+            problem = f"machine {to} expects something of machine {source}, which does not send it"
+        raise UserError(f"machines contradict each other: {problem}")
+
+
 def InferSourceFromDestinationRanks(  # noqa: N802 (BlueFog's name)
     dst_ranks: list[int], construct_adjacency_matrix: bool = False
 ) -> list[int] | tuple[list[int], np.ndarray]:
@@ -152,24 +344,22 @@ def InferSourceFromDestinationRanks(  # noqa: N802 (BlueFog's name)
         construct_adjacency_matrix: return also the weights `[n, n]` (row: sender, column: receiver)
             by which every rank weighs itself and its sources equally.
     """
-    lists = _peers(dst_ranks)
-    edges = {(source, to) for source, targets in enumerate(lists) for to in targets}
+    edges = _edges(_peers(dst_ranks))
     sources = sorted(source for source, to in edges if to == job().rank)
     return (sources, _weights(edges)) if construct_adjacency_matrix else sources
 
 
-@handles.not_suspended
 def InferDestinationFromSourceRanks(  # noqa: N802 (BlueFog's name)
     src_ranks: list[int], construct_adjacency_matrix: bool = False
 ) -> list[int] | tuple[list[int], np.ndarray]:
     """Which ranks name this one in their `src_ranks`; otherwise as the other."""
-    lists = _peers(src_ranks)
-    edges = {(source, to) for to, sources in enumerate(lists) for source in sources}
+    edges = {(source, to) for to, source in _edges(_peers(src_ranks))}
     targets = sorted(to for source, to in edges if source == job().rank)
     return (targets, _weights(edges)) if construct_adjacency_matrix else targets
 
 
 def _peers(ranks: list[int]) -> list[list[int]]:
+    """Every rank's list, that of this one checked."""
     size, rank = job().size, job().rank
     wrong = [other for other in ranks if not 0 <= other < size or other == rank]
     lists = job().communicator.gather_objects([] if wrong else list(ranks))
@@ -178,9 +368,12 @@ def _peers(ranks: list[int]) -> list[list[int]]:
     return lists
 
 
-def _weights(edges: set[tuple[int, int]]) -> np.ndarray:
-    import numpy as np
+def _edges(lists: Iterable[Iterable[int]]) -> set[tuple[int, int]]:
+    """From each number to those in its list."""
+    return {(one, other) for one, others in enumerate(lists) for other in others}
 
+
+def _weights(edges: set[tuple[int, int]]) -> np.ndarray:
     ones = np.eye(job().size)
     for source, to in edges:
         ones[source, to] = 1

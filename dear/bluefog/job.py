@@ -1,19 +1,29 @@
-"""BlueFog's view of the job: ranks, machines, and the topologies that its calls go along."""
+"""BlueFog's view of the job: ranks, machines, topologies, and what is under way.
+
+Nonblocking calls return handles: numbers that stand for operations under way, for `poll` and
+`synchronize`. Where the environment variable BLUEFOG_TIMELINE is set, `bf.shutdown()` writes the
+file of that name with `<rank>.json` behind it, in Chrome's trace format: activities, waits for
+operations, and what the comm core transferred.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import itertools
 import logging
 import os
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, ParamSpec
 
-from dear.bluefog import handles
 from dear.comm import runtime
-from dear.comm.machines import Machines
-from dear.comm.neighbors import Exchange, Round
+from dear.comm.communicator import Communicator
+from dear.comm.neighbors import Exchange, Machines, Round
 from dear.comm.runtime import ranks_per_machine
 from dear.errors import UserError
+from dear.lazy import LazyModule
 from dear.topology.graphs import (
     check_connected,
     check_graph,
@@ -24,16 +34,18 @@ from dear.topology.graphs import (
     out_neighbors,
     uniform,
 )
+from dear.training.trace import Timeline
 
-if TYPE_CHECKING:
-    import networkx as nx
-
-    from dear.comm.communicator import Communicator
-
+nx = LazyModule("networkx")
 log = logging.getLogger("dear")
 
 NODES_PER_MACHINE = "BLUEFOG_NODES_PER_MACHINE"
 """Environment variable: take blocks of so many ranks for machines."""
+TIMELINE = "BLUEFOG_TIMELINE"
+"""Environment variable: what the names of the traces begin with."""
+
+P = ParamSpec("P")
+_numbers = itertools.count()
 
 
 class Job:
@@ -52,6 +64,11 @@ class Job:
         self.windows: dict[str, Any] = {}
         """Of `dear.bluefog.windows`, by name."""
         self.with_p = False
+        self.running: dict[int, tuple[Callable[[], bool], Callable[[], Any]]] = {}
+        """Handle -> whether its operation has ended, and what waits for its result."""
+        self.timeline = Timeline(TIMELINE, self.rank)
+        self.activities: dict[str, list[tuple[str, float]]] = {}
+        """By the name of a tensor: activities that have begun, and when."""
 
     @functools.cached_property
     def exchange(self) -> Exchange:
@@ -135,11 +152,11 @@ def _leave() -> None:
     global _job
     if _job is not None:
         leaving, _job = _job, None
-        from dear.bluefog import timeline
-
-        timeline.write(leaving.communicator.rank)
+        prefix = os.environ.get(TIMELINE)
+        if prefix is not None:
+            leaving.timeline.add_transfers()
+            leaving.timeline.write(Path(f"{prefix}{leaving.rank}.json"))
         leaving.close()
-        handles.forget_all()
 
 
 def shutdown() -> None:
@@ -197,7 +214,6 @@ def nccl_built() -> bool:
     return dist.is_nccl_available()
 
 
-@handles.not_suspended
 def set_topology(topology: nx.DiGraph | None = None, is_weighted: bool = False) -> bool:
     """Chooses who averages with whom; a collective call.
 
@@ -227,7 +243,6 @@ def load_topology() -> nx.DiGraph:
     return job().topology
 
 
-@handles.not_suspended
 def set_machine_topology(topology: nx.DiGraph, is_weighted: bool = False) -> bool:
     """The same for machines; used by hierarchical calls only."""
     _check(topology, machine_size(), is_weighted)
@@ -283,3 +298,106 @@ def set_skip_negotiate_stage(value: bool) -> None:
 def get_skip_negotiate_stage() -> bool:
     """What `set_skip_negotiate_stage` was told."""
     return job().skip_checks
+
+
+def started(
+    operation: str, name: str | None, done: Callable[[], bool], result: Callable[[], Any]
+) -> int:
+    """A handle; `done` never blocks, `result` waits for the operation and gives its result.
+
+    Args:
+        operation, name: as traces call it.
+    """
+    number = next(_numbers)
+    job().running[number] = done, _traced(operation, name or operation, result)
+    return number
+
+
+def poll(handle: int) -> bool:
+    """True once the operation of `handle` has ended; never blocks."""
+    return _found(handle)[0]()
+
+
+def synchronize(handle: int) -> Any:
+    """Waits for the operation of `handle` and returns its result; then the handle is used up.
+
+    Raises:
+        UserError: there is no such handle (any more).
+        RuntimeError: the operation failed.
+    """
+    _, result = _found(handle)
+    del job().running[handle]
+    return result()
+
+
+wait = synchronize
+
+
+def _found(handle: int) -> tuple[Callable[[], bool], Callable[[], Any]]:
+    if handle not in job().running:
+        raise UserError(f"no operation has the handle {handle!r}; it may have been waited for")
+    return job().running[handle]
+
+
+def blocking(start: Callable[P, int]) -> Callable[P, Any]:
+    """The blocking twin of a nonblocking call: of the same arguments, it returns the result."""
+
+    @functools.wraps(start)
+    def call(*args: P.args, **kwargs: P.kwargs) -> Any:
+        return synchronize(start(*args, **kwargs))
+
+    call.__name__ = call.__qualname__ = start.__name__.replace("_nonblocking", "")
+    return call
+
+
+def suspend() -> None:
+    """Does nothing, as `resume`: calls go on as always.
+
+    In BlueFog it stops, between the cells of a notebook, a thread that polls and keeps a core busy.
+    The comm core sleeps by itself while there is nothing to do.
+    """
+
+
+def resume() -> None:
+    """Does nothing; see `suspend`."""
+
+
+def timeline_start_activity(tensor_name: str, activity_name: str) -> bool:
+    """An activity around `tensor_name` begins; they may nest. False if no timeline is written."""
+    if TIMELINE not in os.environ:
+        return False
+    job().activities.setdefault(tensor_name, []).append((activity_name, time.monotonic()))
+    return True
+
+
+def timeline_end_activity(tensor_name: str) -> bool:
+    """The last activity begun around `tensor_name` ends; raises `UserError` if there is none."""
+    if TIMELINE not in os.environ:
+        return False
+    if not job().activities.get(tensor_name):
+        raise UserError(f"no activity of {tensor_name!r} has been started")
+    activity, began = job().activities[tensor_name].pop()
+    job().timeline.add(tensor_name, activity, began, time.monotonic())
+    return True
+
+
+@contextlib.contextmanager
+def timeline_context(tensor_name: str, activity_name: str) -> Iterator[None]:
+    """An activity for the length of a `with` block."""
+    timeline_start_activity(tensor_name, activity_name)
+    try:
+        yield
+    finally:
+        timeline_end_activity(tensor_name)
+
+
+def _traced(operation: str, row: str, result: Callable[[], Any]) -> Callable[[], Any]:
+    """`result` that appears in the timeline as a wait for `operation`."""
+    if TIMELINE not in os.environ:
+        return result
+
+    def waiting() -> Any:
+        with timeline_context(row, f"wait {operation}"):
+            return result()
+
+    return waiting

@@ -15,19 +15,18 @@ from typing import Any
 
 import torch
 
-from dear.bluefog import handles
-from dear.bluefog.job import job
-from dear.bluefog.neighbor import Targets, factors
-from dear.comm.neighbors import check_weights
+from dear.bluefog.collectives import Targets, check_weights, factors
+from dear.bluefog.job import blocking, job, poll, started, synchronize
+from dear.comm.peers import Peers
 from dear.comm.windows import NeighborWindow
 from dear.errors import UserError, unknown
 
-win_poll = handles.poll
+win_poll = poll
 
 
 def win_wait(handle: int) -> bool:
     """Waits for a nonblocking call; True, or the error of the call is raised."""
-    handles.wait(handle)
+    synchronize(handle)
     return True
 
 
@@ -44,7 +43,7 @@ class Named:
         if self._worker is None:
             self._worker = ThreadPoolExecutor(1, thread_name_prefix="dear window")
         future = self._worker.submit(call)
-        return handles.new(future.done, future.result)
+        return started("window", None, future.done, future.result)
 
     def free(self) -> None:
         if self._worker is not None:
@@ -66,7 +65,6 @@ def register(name: str, window: NeighborWindow, tensor: torch.Tensor) -> None:
     job().windows[name] = Named(window, tensor)
 
 
-@handles.not_suspended
 def win_create(tensor: torch.Tensor, name: str, zero_init: bool = False) -> bool:
     """Makes a window for `tensor` on all ranks; a collective call.
 
@@ -80,18 +78,12 @@ def win_create(tensor: torch.Tensor, name: str, zero_init: bool = False) -> bool
     if name in job().windows:
         raise UserError(f"there is a window {name!r} already: win_free() it first")
     current = job()
-    window = NeighborWindow(
-        current.communicator,
-        current.topology,
-        tensor,
-        zero_slots=zero_init,
-        weighted=current.with_p,
-    )
+    peers = Peers(current.communicator, current.topology)
+    window = NeighborWindow(peers, tensor, zero_slots=zero_init, weighted=current.with_p)
     register(name, window, tensor)
     return True
 
 
-@handles.not_suspended
 def win_free(name: str | None = None) -> bool:
     """Frees the window `name`, or all; a collective call."""
     for each in [name] if name is not None else list(job().windows):
@@ -105,7 +97,6 @@ def get_current_created_window_names() -> list[str]:
     return sorted(job().windows)
 
 
-@handles.not_suspended
 def win_put_nonblocking(
     tensor: torch.Tensor,
     name: str,
@@ -113,29 +104,17 @@ def win_put_nonblocking(
     dst_weights: Targets | None = None,
     require_mutex: bool = False,
 ) -> int:
-    """Starts `win_put`; `tensor` may be changed at once."""
-    return _send("put", tensor, name, self_weight, dst_weights, require_mutex)
-
-
-@handles.not_suspended
-def win_put(
-    tensor: torch.Tensor,
-    name: str,
-    self_weight: float | None = None,
-    dst_weights: Targets | None = None,
-    require_mutex: bool = False,
-) -> bool:
     """Writes `dst_weight * tensor` into this rank's slot at its out-neighbours.
 
     Args:
+        tensor: may be changed at once.
         self_weight: `tensor` (and p) is multiplied by it, in place, once it is on its way.
         dst_weights: rank -> factor, or ranks; default: 1 for all out-neighbours.
         require_mutex: hold the targets' mutexes meanwhile.
     """
-    return win_wait(win_put_nonblocking(tensor, name, self_weight, dst_weights, require_mutex))
+    return _send(False, tensor, name, self_weight, dst_weights, require_mutex)
 
 
-@handles.not_suspended
 def win_accumulate_nonblocking(
     tensor: torch.Tensor,
     name: str,
@@ -143,26 +122,12 @@ def win_accumulate_nonblocking(
     dst_weights: Targets | None = None,
     require_mutex: bool = False,
 ) -> int:
-    """Starts `win_accumulate`; `tensor` may be changed at once."""
-    return _send("accumulate", tensor, name, self_weight, dst_weights, require_mutex)
-
-
-@handles.not_suspended
-def win_accumulate(
-    tensor: torch.Tensor,
-    name: str,
-    self_weight: float | None = None,
-    dst_weights: Targets | None = None,
-    require_mutex: bool = False,
-) -> bool:
     """Adds `dst_weight * tensor` to this rank's slot at its out-neighbours; see `win_put`."""
-    return win_wait(
-        win_accumulate_nonblocking(tensor, name, self_weight, dst_weights, require_mutex)
-    )
+    return _send(True, tensor, name, self_weight, dst_weights, require_mutex)
 
 
 def _send(
-    kind: str,
+    add: bool,
     tensor: torch.Tensor,
     name: str,
     self_weight: float | None,
@@ -172,27 +137,22 @@ def _send(
     found = named(name)
     window = found.window
     weights = factors(window.targets if dst_weights is None else dst_weights)
-    operation = window.put if kind == "put" else window.accumulate
     if require_mutex:
         frozen, p = tensor.detach().clone(), window.p
 
-        def locked() -> None:
+        def locked() -> bool:
             with window.mutex(weights):
-                for work in operation(frozen, weights, p=p):
-                    work.wait()
+                return _all_ended(window.put(frozen, weights, add=add, p=p))
 
         handle = found.in_background(locked)
     else:
-        works = operation(tensor, weights)
-
-        def done() -> bool:
-            return all(work.is_completed() for work in works)
-
-        def result() -> None:
-            for work in works:
-                work.wait()
-
-        handle = handles.new(done, result)
+        works = window.put(tensor, weights, add=add)
+        handle = started(
+            "win_accumulate" if add else "win_put",
+            name,
+            lambda: all(work.is_completed() for work in works),
+            lambda: _all_ended(works),
+        )
     if self_weight is not None:
         with torch.no_grad():
             tensor.mul_(self_weight)
@@ -202,35 +162,40 @@ def _send(
     return handle
 
 
-@handles.not_suspended
+def _all_ended(works: list[Any]) -> bool:
+    for work in works:
+        work.wait()
+    return True
+
+
 def win_get_nonblocking(
     name: str, src_weights: Targets | None = None, require_mutex: bool = False
 ) -> int:
-    """Starts `win_get`."""
-    found = named(name)
-    window = found.window
-    weights = factors(window.sources if src_weights is None else src_weights)
-    fetched = None if require_mutex else window.fetch(weights)
-
-    def store() -> None:
-        if fetched is not None:
-            window.store(fetched, weights)
-            return
-        with window.mutex(weights):
-            window.store(window.fetch(weights), weights)
-
-    return found.in_background(store)
-
-
-@handles.not_suspended
-def win_get(name: str, src_weights: Targets | None = None, require_mutex: bool = False) -> bool:
     """Reads what the in-neighbours show into this rank's slots, times `src_weight`.
 
     Args:
         src_weights: rank -> factor, or ranks; default: 1 for all in-neighbours.
         require_mutex: hold the sources' mutexes meanwhile.
     """
-    return win_wait(win_get_nonblocking(name, src_weights, require_mutex))
+    found = named(name)
+    window = found.window
+    weights = factors(window.sources if src_weights is None else src_weights)
+    fetched = None if require_mutex else window.fetch(weights)
+
+    def store() -> bool:
+        if fetched is not None:
+            window.store(fetched, weights)
+            return True
+        with window.mutex(weights):
+            window.store(window.fetch(weights), weights)
+        return True
+
+    return found.in_background(store)
+
+
+win_put = blocking(win_put_nonblocking)
+win_accumulate = blocking(win_accumulate_nonblocking)
+win_get = blocking(win_get_nonblocking)
 
 
 def win_update(
@@ -259,10 +224,10 @@ def win_update(
     own = part.self_weight if self_weight is None else self_weight
     weights = part.sources if neighbor_weights is None else neighbor_weights
     with window.mutex([window.rank]) if require_mutex else contextlib.nullcontext():
-        target = found.tensor.detach()
+        target = found.tensor.detach().clone() if clone else found.tensor.detach()
+        window.collect(target, own, weights, reset=reset)
         if clone:
-            return window.collect(target, own, weights, reset=reset)
-        window.collect_into(target, own, weights, reset=reset)
+            return target
         window.show(target)
     return found.tensor
 
@@ -273,7 +238,6 @@ def win_update_then_collect(name: str, require_mutex: bool = True) -> torch.Tens
     return win_update(name, 1.0, sources, reset=True, require_mutex=require_mutex)
 
 
-@handles.not_suspended
 @contextlib.contextmanager
 def win_mutex(name: str, for_self: bool = False, ranks: list[int] | None = None) -> Iterator[None]:
     """Holds the mutexes of the window at `ranks` (default: the out-neighbours) in a `with` block.

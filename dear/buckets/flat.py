@@ -6,6 +6,7 @@ import ctypes
 import functools
 from collections.abc import Callable, Sequence
 from itertools import accumulate
+from typing import TypeVar
 
 from dear.comm.communicator import Communicator, buffer, padded
 from dear.errors import UserError
@@ -13,6 +14,8 @@ from dear.lazy import torch
 
 ARENA_BYTES = 16 * 2**20
 ALIGNMENT_BYTES = 64
+
+B = TypeVar("B", bound="Bucket")
 
 
 class Bucket:
@@ -278,24 +281,26 @@ def packed_bucket(params: Sequence[torch.nn.Parameter], world_size: int) -> Buck
 
 
 def packed_buckets(
-    groups: Sequence[Sequence[torch.nn.Parameter]], communicator: Communicator
-) -> list[Bucket]:
-    """A bucket per group that copies gradients, in memory that the backend reads in place.
+    groups: Sequence[Sequence[torch.nn.Parameter]],
+    communicator: Communicator,
+    kind: Callable[..., B] = Bucket,
+) -> list[B]:
+    """A bucket (`kind`) per group that copies gradients, where the backend reads in place.
 
-    All of one kind lie in one buffer: each buffer has a file descriptor.
+    All of one type and device lie in one buffer: each buffer has a file descriptor.
     """
     places, rooms, likes = [], {}, {}
     for params in groups:
-        kind = _kind(params[0])
+        room = _kind(params[0])
         size = sum(param.numel() for param in params) + len(params)
-        start = rooms.get(kind, 0)
-        places.append((kind, slice(start, start + size)))
-        rooms[kind] = start + padded(size, max(1, ALIGNMENT_BYTES // params[0].element_size()))
-        likes[kind] = params[0]
-    buffers = {kind: buffer(likes[kind], room, communicator) for kind, room in rooms.items()}
+        start = rooms.get(room, 0)
+        places.append((room, slice(start, start + size)))
+        rooms[room] = start + padded(size, max(1, ALIGNMENT_BYTES // params[0].element_size()))
+        likes[room] = params[0]
+    buffers = {room: buffer(likes[room], size, communicator) for room, size in rooms.items()}
     return [
-        Bucket(params, gradients=buffers[kind][place], packed=True)
-        for params, (kind, place) in zip(groups, places, strict=True)
+        kind(params, gradients=buffers[room][place], packed=True)
+        for params, (room, place) in zip(groups, places, strict=True)
     ]
 
 

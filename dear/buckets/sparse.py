@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from math import prod
 from typing import TYPE_CHECKING
 
-from dear.buckets.packing import joined, split
+from dear.buckets.compressors import joined, split
+from dear.comm.communicator import Communicator, Work
 from dear.lazy import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from dear.comm.communicator import Communicator, Work
 
 ABSENT = -1
 """The number of entries of a rank that has no tensor at all."""

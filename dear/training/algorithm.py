@@ -2,54 +2,27 @@
 
 An algorithm is one file in a folder of `dear/algorithms/`. The folder says what is promised about
 the replicas; the file name (with dashes for underscores) is the algorithm's name on the command
-line, in records and in plots. The file defines one subclass of `Algorithm` and
-takes torch from `dear.lazy`, so that listing and checking never import torch.
+line, in records and in plots. The file defines one subclass of `Algorithm` and takes torch from
+`dear.lazy`, so that listing and checking never import torch. Files whose names begin with an
+underscore are no algorithms.
 """
 
 from __future__ import annotations
 
 import importlib
-import pkgutil
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from pathlib import Path
+from typing import Any, ClassVar, Literal
 
-import dear.algorithms
+from dear.comm.communicator import Communicator
 from dear.cost.bounds import Bound
 from dear.errors import unknown
-from dear.options import build_options
+from dear.lazy import torch
+from dear.options import Options, build_options
+from dear.topology.traffic import Traffic
 
-if TYPE_CHECKING:
-    import torch
-
-    from dear.comm.communicator import Communicator
-    from dear.topology.traffic import Traffic
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """Settings of one algorithm: a frozen dataclass, every field documented with its unit."""
-
-    def settling_steps(self) -> int:
-        """Steps in which the algorithm still measures or changes itself: none of them is typical.
-
-        A benchmark leaves them out.
-        """
-        return 0
-
-    def staleness(self) -> int:
-        """How many steps an update comes after the gradients that it applies.
-
-        For `delayed` algorithms: so many first steps update nothing.
-        """
-        return 0
-
-    def in_step(self) -> bool:
-        """Whether an `asynchronous` algorithm is told to wait for all ranks in each step.
-
-        Then ranks must make the same number of steps.
-        """
-        return False
+FOLDER = Path(__file__).parents[1] / "algorithms"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,14 +89,11 @@ class Algorithm(ABC):
 
 
 def _modules() -> dict[str, str]:
-    """Name of each algorithm -> module; files whose names begin with an underscore are none."""
+    """Name of each algorithm -> its module."""
+    files = (path.relative_to(FOLDER).with_suffix("") for path in FOLDER.glob("*/[!_]*.py"))
     return {
-        name.replace("_", "-"): module
-        for module, name, is_folder in (
-            (found.name, found.name.rpartition(".")[2], found.ispkg)
-            for found in pkgutil.walk_packages(dear.algorithms.__path__, "dear.algorithms.")
-        )
-        if not is_folder and not name.startswith("_")
+        file.name.replace("_", "-"): f"dear.algorithms.{file.parent.name}.{file.name}"
+        for file in files
     }
 
 

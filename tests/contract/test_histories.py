@@ -64,4 +64,4 @@ def _compare(got: list[dict[str, Any]], case: Case) -> None:
             assert theirs["steps"].endswith(mine["steps"])
             assert mine["end"] == theirs["end"]
         end = [float.fromhex(value) for value in theirs["end"]]
-        assert [float.fromhex(value) for value in mine["end"]] == pytest.approx(end, rel=1e-6)
+        assert [float.fromhex(value) for value in mine["end"]] == pytest.approx(end, 1e-6, 1e-7)

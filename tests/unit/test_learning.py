@@ -283,7 +283,14 @@ def test_data_that_has_changed_is_noticed(tmp_path):
 def test_a_killed_rank_is_survived_only_where_the_others_end_well(
     tmp_path, may_lose, codes, status
 ):
-    job = Job(folder=tmp_path, repeat=0, world_size=3, timeout_s=9, may_lose_ranks=may_lose)
+    job = Job(
+        folder=tmp_path,
+        repeat=0,
+        world_size=3,
+        timeout_s=9,
+        worker_module="worker",
+        may_lose_ranks=may_lose,
+    )
     job.result_path.write_text("{}")
     outcome = outcome_of(job, codes)
     assert outcome.status == status

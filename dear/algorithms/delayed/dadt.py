@@ -4,26 +4,27 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from dear.buckets.flat import ALIGNMENT_BYTES, shaped
-from dear.buckets.grouping import MIB
-from dear.buckets.ready_groups import ready_groups
-from dear.buckets.run_order import RunOrder, agree
+from dear.buckets.flat import Bucket, packed_buckets
+from dear.buckets.grouping import MIB, RunOrder, agree, ready_groups
 from dear.buckets.sparse import SparseSum, gather_entries
-from dear.buckets.unchanged import Unchanged, refuse_changed
 from dear.buckets.updates import with_gradients
-from dear.comm.communicator import Communicator, Work, buffer, padded
+from dear.comm.communicator import Communicator, Work
 from dear.errors import UserError
 from dear.lazy import torch
+from dear.options import Options as AlgorithmOptions
 from dear.options import at_least, positive
 from dear.training.algorithm import Algorithm, Capabilities
-from dear.training.algorithm import Options as AlgorithmOptions
-from dear.training.backward import BackwardSchedule
-from dear.training.engine import Engine, distribute, refuse_lbfgs, trained_parameters
-from dear.training.grad_scaling import GradScaling
+from dear.training.engine import (
+    Engine,
+    GradScaling,
+    distribute,
+    refuse_lbfgs,
+    trained_parameters,
+)
+from dear.training.gradients import GradientEngine
 from dear.training.trace import Timeline
 
 if TYPE_CHECKING:
@@ -95,69 +96,35 @@ class Dadt(Algorithm):
         return model, distribute(optimizer, engine)
 
 
-class _Dense:
-    """One all-reduce of a group's gradients, and of a mark per parameter.
+class _Dense(Bucket):
+    """One all-reduce of a group's gradients, and of a mark per parameter."""
 
-    `p.grad` is copied, and never written to. A mark is 1 where a rank has a gradient: where their
-    sum is 0, nobody has.
-
-    Args:
-        data: flat, room for the gradients one after another and then the marks.
-    """
-
-    def __init__(self, params: Sequence[torch.nn.Parameter], data: torch.Tensor) -> None:
-        self.params = list(params)
-        self.work: Work | None = None
-        self.packed_s: tuple[float, float] | None = None
-        """When the copy began and ended, on the communicator's clock."""
-        self._data = data
-        self._views = []
-        offset = 0
-        for param in self.params:
-            self._views.append(shaped(data, offset, param))
-            offset += param.numel()
-        self._marks = data[offset : offset + len(self.params)]
-        self._whole = False
+    work: Work | None = None
+    packed_s: tuple[float, float] | None = None
+    """When the copy began and ended, on the communicator's clock."""
 
     @property
     def nbytes(self) -> int:
-        return self._data.nbytes
+        return self.gradients.nbytes
 
-    def pack(self, divisor: int) -> None:
-        """Copies the gradients there are, divided by `divisor`."""
-        with torch.no_grad():
-            for param, view in zip(self.params, self._views, strict=True):
-                gradient = param.grad
-                if gradient is None:
-                    view.zero_()
-                    continue
-                if gradient.dtype != view.dtype or gradient.device != view.device:
-                    raise UserError(
-                        f"a parameter of shape {tuple(param.shape)} was {view.dtype} on "
-                        f"{view.device} in the first step and its gradient is {gradient.dtype} on "
-                        f"{gradient.device} now: close() the optimizer before moving the model, "
-                        "and wrap again"
-                    )
-                if gradient.layout is not torch.strided:
-                    raise UserError(_changed_kind(param, "sparse", "dense"))
-                torch.div(gradient, divisor, out=view)
-            has = [param.grad is not None for param in self.params]
-            self._whole = all(has)
-            if self._whole:
-                self._marks.fill_(1)
-            else:
-                self._marks.copy_(torch.tensor(has, dtype=torch.float32))
+    def pack(self, divisor: int = 1) -> None:
+        for param, view in zip(self.params, self.gradient_views, strict=True):
+            gradient = param.grad
+            if gradient is None:
+                continue
+            if gradient.dtype != view.dtype or gradient.device != view.device:
+                raise UserError(
+                    f"a parameter of shape {tuple(param.shape)} was {view.dtype} on "
+                    f"{view.device} in the first step and its gradient is {gradient.dtype} on "
+                    f"{gradient.device} now: close() the optimizer before moving the model, "
+                    "and wrap again"
+                )
+            if gradient.layout is not torch.strided:
+                raise UserError(_changed_kind(param, "sparse", "dense"))
+        super().pack(divisor)
 
     def send(self, communicator: Communicator) -> None:
-        self.work = communicator.all_reduce(self._data, op="sum")
-
-    def gradients(self) -> Gradients:
-        """The sums (None where no rank has a gradient): views, valid until the next `pack`."""
-        if self._whole:  # then no mark can be 0, and the device need not be asked
-            return dict(zip(self.params, self._views, strict=True))
-        marks = self._marks.abs().tolist()
-        found = zip(self.params, self._views, marks, strict=True)
-        return {param: view if mark > 0 else None for param, view, mark in found}
+        self.work = communicator.all_reduce(self.gradients, op="sum")
 
 
 class _Sparse:
@@ -188,7 +155,7 @@ class _Sparse:
         self._sum = SparseSum(self.mine, param, entries, communicator, divisor=self._divisor)
         self.work = self._sum.work
 
-    def gradients(self) -> Gradients:
+    def means(self) -> Gradients:
         return {self.params[0]: self._sum.result()}
 
 
@@ -226,11 +193,11 @@ class _Lap:
         self.wait()
         found = dict(self.loaded)
         for message in self.messages:
-            found |= message.gradients()
+            found |= message.means()
         return found
 
 
-class DelayedEngine(Engine):
+class DelayedEngine(GradientEngine):
     """Update t applies the averaged gradients of step t - delay; the first `delay` ones are none.
 
     The first pass only watches and is sent at its end; in later ones groups are copied and sent as
@@ -245,7 +212,6 @@ class DelayedEngine(Engine):
         params: Sequence[torch.nn.Parameter],
         options: Dadt.Options,
     ) -> None:
-        super().__init__(model, communicator)
         self._optimizer: Any = optimizer
         self._params = list(params)
         self._options = options
@@ -266,34 +232,25 @@ class DelayedEngine(Engine):
         self._applied: list[tuple[dict[str, int], Any, Work | None, float | None]] = []
         self._presented = False
         """True while `p.grad` is what the next update is to apply."""
-        self._unchanged = Unchanged(())
-        self._schedule = BackwardSchedule(
-            self.hooks,
-            [[param] for param in params],
-            communicator,
-            launch=self._pack,
-            finish=self._end_pass,
-            arrived=self._arrived,
-            learn=False,
-            sparse=True,
-        )
+        self._watched = Bucket(self._params)
+        super().__init__(model, communicator, [[param] for param in params], sparse=True)
 
     def step(self, update: Callable[[], Any]) -> Any:
         if self._presented:
             return self._step_presented(update)
         self._scaling.refuse()
-        self._schedule.run_if_missing()
-        self._schedule.restart()
-        refuse_changed(self._unchanged.changed())
+        self.schedule.run_if_missing()
+        self.schedule.restart()
+        self._watched.refuse_changed()
         self._hold(None)
         return self._apply(update) if self._due else None
 
     step_closure = Engine.step_after_closure
 
     def synchronize(self) -> None:
-        if self._schedule.unsent:
-            self._schedule.run_if_missing()
-        if not self._schedule.passed:
+        if self.schedule.unsent:
+            self.schedule.run_if_missing()
+        if not self.schedule.passed:
             self._wait()
         elif not self._presented:
             self._present()
@@ -303,11 +260,7 @@ class DelayedEngine(Engine):
         while self._held:
             self._apply(update)
 
-    def no_sync(self) -> AbstractContextManager[None]:
-        return self._schedule.paused()
-
-    def forget(self) -> None:
-        self._schedule.forget()
+    def drop(self) -> None:
         self._presented = False
 
     def state_dict(self, plain: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -354,7 +307,7 @@ class DelayedEngine(Engine):
 
     # During the backward pass.
 
-    def _arrived(self, param: torch.nn.Parameter) -> None:
+    def arrived(self, param: torch.nn.Parameter) -> None:
         if self._presented:
             raise UserError(
                 "backward() after synchronize(): p.grad holds gradients of an earlier step; call "
@@ -364,8 +317,8 @@ class DelayedEngine(Engine):
             self._arrivals.pop(param, None)  # what counts is the last pass before the groups
             self._arrivals[param] = self.communicator.clock()
 
-    def _pack(self, index: int) -> None:
-        """Copies the gradients of message `index` and sends it if it is dense.
+    def ready(self, unit: int) -> None:
+        """Copies the gradients of a message and sends it if it is dense.
 
         What an earlier pass of the same step has sent is superseded.
         """
@@ -373,7 +326,7 @@ class DelayedEngine(Engine):
             return
         if self._filling is None:
             self._filling = self._free.pop() if self._free else self._new_lap()
-        message, clock = self._filling.messages[index], self.communicator.clock
+        message, clock = self._filling.messages[unit], self.communicator.clock
         if message.work is not None:
             message.work.wait()
         began = clock()
@@ -382,15 +335,15 @@ class DelayedEngine(Engine):
         if isinstance(message, _Dense):
             message.send(self.communicator)
 
-    def _end_pass(self) -> None:
+    def passed(self) -> None:
         if self._groups is None:
             self._groups = self._learnt_groups()
             if self._groups is not None:
                 dense, sparse = self._groups
                 units = [*dense, *([param] for param in sparse)]
-                self._schedule.regroup(units, range(len(units)))
+                self.schedule.regroup(units, range(len(units)))
                 for unit in range(len(units)):
-                    self._pack(unit)
+                    self.ready(unit)
         sparse = self._filling.sparse if self._filling is not None else []
         if sparse:
             # All sizes at once, and not behind the large transfers.
@@ -399,8 +352,7 @@ class DelayedEngine(Engine):
             found = gather_entries(mine, device, self.communicator, channel=1)
             for message, entries in zip(sparse, found, strict=True):
                 message.send(entries, self.communicator)
-        self._unchanged = Unchanged(self._params)
-        self._unchanged.note()
+        self._watched.note()
 
     def _learnt_groups(
         self,
@@ -458,23 +410,8 @@ class DelayedEngine(Engine):
         return [p for i, p in enumerate(self._params) if sparse.get(i, p in declared)]
 
     def _new_lap(self) -> _Lap:
-        """A message per group, all of one type in one buffer: each has a file descriptor."""
         groups, sparse = self._groups
-        rooms: dict[tuple[torch.dtype, torch.device], int] = {}
-        places = []
-        for params in groups:
-            kind = params[0].dtype, params[0].device
-            start = rooms.get(kind, 0)
-            size = sum(param.numel() for param in params) + len(params)
-            places.append((kind, slice(start, start + size)))
-            step = max(1, ALIGNMENT_BYTES // params[0].element_size())
-            rooms[kind] = start + padded(size, step)
-        like = {(params[0].dtype, params[0].device): params[0] for params in groups}
-        buffers = {kind: buffer(like[kind], n, self.communicator) for kind, n in rooms.items()}
-        dense = [
-            _Dense(params, buffers[kind][place])
-            for params, (kind, place) in zip(groups, places, strict=True)
-        ]
+        dense = packed_buckets(groups, self.communicator, kind=_Dense)
         return _Lap(dense=dense, sparse=[_Sparse(param) for param in sparse])
 
     # In `step`.
@@ -486,7 +423,7 @@ class DelayedEngine(Engine):
 
     def _hold(self, scale: torch.Tensor | None) -> None:
         """The gradients of this step, which are under way, join those that are held back."""
-        self._unchanged = Unchanged(())  # lets the gradients go
+        self._watched.forget()
         self._step += 1
         lap, self._filling = self._filling, None
         if lap is None:  # no rank has had a gradient
@@ -508,10 +445,10 @@ class DelayedEngine(Engine):
 
     def _present(self) -> None:
         """Makes each `p.grad` what the next update is to apply."""
-        if self._unchanged.scaled_in_place():
+        if self._watched.scaled_in_place():
             self._scaling.refuse_early_unscaling()
-        refuse_changed(self._unchanged.changed())
-        self._unchanged = Unchanged(())
+        self._watched.refuse_changed()
+        self._watched.forget()
         if len(self._held) == self._options.delay:
             for param, gradient in self._held[0].gradients().items():
                 param.grad = _copied(gradient)
@@ -530,7 +467,7 @@ class DelayedEngine(Engine):
                 "of an earlier step: leave unscaling to scaler.step(optimizer)"
             )
         self._presented = False
-        self._schedule.restart()
+        self.schedule.restart()
         self._hold(optimizer.grad_scale.clone() if calling else None)
         if not self._due:
             return None

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dear.algorithms.synchronous.wfbp import AveragingEngine
-from dear.buckets.compression import CompressedOptions, refuse_types
+from dear.buckets.compressors import CompressedOptions, refuse_types
 from dear.comm.communicator import Communicator
 from dear.training.algorithm import Algorithm, Capabilities
 from dear.training.engine import distribute, trained_parameters

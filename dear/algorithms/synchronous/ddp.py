@@ -7,24 +7,17 @@ import inspect
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from dear.buckets.carriers import Payloads
-from dear.buckets.compression import CompressedOptions, refuse_types
-from dear.buckets.compressors import make_compressor
-from dear.buckets.sharding import has_hooks, run_hooks
+from dear.buckets.compressors import CompressedOptions, make_compressor, refuse_types
+from dear.buckets.updates import has_hooks, run_hooks
+from dear.comm.communicator import Communicator, Work
 from dear.errors import UserError
 from dear.lazy import torch
 from dear.options import at_least, only_with, option_of, positive
 from dear.training.algorithm import Algorithm, Capabilities
 from dear.training.engine import Engine, distribute, trained_parameters
-
-if TYPE_CHECKING:
-    from torch import Tensor
-    from torch.nn import Module, Parameter
-    from torch.optim import Optimizer
-
-    from dear.comm.communicator import Communicator, Work
 
 
 class Ddp(Algorithm):
@@ -87,8 +80,12 @@ class Ddp(Algorithm):
     bound = "wfbp"
 
     def wrap(
-        self, model: Module, optimizer: Optimizer, communicator: Communicator, options: Options
-    ) -> tuple[Module, Optimizer]:
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        communicator: Communicator,
+        options: Options,
+    ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         refuse_types(trained_parameters(model, optimizer), options)
         zero = None
         if options.zero and communicator.size > 1:
@@ -100,8 +97,8 @@ class Ddp(Algorithm):
 class _DdpEngine(Engine):
     def __init__(
         self,
-        model: Module,
-        optimizer: Optimizer,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
         communicator: Communicator,
         options: Ddp.Options,
         zero: ZeroUpdate | None,
@@ -225,7 +222,7 @@ class BucketPayloads:
         self._communicator = communicator
         self._options = options
         self._passes = 0
-        self._carriers: dict[int, tuple[list[Parameter], Payloads]] = {}
+        self._carriers: dict[int, tuple[list[torch.nn.Parameter], Payloads]] = {}
 
     def carry(self, bucket: Any) -> torch.futures.Future:
         """A future of the bucket's buffer with what stands for the mean over ranks."""
@@ -244,7 +241,9 @@ class BucketPayloads:
 
         return work.future().then(received)
 
-    def _carrier(self, index: int, params: list[Parameter], buffer: torch.Tensor) -> Payloads:
+    def _carrier(
+        self, index: int, params: list[torch.nn.Parameter], buffer: torch.Tensor
+    ) -> Payloads:
         if index not in self._carriers or not _same(self._carriers[index][0], params):
             compressor = make_compressor(self._options, buffer.numel(), buffer.dtype, buffer.device)
             sizes = [param.numel() for param in params]
@@ -256,7 +255,7 @@ def _carry(state, bucket):  # DDP looks at the annotations, which must not be te
     return state.carry(bucket)
 
 
-def _same(some: list[Parameter], others: list[Parameter]) -> bool:
+def _same(some: list[torch.nn.Parameter], others: list[torch.nn.Parameter]) -> bool:
     return len(some) == len(others) and all(a is b for a, b in zip(some, others, strict=True))
 
 
@@ -273,7 +272,7 @@ class ZeroUpdate:
         UserError: the optimizer or its parameters are of a kind that ZeRO cannot split.
     """
 
-    def __init__(self, optimizer: Optimizer, communicator: Communicator) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, communicator: Communicator) -> None:
         from torch.distributed.optim import ZeroRedundancyOptimizer
 
         if isinstance(optimizer, torch.optim.LBFGS):
@@ -296,7 +295,7 @@ class ZeroUpdate:
             ) from None
         self.take_state()
 
-    def _local(self, groups: Sequence[dict[str, Any]], **_: Any) -> Optimizer:
+    def _local(self, groups: Sequence[dict[str, Any]], **_: Any) -> torch.optim.Optimizer:
         """An optimizer of the same kind, whatever its class wants to be made with."""
         local = object.__new__(type(self._optimizer))
         # A scheduler's wrapper of `step` is about the script's optimizer, and so are its hooks.
@@ -373,7 +372,7 @@ class PowerSgd:
         self._start = start
         self._passes = 0
         self._buckets: dict[int, _Bucket] = {}
-        self._running: list[tuple[_Bucket, torch.futures.Future, Tensor]] = []
+        self._running: list[tuple[_Bucket, torch.futures.Future, torch.Tensor]] = []
 
     def carry(self, bucket: Any) -> torch.futures.Future:
         """A future of the bucket's buffer with what stands for the mean over ranks."""
@@ -405,7 +404,7 @@ class PowerSgd:
 class _Bucket:
     """The factors of the matrices of one bucket, and what they have not carried yet."""
 
-    def __init__(self, gradients: list[Tensor], rank: int) -> None:
+    def __init__(self, gradients: list[torch.Tensor], rank: int) -> None:
         self._rank = rank
         self._large = [_worth(gradient, rank) for gradient in gradients]
         # The same on all ranks.
@@ -415,10 +414,10 @@ class _Bucket:
             start = torch.randn(matrix.shape[1], rank, generator=generator)
             self._right.append(start.to(matrix.device, matrix.dtype))
             self._errors.append(torch.zeros_like(matrix))
-        self._left: list[Tensor] = []
+        self._left: list[torch.Tensor] = []
         self._work: Work | None = None
 
-    def send_left(self, gradients: list[Tensor], communicator: Communicator) -> None:
+    def send_left(self, gradients: list[torch.Tensor], communicator: Communicator) -> None:
         self._found = self._matrices(gradients)
         self._small = [g for g, large in zip(gradients, self._large, strict=True) if not large]
         self._whole = [m + e for m, e in zip(self._found, self._errors, strict=True)]
@@ -454,12 +453,12 @@ class _Bucket:
                 self._right[i] = torch.ones_like(self._right[i])
         self._whole.clear()
 
-    def _matrices(self, gradients: list[Tensor]) -> list[Tensor]:
+    def _matrices(self, gradients: list[torch.Tensor]) -> list[torch.Tensor]:
         pairs = zip(gradients, self._large, strict=True)
         return [gradient.view(gradient.shape[0], -1) for gradient, large in pairs if large]
 
 
-def _worth(gradient: Tensor, rank: int) -> bool:
+def _worth(gradient: torch.Tensor, rank: int) -> bool:
     """True if the factors have less than half as many elements."""
     if gradient.dim() < 2 or not gradient.numel() or not gradient.is_contiguous():
         return False
@@ -467,15 +466,15 @@ def _worth(gradient: Tensor, rank: int) -> bool:
     return 2 * rank * (rows + gradient.numel() // rows) < gradient.numel()
 
 
-def _orthogonal(matrix: Tensor) -> Tensor:
+def _orthogonal(matrix: torch.Tensor) -> torch.Tensor:
     wide = matrix.dtype if matrix.dtype == torch.float64 else torch.float32
     return torch.linalg.qr(matrix.to(wide)).Q.to(matrix.dtype)
 
 
-def _joined(tensors: list[Tensor]) -> Tensor:
+def _joined(tensors: list[torch.Tensor]) -> torch.Tensor:
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
-def _split(flat: Tensor, shapes: list[Any]) -> list[Tensor]:
+def _split(flat: torch.Tensor, shapes: list[Any]) -> list[torch.Tensor]:
     sizes = [torch.Size(shape).numel() for shape in shapes]
     return [part.view(shape) for part, shape in zip(flat.split(sizes), shapes, strict=True)]

@@ -5,24 +5,18 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from dear.algorithms.synchronous.wfbp import GradientAverager
-from dear.buckets.compression import HalfOptions, refuse_types, wire_dtype
+from dear.buckets.compressors import HalfOptions, refuse_types, wire_dtype
 from dear.buckets.grouping import MIB
+from dear.comm.communicator import Communicator
 from dear.errors import UserError
 from dear.lazy import torch
 from dear.options import at_least
 from dear.training.algorithm import Algorithm, Capabilities
 from dear.training.engine import Engine, distribute, trained_parameters
 from dear.training.gradients import BackwardSchedule
-
-if TYPE_CHECKING:
-    from torch import Tensor
-    from torch.nn import Module, Parameter
-    from torch.optim import Optimizer
-
-    from dear.comm.communicator import Communicator
 
 
 class Fsdp(Algorithm):
@@ -60,8 +54,12 @@ class Fsdp(Algorithm):
     bound = "sharded"
 
     def wrap(
-        self, model: Module, optimizer: Optimizer, communicator: Communicator, options: Options
-    ) -> tuple[Module, Optimizer]:
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        communicator: Communicator,
+        options: Options,
+    ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         if isinstance(optimizer, torch.optim.LBFGS):
             raise UserError(
                 "fsdp cannot train with LBFGS, which joins all parameters; use "
@@ -94,8 +92,8 @@ class Fsdp(Algorithm):
 class _FsdpEngine(Engine):
     def __init__(
         self,
-        model: Module,
-        optimizer: Optimizer,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
         communicator: Communicator,
         sharded: ShardedModel,
         options: Fsdp.Options,
@@ -140,7 +138,9 @@ class _FsdpEngine(Engine):
             self._sharded.reshard()
             self._sharded.gather()
 
-    def clip_grad_norm(self, params: Sequence[Parameter], max_norm: float, norm_type: float) -> Any:
+    def clip_grad_norm(
+        self, params: Sequence[torch.nn.Parameter], max_norm: float, norm_type: float
+    ) -> Any:
         return full(super().clip_grad_norm(params, max_norm, norm_type))
 
     @contextlib.contextmanager
@@ -182,7 +182,7 @@ class _FsdpEngine(Engine):
         self._optimizer.state.clear()
         self._optimizer.state.update({own.get(param, param): s for param, s in state.items()})
 
-    def _before_forward(self, module: Module) -> None:
+    def _before_forward(self, module: torch.nn.Module) -> None:
         if self._sharded.whole:
             self._sharded.reshard()
         if module.training and torch.is_grad_enabled():
@@ -242,8 +242,8 @@ class ShardedModel:
 
     def __init__(
         self,
-        model: Module,
-        params: Sequence[Parameter],
+        model: torch.nn.Module,
+        params: Sequence[torch.nn.Parameter],
         communicator: Communicator,
         *,
         min_bytes: float,
@@ -364,13 +364,15 @@ class ShardedModel:
             groups = getattr(state, "_fsdp_param_groups", None)
             yield from [state._fsdp_param_group] if groups is None else groups
 
-    def _give(self, module: Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    def _give(
+        self, module: torch.nn.Module, state: dict[str, Any], prefix: str, metadata: Any
+    ) -> None:
         for name in module._parameters:
             value = state.get(prefix + name)
             if _in_parts(value):
                 state[prefix + name] = full(value)
 
-    def _take(self, module: Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    def _take(self, module: torch.nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
         self.reshard()
         for name, param in module._parameters.items():
             value = state.get(prefix + name)
@@ -383,7 +385,7 @@ class ShardedModel:
 class _Traces:
     """What a module looks like: its class, its attributes, its hooks."""
 
-    def __init__(self, module: Module) -> None:
+    def __init__(self, module: torch.nn.Module) -> None:
         self._module = module
         self._class = type(module)
         self._names = set(vars(module))
@@ -409,7 +411,7 @@ def full(value: Any) -> Any:
     return value.full_tensor().contiguous() if _in_parts(value) else value
 
 
-def shard(value: Tensor, like: Any) -> Any:
+def shard(value: torch.Tensor, like: Any) -> Any:
     """This rank's part of a whole `value`, as `like` is sharded; copies, sends nothing."""
     from torch.distributed.tensor import distribute_tensor
 
@@ -423,7 +425,7 @@ def _in_parts(value: Any) -> bool:
     return isinstance(value, DTensor)
 
 
-def _places(model: Module) -> list[tuple[Module, str, Parameter]]:
+def _places(model: torch.nn.Module) -> list[tuple[torch.nn.Module, str, torch.nn.Parameter]]:
     """Every place where a parameter is registered, shared ones several times."""
     return [
         (module, name, param)
@@ -434,8 +436,9 @@ def _places(model: Module) -> list[tuple[Module, str, Parameter]]:
 
 
 def _shardable(
-    places: Sequence[tuple[Module, str, Parameter]], trained: set[Parameter]
-) -> dict[Parameter, None]:
+    places: Sequence[tuple[torch.nn.Module, str, torch.nn.Parameter]],
+    trained: set[torch.nn.Parameter],
+) -> dict[torch.nn.Parameter, None]:
     """The parameters that can be cut along their first dimension and share one type."""
     sizes: dict[Any, int] = {}
     for param in trained:
@@ -455,8 +458,10 @@ def _shardable(
 
 
 def _blocks(
-    model: Module, min_bytes: float, places: Sequence[tuple[Module, str, Parameter]]
-) -> Iterator[Module]:
+    model: torch.nn.Module,
+    min_bytes: float,
+    places: Sequence[tuple[torch.nn.Module, str, torch.nn.Parameter]],
+) -> Iterator[torch.nn.Module]:
     """Layers of lists and sequences that are large and share no parameter with what is outside."""
     listed = isinstance(model, (torch.nn.ModuleList, torch.nn.Sequential))
     for child in model.children():

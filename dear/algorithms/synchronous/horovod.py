@@ -14,22 +14,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from dear.buckets.grouping import MIB
+from dear.comm.communicator import Communicator
+from dear.comm.environment import RankFacts
 from dear.comm.runtime import address_of
 from dear.errors import Unavailable, UserError
 from dear.lazy import torch
+from dear.options import Options as AlgorithmOptions
 from dear.options import at_least, positive
 from dear.training.algorithm import Algorithm, Capabilities
-from dear.training.algorithm import Options as AlgorithmOptions
 from dear.training.engine import Engine, distribute, trained_parameters
 from dear.training.hooks import at_end_of_backward
 
 if TYPE_CHECKING:
     from horovod.runner.common.util.hosts import SlotInfo
-    from torch.nn import Module, Parameter
-    from torch.optim import Optimizer
-
-    from dear.comm.communicator import Communicator
-    from dear.comm.environment import RankFacts
 
 
 class Horovod(Algorithm):
@@ -95,8 +92,12 @@ class Horovod(Algorithm):
         return f"Horovod is missing ({reason}); build it with `make horovod`"
 
     def wrap(
-        self, model: Module, optimizer: Optimizer, communicator: Communicator, options: Options
-    ) -> tuple[Module, Optimizer]:
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        communicator: Communicator,
+        options: Options,
+    ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         missing = self.unavailable()
         if missing:
             raise Unavailable(missing)
@@ -117,10 +118,10 @@ _counter = itertools.count()
 class _HorovodEngine(Engine):
     def __init__(
         self,
-        model: Module,
-        optimizer: Optimizer,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
         communicator: Communicator,
-        params: list[Parameter],
+        params: list[torch.nn.Parameter],
         options: Horovod.Options,
     ) -> None:
         import horovod.torch as hvd
@@ -189,7 +190,7 @@ class _HorovodEngine(Engine):
         super().close()
         self._horovod._grad_accs.clear()  # Horovod's hooks live on these nodes
 
-    def _on_gradient(self, param: Parameter) -> None:
+    def _on_gradient(self, param: torch.nn.Parameter) -> None:
         if not param.grad.is_contiguous():  # Horovod takes no channels_last
             param.grad = param.grad.contiguous()
         if self._paused:

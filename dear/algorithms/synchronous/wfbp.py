@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dear.buckets.carriers import make_carrier
-from dear.buckets.compression import CompressedOptions, refuse_types
-from dear.buckets.usage import Usage
+from dear.buckets.compressors import CompressedOptions, refuse_types
+from dear.buckets.halves import Usage
 from dear.comm.communicator import Communicator, Work
 from dear.lazy import torch
 from dear.options import at_least

@@ -1,0 +1,241 @@
+"""A sandbox keeps everything to itself, and leaves nothing behind however it ends."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from common.emulation import sandbox
+from dear.errors import UserError
+from tests.system.sandboxes import LIMIT_S, ROOT, Outside, in_sandbox, needs_sandbox
+
+users = pytest.mark.parametrize("user", ["me", "nobody"])
+
+# Counts the signals that reach it, and leaves a process behind.
+WAITING = """
+import os, signal, subprocess, sys
+count = 0
+def handler(number, frame):
+    global count
+    count += 1
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, handler)
+subprocess.Popen(["sleep", "1000"])
+print("ready", flush=True)
+signal.pause()
+# A second delivery of the same signal would come at once.
+signal.setitimer(signal.ITIMER_REAL, 0.3)
+signal.sigwait([signal.SIGALRM])
+print("signals", count, flush=True)
+sys.exit(9)
+"""
+
+
+@pytest.fixture
+def outside():
+    return Outside()
+
+
+def run(outside, user, *command, **options):
+    return subprocess.run(
+        in_sandbox(user, *command),
+        cwd="/tmp",
+        env=outside.environment,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        **options,
+    )
+
+
+@needs_sandbox
+@users
+def test_the_status_of_the_command_is_returned_and_what_it_leaves_is_killed(outside, user):
+    done = run(outside, user, "sh", "-c", "sleep 1000 >/dev/null 2>&1 & echo out; exit 7")
+    assert (done.returncode, done.stdout, done.stderr) == (7, "out\n", "")
+    outside.check_clean()
+    assert run(outside, user, "sh", "-c", "kill -9 $$").returncode == 137
+    missing = run(outside, user, "/no/such/program")
+    assert missing.returncode == 127
+    assert missing.stderr == "error: cannot run /no/such/program: No such file or directory\n"
+
+
+@needs_sandbox
+@users
+def test_inside_are_own_processes_names_links_and_memory(outside, user):
+    program = """
+    import os, socket
+    from pathlib import Path
+    from common.emulation import sandbox
+    print(sandbox.inside(), os.getpid() < 100, socket.gethostname())
+    print([name for _, name in socket.if_nameindex()], socket.gethostbyname("localhost"))
+    print(os.listdir("/dev/shm"), Path("/proc/1").exists(), os.geteuid(), sep=" ")
+    """
+    name = "/usr/bin/python3" if user == "nobody" else sys.executable
+    done = run(outside, user, name, "-c", textwrap.dedent(program))
+    assert done.stderr == ""
+    assert done.stdout.splitlines() == [
+        "True True switch",
+        "['lo'] 127.0.0.1",
+        "[] True 0",
+    ]
+    assert not sandbox.inside()
+
+
+@needs_sandbox
+def test_a_stale_mark_in_the_environment_is_not_a_sandbox(monkeypatch):
+    monkeypatch.setenv("DEAR_SANDBOX", "pid:[1]")
+    assert not sandbox.inside()
+
+
+@needs_sandbox
+def test_orphans_are_reaped(outside):
+    script = "sh -c 'sleep 0.1 & exit' ; while grep -qs sleep /proc/[0-9]*/stat; do :; done"
+    assert run(outside, "me", "sh", "-c", script).returncode == 0
+
+
+def start(outside, user):
+    name = "/usr/bin/python3" if user == "nobody" else sys.executable
+    process = subprocess.Popen(
+        in_sandbox(user, name, "-c", WAITING),
+        cwd="/tmp",
+        env=outside.environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # a process group of its own, as a terminal's foreground job
+    )
+    assert process.stdout.readline() == "ready\n", process.communicate()
+    assert len(outside.processes()) >= 5  # the caller, two of the sandbox, the command, sleep
+    return process
+
+
+@needs_sandbox
+@users
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_reaches_the_command_once_and_its_status_is_returned(outside, user, number):
+    process = start(outside, user)
+    os.killpg(process.pid, number)  # what a terminal does at Ctrl-C
+    stdout, stderr = process.communicate(timeout=LIMIT_S)
+    assert (process.returncode, stdout, stderr) == (9, "signals 1\n", "")
+    outside.check_clean()
+
+
+@needs_sandbox
+@users
+def test_nothing_outlives_the_sigkill_of_the_caller(outside, user):
+    process = start(outside, user)
+    process.kill()
+    process.communicate(timeout=LIMIT_S)
+    outside.check_clean()
+
+
+@needs_sandbox
+def test_nothing_outlives_the_sigkill_of_any_process_of_the_sandbox(outside):
+    process = start(outside, "me")
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    if not children.exists():
+        process.kill()
+        pytest.skip("this kernel does not list children")
+    os.kill(int(children.read_text().split()[0]), signal.SIGKILL)
+    process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 137
+    outside.check_clean()
+
+
+@needs_sandbox
+def test_run_restores_the_signal_handlers_of_its_caller():
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    assert sandbox.run(["sh", "-c", "exit 3"]) == 3
+    after = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    assert after == before
+
+
+@needs_sandbox
+def test_the_environment_is_the_one_given():
+    probe = 'test "$GIVEN" = yes -a -z "$OTHER" -a "$PWD" = "$HERE"'
+    environment = {"GIVEN": "yes", "PATH": os.environ["PATH"], "HERE": str(Path.cwd())}
+    assert sandbox.run(["sh", "-c", probe], env=environment) == 0
+
+
+@needs_sandbox
+def test_root_without_privileges_uses_a_user_namespace(outside):
+    if os.geteuid() != 0 or shutil.which("setpriv") is None:
+        pytest.skip("needs root and setpriv")
+    drop = ["setpriv", "--bounding-set", "-sys_admin", "--inh-caps", "-all", "--"]
+    command = [*drop, *in_sandbox("me", "cat", "/proc/self/uid_map")]
+    done = subprocess.run(
+        command, cwd=ROOT, env=outside.environment, capture_output=True, text=True, timeout=LIMIT_S
+    )
+    if "forbidden" in done.stderr:
+        pytest.skip(done.stderr.strip())
+    assert done.stdout.split() == ["0", "0", "1"], done.stderr
+
+
+@needs_sandbox
+def test_where_a_new_proc_is_forbidden_the_old_one_serves(outside):
+    if os.geteuid() != 0 or not Path("/proc/timer_list").exists():
+        pytest.skip("needs root and /proc/timer_list")
+    script = 'mount --bind /dev/null /proc/timer_list && exec "$@"'
+    inner = "from common.emulation import sandbox; print(sandbox.inside())"
+    command = ["unshare", "--mount", "sh", "-c", script, "sh"]
+    command += in_sandbox("nobody", "/usr/bin/python3", "-c", inner)
+    done = subprocess.run(
+        command, cwd="/tmp", env=outside.environment, capture_output=True, text=True
+    )
+    assert (done.stdout, done.stderr) == ("True\n", "")
+    outside.check_clean()
+
+
+def test_missing_tools_are_named(monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda name, path: None)
+    assert sandbox.unable.__wrapped__() == "ip and tc missing; install iproute2"
+
+
+def test_forbidden_namespaces_are_explained_in_one_line(monkeypatch):
+    failed = subprocess.CompletedProcess(
+        [], 125, "", "error: cannot make a sandbox: unshare: Operation not permitted\n"
+    )
+    monkeypatch.setattr(shutil, "which", lambda name, path: name)
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: failed)
+    reason = sandbox.unable.__wrapped__()
+    assert reason.startswith("namespaces are forbidden here (unshare: Operation not permitted); ")
+    assert "root" in reason and "\n" not in reason
+    monkeypatch.setattr(sandbox, "unable", lambda: reason)
+    with pytest.raises(UserError, match="virtual hosts: namespaces are forbidden here"):
+        sandbox.run(["true"])
+
+
+@needs_sandbox
+def test_the_setting_that_forbids_is_named_and_the_status_says_failed(outside):
+    if os.geteuid() != 0 or shutil.which("setpriv") is None:
+        pytest.skip("needs root and setpriv")
+    # In a user namespace of its own that setting can be changed without changing the machine.
+    script = 'echo 0 > /proc/sys/user/max_user_namespaces && exec setpriv "$@"'
+    drop = ["--bounding-set", "-sys_admin", "--"]
+    command = ["unshare", "--user", "--map-root-user", "sh", "-c", script, "sh", *drop]
+    done = subprocess.run(
+        [*command, *in_sandbox("me", "true")],
+        cwd=ROOT,
+        env=outside.environment,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    if any(words in done.stderr for words in ("write error", "cannot create", "unshare failed")):
+        pytest.skip(f"cannot set it up: {done.stderr.strip()}")
+    assert done.returncode == 125
+    assert "sudo sysctl user.max_user_namespaces=10000, or run as root" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_wrong_command_line_is_a_mistake():
+    command = [sys.executable, "-m", "common.emulation.sandbox", "true"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.startswith("usage:")

@@ -1,0 +1,151 @@
+"""The slurm launcher on a real Slurm of one node, which the tests start and end."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.system import slurm_cluster
+from tests.system.launch_stub import place, stub_job
+from tests.system.test_launch_node import alive, wait_for
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.timeout(400)
+
+PROGRAM = """
+import dataclasses, json, sys
+from pathlib import Path
+from common.launch.job import make_launcher
+from tests.system.launch_stub import StubJob
+folder, size, timeout_s, options = json.loads(sys.argv[1])
+launcher = make_launcher("slurm", hosts=None, world_size=size, options=options)
+job = StubJob(folder=Path(folder), repeat=0, world_size=size, timeout_s=timeout_s)
+print(json.dumps(dataclasses.asdict(launcher.run(job))))
+"""
+
+
+@pytest.fixture(scope="module")
+def slurm() -> Iterator[dict[str, str]]:
+    """The environment in which a Slurm is reached."""
+    reason = slurm_cluster.unable()
+    if reason:
+        pytest.skip(f"no Slurm: {reason}; scripts/system_packages.sh --slurm installs it")
+    # Not below tmp_path: the path of munge's socket must be short.
+    with (
+        tempfile.TemporaryDirectory(prefix="slurm-") as folder,
+        slurm_cluster.slurm_cluster(Path(folder)) as env,
+    ):
+        yield {**env, "PYTHONPATH": str(ROOT)}
+
+
+def start(
+    slurm, folder: Path, *prefix: str, world_size: int = 3, timeout_s: float = 200.0, **options
+):
+    """A program that runs a job of stubs with the launcher and prints the outcome."""
+    given = json.dumps([str(folder), world_size, timeout_s, options])
+    return subprocess.Popen(
+        [*prefix, sys.executable, "-c", PROGRAM, given],
+        cwd=ROOT,
+        env=slurm,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def outcome_of(process: subprocess.Popen) -> dict:
+    said, _ = process.communicate(timeout=380)
+    assert process.returncode == 0
+    return json.loads(said)
+
+
+def queue(slurm) -> str:
+    done = subprocess.run(["squeue", "--noheader"], env=slurm, capture_output=True, text=True)
+    return done.stdout
+
+
+INSIDE = ("salloc", "--quiet", "--ntasks=3")
+
+
+@pytest.mark.parametrize("prefix", [(), INSIDE], ids=["sbatch", "srun"])
+def test_ranks_know_their_place(slurm, tmp_path, prefix):
+    job = stub_job(tmp_path / "job", "ok", world_size=3)
+    outcome = outcome_of(start(slurm, job.folder, *prefix))
+    assert outcome["status"] == "ok", outcome["error"]
+    assert outcome["result"] == {"started_by": "Slurm"}
+    assert [place(job, r)["ranks"] for r in range(3)] == [[r, 3, r, 3] for r in range(3)]
+    assert queue(slurm) == ""
+
+
+@pytest.mark.parametrize("prefix", [(), INSIDE], ids=["sbatch", "srun"])
+@pytest.mark.parametrize(
+    ("mode", "words"),
+    [("kill", "rank 1 was killed by signal 9"), ("exit", "rank 1 exited with status 7")],
+)
+def test_a_failing_rank_is_named(slurm, tmp_path, prefix, mode, words):
+    job = stub_job(tmp_path / "job", mode, world_size=3)
+    outcome = outcome_of(start(slurm, job.folder, *prefix))
+    assert outcome["error"]["message"] == words
+    assert not any(alive(place(job, rank)["pid"]) for rank in range(3))
+
+
+def test_hanging_ranks_are_stopped(slurm, tmp_path):
+    job = stub_job(tmp_path / "job", "hang", world_size=3)
+    outcome = outcome_of(start(slurm, job.folder, timeout_s=8.0))
+    assert outcome["status"] == "timeout"
+    assert queue(slurm) == ""
+
+
+def test_waiting_in_the_queue_is_not_running_out_of_time(slurm, tmp_path):
+    block = stub_job(tmp_path / "block", "hang", world_size=4)
+    holder = start(slurm, block.folder, world_size=4)
+    wait_for(lambda: (block.folder / "place-3.json").exists(), 200)
+    job = stub_job(tmp_path / "job", "ok", world_size=3)
+    waiting = start(slurm, job.folder, timeout_s=100.0, queue_s=1.0)
+    outcome = outcome_of(waiting)
+    assert outcome["status"] == "timeout"
+    assert outcome["error"]["message"] == "still in Slurm's queue after 1 s"
+    holder.send_signal(signal.SIGKILL)
+    holder.communicate(timeout=100)
+    # A driver that is killed takes its batch job along.
+    wait_for(lambda: queue(slurm) == "", 100)
+    assert not any(alive(place(block, rank)["pid"]) for rank in range(4))
+
+
+def test_a_refused_submission_is_quoted(slurm, tmp_path):
+    job = stub_job(tmp_path / "job", "ok", world_size=3)
+    outcome = outcome_of(start(slurm, job.folder, partition="nosuch"))
+    assert outcome["status"] == "failed"
+    assert "invalid partition" in outcome["error"]["message"].lower()
+
+
+def test_a_sweep_runs_in_slurm(slurm, tmp_path):
+    experiment = tmp_path / "sweep.yaml"
+    experiment.write_text(
+        "algorithms: [dear]\nmodels: [{name: mnist_cnn, batch_size: 2}]\nworld_sizes: [2]\n"
+        "launcher: slurm\nbaseline: false\nthreads_per_rank: 1\ntimeout_s: 300\n"
+        "measure: {repeats: 1, warmup_steps: 1, steps_per_iter: 2, check_steps: 2}\n"
+    )
+    done = subprocess.run(
+        [
+            *(sys.executable, "benchmarks.py", "run", str(experiment)),
+            *("--logs", str(tmp_path / "logs"), "--no-plot"),
+        ],
+        cwd=ROOT,
+        env=slurm,
+        capture_output=True,
+        text=True,
+        timeout=380,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (line,) = (tmp_path / "logs/sweep/records.jsonl").read_text().splitlines()
+    record = json.loads(line)
+    assert record["status"] == "ok" and record["started_by"] == "Slurm"
+    assert record["check"]["matches_reference"] and record["check"]["replicas_agree"]

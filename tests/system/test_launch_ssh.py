@@ -1,0 +1,194 @@
+"""The ssh launcher over a stand-in that, as ssh does, only hangs up: no signal reaches the host."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from common.launch import per_host
+from common.launch.hosts import Host
+from common.launch.job import make_launcher
+from dear.errors import UserError
+from tests.system.launch_stub import StubJob, place, stub_job
+from tests.system.test_launch_node import alive, wait_for
+
+ROOT = Path(__file__).parents[2]
+
+AGENT = """
+import os, subprocess, sys, threading, time
+host, command = sys.argv[1:]
+if host.startswith("dead"):
+    sys.exit(f"ssh: connect to host {host} port 22: Connection refused")
+if host.startswith("silent"):
+    time.sleep(10000)
+far = subprocess.Popen(["sh", "-c", command], stdin=subprocess.PIPE, start_new_session=True)
+
+def pump():
+    while text := os.read(0, 4096):
+        os.write(far.stdin.fileno(), text)
+    far.stdin.close()
+
+threading.Thread(target=pump, daemon=True).start()
+status = far.wait()
+os._exit(status if status >= 0 else 255)
+"""
+
+
+@pytest.fixture
+def agent(tmp_path: Path) -> str:
+    path = tmp_path / "agent.py"
+    path.write_text(AGENT)
+    return f"{sys.executable} {path}"
+
+
+def ssh(agent: str, *names: str, slots: int = 1):
+    hosts = [Host(name=name, slots=slots) for name in names]
+    size = slots * len(hosts)
+    return make_launcher("ssh", hosts=hosts, world_size=size, options={"agent": agent})
+
+
+def pids(job: StubJob) -> list[int]:
+    """Of the ranks, once all of them are there."""
+    paths = [job.folder / f"place-{rank}.json" for rank in range(job.world_size)]
+    wait_for(lambda: all(path.exists() for path in paths))
+    return [place(job, rank)["pid"] for rank in range(job.world_size)]
+
+
+def test_every_host_gets_one_command_for_its_ranks(tmp_path, agent):
+    job = stub_job(tmp_path / "job", "ok", world_size=4)
+    outcome = ssh(agent, "far0", "far1", slots=2).run(job)
+    assert outcome.status == "ok", outcome.error
+    assert [place(job, rank)["ranks"] for rank in range(4)] == [
+        [0, 4, 0, 2],
+        [1, 4, 1, 2],
+        [2, 4, 0, 2],
+        [3, 4, 1, 2],
+    ]
+    assert {place(job, rank)["env"]["MASTER_ADDR"] for rank in range(4)} == {"far0"}
+
+
+def test_ranks_of_this_host_need_no_remote_shell(tmp_path):
+    hosts = [Host(name=socket.gethostname(), slots=2)]
+    job = stub_job(tmp_path / "job", "ok", world_size=2)
+    outcome = make_launcher("ssh", hosts=hosts, world_size=2).run(job)
+    assert outcome.status == "ok", outcome.error
+
+
+def test_a_killed_remote_rank_is_named_and_the_others_end(tmp_path, agent):
+    job = stub_job(tmp_path / "job", "kill", world_size=2)
+    outcome = ssh(agent, "far0", "far1").run(job)
+    assert (outcome.status, outcome.error["rank"]) == ("failed", 1)
+    assert outcome.error["message"] == "rank 1 was killed by signal 9"
+    assert not any(map(alive, pids(job)))
+
+
+def test_a_connection_that_breaks_ends_the_job_and_names_the_host(tmp_path, agent):
+    job = stub_job(tmp_path / "job", "hang", world_size=2)
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import dataclasses, json, sys\n"
+        "from tests.system.launch_stub import *\n"
+        "from tests.system.test_launch_ssh import ssh\n"
+        f"job = StubJob(folder=Path({str(job.folder)!r}), repeat=0, world_size=2, timeout_s=200)\n"
+        f"outcome = ssh({agent!r}, 'far0', 'far1').run(job)\n"
+        "print(json.dumps(dataclasses.asdict(outcome)))\n"
+    )
+    driver = subprocess.Popen(
+        [sys.executable, str(program)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+    )
+    ranks = pids(job)
+    connection = _agent_of(driver.pid, "far1")
+    os.kill(connection, signal.SIGKILL)
+    outcome = json.loads(driver.communicate(timeout=100)[0])
+    assert outcome["status"] == "failed"
+    assert "host far1 ended with status -9" in outcome["error"]["message"]
+    wait_for(lambda: not any(map(alive, ranks)))
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_remote_ranks_end_with_the_driver(tmp_path, agent, number):
+    job = stub_job(tmp_path / "job", "hang", world_size=2)
+    program = tmp_path / "program.py"
+    program.write_text(
+        "from tests.system.launch_stub import *\n"
+        "from tests.system.test_launch_ssh import ssh\n"
+        f"job = StubJob(folder=Path({str(job.folder)!r}), repeat=0, world_size=2, timeout_s=200)\n"
+        f"ssh({agent!r}, 'far0', 'far1').run(job)\n"
+    )
+    driver = subprocess.Popen(
+        [sys.executable, str(program)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stderr=subprocess.DEVNULL,
+    )
+    ranks = pids(job)
+    driver.send_signal(number)
+    driver.wait(60)
+    wait_for(lambda: not any(map(alive, ranks)))
+
+
+def test_a_host_without_the_folder_says_so(tmp_path, agent):
+    job = stub_job(tmp_path / "job", "ok", world_size=2)
+    (job.folder / "trial.json").unlink()
+    outcome = ssh(agent, "far0", "far1").run(job)
+    assert outcome.status == "failed"
+    assert f"does not see {job.folder}: all hosts must share it" in outcome.error["message"]
+
+
+def test_hosts_that_do_not_answer_are_named(agent, monkeypatch):
+    with pytest.raises(UserError, match=r"no answer from host dead1: .*Connection refused"):
+        ssh(agent, "far0", "dead1").check()
+    assert per_host.PROBE_S <= 12
+    monkeypatch.setattr(per_host, "PROBE_S", 1.0)
+    with pytest.raises(UserError, match="hosts silent0, dead1, silent2"):
+        ssh(agent, "silent0", "dead1", "silent2").check()
+
+
+def test_a_sweep_on_a_host_that_does_not_answer_is_one_line_and_exit_2(tmp_path, agent):
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text("far0 slots=1\ndead1 slots=1\n")
+    sets = ["launcher=ssh", f"hostfile={hostfile}", "world_sizes=[2]", "name=hosts"]
+    sets += [f"launcher_options.agent={agent}"]
+    done = subprocess.run(
+        [
+            *(sys.executable, "benchmarks.py", "run", "configs/experiments/quick.yaml"),
+            *(word for text in sets for word in ("--set", text)),
+            *("--logs", str(tmp_path / "logs"), "--no-plot"),
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 2, done.stderr
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: no answer from host dead1: ")
+    assert not list((tmp_path / "logs").glob("*/records.jsonl"))
+
+
+def test_a_missing_remote_shell_is_named():
+    with pytest.raises(UserError, match="no remote shell 'nosuchshell' on the PATH"):
+        ssh("nosuchshell -q", "far0").check()
+
+
+def _agent_of(parent: int, host: str) -> int:
+    """The stand-in's process for this host, a child of `parent`."""
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (path / "cmdline").read_bytes().split(b"\0")
+            ppid = (path / "stat").read_text().rpartition(")")[2].split()[1]
+        except OSError:
+            continue
+        if int(ppid) == parent and host.encode() in words:
+            return int(path.name)
+    raise AssertionError(f"no connection to {host}")

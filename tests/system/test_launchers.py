@@ -1,0 +1,214 @@
+"""mpirun, the shell launcher with the references' variables, and workers in a wrong world."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from common.harness.experiment import load
+from common.harness.fabric import WORKER
+from common.launch.job import Job
+from common.launch.local import LocalLauncher
+from dear.training.algorithm import algorithm_class
+from tests.system.sweeps import ENDLESS, Driver, alive, processes_of
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "dear" / "horovod_mpi_cj.sh"
+
+# Ranks that mpirun and torchrun start import torch, which takes a minute on a busy machine.
+pytestmark = pytest.mark.timeout(400)
+PATIENT = ("--set", "timeout_s=300")
+
+needs_mpirun = pytest.mark.skipif(shutil.which("mpirun") is None, reason="no mpirun here")
+
+
+@pytest.fixture
+def driver(tmp_path):
+    return Driver(tmp_path)
+
+
+def run(driver: Driver, *flags: str) -> subprocess.CompletedProcess:
+    """`driver.run` with more patience."""
+    command = driver.command(*flags, *PATIENT)
+    return subprocess.run(command, capture_output=True, text=True, timeout=380)
+
+
+def shell(logs: Path, path: str | None = None, **variables: str) -> subprocess.CompletedProcess:
+    env = {**os.environ, **variables}
+    if path is not None:
+        env["PATH"] = path
+    short = ["--set", "measure.warmup_steps=1", "--set", "measure.steps_per_iter=2"]
+    return subprocess.run(
+        [str(SCRIPT), "--logs", str(logs), *short],
+        cwd=SCRIPT.parent,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=380,
+    )
+
+
+@needs_mpirun
+def test_mpirun_runs_a_trial_on_the_hosts_of_a_hostfile(driver, tmp_path):
+    hostfile = tmp_path / "hosts"
+    hostfile.write_text("# this machine\nlocalhost slots=2\n")
+    done = run(
+        driver,
+        *("--set", "launcher=mpirun", "--set", f"hostfile={hostfile}"),
+        *("-k", "n=2", "-k", "dear", "--set", "measure.repeats=1"),
+    )
+    assert done.returncode == 0, done.stderr
+    (record,) = driver.records()
+    assert record["started_by"] == "Open MPI"
+    assert record["check"]["matches_reference"] and record["check"]["replicas_agree"]
+
+
+@needs_mpirun
+def test_horovod_over_mpi_trains_right(driver):
+    reason = algorithm_class("horovod").unavailable()
+    if reason:
+        pytest.skip(reason)
+    done = run(
+        driver,
+        *("--set", "launcher=mpirun", "--set", "measure.repeats=1", "-k", "n=2"),
+        *("--set", "algorithms=[{name: horovod, options: {controller: mpi}}]"),
+    )
+    (record,) = driver.records()
+    if record["status"] != "ok" and "built with MPI: False" in record["error"]["message"]:
+        pytest.skip("Horovod was built without MPI")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert record["check"]["matches_reference"] and record["check"]["replicas_agree"]
+
+
+@needs_mpirun
+def test_a_rank_killed_under_mpirun_is_named_and_none_is_left(driver):
+    sweep = driver.start("--set", "launcher=mpirun", "--set", ENDLESS, "-k", "wfbp", *PATIENT)
+    pids = [driver.worker("wfbp", rank) for rank in (0, 1)]
+    os.kill(pids[1], signal.SIGKILL)
+    sweep.communicate(timeout=60)
+    assert sweep.returncode == 1
+    (record,) = driver.records()
+    assert record["status"] == "failed"
+    assert record["error"]["rank"] == 1
+    assert "killed by signal 9" in record["error"]["message"]
+    assert not any(map(alive, pids))
+    assert processes_of(driver.logs) == []
+
+
+@needs_mpirun
+def test_ctrl_c_stops_mpirun_and_its_ranks(driver):
+    sweep = driver.start("--set", "launcher=mpirun", "--set", ENDLESS, "-k", "wfbp", *PATIENT)
+    pids = [driver.worker("wfbp", rank) for rank in (0, 1)]
+    sweep.send_signal(signal.SIGINT)
+    sweep.communicate(timeout=30)
+    assert sweep.returncode == 130
+    assert not any(map(alive, pids))
+    assert processes_of(driver.logs) == []
+
+
+def test_the_shell_launcher_runs_one_trial_and_says_how(tmp_path):
+    done = shell(tmp_path / "logs", dnn="mnist_cnn", bs="2", nworkers="2")
+    assert done.returncode == 0, done.stderr
+    assert "launcher: mpirun" in done.stderr or "launcher: local" in done.stderr
+    for line in ("Iter #4: ", "Img/sec per CPU: ", "Total img/sec on 2 CPU(s): "):
+        assert line in done.stdout
+    reports = json.loads((tmp_path / "logs" / "reference" / "reports.json").read_text())
+    (speed,) = reports["0"]["mnist_cnn_2"]["dear"]
+    assert float(speed) > 0
+
+
+def test_the_shell_launcher_uses_local_processes_without_mpirun(tmp_path):
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    for name in ("bash", "dirname", "awk", "env", "git"):
+        (tools / name).symlink_to(shutil.which(name))
+    (tools / "python3").symlink_to(sys.executable)
+    done = shell(
+        tmp_path / "logs",
+        path=str(tools),
+        dnn="mnist_cnn",
+        bs="2",
+        nworkers="2",
+        method="dear",
+        threshold="262144",
+    )
+    assert done.returncode == 0, done.stderr
+    assert "launcher: local processes" in done.stderr
+    record = json.loads((tmp_path / "logs" / "reference" / "records.jsonl").read_text())
+    assert record["trial"]["launcher"] == "local"
+    assert record["trial"]["options"]["threshold_mb"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        ({"rdma": "1"}, "rdma=1"),
+        ({"nstreams": "2"}, "nstreams=2"),
+        ({"compressor": "topk"}, "compressor=topk"),
+        ({"exclude_parts": "allgather"}, "exclude_parts=allgather"),
+        ({"mgwfbp": "1"}, "mgwfbp=1"),
+        ({"bs": "four"}, "bs=four"),
+        ({"threshold": "5", "method": "ddp"}, "no fusion threshold"),
+        ({"nworkers": "3"}, "cluster3"),
+        ({"nworkers": "0"}, "at least 1"),
+        ({"bs": "0"}, "batch_size must be at least 1"),
+        ({"method": "deer"}, "did you mean 'dear'?"),
+        ({"dnn": "resnet5"}, "did you mean 'resnet50'?"),
+    ],
+    ids=lambda value: "-".join(value.values()) if isinstance(value, dict) else None,
+)
+def test_the_shell_launcher_refuses_what_it_cannot_honour(tmp_path, variables, words):
+    if "nworkers" in variables and shutil.which("mpirun") is None:
+        pytest.skip("hostfiles are read for mpirun only")
+    done = shell(tmp_path / "logs", **{"nworkers": "2", "dnn": "mnist_cnn", **variables})
+    assert done.returncode == 2
+    errors = [line for line in done.stderr.splitlines() if not line.startswith("launcher:")]
+    assert len(errors) == 1 and words in errors[0]
+    assert not (tmp_path / "logs").exists()
+
+
+def test_a_worker_that_is_alone_but_should_not_be_refuses(tmp_path):
+    experiment = tmp_path / "x.yaml"
+    experiment.write_text("algorithms: [dear]\nmodels: [{name: mnist_cnn, batch_size: 2}]\n")
+    trial = load(experiment).trials()[-1]
+    (tmp_path / "trial.json").write_text(json.dumps(trial.to_json()))
+    done = subprocess.run(
+        [sys.executable, "-m", "common.harness.worker", str(tmp_path), "0"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=380,
+    )
+    assert done.returncode == 1
+    error = json.loads((tmp_path / "error-0-rank0.json").read_text())
+    assert "wants 2 workers" in error["message"] and "world of 1" in error["message"]
+
+
+def test_the_printed_torchrun_command_runs_the_trial(tmp_path):
+    experiment = tmp_path / "x.yaml"
+    experiment.write_text(
+        "algorithms: [ddp]\nmodels: [{name: mnist_cnn, batch_size: 2}]\n"
+        "measure: {repeats: 1, steps_per_iter: 2}\n"
+    )
+    trial = load(experiment).trials()[-1]
+    (tmp_path / "trial.json").write_text(json.dumps(trial.to_json()))
+    job = Job(folder=tmp_path, repeat=0, world_size=2, timeout_s=60, worker_module=WORKER)
+    command = LocalLauncher().command(job).split()
+    assert command[0] == "torchrun"
+    subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *command[1:]],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        timeout=380,
+    )
+    result = json.loads(job.result_path.read_text())
+    assert result["started_by"] == "torchrun"
+    assert result["check"]["matches_reference"]

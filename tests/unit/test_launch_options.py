@@ -1,0 +1,320 @@
+"""Launchers by name, their options, and the commands that they make of hosts and settings."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from common.launch import hosts as hosts_module
+from common.launch import job as job_module
+from common.launch.hosts import Envs, Host, NetworkOptions, interface, network_env, read_envs
+from common.launch.job import Job, Launcher, launcher_names, launcher_options, make_launcher
+from dear.errors import UserError
+
+ROOT = Path(__file__).parents[2]
+NAMES = ["local", "mpirun", "slurm", "ssh", "torchrun"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Virtual:
+    name: str
+    ifname: str = "eth0"
+    pid: int = 1
+
+    def command(self, argv):
+        return ["enter", self.name, *argv]
+
+
+def real(*names: str, slots: int = 2) -> list[Host]:
+    return [Host(name=name, slots=slots) for name in names]
+
+
+def virtual(*names: str, slots: int = 2) -> list[Host]:
+    return [Host(name=name, slots=slots, virtual=Virtual(name)) for name in names]
+
+
+def a_job(world_size: int = 4) -> Job:
+    return Job(
+        folder=Path("/logs/t"),
+        repeat=0,
+        world_size=world_size,
+        timeout_s=60,
+        worker_module="worker",
+    )
+
+
+@pytest.fixture
+def tools(tmp_path, monkeypatch):
+    """`tools(name, script)` puts a program in front of the PATH."""
+
+    def add(name: str, script: str) -> None:
+        path = tmp_path / name
+        path.write_text(f"#!/bin/sh\n{script}\n")
+        path.chmod(0o755)
+
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    return add
+
+
+@pytest.fixture
+def conf(tmp_path, monkeypatch):
+    """`conf(text)` makes the launchers read this instead of configs/envs.conf."""
+    path = tmp_path / "envs.conf"
+    monkeypatch.setattr(hosts_module.read_envs, "__defaults__", (path,))
+    return path.write_text
+
+
+def test_launchers_are_found_by_file_name():
+    assert launcher_names() == NAMES
+    for name in NAMES:
+        assert issubclass(job_module._launcher(name), Launcher)
+
+
+def test_an_unknown_launcher_is_refused_with_the_nearest():
+    with pytest.raises(UserError, match=r"unknown launcher 'mpirn'; did you mean 'mpirun'\?"):
+        make_launcher("mpirn", hosts=None, world_size=1)
+    for name in ("job", "node", "ranks"):  # files of the same folder that are none
+        with pytest.raises(UserError, match="unknown launcher"):
+            make_launcher(name, hosts=None, world_size=1)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_option_that_a_launcher_does_not_have_is_refused(name):
+    with pytest.raises(UserError, match=f"unknown option of launcher {name} 'rmda'"):
+        launcher_options(name, {"rmda": 1})
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("ssh", {"port": 70000}, "port must be in 1..65535, got 70000"),
+        ("ssh", {"agent": " "}, "option agent: must be a command"),
+        ("ssh", {"rdma": 3}, "'rdma' 3"),
+        ("mpirun", {"mca": "btl=tcp"}, "'mca': must be a mapping"),
+        ("slurm", {"queue_s": 0}, "queue_s must be greater than 0"),
+    ],
+)
+def test_a_bad_value_is_refused(name, options, words, tools):
+    tools("mpirun", "echo 'mpirun (Open MPI) 4.1.4'")
+    with pytest.raises(UserError, match=words):
+        make_launcher(
+            name, hosts=None if name == "slurm" else real("a"), world_size=1, options=options
+        )
+
+
+def test_launchers_and_hosts_that_do_not_fit_are_refused(tools):
+    tools("srun", "true")
+    for name, hosts, words in (
+        ("local", real("a"), "runs on this machine only"),
+        ("ssh", None, "needs hosts"),
+        ("slurm", real("a"), "reads no hostfile"),
+        ("slurm", virtual("h0"), "does not run on virtual hosts"),
+        ("ssh", [], "list of hosts is empty"),
+        ("ssh", real("localhost", "b"), "'localhost', which the others cannot reach"),
+    ):
+        with pytest.raises(UserError, match=words):
+            make_launcher(name, hosts=hosts, world_size=2).command(a_job())
+    with pytest.raises(UserError, match="have 4 slots, fewer than the 5 workers"):
+        make_launcher("ssh", hosts=real("a", "b"), world_size=5)
+
+
+def test_the_driver_imports_no_torch_with_the_launchers():
+    code = (
+        "import sys, common.launch.job as l; l.launcher_names(); "
+        "l.make_launcher('local', hosts=None, world_size=2); "
+        "sys.exit(any(m in sys.modules for m in ('torch', 'numpy')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=100).returncode == 0
+
+
+def test_two_node_torchrun(conf):
+    conf("ETH_INTERFACE=eth7\n")
+    printed = make_launcher("torchrun", hosts=real("a", "b"), world_size=4).command(a_job(3))
+    first, second = printed.split(" & ")
+    for place, (host, text) in enumerate((("a", first), ("b", second))):
+        words = shlex.split(text)
+        assert words[0] == "ssh" and words[-2] == host
+        assert f"--nnodes 2 --node-rank {place} --master-addr a --master-port 29500" in words[-1]
+        assert f"--nproc-per-node {2 - place} -m worker /logs/t 0" in words[-1]
+        assert "GLOO_SOCKET_IFNAME=eth7" in words[-1]
+
+
+def test_torchrun_on_this_machine():
+    printed = make_launcher("torchrun", hosts=None, world_size=4).command(a_job())
+    assert "--standalone --nproc-per-node 4 -m worker /logs/t 0" in printed
+
+
+def test_ssh_passes_the_jobs_environment_quoted():
+    launcher = make_launcher("ssh", hosts=real("a"), world_size=2, options={"agent": "rsh -x"})
+    extra = dataclasses.replace(a_job(2), env={"NOTE": "two words"})
+    words = shlex.split(launcher.command(extra))
+    assert words[:3] == ["rsh", "-x", "a"]
+    assert "'NOTE=two words'" in words[3]
+
+
+def mpirun(tools, version: str, hosts, **options) -> list[str]:
+    tools("mpirun", f"echo 'mpirun (Open MPI) {version}'")
+    launcher = make_launcher("mpirun", hosts=hosts, world_size=4, options=options)
+    return shlex.split(launcher.command(a_job()))
+
+
+def settings_of(words: list[str]) -> dict[str, tuple[str, str]]:
+    """Flag and value by name."""
+    return {
+        words[i + 1]: (words[i], words[i + 2])
+        for i in range(len(words))
+        if words[i] in ("--mca", "--prtemca")
+    }
+
+
+def test_open_mpi_4_and_5_get_their_own_words(tools, conf):
+    conf("ETH_INTERFACE=eth7\n")
+    old, new = (mpirun(tools, version, real("a", "b")) for version in ("4.1.4", "5.0.3"))
+    assert "--oversubscribe" in old and "slot:OVERSUBSCRIBE" in new
+    for words in (old, new):
+        assert words[words.index("--hostfile") + 1] == "/logs/t/hostfile"
+        assert "MASTER_ADDR=a" in words and "COMM_CORE_IFNAME=eth7" in words
+    four, five = settings_of(old), settings_of(new)
+    assert four["btl"] == ("--mca", "tcp,vader,self") and five["btl"] == ("--mca", "tcp,sm,self")
+    assert four["btl_tcp_if_include"] == five["btl_tcp_if_include"] == ("--mca", "eth7")
+    assert four["oob_tcp_if_include"] == ("--mca", "eth7")
+    assert five["prte_if_include"] == ("--prtemca", "eth7")
+    assert four["plm_rsh_agent"][0] == "--mca" and five["plm_ssh_agent"][0] == "--prtemca"
+
+
+def test_rdma_chooses_the_network(tools, conf):
+    conf("ETH_INTERFACE=eth7\nIB_INTERFACE=ib5\nETH_MPI_BTC_TCP_IF_INCLUDE=10.0.0.0/8\n")
+    tcp, verbs, ipoib = (
+        mpirun(tools, "4.1.4", real("a", "b"), rdma=rdma, mca={"mpi_yield_when_idle": 1})
+        for rdma in (0, 1, 2)
+    )
+    assert settings_of(tcp)["btl_tcp_if_include"][1] == "10.0.0.0/8"
+    assert settings_of(verbs)["pml"][1] == "ucx" and "btl" not in settings_of(verbs)
+    assert settings_of(ipoib)["btl_tcp_if_include"][1] == "ib5"
+    for words, name, disabled in ((tcp, "eth7", 1), (verbs, "ib5", 0), (ipoib, "ib5", 1)):
+        assert f"GLOO_SOCKET_IFNAME={name}" in words
+        assert f"NCCL_IB_DISABLE={disabled}" in words
+        assert settings_of(words)["mpi_yield_when_idle"] == ("--mca", "1")
+    assert "NCCL_NET_GDR_LEVEL=0" in ipoib and "NCCL_NET_GDR_LEVEL=0" not in tcp + verbs
+
+
+def test_virtual_hosts_use_their_own_interface_and_shell(tools, conf):
+    conf("ETH_INTERFACE=eth7\n")
+    words = mpirun(tools, "4.1.4", virtual("h0", "h1"))
+    assert settings_of(words)["btl_tcp_if_include"][1] == "eth0"
+    assert settings_of(words)["plm_rsh_agent"][1].endswith("-m common.emulation.rsh")
+    printed = make_launcher("ssh", hosts=virtual("h0", "h1"), world_size=4).command(a_job())
+    assert "common.emulation.rsh h1" in printed and "COMM_CORE_HOST_ID=h1" in printed
+    with pytest.raises(UserError, match="rdma=1: virtual hosts have Ethernet only"):
+        mpirun(tools, "4.1.4", virtual("h0", "h1"), rdma=1)
+
+
+def test_another_mpi_is_refused(tools):
+    tools("mpirun", "echo 'HYDRA build details:'")
+    with pytest.raises(UserError, match="must be Open MPI 4 or 5, it is 'HYDRA build details:'"):
+        make_launcher("mpirun", hosts=None, world_size=2)
+
+
+def test_mpipath_is_where_mpirun_is_taken_from(conf):
+    conf("MPIPATH=/opt/nowhere\n")
+    with pytest.raises(UserError, match="no mpirun in /opt/nowhere/bin"):
+        make_launcher("mpirun", hosts=None, world_size=2)
+
+
+@pytest.mark.parametrize("allocated", [True, False])
+def test_slurm_uses_the_allocation_that_there_is(tools, monkeypatch, allocated):
+    tools("srun", "true")
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    if allocated:
+        monkeypatch.setenv("SLURM_JOB_ID", "7")
+    options = {"nodes": 2, "partition": "long", "srun_args": ["--mpi=none"]}
+    launcher = make_launcher("slurm", hosts=None, world_size=4, options=options)
+    words = shlex.split(launcher.command(a_job()))
+    assert words[0] == ("srun" if allocated else "sbatch")
+    srun = words if allocated else shlex.split(words[-1])
+    assert "--mpi=none" in srun and srun[srun.index("--nodes") + 1] == "2"
+    if not allocated:
+        assert words[words.index("--partition") + 1] == "long"
+        assert int(words[words.index("--time") + 1]) > a_job().timeout_s / 60
+
+
+def test_the_shipped_facts_are_readable_by_us_and_by_a_shell():
+    assert read_envs(ROOT / "configs/envs.conf") == Envs(IB_INTERFACE="ib0")
+    show = "set -u; . configs/envs.conf; echo $PY$ETH_INTERFACE$IB_INTERFACE$MPIPATH"
+    done = subprocess.run(["sh", "-c", show], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "ib0\n" and not done.stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("ETH_INTERFACE eth0", "must be KEY=VALUE"),
+        ("ETH_IFACE=eth0", "did you mean 'ETH_INTERFACE'"),
+    ],
+)
+def test_a_bad_line_of_facts_is_named(tmp_path, line, words):
+    path = tmp_path / "envs.conf"
+    path.write_text(f"# facts\nIB_INTERFACE='ib1'  # quoted\n{line}\n")
+    with pytest.raises(UserError, match=words):
+        read_envs(path)
+    assert read_envs(tmp_path / "none") == Envs()
+
+
+def test_an_interface_that_this_host_does_not_have_is_refused():
+    here = real("localhost")
+    with pytest.raises(UserError, match=r"no interface 'ib9' here \(there are .*lo"):
+        interface(NetworkOptions(rdma=1), Envs(IB_INTERFACE="ib9"), here)
+    assert interface(NetworkOptions(interface="lo"), Envs(), here) == "lo"
+    with pytest.raises(UserError, match="set IB_INTERFACE"):
+        interface(NetworkOptions(rdma=2), Envs(), None)
+
+
+def test_no_interface_leaves_the_choice_to_the_libraries():
+    assert network_env(NetworkOptions(), "") == {"NCCL_IB_DISABLE": "1"}
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ("local", "torchrun --standalone --nproc-per-node 2"),
+        ("torchrun", "-m torch.distributed.run --standalone --nproc-per-node 2"),
+        ("mpi", "-np 2"),
+        ("ssh", "common.launch.node"),
+        ("slurm", "srun --ntasks 2"),
+    ],
+)
+def test_the_scripts_plan_a_sweep(tools, tmp_path, script, words):
+    tools("mpirun", "echo 'mpirun (Open MPI) 4.1.4'")
+    tools("srun", "true")
+    path = ROOT / "scripts" / f"run_{script}.sh"
+    assert len(path.read_text().splitlines()) <= 40
+    done = subprocess.run(
+        [path, "configs/experiments/quick.yaml", "--dry-run", "--logs", tmp_path],
+        cwd=ROOT,
+        env={**os.environ, "nworkers": "2"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    assert words in done.stdout and "mnist_cnn bs=32 n=2" in done.stdout
+
+
+def test_a_script_passes_rdma_on(tools, tmp_path):
+    tools("mpirun", "echo 'mpirun (Open MPI) 4.1.4'")
+    done = subprocess.run(
+        [ROOT / "scripts/run_mpi.sh", "configs/experiments/quick.yaml", "--dry-run"],
+        cwd=ROOT,
+        env={**os.environ, "nworkers": "2", "rdma": "7"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 2
+    assert "option of launcher mpirun 'rdma' 7 (allowed: 0, 1, 2)" in done.stderr

@@ -7,12 +7,14 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
+import psutil
+
+from tests.system.processes import ROOT, wait_for
+
 ENDLESS = "measure.steps_per_iter=1000000"
 
 TINY = """
@@ -76,7 +78,7 @@ class Driver:
                     return int(pid)
             return None
 
-        return wait_for(find, timeout_s=120)
+        return wait_for(find)
 
 
 def _finished(command: list[str], timeout: float, **more: Any) -> subprocess.CompletedProcess:
@@ -91,32 +93,12 @@ def _finished(command: list[str], timeout: float, **more: Any) -> subprocess.Com
     )
 
 
-def wait_for(condition: Callable[[], Any], timeout_s: float = 60.0) -> Any:
-    """The first true value of `condition()`."""
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        value = condition()
-        if value:
-            return value
-        time.sleep(0.05)
-    raise AssertionError(f"not so within {timeout_s} s")
-
-
-def alive(pid: int) -> bool:
-    try:
-        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
-    except FileNotFoundError:
-        return False
-
-
 def processes_of(folder: Path) -> list[int]:
     """Live processes whose environment or arguments name the folder."""
     found = []
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            text = (path / "environ").read_bytes() + (path / "cmdline").read_bytes()
-        except OSError:
-            continue
-        if str(folder).encode() in text and int(path.name) != os.getpid():
-            found.append(int(path.name))
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            words = " ".join([*process.cmdline(), *process.environ().values()])
+            if str(folder) in words and process.pid != os.getpid():
+                found.append(process.pid)
     return found

@@ -10,11 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from common.harness.experiment import load
 
 from common.emulation import sandbox
 from common.emulation.cluster import EmulatedCluster
 from common.emulation.config import network_profile
+from common.harness.experiment import load
 from common.harness.fabric import WORKER
 from common.launch.hosts import Host
 from common.launch.job import Job, make_launcher

@@ -27,7 +27,8 @@ log = logging.getLogger("dear")
 
 _SPIN_S, _SHORTEST_S, _LONGEST_S = 50e-6, 20e-6, 500e-6
 _PAUSE_PART = 8  # a pause is this part of the time since the last news: it delays little
-_BUSY_POLL_S = 10e-6  # a poll that took longer has moved data
+_BUSY_POLL_S = 30e-6  # a poll that took more of the processor's time has moved data
+_EXPIRY_S = 0.01  # between looks at the operations' deadlines
 
 TYPES = {
     torch.float32: "FLOAT",
@@ -198,22 +199,25 @@ class Engine:
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         if sys.platform == "linux":  # which else rounds the short pauses up by 50 us
             ctypes.CDLL(None).prctl(29, 1000, 0, 0, 0)
-        last_news = time.monotonic()
+        last_news = next_expiry = time.monotonic()
         pause: float | None = None
         while self._stop_at is None or (self._requests and time.monotonic() < self._stop_at):
             began = self._take(pause)
             if not self._requests:
                 pause = None
                 continue
-            before = time.monotonic()
+            used = time.thread_time()
             ended = self._poll()
+            used = time.thread_time() - used
             now = time.monotonic()
-            if began or ended or now - before > _BUSY_POLL_S:
+            if began or ended or used > _BUSY_POLL_S:
                 last_news = now
             quiet = now - last_news
             pause = 0.0
             if quiet >= _SPIN_S:
                 pause = min(max(quiet / _PAUSE_PART, _SHORTEST_S), _LONGEST_S)
+            if now >= next_expiry:
+                next_expiry = now + _EXPIRY_S
                 for work in self._works:
                     work.expire(now)
         if not self._requests and self._owns and not self._failed and not self.mpi.Is_finalized():

@@ -1,4 +1,4 @@
-"""Fixtures: worlds of rank processes, kept while one test module runs."""
+"""Fixtures: worlds of rank processes, one for each size, kept for the whole run."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ settings.register_profile("tests", deadline=None)
 settings.load_profile("tests")
 
 
-# Not longer than a module: Horovod's background threads never rest, and would slow what follows.
-@pytest.fixture(scope="module")
-def _pools() -> Iterator[dict[int, RankPool]]:
-    pools: dict[int, RankPool] = {}
+@pytest.fixture(scope="session")
+def _pools() -> Iterator[dict[tuple[int, bool], RankPool]]:
+    pools: dict[tuple[int, bool], RankPool] = {}
     yield pools
     for pool in pools.values():
         if not pool.broken:
@@ -25,15 +24,28 @@ def _pools() -> Iterator[dict[int, RankPool]]:
 
 
 @pytest.fixture
-def world(_pools: dict[int, RankPool]) -> Callable[[int], RankPool]:
-    """`world(n)` is a pool of n ranks; a pool that a failed test broke is replaced."""
+def world(_pools: dict[tuple[int, bool], RankPool]) -> Iterator[Callable[..., RankPool]]:
+    """`world(n)` is the pool of n ranks of this run; one that a failed test broke is replaced.
 
-    def get(world_size: int) -> RankPool:
-        if world_size not in _pools or _pools[world_size].broken:
-            _pools[world_size] = RankPool(world_size, backend="comm_core")
-        return _pools[world_size]
+    `world(n, "horovod")` is one for Horovod, whose background threads never rest and would slow
+    what follows: it is closed as soon as another one is asked for.
+    """
+    used: list[RankPool] = []
 
-    return get
+    def get(world_size: int, algorithm: str = "") -> RankPool:
+        key = world_size, algorithm == "horovod"
+        for other, pool in _pools.items():
+            if other[1] and other != key and not pool.broken:
+                pool.close()
+        if key not in _pools or _pools[key].broken:
+            _pools[key] = RankPool(world_size, backend="comm_core")
+        used.append(_pools[key])
+        return _pools[key]
+
+    yield get
+    for pool in used:
+        if not pool.broken:
+            pool.reset()
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import tempfile
@@ -81,6 +82,13 @@ class RankPool:
                 results[rank] = value
         return [results[rank] for rank in range(len(self._pipes))]
 
+    def reset(self) -> None:
+        """Takes back what the last functions left in their processes, and finds ranks in step.
+
+        Otherwise the pool is closed, and the error says that this test left it so.
+        """
+        self.run(_reset)
+
     def close(self) -> None:
         self.broken = True
         for pipe in self._pipes:
@@ -103,6 +111,7 @@ def _serve(environment: dict[str, str], backend: str, timeout_s: float, pipe: An
     if "comm_core" in backend:
         import comm_core  # noqa: F401 - makes the backend known
     dear.init(backend=backend, timeout_s=timeout_s)
+    gc.freeze()  # so that a reset looks at what is new only
     while True:
         try:
             function, args = pipe.recv()
@@ -113,3 +122,16 @@ def _serve(environment: dict[str, str], backend: str, timeout_s: float, pipe: An
         except BaseException:
             result = (False, traceback.format_exc())
         pipe.send(result)
+
+
+def _reset() -> None:
+    import torch
+
+    import dear
+
+    gc.collect()  # optimizers that nobody closed let go of the model, and windows of their memory
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float32)
+    torch.set_grad_enabled(True)
+    if int(dear.allreduce(torch.ones(1), average=False).item()) != dear.size():
+        raise AssertionError("a test left a collective that others have not made")

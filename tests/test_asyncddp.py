@@ -298,7 +298,7 @@ def _slow_peer() -> dict:
     """A put that is never finished: what follows to that rank is left out, nobody waits."""
     model = nn.Linear(4, 4)
     optimizer = _wrapped(model, torch.optim.SGD(model.parameters(), lr=0.01), topology="complete")
-    mixing = optimizer._engine.neighborhood
+    engine = optimizer._engine
 
     class Never:
         def is_completed(self):
@@ -310,8 +310,8 @@ def _slow_peer() -> dict:
     for step in range(5):
         if step == 1:
             optimizer.synchronize()
-            for peer in mixing._peers:
-                peer._under_way[0] = Never()
+            for window in engine.windows.values():
+                window._under_way = {1 - dear.rank(): Never()}
         optimizer.zero_grad()
         model(torch.ones(1, 4)).sum().backward()
         optimizer.step()
@@ -345,7 +345,7 @@ def _resumed() -> list[int]:
         group["lr"] = 0.0
     _loss(model, 4).backward()
     optimizer.step()
-    steps = optimizer._engine.neighborhood.steps
+    steps = optimizer._engine.steps
     # Slots start with what each rank loaded, so this first step averages nothing foreign: at most
     # what a neighbour has put already.
     ages = optimizer.statistics()["staleness"].values()

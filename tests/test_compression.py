@@ -152,12 +152,12 @@ def _regrouped() -> tuple[bool, bool]:
     def kept() -> dict[Any, torch.Tensor]:
         return {
             param: (step, rest.clone())
-            for part in engine._groups.parts
+            for part in engine._parts
             for param, (step, rest) in part.kept().items()
         }
 
     before = kept()
-    engine._remake()
+    engine._lay_out(learn=False)
     after = kept()
     same = all(
         step == after[param][0] == 2 and torch.equal(rest, after[param][1])

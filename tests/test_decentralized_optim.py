@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from dear.decentralized.accumulating_adam import AccumAdam, AccumAdamW
 from dear.decentralized.optim import (
+    AccumAdam,
+    AccumAdamW,
     lr_scheduler_fn_cosine_with_warmup,
     optim_fn_accum_adam,
     optim_fn_accum_adamw,

@@ -41,12 +41,18 @@ def _steps(model, optimizer, numbers):
         optimizer.step()
 
 
-def _resumed(algorithm, options):
-    """The end of five steps in one go, and of three, a checkpoint, and two in new objects."""
+def _resumed(algorithm, options, earlier=None):
+    """The end of five steps in one go, and of three, a checkpoint, and two in new objects.
+
+    `earlier`: the checkpoint is as earlier versions wrote it.
+    """
     model, optimizer = _wrapped(algorithm, options)
     _steps(model, optimizer, range(3))
     # Ranks differ: each saves and loads its own.
     saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    if earlier is not None:
+        kept = saved[1]["param_groups"][0].pop("replica")
+        earlier(saved[1], kept)
     _steps(model, optimizer, range(3, 5))
     whole = copy.deepcopy(model.state_dict())
     optimizer.close()
@@ -63,6 +69,27 @@ def _resumed(algorithm, options):
 @pytest.mark.parametrize(("algorithm", "options"), ALGORITHMS)
 def test_a_checkpoint_goes_on_identically(world, algorithm, options):
     assert max(world(3).run(_resumed, algorithm, options)) < 2e-5
+
+
+def _beside_the_groups(state, kept):
+    state["replica"] = kept
+
+
+def _steps_alone(state, kept):
+    state["param_groups"][0]["neighborhood_steps"] = kept["steps"]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "options", "earlier"),
+    [
+        ("neighbor", {"dynamic": "one-peer-exp"}, _beside_the_groups),
+        ("gradient-tracking", {}, _beside_the_groups),
+        ("push-diging", {"topology": "star"}, _beside_the_groups),
+        ("decentralized", {}, _steps_alone),
+    ],
+)
+def test_checkpoints_of_earlier_versions_are_read(world, algorithm, options, earlier):
+    assert max(world(3).run(_resumed, algorithm, options, earlier)) < 2e-5
 
 
 def _plain_state(algorithm, options):

@@ -10,10 +10,8 @@ import pytest
 import torch
 
 import dear
-from dear.buckets.grouping import MIB
-from dear.buckets.run_order import Fusion
-from dear.training.regrouping import Tuned
-from dear.training.tuning import LEAST_MB, MOST_MB, Tuner
+from dear.algorithms.synchronous.dear import Dear
+from dear.training.tuning import LEAST_MB, MOST_MB, Tuned, Tuner
 from tests.test_optimizer import difference, everybody, make_model, make_sgd, mine, steps, wrap
 
 pytest.importorskip("bayes_opt")
@@ -40,21 +38,21 @@ def _step_s(threshold_mb: float) -> float:
 def _tune(tuner: Tuner) -> tuple[list[int], list[float], float]:
     """Steps with a sample, thresholds tried, and the one in use in the end."""
     communicator = Alone()
-    tuned = Tuned(Fusion(rule="threshold", threshold=25 * MIB), tuner, communicator)
+    tuned = Tuned(Dear.Options(fusion="tuned"), tuner, communicator)
     sampled: list[int] = []
     for step in range(1, 61):
-        communicator.now_s += _step_s(tuned.fusion().threshold / MIB)
+        communicator.now_s += _step_s(tuned.options.threshold_mb)
         before = len(tuner.tried)
         tuned.after_step()
         if len(tuner.tried) > before:
             sampled.append(step)
-    return sampled, [tried for tried, _ in tuner.tried], tuned.fusion().threshold / MIB
+    return sampled, [tried for tried, _ in tuner.tried], tuned.options.threshold_mb
 
 
 def test_samples_are_taken_and_the_best_installed_at_the_worked_steps():
     sampled, _, _ = _tune(Tuner())
     assert sampled == [6, 11, 16, 21, 26, 31, 36, 41, 46, 51]
-    assert Tuned(Fusion(rule="threshold"), Tuner(), Alone()).last_step == 52
+    assert Tuned(Dear.Options(fusion="tuned"), Tuner(), Alone()).last_step == 52
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -85,10 +83,10 @@ def _trained() -> tuple[float, list[float]]:
     optimizer, serial = make(model.parameters(), 0.01), make(wanted.parameters(), 0.01)
     wrap(optimizer, model, "dear", fusion="tuned", first_mb=None)
     thresholds = []
-    regrouping = optimizer._engine._layout._regrouping
+    rule = optimizer._engine._rule
 
     def after_step(*_: Any) -> None:
-        thresholds.append(regrouping.fusion().threshold)
+        thresholds.append(rule.options.threshold_mb)
 
     steps(model, optimizer, mine(), range(54), after_step=after_step)
     steps(wanted, serial, everybody(), range(54))
@@ -155,7 +153,7 @@ class Failing(Tuner):
 def _tuner_fails() -> str:
     model = make_model()
     optimizer = wrap(make_sgd(model), model, "dear", fusion="tuned")
-    optimizer._engine._layout._regrouping._tuner = Failing()
+    optimizer._engine._rule._tuner = Failing()
     try:
         steps(model, optimizer, mine(), range(8))
     except RuntimeError as error:

@@ -2,7 +2,7 @@
 
 What may change from step to step is an attribute of the returned optimizer, as in BlueFog:
 `self_weight`, `src_weights`, `dst_weights` (ranks), `src_machine_weights`, `dst_machine_weights`,
-`enable_topo_check`. None leaves it to the topology.
+`enable_topo_check`; for those with windows also `force_barrier`. None leaves it to the topology.
 """
 
 # ruff: noqa: N802 - the names that BlueFog's users know
@@ -11,28 +11,31 @@ from __future__ import annotations
 
 import contextlib
 import enum
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import Any
 
-import torch
-
+from dear.algorithms.asynchronous.pull_get import PullGetEngine
+from dear.algorithms.asynchronous.push_sum import PushSumEngine
+from dear.algorithms.asynchronous.win_put import WinPutEngine
 from dear.algorithms.synchronous.wfbp import AveragingEngine, Wfbp
-from dear.bluefog.collectives import Targets, check_neighbors, check_weights, chosen_part, factors
+from dear.bluefog.collectives import (
+    Targets,
+    check_neighbors,
+    check_weights,
+    chosen_part,
+    factors,
+)
 from dear.bluefog.job import job
 from dear.bluefog.windows import register
-from dear.comm.mixers import STREAMS, MeanMixer, Mixer, NoMixer
-from dear.comm.neighbors import Exchange, Pending
+from dear.comm.neighbors import Exchange, Pending, Round
 from dear.errors import UserError
+from dear.lazy import torch
 from dear.options import at_least
 from dear.topology.graphs import uniform
-from dear.training.combining import AtcEngine, AwcEngine
 from dear.training.engine import distribute, trained_parameters
-from dear.training.graph_options import BUCKET_MB
 from dear.training.hooks import Hooks, at_end_of_backward
-from dear.training.one_sided import PullGetEngine, PushSumEngine, WindowEngine, WinPutEngine
-
-if TYPE_CHECKING:
-    from torch.nn import Module, Parameter
-    from torch.optim import Optimizer
+from dear.training.one_sided import WindowEngine
+from dear.training.parameters import BUCKET_MB, STREAMS, Order, ParameterEngine, Rounds
 
 
 class CommunicationType(enum.Enum):
@@ -53,57 +56,49 @@ _KNOBS = (
 )
 
 
-class KnobMixer(Mixer):
-    """Averages over the job's topology, or as the optimizer's attributes say at the time."""
-
-    def __init__(self, optimizer: Any) -> None:
-        self._optimizer = optimizer
-        self._exchange = Exchange(job().communicator, STREAMS)
-        self._checked = -1
-
-    def start(self, values: torch.Tensor, step: int) -> Pending:
-        knobs = self._optimizer
-        part = chosen_part(
-            job().part, knobs.self_weight, knobs.src_weights, knobs.dst_weights, "optimizer"
-        )
-        if knobs.dst_weights is not None and knobs.enable_topo_check and self._checked != step:
-            self._checked = step
-            check_neighbors(self._exchange, part)
-        return self._exchange.start(values, part)
-
-    def close(self) -> None:
-        self._exchange.close()
-
-
-class MachineKnobMixer(Mixer):
-    """The same for machines; the job's own machines, which stay."""
-
-    def __init__(self, optimizer: Any) -> None:
-        self._optimizer = optimizer
-        self._machines = job().machines
-
-    def start(self, values: torch.Tensor, step: int) -> Pending:
-        knobs = self._optimizer
-        part = chosen_part(
-            job().machine_part,
+def _averaging(kind: CommunicationType, knobs: Any) -> tuple[Any, Rounds]:
+    """What starts rounds, and this rank's part: as the optimizer's attributes say at the time."""
+    alone = Round(self_weight=1.0)
+    if kind is CommunicationType.empty:
+        return SimpleNamespace(start=lambda values, part: Pending(), close=_stays), lambda _: alone
+    if kind is CommunicationType.allreduce:
+        return SimpleNamespace(start=_start_mean, close=_stays), lambda turn: alone
+    if kind is CommunicationType.hierarchical_neighbor_allreduce:
+        own, machines = job(), SimpleNamespace(start=job().machines.start, close=_stays)
+        return machines, lambda turn: chosen_part(
+            own.machine_part,
             knobs.self_weight,
             knobs.src_machine_weights,
             knobs.dst_machine_weights,
             "optimizer",
         )
-        return self._machines.start(values, part)
+    if kind is not CommunicationType.neighbor_allreduce:
+        raise UserError(f"communication_type must be a bf.CommunicationType, got {kind!r}")
+    exchange = Exchange(job().communicator, STREAMS)
+    checked = -1
+
+    def part(turn: int) -> Round:
+        nonlocal checked
+        chosen = chosen_part(
+            job().part, knobs.self_weight, knobs.src_weights, knobs.dst_weights, "optimizer"
+        )
+        if knobs.dst_weights is not None and knobs.enable_topo_check and checked != turn:
+            checked = turn
+            check_neighbors(exchange, chosen)
+        return chosen
+
+    return exchange, part
 
 
-def _mixer(kind: CommunicationType, optimizer: Optimizer) -> Mixer:
-    if kind is CommunicationType.neighbor_allreduce:
-        return KnobMixer(optimizer)
-    if kind is CommunicationType.hierarchical_neighbor_allreduce:
-        return MachineKnobMixer(optimizer)
-    if kind is CommunicationType.allreduce:
-        return MeanMixer(job().communicator)
-    if kind is CommunicationType.empty:
-        return NoMixer()
-    raise UserError(f"communication_type must be a bf.CommunicationType, got {kind!r}")
+def _start_mean(values: torch.Tensor, part: Round) -> Pending:
+    """Starts the mean over all ranks."""
+    mixed = values.clone()
+    work = job().communicator.all_reduce(mixed, op="mean")
+    return Pending(work.wait, work.done, lambda target: target.copy_(mixed))
+
+
+def _stays() -> None:
+    """Of the job, not of one optimizer."""
 
 
 def _every(steps: int) -> int:
@@ -111,59 +106,52 @@ def _every(steps: int) -> int:
     return steps
 
 
-def _give_knobs(optimizer: Any) -> None:
-    for knob in _KNOBS:
-        setattr(optimizer, knob, None)
-    optimizer.enable_topo_check = True
-
-
 def DistributedAdaptWithCombineOptimizer(
-    optimizer: Optimizer,
-    model: Module,
+    optimizer: torch.optim.Optimizer,
+    model: torch.nn.Module,
     communication_type: CommunicationType = CommunicationType.neighbor_allreduce,
     num_steps_per_communication: int = 1,
-) -> Optimizer:
+) -> torch.optim.Optimizer:
     """AWC: `w <- average(w) - update(gradient at w)`; the exchange runs during both passes."""
-    return _combined(
-        AwcEngine, optimizer, model, communication_type, _every(num_steps_per_communication)
-    )
+    every = _every(num_steps_per_communication)
+    return _combined("combine-then-adapt", optimizer, model, communication_type, every)
 
 
 def DistributedAdaptThenCombineOptimizer(
-    optimizer: Optimizer,
-    model: Module,
+    optimizer: torch.optim.Optimizer,
+    model: torch.nn.Module,
     communication_type: CommunicationType = CommunicationType.neighbor_allreduce,
     num_steps_per_communication: int = 1,
-) -> Optimizer:
+) -> torch.optim.Optimizer:
     """ATC: `w <- average(w - update(gradient at w))`; the next forward pass awaits it by layers."""
-    return _combined(
-        AtcEngine, optimizer, model, communication_type, _every(num_steps_per_communication)
-    )
+    every = _every(num_steps_per_communication)
+    return _combined("adapt-then-combine", optimizer, model, communication_type, every)
 
 
 def _combined(
-    engine: type[AwcEngine] | type[AtcEngine],
-    optimizer: Optimizer,
-    model: Module,
-    kind: CommunicationType,
-    every: int,
-) -> Optimizer:
+    order: Order, optimizer: Any, model: torch.nn.Module, kind: CommunicationType, every: int
+) -> torch.optim.Optimizer:
     trained_parameters(model, optimizer)
-    _give_knobs(optimizer)
-    made = engine(
+    for knob in _KNOBS:
+        setattr(optimizer, knob, None)
+    optimizer.enable_topo_check = True
+    exchange, rounds = _averaging(kind, optimizer)
+    engine = ParameterEngine(
         model,
         optimizer,
         job().communicator,
-        _mixer(kind, optimizer),
+        order=order,
         bucket_mb=BUCKET_MB,
+        exchange=exchange,
+        rounds=rounds,
         every=every,
     )
-    return distribute(optimizer, made)
+    return distribute(optimizer, engine)
 
 
 def DistributedAllreduceOptimizer(
-    optimizer: Optimizer, model: Module, num_steps_per_communication: int = 1
-) -> Optimizer:
+    optimizer: torch.optim.Optimizer, model: torch.nn.Module, num_steps_per_communication: int = 1
+) -> torch.optim.Optimizer:
     """AWC with the mean over all ranks (BlueFog's older name)."""
     return DistributedAdaptWithCombineOptimizer(
         optimizer, model, CommunicationType.allreduce, num_steps_per_communication
@@ -171,8 +159,8 @@ def DistributedAllreduceOptimizer(
 
 
 def DistributedNeighborAllreduceOptimizer(
-    optimizer: Optimizer, model: Module, num_steps_per_communication: int = 1
-) -> Optimizer:
+    optimizer: torch.optim.Optimizer, model: torch.nn.Module, num_steps_per_communication: int = 1
+) -> torch.optim.Optimizer:
     """AWC over the topology (BlueFog's older name)."""
     return DistributedAdaptWithCombineOptimizer(
         optimizer, model, CommunicationType.neighbor_allreduce, num_steps_per_communication
@@ -180,8 +168,8 @@ def DistributedNeighborAllreduceOptimizer(
 
 
 def DistributedHierarchicalNeighborAllreduceOptimizer(
-    optimizer: Optimizer, model: Module, num_steps_per_communication: int = 1
-) -> Optimizer:
+    optimizer: torch.optim.Optimizer, model: torch.nn.Module, num_steps_per_communication: int = 1
+) -> torch.optim.Optimizer:
     """AWC over the machine topology (BlueFog's older name)."""
     return DistributedAdaptWithCombineOptimizer(
         optimizer,
@@ -192,8 +180,8 @@ def DistributedHierarchicalNeighborAllreduceOptimizer(
 
 
 def DistributedGradientAllreduceOptimizer(
-    optimizer: Optimizer, model: Module, num_steps_per_communication: int = 1
-) -> Optimizer:
+    optimizer: torch.optim.Optimizer, model: torch.nn.Module, num_steps_per_communication: int = 1
+) -> torch.optim.Optimizer:
     """Averages gradients over all ranks, during the backward pass: synchronous training.
 
     Args:
@@ -207,7 +195,9 @@ def DistributedGradientAllreduceOptimizer(
 class AccumulatingEngine(AveragingEngine):
     """Averages in every so many backward passes since `zero_grad()`, the sum of all of them."""
 
-    def __init__(self, every: int, model: Module, params: list[Parameter]) -> None:
+    def __init__(
+        self, every: int, model: torch.nn.Module, params: list[torch.nn.Parameter]
+    ) -> None:
         self._every = every
         self._passes = 0
         self._pausing = contextlib.ExitStack()
@@ -226,7 +216,7 @@ class AccumulatingEngine(AveragingEngine):
         super().close()
         self._first.remove()
 
-    def _arrived(self, param: Parameter) -> None:
+    def _arrived(self, param: torch.nn.Parameter) -> None:
         if self._in_pass:
             return
         self._in_pass = True
@@ -243,8 +233,6 @@ class AccumulatingEngine(AveragingEngine):
 class _Knobs(WindowEngine):
     """A window engine whose weights are the optimizer's attributes."""
 
-    names: list[str]
-    """Of its windows, among those of `dear.bluefog.windows`."""
     knobs: tuple[str, ...] = ("self_weight", "src_weights")
 
     def mix_weights(self) -> tuple[float, dict[int, float]]:
@@ -256,9 +244,10 @@ class _Knobs(WindowEngine):
         return bool(self.optimizer.force_barrier)
 
     def release(self) -> None:
-        for name in self.names:
-            if name in job().windows:  # otherwise bf.win_free() has freed it
-                job().windows.pop(name).free()
+        mine = set(self.windows.values())
+        for name in [name for name, each in job().windows.items() if each.window in mine]:
+            job().windows.pop(name)  # those that are left, bf.win_free() has freed
+        super().release()
 
 
 class _WinPut(_Knobs, WinPutEngine):
@@ -282,11 +271,11 @@ class _PushSum(_Knobs, PushSumEngine):
 
 
 def DistributedWinPutOptimizer(
-    optimizer: Optimizer,
-    model: Module,
+    optimizer: torch.optim.Optimizer,
+    model: torch.nn.Module,
     num_steps_per_communication: int = 1,
     window_prefix: str | None = None,
-) -> Optimizer:
+) -> torch.optim.Optimizer:
     """AWC through windows, waiting for nobody: the algorithm `win-put`.
 
     Attributes that may change: `self_weight` and `src_weights`, `dst_weights`, and `force_barrier`
@@ -300,11 +289,11 @@ def DistributedWinPutOptimizer(
 
 
 def DistributedPullGetOptimizer(
-    optimizer: Optimizer,
-    model: Module,
+    optimizer: torch.optim.Optimizer,
+    model: torch.nn.Module,
     num_steps_per_communication: int = 1,
     window_prefix: str | None = None,
-) -> Optimizer:
+) -> torch.optim.Optimizer:
     """Reads what neighbours show: the algorithm `pull-get`.
 
     Attributes that may change: `self_weight` and `src_weights`, and `force_barrier`.
@@ -313,18 +302,18 @@ def DistributedPullGetOptimizer(
 
 
 def DistributedPushSumOptimizer(
-    optimizer: Optimizer,
-    model: Module,
+    optimizer: torch.optim.Optimizer,
+    model: torch.nn.Module,
     num_steps_per_communication: int = 1,
     window_prefix: str | None = None,
-) -> Optimizer:
+) -> torch.optim.Optimizer:
     """Stochastic gradient push: the algorithm `push-sum`. Attribute: `force_barrier`."""
     return _windowed(_PushSum, optimizer, model, num_steps_per_communication, window_prefix)
 
 
 def _windowed(
-    kind: type[_Knobs], optimizer: Any, model: Module, steps: int, prefix: str | None
-) -> Optimizer:
+    kind: type[_Knobs], optimizer: Any, model: torch.nn.Module, steps: int, prefix: str | None
+) -> torch.optim.Optimizer:
     trained_parameters(model, optimizer)
     current = job()
     for knob in kind.knobs:
@@ -335,12 +324,9 @@ def _windowed(
     taken = {name.rpartition(".")[0] for name in current.windows}
     if stem in taken:
         raise UserError(f"there are windows {stem}.* already; give another window_prefix")
-    engine: Any = kind(
+    engine = kind(
         model, optimizer, current.communicator, graph, bucket_mb=BUCKET_MB, every=_every(steps)
     )
-    engine.names = []
-    for index, (window, flat) in enumerate(zip(engine.windows, engine.flats, strict=True)):
-        name = f"{stem}.{index}"
-        register(name, window, flat.values)
-        engine.names.append(name)
+    for index, (bucket, window) in enumerate(engine.windows.items()):
+        register(f"{stem}.{index}", window, bucket.values)
     return distribute(optimizer, engine)

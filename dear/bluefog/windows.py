@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import torch
-
 from dear.bluefog.collectives import Targets, check_weights, factors
 from dear.bluefog.job import blocking, job, poll, started, synchronize
+from dear.comm.peers import Peers
 from dear.comm.windows import NeighborWindow
 from dear.errors import UserError, unknown
+from dear.lazy import torch
 
 win_poll = poll
 
@@ -77,13 +77,8 @@ def win_create(tensor: torch.Tensor, name: str, zero_init: bool = False) -> bool
     if name in job().windows:
         raise UserError(f"there is a window {name!r} already: win_free() it first")
     current = job()
-    window = NeighborWindow(
-        current.communicator,
-        current.topology,
-        tensor,
-        zero_slots=zero_init,
-        weighted=current.with_p,
-    )
+    peers = Peers(current.communicator, current.topology)
+    window = NeighborWindow(peers, tensor, zero_slots=zero_init, weighted=current.with_p)
     register(name, window, tensor)
     return True
 
@@ -116,7 +111,7 @@ def win_put_nonblocking(
         dst_weights: rank -> factor, or ranks; default: 1 for all out-neighbours.
         require_mutex: hold the targets' mutexes meanwhile.
     """
-    return _send(NeighborWindow.put, tensor, name, self_weight, dst_weights, require_mutex)
+    return _send(False, tensor, name, self_weight, dst_weights, require_mutex)
 
 
 def win_accumulate_nonblocking(
@@ -127,11 +122,11 @@ def win_accumulate_nonblocking(
     require_mutex: bool = False,
 ) -> int:
     """Adds `dst_weight * tensor` to this rank's slot at its out-neighbours; see `win_put`."""
-    return _send(NeighborWindow.accumulate, tensor, name, self_weight, dst_weights, require_mutex)
+    return _send(True, tensor, name, self_weight, dst_weights, require_mutex)
 
 
 def _send(
-    operation: Callable[..., list[Any]],
+    add: bool,
     tensor: torch.Tensor,
     name: str,
     self_weight: float | None,
@@ -146,13 +141,13 @@ def _send(
 
         def locked() -> bool:
             with window.mutex(weights):
-                return _all_ended(operation(window, frozen, weights, p=p))
+                return _all_ended(window.put(frozen, weights, add=add, p=p))
 
         handle = found.in_background(locked)
     else:
-        works = operation(window, tensor, weights)
+        works = window.put(tensor, weights, add=add)
         handle = started(
-            operation.__name__,
+            "win_accumulate" if add else "win_put",
             name,
             lambda: all(work.is_completed() for work in works),
             lambda: _all_ended(works),
@@ -228,10 +223,10 @@ def win_update(
     own = part.self_weight if self_weight is None else self_weight
     weights = part.sources if neighbor_weights is None else neighbor_weights
     with window.mutex([window.rank]) if require_mutex else contextlib.nullcontext():
-        target = found.tensor.detach()
+        target = found.tensor.detach().clone() if clone else found.tensor.detach()
+        window.collect(target, own, weights, reset=reset)
         if clone:
-            return window.collect(target, own, weights, reset=reset)
-        window.collect_into(target, own, weights, reset=reset)
+            return target
         window.show(target)
     return found.tensor
 

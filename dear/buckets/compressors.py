@@ -1,21 +1,119 @@
-"""What travels instead of a gradient, and what is kept of it for the next step."""
+"""Fewer bytes for a gradient: the options, what travels instead, and what is kept of it."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from statistics import NormalDist
-from typing import TYPE_CHECKING
+from typing import Any, Literal
 
-from dear.buckets.compression import ERROR_FEEDBACK
-from dear.buckets.packing import joined, pack_signs, split, unpack_signs
-from dear.errors import unknown
+from dear.errors import UserError, unknown
 from dear.lazy import torch
+from dear.options import Options, at_least, only_with, option_of
 
-if TYPE_CHECKING:
-    from torch import Tensor
+Half = Literal["none", "fp16", "bf16"]
+Compression = Literal["none", "fp16", "bf16", "topk", "eftopk", "gaussian", "signum", "efsignum"]
 
-    from dear.buckets.compression import CompressedOptions
+SPARSE = ("topk", "eftopk", "gaussian")
+"""Some elements travel, with their places."""
+SIGNS = ("signum", "efsignum")
+"""One bit per element travels."""
+ERROR_FEEDBACK = ("eftopk", "gaussian", "efsignum")
+"""What does not travel is added to the next gradient, so that nothing is lost (Stich et al. 2018,
+arXiv 1809.07599; Karimireddy et al. 2019, arXiv 1901.09847)."""
+
+DENSITY = 0.001
+PLACE_BYTES = 4
+"""The place of an element that travels, besides its value."""
+WARM_UP_FROM = 0.25
+"""Density with which a warm-up begins, as in Deep Gradient Compression (arXiv 1712.01887)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HalfOptions(Options):
+    """For algorithms that can only make each element smaller."""
+
+    compression: Half = "none"
+    """`fp16`, `bf16`: gradients travel in 16 bits per element, divided by the number of ranks
+    before the sum, so that fp16 overflows no sooner than the gradient itself; everything else stays
+    in its own type."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompressedOptions(Options):
+    """For algorithms that can carry everything."""
+
+    compression: Compression = "none"
+    """`fp16`, `bf16`: gradients travel in 16 bits per element. `topk`: the elements of largest
+    magnitude. `eftopk`: the same, and the rest is added to the next gradient. `gaussian`: as
+    `eftopk`, found faster, as if elements were normally distributed. `signum`: signs, by majority
+    vote. `efsignum`: signs times the mean magnitude, and the rest is added to the next gradient."""
+    density: float = DENSITY
+    """Topk, eftopk and gaussian: share of the elements that travel, in (0, 1]; at least one
+    does."""
+    density_warmup_steps: int = 0
+    """Topk, eftopk and gaussian: the density falls exponentially from 0.25 to `density` over so
+    many communicated backward passes."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.density <= 1:
+            raise UserError(f"{option_of(self, 'density')} must lie in (0, 1], got {self.density}")
+        at_least(option_of(self, "density_warmup_steps"), self.density_warmup_steps, 0)
+        only_with(self, "density", "compression", SPARSE)
+        only_with(self, "density_warmup_steps", "compression", SPARSE)
+        if self.density_warmup_steps and self.density >= WARM_UP_FROM:
+            raise UserError(
+                f"{option_of(self, 'density_warmup_steps')} needs a density below {WARM_UP_FROM}, "
+                f"where the warm-up begins, got density={self.density}"
+            )
+
+    def settling_steps(self) -> int:
+        return self.density_warmup_steps
+
+    def density_at(self, step: int) -> float:
+        """The density of communicated pass `step`, counted from 0."""
+        if step >= self.density_warmup_steps:
+            return self.density
+        return WARM_UP_FROM * (self.density / WARM_UP_FROM) ** (step / self.density_warmup_steps)
+
+    @property
+    def gathers(self) -> bool:
+        """True if ranks gather each other's payloads, which no reduction can add up."""
+        return self.compression in SPARSE + SIGNS
+
+
+def share_of(options: HalfOptions | CompressedOptions, element_size: int) -> float:
+    """Bytes that a rank sends per byte of gradients with elements of `element_size` bytes."""
+    if options.compression in SPARSE:
+        return options.density * (1 + PLACE_BYTES / element_size)
+    if options.compression in SIGNS:
+        return 1 / (8 * element_size)
+    wire = wire_dtype(options.compression)
+    return wire.itemsize / element_size if wire else 1.0
+
+
+def wire_name(compression: str) -> str | None:
+    """Name of the torch type in which gradients travel, None if it is their own."""
+    return {"fp16": "float16", "bf16": "bfloat16"}.get(compression)
+
+
+def wire_dtype(compression: str) -> torch.dtype | None:
+    """The torch type in which gradients travel, None if it is their own."""
+    name = wire_name(compression)
+    return getattr(torch, name) if name else None
+
+
+def refuse_types(params: Sequence[torch.nn.Parameter], options: Any) -> None:
+    """Raises `UserError` if a parameter is of a type that `options.compression` cannot carry."""
+    for param in params if options.compression != "none" else ():
+        if not param.is_floating_point():
+            raise UserError(
+                f"{option_of(options, 'compression')}={options.compression!r} is for real "
+                f"floating-point gradients; a parameter of shape {tuple(param.shape)} is "
+                f"{param.dtype}"
+            )
+
 
 _ROUNDS = 3
 
@@ -36,15 +134,15 @@ class Compressor(ABC):
         self, numel: int, dtype: torch.dtype, device: torch.device, *, error_feedback: bool
     ) -> None:
         self.numel, self.dtype, self.device = numel, dtype, device
-        self.residual: Tensor | None = (
+        self.residual: torch.Tensor | None = (
             torch.zeros(numel, dtype=dtype, device=device) if error_feedback else None
         )
         """What has not travelled yet; None without error feedback."""
         self.steps = 0
         """How often `commit` has been called."""
-        self._rest: Tensor | None = None
+        self._rest: torch.Tensor | None = None
 
-    def compress(self, gradient: Tensor) -> Tensor:
+    def compress(self, gradient: torch.Tensor) -> torch.Tensor:
         """The payload for a 1-D `gradient`, which stays as it is.
 
         Returns:
@@ -61,7 +159,7 @@ class Compressor(ABC):
         return payload
 
     @abstractmethod
-    def decompress(self, payloads: Tensor, output: Tensor) -> None:
+    def decompress(self, payloads: torch.Tensor, output: torch.Tensor) -> None:
         """Writes the mean over ranks, or what stands for it, into `output`, 1-D.
 
         Args:
@@ -78,10 +176,10 @@ class Compressor(ABC):
         self.residual, self._rest = self._rest, None
 
     @abstractmethod
-    def _encode(self, source: Tensor) -> Tensor:
+    def _encode(self, source: torch.Tensor) -> torch.Tensor:
         """The payload for `source`, which stays as it is."""
 
-    def _take_out(self, payload: Tensor, rest: Tensor) -> None:
+    def _take_out(self, payload: torch.Tensor, rest: torch.Tensor) -> None:
         """Takes from `rest`, of which `payload` was made, what the payload carries."""
         raise NotImplementedError(f"{type(self).__name__} has no error feedback")
 
@@ -111,30 +209,30 @@ class TopK(Compressor):
         """How many elements travel the next time."""
         return min(max(int(self.numel * self._density(self.steps)), 1), self.numel)
 
-    def _encode(self, source: Tensor) -> Tensor:
+    def _encode(self, source: torch.Tensor) -> torch.Tensor:
         places = self._select(source, self.count)
         return joined(source[places], places.to(self._index_dtype))
 
-    def _select(self, source: Tensor, count: int) -> Tensor:
+    def _select(self, source: torch.Tensor, count: int) -> torch.Tensor:
         """Places of `count` elements at most; the same place is never chosen twice."""
         if count == self.numel:
             return torch.arange(count, device=source.device)
         return source.abs().topk(count, sorted=False).indices
 
-    def _take_out(self, payload: Tensor, rest: Tensor) -> None:
+    def _take_out(self, payload: torch.Tensor, rest: torch.Tensor) -> None:
         values, places = self._parts(payload)
         # Not a difference, which would leave nan where the element is infinite; and not where the
         # payload is padded.
         rest[places[values != 0]] = 0
 
-    def decompress(self, payloads: Tensor, output: Tensor) -> None:
+    def decompress(self, payloads: torch.Tensor, output: torch.Tensor) -> None:
         output.zero_()
         for payload in payloads:
             values, places = self._parts(payload)
             # Divided before the sum, which half precision could not hold.
             output.index_add_(0, places, values, alpha=1 / len(payloads))
 
-    def _parts(self, payload: Tensor) -> tuple[Tensor, Tensor]:
+    def _parts(self, payload: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         count = self.count
         return split(payload, (count, self.dtype), (count, self._index_dtype))
 
@@ -148,7 +246,7 @@ class Gaussian(TopK):
     found, or all of them and zeros.
     """
 
-    def _select(self, source: Tensor, count: int) -> Tensor:
+    def _select(self, source: torch.Tensor, count: int) -> torch.Tensor:
         if count == self.numel:
             return super()._select(source, count)
         # In single precision at least: a standard deviation in fp16 overflows early.
@@ -173,7 +271,7 @@ class Gaussian(TopK):
         """How many standard deviations from the mean the two tails of `density` begin."""
         return NormalDist().inv_cdf(1 - self._density(self.steps) / 2)
 
-    def _encode(self, source: Tensor) -> Tensor:
+    def _encode(self, source: torch.Tensor) -> torch.Tensor:
         count = self.count
         chosen = self._select(source, count)
         values = source.new_zeros(count)
@@ -189,10 +287,10 @@ class Signum(Compressor):
     What stands for the mean is 1, -1, or 0 where the votes are equal.
     """
 
-    def _encode(self, source: Tensor) -> Tensor:
+    def _encode(self, source: torch.Tensor) -> torch.Tensor:
         return pack_signs(source)
 
-    def decompress(self, payloads: Tensor, output: Tensor) -> None:
+    def decompress(self, payloads: torch.Tensor, output: torch.Tensor) -> None:
         votes = torch.zeros(self.numel, dtype=torch.int32, device=output.device)
         for payload in payloads:
             votes += unpack_signs(payload, self.numel)
@@ -202,22 +300,22 @@ class Signum(Compressor):
 class EfSignum(Compressor):
     """Signs times the mean magnitude, with error feedback (arXiv 1901.09847)."""
 
-    def _encode(self, source: Tensor) -> Tensor:
+    def _encode(self, source: torch.Tensor) -> torch.Tensor:
         wide = source.dtype if source.dtype == torch.float64 else torch.float32
         scale = source.abs().sum(dtype=wide) / max(self.numel, 1)
         return joined(scale.to(self.dtype).view(1), pack_signs(source))
 
-    def _take_out(self, payload: Tensor, rest: Tensor) -> None:
+    def _take_out(self, payload: torch.Tensor, rest: torch.Tensor) -> None:
         scale, signs = self._parts(payload)
         rest.addcmul_(signs, scale, value=-1)
 
-    def decompress(self, payloads: Tensor, output: Tensor) -> None:
+    def decompress(self, payloads: torch.Tensor, output: torch.Tensor) -> None:
         output.zero_()
         for payload in payloads:
             scale, signs = self._parts(payload)
             output.addcmul_(signs, scale / len(payloads))
 
-    def _parts(self, payload: Tensor) -> tuple[Tensor, Tensor]:
+    def _parts(self, payload: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         scale, bits = split(payload, (1, self.dtype), (None, torch.uint8))
         return scale, unpack_signs(bits, self.numel).to(self.dtype)
 
@@ -235,3 +333,48 @@ def make_compressor(
     if options.compression not in kinds:
         raise unknown("compressor", options.compression, ["topk", "eftopk", "gaussian", *kinds])
     return kinds[options.compression](numel, dtype, device, error_feedback=feedback)
+
+
+ALIGNMENT = 8
+"""Parts start at multiples of so many bytes, so that they can be viewed as any type."""
+
+
+def joined(*parts: torch.Tensor) -> torch.Tensor:
+    """The bytes of 1-D tensors one after another, each padded to a multiple of 8."""
+    return torch.cat([_padded(part.view(torch.uint8)) for part in parts])
+
+
+def split(payload: torch.Tensor, *parts: tuple[int | None, torch.dtype]) -> list[torch.Tensor]:
+    """What `joined` has joined, as views.
+
+    Args:
+        parts: the number of elements and the type of each; None: all that are left, with padding.
+    """
+    result, start = [], 0
+    for count, dtype in parts:
+        nbytes = payload.numel() - start if count is None else count * dtype.itemsize
+        result.append(payload[start : start + nbytes].view(dtype))
+        start += -(-nbytes // ALIGNMENT) * ALIGNMENT
+    return result
+
+
+def pack_signs(values: torch.Tensor) -> torch.Tensor:
+    """One bit per element, set where it is not negative; padded to a multiple of 64 bits.
+
+    Element i is bit `i % 8` (from the lowest) of byte `i // 8`.
+    """
+    bits = (values >= 0).to(torch.uint8)
+    bits = torch.nn.functional.pad(bits, (0, -bits.numel() % (8 * ALIGNMENT)))
+    weights = torch.tensor([1 << i for i in range(8)], dtype=torch.uint8, device=values.device)
+    return (bits.view(-1, 8) * weights).sum(dim=1, dtype=torch.uint8)
+
+
+def unpack_signs(packed: torch.Tensor, numel: int) -> torch.Tensor:
+    """The first `numel` signs of `pack_signs` as int8: 1 or -1."""
+    shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
+    bits = (packed.view(-1, 1) >> shifts) & 1
+    return bits.view(-1)[:numel].to(torch.int8).mul_(2).sub_(1)
+
+
+def _padded(data: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.pad(data, (0, -data.numel() % ALIGNMENT))

@@ -1,20 +1,20 @@
-"""An all-reduce in two halves: reduce to owners, later gather from them."""
+"""An all-reduce in two halves: reduce to owners, later gather from them; and who has a gradient."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
+from dear.buckets.carriers import Payloads
+from dear.buckets.compressors import CompressedOptions, make_compressor
 from dear.buckets.flat import Bucket
-from dear.comm.communicator import buffer
+from dear.comm.communicator import Communicator, Work, buffer
 from dear.lazy import torch
-
-if TYPE_CHECKING:
-    from dear.comm.communicator import Communicator, Work
 
 
 class Decoupled(ABC):
-    """The two halves for one group (`dear.buckets.gathered` has those that no sum can add up).
+    """The two halves for one bucket.
 
     Args:
         wire: the type in which gradients travel; None means their own. Half precision with a small
@@ -24,34 +24,33 @@ class Decoupled(ABC):
 
     def __init__(
         self,
-        group: Bucket,
+        bucket: Bucket,
         communicator: Communicator,
         *,
         wire: torch.dtype | None = None,
         skip: bool = False,
     ) -> None:
-        self.group = group
+        self.bucket = bucket
         self._communicator = communicator
         self._skip = skip
+        self._skipped = False
         self._reducing: Work | None = None
         self._sum: torch.Tensor | None = None
         self._gathering: tuple[Work, torch.Tensor, torch.Tensor] | None = None
-        whole = group.gradients
+        whole = bucket.gradients
+        self._empty = not whole.numel()
+        self._staged: torch.Tensor | None = None
         narrow = wire or (torch.float16 if whole.dtype == torch.float16 else None)
-        if narrow is None or whole.is_complex() or communicator.size == 1:
-            self._staged = None
-        else:
-            like = whole.new_empty(0, dtype=narrow)
-            self._staged = buffer(like, whole.numel(), communicator)
-        self._alone = communicator.size == 1 or not whole.numel()
+        if narrow is not None and not whole.is_complex():
+            self._staged = buffer(whole.new_empty(0, dtype=narrow), whole.numel(), communicator)
         self.owned = self.owned_by(communicator.rank)
-        """The part of the group whose mean this rank gets."""
-        self.shard = whole if self._alone else whole.new_zeros(self.owned.stop - self.owned.start)
+        """The part of the bucket whose mean this rank gets."""
+        self.shard = whole.new_zeros(self.owned.stop - self.owned.start)
         """The mean gradient of that part, after `finish_reduce`."""
 
     @abstractmethod
     def owned_by(self, rank: int) -> slice:
-        """The part of the group that belongs to `rank`."""
+        """The part of the bucket that belongs to `rank`."""
 
     @abstractmethod
     def _reduce(self, whole: torch.Tensor) -> Work:
@@ -66,10 +65,11 @@ class Decoupled(ABC):
 
     def start_reduce(self) -> None:
         """Starts with the gradients as they are; a further call supersedes the one before."""
-        if self._alone or self._skip:
+        self._skipped = self._skip
+        if self._empty or self._skip:
             return
         self.await_reduce()
-        source = self.group.gradients
+        source = self.bucket.gradients
         if self._staged is not None:
             source = torch.mul(source, 1 / self._communicator.size, out=self._staged)
         self._reducing = self._reduce(source)
@@ -85,12 +85,16 @@ class Decoupled(ABC):
 
     def finish_reduce(self) -> None:
         """Waits until `shard` holds the mean over ranks."""
-        if self._skip and not self._alone:
-            self.shard.copy_(self.group.gradients[self.owned])
+        if self._skipped:  # once, like a sum: the caller may have scaled `shard` since
+            self._skipped = False
+            self.shard.copy_(self.bucket.gradients[self.owned])
         if self._reducing is None:
             return
         self._reducing.wait()
         self._reducing = None
+        self._take()
+
+    def _take(self) -> None:
         total = self._sum[: self.shard.numel()]
         if self._staged is not None:
             self.shard.copy_(total)
@@ -99,17 +103,15 @@ class Decoupled(ABC):
 
     def start_gather(self, whole: torch.Tensor) -> None:
         """Starts to bring every owner's part of `whole` to all ranks, in place."""
-        if not self._alone:
+        if not self._empty:
             self._gathering = (self._gather(whole), whole, whole)
 
     def start_gather_mean(self, whole: torch.Tensor) -> None:
         """Starts to bring the whole mean gradient to all ranks, in `whole`."""
-        if not self._alone:
+        if not self._empty:
             source = whole if self._staged is None else self._staged
             source[self.owned].copy_(self.shard)
             self._gathering = (self._gather(source), source, whole)
-        elif whole is not self.shard:
-            whole.copy_(self.shard)
 
     def finish_gather(self) -> None:
         """Waits until what the last `start_gather...` was given is complete."""
@@ -126,7 +128,7 @@ class ScatterGather(Decoupled):
     """Reduce-scatter and all-gather: rank r owns part r of the world's equal parts."""
 
     def owned_by(self, rank: int) -> slice:
-        count = self.group.gradients.numel() // self._communicator.size
+        count = self.bucket.gradients.numel() // self._communicator.size
         return slice(rank * count, (rank + 1) * count)
 
     def _reduce(self, whole: torch.Tensor) -> Work:
@@ -141,17 +143,17 @@ class ScatterGather(Decoupled):
 
 
 class ReduceBroadcast(Decoupled):
-    """Reduce to one rank and broadcast from it; groups take turns in who that is.
+    """Reduce to one rank and broadcast from it; buckets take turns in who that is.
 
     The sum is made in a copy, since a reduction may use every rank's buffer as scratch.
     """
 
-    def __init__(self, group: Bucket, *args: Any, owner: int, **options: Any) -> None:
+    def __init__(self, bucket: Bucket, *args: Any, owner: int, **options: Any) -> None:
         self._owner = owner
-        super().__init__(group, *args, **options)
+        super().__init__(bucket, *args, **options)
 
     def owned_by(self, rank: int) -> slice:
-        return slice(0, self.group.gradients.numel() if rank == self._owner else 0)
+        return slice(0, self.bucket.gradients.numel() if rank == self._owner else 0)
 
     def _reduce(self, whole: torch.Tensor) -> Work:
         if self._staged is not None:
@@ -166,22 +168,38 @@ class ReduceBroadcast(Decoupled):
         return self._communicator.broadcast(whole, root=self._owner)
 
 
-class AllReduced(Decoupled):
-    """For a few bytes: one message instead of two.
+class _AtOnce(Decoupled):
+    """The first half brings the whole mean to all ranks, so each owns, and updates, all of it.
 
-    The first half is the whole all-reduce, so every rank owns the whole group and makes the same
-    update; the second half moves nothing.
+    The second half moves nothing.
+    """
+
+    def owned_by(self, rank: int) -> slice:
+        return slice(0, self.bucket.gradients.numel())
+
+    def _gather(self, whole: torch.Tensor) -> Work:
+        raise RuntimeError("every rank has the whole bucket after the first half")
+
+    def start_gather(self, whole: torch.Tensor) -> None:
+        return
+
+    def start_gather_mean(self, whole: torch.Tensor) -> None:
+        whole.copy_(self.shard)
+
+
+class AllReduced(_AtOnce):
+    """For a few bytes: one message, an all-reduce, instead of two.
 
     Args:
         marks: numbers of the caller's own that are added up with the gradients.
     """
 
     def __init__(
-        self, group: Bucket, communicator: Communicator, *, marks: int = 0, **options: Any
+        self, bucket: Bucket, communicator: Communicator, *, marks: int = 0, **options: Any
     ) -> None:
-        super().__init__(group, communicator, **options)
-        like = group.gradients if self._staged is None else self._staged
-        count = group.gradients.numel()
+        super().__init__(bucket, communicator, **options)
+        like = bucket.gradients if self._staged is None else self._staged
+        count = bucket.gradients.numel()
         self._message = buffer(like, count + marks, communicator)
         self._sum = self._message[:count]
         if self._staged is not None:
@@ -189,20 +207,118 @@ class AllReduced(Decoupled):
         self.marks = self._message[count:]
         """Written before `start_reduce`, their sums are here after `await_reduce`."""
 
-    def owned_by(self, rank: int) -> slice:
-        return slice(0, self.group.gradients.numel())
-
     def _reduce(self, whole: torch.Tensor) -> Work:
         if self._staged is None:
             self._sum.copy_(whole)
         return self._communicator.all_reduce(self._message, op="sum")
 
-    def _gather(self, whole: torch.Tensor) -> Work:
-        raise RuntimeError("every rank has the whole group after the first half")
 
-    def start_gather(self, whole: torch.Tensor) -> None:
-        return
+class Gathered(_AtOnce):
+    """Payloads of a compressor, which no reduction can add up, are all-gathered.
+
+    A payload counts as sent when the second half starts, so one of a pass that another supersedes
+    leaves no trace.
+    """
+
+    def __init__(
+        self, bucket: Bucket, communicator: Communicator, options: CompressedOptions
+    ) -> None:
+        super().__init__(bucket, communicator)
+        self._staged = None
+        # Without the padding, which has no place in a mean magnitude.
+        whole = bucket.gradients[: bucket.numel]
+        self.compressor = make_compressor(options, bucket.numel, whole.dtype, whole.device)
+        sizes = [param.numel() for param in bucket.params]
+        self._carrier = Payloads(communicator, self.compressor, sizes)
+        self._open = False
+
+    def _reduce(self, whole: torch.Tensor) -> Work:
+        self._open = False
+        present = [param.grad is not None for param in self.bucket.params]
+        return self._carrier.send(whole[: self.bucket.numel], present)
+
+    def _take(self) -> None:
+        self._carrier.take(self.shard[: self.bucket.numel])
+        self._open = True
 
     def start_gather_mean(self, whole: torch.Tensor) -> None:
-        if whole is not self.shard:
-            whole.copy_(self.shard)
+        if self._open:
+            self._carrier.commit()
+            self._open = False
+        super().start_gather_mean(whole)
+
+    def kept(self) -> dict[torch.nn.Parameter, tuple[int, torch.Tensor | None]]:
+        """Per parameter: communicated passes so far, and what has not travelled yet, if kept."""
+        bucket, residual = self.bucket, self.compressor.residual
+        rests = [None] * len(bucket.params) if residual is None else bucket.views(residual)
+        steps = self.compressor.steps
+        return {param: (steps, rest) for param, rest in zip(bucket.params, rests, strict=True)}
+
+    def keep(self, kept: dict[torch.nn.Parameter, tuple[int, torch.Tensor | None]]) -> None:
+        """Goes on from what other buckets of the same parameters have kept."""
+        found = [kept.get(param, (0, None)) for param in self.bucket.params]
+        self.compressor.steps = max(steps for steps, _ in found)
+        if self.compressor.residual is not None:
+            views = self.bucket.views(self.compressor.residual)
+            for view, (_, rest) in zip(views, found, strict=True):
+                if rest is not None:
+                    view.copy_(rest)
+
+
+class Usage:
+    """Which parameters have a gradient on any rank: the others must be left as they are.
+
+    One all-reduce of a byte per parameter, started when the last gradient is there. Where the last
+    message is a small all-reduce the marks travel in that one.
+    """
+
+    def __init__(self, params: Sequence[torch.nn.Parameter], communicator: Communicator) -> None:
+        self._params = list(params)
+        self._communicator = communicator
+        self._marks = torch.zeros(len(params), dtype=torch.uint8, device=params[0].device)
+        # A queue of its own, ahead of the large transfers; other backends have one only.
+        self._queue = {"channel": 1, "priority": 1} if communicator.native else {}
+        communicator.ensure_channels(2 if communicator.native else 1)
+        self._work: Work | None = None
+        self._carrier: AllReduced | None = None
+        self._unused: set[torch.nn.Parameter] = set()
+
+    def start(self, carrier: AllReduced | None = None) -> None:
+        """Asks; a further call supersedes the one before.
+
+        Args:
+            carrier: with room for all marks, if it has room; started by the caller right after.
+        """
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        has = [param.grad is not None for param in self._params]
+        self._carrier = carrier
+        if carrier is not None:
+            carrier.await_reduce()
+        marks = self._marks if carrier is None else carrier.marks
+        if all(has):
+            marks.fill_(1)
+        else:
+            marks.copy_(torch.tensor(has, dtype=torch.uint8))
+        if carrier is None:
+            self._work = self._communicator.all_reduce(marks, op="max", **self._queue)
+
+    def unused(self) -> set[torch.nn.Parameter]:
+        """The parameters that no rank had a gradient for when `start` was called."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+            self._read(self._marks)
+        elif self._carrier is not None:
+            self._carrier.await_reduce()
+            self._read(self._carrier.marks)
+            self._carrier = None
+        return self._unused
+
+    def _read(self, marks: torch.Tensor) -> None:
+        if marks.all():
+            self._unused = set()
+        else:
+            pairs = zip(self._params, marks.tolist(), strict=True)
+            self._unused = {param for param, mark in pairs if not mark}

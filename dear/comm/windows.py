@@ -1,81 +1,118 @@
 """One-sided exchange along a graph: each rank has a slot for every neighbour that sends to it.
 
 A rank's process takes no part in what others put, read or add; the comm core's threads serve it.
-CUDA tensors are staged through host memory.
+CUDA tensors are staged through host memory. With the values of a message travels the number of
+steps that its sender had made, so that the reader knows how stale they are.
 """
 
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dear.comm.neighbors import core_module, weighted_sum
+from dear.comm.peers import Peers
 from dear.errors import UserError
-from dear.lazy import torch
-from dear.topology.graphs import check_nodes, in_neighbors, out_neighbors
-
-if TYPE_CHECKING:
-    import networkx as nx
-
-    from dear.comm.communicator import Communicator
+from dear.lazy import dist, torch
 
 OWN = 0
 """The slot in which a rank shows its own value to those who read; neighbours follow, ascending."""
+TAG_BYTES = 8
+LINE_BYTES = 64
+
+
+class Row:
+    """A message in host memory: values, p where it fits, and the steps in them, in one piece.
+
+    Args:
+        numel: number of values.
+        pinned: memory that a GPU copies to directly.
+    """
+
+    def __init__(self, numel: int, dtype: torch.dtype, *, pinned: bool = False) -> None:
+        place, size = self.layout(numel, dtype)
+        self.memory = torch.zeros(size, dtype=dtype, pin_memory=pinned)
+        self.values = self.memory[:numel]
+        self.steps = self.memory[place : place + TAG_BYTES // dtype.itemsize].view(torch.int64)
+        self.works: list[Any] = []
+        """Operations that read it."""
+
+    @staticmethod
+    def layout(numel: int, dtype: torch.dtype) -> tuple[int, int]:
+        """Where the number of steps is, and the length, in elements; whole cache lines."""
+        place = -(-(numel + 1) * dtype.itemsize // TAG_BYTES) * TAG_BYTES
+        nbytes = -(-(place + TAG_BYTES) // LINE_BYTES) * LINE_BYTES
+        return place // dtype.itemsize, nbytes // dtype.itemsize
+
+    def busy(self) -> bool:
+        """True while an operation may still read it."""
+        self.works = [work for work in self.works if not work.is_completed()]
+        return bool(self.works)
 
 
 class NeighborWindow:
     """Slots of a tensor on every rank, one for each in-neighbour, and the own value others read.
 
     Making and freeing one is a collective call. While `weighted`, a number `p` travels with the
-    values, in the same message: push-sum methods divide by it.
+    values, in the same message: push-sum methods divide by it. Where the `steps` that values hold
+    are given on both sides, the staleness of the peers is counted.
 
     Args:
-        graph: who sends to whom; must be the same on all ranks. Weights do not count here.
+        peers: who sends to whom.
         like: shape, dtype and device of the values; its values are what the rank shows at first.
         zero_slots: slots start as zeros; otherwise as this rank's own values.
         weighted: values carry `p`. It starts as 1, and as 0 in the slots. May be changed later,
             on all ranks between two barriers.
 
     Raises:
-        UserError: the graph is not one of all ranks, the values are no floating-point ones, or
-            `weighted` with a dtype in which p would be coarse.
-        Unavailable: the comm core is not built.
+        UserError: the values are no floating-point ones, or `weighted` with a dtype in which p
+            would be coarse.
     """
 
     def __init__(
         self,
-        communicator: Communicator,
-        graph: nx.DiGraph,
+        peers: Peers,
         like: torch.Tensor,
         *,
         zero_slots: bool = False,
         weighted: bool = False,
+        steps: int = 0,
     ) -> None:
-        check_nodes(graph, communicator.size)
         if not like.dtype.is_floating_point:
             raise UserError(f"a window needs floating-point values, got {like.dtype}")
-        self._has_room = like.dtype in (torch.float32, torch.float64)
+        self.shape, self.dtype, self._pinned = like.shape, like.dtype, like.is_cuda
         self.weighted = weighted
-        self._communicator = communicator
-        self.rank = communicator.rank
-        self.sources = in_neighbors(graph, self.rank)
-        """Ranks that may put here, ascending."""
-        self.targets = out_neighbors(graph, self.rank)
-        """Ranks that this one may put to, ascending."""
-        self._place = {t: 1 + in_neighbors(graph, t).index(self.rank) for t in self.targets}
-        self.shape, self.dtype, self.device = like.shape, like.dtype, like.device
-        self._numel = like.numel()
+        self.peers = peers
+        self.rank, self.sources, self.targets = peers.rank, peers.sources, peers.targets
         self.p = 1.0
         """This rank's share of the total weight."""
-        self._group, self._made_group = _host_group(communicator)
+        self._numel = like.numel()
+        self._steps_at, self._room = Row.layout(self._numel, self.dtype)
+        self._rows: list[Row] = []
+        self._lock = threading.Lock()
+        self._under_way: dict[int, Any] = {}
+        """Target -> its last message, until that is seen to be there."""
+        self._heard: dict[int, int] = {}
+        """Source -> steps in what came last."""
         window = core_module().Window
-        room = self._numel + int(self._has_room)
-        self._window = window(1 + len(self.sources), room, self.dtype, self._group)
-        self.show(like)
+        self._whole: Any = None
+        if peers.apart:
+            self._core: dict[int, Any] = {
+                peer.rank: window(int(peer.slot is not None), self._room, self.dtype, peer.group)
+                for peer in peers.near.values()
+            }
+        else:
+            self._whole = window(1 + len(self.sources), self._room, self.dtype, peers.group)
+            self._core = dict.fromkeys(peers.near, self._whole)
+        peers.windows.append(self)
+        self.show(like, steps=steps)
         if not zero_slots:
-            self.fill(like)
-        self._barrier()
+            self.fill(like, steps=steps)
+        # Until everybody's slots are filled nobody may write to them.
+        for group in [peer.group for peer in peers.near.values()] if peers.apart else [peers.group]:
+            dist.barrier(group)
 
     @property
     def weighted(self) -> bool:
@@ -84,31 +121,70 @@ class NeighborWindow:
 
     @weighted.setter
     def weighted(self, on: bool) -> None:
-        if on and not self._has_room:
+        if on and self.dtype not in (torch.float32, torch.float64):
             raise UserError("a weighted window needs float32 or float64 values")
         self._weighted = on
 
-    def show(self, values: torch.Tensor) -> None:
-        """Lets others read `values` (and p) from now on."""
-        self._own(OWN, self._message(values, 1.0, self.p))
+    def show(self, values: torch.Tensor, *, steps: int = 0) -> None:
+        """Lets others read `values` (and p) from now on, where peers are not `apart`."""
+        if self._whole is not None:
+            row = self._row(values, 1.0, self.p, steps)
+            self._whole.put(row.memory, self.rank, OWN).wait()
+            self._give_back(row)
 
-    def fill(self, values: torch.Tensor) -> None:
-        """Puts `values` into every slot of this rank's own window; their p stays as it is.
+    def fill(self, values: torch.Tensor, *, steps: int = 0) -> None:
+        """Puts `values`, with a p of 0, into every slot of this rank's own window.
 
         This does not count as a write: versions are 0 afterwards.
         """
-        plain = self._host(values, 1.0)
-        for slot in range(1, 1 + len(self.sources)):
-            self._own(slot, plain)
-        self._window.read(0, 1 + len(self.sources), reset_versions=True)
+        row = self._row(values, 1.0, 0.0, steps)
+        for source in self.sources:
+            self._own(source, row.memory)
+        self._give_back(row)
+        self._read(self.sources)
 
     def clear(self) -> None:
         """Leaves zeros in this rank's slots, their p included."""
-        if self.sources:
-            self._window.read(1, len(self.sources), reset_versions=True, clear=True)
+        self._read(self.sources, clear=True)
+
+    def idle(self, *, wait: bool) -> list[int]:
+        """Targets that have taken the last message of this window; the others count as skipped.
+
+        Args:
+            wait: for all of them.
+
+        Raises:
+            RuntimeError: a message has failed, for example since its target has died.
+        """
+        found = []
+        for target in self.targets:
+            peer, work = self.peers.near[target], self._under_way.get(target)
+            if work is None or wait or work.is_completed():
+                self._end(target)
+                if not peer.lost:
+                    found.append(target)
+            else:
+                peer.skipped += 1
+        return found
+
+    def wait(self) -> None:
+        """Returns when all messages have been applied, or their targets are lost."""
+        for target in list(self._under_way):
+            self._end(target)
+
+    def _end(self, target: int) -> None:
+        work = self._under_way.pop(target, None)
+        if work is not None:
+            self.peers.attempt(self.peers.near[target], work.wait)
 
     def put(
-        self, values: torch.Tensor, weights: Mapping[int, float], *, p: float | None = None
+        self,
+        values: torch.Tensor,
+        weights: Mapping[int, float],
+        *,
+        add: bool = False,
+        p: float | None = None,
+        steps: int = 0,
     ) -> list[Any]:
         """Writes `weight * values` into this rank's slot at each target; returns the works.
 
@@ -116,34 +192,53 @@ class NeighborWindow:
 
         Args:
             weights: target rank -> weight.
+            add: to what is in the slot, in place of it.
             p: what goes with the values while `weighted`; default: the present p.
+            steps: in the values.
         """
-        return self._send(self._window.put, values, weights, p)
+        for target in weights:
+            self._check(target, self.targets, "send to", "receives from this rank")
+        p = self.p if p is None else p
+        works = []
+        for weight in dict.fromkeys(weights.values()):
+            row = self._row(values, weight, p, steps)
+            for target in (to for to, factor in weights.items() if factor == weight):
+                peer, core = self.peers.near[target], self._core[target]
+                call = core.accumulate if add else core.put
+                message = row.memory[: self._numel + 1] if add else row.memory
+                work = self.peers.attempt(peer, call, message, peer.place, peer.slot_there)
+                if work is None:
+                    continue
+                if add and steps:
+                    # Steps do not add up; applied after the values, as all is in order.
+                    tag = row.memory[self._steps_at :]
+                    work = core.put(tag, peer.place, peer.slot_there, self._steps_at)
+                row.works.append(work)
+                works.append(work)
+                self._under_way[target] = work
+                peer.sent += 1
+                self.peers.communicator.bytes_sent += self._payload()
+            self._give_back(row)
+        return works
 
-    def accumulate(
-        self, values: torch.Tensor, weights: Mapping[int, float], *, p: float | None = None
-    ) -> list[Any]:
-        """Adds `weight * values` to this rank's slot at each target; otherwise as `put`."""
-        return self._send(self._window.accumulate, values, weights, p)
-
-    def fetch(self, weights: Mapping[int, float]) -> list[tuple[int, torch.Tensor, Any]]:
-        """Starts to read what each source shows: `(rank, buffer, work)` for `store`."""
+    def fetch(self, sources: Iterable[int]) -> list[tuple[int, torch.Tensor, Any]]:
+        """Starts to read what each source shows: `(rank, row, work)` for `store` or `mix`."""
         started = []
-        for source in weights:
+        for source in sources:
             self._check(source, self.sources, "read from", "sends to this rank")
-            size = self._numel + int(self._weighted)
-            buffer = torch.empty(size, dtype=self.dtype)
-            self._communicator.bytes_sent += buffer.nbytes  # counted where it is read
-            started.append((source, buffer, self._window.get(buffer, source, OWN)))
+            row = torch.empty(self._room, dtype=self.dtype)
+            self.peers.communicator.bytes_sent += self._payload()  # counted where it is read
+            started.append((source, row, self._whole.get(row, source, OWN)))
         return started
 
     def store(
         self, fetched: Iterable[tuple[int, torch.Tensor, Any]], weights: Mapping[int, float]
     ) -> None:
         """Waits for what `fetch` started, and puts `weight *` it into the slots of the sources."""
-        for source, buffer, work in fetched:
+        for source, row, work in fetched:
             work.wait()
-            self._own(1 + self.sources.index(source), buffer.mul_(weights[source]))
+            row[: self._numel + 1].mul_(weights[source])
+            self._own(source, row)
 
     def collect(
         self,
@@ -152,102 +247,133 @@ class NeighborWindow:
         weights: Mapping[int, float],
         *,
         reset: bool = False,
-    ) -> torch.Tensor:
-        """`self_weight * values + sum of weight * slot`, as a new tensor; the same for p.
-
-        Arguments as for `collect_into`.
-        """
-        mixed = values.detach().clone()
-        self.collect_into(mixed, self_weight, weights, reset=reset)
-        return mixed
-
-    def collect_into(
-        self,
-        values: torch.Tensor,
-        self_weight: float,
-        weights: Mapping[int, float],
-        *,
-        reset: bool = False,
+        steps: int | None = None,
     ) -> None:
         """`values <- self_weight * values + sum of weight * slot`; the same for p.
 
         Versions of the slots that are read start again at 0.
 
         Args:
-            weights: source rank -> weight.
+            weights: source rank -> weight. Of peers that are `apart` those that are lost are left
+                out, and the others take their share.
             reset: leave zeros in these slots.
+            steps: that `values` hold; counts staleness.
         """
+        for source in weights:
+            self._check(source, self.sources, "collect from", "sends to this rank")
+        self.mix(values, self_weight, weights, self._read(weights, reset), steps=steps)
+
+    def mix(
+        self,
+        values: torch.Tensor,
+        self_weight: float,
+        weights: Mapping[int, float],
+        rows: Mapping[int, torch.Tensor],
+        *,
+        steps: int | None = None,
+    ) -> None:
+        """`collect` of rows that are read already, by source."""
         self._check_kind(values)
-        slots = self._read(weights, reset)
+        if self.peers.apart:
+            if not rows:
+                return
+            total = self_weight + sum(weights[source] for source in rows)
+            self_weight /= total
+            weights = {source: weights[source] / total for source in rows}
         with torch.no_grad():
             terms = [
-                (weight, slots[source][: self._numel].view(self.shape).to(values.device))
+                (weight, rows[source][: self._numel].view(self.shape).to(values.device))
                 for source, weight in weights.items()
             ]
             weighted_sum(values, self_weight, terms)
         if self._weighted:
             self.p *= self_weight
-            self.p += sum(w * slots[source][-1].item() for source, w in weights.items())
+            self.p += sum(w * rows[source][self._numel].item() for source, w in weights.items())
+        if steps is not None:
+            for source, row in rows.items():
+                held = int(row[self._steps_at :].view(torch.int64)[0].item())
+                if held or not self._weighted:  # else nothing has come since it was emptied
+                    self._heard[source] = held
+                self.peers.near[source].staleness.note(steps - self._heard.get(source, 0))
+
+    def steps_in(self, source: int) -> int | None:
+        """Steps in the values of `source` that came last; None if it is lost."""
+        peer, tag = self.peers.near[source], torch.zeros(1, dtype=torch.int64)
+
+        def read() -> int:
+            flat = tag.view(self.dtype)
+            self._core[source].get(flat, peer.here, peer.slot, self._steps_at).wait()
+            return int(tag.item())
+
+        return self.peers.attempt(peer, read)
 
     def versions(self) -> dict[int, int]:
-        """Source rank -> writes to its slot since it was last collected."""
-        return dict(zip(self.sources, self._window.versions()[1:], strict=True))
+        """Source rank -> writes to its slot since it was last collected; not of peers `apart`."""
+        return dict(zip(self.sources, self._whole.versions()[1:], strict=True))
+
+    def look(self) -> None:
+        """Notices which peers have died."""
+        for peer in self.peers.near.values():
+            self.peers.attempt(peer, self._core[peer.rank].versions)
 
     @contextlib.contextmanager
     def mutex(self, ranks: Iterable[int]) -> Iterator[None]:
         """Holds the locks of the windows of `ranks`; taken in ascending order by everybody."""
         with contextlib.ExitStack() as locks:
             for rank in sorted(set(ranks)):
-                locks.enter_context(self._window.mutex(rank))
+                locks.enter_context(self._whole.mutex(rank))
             yield
 
     def free(self) -> None:
         """Gives the memory back when all ranks have called it."""
-        import torch.distributed as dist
+        if self._whole is not None:
+            self._whole.free()
+        else:
+            for peer in self.peers.near.values():
+                self.peers.attempt(peer, self._core[peer.rank].free)
+        self.peers.freed(self)
 
-        self._window.free()
-        if self._made_group:
-            dist.destroy_process_group(self._group)
-
-    def _read(self, wanted: Mapping[int, float], clear: bool) -> dict[int, torch.Tensor]:
-        for source in wanted:
-            self._check(source, self.sources, "collect from", "sends to this rank")
-        if list(wanted) == self.sources:
-            if not self.sources:
-                return {}
-            slots = self._window.read(1, len(self.sources), reset_versions=True, clear=clear)
-            return dict(zip(self.sources, slots, strict=True))
-        return {
-            source: self._window.read(
-                1 + self.sources.index(source), 1, reset_versions=True, clear=clear
-            )[0]
-            for source in wanted
-        }
-
-    def _send(
-        self,
-        operation: Any,
-        values: torch.Tensor,
-        weights: Mapping[int, float],
-        p: float | None,
-    ) -> list[Any]:
-        for target in weights:
-            self._check(target, self.targets, "send to", "receives from this rank")
-        p = self.p if p is None else p
-        messages = {weight: self._message(values, weight, p) for weight in set(weights.values())}
-        self._communicator.bytes_sent += sum(messages[w].nbytes for w in weights.values())
-        return [operation(messages[w], t, self._place[t]) for t, w in weights.items()]
-
-    def _message(self, values: torch.Tensor, weight: float, p: float) -> torch.Tensor:
-        message = self._host(values, weight)
-        if self._weighted:
-            message = torch.cat([message, message.new_tensor([p * weight])])
-        return message
-
-    def _host(self, values: torch.Tensor, weight: float) -> torch.Tensor:
+    def _row(self, values: torch.Tensor, weight: float, p: float, steps: int) -> Row:
+        """A message that no operation reads, until `_give_back`; from any thread."""
         self._check_kind(values)
-        copy = values.detach().to("cpu", copy=True).reshape(-1)
-        return copy if weight == 1 else copy.mul_(weight)
+        with self._lock:
+            row = next((row for row in self._rows if not row.busy()), None)
+            if row is not None:
+                self._rows.remove(row)
+        if row is None:
+            row = Row(self._numel, self.dtype, pinned=self._pinned)
+        row.values.copy_(values.detach().reshape(-1))
+        if weight != 1:
+            row.values.mul_(weight)
+        row.memory[self._numel] = p * weight if self._weighted else 0.0
+        row.steps.fill_(steps)
+        return row
+
+    def _give_back(self, row: Row) -> None:
+        with self._lock:
+            self._rows.append(row)
+
+    def _payload(self) -> int:
+        return (self._numel + int(self._weighted)) * self.dtype.itemsize
+
+    def _own(self, source: int, message: torch.Tensor) -> None:
+        peer = self.peers.near[source]
+        put = self._core[source].put
+        self.peers.attempt(peer, lambda: put(message, peer.here, peer.slot).wait())
+
+    def _read(self, wanted: Iterable[int], clear: bool = False) -> dict[int, torch.Tensor]:
+        """Copies of what is in the slots of those `wanted` that are not lost."""
+        wanted = list(wanted)
+        if self._whole is not None and wanted and wanted == self.sources:
+            slots = self._whole.read(1, len(wanted), reset_versions=True, clear=clear)
+            return dict(zip(wanted, slots, strict=True))
+        found = {}
+        for source in wanted:
+            peer, read = self.peers.near[source], self._core[source].read
+            rows = self.peers.attempt(peer, read, peer.slot, 1, True, clear)
+            if rows is not None:
+                found[source] = rows[0]
+        return found
 
     def _check_kind(self, values: torch.Tensor) -> None:
         if values.shape != self.shape or values.dtype != self.dtype:
@@ -256,30 +382,9 @@ class NeighborWindow:
                 f"{tuple(values.shape)} {values.dtype}"
             )
 
-    def _own(self, slot: int, message: torch.Tensor) -> None:
-        self._window.put(message, self.rank, slot).wait()
-
-    def _barrier(self) -> None:
-        # Until everybody's slots are filled nobody may write to them.
-        import torch.distributed as dist
-
-        dist.barrier(self._group)
-
     def _check(self, rank: int, known: list[int], doing: str, what: str) -> None:
         if rank not in known:
             raise UserError(
                 f"rank {self.rank} cannot {doing} rank {rank}: in the window's topology "
                 f"{known or 'nobody'} {what}"
             )
-
-
-def _host_group(communicator: Communicator) -> tuple[Any, bool]:
-    """A group of the same ranks that serves windows, and whether it was made for this."""
-    import torch.distributed as dist
-
-    core_module()
-    group = communicator.groups[0]
-    if dist.get_backend(group) == "comm_core":
-        return group, False
-    ranks = dist.get_process_group_ranks(group)
-    return dist.new_group(ranks, timeout=communicator.timeout, backend="comm_core"), True

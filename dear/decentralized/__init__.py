@@ -13,9 +13,10 @@
 
 from __future__ import annotations
 
-from dear.decentralized.accumulating_adam import AccumAdam, AccumAdamW
 from dear.decentralized.model import DecentralizedDataParallel, initialize_dist
 from dear.decentralized.optim import (
+    AccumAdam,
+    AccumAdamW,
     lr_scheduler_fn_cosine_with_warmup,
     optim_fn_accum_adam,
     optim_fn_accum_adamw,

@@ -3,31 +3,176 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.nn import Module, Parameter
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
-from dear.algorithms.decentralized._group_mixing import GroupMixing
-from dear.buckets.grouping import MIB
+from dear.algorithms.decentralized.decentralized import GroupEngine
+from dear.buckets.flat import Bucket
 from dear.comm import runtime
+from dear.comm.communicator import Communicator
 from dear.comm.consensus import GlobalAverage
-from dear.decentralized.bucket_optimizers import BucketOptimizers, OptimFn, SchedulerFn
 from dear.errors import UserError
 from dear.optimizer import broadcast_parameters
-from dear.options import positive
-from dear.topology.schedules import TopologyReg
-from dear.training.backward import BackwardSchedule
-from dear.training.hooks import Hooks
-from dear.training.neighborhood import bucketed
+from dear.options import at_least, positive
+from dear.topology.schedules import Topology, TopologyReg
+
+OptimFn = Callable[[list[tuple[str, torch.Tensor]]], Optimizer]
+SchedulerFn = Callable[[Optimizer], LRScheduler]
 
 
 def initialize_dist() -> tuple[int, int]:
     """Joins the job as `dear.init()` does; returns rank and world size."""
     runtime.init()
     return runtime.rank(), runtime.size()
+
+
+class _Engine(GroupEngine):
+    """`decentralized` with an optimizer and a learning-rate schedule for each bucket."""
+
+    def __init__(
+        self,
+        model: Module,
+        communicator: Communicator,
+        topology: Topology,
+        average: GlobalAverage,
+        *,
+        optim_fn: OptimFn,
+        lr_scheduler_fn: SchedulerFn | None,
+        scaler: torch.amp.GradScaler | None,
+        clip_norm: float,
+        **options: Any,
+    ) -> None:
+        at_least("grad_clip_norm", clip_norm, 0)
+        super().__init__(model, None, communicator, topology, **options)
+        self._names = {param: name for name, param in model.named_parameters()}
+        self._average = average
+        self._optim_fn = optim_fn
+        self._lr_scheduler_fn = lr_scheduler_fn
+        self._scaler = scaler
+        self._clip_norm = clip_norm
+        self.joint = scaler is not None or clip_norm > 0
+        self.optimizers: dict[Bucket, Optimizer] = {}
+        self.schedulers: dict[Bucket, LRScheduler] = {}
+
+    def named(self) -> list[list[tuple[str, Parameter]]]:
+        """Names and parameters of each bucket."""
+        return [[(self._names[p], p) for p in bucket.params] for bucket in self.buckets]
+
+    def lr(self) -> float:
+        """The learning rate of the first group; 0.0 before there is one."""
+        optimizer = next(iter(self.optimizers.values()), None)
+        return 0.0 if optimizer is None else float(optimizer.param_groups[0]["lr"])
+
+    def lay_out(self, members: Sequence[Sequence[Parameter]]) -> None:
+        super().lay_out(members)
+        self.optimizers, self.schedulers = {}, {}
+        for bucket, named in zip(self.buckets, self.named(), strict=True):
+            self.optimizers[bucket] = optimizer = self._optim_fn(list(named))
+            _check(named, optimizer)
+            if self._lr_scheduler_fn is not None:
+                self.schedulers[bucket] = self._lr_scheduler_fn(optimizer)
+        self._whole = _Whole(list(self.optimizers.values()))
+
+    def begin(self) -> None:
+        if self._average.applied:
+            raise UserError("call revert_global_avg() before training goes on")
+        super().begin()
+
+    def mix(self, bucket: Bucket) -> None:
+        edge = self.upcoming(bucket)
+        hook = getattr(self.optimizers[bucket], "pre_average_hook", None)
+        if edge is not None and hook is not None:
+            hook(edge, edge.weight)
+        super().mix(bucket)
+
+    @torch.no_grad()
+    def ready(self, buckets: Sequence[Bucket]) -> None:
+        if self._scaler is not None:
+            self._scaler.unscale_(self._whole)
+        if self._clip_norm > 0:
+            params = self._whole.param_groups[0]["params"]
+            torch.nn.utils.clip_grad_norm_(params, self._clip_norm)
+        if self._scaler is not None:
+            for bucket in buckets:
+                self.mix(bucket)
+            self._scaler.step(self._whole)
+            self._scaler.update()
+        for bucket in buckets:
+            if self._scaler is None:
+                self.mix(bucket)
+                self.optimizers[bucket].step()
+            self.optimizers[bucket].zero_grad()
+            if self.schedulers:
+                self.schedulers[bucket].step()
+            self.share(bucket)
+
+    def passed(self) -> None:
+        self._schedule.restart()  # a pass is a step
+
+    def saved(self) -> dict[str, Any]:
+        return super().saved() | {
+            "factor": self.factor,
+            "buckets": [[name for name, _ in named] for named in self.named()],
+            "training": {
+                "optimizers": [optimizer.state_dict() for optimizer in self.optimizers.values()],
+                "schedulers": [scheduler.state_dict() for scheduler in self.schedulers.values()],
+                "scaler": None if self._scaler is None else self._scaler.state_dict(),
+            },
+        }
+
+    def restore(self, saved: dict[str, Any] | None) -> None:
+        if saved is not None:
+            named = {name: param for param, name in self._names.items()}
+            if saved["buckets"]:
+                self.set_up([[named[name] for name in names] for names in saved["buckets"]])
+                self._load(saved["training"])
+            self.set_factor(saved["factor"])
+        super().restore(saved)
+
+    def _load(self, state: dict[str, Any]) -> None:
+        for name, here in (("schedulers", self.schedulers), ("optimizers", self.optimizers)):
+            if len(state[name]) != len(here):
+                raise UserError(
+                    f"the checkpoint has the state of {len(state[name])} {name}, here are "
+                    f"{len(here)}; make the model with the same arguments as then"
+                )
+        if (state["scaler"] is None) != (self._scaler is None):
+            raise UserError("the checkpoint was made with a scaler and this model without, or vice "
+                            "versa")  # fmt: skip
+        for optimizer, saved in zip(self.optimizers.values(), state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        for scheduler, saved in zip(self.schedulers.values(), state["schedulers"], strict=True):
+            scheduler.load_state_dict(saved)
+        if self._scaler is not None:
+            self._scaler.load_state_dict(state["scaler"])
+
+
+class _Whole(Optimizer):
+    """All buckets as one optimizer, for a GradScaler: it judges and skips them together."""
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self._parts = optimizers
+        held = [p for part in optimizers for group in part.param_groups for p in group["params"]]
+        super().__init__(held, {})
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        for part in self._parts:
+            part.step()
+
+
+def _check(bucket: Sequence[tuple[str, torch.Tensor]], optimizer: Any) -> None:
+    if not isinstance(optimizer, Optimizer):
+        raise UserError(f"optim_fn must return an optimizer, got {type(optimizer).__name__}")
+    held = {param for group in optimizer.param_groups for param in group["params"]}
+    left_out = [name for name, param in bucket if param not in held]
+    if left_out:
+        raise UserError(f"optim_fn left {left_out[0]!r} out; it must take all parameters it gets")
 
 
 class DecentralizedDataParallel(Module):
@@ -83,34 +228,30 @@ class DecentralizedDataParallel(Module):
         self._named = {n: p for n, p in model.named_parameters() if p.requires_grad}
         if not self._named:
             raise UserError("nothing to train: no parameter of the model requires a gradient")
-        self._names = {param: name for name, param in self._named.items()}
         self._communicator = communicator
         self._topology_name = topology
-        self._bucket_bytes = bucket_size_in_mb * MIB
-        self._optimizers = BucketOptimizers(optim_fn, lr_scheduler_fn, scaler, grad_clip_norm)
-        made = TopologyReg.make(
-            topology,
-            world_size=communicator.size,
-            rank=communicator.rank,
-            local_world_size=_local_world_size or runtime.local_size(),
-        )
-        self._mixing = GroupMixing(communicator, made, views=param_as_bucket_view)
         averaged = list(self._named.values())
         averaged += list(model.buffers()) if sync_buffer_in_global_avg else []
         self._average = GlobalAverage(communicator, averaged)
-        broadcast_parameters(model.state_dict())
-        self._arrived: dict[Parameter, None] = {}
-        self._accumulating = contextlib.ExitStack()
-        self._hooks = Hooks()
-        self._schedule = BackwardSchedule(
-            self._hooks,
-            [list(self._named.values())],
+        self._engine = _Engine(
+            model,
             communicator,
-            launch=self._launch,
-            finish=self._end_pass,
-            arrived=self._arrive,
-            learn=False,
+            TopologyReg.make(
+                topology,
+                world_size=communicator.size,
+                rank=communicator.rank,
+                local_world_size=_local_world_size or runtime.local_size(),
+            ),
+            self._average,
+            optim_fn=optim_fn,
+            lr_scheduler_fn=lr_scheduler_fn,
+            scaler=scaler,
+            clip_norm=grad_clip_norm,
+            views=param_as_bucket_view,
+            bucket_mb=bucket_size_in_mb,
         )
+        broadcast_parameters(model.state_dict())
+        self._accumulating = contextlib.ExitStack()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._model(*args, **kwargs)
@@ -119,15 +260,15 @@ class DecentralizedDataParallel(Module):
         """While enabled, backward passes only add up gradients; disable before the last one."""
         self._accumulating.close()
         if enable:
-            self._accumulating.enter_context(self._schedule.paused())
+            self._accumulating.enter_context(self._engine.no_sync())
 
     def set_adaptive_factor(self, factor: float) -> None:
         """x <- (1 - factor) x + factor * average, from the next step on; 0 .. 1, 1 at first."""
-        self._mixing.set_factor(factor)
+        self._engine.set_factor(factor)
 
     def get_lr(self) -> float:
         """The learning rate of the first bucket; 0.0 before the first step."""
-        return self._optimizers.lr()
+        return self._engine.lr()
 
     def global_avg(self, will_revert: bool = True, return_d2c: bool = False) -> float | None:
         """Gives everybody the mean of all models; a collective call.
@@ -137,10 +278,10 @@ class DecentralizedDataParallel(Module):
                 from the mean.
             return_d2c: return how far this rank was from the mean (norm of the difference).
         """
-        self._mixing.wait()
+        self._engine.wait()
         distance = self._average.apply(keep=will_revert, measure=return_d2c)
         if not will_revert:
-            self._mixing.forget()  # averages of values that are no more
+            self._engine.drop()  # averages of values that are no more
         return distance
 
     def revert_global_avg(self) -> None:
@@ -156,10 +297,7 @@ class DecentralizedDataParallel(Module):
             "model": self._model.state_dict(),
             "world_size": self._communicator.size,
             "topology": self._topology_name,
-            "factor": self._mixing.factor,
-            "steps": self._mixing.steps,
-            "buckets": [[self._names[p] for p in b.params] for b in self._mixing.buckets],
-            "training": self._optimizers.state_dict(),
+            **self._engine.saved(),
         }
 
     def load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -180,13 +318,9 @@ class DecentralizedDataParallel(Module):
         names = [name for bucket in checkpoint["buckets"] for name in bucket]
         if names and set(names) != set(self._named):
             raise UserError("the checkpoint is of a model with other trainable parameters")
-        self._mixing.release()
+        self._engine.take_down()
         self._model.load_state_dict(checkpoint["model"])
-        if names:
-            self._make([[self._named[name] for name in b] for b in checkpoint["buckets"]])
-            self._optimizers.load_state_dict(checkpoint["training"])
-        self._mixing.set_factor(checkpoint["factor"])
-        self._mixing.resume(checkpoint["steps"])
+        self._engine.restore(checkpoint)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The plain model's."""
@@ -194,7 +328,6 @@ class DecentralizedDataParallel(Module):
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Takes the plain model's; all ranks load, since averages under way are dropped."""
-        self._mixing.forget()
         return self._model.load_state_dict(*args, **kwargs)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Parameter]]:
@@ -208,65 +341,4 @@ class DecentralizedDataParallel(Module):
     def close(self) -> None:
         """Leaves the model to itself: no hooks, memory of its own; a collective call."""
         self._accumulating.close()
-        self._hooks.remove()
-        self._mixing.close()
-
-    def _arrive(self, param: Parameter) -> None:
-        if not self._mixing.laid_out:
-            self._arrived.setdefault(param)
-
-    def _launch(self, index: int) -> None:
-        if not self._mixing.laid_out:
-            return  # the order is not known before the pass has ended
-        if index == 0:
-            self._begin()
-        if self._optimizers.needs_all_gradients:
-            self._update(range(len(self._mixing.buckets)))
-        else:
-            self._update([index])
-
-    def _end_pass(self) -> None:
-        if not self._mixing.laid_out:
-            params = list(self._named.values())
-            self._make(
-                bucketed(params, list(self._arrived), self._bucket_bytes, self._communicator)
-            )
-            self._begin()
-            self._update(range(len(self._mixing.buckets)))
-        self._schedule.restart()
-
-    def _make(self, members: Sequence[Sequence[Parameter]]) -> None:
-        self._mixing.lay_out(members)
-        self._arrived.clear()
-        self._optimizers.make([[(self._names[p], p) for p in params] for params in members])
-        units = [list(self._named.values())]
-        if not self._optimizers.needs_all_gradients:
-            units = [list(params) for params in members]
-        self._schedule.regroup(units, range(len(units)))
-
-    def _begin(self) -> None:
-        if self._average.applied:
-            raise UserError("call revert_global_avg() before training goes on")
-        self._mixing.begin_step()
-
-    @torch.no_grad()
-    def _update(self, indices: Sequence[int]) -> None:
-        if self._optimizers.needs_all_gradients:
-            self._optimizers.prepare()
-        if self._optimizers.scaled:
-            for index in indices:
-                self._mix(index)
-            self._optimizers.step_all()
-        for index in indices:
-            if not self._optimizers.scaled:
-                self._mix(index)
-                self._optimizers.step(index)
-            self._optimizers.end(index)
-            self._mixing.share(index)
-
-    def _mix(self, index: int) -> None:
-        edge = self._mixing.upcoming(index)
-        hook = getattr(self._optimizers.optimizers[index], "pre_average_hook", None)
-        if edge is not None and hook is not None:
-            hook(edge, edge.weight)
-        self._mixing.mix(index)
+        self._engine.close()

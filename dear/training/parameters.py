@@ -5,27 +5,21 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
-from dear.buckets.flat_values import FlatValues
+from dear.buckets.flat import Bucket, value_bucket
 from dear.buckets.grouping import MIB, fuse, layers
-from dear.buckets.unchanged import Unchanged
 from dear.buckets.updates import PartialUpdate
+from dear.comm.communicator import Communicator
 from dear.comm.neighbors import Round
 from dear.errors import UserError, unknown
 from dear.lazy import torch
 from dear.options import Options, option_of, positive
-from dear.topology.graphs import TOPOLOGIES, Name, check_graph, graph
+from dear.topology.graphs import TOPOLOGIES, Name, check_graph, graph, nx
 from dear.topology.traffic import Traffic
-from dear.training.backward import BackwardSchedule
-from dear.training.engine import Engine, refuse_lbfgs, trained_parameters
-from dear.training.grad_scaling import GradScaling
+from dear.training.engine import Engine, GradScaling, refuse_lbfgs, trained_parameters
+from dear.training.gradients import BackwardSchedule
 from dear.training.readers import ReaderMap
-
-if TYPE_CHECKING:
-    import networkx as nx
-
-    from dear.comm.communicator import Communicator
 
 BUCKET_MB = 25.0
 
@@ -127,7 +121,7 @@ class ParameterEngine(Engine):
         self.every = every
         self.steps = 0
         """Steps so far, where averages are overlapped with the present one; schedules go by it."""
-        self.buckets: list[FlatValues] = []
+        self.buckets: list[Bucket] = []
         self.pending: dict[Any, Any] = {}
         """What is under way, by bucket."""
         self.unmixed: set[int] = set()
@@ -154,24 +148,27 @@ class ParameterEngine(Engine):
     # Moments.
 
     def lay_out(self, members: Sequence[Sequence[torch.nn.Parameter]]) -> None:
-        self.buckets = [FlatValues(params, self.communicator) for params in members]
+        self.buckets = [value_bucket(params, self.communicator) for params in members]
 
     def begin(self) -> None:
-        for bucket in self.buckets:
-            bucket.reclaim()
+        if not all(bucket.reclaim() for bucket in self.buckets):
+            raise UserError(
+                "the model was moved or converted after it was distributed; close() the optimizer "
+                "first, and wrap it again afterwards"
+            )
         if self.order == "overlapped":
             self.steps += 1
             if self.optimizer is not None:
                 self._partial.note()
 
-    def share(self, bucket: FlatValues) -> None:
+    def share(self, bucket: Bucket) -> None:
         part = self.rounds(self.steps // self.every)
         self.pending[bucket] = self.exchange.start(bucket.values, part)
 
     def shared(self) -> None:
         return
 
-    def mix(self, bucket: FlatValues) -> None:
+    def mix(self, bucket: Bucket) -> None:
         self.pending.pop(bucket).finish(bucket.values)
         bucket.touched()
 
@@ -182,7 +179,7 @@ class ParameterEngine(Engine):
     def adapt(self, update: Callable[[], Any]) -> Any:
         return self.scaling.step(update)
 
-    def ready(self, buckets: Sequence[FlatValues]) -> None:
+    def ready(self, buckets: Sequence[Bucket]) -> None:
         with torch.no_grad():
             for bucket in buckets:
                 self.mix(bucket)
@@ -190,8 +187,7 @@ class ParameterEngine(Engine):
                 self.share(bucket)
 
     def passed(self) -> None:
-        self._noted = Unchanged(self._params)
-        self._noted.note()
+        self._gradients.note()
 
     def wait(self) -> None:
         for transfer in self.pending.values():
@@ -254,7 +250,7 @@ class ParameterEngine(Engine):
 
     def forget(self) -> None:
         if self._schedule is not None:
-            self._noted = Unchanged(())
+            self._gradients.forget()
             self._schedule.forget()
 
     def state_dict(self, plain: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -351,14 +347,8 @@ class ParameterEngine(Engine):
         return result
 
     def _before_module(self, module: torch.nn.Module) -> None:
-        self._readers.called(module)
-        if not self.unmixed:
-            return
-        if not (self.model.training and torch.is_grad_enabled()):
-            # An evaluation may read parameters where training never does.
-            self.settle()
-        else:
-            for index in sorted(self._readers.groups_of(module) & self.unmixed):
+        if self.unmixed:
+            for index in self._readers.due(module, self.unmixed):
                 self._mix(index)
 
     # Overlapped.
@@ -372,7 +362,7 @@ class ParameterEngine(Engine):
         self._params = params
         self._bucket_bytes = bucket_bytes
         self._arrived: dict[torch.nn.Parameter, None] = {}
-        self._noted = Unchanged(())
+        self._gradients = Bucket(params)
         if self.optimizer is not None:
             self._partial = PartialUpdate(self.optimizer, type(self.optimizer))
             if update == "backward" and not self._partial.possible():
@@ -443,14 +433,14 @@ class ParameterEngine(Engine):
                 "a GradScaler cannot step an optimizer whose updates are made in the backward "
                 "pass; use the option update='step'"
             )
-        if self._noted.changed() is not None:
+        if self._gradients.changed() is not None:
             raise UserError(
                 "a gradient was changed between backward() and step(), but the backward pass has "
                 "applied it already; use the option update='step'"
             )
         self._schedule.run_if_missing()
         self._schedule.restart()
-        self._noted = Unchanged(())
+        self._gradients.forget()
         return None
 
     def _update_in_step(self, update: Callable[[], Any], scaled: bool) -> Any:

@@ -5,31 +5,110 @@ from __future__ import annotations
 import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
+from dear.buckets.flat import Bucket
+from dear.comm.communicator import Communicator
+from dear.comm.neighbors import core_module
 from dear.cost.bounds import Bound
+from dear.lazy import torch
 from dear.options import at_least, positive
+from dear.topology.traffic import Traffic
 from dear.training.algorithm import Algorithm, Capabilities
-from dear.training.alone import AloneEngine
 from dear.training.engine import distribute, trained_parameters
-from dear.training.graph_options import GraphOptions
-from dear.training.local_updates import LocalUpdateEngine, UpdateIn
+from dear.training.one_sided import WindowEngine
+from dear.training.parameters import GraphOptions, UpdateIn
 
-if TYPE_CHECKING:
-    from torch.nn import Module
-    from torch.optim import Optimizer
+POLL_S = (0.0005, 0.02)
+"""Shortest and longest pause between two looks at a neighbour that is too far behind, on the
+communicator's clock."""
+DEFAULT_PATIENCE_S = 120.0
 
-    from dear.comm.communicator import Communicator
-    from dear.topology.traffic import Traffic
+
+class AsyncEngine(WindowEngine):
+    """In the order `overlapped`: each bucket, as soon as its last gradient is there,
+
+    - is averaged with what is in its slots;
+    - is updated with this rank's own gradient;
+    - is put into the neighbours' slots.
+
+    A neighbour that has died is left out; the others' weights and the own one take its share.
+
+    Args:
+        max_staleness: before a step, wait for neighbours whose last values are more than so many
+            steps behind, unless they have ended; puts then wait for their predecessors. None: never
+            wait.
+        finish_timeout_s: longest that `close` waits for ranks that are not done.
+    """
+
+    order = "overlapped"
+    apart = True
+
+    def __init__(
+        self, *args: Any, max_staleness: int | None, finish_timeout_s: float, **settings: Any
+    ) -> None:
+        self._max_staleness = max_staleness
+        self._finish_timeout_s = finish_timeout_s
+        super().__init__(*args, **settings)
+
+    def lay_out(self, members: Any) -> None:
+        super().lay_out(members)
+        self._refill = False  # neighbours may have put something since the slots were filled
+
+    def waits(self) -> bool:
+        return self._max_staleness is not None
+
+    def meet(self) -> None:
+        """Nobody waits for all ranks."""
+
+    def begin(self) -> None:
+        super().begin()
+        if self._max_staleness is not None:
+            for source in self.peers.sources:
+                self._catch_up(source, self.steps - 1 - self._max_staleness)
+
+    def mix(self, bucket: Bucket) -> None:
+        # The step under way is not in the values yet.
+        own, sources = self.mix_weights()
+        self.windows[bucket].collect(bucket.values, own, sources, steps=self.steps - 1)
+        bucket.touched()
+
+    def release(self) -> None:
+        if self.windows:
+            self.peers.leave(self._finish_timeout_s)
+        super().release()
+
+    def _catch_up(self, source: int, least: int) -> None:
+        """Waits until the last bucket from `source` has at least so many steps in it."""
+        *_, last = self.windows.values()
+        clock, pause = self.communicator.clock, POLL_S[0]
+        began = clock()
+        limit = self.communicator.timeout
+        patience_s = DEFAULT_PATIENCE_S if limit is None else limit.total_seconds()
+        while True:
+            steps = last.steps_in(source)
+            if steps is None or steps >= least or self.peers.gone(source):
+                break
+            if clock() - began > patience_s:
+                raise RuntimeError(
+                    f"rank {source} is {self.steps - 1 - steps} steps behind, more than "
+                    f"max_staleness={self._max_staleness}, and has not moved on within "
+                    f"{patience_s:g} s"
+                )
+            self.communicator.pause(pause)
+            pause = min(2 * pause, POLL_S[1])
+        self.communicator.blocked_s += clock() - began
 
 
 class AsyncDdp(Algorithm):
     """Asynchronous data parallelism over one-sided windows (after the asyncddp fork of BlueFog).
 
-    Invariant: a rank's step is x <- w_self x + sum_j w_j (what j put last) - update(g(x)), with its
-    own gradient; a slot that nothing has come to holds this rank's own start. No rank waits for
-    another one, except in the first step, where windows are made, and in `close()`. Ranks may make
-    different numbers of steps. `optimizer.statistics()` tells how stale what was used was.
+        x <- w x + sum of w_j (what j has put last) - update(gradient at x)
+
+    Invariant: a rank's step is this, with its own gradient; a slot that nothing has come to holds
+    this rank's own start. No rank waits for another one, except in the first step, where windows
+    are made, and in `close()`. Ranks may make different numbers of steps.
+    `optimizer.statistics()` tells how stale what was used was.
     Bytes move: each bucket of parameters as soon as it is updated; the receiver's program takes no
     part.
     Cost per step and rank: one put of the model to each out-neighbour.
@@ -74,20 +153,25 @@ class AsyncDdp(Algorithm):
         return None if built else "the comm core is not built: build it with scripts/build.sh"
 
     def wrap(
-        self, model: Module, optimizer: Optimizer, communicator: Communicator, options: Options
-    ) -> tuple[Module, Optimizer]:
-        params = trained_parameters(model, optimizer)
-        if communicator.size == 1:
-            return model, distribute(optimizer, AloneEngine(model, communicator))
-        from dear.algorithms.asynchronous._window_mixing import WindowMixing  # needs torch
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        communicator: Communicator,
+        options: Options,
+    ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        trained_parameters(model, optimizer)
 
-        mixing = WindowMixing(
-            communicator,
-            options.graph(communicator),
-            max_staleness=options.max_staleness,
-            finish_timeout_s=options.finish_timeout_s,
-        )
-        engine = LocalUpdateEngine(
-            model, optimizer, params, mixing, bucket_mb=options.bucket_mb, update=options.update
-        )
-        return model, distribute(optimizer, engine)
+        def engine() -> AsyncEngine:
+            core_module()  # Before anything is changed; windows are made in the first step.
+            return AsyncEngine(
+                model,
+                optimizer,
+                communicator,
+                options.graph(communicator),
+                bucket_mb=options.bucket_mb,
+                update=options.update,
+                max_staleness=options.max_staleness,
+                finish_timeout_s=options.finish_timeout_s,
+            )
+
+        return model, distribute(optimizer, engine, communicator)

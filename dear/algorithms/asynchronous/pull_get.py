@@ -3,10 +3,47 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+from dear.buckets.flat import Bucket
+from dear.comm.neighbors import timed
 from dear.training.algorithm import Capabilities
-from dear.training.one_sided import PullGetEngine
-from dear.training.window_algorithm import WindowAlgorithm, WindowOptions
+from dear.training.one_sided import WindowAlgorithm, WindowEngine, WindowOptions
+
+
+class PullGetEngine(WindowEngine):
+    """In the order `combine-then-adapt`, with the roles of sender and receiver changed.
+
+    - before a training forward: shows this rank's buckets, and starts to read the neighbours';
+    - `step()`: waits for what is being read, averages with it, then updates.
+    """
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        self._reading: dict[Bucket, list[Any]] = {}
+        super().__init__(*args, **settings)
+
+    def refill(self) -> None:
+        """Nobody puts anything into slots."""
+
+    def share(self, bucket: Bucket) -> None:
+        self.windows[bucket].show(bucket.values, steps=self.steps)
+
+    def shared(self) -> None:
+        self.meet()
+        for bucket, window in self.windows.items():
+            self._reading[bucket] = window.fetch(self.part.sources)
+
+    def mix(self, bucket: Bucket) -> None:
+        reading = self._reading.pop(bucket)
+
+        def wait() -> None:
+            for _, _, work in reading:
+                work.wait()
+
+        timed(self.communicator, wait)()
+        rows = {source: row for source, row, _ in reading}
+        self.windows[bucket].mix(bucket.values, *self.mix_weights(), rows, steps=self.steps)
+        bucket.touched()
 
 
 class PullGet(WindowAlgorithm):
@@ -14,9 +51,14 @@ class PullGet(WindowAlgorithm):
 
     The pull-get optimizer of BlueFog (Ying et al. 2021, arXiv 2111.04287): every rank shows the
     parameters that its step starts from, and reads its neighbours' without their help.
-    Invariant: with equal parameters everywhere and zero steps nothing changes.
+
+        x <- w x + sum of w_j (what j shows) - update(gradient at x)
+
+    Invariant: with equal parameters everywhere and zero steps nothing changes. With `barrier` it is
+    decentralized SGD (`neighbor`, combine=awc).
     Bytes move: beside both passes; the step waits for the reads, not for the neighbours' steps.
-    Cost per step and rank: the parameters once from each neighbour.
+    Cost per step and rank: the parameters once from each neighbour; memory for what is shown and
+    for what is being read.
     """
 
     engine = PullGetEngine

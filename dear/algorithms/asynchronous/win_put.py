@@ -5,8 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dear.training.algorithm import Capabilities
-from dear.training.one_sided import WinPutEngine
-from dear.training.window_algorithm import WindowAlgorithm, WindowOptions
+from dear.training.one_sided import WindowAlgorithm, WindowEngine, WindowOptions
+
+
+class WinPutEngine(WindowEngine):
+    """The moments of `WindowEngine` as they are, in the order `combine-then-adapt`.
+
+    - before a training forward: each bucket is put into this rank's slot at its neighbours;
+    - `step()`: averages with what is in the slots by then, then updates.
+    """
 
 
 class WinPut(WindowAlgorithm):
@@ -14,11 +21,16 @@ class WinPut(WindowAlgorithm):
 
     The win-put optimizer of BlueFog (Ying et al. 2021, arXiv 2111.04287): asynchronous
     decentralized SGD in the order of AWC, one-sided.
+
+        x <- w x + sum of w_j (what j has put last) - update(gradient at x)
+
     Invariant: with equal parameters everywhere and zero steps nothing changes; until a neighbour
-    has put something its slot holds this rank's own start.
+    has put something its slot holds this rank's own start. With `barrier` it is decentralized SGD
+    (`neighbor`, combine=awc).
     Bytes move: beside both passes and, if that is not enough, beside later steps; a neighbour that
     has not taken the last message yet gets none.
-    Cost per step and rank: the parameters at most once to each neighbour.
+    Cost per step and rank: the parameters at most once to each neighbour; one copy of them in
+    memory for what is under way, and a slot for each neighbour.
     """
 
     engine = WinPutEngine

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from dear.buckets.flat_parameters import FlatParameters
+from dear.buckets.flat import Bucket, value_bucket
+from dear.comm import runtime
+from dear.comm.communicator import Communicator, sub_communicators
 from dear.errors import UserError
 from dear.lazy import torch
 from dear.options import Options as AlgorithmOptions
@@ -15,12 +17,8 @@ from dear.options import at_least, positive
 from dear.topology.schedules import Edge, Topology, TopologyReg
 from dear.topology.traffic import Traffic
 from dear.training.algorithm import Algorithm, Capabilities
-from dear.training.alone import AloneEngine
 from dear.training.engine import distribute, trained_parameters
 from dear.training.parameters import BUCKET_MB, ParameterEngine, UpdateIn
-
-if TYPE_CHECKING:
-    from dear.comm.communicator import Communicator
 
 CHANNEL = 1
 """Of its own, so that what the training script communicates does not queue behind models."""
@@ -90,24 +88,26 @@ class Decentralized(Algorithm):
         options: Options,
     ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         trained_parameters(model, optimizer)
-        if communicator.size == 1:
-            return model, distribute(optimizer, AloneEngine(model, communicator))
-        topology = TopologyReg.make(
-            options.topology,
-            world_size=communicator.size,
-            rank=communicator.rank,
-            local_world_size=options.ranks_per_node or _ranks_per_node(),
-        )
-        engine = GroupEngine(
-            model,
-            optimizer,
-            communicator,
-            topology,
-            bucket_mb=options.bucket_mb,
-            update=options.update,
-        )
-        engine.set_factor(options.adaptive_factor)
-        return model, distribute(optimizer, engine)
+
+        def engine() -> GroupEngine:
+            topology = TopologyReg.make(
+                options.topology,
+                world_size=communicator.size,
+                rank=communicator.rank,
+                local_world_size=options.ranks_per_node or _ranks_per_node(),
+            )
+            made = GroupEngine(
+                model,
+                optimizer,
+                communicator,
+                topology,
+                bucket_mb=options.bucket_mb,
+                update=options.update,
+            )
+            made.set_factor(options.adaptive_factor)
+            return made
+
+        return model, distribute(optimizer, engine, communicator)
 
 
 class GroupEngine(ParameterEngine):
@@ -143,7 +143,6 @@ class GroupEngine(ParameterEngine):
         if "nccl" in communicator.backend:
             # NCCL's first call on a group must be one of all its ranks; an exchange is not.
             torch.distributed.barrier(communicator.groups[CHANNEL])
-        from dear.comm.communicator import sub_communicators  # needs torch
 
         larger = [
             edge.ranks
@@ -162,9 +161,10 @@ class GroupEngine(ParameterEngine):
     def lay_out(self, members: Sequence[Sequence[torch.nn.Parameter]]) -> None:
         edges = self.topology.get_all_edges()
         self.buckets = [
-            FlatParameters(
+            value_bucket(
                 params,
                 self.communicator,
+                spare=True,
                 viewed=self._views,
                 shared=any(len(edge.ranks) > 1 and not self._swaps(edge) for edge in edges),
             )
@@ -181,7 +181,7 @@ class GroupEngine(ParameterEngine):
                     self.share(bucket)
         super().begin()
 
-    def share(self, bucket: FlatParameters) -> None:
+    def share(self, bucket: Bucket) -> None:
         edge = self.topology.get_edge(self.steps)
         if len(edge.ranks) == 1:
             return
@@ -200,7 +200,7 @@ class GroupEngine(ParameterEngine):
                 work = group.all_reduce(bucket.spare, op="sum")
         self.pending[bucket] = work
 
-    def mix(self, bucket: FlatParameters) -> None:
+    def mix(self, bucket: Bucket) -> None:
         work = self.pending.pop(bucket, None)
         if work is None:
             return
@@ -228,7 +228,7 @@ class GroupEngine(ParameterEngine):
             group.close()
         self._groups = {}
 
-    def upcoming(self, bucket: FlatParameters) -> Edge | None:
+    def upcoming(self, bucket: Bucket) -> Edge | None:
         """The group whose average the next `mix` of a bucket takes; None if there is none."""
         if bucket not in self.pending:
             return None
@@ -250,6 +250,4 @@ def _share(edge: Edge) -> float:
 
 
 def _ranks_per_node() -> int:
-    from dear.comm import runtime  # needs torch
-
     return runtime.local_size() if runtime.is_initialized() else 1

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from dear.comm.communicator import Communicator
 from dear.comm.neighbors import Exchange, Round
 from dear.errors import UserError
 from dear.lazy import torch
@@ -15,9 +16,6 @@ from dear.topology.traffic import Traffic
 from dear.training.algorithm import Algorithm, Capabilities
 from dear.training.engine import distribute
 from dear.training.parameters import STREAMS, GraphOptions, ParameterEngine, always
-
-if TYPE_CHECKING:
-    from dear.comm.communicator import Communicator
 
 _DIRECTED = ("ring-left", "ring-right", "exp2")
 
@@ -84,7 +82,7 @@ class ExactDiffusionEngine(ParameterEngine):
 
     def lay_out(self, members: Sequence[Sequence[torch.nn.Parameter]]) -> None:
         super().lay_out(members)
-        self._psi = {bucket: bucket.new() for bucket in self.buckets}
+        self._psi = {bucket: torch.zeros_like(bucket.values) for bucket in self.buckets}
         self._started = False
 
     def adapt(self, update: Callable[[], Any]) -> Any:

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from dear.buckets.flat import Bucket
 from dear.buckets.updates import with_gradients
+from dear.comm.communicator import Communicator
 from dear.comm.neighbors import Exchange, Round
 from dear.lazy import torch
 from dear.topology.traffic import Traffic
 from dear.training.algorithm import Algorithm, Capabilities
 from dear.training.engine import distribute
 from dear.training.parameters import STREAMS, GraphOptions, ParameterEngine, always
-
-if TYPE_CHECKING:
-    from dear.buckets.flat_values import FlatValues
-    from dear.comm.communicator import Communicator
 
 
 class GradientTracking(Algorithm):
@@ -74,9 +72,9 @@ class Trackers:
         estimates: zeroed, one flat buffer for each bucket, where `y` shall be.
     """
 
-    def __init__(self, estimates: dict[FlatValues, torch.Tensor]) -> None:
+    def __init__(self, estimates: dict[Bucket, torch.Tensor]) -> None:
         self.estimates = estimates
-        self._last = {bucket: bucket.new() for bucket in estimates}
+        self._last = {bucket: torch.zeros_like(bucket.values) for bucket in estimates}
         self._used: set[torch.nn.Parameter] = set()
 
     def update(self, update: Callable[[], Any]) -> Any:
@@ -89,7 +87,7 @@ class Trackers:
             for bucket, estimate in self.estimates.items():
                 last = self._last[bucket]
                 estimate.sub_(last)
-                bucket.load_gradients(last)
+                bucket.copy_gradients(bucket.views(last))
                 estimate.add_(last)
                 for param, view in zip(bucket.params, bucket.views(estimate), strict=True):
                     if param.grad is not None or param in self._used or bool(view.any()):
@@ -115,14 +113,16 @@ class GradientTrackingEngine(ParameterEngine):
 
     def lay_out(self, members: Sequence[Sequence[torch.nn.Parameter]]) -> None:
         super().lay_out(members)
-        self._trackers = Trackers({bucket: bucket.new() for bucket in self.buckets})
+        self._trackers = Trackers(
+            {bucket: torch.zeros_like(bucket.values) for bucket in self.buckets}
+        )
 
-    def share(self, bucket: FlatValues) -> None:
+    def share(self, bucket: Bucket) -> None:
         super().share(bucket)
         estimate = self._trackers.estimates[bucket]
         self.pending[bucket, "estimate"] = self.exchange.start(estimate, self.rounds(self.steps))
 
-    def mix(self, bucket: FlatValues) -> None:
+    def mix(self, bucket: Bucket) -> None:
         super().mix(bucket)
         self.pending.pop((bucket, "estimate")).finish(self._trackers.estimates[bucket])
 

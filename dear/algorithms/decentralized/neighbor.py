@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
+from dear.comm.communicator import Communicator
 from dear.comm.neighbors import Exchange, Machines, Round
 from dear.comm.runtime import ranks_per_machine
 from dear.cost.bounds import Bound
@@ -18,9 +19,6 @@ from dear.topology.traffic import Traffic
 from dear.training.algorithm import Algorithm, Capabilities
 from dear.training.engine import distribute
 from dear.training.parameters import STREAMS, GraphOptions, ParameterEngine, Rounds, always
-
-if TYPE_CHECKING:
-    from dear.comm.communicator import Communicator
 
 
 class Neighbor(Algorithm):

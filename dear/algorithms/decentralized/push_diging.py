@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dear.algorithms.decentralized.gradient_tracking import Trackers
+from dear.buckets.flat import Bucket
+from dear.comm.communicator import Communicator
 from dear.comm.neighbors import Exchange, Round
 from dear.lazy import torch
 from dear.topology.traffic import Traffic
 from dear.training.algorithm import Algorithm, Capabilities
 from dear.training.engine import distribute
 from dear.training.parameters import STREAMS, GraphOptions, ParameterEngine, always
-
-if TYPE_CHECKING:
-    from dear.buckets.flat_values import FlatValues
-    from dear.comm.communicator import Communicator
 
 
 class PushDiging(Algorithm):
@@ -70,10 +68,10 @@ class PushDigingEngine(ParameterEngine):
 
     def lay_out(self, members: Sequence[Sequence[torch.nn.Parameter]]) -> None:
         super().lay_out(members)
-        self._messages: dict[FlatValues, torch.Tensor] = {}
+        self._messages: dict[Bucket, torch.Tensor] = {}
         """u, y and v, one after the other."""
-        self._numerators: dict[FlatValues, torch.Tensor] = {}
-        estimates: dict[FlatValues, torch.Tensor] = {}
+        self._numerators: dict[Bucket, torch.Tensor] = {}
+        estimates: dict[Bucket, torch.Tensor] = {}
         for bucket in self.buckets:
             size = bucket.values.numel()
             message = self._messages[bucket] = bucket.values.new_zeros(2 * size + 1)
@@ -91,11 +89,11 @@ class PushDigingEngine(ParameterEngine):
                 numerator.add_(bucket.values)
         return result
 
-    def share(self, bucket: FlatValues) -> None:
+    def share(self, bucket: Bucket) -> None:
         message = self._messages[bucket]
         self.pending[bucket] = self.exchange.start(message, self.rounds(self.steps))
 
-    def mix(self, bucket: FlatValues) -> None:
+    def mix(self, bucket: Bucket) -> None:
         message = self._messages[bucket]
         self.pending.pop(bucket).finish(message)
         torch.div(self._numerators[bucket], message[-1], out=bucket.values)

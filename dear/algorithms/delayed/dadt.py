@@ -8,9 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from dear.buckets.flat import Bucket, packed_buckets
-from dear.buckets.grouping import MIB
-from dear.buckets.ready_groups import ready_groups
-from dear.buckets.run_order import RunOrder, agree
+from dear.buckets.grouping import MIB, RunOrder, agree, ready_groups
 from dear.buckets.sparse import SparseSum, gather_entries
 from dear.buckets.updates import with_gradients
 from dear.comm.communicator import Communicator, Work

@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from dear.buckets.carriers import Carrier, make_carrier
-from dear.buckets.compression import HalfOptions, refuse_types, share_of
+from dear.buckets.compressors import HalfOptions, refuse_types, share_of
 from dear.buckets.flat import packed_bucket
-from dear.buckets.grouping import MIB, fuse, layers
-from dear.buckets.merging import Cost
+from dear.buckets.grouping import MIB, Cost, fuse, layers
 from dear.buckets.updates import PartialUpdate, with_gradients
 from dear.cost.collectives import measured_costs
 from dear.errors import UserError

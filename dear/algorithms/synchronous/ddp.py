@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from dear.buckets.carriers import Payloads
-from dear.buckets.compression import CompressedOptions, refuse_types
-from dear.buckets.compressors import make_compressor
-from dear.buckets.sharding import has_hooks, run_hooks
+from dear.buckets.compressors import CompressedOptions, make_compressor, refuse_types
+from dear.buckets.updates import has_hooks, run_hooks
 from dear.comm.communicator import Communicator, Work
 from dear.errors import UserError
 from dear.lazy import torch

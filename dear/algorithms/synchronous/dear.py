@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Any, Literal
 
-from dear.algorithms.synchronous._dear_engine import DearEngine
-from dear.algorithms.synchronous._dear_groups import Manner
-from dear.buckets.compression import CompressedOptions, refuse_types, wire_name
-from dear.buckets.grouping import KIB, MIB
-from dear.buckets.run_order import Fusion
-from dear.buckets.sharding import element_wise
+from dear.buckets.compressors import CompressedOptions, refuse_types, wire_dtype
+from dear.buckets.flat import Bucket, adopt, flatten
+from dear.buckets.grouping import KIB, RunOrder, agree, group, launch_order
+from dear.buckets.halves import (
+    AllReduced,
+    Decoupled,
+    Gathered,
+    ReduceBroadcast,
+    ScatterGather,
+    Usage,
+)
+from dear.buckets.sharding import Sharded, element_wise
+from dear.buckets.updates import Replicated, has_hooks
+from dear.comm.communicator import Communicator
 from dear.errors import UserError
+from dear.lazy import torch
 from dear.options import at_least, only_with, positive
 from dear.training.algorithm import Algorithm, Capabilities
-from dear.training.alone import AloneEngine
 from dear.training.engine import distribute, refuse_lbfgs, trained_parameters
-from dear.training.regrouping import WATCHED_STEPS, ByWaitTime, Regrouping, tuned, tuning_steps
-from dear.training.tuning import TRIALS
-
-if TYPE_CHECKING:
-    from torch.nn import Module
-    from torch.optim import Optimizer
-
-    from dear.comm.communicator import Communicator
+from dear.training.gradients import DeferredEngine
+from dear.training.tuning import TRIALS, WATCHED_STEPS, Regrouping, regrouping, tuning_steps
 
 
 class Dear(Algorithm):
@@ -31,6 +34,7 @@ class Dear(Algorithm):
 
     An all-reduce is a reduce-scatter and an all-gather. The first half of each group of layers runs
     in the backward pass, the second half in the next forward pass, until the layers need it.
+    Update: `x <- x - lr * mean over ranks(gradient at x)`, element by element by its owner.
     Invariant: whoever reads parameters by a forward or a state dict sees those after the last
     `step()`; between `backward()` and `step()` `p.grad` is still this rank's own gradient.
     Bytes move: reduce-scatter in the backward pass, all-gather from `step()` into the next forward.
@@ -126,38 +130,27 @@ class Dear(Algorithm):
     bound = "dear"
 
     def wrap(
-        self, model: Module, optimizer: Optimizer, communicator: Communicator, options: Options
-    ) -> tuple[Module, Optimizer]:
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        communicator: Communicator,
+        options: Options,
+    ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         refuse_lbfgs(optimizer, "dear")
-        fusion = Fusion(
-            rule="threshold" if options.fusion == "tuned" else options.fusion,
-            threshold=options.threshold_mb * MIB,
-            first=None if options.first_mb is None else options.first_mb * MIB,
-            nearby=options.nearby_layers,
-            cycle_s=options.cycle_time_ms / 1000,
-        )
-        manner = Manner(
-            sharded=not options.gathers and _sharded(optimizer, options.update),
-            broadcast=options.decouple == "reduce_broadcast",
-            wire=wire_name(options.compression),
-            payloads=options if options.gathers else None,
-            small_bytes=options.small_kb * KIB,
-            skip_reduce="reducescatter" in options.exclude_parts,
-            skip_gather="allgather" in options.exclude_parts,
-        )
+        sharded = not options.gathers and _sharded(optimizer, options.update)
         params = trained_parameters(model, optimizer)
         refuse_types(params, options)
-        if options.fusion == "tuned":
-            regrouping: Regrouping = tuned(fusion, communicator)
-        else:
-            regrouping = (ByWaitTime if options.fusion == "wait_time" else Regrouping)(fusion)
-        if communicator.size == 1 and not options.exclude_parts:
-            return model, distribute(optimizer, AloneEngine(model, communicator))
-        engine = DearEngine(model, optimizer, communicator, params, manner, regrouping)
-        return model, distribute(optimizer, engine)
+        rule = regrouping(options, communicator)
+
+        def engine() -> DearEngine:
+            return DearEngine(model, optimizer, communicator, params, options, sharded, rule)
+
+        # What is left out on purpose a world of one misses, too.
+        engine_or_maker = engine() if options.exclude_parts else engine
+        return model, distribute(optimizer, engine_or_maker, communicator)
 
 
-def _sharded(optimizer: Optimizer, update: str) -> bool:
+def _sharded(optimizer: torch.optim.Optimizer, update: str) -> bool:
     able = element_wise(optimizer)
     if update == "sharded" and not able:
         raise UserError(
@@ -166,3 +159,271 @@ def _sharded(optimizer: Optimizer, update: str) -> bool:
             "`element_wise = True` in its class"
         )
     return able and update != "replicated"
+
+
+class DearEngine(DeferredEngine):
+    """The moments of DeAR. Buckets are numbered in the order in which forward passes need them.
+
+    The first passes only watch; buckets are laid out before the first step, in the order seen. From
+    then on first halves start in backward passes (`ready`); `step()` ends them, updates (or leaves
+    that to the next forward pass) and starts second halves (`apply`); and a module that is about to
+    run waits for those of the parameters that it reads (`finish`).
+
+    Args:
+        sharded: each rank updates what it owns, and has the optimizer's state of that only.
+        rule: which layers travel together.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        communicator: Communicator,
+        params: Sequence[torch.nn.Parameter],
+        options: Dear.Options,
+        sharded: bool,
+        rule: Regrouping,
+    ) -> None:
+        super().__init__(model, optimizer, communicator, params, [[param] for param in params])
+        self._options = options
+        self._sharded = sharded
+        self._rule = rule
+        self._plain = type(optimizer)
+        self._usage = Usage(params, communicator)
+        self._watching = True
+        """Arrival times of gradients are wanted."""
+        self._arrivals: dict[torch.nn.Parameter, float] = {}
+        self._order = RunOrder(reads=[], arrivals=[], waits_s=[])
+        self._views: dict[torch.nn.Parameter, torch.Tensor] = {}
+        """The place of each gradient."""
+        self._parts: list[Decoupled] = []
+        """The two halves of each bucket; none before the first step."""
+        self._launched: list[int] = []
+        """Buckets in the order in which backward passes complete them."""
+        self._update: Sharded | Replicated
+        self._hooked: set[torch.nn.Module] = set()
+
+    # --- backward pass ----------------------------------------------------------------------------
+
+    def arrived(self, param: torch.nn.Parameter) -> None:
+        if self._parts:
+            adopt(param, self._views[param])
+        if self._watching:
+            self._arrivals.pop(param, None)
+            self._arrivals[param] = self.communicator.clock()
+
+    def ready(self, unit: int) -> None:
+        if not self._parts:
+            return
+        self.averaged = False
+        part = self._parts[unit]
+        if unit == self._launched[-1]:
+            self._usage.start(part if isinstance(part, AllReduced) else None)
+        part.bucket.note()
+        part.start_reduce()
+
+    def passed(self) -> None:
+        if not self._parts:
+            self.buckets[0].note()
+
+    # --- step -------------------------------------------------------------------------------------
+
+    def complete_pass(self) -> None:
+        super().complete_pass()
+        if not self._parts:
+            self.refuse_scaled()
+            self.refuse_changed()
+            self._lay_out(learn=True)
+            for index in self._launched:
+                self.ready(index)
+        elif not self._reclaimed():
+            raise UserError(
+                "parameters were moved to another device or type between the backward pass and "
+                "step(); move the model before the forward pass"
+            )
+
+    def apply(self, update: Callable[[], Any]) -> Any:
+        if self._sharded and has_hooks(self.optimizer):  # they expect to see all means
+            self.refuse_scaled()
+            self.arrive()
+            return self.step_averaged(update)
+        self._update.unused = self._usage.unused()
+        self.pending = self._update.step(update, self._launched)
+        self.finish_unread()
+        return None
+
+    def arrive(self) -> None:
+        unused = self._usage.unused()
+        for index in self._launched:
+            part = self._parts[index]
+            part.finish_reduce()
+            part.start_gather_mean(part.bucket.gradients)
+        for part in self._parts:
+            part.finish_gather()
+            for param, view in zip(part.bucket.params, part.bucket.gradient_views, strict=True):
+                param.grad = None if param in unused else view
+
+    def apply_averaged(self, update: Callable[[], Any]) -> Any:
+        return self._update.step_averaged(update)
+
+    def clip_grad_norm(
+        self, params: Sequence[torch.nn.Parameter], max_norm: float, norm_type: float
+    ) -> Any:
+        whole = self.averaged and not self.schedule.unsent
+        if whole or not self._sharded or norm_type <= 0:
+            return super().clip_grad_norm(params, max_norm, norm_type)
+        self.settle()
+        self.complete_pass()
+        self.refuse_scaled()
+        self.refuse_changed()
+        self._update.unused = self._usage.unused()
+        return self._update.clip(max_norm, norm_type)
+
+    def stepped(self) -> None:
+        if self._rule.after_step():
+            self._lay_out(learn=self._watching)
+
+    # --- forward pass -----------------------------------------------------------------------------
+
+    def before_model(self, module: torch.nn.Module) -> None:
+        """A hook that runs before all others: the model may have been moved."""
+        if not self._reclaimed():
+            self._lay_out(learn=False)
+
+    def finish(self, index: int) -> None:
+        self._update.finish(index)
+
+    # --- memory -----------------------------------------------------------------------------------
+
+    def _lay_out(self, learn: bool) -> None:
+        """Lays buckets out where parameters are now, and moves what is kept; a collective call.
+
+        Args:
+            learn: in the order that was seen since the last time; else in the order of then.
+        """
+        self.settle()
+        for part in self._parts:
+            part.finish_reduce()  # of a pass that no step followed
+        if learn:
+            self._learn()
+        members = group(self.model, self.params, self._order, self._rule.options)
+        self._launched = launch_order(members, self.params, self._order)
+        before = self._parts
+        for bucket in self.buckets:
+            bucket.forget()  # what watches holds the gradients, which move
+        self.buckets = flatten(members, self.communicator, values=self._sharded)
+        self._parts = [self._halves(bucket, index) for index, bucket in enumerate(self.buckets)]
+        kept = {
+            p: rest
+            for part in before
+            if isinstance(part, Gathered)
+            for p, rest in part.kept().items()
+        }
+        for part in self._parts:
+            if isinstance(part, Gathered):
+                part.keep(kept)
+        former = self._update if before else None
+        self._update = (Sharded if self._sharded else Replicated)(
+            self.optimizer,
+            self._plain,
+            self._parts,
+            self.communicator,
+            frozen="allgather" in self._options.exclude_parts,
+        )
+        if isinstance(self._update, Sharded):
+            self._update.take_state(former)
+        self._views = {
+            param: view
+            for bucket in self.buckets
+            for param, view in zip(bucket.params, bucket.gradient_views, strict=True)
+        }
+        self.readers.set_groups(members)
+        self.schedule.regroup(members, self._launched)
+        # Modules wait where a bucket has something to do after `step()`.
+        at_once = self._sharded and all(isinstance(part, AllReduced) for part in self._parts)
+        modules = [self.model] if at_once else self.readers.modules()
+        new = [module for module in modules if module not in self._hooked]
+        self._hooked.update(new)
+        self.hooks.before_forward(new, self.before_forward)
+        if not before:
+            self.hooks.before_forward([self.model], self.before_model)
+
+    def _halves(self, bucket: Bucket, index: int) -> Decoupled:
+        options, communicator = self._options, self.communicator
+        if options.gathers:
+            return Gathered(bucket, communicator, options)
+        how: dict[str, Any] = {
+            "wire": wire_dtype(options.compression),
+            "skip": "reducescatter" in options.exclude_parts,
+        }
+        if options.decouple == "reduce_broadcast":
+            return ReduceBroadcast(bucket, communicator, owner=index % communicator.size, **how)
+        small = 0 < bucket.gradients.nbytes <= options.small_kb * KIB
+        if small and not options.exclude_parts:
+            # The last message of a pass, if it is small, says who has which gradient, too.
+            marks = len(self.params) if index == self._launched[-1] else 0
+            return AllReduced(bucket, communicator, marks=marks, **how)
+        return ScatterGather(bucket, communicator, **how)
+
+    def _learn(self) -> None:
+        """Makes the order that was seen that of all ranks."""
+        place = {param: i for i, param in enumerate(self.params)}
+        end = max(self._arrivals.values(), default=0.0)
+        seen = RunOrder(
+            reads=[place[param] for param in self.readers.order()],
+            arrivals=[place[param] for param in self._arrivals],
+            waits_s=[end - at for at in self._arrivals.values()],
+        )
+        self._order = agree(seen, self.communicator)
+        self._watching = self._rule.watches
+
+    def _reclaimed(self) -> bool:
+        """Takes parameters back that got other memory; False if buckets must be laid out anew."""
+        return all(bucket.reclaim() for bucket in self.buckets)
+
+    # --- state ------------------------------------------------------------------------------------
+
+    def state_dict(self, plain: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        self.settle()
+        if not self._parts:
+            return plain()
+        kept = self.optimizer.state
+        held = {param for group in self.optimizer.param_groups for param in group["params"]}
+        # Beside it state that is not sharded: that of parameters that nobody trains.
+        others = {param: state for param, state in kept.items() if param in held}
+        self.optimizer.state = {**others, **self._whole_state()}
+        try:
+            return plain()
+        finally:
+            self.optimizer.state = kept
+
+    def load_state_dict(self, plain: Callable[[], None]) -> None:
+        self.settle()
+        plain()
+        if self._parts and isinstance(self._update, Sharded):
+            self._update.take_state()
+
+    def close(self) -> None:
+        super().close()
+        if not self._parts:
+            return
+        whole = self._whole_state()
+        if isinstance(self._update, Sharded):
+            self._update.forget_state()
+        self.optimizer.state.update(whole)
+        for part in self._parts:
+            part.finish_reduce()  # of a pass that no step followed
+            part.bucket.release()
+
+    def _whole_state(self) -> dict[torch.nn.Parameter, Any]:
+        """The sharded state of whole parameters, on every rank; a collective call."""
+        if not isinstance(self._update, Sharded):
+            return {}
+        try:
+            return dict(self._update.whole_state())
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"{error} (the optimizer's state is spread over the ranks: every rank must call "
+                "its state_dict() or close(), not only the one that saves; or use "
+                "update='replicated')"
+            ) from error

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from dear.algorithms.synchronous.wfbp import GradientAverager
-from dear.buckets.compression import HalfOptions, refuse_types, wire_dtype
+from dear.buckets.compressors import HalfOptions, refuse_types, wire_dtype
 from dear.buckets.grouping import MIB
 from dear.comm.communicator import Communicator
 from dear.errors import UserError

@@ -7,9 +7,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from dear.algorithms.synchronous.mgwfbp import gathered_cost, merge_gradients
-from dear.buckets.compression import CompressedOptions
-from dear.buckets.compressors import make_compressor
-from dear.buckets.merging import greedy, optimal
+from dear.buckets.compressors import CompressedOptions, make_compressor
+from dear.buckets.grouping import greedy, optimal
 from dear.cost.collectives import measured_call
 from dear.options import at_least
 from dear.training.algorithm import Algorithm, Capabilities
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
     from torch.nn import Module, Parameter
     from torch.optim import Optimizer
 
-    from dear.buckets.merging import Plan
+    from dear.buckets.grouping import Groups
     from dear.comm.communicator import Communicator
     from dear.training.backward_times import BackwardProfile
 
@@ -62,7 +61,7 @@ class Mgs(Algorithm):
     def wrap(
         self, model: Module, optimizer: Optimizer, communicator: Communicator, options: Options
     ) -> tuple[Module, Optimizer]:
-        def plan(ordered: list[Parameter], profile: BackwardProfile) -> Plan:
+        def plan(ordered: list[Parameter], profile: BackwardProfile) -> Groups:
             device = ordered[0].device
             select = measured_call(communicator, partial(_select, options=options), device)
             gather = gathered_cost(options, communicator, ordered[0])

@@ -8,11 +8,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from dear.buckets.carriers import Payloads, make_carrier
-from dear.buckets.compression import CompressedOptions, HalfOptions, refuse_types, share_of
-from dear.buckets.compressors import make_compressor
+from dear.buckets.compressors import (
+    CompressedOptions,
+    HalfOptions,
+    make_compressor,
+    refuse_types,
+    share_of,
+)
 from dear.buckets.flat import packed_bucket
-from dear.buckets.grouping import MIB, fuse
-from dear.buckets.merging import Plan, by_total, greedy, optimal
+from dear.buckets.grouping import MIB, Groups, by_total, fuse, greedy, optimal
 from dear.cost.collectives import measured_costs, table_costs
 from dear.errors import UserError
 from dear.lazy import torch
@@ -28,11 +32,11 @@ if TYPE_CHECKING:
     from torch.nn import Module, Parameter
     from torch.optim import Optimizer
 
-    from dear.buckets.merging import Plan
+    from dear.buckets.grouping import Groups
     from dear.comm.communicator import Communicator
     from dear.training.backward_times import BackwardProfile
 
-    Planner = Callable[[list[Parameter], BackwardProfile], Plan]
+    Planner = Callable[[list[Parameter], BackwardProfile], Groups]
     from torch.nn import Parameter
 
     from dear.comm.communicator import Work
@@ -99,7 +103,7 @@ class MgWfbp(Algorithm):
     def wrap(
         self, model: Module, optimizer: Optimizer, communicator: Communicator, options: Options
     ) -> tuple[Module, Optimizer]:
-        def plan(ordered: list[Parameter], profile: BackwardProfile) -> Plan:
+        def plan(ordered: list[Parameter], profile: BackwardProfile) -> Groups:
             sizes = [param.nbytes for param in ordered]
             kinds = [(param.dtype, param.device) for param in ordered]
             if options.threshold_mb is not None:

@@ -1,0 +1,182 @@
+"""The engines as a rank sees them: one small class each behind the same three collectives."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import dear
+from dear.errors import Unavailable
+from dear.lazy import torch
+
+# Started by mpirun; every other engine's ranks are started one by one.
+MPIRUN = ("mpi", "mpi_spin", "horovod")
+NAMES = ("comm_core", "comm_core_direct", "gloo", *MPIRUN)
+
+
+class Engine(ABC):
+    """Sum over float32 CPU tensors; every call returns the tensor that holds its result."""
+
+    versions: dict[str, str]
+
+    def empty(self, count: int) -> torch.Tensor:
+        """A tensor of `count` floats, in the memory that this engine likes best."""
+        return torch.empty(count, dtype=torch.float32)
+
+    @abstractmethod
+    def reduce_scatter(self, out: torch.Tensor, bucket: torch.Tensor) -> torch.Tensor: ...
+
+    @abstractmethod
+    def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> torch.Tensor: ...
+
+    @abstractmethod
+    def all_reduce(self, bucket: torch.Tensor) -> torch.Tensor: ...
+
+    @abstractmethod
+    def start_reduce_scatter(self, out: torch.Tensor, bucket: torch.Tensor) -> Callable[[], Any]:
+        """Returns at once; calling the result waits."""
+
+    def fence(self) -> None:  # noqa: B027  (most need nothing)
+        """Lets what other ranks still need from this one happen, where that needs a call."""
+
+    @abstractmethod
+    def close(self) -> None: ...
+
+
+class TorchEngine(Engine):
+    """A backend of torch.distributed.
+
+    Args:
+        direct: take tensors from `comm_core.empty`, which peers map (shared memory).
+    """
+
+    def __init__(self, backend: str, rank: int, size: int, store: Path, direct: bool) -> None:
+        self.versions = {"torch": torch.__version__}
+        self._core: Any = None
+        if backend == "comm_core":
+            self._core = _import("comm_core")
+            self.versions["comm_core"] = dear.__version__
+        self._direct = direct
+        self._dist = torch.distributed  # not by way of the lazy module in what is timed
+        self._dist.init_process_group(
+            backend,
+            store=self._dist.FileStore(str(store), size),
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=60),
+        )
+
+    def empty(self, count: int) -> torch.Tensor:
+        if self._direct:
+            return self._core.empty((count,), dtype=torch.float32)
+        return super().empty(count)
+
+    def reduce_scatter(self, out: torch.Tensor, bucket: torch.Tensor) -> torch.Tensor:
+        self._dist.reduce_scatter_tensor(out, bucket)
+        return out
+
+    def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
+        self._dist.all_gather_into_tensor(out, shard)
+        return out
+
+    def all_reduce(self, bucket: torch.Tensor) -> torch.Tensor:
+        self._dist.all_reduce(bucket)
+        return bucket
+
+    def start_reduce_scatter(self, out: torch.Tensor, bucket: torch.Tensor) -> Callable[[], Any]:
+        return self._dist.reduce_scatter_tensor(out, bucket, async_op=True).wait
+
+    def close(self) -> None:
+        self._dist.destroy_process_group()
+
+
+class MpiEngine(Engine):
+    """MPI's own collectives, by mpi4py."""
+
+    def __init__(self) -> None:
+        _import("mpi4py")
+        from mpi4py import MPI
+
+        self._mpi = MPI
+        self._world = MPI.COMM_WORLD
+        library = MPI.Get_library_version().split(",")[0].strip()
+        self.versions = {"mpi": library, "mpi4py": importlib.metadata.version("mpi4py")}
+
+    def reduce_scatter(self, out: torch.Tensor, bucket: torch.Tensor) -> torch.Tensor:
+        self._world.Reduce_scatter_block(bucket.numpy(), out.numpy())
+        return out
+
+    def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
+        self._world.Allgather(shard.numpy(), out.numpy())
+        return out
+
+    def all_reduce(self, bucket: torch.Tensor) -> torch.Tensor:
+        self._world.Allreduce(self._mpi.IN_PLACE, bucket.numpy())
+        return bucket
+
+    def start_reduce_scatter(self, out: torch.Tensor, bucket: torch.Tensor) -> Callable[[], Any]:
+        return self._world.Ireduce_scatter_block(bucket.numpy(), out.numpy()).Wait
+
+    def fence(self) -> None:
+        # Open MPI moves a queued message only inside of some call: a rank that has got its result
+        # and then sleeps may hold back what a peer waits for.
+        self._world.Barrier()
+
+    def close(self) -> None:
+        self._mpi.Finalize()
+
+
+class HorovodEngine(Engine):
+    """Horovod over MPI. It returns reduce-scatter and all-gather results in tensors of its own."""
+
+    def __init__(self) -> None:
+        self._hvd = _import("horovod.torch")
+        if not self._hvd.mpi_built():
+            raise Unavailable("this Horovod was built without MPI")
+        self._hvd.init()
+        self._started = 0
+        self.versions = {"horovod": importlib.metadata.version("horovod")}
+
+    def reduce_scatter(self, out: torch.Tensor, bucket: torch.Tensor) -> torch.Tensor:
+        return self._hvd.reducescatter(bucket, op=self._hvd.Sum, name="rs")
+
+    def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
+        return self._hvd.allgather(shard, name="ag")
+
+    def all_reduce(self, bucket: torch.Tensor) -> torch.Tensor:
+        return self._hvd.allreduce_(bucket, op=self._hvd.Sum, name="ar")
+
+    def start_reduce_scatter(self, out: torch.Tensor, bucket: torch.Tensor) -> Callable[[], Any]:
+        self._started += 1
+        name = f"rs{self._started % 64}"  # names of operations in flight must differ
+        handle = self._hvd.reducescatter_async(bucket, op=self._hvd.Sum, name=name)
+        return lambda: self._hvd.synchronize(handle)
+
+    def close(self) -> None:
+        self._hvd.shutdown()
+
+
+def create(name: str, rank: int, size: int, store: Path) -> Engine:
+    """Joins the job of this engine.
+
+    Raises:
+        Unavailable: something it needs is not installed.
+    """
+    if name in ("mpi", "mpi_spin"):
+        return MpiEngine()
+    if name == "horovod":
+        return HorovodEngine()
+    backend = name.removesuffix("_direct")
+    return TorchEngine(backend, rank, size, store, direct=name.endswith("_direct"))
+
+
+def _import(module: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise Unavailable(f"{type(error).__name__}: {error}") from error

@@ -1,0 +1,274 @@
+"""Every algorithm that is discovered, its serial reference, and what it is expected to support."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from dear.training.algorithm import algorithm_class, algorithm_names, algorithm_options
+
+TINY = 0.0002  # MB: many buckets
+
+NOT_AVERAGING = frozenset({"steps=left out", "steps=twice", "model=freezing"})
+"""What has a meaning only where all replicas are one: a step without a gradient of its own."""
+IN_BACKWARD = frozenset(
+    {"clip=own", "clip=torch", "scaler=overflow", "micros=two", "model=idle", "optimizer=own"}
+)
+"""What comes too late where each bucket is updated as soon as its gradients are there."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Meaning:
+    """What is expected of an algorithm."""
+
+    family: str
+    options: tuple[dict[str, Any], ...] = ({},)
+    """Settings to be tested; the first ones in everything."""
+    lacks: frozenset[str] = frozenset()
+    """What it refuses or does not define, as `axis=value`."""
+    lacks_with: Callable[[dict[str, Any]], frozenset[str]] = lambda options: frozenset()
+    """What it lacks with some options."""
+    worlds: Callable[[dict[str, Any], int], bool] = lambda options, size: True
+    """Whether options and world go together."""
+    state_in_groups: bool = False
+    """All that it keeps is in the optimizer's parameter groups: a plain optimizer that has loaded a
+    state can be wrapped."""
+    in_turn: bool = False
+    """Its ranks are made to step one after another, so that what they find is known."""
+
+    @classmethod
+    def of(cls, name: str) -> Meaning:
+        return TABLE.get(name) or Meaning(family=algorithm_class(name).capabilities.consistency)
+
+    @property
+    def averages_gradients(self) -> bool:
+        """So that clipping and scaling are of the average, the same on all ranks."""
+        return self.family in ("synchronous", "delayed")
+
+    def fits(self, options: dict[str, Any], size: int, script: dict[str, str]) -> bool:
+        """Whether a script can be run so."""
+        values = {f"{axis}={value}" for axis, value in script.items()}
+        lacks = self.lacks | self.lacks_with(options)
+        if not self.averages_gradients:
+            lacks |= NOT_AVERAGING
+        if self.family != "synchronous" and not self.state_in_groups:
+            lacks |= {"checkpoint=before"}
+        return (
+            not values & lacks
+            and self.worlds(options, size)
+            and not any(one in values and values & others for one, others in _APART.items())
+            and not (self.family == "delayed" and values >= {"scaler=overflow", "clip=own"})
+            and not (self.family == "delayed" and values >= {"scaler=overflow", "clip=torch"})
+        )
+
+
+_REPEATED = {"steps=left out", "steps=twice"}
+_CHANGED = {"clip=own", "clip=torch", "scaler=overflow"}
+_APART: dict[str, set[str]] = {
+    "call=closure": {*_CHANGED, *_REPEATED, "model=idle"},
+    "steps=left out": {*_CHANGED, "model=idle"},
+    "steps=twice": {*_CHANGED, "model=idle"},
+    "zero=zeros": {"model=idle", "model=branches"},
+    "scaler=overflow": {"model=idle", "model=complex"},
+    "model=complex": {"optimizer=own", "optimizer=fused"},
+}
+"""What a plain optimizer, too, cannot do together or does not define on several ranks."""
+_NOT_SHARDED = frozenset(
+    {"model=branches", "model=idle", "model=complex", "model=types", "optimizer=fused"}
+)
+
+_FUSIONS: tuple[dict[str, Any], ...] = (
+    {"small_kb": 0},
+    {"small_kb": 0, "fusion": "none"},
+    {"small_kb": 0, "threshold_mb": 0.0005, "first_mb": None},
+    {"small_kb": 0, "threshold_mb": 0.001, "first_mb": 0.0001},
+    {"small_kb": 0, "fusion": "nearby_layers", "nearby_layers": 2},
+    {"small_kb": 0, "fusion": "nearby_layers", "nearby_layers": -1},
+    {"small_kb": 0, "fusion": "wait_time", "cycle_time_ms": 0.05},
+    {"fusion": "none", "small_kb": 0.3},
+    {"fusion": "threshold", "small_kb": 8},
+)
+_UPDATES: tuple[dict[str, Any], ...] = (
+    {"update": "sharded"},
+    {"update": "replicated"},
+    {"update": "sharded", "decouple": "reduce_broadcast"},
+    {"update": "replicated", "decouple": "reduce_broadcast"},
+)
+
+
+def _of_dear() -> tuple[dict[str, Any], ...]:
+    """Every rule of fusion, and every manner of updating."""
+    chosen = [
+        fusion | _UPDATES[i % 2 if fusion.get("small_kb") else i % 4]
+        for i, fusion in enumerate(_FUSIONS)
+    ]
+    return ({"small_kb": 0}, *chosen)
+
+
+def _in_backward(options: dict[str, Any]) -> frozenset[str]:
+    return IN_BACKWARD if options.get("update", "backward") == "backward" else frozenset()
+
+
+def _groups(options: dict[str, Any], size: int) -> bool:
+    """Worlds of `decentralized`."""
+    name, per_node = options.get("topology", "complete"), options.get("ranks_per_node", 1)
+    if name == "complete" or (size == 1 and per_node == 1):
+        return True
+    return size in (2, 4) and size > per_node
+
+
+TABLE: dict[str, Meaning] = {
+    "allreduce": Meaning(family="synchronous"),
+    "wfbp": Meaning(family="synchronous", options=({}, {"channels": 2})),
+    "mgwfbp": Meaning(
+        family="synchronous",
+        options=(
+            {},
+            {"merge": "asc"},
+            {"merge": "optimal"},
+            {"merge": "threshold", "threshold_mb": 0.0},
+            {"costs": "10gbe", "profile_steps": 1},
+        ),
+    ),
+    "mgs": Meaning(
+        family="synchronous",
+        options=({"density": 1.0}, {"density": 1.0, "merge": "optimal"}),
+        lacks=frozenset({"model=complex"}),
+    ),
+    "bytescheduler": Meaning(
+        family="synchronous",
+        options=(
+            {},
+            {"partition_mb": 0.0001, "levels": 3},
+            {"partition_mb": 0.0001, "credit_mb": 0.0003},
+        ),
+    ),
+    "dear": Meaning(family="synchronous", options=_of_dear()),
+    "ddp": Meaning(
+        family="synchronous",
+        options=(
+            {"find_unused_parameters": True},
+            {
+                "find_unused_parameters": True,
+                "bucket_cap_mb": TINY,
+                "gradient_as_bucket_view": True,
+            },
+            {"find_unused_parameters": True, "zero": True},
+        ),
+        lacks=frozenset({"model=idle"}),
+    ),
+    "fsdp": Meaning(
+        family="synchronous",
+        options=({"min_mb": 0.00001}, {"stage": 2}),
+        lacks=_NOT_SHARDED,
+    ),
+    "horovod": Meaning(family="synchronous", lacks=frozenset({"model=complex"})),
+    "dadt": Meaning(
+        family="delayed",
+        options=(
+            {},
+            {"delay": 2},
+            {"delay": 3, "buffer_mb": 0.0},
+            {"buffer_mb": 0.0005},
+            {"cycle_time_ms": 0.05, "average": False},
+        ),
+        lacks=frozenset({"steps=left out", "steps=twice"}),
+    ),
+    "neighbor": Meaning(
+        family="decentralized",
+        options=(
+            {"bucket_mb": 0.001},
+            {"combine": "atc", "topology": "star"},
+            {"combine": "awc", "topology": "ring-left", "every": 2},
+            {"combine": "atc", "dynamic": "one-peer-exp"},
+            {"combine": "awc", "hierarchical": True, "local_size": 2},
+            {"combine": "atc", "hierarchical": True, "local_size": 2, "dynamic": "one-peer-exp"},
+        ),
+        worlds=lambda options, size: size % options.get("local_size", 1) == 0,
+    ),
+    "gradient-tracking": Meaning(
+        family="decentralized",
+        options=({"bucket_mb": 0.001}, {"topology": "ring"}),
+        lacks=frozenset({"scaler=overflow"}),
+    ),
+    "exact-diffusion": Meaning(
+        family="decentralized",
+        options=({"bucket_mb": 0.001}, {"topology": "star"}),
+        lacks=frozenset({"scaler=overflow"}),
+    ),
+    "push-diging": Meaning(
+        family="decentralized",
+        options=({"bucket_mb": 0.001}, {"topology": "star"}),
+        lacks=frozenset({"scaler=overflow"}),
+    ),
+    "decentralized": Meaning(
+        family="decentralized",
+        options=(
+            {"update": "step", "topology": "ring", "bucket_mb": TINY},
+            {"bucket_mb": TINY},
+            {"topology": "ring", "bucket_mb": TINY, "adaptive_factor": 0.6},
+            {"topology": "one-peer-exp", "update": "step"},
+            {"topology": "alternating-exp-ring", "ranks_per_node": 2, "bucket_mb": TINY},
+        ),
+        lacks_with=_in_backward,
+        worlds=_groups,
+        state_in_groups=True,
+    ),
+    "win-put": Meaning(
+        family="asynchronous",
+        options=(
+            {"barrier": True, "bucket_mb": 0.001},
+            {"barrier": True, "topology": "star", "every": 2},
+        ),
+    ),
+    "pull-get": Meaning(
+        family="asynchronous",
+        options=(
+            {"barrier": True, "bucket_mb": 0.001},
+            {"barrier": True, "topology": "ring-right", "every": 2},
+        ),
+    ),
+    "push-sum": Meaning(
+        family="asynchronous",
+        options=(
+            {"barrier": True, "bucket_mb": 0.001},
+            {"barrier": True, "topology": "star"},
+            {"barrier": True, "topology": "ring", "every": 2},
+        ),
+    ),
+    "asyncddp": Meaning(
+        family="asynchronous",
+        options=(
+            {"bucket_mb": TINY, "update": "step"},
+            {"bucket_mb": TINY, "topology": "ring-left"},
+            {"topology": "star", "update": "step"},
+        ),
+        lacks=frozenset(
+            {"checkpoint=before", "checkpoint=model first", "checkpoint=optimizer first"}
+        ),
+        lacks_with=_in_backward,
+        in_turn=True,
+    ),
+}
+
+
+def reference_of(name: str, options: dict[str, Any]) -> Any:
+    """The serial reference, a function of the algorithm's name beside its file."""
+    family = algorithm_class(name).capabilities.consistency
+    module = importlib.import_module(f"dear.algorithms.{family}._reference")
+    if options.get("compression") == "eftopk":
+        return module.error_feedback
+    return getattr(module, name.replace("-", "_"))
+
+
+def skip_if_unavailable(name: str) -> None:
+    reason = algorithm_class(name).unavailable()
+    if reason:
+        pytest.skip(reason)
+
+
+__all__ = ["TABLE", "Meaning", "algorithm_class", "algorithm_names", "algorithm_options"]

@@ -1,0 +1,72 @@
+"""Every algorithm trains like its serial reference, whatever the script does around a step."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+from tests.contract.algorithms import Meaning, algorithm_names, skip_if_unavailable
+from tests.contract.pairs import pairwise
+from tests.contract.training import Script, difference, on_rank, serial
+
+AXES: dict[str, list[str]] = {
+    "model": ["awkward", "plain", "branches", "idle", "odd", "bfloat16"],
+    "optimizer": ["SGD", "AdamW", "own"],
+    "micros": ["one", "two", "paused"],
+    "scheduler": ["none", "before", "after"],
+    "read": ["at the end", "every step"],
+    "evaluate": ["never", "grad", "no_grad", "inference"],
+    "clip": ["none", "own", "torch"],
+    "scaler": ["none", "overflow"],
+    "zero": ["none", "zeros"],
+    "call": ["step", "closure"],
+    "steps": ["once", "left out", "twice"],
+    "checkpoint": ["none", "model first", "optimizer first", "before"],
+}
+MORE = {
+    "model": ["freezing", "channels_last", "float64", "complex", "types", "recurrent",
+              "recomputed", "reentrant", "reader"],
+    "optimizer": ["Adagrad", "RMSprop", "fused"],
+}  # fmt: skip
+"""What is combined with everything else by `make test-all` only."""
+TOLERANCE = {"bfloat16": 2e-2, "types": 2e-2, "recurrent": 5e-4}
+
+
+def _cases() -> list[Any]:
+    """Quick ones, and (marked `full`) those with further models and optimizers."""
+    cases = {}
+    full = {axis: [*values, *MORE.get(axis, [])] for axis, values in AXES.items()}
+    for name, (axes, marks) in itertools.product(
+        algorithm_names(), [(AXES, ()), (full, pytest.mark.full)]
+    ):
+        meaning = Meaning.of(name)
+
+        def fits(case: dict[str, Any], meaning: Meaning = meaning) -> bool:
+            options = meaning.options[case["options"]]
+            return meaning.fits(options, case["world"], {axis: case[axis] for axis in AXES})
+
+        own = {"world": [2, 3, 4, 1], "options": list(range(len(meaning.options)))}
+        for case in pairwise({**own, **axes}, fits):
+            options, size = meaning.options[case["options"]], case["world"]
+            script = Script(**{axis: case[axis] for axis in AXES})
+            told = _id(name, options, case)
+            cases.setdefault(told, pytest.param(name, options, size, script, id=told, marks=marks))
+    return list(cases.values())
+
+
+def _id(name: str, options: dict[str, Any], case: dict[str, Any]) -> str:
+    said = [f"{value}" for axis, value in options.items()]
+    said += [str(case[f.name]) for f in fields(Script) if case[f.name] != AXES[f.name][0]]
+    return "-".join([name, str(case["world"]), *said])
+
+
+@pytest.mark.parametrize(("name", "options", "size", "script"), _cases())
+def test_an_algorithm_equals_its_reference(world, name, options, size, script):
+    skip_if_unavailable(name)
+    wanted = serial(name, options, script, size)
+    results = world(size, name).run(on_rank, name, options, script)
+    far = [difference(got, want) for got, want in zip(results, wanted, strict=True)]
+    assert max(far) < TOLERANCE.get(script.model, 2e-5), far

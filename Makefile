@@ -7,10 +7,11 @@ PY := $(VENV)/bin/python
 READY := $(VENV)/ready
 HOROVOD := $(VENV)/horovod-tried
 CORE := $(VENV)/comm-core-built
+CORE_TESTS := $(VENV)/comm-core-tests-built
 NOTEBOOKS := $(VENV)/notebooks-ready
 CORE_SOURCES := $(shell find common/comm_core -name '*.cc' -o -name '*.h' -o -name CMakeLists.txt)
 
-.PHONY: bench test test-all retest core horovod gpu-check sanitize torch-suite lint system-packages clean help
+.PHONY: bench test test-all retest core core-tests horovod gpu-check sanitize torch-suite lint system-packages clean help
 
 help:
 	@echo "make bench            set up, then the default sweep: a table and a plot"
@@ -18,6 +19,7 @@ help:
 	@echo "make test-all         the same and everything that takes longer"
 	@echo "make retest           only the tests that failed last"
 	@echo "make core             build the comm core (part of bench and test)"
+	@echo "make core-tests       the same with the C++ tests (part of test)"
 	@echo "make sanitize         the comm core's C++ tests under ThreadSanitizer and AddressSanitizer"
 	@echo "make gpu-check        everything that needs an NVIDIA GPU, in at most 8 minutes"
 	@echo "make torch-suite      torch's own tests of backends on the comm core, 2 and 4 ranks"
@@ -29,10 +31,10 @@ help:
 bench: $(READY) $(CORE) $(HOROVOD)
 	$(PY) benchmarks.py
 
-test: $(READY) $(CORE) $(HOROVOD) lint
+test: $(READY) $(CORE_TESTS) $(HOROVOD) lint
 	$(PY) -m pytest -m "not full"
 
-test-all: $(READY) $(CORE) $(HOROVOD) $(NOTEBOOKS) lint
+test-all: $(READY) $(CORE_TESTS) $(HOROVOD) $(NOTEBOOKS) lint
 	$(PY) -m pytest
 
 # Only what failed last; nothing to repeat is a failure too.
@@ -40,6 +42,8 @@ retest: $(READY)
 	$(PY) -m pytest --last-failed --last-failed-no-failures none
 
 core: $(CORE)
+
+core-tests: $(CORE_TESTS)
 
 sanitize: $(READY)
 	scripts/sanitize.sh $(VENV)
@@ -49,9 +53,9 @@ gpu-check:
 	PYTHON="$(PYTHON)" scripts/gpu_check.sh $(VENV)
 
 torch-suite: $(CORE)
-	$(PY) -m pip install --disable-pip-version-check -q -r tests/torch_suite/requirements.txt
-	$(PY) tests/torch_suite/run.py --world-size 2 --json docs/records/torch_suite/world2.json
-	$(PY) tests/torch_suite/run.py --world-size 4 --json docs/records/torch_suite/world4.json
+	$(PY) -m pip install --disable-pip-version-check -q -r tests/comm/torch_suite/requirements.txt
+	$(PY) tests/comm/torch_suite/run.py --world-size 2 --json docs/records/torch_suite/world2.json
+	$(PY) tests/comm/torch_suite/run.py --world-size 4 --json docs/records/torch_suite/world4.json
 
 horovod:
 	rm -f $(HOROVOD)
@@ -61,9 +65,14 @@ $(READY): requirements.txt pyproject.toml scripts/setup.sh
 	PYTHON="$(PYTHON)" scripts/setup.sh $(VENV)
 	touch $@
 
-$(CORE): $(READY) scripts/build.sh $(CORE_SOURCES)
+$(CORE): $(READY) scripts/build.sh scripts/build_facts.py $(CORE_SOURCES)
 	scripts/build.sh $(VENV)
 	touch $@
+
+# It builds the comm core, too; bench alone does without the tests.
+$(CORE_TESTS): $(READY) scripts/build.sh scripts/build_facts.py $(CORE_SOURCES)
+	scripts/build.sh $(VENV) tests
+	touch $@ $(CORE)
 
 $(HOROVOD): $(READY) scripts/horovod.sh
 	scripts/horovod.sh $(VENV)

@@ -7,7 +7,7 @@ import datetime
 import sys
 from typing import Any
 
-from common.harness.machine import machine_card
+from common.machine import machine_card
 
 
 class Report:

@@ -26,7 +26,7 @@ from bench import session, table
 from bench.memory import parsed_algorithm
 from bench.output import Output
 from bench.processes import run_ranks
-from common.harness.machine import machine_card
+from common.machine import machine_card
 from dear.errors import UserError, unknown
 from dear.options import at_least
 from dear.training.algorithm import algorithm_class, algorithm_options

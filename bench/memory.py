@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench import session, table
 from bench.output import Output
 from bench.processes import run_ranks
-from common.harness.machine import machine_card
+from common.machine import machine_card
 from dear.options import at_least
 from dear.training.algorithm import algorithm_class, algorithm_options
 

@@ -20,7 +20,7 @@ from bench import engines
 from bench.hosts import Hosts, need_sandbox
 from bench.team import Layout, Team, TeamError
 from common.emulation import sandbox
-from common.harness.machine import machine_card
+from common.machine import machine_card
 from dear.errors import UserError, unknown
 
 _CONGESTION = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")

@@ -15,12 +15,13 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
-from common.results import learning, tables
+from common.results import learning
 from common.results.comparison import Comparison
-from common.results.records import Record
-from plots import pace, style
+from common.results.records import Evaluation, Record, fabric_words
+from common.results.table import significant
+from plots import style
 
-Curve = tuple[Record, list[dict[str, Any]]]
+Curve = tuple[Record, list[Evaluation]]
 """A trial and the evaluations of its first repeat."""
 
 _FIELDS = (
@@ -43,15 +44,13 @@ _FIELDS = (
 
 def draw(folder: Path, out: Path) -> list[Path]:
     """Reads `folder/records.jsonl`; writes learning.{png,pdf,csv} to `out`, returns the paths."""
-    good = [r for r in Comparison.load(folder).results(folder) if r["status"] == "ok"]
-    good.sort(key=lambda record: style.order(record["trial"]["algorithm"]))
+    good = [r for r in Comparison.load(folder).results(folder) if r.ok]
+    good.sort(key=lambda record: style.order(record.trial["algorithm"]))
     colour = _colours(good)
     columns = _columns(good)
     style.setup()
-    if any("accuracy" in record["learning"][0]["evaluations"][0] for record in good):
-        figure = _curves(columns, colour)
-    else:
-        figure = pace.draw(columns, colour)
+    judged = any(record.learning[0].evaluations[0].accuracy is not None for record in good)
+    figure = (_curves if judged else _paces)(columns, colour)
     figure.supxlabel(_caption(good), fontsize=7, color="#555555", x=0.01, ha="left")
     out.mkdir(parents=True, exist_ok=True)
     data = out / "learning.csv"
@@ -61,8 +60,8 @@ def draw(folder: Path, out: Path) -> list[Path]:
 
 def _colours(good: Sequence[Record]) -> dict[str, str]:
     """By label; variants of one algorithm are told apart."""
-    labels = list(dict.fromkeys(record["trial"]["label"] for record in good))
-    names = {record["trial"]["label"]: record["trial"]["algorithm"] for record in good}
+    labels = list(dict.fromkeys(record.label for record in good))
+    names = {record.label: record.trial["algorithm"] for record in good}
     first = {names[label]: label for label in reversed(labels)}
     keys = [names[label] if first[names[label]] == label else label for label in labels]
     found = style.colours(keys)
@@ -72,7 +71,7 @@ def _colours(good: Sequence[Record]) -> dict[str, str]:
 def _columns(good: Sequence[Record]) -> dict[tuple[Any, ...], list[Record]]:
     """Trials that are compared with each other; the single worker stands beside all of them."""
     columns: dict[tuple[Any, ...], list[Record]] = {}
-    singles = [record for record in good if record["trial"]["algorithm"] == "none"]
+    singles = [record for record in good if record.trial["algorithm"] == "none"]
     for record in good:
         if record not in singles:
             columns.setdefault(_place(record), []).append(record)
@@ -85,13 +84,15 @@ def _columns(good: Sequence[Record]) -> dict[tuple[Any, ...], list[Record]]:
 
 
 def _place(record: Record) -> tuple[Any, ...]:
-    trial = record["trial"]
-    return (
-        trial["model"],
-        trial["world_size"],
-        trial.get("network"),
-        learning.fault_title(trial),
-    )
+    trial = record.trial
+    return (trial["model"], trial["world_size"], trial.get("network"), record.fault)
+
+
+def _title(place: Sequence[Any]) -> str:
+    """Of the panel for model, world size, network and fault; two lines."""
+    model, world, network, fault = place
+    where = f" on {network}" if network else ""
+    return f"{model}, {world} workers{where}\n{fault or 'undisturbed'}"
 
 
 def _curves(columns: dict[tuple[Any, ...], list[Record]], colour: dict[str, str]) -> Figure:
@@ -108,12 +109,48 @@ def _curves(columns: dict[tuple[Any, ...], list[Record]], colour: dict[str, str]
     )
     handles: dict[str, Any] = {}
     for column, (place, records) in enumerate(columns.items()):
-        curves = [(record, record["learning"][0]["evaluations"]) for record in records]
+        curves = [(record, record.learning[0].evaluations) for record in records]
         for row, panel in enumerate(panels):
             handles |= panel(axes[row, column], curves, colour)
-        axes[0, column].set_title(pace.title(place), loc="left", fontsize=9, fontweight="bold")
+        axes[0, column].set_title(_title(place), loc="left", fontsize=9, fontweight="bold")
     figure.legend(
         handles.values(), handles.keys(), loc="outside right upper", frameon=False, fontsize=8
+    )
+    return figure
+
+
+def _paces(columns: dict[tuple[Any, ...], list[Record]], colour: dict[str, str]) -> Figure:
+    """Steps per second where nothing is learned: of undisturbed ranks, and of the slowed host."""
+    heights = [len(records) + 1.2 for records in columns.values()]
+    figure, axes = plt.subplots(
+        len(columns),
+        1,
+        figsize=(6.8, 0.42 * sum(heights) + 0.6),
+        height_ratios=heights,
+        squeeze=False,
+        sharex=True,
+        layout="constrained",
+    )
+    everything = [record for records in columns.values() for record in records]
+    table = dict(zip(map(id, everything), learning.make_rows(everything), strict=True))
+    for axis, (place, records) in zip(axes[:, 0], columns.items(), strict=True):
+        for at, record in enumerate(records):
+            row, label = table[id(record)], record.label
+            text = significant(row.steps_per_s)
+            text += "" if row.kept is None else f" ({row.kept:.2f} of undisturbed)"
+            axis.barh(at, row.steps_per_s, color=colour[label], height=0.7)
+            axis.annotate(
+                text, (row.steps_per_s, at), xytext=(8, 0), textcoords="offset points", va="center"
+            )
+            if row.slowed_steps_per_s is not None:
+                axis.plot([row.slowed_steps_per_s], [at], marker="D", color="#222222", ms=5)
+        axis.set_yticks(range(len(records)), [record.label for record in records])
+        axis.invert_yaxis()
+        axis.set_title(_title(place).replace("\n", ", "), loc="left", fontsize=9, weight="bold")
+    axes[0, 0].set_xlim(0, axes[0, 0].get_xlim()[1] * 1.25)
+    axes[-1, 0].set_xlabel(
+        "steps per second of the slowest rank that is not slowed; diamonds: of the slowed host",
+        fontsize=8,
     )
     return figure
 
@@ -124,32 +161,27 @@ def _lines(
     """A line per trial, and around it the range of the single ranks' models."""
     handles = {}
     for record, evaluations in curves:
-        label = record["trial"]["label"]
-        shown = [e for e in evaluations if e.get(y) is not None]
-        along = [_mean_steps(e) if x == "steps" else e[x] for e in shown]
-        (line,) = axis.plot(along, [e[y] for e in shown], color=colour[label], lw=1.3)
+        label = record.label
+        shown = [e for e in evaluations if getattr(e, y) is not None]
+        along = [e.mean_steps if x == "steps" else e.seconds for e in shown]
+        (line,) = axis.plot(along, [getattr(e, y) for e in shown], color=colour[label], lw=1.3)
         handles[label] = line
-        if band and any(e[f"{y}_min"] != e[f"{y}_max"] for e in shown):
-            low, high = ([e[f"{y}_{end}"] for e in shown] for end in ("min", "max"))
+        if band and any(getattr(e, f"{y}_min") != getattr(e, f"{y}_max") for e in shown):
+            low, high = ([getattr(e, f"{y}_{end}") for e in shown] for end in ("min", "max"))
             axis.fill_between(along, low, high, color=colour[label], alpha=0.12, lw=0)
     axis.grid(True, axis="both")
     axis.set_xlim(left=0)
     return handles
 
 
-def _mean_steps(evaluation: dict[str, Any]) -> float:
-    steps = [count for count in evaluation["steps"] if count is not None]
-    return sum(steps) / len(steps)
-
-
 def _accuracy(
     axis: Axes, curves: Sequence[Curve], colour: dict[str, str], *, x: str
 ) -> dict[str, Any]:
     handles = _lines(axis, curves, colour, x, "accuracy", band=True)
-    target = curves[0][0]["trial"]["learn"]["target_accuracy"]
+    target = curves[0][0].trial["learn"]["target_accuracy"]
     if target is not None:
         axis.axhline(target, color="#777777", lw=1, ls="--")
-    final = [e["accuracy"] for _, evaluations in curves for e in evaluations[1:]]
+    final = [e.accuracy for _, evaluations in curves for e in evaluations[1:]]
     axis.set_ylim(max(0.0, min(0.8, sorted(final)[len(final) // 4] - 0.05)), 1.0)
     axis.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     axis.set_ylabel("test accuracy", fontsize=8)
@@ -167,9 +199,9 @@ def _loss(axis: Axes, curves: Sequence[Curve], colour: dict[str, str], *, x: str
 
 def _consensus(axis: Axes, curves: Sequence[Curve], colour: dict[str, str]) -> dict[str, Any]:
     shown = [
-        (record, [e for e in evaluations if e.get("consensus_distance")])  # 0 has no logarithm
+        (record, [e for e in evaluations if e.consensus_distance])  # 0 has no logarithm
         for record, evaluations in curves
-        if any(e.get("consensus_distance") for e in evaluations)
+        if any(e.consensus_distance for e in evaluations)
     ]
     handles = _lines(axis, shown, colour, "seconds", "consensus_distance", band=False)
     if shown:
@@ -182,21 +214,21 @@ def _consensus(axis: Axes, curves: Sequence[Curve], colour: dict[str, str]) -> d
 def _staleness(axis: Axes, curves: Sequence[Curve], colour: dict[str, str]) -> dict[str, Any]:
     """The stalest neighbour's since the evaluation before, and at the end the most of any value."""
     shown = [
-        (record, [e for e in evaluations if e.get("staleness") is not None])
+        (record, [e for e in evaluations if e.staleness is not None])
         for record, evaluations in curves
-        if any(e.get("staleness") is not None for e in evaluations)
+        if any(e.staleness is not None for e in evaluations)
     ]
     handles = _lines(axis, shown, colour, "seconds", "staleness", band=False)
     for record, evaluations in shown:
         most = max((most for _, most in learning.staleness(record)), default=0)
         axis.annotate(
             f"at most {most:g}",
-            (evaluations[-1]["seconds"], evaluations[-1]["staleness"]),
+            (evaluations[-1].seconds, evaluations[-1].staleness),
             xytext=(-2, 4),
             textcoords="offset points",
             ha="right",
             fontsize=7,
-            color=colour[record["trial"]["label"]],
+            color=colour[record.label],
         )
     axis.set_ylabel("steps that the stalest\nneighbour is behind", fontsize=8)
     axis.set_xlabel("seconds of training", fontsize=8)
@@ -208,10 +240,10 @@ def _staleness(axis: Axes, curves: Sequence[Curve], colour: dict[str, str]) -> d
 
 
 def _caption(good: Sequence[Record]) -> str:
-    first, machine = good[0], good[0]["machine"]
-    learn = first["trial"]["learn"]
-    words = tables.fabric_words(good)
-    repeats = len(first["learning"])
+    first, machine = good[0], good[0].machine
+    learn = first.trial["learn"]
+    words = fabric_words(good)
+    repeats = len(first.learning)
     text = f"n = {repeats} {'run' if repeats == 1 else 'runs'} of {learn['budget_s']:g} s each"
     if learn["data"] is not None:
         text += f" on {learn['data']}"
@@ -220,7 +252,7 @@ def _caption(good: Sequence[Record]) -> str:
             "judging takes no training time"
         )
     text += (
-        f". {words[:1].upper()}{words[1:]}, over {first['trial']['backend']}, on "
+        f". {words[:1].upper()}{words[1:]}, over {first.trial['backend']}, on "
         f"{machine['cores']} x {machine['cpu']}, torch {machine['packages']['torch']}, commit "
         f"{machine['commit']}."
     )
@@ -232,14 +264,11 @@ def _write(good: Sequence[Record], path: Path) -> None:
         writer = csv.DictWriter(file, _FIELDS, lineterminator="\n", extrasaction="ignore")
         writer.writeheader()
         for record in good:
-            named = {
-                "fault": learning.fault_title(record["trial"]),
-                "algorithm": record["trial"]["label"],
-            }
-            for number, repeat in enumerate(record["learning"]):
-                for evaluation in repeat["evaluations"]:
-                    steps = " ".join("-" if n is None else str(n) for n in evaluation["steps"])
-                    writer.writerow({**evaluation, **named, "repeat": number, "steps": steps})
+            named = {"fault": record.fault, "algorithm": record.label}
+            for number, repeat in enumerate(record.learning):
+                for one in repeat.evaluations:
+                    steps = " ".join("-" if n is None else str(n) for n in one.steps)
+                    writer.writerow({**vars(one), **named, "repeat": number, "steps": steps})
 
 
 if __name__ == "__main__":

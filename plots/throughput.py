@@ -10,20 +10,21 @@ from typing import Any
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
-from common.results import tables
+from common.results import rows
 from common.results.comparison import Comparison
-from common.results.records import Record
-from common.results.tables import Row, significant
+from common.results.records import Record, fabric_words
+from common.results.rows import Row
+from common.results.table import csv_text, significant
 from plots import style
 
 
 def draw(folder: Path, out: Path) -> list[Path]:
     """Reads `folder/records.jsonl`; writes throughput.{png,pdf,csv} to `out`, returns the paths."""
     comparison = Comparison.load(folder)
-    good = [record for record in comparison.results(folder) if record["status"] == "ok"]
-    good.sort(key=lambda record: style.order(record["trial"]["algorithm"]))
-    table = tables.rows(good, comparison.compare_to)
-    names = [record["trial"]["algorithm"] for record in good]
+    good = [record for record in comparison.results(folder) if record.ok]
+    good.sort(key=lambda record: style.order(record.trial["algorithm"]))
+    table = rows.make_rows(good, comparison.compare_to)
+    names = [record.trial["algorithm"] for record in good]
     colour = style.colours(sorted(set(names), key=style.order))
 
     style.setup()
@@ -31,11 +32,11 @@ def draw(folder: Path, out: Path) -> list[Path]:
     singles = [row for row, name in zip(table, names, strict=True) if name == "none"]
     for row, name in zip(table, names, strict=True):
         if name != "none":
-            panels.setdefault(tables.place(row), []).append((row, name))
+            panels.setdefault(row.place, []).append((row, name))
     for row in singles:  # an experiment of single workers only has panels too
         if not any(key[:2] == (row.model, row.batch_size) for key in panels):
-            panels[tables.place(row)] = [(row, "none")]
-    heights = [len(rows) + 1.2 for rows in panels.values()]
+            panels[row.place] = [(row, "none")]
+    heights = [len(panel) + 1.2 for panel in panels.values()]
     figure, axes = plt.subplots(
         len(panels),
         1,
@@ -44,13 +45,13 @@ def draw(folder: Path, out: Path) -> list[Path]:
         squeeze=False,
         layout="constrained",
     )
-    for axis, rows in zip(axes[:, 0], panels.values(), strict=True):
-        _panel(axis, rows, colour, _single(singles, rows[0][0]))
+    for axis, panel in zip(axes[:, 0], panels.values(), strict=True):
+        _panel(axis, panel, colour, _single(singles, panel[0][0]))
     figure.supxlabel(_caption(good, table), fontsize=7, color="#555555", x=0.01, ha="left")
 
     out.mkdir(parents=True, exist_ok=True)
     data = out / "throughput.csv"
-    data.write_text(tables.csv_text(table))
+    data.write_text(csv_text(Row, table))
     return [*style.save(figure, out / "throughput"), data]
 
 
@@ -106,16 +107,16 @@ def _panel(
 
 
 def _caption(good: list[Record], table: list[Row]) -> str:
-    machine = good[0]["machine"]
+    machine = good[0].machine
     counts = sorted({row.n for row in table})
     steps = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
-    count = len(good[0]["repeats"])
+    count = len(good[0].iters)
     repeats = "1 repeat" if count == 1 else f"{count} interleaved repeats"
-    words = tables.fabric_words(good)
+    words = fabric_words(good)
     text = (
         f"Medians of n = {steps} steps in {repeats}; bars: "
         f"95 % bootstrap CI. {words[:1].upper()}{words[1:]}, over "
-        f"{good[0]['trial']['backend']}, on "
+        f"{good[0].trial['backend']}, on "
         f"{machine['cores']} x {machine['cpu']}, torch {machine['packages']['torch']}, commit "
         f"{machine['commit']}."
     )

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Builds the comm core against the torch of a virtual environment: scripts/build.sh .venv
-# Prints what was found and what was left out. Needs a C++20 compiler; cmake and ninja come from
-# the environment's packages.
+# Builds the comm core against the torch of a virtual environment: scripts/build.sh .venv [tests]
+# Prints what was found and what was left out; with `tests`, builds the C++ tests too. Needs a C++20
+# compiler; cmake and ninja come from the environment's packages. Where there is an MPI, mpi4py is
+# installed into the environment, for the backend `mpi`.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 venv=$(cd "${1:-.venv}" && pwd)
@@ -15,8 +16,8 @@ if ! command -v "${CXX:-c++}" > /dev/null; then
 fi
 rm -rf "$build_dir/extensions"
 mkdir -p "$build_dir"
-facts=$("$python" "$source_dir/build_facts.py")
-cmake_args=()
+facts=$("$python" scripts/build_facts.py)
+cmake_args=("-DCOMM_CORE_TESTS=$([[ "${2:-}" == tests ]] && echo ON || echo OFF)")
 while IFS= read -r line; do cmake_args+=("-D$line"); done <<< "$facts"
 
 log="$build_dir/build.log"
@@ -31,24 +32,25 @@ if ! { cmake -S "$source_dir" -B "$build_dir" -G Ninja "${cmake_args[@]}" \
 fi
 # Renamed into place: a process that has the old file mapped keeps it whole, and there is one at
 # any time.
-for extension in "$build_dir"/extensions/*.so; do
-  cp "$extension" "$source_dir/.new"
-  mv "$source_dir/.new" "$source_dir/$(basename "$extension")"
-done
+extension=$(basename "$build_dir"/extensions/_core*.so)
+cp "$build_dir/extensions/$extension" "$source_dir/.new"
+mv "$source_dir/.new" "$source_dir/$extension"
 for old in "$source_dir"/_core*.so "$source_dir"/_mpi*.so; do
-  [ -e "$build_dir/extensions/$(basename "$old")" ] || rm -f "$old"
+  [[ "$old" == "$source_dir/$extension" ]] || rm -f "$old"
 done
-"$python" "$source_dir/build_facts.py" --record
-mpi=$(grep -oE 'comm_core: (no MPI|MPI .*)' "$log" | tail -n 1 || true)
+"$python" scripts/build_facts.py --record
+mpi="none found: no backend 'mpi' (Debian: apt-get install libopenmpi-dev)"
+if command -v mpirun > /dev/null; then
+  "$python" -c 'import mpi4py' 2> /dev/null \
+    || "$python" -m pip install --disable-pip-version-check -q mpi4py || true
+  mpi=$(PYTHONPATH=common "$python" -c 'from comm_core import mpi
+print(mpi.unavailable() or mpi.library_version().split(",")[0])')
+fi
 echo "   compiler  $("${CXX:-c++}" --version | head -n 1)"
 echo "   torch     $("$python" -c 'import torch; print(torch.__version__)')"
 echo "   CUDA      $("$python" -c 'import torch; v = torch.version.cuda
 print(f"{v}: CUDA tensors are staged through pinned memory" if v else "none in this torch")')"
 echo "   NCCL      $("$python" -c 'import torch.distributed as d
 print("torch brings it" if d.is_nccl_available() else "none in this torch")')"
-if [[ "$mpi" == *"no MPI"* ]]; then
-  echo "   MPI       none found: no backend 'mpi' (Debian: apt-get install libopenmpi-dev)"
-else
-  echo "   MPI       ${mpi#comm_core: MPI }: backend 'mpi'"
-fi
+echo "   MPI       $mpi"
 echo "== comm core built in $((SECONDS - started)) s"

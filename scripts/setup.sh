@@ -1,9 +1,15 @@
 #!/usr/bin/env bash
 # Makes a virtual environment with everything in requirements.txt: scripts/setup.sh .venv
+# With --what-can-be after it, also where nothing can be downloaded: what is missing is left out.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 venv=${1:-.venv}
+lenient=${2:-}
 python=${PYTHON:-python3}
+if [[ -n "$lenient" && -e "$venv/ready" ]]; then
+  echo "$venv is set up already"
+  exit
+fi
 
 "$python" - <<'EOF' || exit 2
 import sys
@@ -22,6 +28,7 @@ raise SystemExit((major, minor) < (2, 11))
 EOF
 }
 
+site='import sysconfig; print(sysconfig.get_path("purelib"))'
 wanted=$(mktemp)
 trap 'rm -f "$wanted"' EXIT
 grep -v '^#' requirements.txt > "$wanted"
@@ -35,11 +42,31 @@ fi
 if [[ ! -x "$venv/bin/python" ]]; then
   echo "== creating $venv"
   "$python" -m venv "${options[@]}" "$venv"
+  if [[ ${#options[@]} -gt 0 ]]; then
+    # If this Python is a virtual environment's itself, what it has installed is not among the
+    # "system's" packages, so name its folders.
+    "$python" - > "$("$venv/bin/python" -c "$site")/machine.pth" <<'EOF'
+import sys, sysconfig
+if sys.prefix != sys.base_prefix:
+    print(*{sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}, sep="\n")
+EOF
+  fi
 fi
 echo "== installing requirements (torch is the large one; a few minutes on a slow line)"
 "$venv/bin/python" -m pip install --disable-pip-version-check --progress-bar off -r "$wanted" \
-  | { grep -v '^Requirement already satisfied' || true; }
+  | { grep -v '^Requirement already satisfied' || true; } || {
+  [[ -n "$lenient" ]] || exit 1
+  echo "== the requirements were not all installed (no network?): going on with what is there"
+}
 echo "== installing dear (editable)"
-"$venv/bin/python" -m pip install --disable-pip-version-check -q --no-deps \
-  --no-build-isolation -e .
-echo "== ready: $("$venv/bin/python" -c 'import torch; print("torch", torch.__version__)')"
+"$venv/bin/python" -m pip install --disable-pip-version-check -q --no-deps --no-build-isolation \
+  ${lenient:+--no-index} -e . || {
+  [[ -n "$lenient" ]] || exit 1
+  echo "== dear was not installed by pip: linking it"
+  folder=$("$venv/bin/python" -c "$site")
+  pwd > "$folder/dear-bench.pth"
+  ln -sfn "$PWD/common/comm_core" "$folder/comm_core"
+}
+cd "$venv"
+torch=$(bin/python -c 'import dear, torch; print("torch", torch.__version__)')
+echo "== ready: $torch"

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from common.harness.trial import MeasureConfig, OptimizerConfig, Trial
+from common.emulation.config import Fault
+from common.harness.trial import MeasureConfig, OptimizerConfig, Trial, options_of
 
 
 def make_trial(algorithm: str, world: int = 4, **more: Any) -> Trial:
-    """A small trial; `more` are fields that differ."""
+    """A small trial; `more` are fields that differ, options and fault as an experiment has them."""
     fields = {
-        "options": {},
         "model": "mnist_cnn",
         "batch_size": 8,
         "sentence_len": None,
@@ -24,4 +24,12 @@ def make_trial(algorithm: str, world: int = 4, **more: Any) -> Trial:
         "measure": MeasureConfig(),
         "label": algorithm,
     }
-    return Trial(algorithm=algorithm, world_size=world, **{**fields, **more})
+    options = options_of(algorithm, more.pop("options", {}))
+    fault = Fault(**more.pop("fault")) if more.get("fault") else None
+    return Trial(
+        algorithm=algorithm,
+        world_size=world,
+        options=options,
+        fault=fault,
+        **{**fields, **more},
+    )

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 import dear
-from common.harness import check
+from common.harness.worker import correctness as check
 from common.models.workload import Workload
 from dear.comm import runtime
 from dear.errors import UserError

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import dear
-from comm_core import mpi_backend
+from comm_core import mpi
 from dear import dadt
 from dear.buckets.grouping import by_buffer
 from dear.comm import runtime
@@ -489,7 +489,7 @@ def test_a_timeline_has_dadts_phases(pool, tmp_path):
 
 
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="no mpirun here")
-@pytest.mark.skipif(mpi_backend.unavailable() is not None, reason=str(mpi_backend.unavailable()))
+@pytest.mark.skipif(mpi.unavailable() is not None, reason=str(mpi.unavailable()))
 def test_a_script_runs_over_mpi(tmp_path):
     report = tmp_path / "report.json"
     mpirun = ["mpirun", "-np", "2", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import dear
-from common.harness.check import replica_spread
+from common.harness.worker.correctness import replica_spread
 from dear.comm import runtime
 from tests.awkward import error
 from tests.test_optimizer import (

@@ -1,20 +1,23 @@
 """The bodies of a `Communicator`'s operations: what each starts, waits for, and copies.
 
-Every function here is a generator for `streams`; `channel` says where its collectives go. Tensors
-are checked by the caller. Those that are not contiguous are copied in and out, in logical order, so
-that ranks whose tensors differ in strides still agree about the elements.
+A body is a generator for `streams`; `channel` says where its collectives go. Its tensors have been
+checked by the `check_...` functions here. Those that are not contiguous are copied in and out, in
+logical order, so that ranks whose tensors differ in strides still agree about the elements.
+Neighbours are those of a directed graph of which each rank knows its own place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import zlib
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from .streams import Body
+Body = Generator[list[Any], None, None]
+"""Yields lists of `torch.distributed.Work` to await before it is continued."""
 
 # torch 2.13 renames these two; 2.11 has the old names only.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -161,3 +164,199 @@ def exchange(channel: Channel, receives: Messages, sends: Messages) -> list[Any]
     works: list[Any] = [dist.irecv(t, group=group, group_src=rank) for rank, t in receives]
     works += [dist.isend(t, group=group, group_dst=rank) for rank, t in sends]
     return works
+
+
+def check_tensor(
+    name: str, tensor: torch.Tensor, backends: Mapping[str, str], written: bool
+) -> torch.Tensor:
+    """Returns the tensor cut off from autograd (same memory).
+
+    Args:
+        name: of the operation, for the message.
+        backends: device type -> backend.
+        written: the operation writes into the tensor.
+
+    Raises:
+        TypeError: it is no tensor.
+        ValueError: it is sparse, on a device that no backend serves, or to be written though
+            several of its elements share memory.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} needs a tensor, got {type(tensor).__name__}")
+    if tensor.layout is not torch.strided:
+        raise ValueError(f"{name} needs a dense tensor, got layout {tensor.layout}")
+    if tensor.device.type not in backends or tensor.device.type not in ("cpu", "cuda"):
+        served = ", ".join(f"{device} ({backend})" for device, backend in backends.items())
+        raise ValueError(f"{name}: no backend for tensors on {tensor.device}; there is {served}")
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    if written and any(length > 1 and step == 0 for length, step in steps):
+        raise ValueError(
+            f"{name} cannot write into an expanded tensor (shape {tuple(tensor.shape)}, strides "
+            f"{tensor.stride()}): its elements share memory; clone it"
+        )
+    return tensor.detach()
+
+
+def check_pair(name: str, first: torch.Tensor, second: torch.Tensor) -> None:
+    """Both must be of one dtype (else TypeError) and on one device (else ValueError)."""
+    if first.dtype != second.dtype:
+        raise TypeError(f"{name} needs tensors of one dtype, got {first.dtype} and {second.dtype}")
+    if first.device != second.device:
+        raise ValueError(
+            f"{name} needs tensors on one device, got {first.device} and {second.device}"
+        )
+
+
+def check_rank(what: str, rank: int, size: int) -> None:
+    """Raises TypeError if `rank` is no int, ValueError if no rank of a group of `size`."""
+    if not isinstance(rank, int) or isinstance(rank, bool):
+        raise TypeError(f"{what} must be a rank, an int; got {rank!r}")
+    if not 0 <= rank < size:
+        raise ValueError(f"{what} {rank} is no rank of a group of {size}")
+
+
+Ranks = Sequence[int] | Mapping[int, float]
+"""Ranks, or rank -> weight."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Neighbors:
+    """This rank's place in a directed graph."""
+
+    rank: int
+    sources: dict[int, float]
+    """In-neighbours and the factors of what comes from them, in the caller's order."""
+    destinations: dict[int, float]
+    """Out-neighbours and the factors of what goes to them."""
+    self_weight: float
+
+    @classmethod
+    def of(
+        cls, rank: int, size: int, sources: Ranks, destinations: Ranks, self_weight: float | None
+    ) -> Neighbors:
+        """Checks what one rank can check alone.
+
+        Raises:
+            ValueError: a rank that does not exist, is this rank or occurs twice, or only one of
+                `self_weight` and the weights of the sources.
+            TypeError: a rank that is no int.
+        """
+        weighted = isinstance(sources, Mapping)
+        if weighted != (self_weight is not None):
+            raise ValueError(
+                "give self_weight together with weights of the sources ({rank: weight}), or neither"
+            )
+        uniform = 1.0 / (len(sources) + 1)
+        return cls(
+            rank=rank,
+            sources=_weights("source", sources, uniform, rank, size),
+            destinations=_weights("destination", destinations, 1.0, rank, size),
+            self_weight=uniform if self_weight is None else float(self_weight),
+        )
+
+
+def _weights(kind: str, ranks: Ranks, default: float, rank: int, size: int) -> dict[int, float]:
+    for other in ranks:
+        check_rank(kind, other, size)
+        if other == rank:
+            raise ValueError(f"{kind} {other} is this rank itself; its share is self_weight")
+    if isinstance(ranks, Mapping):
+        return {other: float(weight) for other, weight in ranks.items()}
+    if len(set(ranks)) != len(ranks):
+        raise ValueError(f"a rank occurs twice among the {kind}s {list(ranks)}")
+    return dict.fromkeys(ranks, default)
+
+
+def description(
+    near: Neighbors, size: int, dtype: torch.dtype | None, sent: int, wanted: Sequence[int]
+) -> torch.Tensor:
+    """What this rank will send and expects, int64 `[1 + 2 * size]`, for `disagreement`.
+
+    Args:
+        dtype: of the messages; None if it is not known yet.
+        sent: elements in each message that goes out.
+        wanted: elements expected from each source.
+    """
+    row = torch.full((1 + 2 * size,), -1)
+    row[0] = zlib.crc32(str(dtype).encode())
+    for other in near.destinations:
+        row[1 + other] = sent
+    for other, numel in zip(near.sources, wanted, strict=True):
+        row[1 + size + other] = numel
+    return row
+
+
+def disagreement(rows: torch.Tensor) -> str | None:
+    """The first contradiction in all ranks' descriptions `[size, 1 + 2 * size]`, or None."""
+    size = rows.shape[0]
+    sent, wanted = rows[:, 1 : 1 + size], rows[:, 1 + size :].T
+    for source, destination in (sent != wanted).nonzero().tolist():
+        n, m = int(sent[source, destination]), int(wanted[source, destination])
+        if m < 0:
+            return (
+                f"rank {source} sends to rank {destination}, which does not name rank {source} "
+                "among its sources"
+            )
+        if n < 0:
+            return (
+                f"rank {destination} expects a message of rank {source}, which does not name rank "
+                f"{destination} among its destinations"
+            )
+        return f"rank {source} sends {n} elements to rank {destination}, which expects {m}"
+    for source, destination in (sent >= 0).nonzero().tolist():
+        if rows[source, 0] != rows[destination, 0]:
+            return f"rank {source} sends another dtype to rank {destination} than that expects"
+    return None
+
+
+def weighted_sum(out: torch.Tensor, terms: Iterable[tuple[float, torch.Tensor]]) -> None:
+    """`out <- sum of weight * term`, added in the order of the terms.
+
+    Half precision is added in float32 and rounded once. `out` may be the first term's memory, but
+    no other's.
+    """
+    (weight, first), *others = terms
+    half = first.dtype in (torch.float16, torch.bfloat16)
+    total = first.float() * weight if half else torch.mul(first, weight, out=out)
+    for weight, term in others:
+        total.add_(term, alpha=weight)
+    if half:
+        out.copy_(total)
+
+
+def neighbor_all_reduce(
+    channel: Channel, tensor: torch.Tensor, out: torch.Tensor, near: Neighbors
+) -> Body:
+    """`out = self_weight * tensor + sum of weight * message`, added in the order of the ranks.
+
+    This rank's own share is added at its place in that order, so ranks with the same terms and
+    weights get the same bits.
+    """
+    own = flat(tensor)
+    messages = {source: torch.empty_like(own) for source in sorted(near.sources)}
+    scaled = {weight: own * weight for weight in set(near.destinations.values()) if weight != 1}
+    yield exchange(
+        channel,
+        list(messages.items()),
+        [(rank, scaled.get(weight, own)) for rank, weight in near.destinations.items()],
+    )
+    terms = {near.rank: (near.self_weight, own)}
+    terms.update({source: (near.sources[source], t) for source, t in messages.items()})
+    total = torch.empty_like(own)
+    weighted_sum(total, (terms[rank] for rank in sorted(terms)))
+    out.copy_(total.view(out.shape))
+
+
+def neighbor_all_gather(
+    channel: Channel, tensor: torch.Tensor, outputs: Sequence[torch.Tensor], near: Neighbors
+) -> Body:
+    """Receives the message of each source, in the caller's order, into its output."""
+    own = flat(tensor)
+    buffers = [flat(output) for output in outputs]
+    yield exchange(
+        channel,
+        list(zip(near.sources, buffers, strict=True)),
+        [(rank, own) for rank in near.destinations],
+    )
+    for output, buffer in zip(outputs, buffers, strict=True):
+        _unflatten(output, buffer)

@@ -74,12 +74,6 @@ class NetworkProfile:
             raise UserError(f"network {self.name!r}: loss_percent must be below 100")
 
 
-def network_names() -> list[str]:
-    """The profiles of configs/networks, slowest first."""
-    names = [path.stem for path in _FOLDER.glob("*.yaml")]
-    return sorted(names, key=lambda name: (_read(name).gbps, name))
-
-
 def network_profile(name: str) -> NetworkProfile:
     """The profile of that name, or one for a bare bandwidth such as `2.5gbit`.
 

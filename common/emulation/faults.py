@@ -10,13 +10,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from common.emulation.cluster import EmulatedCluster
 from common.emulation.config import Fault, network_profile
 from dear.errors import UserError
-
-if TYPE_CHECKING:
-    from common.emulation.cluster import EmulatedCluster
 
 Event = dict[str, Any]
 """at_s, what, host, rank, for_s, ok, message; see `FaultInjector.stop`."""
@@ -146,12 +144,14 @@ class FaultInjector:
         fault, scale = self._fault, self._time_scale
         while self._phase(0)[1] != _MEASURING:
             if self._trial_ended.wait(_POLL_S):
-                self._fail(self._change.what, None, "the trial ended before it measured")
+                self._note(
+                    self._change.what, None, ok=False, message="the trial ended before it measured"
+                )
                 return
         self._began = time.monotonic()
         if self._trial_ended.wait(fault.at_s * scale) or self._phase(0)[1] != _MEASURING:
             late = f"planned at {fault.at_s:g} s, but the measurement had ended"
-            self._fail(self._change.what, self._now(), late)
+            self._note(self._change.what, self._now(), ok=False, message=late)
             return
         self._in_effect = True  # perhaps in part, should it now fail
         if not self._attempt(self._change.what, self._change.do):
@@ -167,28 +167,16 @@ class FaultInjector:
         try:
             deed()
         except Exception as error:  # of whatever kind, it belongs in the record
-            self._fail(what, at_s, f"{type(error).__name__}: {error}")
+            self._note(what, at_s, ok=False, message=f"{type(error).__name__}: {error}")
             return False
         self._note(what, at_s)
         return True
 
-    def _fail(self, what: str, at_s: float | None, message: str) -> None:
-        self._note(what, at_s, ok=False, message=message)
-
     def _note(
         self, what: str, at_s: float | None, *, ok: bool = True, message: str | None = None
     ) -> None:
-        self._events.append(
-            {
-                "at_s": at_s,
-                "what": what,
-                "host": f"h{self._host}",
-                "rank": self._fault.rank,
-                "for_s": self._fault.for_s,
-                "ok": ok,
-                "message": message,
-            }
-        )
+        who = {"host": f"h{self._host}", "rank": self._fault.rank, "for_s": self._fault.for_s}
+        self._events.append({"at_s": at_s, "what": what, **who, "ok": ok, "message": message})
 
     def _now(self) -> float:
         return round((time.monotonic() - self._began) / self._time_scale, 4)

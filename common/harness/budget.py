@@ -10,9 +10,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
-
-Status = Literal["ok", "failed", "skipped"]
 
 # What is told to stop may write down what it has; then it is killed.
 GRACE_S = 5.0
@@ -29,21 +26,17 @@ class Ended:
     """What it printed."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Verdict:
-    """What a step's end means."""
-
-    status: Status
-    reason: str = ""
+Verdict = tuple[str, str]
+"""What a step's end means: ok, failed or skipped, and why."""
 
 
 def by_exit_status(ended: Ended) -> Verdict:
     """`ok` if the command exited with 0; else the last line that it printed is the reason."""
     if ended.code == 0:
-        return Verdict(status="ok")
+        return "ok", ""
     lines = ended.log.read_text(errors="replace").split("\n") if ended.log.exists() else []
     last = next((line.strip() for line in reversed(lines) if line.strip()), "it printed nothing")
-    return Verdict(status="failed", reason=f"exit status {ended.code}: {last[:300]}")
+    return "failed", f"exit status {ended.code}: {last[:300]}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +45,7 @@ class Step:
 
     name: str
     command: Sequence[str]
-    expected_s: float
+    expected_s: float = 0.0
     """About how long it takes, in seconds; it is not begun when less is left."""
     limit_s: float
     """Longest it may take, in seconds; more is a failure."""
@@ -71,7 +64,7 @@ class Result:
     """What became of a step."""
 
     name: str
-    status: Status
+    status: str
     reason: str = ""
     seconds: float = 0.0
     log: str | None = None
@@ -109,47 +102,45 @@ def run_steps(
     """
     not_ok: set[str] = set()
     for step in steps:
-        result = _run(step, budget, missing, not_ok, start)
+        reason = _obstacle(step, budget, missing, not_ok)
+        if reason is not None:
+            result = Result(name=step.name, status="skipped", reason=reason)
+        else:
+            result = _run(step, budget, start)
         if result.status != "ok":
             not_ok.add(step.name)
         yield result
 
 
-def _run(
-    step: Step,
-    budget: Budget,
-    missing: Mapping[str, str],
-    not_ok: set[str],
-    start: Callable[[Step, float], Ended],
-) -> Result:
+def _obstacle(
+    step: Step, budget: Budget, missing: Mapping[str, str], not_ok: set[str]
+) -> str | None:
     lacking = [f"{name} ({missing[name]})" for name in step.needs if name in missing]
     if lacking:
-        return Result(name=step.name, status="skipped", reason=f"missing: {', '.join(lacking)}")
+        return f"missing: {', '.join(lacking)}"
     blocking = [name for name in step.after if name in not_ok]
     if blocking:
-        return Result(name=step.name, status="skipped", reason=f"needs: {', '.join(blocking)}")
-    left = budget.left_s
-    if left < step.expected_s:
-        reason = (
-            f"no time: {max(left, 0):.0f} s of the {budget.seconds:.0f} s are left, it takes about "
-            f"{step.expected_s:.0f} s"
+        return f"needs: {', '.join(blocking)}"
+    if budget.left_s < step.expected_s:
+        return (
+            f"no time: {max(budget.left_s, 0):.0f} s of the {budget.seconds:.0f} s are left, it "
+            f"takes about {step.expected_s:.0f} s"
         )
-        return Result(name=step.name, status="skipped", reason=reason)
+    return None
+
+
+def _run(step: Step, budget: Budget, start: Callable[[Step, float], Ended]) -> Result:
+    left = budget.left_s
     ended = start(step, min(step.limit_s, left))
     if ended.code is not None:
-        verdict = step.judge(ended)
+        status, reason = step.judge(ended)
     elif step.limit_s <= left:
-        verdict = Verdict(status="failed", reason=f"not finished after {step.limit_s:.0f} s")
+        status, reason = "failed", f"not finished after {step.limit_s:.0f} s"
     else:
         reason = f"no time: stopped after {ended.seconds:.0f} s, at the end of the budget"
-        verdict = Verdict(status="skipped", reason=reason)
-    return Result(
-        name=step.name,
-        status=verdict.status,
-        reason=verdict.reason,
-        seconds=round(ended.seconds, 1),
-        log=str(ended.log),
-    )
+        status = "skipped"
+    seconds = round(ended.seconds, 1)
+    return Result(name=step.name, status=status, reason=reason, seconds=seconds, log=str(ended.log))
 
 
 def run_command(step: Step, limit_s: float, log: Path) -> Ended:

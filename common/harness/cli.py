@@ -20,8 +20,10 @@ OK, USER_ERROR, INTERRUPTED = 0, 2, 130
 
 def main(arguments: Sequence[str]) -> int:
     """Runs one command and returns the exit status."""
-    # A batch system's SIGTERM deserves the same care as Ctrl-C.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # A batch system's SIGTERM deserves the same care as Ctrl-C, and so does a SIGINT that is sent
+    # to what a script has started in the background, where a shell has had it ignored.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
     try:
         options = _parse(list(arguments))
         options.arguments = arguments
@@ -129,12 +131,20 @@ def _run(options: argparse.Namespace) -> int:
         dry_run=options.dry_run,
         rerun=options.rerun,
         fail_fast=options.fail_fast,
-        plot=not options.no_plot,
+        draw=None if options.no_plot else _draw,
         stream=options.stream,
         as_json=options.json,
         quiet=options.quiet,
         arguments=options.arguments,
     )
+
+
+def _draw(folder: Path, learned: bool) -> list[Path]:
+    # Only here: matplotlib takes a second to load.
+    from plots import learning, throughput
+
+    draw = learning.draw if learned else throughput.draw
+    return draw(folder, ROOT / "plots" / "out" / folder.name)
 
 
 def _cluster_overrides(options: argparse.Namespace) -> list[str]:

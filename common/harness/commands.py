@@ -7,18 +7,22 @@ import json
 import os
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from common.harness.experiment import Experiment
-from common.harness.experiment_file import load
+from common.emulation import sandbox
+from common.harness import ui
+from common.harness.experiment import Experiment, load
 from common.harness.trial import Trial
 from common.models.registry import MODELS
-from common.results import records
+from common.results import learning, records
 from common.results.comparison import Comparison
+from common.results.learning import is_learning
+from common.results.records import Record, fabric_words
+from common.results.table import csv_text
 from dear.errors import UserError
 from dear.training.algorithm import algorithm_class, algorithm_names
 
@@ -35,7 +39,7 @@ def run(
     dry_run: bool,
     rerun: Any,
     fail_fast: bool,
-    plot: bool,
+    draw: Callable[[Path, bool], list[Path]] | None,
     stream: bool,
     as_json: bool,
     quiet: bool,
@@ -43,15 +47,20 @@ def run(
 ) -> int:
     """Runs an experiment (or prints its plan); the exit status, 1 if a trial that can run did not.
 
-    An experiment on virtual hosts runs in a process of its own: `arguments` are what started this
-    one.
+    Args:
+        draw: draws a sweep's figure, given its folder and whether it has learned; None draws none.
+        arguments: what started this process. An experiment on virtual hosts runs in a process of
+            its own, which is started with them.
     """
-    from common.emulation import sandbox
-    from common.harness.fabric import check_fit, make_fabric
-    from common.harness.sweep import Sweep, to_run
-
     experiment = load(experiment_path, overrides)
     everything = experiment.trials()
+    if experiment.cluster is not None and not dry_run and not sandbox.inside():
+        return sandbox.run([sys.executable, str(ROOT / "benchmarks.py"), *arguments])
+
+    from common.harness.fabric import check_fit, make_fabric
+    from common.harness.sweep import Sweep, to_run
+    from common.machine import machine_card
+
     trials = [trial for trial in everything if _selected(trial, filters)]
     if not trials:
         raise UserError(f"--filter {' '.join(filters)}: no trial of {experiment.name} matches")
@@ -61,14 +70,6 @@ def run(
         todo = {trial.hash for trial in to_run(trials, folder / "records.jsonl", rerun)}
         _print_plan(trials, todo, folder, experiment, as_json)
         return 0
-    if experiment.cluster is not None and not sandbox.inside():
-        reason = sandbox.unable()
-        if reason:
-            raise UserError(f"virtual hosts: {reason}")
-        return sandbox.run([sys.executable, str(ROOT / "benchmarks.py"), *arguments])
-
-    from common.harness import ui
-    from common.harness.machine import machine_card
 
     progress = ui.ProgressLine(quiet=quiet)
     comparison = Comparison(
@@ -83,15 +84,19 @@ def run(
     results = comparison.results(folder)
     _write_outputs(folder, results, experiment.base)
     if stream:
-        text = "".join(path.read_text() for path in sorted(_rank0_logs(folder, trials)))
+        logs_of_rank_0 = [p for t in trials for p in (folder / t.id).glob("log-*-rank0.txt")]
+        text = "".join(path.read_text() for path in sorted(logs_of_rank_0))
         print(text, file=sys.stderr if as_json else sys.stdout)
     if as_json:
-        print(json.dumps(results))
+        print(json.dumps([result.to_json() for result in results]))
     else:
         _print_results(folder, results, experiment.base)
-    if plot and any(result["status"] == "ok" for result in results):
-        _plot(folder, results, quiet=as_json or quiet)
-    status = {result["hash"]: result["status"] for result in results}
+    if draw is not None and any(result.ok for result in results):
+        paths = draw(folder, is_learning(results))
+        if not (as_json or quiet):
+            kinds = ", ".join(path.suffix[1:] for path in paths[1:])
+            print(f"figure: {_short(str(paths[0]))} (and {kinds})")
+    status = {result.hash: result.status for result in results}
     ended = [status.get(trial.hash) for trial in trials]
     # What cannot run here is no failure; but a sweep of nothing else has measured nothing.
     good = "ok" in ended and all(one in ("ok", "unsupported") for one in ended)
@@ -100,8 +105,6 @@ def run(
 
 def default_experiment() -> Path:
     """The sweep of a bare `python benchmarks.py`: on virtual hosts where they can be made."""
-    from common.emulation import sandbox
-
     reason = None if sandbox.inside() else sandbox.unable()
     if reason:
         print(f"no virtual hosts here ({reason}): quick.yaml instead", file=sys.stderr)
@@ -124,9 +127,8 @@ def show(logs: Path, name: str | None, as_json: bool, breakdown: bool = False) -
     comparison = Comparison.load(folder)
     results = comparison.results(folder)
     if as_json:
-        print(json.dumps(results))
-        return
-    if breakdown:
+        print(json.dumps([result.to_json() for result in results]))
+    elif breakdown:
         _print_breakdown(folder, results, comparison.compare_to)
     else:
         _print_results(folder, results, comparison.compare_to)
@@ -173,7 +175,6 @@ def _print_plan(
     as_json: bool,
 ) -> None:
     from common.harness.fabric import WORKER, launcher_for
-    from common.harness.ui import duration
     from common.launch.job import Job
 
     launcher = None if experiment.cluster else launcher_for(experiment, trials)
@@ -191,7 +192,7 @@ def _print_plan(
             {
                 "id": trial.id,
                 "run": trial.hash in todo,
-                "last_duration_s": known.get(trial.hash, {}).get("duration_s"),
+                "last_duration_s": known[trial.hash].duration_s if trial.hash in known else None,
                 "command": launcher.command(job) if launcher else _ON_VIRTUAL_HOSTS,
                 "trial": trial.to_json(),
             }
@@ -202,9 +203,9 @@ def _print_plan(
     for trial, entry in zip(trials, plan, strict=True):
         state = "to run" if entry["run"] else "done"
         if entry["last_duration_s"]:
-            state += f", took {duration(entry['last_duration_s'])}"
+            state += f", took {ui.duration(entry['last_duration_s'])}"
         print(f"{trial.title}  [{state}]")
-        options = ", ".join(f"{key}={value}" for key, value in trial.options.items())
+        options = ", ".join(f"{k}={value}" for k, value in entry["trial"]["options"].items())
         print(
             f"    {trial.measure.repeats} repeats, global batch "
             f"{sum(trial.rank_batches)}, {trial.dtype}, {trial.backend}, "
@@ -222,83 +223,62 @@ def _short(text: str) -> str:
     return text.replace(here, "")
 
 
-def _write_outputs(folder: Path, results: list[records.Record], compare_to: str) -> None:
-    from common.results import learning, learning_table, tables
-
-    if learning.is_learning(results):
-        learned = learning.rows(results)
-        (folder / "table.md").write_text(learning_table.markdown(learned))
-        (folder / "table.csv").write_text(learning_table.csv_text(learned))
+def _write_outputs(folder: Path, results: list[Record], compare_to: str) -> None:
+    if is_learning(results):
+        learned = learning.make_rows(results)
+        (folder / "table.md").write_text(learning.table(learned).markdown())
+        (folder / "table.csv").write_text(csv_text(learning.LearnRow, learned))
         return
-    table = tables.rows(results, compare_to)
-    (folder / "table.md").write_text(tables.markdown(table, compare_to))
-    (folder / "table.csv").write_text(tables.csv_text(table))
-    (folder / "reports.json").write_text(json.dumps(tables.reference_reports(results), indent=2))
+    from common.results import rows
+
+    table = rows.make_rows(results, compare_to)
+    (folder / "table.md").write_text(rows.comparison(table, compare_to).markdown())
+    (folder / "table.csv").write_text(csv_text(rows.Row, table))
+    (folder / "reports.json").write_text(json.dumps(rows.reference_reports(results), indent=2))
 
 
-def _print_results(folder: Path, results: list[records.Record], compare_to: str) -> None:
-    from common.results import learning, learning_table, tables
-    from common.results.terminal import print_learning, print_table
+def _print_results(folder: Path, results: list[Record], compare_to: str) -> None:
+    from common.results import rows
+    from common.results.terminal import print_table
 
-    if learning.is_learning(results):
-        learned = learning.rows(results)
-        print_learning(learned, _title(folder, results))
-        lines = learning_table.summary(learned)
+    if is_learning(results):
+        learned = learning.make_rows(results)
+        print_table(learning.table(learned), _title(folder, results))
+        lines = learning.summary(learned)
     else:
-        table = tables.rows(results, compare_to)
-        print_table(table, _title(folder, results), compare_to)
-        lines = tables.summary(table, compare_to)
-    for line in [*lines, *tables.remarks(results)]:
+        table = rows.make_rows(results, compare_to)
+        print_table(rows.comparison(table, compare_to), _title(folder, results))
+        lines = rows.summary(table, compare_to)
+    for line in [*lines, *rows.remarks(results)]:
         print(line)
     for result in results:
-        if result["status"] not in ("ok", "unsupported"):
-            rank = (result["error"] or {}).get("rank") or 0
-            logs = sorted((folder / result["id"]).glob(f"log-*-rank{rank}.txt"))
-            print(f"{result['status']}: {result['id']}: {result['error']['message']}")
+        if result.status not in ("ok", "unsupported"):
+            logs = sorted((folder / result.id).glob(f"log-*-rank{result.error.rank or 0}.txt"))
+            print(f"{result.status}: {result.id}: {result.error.message}")
             print(f"    log: {_short(str(logs[-1]))}" if logs else "    no log: it never started")
     print(f"records, table.md, table.csv: {_short(str(folder))}")
-    if any(result.get("bound") for result in results):
+    if any(result.bound for result in results):
         here = "" if folder.parent == ROOT / "logs" else f" --logs {_short(str(folder.parent))}"
         print(f"where the time goes: python benchmarks.py show {folder.name} --breakdown{here}")
 
 
-def _print_breakdown(folder: Path, results: list[records.Record], compare_to: str) -> None:
-    from common.results import learning, tables
-    from common.results.breakdown import LEGEND
-    from common.results.terminal import print_breakdown
+def _print_breakdown(folder: Path, results: list[Record], compare_to: str) -> None:
+    from common.results import rows
+    from common.results.terminal import print_table
 
-    if learning.is_learning(results):
+    if is_learning(results):
         raise UserError(f"--breakdown: {folder.name} has timed no single steps, but learned")
-    good = [row for row in tables.rows(results, compare_to) if row.status == "ok"]
-    if not good:
+    table = rows.breakdown(rows.make_rows(results, compare_to))
+    if not table.rows:
         print(f"{folder.name}: no trial has a result")
         return
-    print_breakdown(good, _title(folder, results))
-    print(LEGEND)
+    print_table(table, _title(folder, results))
+    print(rows.LEGEND)
 
 
-def _title(folder: Path, results: list[records.Record]) -> str:
-    from common.results import tables
-
-    machine = results[0]["machine"]
+def _title(folder: Path, results: list[Record]) -> str:
+    machine = results[0].machine
     return (
-        f"{folder.name}: {tables.fabric_words(results)} on {machine['cores']} x {machine['cpu']}, "
+        f"{folder.name}: {fabric_words(results)} on {machine['cores']} x {machine['cpu']}, "
         f"torch {machine['packages']['torch']}, commit {machine['commit']}"
     )
-
-
-def _rank0_logs(folder: Path, trials: Sequence[Trial]) -> list[Path]:
-    return [path for trial in trials for path in (folder / trial.id).glob("log-*-rank0.txt")]
-
-
-def _plot(folder: Path, results: list[records.Record], quiet: bool) -> None:
-    from common.results import learning
-
-    if learning.is_learning(results):
-        from plots.learning import draw
-    else:
-        from plots.throughput import draw
-
-    paths = draw(folder, ROOT / "plots" / "out" / folder.name)
-    if not quiet:
-        print(f"figure: {_short(str(paths[0]))} (and {', '.join(p.suffix[1:] for p in paths[1:])})")

@@ -1,26 +1,27 @@
-"""What an experiment file may say, and the trials that it stands for."""
+"""What an experiment file may say, the trials that it stands for, and how it is read: strictly."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
+import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import yaml
+
 from common.emulation.config import ClusterConfig, Fault, network_profile
 from common.emulation.dilation import check_scale
 from common.emulation.faults import check_fault
-from common.harness.learning_config import LearnConfig, check_learning
-from common.harness.trial import BASELINE, MeasureConfig, OptimizerConfig, Trial
+from common.harness.trial import BASELINE, LearnConfig, MeasureConfig, OptimizerConfig, Trial
 from common.launch.job import launcher_options
 from common.models import datasets
 from common.models.registry import is_replay, model_entry, profile_of, sentence_len
 from dear.errors import UserError, unknown
-from dear.options import at_least, positive
-from dear.training.algorithm import algorithm_options
+from dear.options import at_least, build_options, positive
+from dear.training.algorithm import Options, algorithm_options
 
 DTYPES = ("float32", "float64", "bfloat16")
 
@@ -115,9 +116,7 @@ class Experiment:
         self._check_launch()
         self._check_cluster()
         self._check_learning()
-        for choice in self.algorithm_choices():
-            algorithm_options(choice.name, choice.options)
-        known = {n for a in self.algorithm_choices() for n in (a.name, a.label) if n is not None}
+        known = {n for a, _ in self._chosen for n in (a.name, a.label) if n is not None}
         if self.compare_to is not None and self.compare_to not in known:
             raise unknown("compare_to", self.compare_to, known)
         for choice in self.model_choices():
@@ -138,15 +137,33 @@ class Experiment:
             raise UserError("hostfile: launcher local reads none; use launcher=mpirun or ssh")
 
     def _check_learning(self) -> None:
-        if self.data_dir is not None and (self.learn is None or self.learn.data is None):
+        learn = self.learn
+        if self.data_dir is not None and (learn is None or learn.data is None):
             raise UserError("data_dir: nothing is learned; add `learn: {data: mnist}`")
-        for choice in self.model_choices() if self.learn else ():
-            check_learning(
-                self.learn,
-                model=choice.name,
-                world_sizes=self.worlds,
-                measure=self.measure,
-                timeout_s=self.timeout_s,
+        if learn is None:
+            return
+        used = {"repeats"} | ({"warmup_steps"} if learn.data is None else set())
+        for key in dataclasses.fields(self.measure):
+            if key.name not in used and getattr(self.measure, key.name) != key.default:
+                raise UserError(
+                    f"measure.{key.name}: means nothing with learn; allowed: "
+                    f"{', '.join(sorted(used))}"
+                )
+        for name in (choice.name for choice in self.model_choices()) if learn.data else ():
+            if is_replay(name) or not model_entry(name).learns:
+                raise UserError(
+                    f"learn.data: {name} cannot learn {learn.data}; use model mnist_cnn"
+                )
+        for world_size in self.worlds if learn.batch_sizes is not None else ():
+            if world_size != len(learn.batch_sizes):
+                raise UserError(
+                    f"learn.batch_sizes: {len(learn.batch_sizes)} batch sizes for {world_size} "
+                    "workers"
+                )
+        if self.timeout_s <= learn.budget_s:
+            raise UserError(
+                f"timeout_s: {self.timeout_s:g} s leave no time for learn.budget_s="
+                f"{learn.budget_s:g}"
             )
 
     def _check_cluster(self) -> None:
@@ -205,6 +222,11 @@ class Experiment:
     def algorithm_choices(self) -> list[AlgorithmChoice]:
         return [AlgorithmChoice(name=a) if isinstance(a, str) else a for a in self.algorithms]
 
+    @functools.cached_property
+    def _chosen(self) -> list[tuple[AlgorithmChoice, Options]]:
+        """The algorithms with all of their options."""
+        return [(a, algorithm_options(a.name, a.options)) for a in self.algorithm_choices()]
+
     def model_choices(self) -> list[ModelChoice]:
         return [ModelChoice(name=m) if isinstance(m, str) else m for m in self.models]
 
@@ -216,15 +238,16 @@ class Experiment:
 
     def trials(self) -> list[Trial]:
         """Every combination, by model and network; the baseline comes first."""
+        alone = AlgorithmChoice(name=BASELINE, label="single worker"), Options()
         trials = []
         for model in self.model_choices():
             for network in self._networks():
                 if self.baseline:
-                    trials.append(self._trial(AlgorithmChoice(name=BASELINE), model, 1, network))
-                for world_size, fault in self._variants():
-                    for algorithm in self.algorithm_choices():
-                        trial = self._trial(algorithm, model, world_size, network)
-                        trials.append(dataclasses.replace(trial, fault=fault))
+                    trials.append(self._trial(*alone, model, 1, network, None))
+                for world_size in self.worlds:
+                    for fault in (None, *self.faults):
+                        for chosen in self._chosen:
+                            trials.append(self._trial(*chosen, model, world_size, network, fault))
         seen: dict[str, Trial] = {}
         for trial in trials:
             if trial.hash in seen:
@@ -232,37 +255,30 @@ class Experiment:
             seen[trial.hash] = trial
         return trials
 
-    def _learn(self, algorithm: AlgorithmChoice) -> LearnConfig | None:
-        if self.learn is None or algorithm.name != BASELINE:
-            return self.learn
-        return dataclasses.replace(self.learn, batch_sizes=None)  # it has one worker
-
     def _networks(self) -> tuple[str | None, ...]:
         if self.cluster is None:
             return (None,)
         return self.networks or (self.cluster.network,)
 
-    def _variants(self) -> Iterator[tuple[int, dict[str, Any] | None]]:
-        for world_size in self.worlds:
-            for fault in (None, *self.faults):
-                yield world_size, None if fault is None else dataclasses.asdict(fault)
-
     def _trial(
-        self, algorithm: AlgorithmChoice, model: ModelChoice, world_size: int, network: str | None
+        self,
+        algorithm: AlgorithmChoice,
+        options: Options,
+        model: ModelChoice,
+        world_size: int,
+        network: str | None,
+        fault: Fault | None,
     ) -> Trial:
         entry = model_entry(model.name)
         cores = len(os.sched_getaffinity(0))
         threads = self.threads_per_rank or max(1, cores // max(self.worlds))
-        options = {}
-        if algorithm.name != BASELINE:
-            chosen = dataclasses.asdict(algorithm_options(algorithm.name, algorithm.options))
-            # As the workers will read them, so that a trial equals itself read back.
-            options = json.loads(json.dumps(chosen))
+        learn = self.learn
+        if learn is not None and algorithm.name == BASELINE:
+            learn = dataclasses.replace(learn, batch_sizes=None)  # it has one worker
         digest = None
         if self.learn is not None and self.learn.data is not None:
             digest = datasets.digest(self.learn.data, self._data_folder())
         shown = ",".join(f"{key}={value}" for key, value in algorithm.options.items())
-        label = algorithm.label or algorithm.name + (f"({shown})" if shown else "")
         return Trial(
             algorithm=algorithm.name,
             options=options,
@@ -278,12 +294,81 @@ class Experiment:
             threads_per_rank=threads,
             optimizer=self.optimizer,
             measure=self.measure,
-            label="single worker" if algorithm.name == BASELINE else label,
+            label=algorithm.label or algorithm.name + (f"({shown})" if shown else ""),
             launcher_options=self.launcher_options,
             network=network,
             ranks_per_host=self.cluster.ranks_per_host if self.cluster else None,
             time_scale=self.cluster.time_scale if self.cluster else None,
             collective_timeout_s=self.collective_timeout_s,
-            learn=self._learn(algorithm),
+            fault=fault,
+            learn=learn,
             data_digest=digest,
         )
+
+
+def load(path: Path, overrides: Sequence[str] = ()) -> Experiment:
+    """Reads an experiment file; `overrides` are `key=value` with dots and list indices in keys.
+
+    Raises:
+        UserError: no such file, no YAML, an unknown key, or a value that is not allowed.
+    """
+    try:
+        values = yaml.load(path.read_text(), _StrictLoader)
+    except OSError as error:
+        raise UserError(f"experiment {path}: {error.strerror}") from None
+    except ValueError as error:  # not UTF-8, or a date that does not exist
+        raise UserError(f"experiment {path}: not valid YAML: {error}") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f" line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        problem = getattr(error, "problem", None) or "not readable"
+        raise UserError(f"experiment {path}{where}: not valid YAML: {problem}") from None
+    if not isinstance(values, dict):
+        raise UserError(f"experiment {path}: must be a mapping of keys to values")
+    for override in overrides:
+        _override(values, override)
+    values.setdefault("name", path.stem)
+    return build_options(Experiment, values, "experiment key")
+
+
+def _override(values: dict[str, Any], text: str) -> None:
+    key, equals, value_text = text.partition("=")
+    if not equals or not key:
+        raise UserError(f"--set {text!r}: must be key=value, e.g. --set measure.repeats=5")
+    try:
+        value = yaml.safe_load(value_text)
+    except (yaml.YAMLError, ValueError):
+        raise UserError(f"--set {text!r}: the value is not valid YAML") from None
+    *path, last = key.split(".")
+    here: Any = values
+    for part in path:
+        here = _descend(here, part, text)
+    here[_index(here, last, text) if isinstance(here, list) else last] = value
+
+
+def _descend(here: Any, part: str, text: str) -> Any:
+    inner = here[_index(here, part, text)] if isinstance(here, list) else here.setdefault(part, {})
+    if not isinstance(inner, (dict, list)):
+        raise UserError(f"--set {text!r}: {part!r} is a value, not a mapping or a list")
+    return inner
+
+
+def _index(here: list[Any], part: str, text: str) -> int:
+    if not part.isdigit() or int(part) >= len(here):
+        raise UserError(f"--set {text!r}: {part!r} is no index of a list of {len(here)}")
+    return int(part)
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """YAML that refuses a key that stands twice; plain YAML silently takes the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if isinstance(key, str) and key in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"key {key!r} stands twice", key_node.start_mark
+                )
+            seen.add(str(key))
+        return super().construct_mapping(node, deep)

@@ -1,48 +1,49 @@
-"""What a sweep runs on: this machine and the hosts of a hostfile, or an emulated cluster."""
+"""What a sweep runs on: this machine and the hosts of a hostfile, or virtual hosts.
+
+On virtual hosts links are shaped and measured, time is dilated, and faults are injected.
+"""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+import os
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
+from common.emulation.cluster import EmulatedCluster, network_record
+from common.emulation.config import network_profile
+from common.emulation.dilation import Calibration, Choice, Load, calibrate, choose_time_scale
+from common.emulation.faults import FaultInjector, blame
 from common.harness.experiment import Experiment
-from common.harness.memory import check_memory
-from common.harness.recording import REAL
-from common.harness.settings import EmulationSettings
-from common.harness.trial import Trial
-from common.launch.hosts import read_hostfile
+from common.harness.record import REAL, FabricFacts
+from common.harness.trial import Briefing, Trial
+from common.launch.hosts import Host, read_hostfile
 from common.launch.job import Job, Launcher, Outcome, make_launcher
+from common.machine import check_memory
 from common.models.registry import is_replay, model_entry, profile_of
+from common.results.records import Network
 
 WORKER = "common.harness.worker"
 """What every rank runs."""
 
 
-class Fabric(ABC):
-    """Runs jobs, and knows what of itself belongs into a record.
+class Fabric:
+    """Processes of this machine, or of the hosts of a hostfile.
 
-    A context manager: what it needs is built on entry and gone on exit.
+    Runs jobs, and knows what of itself belongs into a record. A context manager: what it needs is
+    built on entry and gone on exit.
     """
 
-    @abstractmethod
-    def __enter__(self) -> Fabric: ...
+    def __init__(self, experiment: Experiment, trials: Sequence[Trial]) -> None:
+        self._launcher = launcher_for(experiment, trials)
+        self._launcher.check()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __enter__(self) -> Fabric:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
         return None
 
-    @abstractmethod
-    def command(self, job: Job) -> str:
-        """The job as a command that a person could type."""
-
-    @abstractmethod
     def enter_cell(self, trials: Sequence[Trial]) -> None:
         """Prepares for these trials, which are compared with each other and share a network.
 
@@ -50,52 +51,133 @@ class Fabric(ABC):
             RuntimeError: they cannot be run, which one line says.
         """
 
-    def settings(self, trial: Trial, folder: Path) -> EmulationSettings | None:
-        """What the workers of the trial in `folder` must know of the fabric, or None."""
-        return None
+    def briefing(self, trial: Trial, folder: Path) -> Briefing:
+        """What the workers of the trial in `folder` must know of the fabric."""
+        return Briefing(folder=folder)
 
-    @abstractmethod
     def run(self, trial: Trial, job: Job) -> Outcome:
         """Runs one repeat of the trial to its end."""
-
-    @abstractmethod
-    def describe(self, trial: Trial) -> dict[str, Any]:
-        """The record's `fabric`, `network`, `time_scale` (and its reason), `fault_events`."""
-
-
-class RealFabric(Fabric):
-    """Processes of this machine, or of the hosts of a hostfile."""
-
-    def __init__(self, experiment: Experiment, trials: Sequence[Trial]) -> None:
-        self._launcher = launcher_for(experiment, trials)
-        self._launcher.check()
-
-    def __enter__(self) -> RealFabric:
-        return self
-
-    def command(self, job: Job) -> str:
-        return self._launcher.command(job)
-
-    def enter_cell(self, trials: Sequence[Trial]) -> None:
-        return None
-
-    def run(self, trial: Trial, job: Job) -> Outcome:
         return self._launcher.run(job)
 
-    def describe(self, trial: Trial) -> dict[str, Any]:
-        if not is_replay(trial.model):
-            return dict(REAL)
+    def describe(self, trial: Trial) -> FabricFacts:
+        """What belongs into the trial's record."""
         # Replayed compute is nobody's measurement, whatever moves the bytes.
-        return {**REAL, "fabric": "emulated"}
+        return FabricFacts(fabric="emulated") if is_replay(trial.model) else REAL
+
+
+class EmulatedFabric(Fabric):
+    """Virtual hosts of this machine, built once for all trials; only inside a sandbox."""
+
+    def __init__(self, experiment: Experiment, trials: Sequence[Trial]) -> None:
+        assert experiment.cluster is not None
+        self._experiment, self._trials, self._config = experiment, trials, experiment.cluster
+        self._cluster = EmulatedCluster(
+            hosts=max(trial.hosts or 1 for trial in trials),
+            profile=network_profile(experiment.cluster.network),
+        )
+        self._calibration: Calibration | None = None
+        self._choice = Choice(time_scale=1.0, reason="")
+        self._network: dict[tuple[str, float], Network] = {}
+        self._events: dict[str, list[dict[str, Any]]] = {}
+
+    def __enter__(self) -> EmulatedFabric:
+        self._cluster.__enter__()
+        try:
+            hosts = [
+                Host(
+                    name=host.name,
+                    slots=self._config.ranks_per_host,
+                    address=host.address,
+                    virtual=host,
+                )
+                for host in self._cluster.hosts
+            ]
+            self._launcher = launcher_for(self._experiment, self._trials, hosts)
+        except BaseException:
+            self._cluster.__exit__(None, None, None)
+            raise
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._cluster.__exit__(*error)
+
+    def enter_cell(self, trials: Sequence[Trial]) -> None:
+        largest = max(trials, key=lambda trial: trial.world_size)
+        assert largest.network is not None
+        profile = network_profile(largest.network)
+        self._choice = self._choose(largest)
+        self._cluster.set_profile(profile, self._choice.time_scale)
+        key = (profile.name, self._choice.time_scale)
+        if key not in self._network:
+            found = network_record(profile, self._cluster.measure())
+            found["notes"] = [*self._cluster.notes, *found["notes"]]
+            self._network[key] = Network(**found)
+
+    def briefing(self, trial: Trial, folder: Path) -> Briefing:
+        return Briefing(
+            folder=folder,
+            time_scale=self._choice.time_scale,
+            hosts=tuple(host.name for host in self._cluster.hosts[: trial.hosts]),
+            ranks_per_host=self._config.ranks_per_host,
+        )
+
+    def run(self, trial: Trial, job: Job) -> Outcome:
+        if trial.fault is None:
+            return super().run(trial, job)
+        injector = FaultInjector(
+            trial.fault,
+            self._cluster,
+            job.folder,
+            job.repeat,
+            self._choice.time_scale,
+            trial.world_size,
+            self._config.ranks_per_host,
+        )
+        injector.start()
+        try:
+            outcome = super().run(trial, job)
+        finally:
+            events = injector.stop()
+            self._events.setdefault(trial.hash, []).extend(
+                {"repeat": job.repeat, **event} for event in events
+            )
+        phrase = blame(outcome.error, events)
+        if phrase and outcome.error is not None:
+            outcome.error["message"] = f"{outcome.error['message']} ({phrase})"
+        return outcome
+
+    def describe(self, trial: Trial) -> FabricFacts:
+        measured = self._network.get((trial.network or "", self._choice.time_scale))
+        return FabricFacts(
+            fabric="emulated",
+            time_scale=self._choice.time_scale,
+            time_scale_reason=self._choice.reason,
+            network=measured or Network(**network_record(network_profile(trial.network or ""), [])),
+            fault_events=self._events.get(trial.hash, []),
+        )
+
+    def _choose(self, trial: Trial) -> Choice:
+        if trial.time_scale is not None:
+            return Choice(time_scale=trial.time_scale, reason="given")
+        if not is_replay(trial.model):
+            return Choice(time_scale=1.0, reason="the model computes for real")
+        if self._calibration is None:
+            self._calibration = calibrate(self._cluster)
+        profile = profile_of(trial.model, trial.batch_size, trial.sentence_len)
+        load = Load(
+            world_size=trial.world_size,
+            hosts=trial.hosts or 1,
+            parameter_bytes=profile.parameter_bytes,
+            step_s=profile.step_s,
+        )
+        network = network_profile(trial.network or "")
+        return choose_time_scale(load, network, self._calibration, len(os.sched_getaffinity(0)))
 
 
 def make_fabric(experiment: Experiment, trials: Sequence[Trial]) -> Fabric:
     """What the experiment asks for; virtual hosts only inside a sandbox."""
-    if experiment.cluster is None:
-        return RealFabric(experiment, trials)
-    from common.harness.emulated import EmulatedFabric
-
-    return EmulatedFabric(experiment, trials)
+    kind = Fabric if experiment.cluster is None else EmulatedFabric
+    return kind(experiment, trials)
 
 
 def check_fit(trials: Sequence[Trial]) -> None:
@@ -131,6 +213,7 @@ def launcher_for(
         experiment.launcher,
         hosts=hosts,
         world_size=world_size,
-        preload=[WORKER, *sorted({model_entry(trial.model).module for trial in trials})],
+        # The first optimizer imports _dynamo anyway; a fork server does so only once.
+        preload=["torch._dynamo", *sorted({model_entry(trial.model).module for trial in trials})],
         options=experiment.launcher_options,
     )

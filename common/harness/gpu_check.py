@@ -1,36 +1,72 @@
-"""Tries everything that needs a GPU, on a machine that has one: `make gpu-check`.
+"""Tries everything that needs a GPU, on a machine that has one, within a time: `make gpu-check`.
 
-Run by the Python whose torch is to be used; needs the standard library only. What it runs is in
-`gpu_steps`, how it keeps to its time in `budget`.
+Run by the Python whose torch is to be used; needs the standard library only. After the environment
+is made, tests, sweeps and profiles follow, most valuable first; what cannot run, or has no time
+left, is skipped, and the summary says why.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import dataclasses
+import importlib.metadata
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+import xml.etree.ElementTree as ElementTree
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common.harness import gpu_report
-from common.harness.budget import Budget, Ended, Result, Step, run_command, run_steps
-from common.harness.gpu_steps import Place, plan
-from common.harness.machine import machine_card
+from common.harness.budget import (
+    Budget,
+    Ended,
+    Result,
+    Step,
+    Verdict,
+    by_exit_status,
+    run_command,
+    run_steps,
+)
+from common.machine import machine_card
 from dear.errors import UserError
+from dear.training.algorithm import algorithm_class, algorithm_names
 
 ROOT = Path(__file__).parents[2]
 OK, STEP_FAILED, USER_ERROR, INTERRUPTED = 0, 1, 2, 130
 BUDGET_S = 480.0
+TESTS_REPORT = "cuda-tests.xml"
+EXPERIMENT = "configs/experiments/gpu.yaml"
+PROFILES = (
+    ("resnet50", 64),
+    ("bert_base", 64),
+    ("bert", 8),
+    ("vgg16", 64),
+    ("densenet201", 32),
+    ("inceptionv4", 64),
+    ("bert", 32),
+)
+_LIBRARIES = {"bert": ("transformers",), "bert_base": ("transformers",), "inceptionv4": ("timm",)}
+_SWEEP = ("numpy", "scipy", "rich", "PyYAML", "torchvision")
+# A machine without network must not spend the check's minutes on finding that out.
+_PIP = {"PIP_RETRIES": "1", "PIP_DEFAULT_TIMEOUT": "10", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+# Programs that a machine may have without the package of that name.
+_PROGRAMS = ("cmake", "ninja")
 
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the check; the exit status is 1 if a step failed, 2 where there is no GPU."""
     options = _parse(arguments)
+    if options.probe:
+        print(json.dumps(probe()))
+        return OK
     try:
         return _check(options.venv.absolute(), options.out.absolute(), options.budget)
     except UserError as error:
@@ -47,6 +83,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("venv", type=Path, nargs="?", default=Path(".venv"), help="made if missing")
     parser.add_argument("--out", type=Path, default=out, help="folder of results ($OUT)")
     parser.add_argument("--budget", type=float, default=BUDGET_S, help="seconds for everything")
+    # What the check itself runs, by another Python.
+    parser.add_argument("--probe", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 
 
@@ -54,42 +92,75 @@ def _check(venv: Path, out: Path, seconds: float) -> int:
     refuse_without_driver()
     budget = Budget(seconds)
     python = venv / "bin" / "python"
-    env = _environment(venv)
-    refuse_without_gpu(probe(python if python.exists() else Path(sys.executable), env))
+    # Programs such as cmake may lie beside the machine's own Python.
+    folders = [str(venv / "bin"), str(Path(sys.executable).parent), os.environ.get("PATH", "")]
+    env = {"PATH": os.pathsep.join(folders), "PYTHONUNBUFFERED": "1"}
+    refuse_without_gpu(ask(python if python.exists() else Path(sys.executable), env))
     _clear(out)
 
     def start(step: Step, limit_s: float) -> Ended:
         print(f"== {step.name}", flush=True)
-        return run_command(step, limit_s, out / "steps" / f"{_file_name(step.name)}.txt")
+        name = "".join(c if c.isalnum() else "-" for c in step.name)
+        return run_command(step, limit_s, out / "steps" / f"{name}.txt")
 
     made = Step(
         name="environment",
-        command=[sys.executable, "-m", "common.harness.gpu_environment", str(venv)],
-        expected_s=0,
+        command=[str(ROOT / "scripts" / "setup.sh"), str(venv), "--what-can-be"],
         limit_s=seconds,
-        env=env,
+        env={**env, **_PIP, "PYTHON": sys.executable},
     )
-    results = list(run_steps([made], budget, {}, start))
-    _say(results[-1])
-    facts = probe(python if python.exists() else Path(sys.executable), env)
+    results: list[Result] = []
+
+    def note(result: Result) -> None:
+        results.append(result)
+        reason = f": {result.reason}" if result.reason else ""
+        print(f"   {result.name}: {result.status}, {result.seconds:.0f} s{reason}", flush=True)
+
+    note(next(run_steps([made], budget, {}, start)))
+    facts = ask(python if python.exists() else Path(sys.executable), env)
     machine = machine_card()
-    gpu_report.write(out, facts, machine, results, budget)
+    write_summary(out, facts, machine, results, budget)
     if results[-1].status == "ok":
         refuse_without_gpu(facts)
         place = Place(python=str(python), venv=venv, out=out, gpus=len(facts["gpus"]), env=env)
         for result in run_steps(plan(place), budget, facts["missing"], start):
-            results.append(result)
-            _say(result)
-            gpu_report.write(out, facts, machine, results, budget)
+            note(result)
+            write_summary(out, facts, machine, results, budget)
         began = (out / "steps" / "environment.txt").stat().st_mtime
         collect_profiles(ROOT / "configs" / "profiles", out, began)
-    print(f"== {gpu_report.counts(results)} in {budget.spent_s:.0f} s: {out / 'summary.md'}")
-    return STEP_FAILED if any(result.status == "failed" for result in results) else OK
+    number = Counter(result.status for result in results)
+    counts = ", ".join(f"{number[status]} {status}" for status in ("ok", "failed", "skipped"))
+    print(f"== {counts} in {budget.spent_s:.0f} s: {out / 'summary.md'}")
+    return STEP_FAILED if number["failed"] else OK
 
 
-def probe(python: Path, env: Mapping[str, str]) -> dict[str, Any]:
-    """What `gpu_probe` finds out with that Python."""
-    command = [str(python), "-m", "common.harness.gpu_probe"]
+def _clear(out: Path) -> None:
+    """Removes what an earlier check left in `out`, and nothing else."""
+    out.mkdir(parents=True, exist_ok=True)
+    old = [out / name for name in ("steps", "sweeps", "profiles") if (out / name).exists()]
+    if old and not (out / "summary.json").exists():
+        raise UserError(f"--out {out}: {old[0]} is not from an earlier check; name another folder")
+    for folder in old:
+        shutil.rmtree(folder)
+    (out / TESTS_REPORT).unlink(missing_ok=True)
+    (out / "steps").mkdir()
+
+
+def collect_profiles(profiles: Path, out: Path, since: float) -> None:
+    """Copies the layer profiles that were written after `since` (seconds of the file system's
+    clock): the folder may hold older ones, of other machines too."""
+    for path in sorted(profiles.glob("*/*.json")):
+        if path.stat().st_mtime >= since:
+            (out / "profiles").mkdir(exist_ok=True)
+            shutil.copy(path, out / "profiles")
+
+
+# What there is -----------------------------------------------------------------------------------
+
+
+def ask(python: Path, env: Mapping[str, str]) -> dict[str, Any]:
+    """What `probe` finds out with that Python."""
+    command = [str(python), "-m", "common.harness.gpu_check", "--probe"]
     done = subprocess.run(
         command, cwd=ROOT, env={**os.environ, **env}, capture_output=True, text=True
     )
@@ -123,40 +194,264 @@ def refuse_without_gpu(facts: Mapping[str, Any]) -> None:
     raise UserError(f"gpu-check needs an NVIDIA GPU: {why}")
 
 
-def _environment(venv: Path) -> dict[str, str]:
-    # Programs such as cmake may lie beside the machine's own Python.
-    folders = [str(venv / "bin"), str(Path(sys.executable).parent), os.environ.get("PATH", "")]
-    return {"PATH": os.pathsep.join(folders), "PYTHONUNBUFFERED": "1"}
+def probe() -> dict[str, Any]:
+    """This Python's torch and GPUs, and what is not installed, as JSON values."""
+    found: dict[str, Any] = {
+        "torch": None,
+        "cuda": None,
+        "nccl": None,
+        "gpus": [],
+        "missing": missing((ROOT / "requirements.txt").read_text()),
+    }
+    try:
+        import torch
+    except ImportError:
+        return found
+    found["torch"] = torch.__version__
+    found["cuda"] = torch.version.cuda
+    if torch.cuda.is_available():
+        found["gpus"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+        if torch.distributed.is_nccl_available():
+            found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return found
 
 
-def _clear(out: Path) -> None:
-    """Removes what an earlier check left in `out`, and nothing else."""
-    out.mkdir(parents=True, exist_ok=True)
-    old = [out / name for name in ("steps", "sweeps", "profiles") if (out / name).exists()]
-    if old and not (out / "summary.json").exists():
-        raise UserError(f"--out {out}: {old[0]} is not from an earlier check; name another folder")
-    for folder in old:
-        shutil.rmtree(folder)
-    (out / "cuda-tests.xml").unlink(missing_ok=True)
-    (out / "steps").mkdir()
+def missing(requirements: str) -> dict[str, str]:
+    """Names in `requirements` that are not installed, and the compiler, each with how to get it."""
+    lacking = {}
+    for line in requirements.splitlines():
+        requirement = line.partition("#")[0].strip()
+        if requirement:
+            name = re.split(r"[<>=!~ ]", requirement, maxsplit=1)[0]
+            if not _installed(name) and not (name in _PROGRAMS and shutil.which(name)):
+                lacking[name] = f"pip install '{requirement}'"
+    if not shutil.which(os.environ.get("CXX", "c++")):
+        lacking["c++"] = "no C++ compiler"
+    return lacking
 
 
-def collect_profiles(profiles: Path, out: Path, since: float) -> None:
-    """Copies the layer profiles that were written after `since` (seconds of the file system's
-    clock): the folder may hold older ones, of other machines too."""
-    for path in sorted(profiles.glob("*/*.json")):
-        if path.stat().st_mtime >= since:
-            (out / "profiles").mkdir(exist_ok=True)
-            shutil.copy(path, out / "profiles")
+def _installed(name: str) -> bool:
+    try:
+        importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
 
 
-def _say(result: Result) -> None:
-    reason = f": {result.reason}" if result.reason else ""
-    print(f"   {result.name}: {result.status}, {result.seconds:.0f} s{reason}", flush=True)
+# What is run --------------------------------------------------------------------------------------
 
 
-def _file_name(title: str) -> str:
-    return "".join(c if c.isalnum() else "-" for c in title)
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where the check runs and writes."""
+
+    python: str
+    venv: Path
+    out: Path
+    gpus: int
+    device: str = "cuda"
+    env: Mapping[str, str]
+
+
+def plan(place: Place) -> list[Step]:
+    """The steps after the environment is made."""
+    build = Step(
+        name="build the comm core",
+        command=[str(ROOT / "scripts" / "build.sh"), str(place.venv)],
+        expected_s=10,
+        limit_s=240,
+        needs=("c++", "cmake", "ninja"),
+        env=place.env,
+    )
+    return [
+        build,
+        _tests(place),
+        _shared(place, "comm_core", after=(build.name,)),
+        _shared(place, "gloo", after=()),
+        *(_over_nccl(place, model) for model in ("resnet50", "bert_base")),
+        *(_profile(place, model, batch_size) for model, batch_size in PROFILES),
+    ]
+
+
+def _tests(place: Place) -> Step:
+    files = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("tests/test_cuda*.py"))
+    report = f"--junitxml={place.out / TESTS_REPORT}"
+    return Step(
+        name="CUDA tests",
+        command=[place.python, "-m", "pytest", "-q", "-rs", "-k", "not on_cpu", report, *files],
+        expected_s=40,
+        limit_s=180,
+        needs=("pytest",),
+        env=place.env,
+        judge=partial(judge_tests, place.out / TESTS_REPORT),
+    )
+
+
+def _shared(place: Place, backend: str, after: tuple[str, ...]) -> Step:
+    how = "sharing the GPU" if place.gpus == 1 else "on a GPU each"
+    name = f"gpu-2-ranks-{backend}"
+    settings = {
+        "name": name,
+        "backend": backend,
+        "world_sizes": [2],
+        "models": [{"name": "resnet18", "batch_size": 8}],
+        "baseline": False,
+        "measure": {"repeats": 1, "warmup_steps": 2, "check_steps": 3, "min_iter_s": 0.2},
+    }
+    return _sweep(place, f"2 ranks {how}, over {backend}", name, settings, [], after, 25, 120)
+
+
+def _over_nccl(place: Place, model: str) -> Step:
+    ranks = f"{place.gpus} rank{'s' if place.gpus > 1 else ''}"
+    settings = {"world_sizes": [place.gpus]}
+    title = f"{model}, {ranks} over NCCL"
+    return _sweep(place, title, "gpu", settings, [f"model={model}"], (), 30, 150)
+
+
+def _sweep(
+    place: Place,
+    title: str,
+    folder: str,
+    settings: Mapping[str, Any],
+    filters: Sequence[str],
+    after: tuple[str, ...],
+    expected_s: float,
+    limit_s: float,
+) -> Step:
+    settings = {"algorithms": algorithms(place.device), "device": place.device, **settings}
+    command = [place.python, "benchmarks.py", "run", EXPERIMENT, "--rerun", "all", "--no-plot"]
+    command += ["--quiet", "--logs", str(place.out / "sweeps")]
+    for key, value in settings.items():
+        command += ["--set", f"{key}={json.dumps(value)}"]
+    models = filters or [f"model={model['name']}" for model in settings["models"]]
+    names = {text.partition("=")[2] for text in models}
+    for text in filters:
+        command += ["-k", text]
+    return Step(
+        name=title,
+        command=command,
+        expected_s=expected_s,
+        limit_s=limit_s,
+        needs=(*_SWEEP, *(lib for name in names for lib in _LIBRARIES.get(name, ()))),
+        after=after,
+        env=place.env,
+        judge=partial(judge_sweep, place.out / "sweeps" / folder, names),
+    )
+
+
+def _profile(place: Place, model: str, batch_size: int) -> Step:
+    command = [place.python, "-m", "common.profiling.layers", "--model", model]
+    return Step(
+        name=f"profile {model}-bs{batch_size}",
+        command=[*command, "--batch", str(batch_size), "--device", place.device],
+        expected_s=10,
+        limit_s=60,
+        needs=("numpy", *_LIBRARIES.get(model, ("torchvision",))),
+        env=place.env,
+    )
+
+
+def algorithms(device: str) -> list[str]:
+    """Every algorithm that can run on `device`."""
+    return [n for n in algorithm_names() if device in algorithm_class(n).capabilities.devices]
+
+
+def judge_tests(report: Path, ended: Ended) -> Verdict:
+    """From pytest's report: `failed` also if no test ran at all."""
+    if not report.exists():
+        return by_exit_status(ended)
+    cases = list(ElementTree.parse(report).iter("testcase"))
+    bad = [case for case in cases if {"failure", "error"} & {child.tag for child in case}]
+    skips = [case.find("skipped") for case in cases if case.find("skipped") is not None]
+    passed = len(cases) - len(bad) - len(skips)
+    text = f"{passed} passed"
+    if skips:
+        reasons = {(skip.get("message") or "").strip() for skip in skips}
+        text += f", {len(skips)} skipped ({'; '.join(sorted(reasons))})"
+    if bad:
+        names = ", ".join(str(case.get("name")) for case in bad[:5])
+        return "failed", f"{len(bad)} failed ({names}), {text}"
+    if not passed:
+        return "failed", f"no test ran: {text}"
+    return ("ok", text) if ended.code == 0 else by_exit_status(ended)
+
+
+def judge_sweep(folder: Path, models: set[str], ended: Ended) -> Verdict:
+    """From the sweep's records of `models`: every trial must be right, not only finish."""
+    from common.results import records
+
+    newest = records.latest(records.load(folder / "records.jsonl")).values()
+    good, bad, without = [], [], []
+    for record in newest:
+        if record.trial["model"] not in models:
+            continue
+        label, check = record.label, record.check
+        if record.status == "unsupported":
+            without.append(f"{label}: {record.error.message}")
+        elif not record.ok:
+            bad.append(f"{label}: {record.status}: {record.error.message}")
+        elif not check.replicas_agree:
+            bad.append(f"{label}: the replicas differ by {check.replica_spread}")
+        elif not check.matches_reference:
+            bad.append(f"{label}: off plain training by {check.reference_error}")
+        else:
+            good.append(label)
+    text = f"{len(good)} right" + (f"; unsupported: {'; '.join(without)}" if without else "")
+    if bad:
+        return "failed", f"{'; '.join(bad)[:600]} ({text})"
+    if ended.code != 0 or not good:
+        return by_exit_status(ended) if ended.code else ("failed", text)
+    return "ok", text
+
+
+# The summary --------------------------------------------------------------------------------------
+
+
+def write_summary(
+    out: Path,
+    facts: Mapping[str, Any],
+    machine: Mapping[str, Any],
+    results: Sequence[Result],
+    budget: Budget,
+) -> None:
+    """Writes `summary.json` and `summary.md`; called after every step, so that nothing is lost."""
+    summary = {
+        "gpus": facts["gpus"],
+        "torch": facts["torch"],
+        "cuda": facts["cuda"],
+        "nccl": facts["nccl"],
+        "missing": facts["missing"],
+        "machine": machine,
+        "budget_s": budget.seconds,
+        "spent_s": round(budget.spent_s, 1),
+        "steps": [dataclasses.asdict(result) for result in results],
+    }
+    (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    (out / "summary.md").write_text(_markdown(summary, sorted(out.glob("sweeps/*/table.md"))))
+
+
+def _markdown(summary: Mapping[str, Any], tables: Sequence[Path]) -> str:
+    machine = summary["machine"]
+    gpus = ", ".join(f"{n} x {name}" for name, n in Counter(summary["gpus"]).items())
+    lines = [
+        f"# GPU check: {gpus}",
+        "",
+        f"torch {summary['torch']}, CUDA {summary['cuda']}, NCCL {summary['nccl']}, Python "
+        f"{machine['python']}; {machine['cores']} x {machine['cpu']}; commit {machine['commit']}; "
+        f"{summary['spent_s']:.0f} s of {summary['budget_s']:.0f} s used.",
+        "",
+        "| step | outcome | seconds | |",
+        "|---|---|---:|---|",
+    ]
+    for step in summary["steps"]:
+        cells = (step["name"], step["status"], f"{step['seconds']:.0f}", step["reason"])
+        lines.append("| " + " | ".join(cell.replace("|", "/") for cell in cells) + " |")
+    if summary["missing"]:
+        how = "; ".join(f"{name} ({how})" for name, how in summary["missing"].items())
+        lines += ["", f"Not installed here: {how}."]
+    for table in tables:
+        lines += ["", f"## {table.parent.name}", "", table.read_text().strip()]
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import fcntl
 import json
@@ -14,15 +15,15 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
-from common.harness.collective_costs import KnownCosts
 from common.harness.experiment import Experiment
 from common.harness.fabric import WORKER, Fabric
-from common.harness.progress import Progress
-from common.harness.recording import make_record, samples_per_s
+from common.harness.record import Result, make_record
 from common.harness.trial import BASELINE, Trial
+from common.harness.ui import Progress
 from common.launch.job import Job, Outcome
 from common.results import records
 from common.results.comparison import Comparison
+from dear.cost.collectives import AlphaBeta
 from dear.errors import UserError
 from dear.training.algorithm import algorithm_class
 
@@ -56,7 +57,7 @@ class Sweep:
         self._report = report
         self._path = folder / "records.jsonl"
         self._run_id = f"{_now()}-{os.getpid()}"
-        self._costs = KnownCosts()
+        self._costs: dict[tuple[Any, ...], dict[str, AlphaBeta]] = {}
 
     def run(self, rerun: Rerun = "failed", fail_fast: bool = False) -> None:
         """Runs what has no `ok` record (or everything), and records each trial as it ends.
@@ -88,7 +89,8 @@ class Sweep:
                     if not going_on:
                         return
 
-    def launch(self, trial: Trial, folder: Path, repeat: int) -> Outcome:
+    def launch(self, trial: Trial, folder: Path, repeat: int) -> tuple[Outcome, Result | None]:
+        """Runs one repeat; the workers are told what collectives cost, if another trial knows."""
         job = Job(
             folder=folder,
             repeat=repeat,
@@ -98,19 +100,14 @@ class Sweep:
             env=self._experiment.worker_env,
             may_lose_ranks=trial.own_pace,
         )
-        time_scale = self._fabric.describe(trial)["time_scale"]
-        self._costs.hand_over(trial, time_scale, folder)
+        briefing = self._fabric.briefing(trial, folder)
+        place = cost_place(trial, briefing.time_scale)
+        dataclasses.replace(briefing, costs=self._costs.get(place)).save()
         outcome = self._fabric.run(trial, job)
-        if outcome.result is not None:
-            self._costs.keep(trial, time_scale, outcome.result)
-        return outcome
-
-    def prepare(self, turn: _Turn) -> None:
-        """Makes the folder that the workers read."""
-        turn.prepare()
-        settings = self._fabric.settings(turn.trial, turn.folder)
-        if settings is not None:
-            settings.save()
+        result = Result.from_json(outcome.result) if outcome.result is not None else None
+        if result is not None and result.costs:
+            self._costs[place] = result.costs
+        return outcome, result
 
     def report(self, progress: Progress) -> None:
         self._report(progress)
@@ -124,9 +121,9 @@ class Sweep:
             turn.started,
             turn.duration_s,
             self._fabric.describe(turn.trial),
+            self._run_id,
         )
-        # Trials of one cell and one run took turns; others were measured at different times.
-        records.append(self._path, record | {"run": self._run_id})
+        records.append(self._path, record)
 
 
 class _Turn:
@@ -135,14 +132,15 @@ class _Turn:
     def __init__(self, trial: Trial, sweep_folder: Path) -> None:
         self.trial = trial
         self.folder = sweep_folder / trial.id
-        self.results: list[dict[str, Any]] = []
+        self.results: list[Result] = []
         self.started = _now()
         self.duration_s = 0.0
 
     def prepare(self) -> None:
+        """Makes the folder that the workers read."""
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True)
-        (self.folder / "trial.json").write_text(json.dumps(self.trial.to_json(), indent=2))
+        self.trial.save(self.folder)
 
 
 class _Block:
@@ -163,7 +161,7 @@ class _Block:
     def run(self, fail_fast: bool) -> bool:
         """False if a trial failed and `fail_fast` says to stop."""
         for turn in list(self._running):
-            self._sweep.prepare(turn)
+            turn.prepare()
             reason = _unavailable(turn.trial)
             if reason:
                 error = {"kind": "unsupported", "message": reason, "rank": None, "where": None}
@@ -183,7 +181,7 @@ class _Block:
         self._sweep.report(self._progress)
         began = time.monotonic()
         try:
-            outcome = self._sweep.launch(turn.trial, turn.folder, repeat)
+            outcome, result = self._sweep.launch(turn.trial, turn.folder, repeat)
         except KeyboardInterrupt:
             error = {"kind": "interrupted", "message": "Ctrl-C", "rank": None, "where": None}
             for other in self._running:
@@ -199,8 +197,8 @@ class _Block:
         if outcome.status != "ok":
             self._end(turn, outcome, repeat + 1)
             return outcome.status
-        assert outcome.result is not None
-        turn.results.append(outcome.result)
+        assert result is not None
+        turn.results.append(result)
         self._note_best(turn)
         if repeat + 1 == turn.trial.measure.repeats:
             self._end(turn, outcome, repeat + 1)
@@ -215,7 +213,7 @@ class _Block:
         self._sweep.report(self._progress)
 
     def _note_best(self, turn: _Turn) -> None:
-        rate = samples_per_s(turn.trial, turn.results[-1])
+        rate = turn.results[-1].rate(turn.trial)
         if turn.trial.algorithm != BASELINE and (self._best is None or rate > self._best[0]):
             self._best = (rate, turn.trial.label)
             self._progress.best = f"{turn.trial.label} {rate:.3g}/s"
@@ -226,7 +224,7 @@ def to_run(trials: list[Trial], path: Path, rerun: Rerun) -> list[Trial]:
     if rerun == "all":
         return trials
     newest = records.latest(records.load(path))
-    return [t for t in trials if newest.get(t.hash, {}).get("status") != "ok"]
+    return [trial for trial in trials if trial.hash not in newest or not newest[trial.hash].ok]
 
 
 def _unavailable(trial: Trial) -> str | None:
@@ -238,6 +236,21 @@ def _unavailable(trial: Trial) -> str | None:
     if trial.world_size < algorithm.capabilities.min_world_size:
         return f"{trial.algorithm} needs {algorithm.capabilities.min_world_size} workers"
     return algorithm.unavailable()
+
+
+def cost_place(trial: Trial, time_scale: float) -> tuple[Any, ...]:
+    """What the costs of collectives depend on; of the model, how large messages are."""
+    return (
+        trial.model,
+        trial.dtype,
+        trial.world_size,
+        trial.ranks_per_host,
+        trial.network,
+        time_scale,
+        trial.launcher,
+        trial.backend,
+        trial.device,
+    )
 
 
 @contextmanager

@@ -1,21 +1,29 @@
-"""A trial: everything that can change a number, and nothing else."""
+"""A trial: everything that can change a number, and nothing else; and what its workers are told."""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
 import json
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from common.emulation.config import Fault
-from common.harness.learning_config import LearnConfig
+from common.models.pace import Pace
+from common.results.records import typed
+from dear.cost.collectives import AlphaBeta
 from dear.errors import UserError
 from dear.options import at_least, positive
-from dear.training.algorithm import algorithm_class, algorithm_options
+from dear.training.algorithm import Options, algorithm_class, algorithm_options
 
 BASELINE = "none"
 """The algorithm of the single-worker baseline: the plain optimizer, no communication."""
+
+_TRIAL = "trial.json"
+_BRIEFING = "briefing.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,11 +77,70 @@ class MeasureConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LearnConfig:
+    """Training for a time; the key `learn:`. Algorithms that wait for nobody run at own pace."""
+
+    budget_s: float = 20.0
+    """Seconds of training, of the emulated cluster where there is one. Judging does not count."""
+    eval_every_s: float = 1.0
+    """Seconds of training between two copies of the parameters, which are judged afterwards."""
+    data: Literal["mnist", "digits"] | None = None
+    """What the model learns. `mnist`: the files in `data_dir`; `digits`: those of scikit-learn;
+    null: the model's made-up batch, for rates of steps at own pace; nothing is judged."""
+    sampler: Literal["shared", "own"] = "shared"
+    """`shared`: in each round all ranks share one order of the data; `own`: each rank goes through
+    the whole data in an order of its own (dear.pace.LocalStepRandomBatchSampler)."""
+    batch_sizes: tuple[int, ...] | None = None
+    """Samples per step of each rank instead of the model's: a slower host may have a smaller part.
+    In averages every rank counts the same. Goes with `data`."""
+    target_accuracy: float | None = None
+    """Share of right answers, 0 .. 1, whose first time is recorded; null: none."""
+
+    def __post_init__(self) -> None:
+        if self.batch_sizes is not None:
+            # JSON has lists; a trial equals itself read back.
+            object.__setattr__(self, "batch_sizes", tuple(self.batch_sizes))
+            for rank, size in enumerate(self.batch_sizes):
+                at_least(f"learn.batch_sizes.{rank}", size, 1)
+        positive("learn.budget_s", self.budget_s)
+        positive("learn.eval_every_s", self.eval_every_s)
+        if self.eval_every_s > self.budget_s:
+            raise UserError(
+                f"learn.eval_every_s must be at most learn.budget_s, got {self.eval_every_s:g} "
+                f"and {self.budget_s:g}"
+            )
+        if self.target_accuracy is not None and not 0 < self.target_accuracy <= 1:
+            raise UserError(
+                f"learn.target_accuracy must be above 0 and at most 1, got {self.target_accuracy:g}"
+            )
+        if self.data is None:
+            for field in ("sampler", "batch_sizes", "target_accuracy"):
+                if getattr(self, field) != LearnConfig.__dataclass_fields__[field].default:
+                    raise UserError(f"learn.{field}: goes with learn.data=mnist or digits")
+
+    @property
+    def marks(self) -> tuple[float, ...]:
+        """The times of the copies in seconds of training, 0 and the end among them."""
+        count = math.ceil(self.budget_s / self.eval_every_s - 1e-9)
+        return (*(i * self.eval_every_s for i in range(count)), self.budget_s)
+
+
+def options_of(algorithm: str, given: Mapping[str, Any]) -> Options:
+    """Typed options of an algorithm, or of the baseline, which has none.
+
+    Raises:
+        UserError: an unknown algorithm or option, or a bad value.
+    """
+    return Options() if algorithm == BASELINE else algorithm_options(algorithm, given)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Trial:
     """One point of an experiment, resolved: no defaults are left to fill in."""
 
     algorithm: str
-    options: dict[str, Any] = field(default_factory=dict)
+    options: Options = field(default_factory=Options)
+    """The algorithm's own, typed."""
     model: str
     batch_size: int
     """Samples per worker."""
@@ -101,8 +168,8 @@ class Trial:
     harness, the same for all trials of a cell, and written into the record."""
     collective_timeout_s: float = 300.0
     """The longest that one collective may take, in seconds of this machine; then it fails."""
-    fault: dict[str, Any] | None = None
-    """What is done to the cluster meanwhile: the fields of `common.emulation.config.Fault`."""
+    fault: Fault | None = None
+    """What is done to the cluster meanwhile."""
     learn: LearnConfig | None = None
     """Training for a time instead of timed steps; of `measure` only the repeats count then."""
     data_digest: str | None = None
@@ -134,7 +201,7 @@ class Trial:
         text = f"{self.model} bs={self.batch} n={self.world_size} {self.label}"
         if self.network is not None:
             text += f" {self.network}"
-        return text if self.fault is None else f"{text}, {Fault(**self.fault).title}"
+        return text if self.fault is None else f"{text}, {self.fault.title}"
 
     @property
     def rank_batches(self) -> tuple[int, ...]:
@@ -158,9 +225,7 @@ class Trial:
     @property
     def staleness(self) -> int:
         """By how many steps gradients are older than the update that applies them."""
-        if self.algorithm == BASELINE:
-            return 0
-        return algorithm_options(self.algorithm, self.options).staleness()
+        return self.options.staleness()
 
     @property
     def own_pace(self) -> bool:
@@ -168,28 +233,75 @@ class Trial:
         if self.learn is None or self.algorithm == BASELINE:
             return False
         consistency = algorithm_class(self.algorithm).capabilities.consistency
-        in_step = algorithm_options(self.algorithm, self.options).in_step()
-        return consistency == "asynchronous" and not in_step
+        return consistency == "asynchronous" and not self.options.in_step()
 
     @property
     def cell(self) -> tuple[Any, ...]:
         """What compared trials have in common: all but algorithm and world size."""
         learn = self.learn and dataclasses.replace(self.learn, batch_sizes=None)
         same = dataclasses.replace(
-            self, algorithm="", options={}, label="", world_size=0, learn=learn
+            self, algorithm="", options=Options(), label="", world_size=0, learn=learn
         )
         return (self.model, self.batch_size, same.hash)
 
     def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        """As it stands in files and records: JSON has no tuples."""
+        return json.loads(json.dumps(dataclasses.asdict(self)))
 
     @classmethod
-    def from_json(cls, values: dict[str, Any]) -> Trial:
+    def from_json(cls, values: Mapping[str, Any]) -> Trial:
+        """What `to_json` gave."""
         return cls(
             **{
                 **values,
+                "options": options_of(values["algorithm"], values["options"]),
                 "optimizer": OptimizerConfig(**values["optimizer"]),
                 "measure": MeasureConfig(**values["measure"]),
                 "learn": LearnConfig(**values["learn"]) if values.get("learn") else None,
+                "fault": Fault(**values["fault"]) if values.get("fault") else None,
             }
         )
+
+    def save(self, folder: Path) -> None:
+        """Into the folder that its workers read."""
+        (folder / _TRIAL).write_text(json.dumps(self.to_json(), indent=2))
+
+    @classmethod
+    def load(cls, folder: Path) -> Trial:
+        """What `save` wrote."""
+        return cls.from_json(json.loads((folder / _TRIAL).read_text()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Briefing:
+    """What the workers of a trial are told besides it, anew for each repeat.
+
+    As it is: on one host without a name, at full speed.
+    """
+
+    folder: Path
+    """The trial's."""
+    time_scale: float = 1.0
+    """How many times slower than what it stands for the emulated cluster runs."""
+    hosts: Sequence[str] = ()
+    ranks_per_host: int = 1
+    costs: dict[str, AlphaBeta] | None = None
+    """What another trial has found out of collectives, in seconds of what the fabric stands for."""
+
+    @classmethod
+    def load(cls, folder: Path) -> Briefing:
+        """From the trial's folder."""
+        return typed(cls, {**json.loads((folder / _BRIEFING).read_text()), "folder": folder})
+
+    def save(self) -> None:
+        """Into the trial's folder."""
+        values = dataclasses.asdict(self)
+        del values["folder"]
+        (self.folder / _BRIEFING).write_text(json.dumps(values, indent=2))
+
+    def pace(self, rank: int) -> Pace:
+        """How fast replayed compute runs on the host of `rank`."""
+        if not self.hosts:
+            return Pace(self.time_scale, None)
+        host = self.hosts[rank // self.ranks_per_host]
+        return Pace(self.time_scale, self.folder / f"pace-{host}")

@@ -70,14 +70,29 @@ class Outcome:
 class Launcher(ABC):
     """Starts the workers of a job and returns when none of them is left.
 
-    Made by `make_launcher` as `cls(hosts=..., preload=..., options=cls.Options(...))`.
     Ranks fill the hosts in their order. Hosts must see the job's folder and this repository under
     the same paths (a shared file system); virtual hosts do.
+
+    Args:
+        hosts: None means this machine (slurm: whatever hosts it gives).
+        options: None means the defaults.
+        preload: modules to import once for all jobs, where the launcher can.
     """
 
     @dataclass(frozen=True, kw_only=True)
     class Options:
         """What can be set; every launcher documents its own."""
+
+    def __init__(
+        self,
+        *,
+        hosts: Sequence[Host] | None = None,
+        options: Any = None,
+        preload: Sequence[str] = (),
+    ) -> None:
+        self._hosts = hosts
+        self._options = options or self.Options()
+        self._preload = preload
 
     def check(self) -> None:
         """Asks the hosts whether they are there, all at once; before the first job at the latest.

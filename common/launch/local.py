@@ -10,8 +10,8 @@ from __future__ import annotations
 import importlib
 import multiprocessing
 import signal
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from common.launch.hosts import Block, Host, NetworkOptions, are_virtual, blocks, network_env
 from common.launch.job import Job, Launcher, Outcome, outcome_of, timed_out
@@ -22,27 +22,19 @@ STACKS_S = 0.5
 
 
 class LocalLauncher(Launcher):
-    """Starts one process per rank.
+    """Starts one process per rank, on this machine itself or on virtual hosts.
 
-    Args:
-        hosts: virtual ones, or None for this machine itself.
-        preload: modules that the fork server imports before the first job, the worker's among them.
+    The fork server imports `preload`, which should name the worker's module, before the first job.
     """
 
-    def __init__(
-        self,
-        *,
-        hosts: Sequence[Host] | None = None,
-        options: Launcher.Options | None = None,
-        preload: Sequence[str] = (),
-    ) -> None:
-        if hosts is not None and not are_virtual(hosts):
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        if self._hosts is not None and not are_virtual(self._hosts):
             raise UserError(
                 "launcher local runs on this machine only, and reads no hostfile; use ssh, "
                 "torchrun or mpirun"
             )
-        self._hosts = hosts
-        multiprocessing.get_context("forkserver").set_forkserver_preload(list(preload))
+        multiprocessing.get_context("forkserver").set_forkserver_preload(list(self._preload))
 
     def command(self, job: Job) -> str:
         worker = f"-m {job.worker_module} {job.folder} {job.repeat}"

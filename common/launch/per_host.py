@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from common.launch.hosts import (
     ROOT,
@@ -60,18 +61,11 @@ class RemoteLauncher(Launcher):
 
     Options = RemoteOptions
 
-    def __init__(
-        self,
-        *,
-        hosts: Sequence[Host] | None = None,
-        options: RemoteOptions | None = None,
-        preload: Sequence[str] = (),
-    ) -> None:
-        self._options = options or self.Options()
-        self._hosts = hosts
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
         self._envs = read_envs()
-        self._interface = interface(self._options, self._envs, hosts)
-        self._agent = agent_of(self._options.agent, hosts)
+        self._interface = interface(self._options, self._envs, self._hosts)
+        self._agent = agent_of(self._options.agent, self._hosts)
         self._checked = False
 
     def check(self) -> None:

@@ -12,9 +12,9 @@ import signal
 import subprocess
 import time
 import uuid
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from common.launch.hosts import (
     Host,
@@ -63,25 +63,19 @@ class SlurmLauncher(Launcher):
         def __post_init__(self) -> None:
             positive("queue_s", self.queue_s)
 
-    def __init__(
-        self,
-        *,
-        hosts: Sequence[Host] | None = None,
-        options: Options | None = None,
-        preload: Sequence[str] = (),
-    ) -> None:
-        if are_virtual(hosts):
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        if are_virtual(self._hosts):
             raise UserError(
                 "launcher slurm does not run on virtual hosts; use local, ssh or mpirun"
             )
-        if hosts is not None:
+        if self._hosts is not None:
             raise UserError(
                 "launcher slurm reads no hostfile: Slurm chooses the hosts (options partition, "
                 "nodes, sbatch_args)"
             )
         if shutil.which("srun") is None:
             raise UserError("launcher slurm: no srun on the PATH; use launcher=ssh or mpirun")
-        self._options = options or self.Options()
         self._envs = read_envs()
         self._interface = interface(self._options, self._envs, None)
 

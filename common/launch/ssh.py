@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from common.launch.hosts import Block, Host
+from common.launch.hosts import Block
 from common.launch.job import Job, Outcome, outcome_of
 from common.launch.per_host import Fleet, PerHostLauncher
 from dear.errors import UserError
@@ -18,10 +18,10 @@ class SshLauncher(PerHostLauncher):
     connection to them does.
     """
 
-    def __init__(self, *, hosts: Sequence[Host] | None, **given: Any) -> None:
-        if hosts is None:
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        if self._hosts is None:
             raise UserError("launcher ssh needs hosts: give hostfile=FILE, lines HOST slots=N")
-        super().__init__(hosts=hosts, **given)
 
     def _run(self, job: Job) -> Outcome:
         for rank in range(job.world_size):

@@ -41,7 +41,7 @@ def record_profile(
     """
     import torch
 
-    from common.harness.machine import machine_card
+    from common.machine import machine_card
     from common.profiling.recorder import record
 
     _check(model, batch_size, dtype, warmup, steps)

@@ -1,4 +1,4 @@
-"""Trials that train for a time, as rows: how soon and how well they learn, and at what pace."""
+"""Trials that train for a time: how soon and how well they learn, and at what pace."""
 
 from __future__ import annotations
 
@@ -8,13 +8,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from common.emulation.config import Fault
 from common.results.records import Record
+from common.results.table import PLACE, Column, Table, significant
 
 
 @dataclass(frozen=True, kw_only=True)
 class LearnRow:
-    """One trial; medians over its repeats, None where there is nothing to say."""
+    """One trial, and a line of its CSV file; medians over its repeats.
+
+    None where there is nothing to say; every trial with a result has `samples_per_s`, `unit` and
+    `repeats`.
+    """
 
     model: str
     batch: str
@@ -56,13 +60,18 @@ class LearnRow:
     reason: str | None = None
     """Why there is no number, or why to doubt it."""
 
+    @property
+    def place(self) -> tuple[Any, ...]:
+        """What rows that are compared with each other have in common."""
+        return (self.model, self.batch, self.world_size, self.network, self.fault)
+
 
 def is_learning(records: Iterable[Record]) -> bool:
     """Whether these are records of trials that train for a time."""
-    return any(record["trial"].get("learn") for record in records)
+    return any(record.trial.get("learn") for record in records)
 
 
-def rows(records: Iterable[Record]) -> list[LearnRow]:
+def make_rows(records: Iterable[Record]) -> list[LearnRow]:
     """One row per record."""
     records = list(records)
     return [_row(record, records) for record in records]
@@ -78,48 +87,43 @@ def slowed_ranks(trial: dict[str, Any]) -> list[int]:
     return list(range(first, min(first + per_host, trial["world_size"])))
 
 
-def fault_title(trial: dict[str, Any]) -> str | None:
-    """What was done to the cluster, in a few words; None for nothing."""
-    return Fault(**trial["fault"]).title if trial.get("fault") else None
-
-
 def _row(record: Record, records: Sequence[Record]) -> LearnRow:
-    trial = record["trial"]
+    trial = record.trial
     learn = trial["learn"]
     known: dict[str, Any] = {
         "model": trial["model"],
         "batch": ",".join(map(str, learn.get("batch_sizes") or [trial["batch_size"]])),
         "world_size": trial["world_size"],
         "network": trial.get("network"),
-        "fault": fault_title(trial),
-        "algorithm": trial["label"],
-        "status": record["status"],
+        "fault": record.fault,
+        "algorithm": record.label,
+        "status": record.status,
         "budget_s": learn["budget_s"],
         "target": learn["target_accuracy"],
     }
-    if record["status"] != "ok":
-        return LearnRow(**known, reason=(record["error"] or {}).get("message"))
-    repeats = record["learning"]
-    last = [repeat["evaluations"][-1] for repeat in repeats]
+    if record.throughput is None or record.learning is None:
+        return LearnRow(**known, reason=record.error and record.error.message)
+    repeats = record.learning
+    last = [repeat.evaluations[-1] for repeat in repeats]
     for key in ("accuracy", "accuracy_min", "accuracy_max", "loss", "consensus_distance"):
-        known[key] = _median(one.get(key) for one in last)
-    reached = [repeat["to_target"] or {} for repeat in repeats]
+        known[key] = _median(getattr(one, key) for one in last)
+    reached = [repeat.to_target for repeat in repeats]
     slowed = slowed_ranks(trial)
     stale = list(staleness(record))
-    lost = sorted({rank for repeat in repeats for rank in _lost(repeat)})
-    rate = unslowed_rate(record)
+    lost = sorted({rank for repeat in repeats for rank in repeat.lost})
+    rate = _rate(record, lambda rank: rank not in slowed)
     known |= {
-        "to_target_s": _median(one.get("seconds", math.inf) for one in reached),
-        "steps_to_target": _median(one.get("steps", math.inf) for one in reached),
-        "samples_per_s": record["throughput"]["value"],
-        "unit": record["throughput"]["unit"],
+        "to_target_s": _median(one.seconds if one else math.inf for one in reached),
+        "steps_to_target": _median(one.steps if one else math.inf for one in reached),
+        "samples_per_s": record.throughput.value,
+        "unit": record.throughput.unit,
         "steps_per_s": rate,
         "slowed_steps_per_s": _rate(record, lambda rank: rank in slowed),
         "staleness_mean": max((mean for mean, _ in stale), default=None),
         "staleness_max": max((most for _, most in stale), default=None),
         "lost_ranks": ", ".join(map(str, lost)) or None,
         "repeats": len(repeats),
-        "reason": "; ".join(record["notes"]) or None,
+        "reason": "; ".join(record.notes) or None,
     }
     calm = _undisturbed(record, records)
     if calm is not None and rate is not None:
@@ -128,30 +132,19 @@ def _row(record: Record, records: Sequence[Record]) -> LearnRow:
     return LearnRow(**known)
 
 
-def unslowed_rate(record: Record) -> float | None:
-    """Steps per second of the slowest rank that no fault has slowed or killed."""
-    slowed = slowed_ranks(record["trial"])
-    return _rate(record, lambda rank: rank not in slowed)
-
-
 def _rate(record: Record, wanted: Callable[[int], bool]) -> float | None:
-    """Of the slowest of the ranks that are `wanted`, in the median repeat."""
-    rates = [
+    """Steps per second of the slowest of the ranks that are `wanted`, in the median repeat."""
+    return _median(
         min(
             (
-                pace["steps"] / pace["elapsed_s"]
-                for rank, pace in enumerate(repeat["ranks"])
+                pace.steps_per_s
+                for rank, pace in enumerate(repeat.ranks)
                 if pace is not None and wanted(rank)
             ),
             default=None,
         )
-        for repeat in record["learning"]
-    ]
-    return _median(rates)
-
-
-def _lost(repeat: dict[str, Any]) -> Iterator[int]:
-    yield from (rank for rank, pace in enumerate(repeat["ranks"]) if pace is None)
+        for repeat in record.learning or ()
+    )
 
 
 def staleness(record: Record) -> Iterator[tuple[float, float]]:
@@ -160,18 +153,17 @@ def staleness(record: Record) -> Iterator[tuple[float, float]]:
     Some count by how many steps a neighbour's values are behind; others say only how long nothing
     has come, which is no mean.
     """
-    for rank in record.get("statistics") or ():
+    for rank in record.statistics or ():
         for age in ((rank or {}).get("staleness") or {}).values():
             if isinstance(age, dict) and age["mean"] is not None:
                 yield age["mean"], age["max"]
 
 
 def _undisturbed(record: Record, records: Sequence[Record]) -> Record | None:
-    if not record["trial"].get("fault"):
+    if not record.fault:
         return None
     for other in records:
-        same = _as_one(other["trial"]) == _as_one(record["trial"])
-        if same and other["status"] == "ok" and not other["trial"].get("fault"):
+        if other.ok and not other.fault and _as_one(other.trial) == _as_one(record.trial):
             return other
     return None
 
@@ -188,3 +180,78 @@ def _median(values: Iterable[float | None]) -> float | None:
         return None
     median = statistics.median_high(known)
     return median if math.isfinite(median) else None
+
+
+def table(rows: Sequence[LearnRow]) -> Table:
+    """The rows as they are shown."""
+    return Table(rows, (*PLACE, *_COLUMNS))
+
+
+def _target(row: LearnRow) -> str:
+    if row.target is None:
+        return ""
+    return "not reached" if row.to_target_s is None else f"{row.to_target_s:.1f} s"
+
+
+def _spread(row: LearnRow) -> str:
+    if row.accuracy is None or row.accuracy_min == row.accuracy_max:
+        return ""
+    return f"{row.accuracy_min:.2%}-{row.accuracy_max:.2%}"
+
+
+def _stale(row: LearnRow) -> str:
+    if row.staleness_mean is None:
+        return ""
+    return f"{row.staleness_mean:.1f}, max {row.staleness_max:g}"
+
+
+def _shown(title: str, text: Callable[[LearnRow], str], numeric: bool = True) -> Column:
+    return Column(title=title, text=text, numeric=numeric, sparse=True)
+
+
+def _given(field: str, form: str) -> Callable[[LearnRow], str]:
+    def text(row: LearnRow) -> str:
+        value = getattr(row, field)
+        return "" if value is None else format(value, form)
+
+    return text
+
+
+_COLUMNS = (
+    _shown("to target", _target),
+    _shown("steps to target", _given("steps_to_target", ".0f")),
+    _shown("accuracy", _given("accuracy", ".2%")),
+    _shown("of single ranks", _spread),
+    _shown("loss", lambda row: significant(row.loss)),
+    _shown("throughput", lambda row: f"{significant(row.samples_per_s)} {row.unit}"),
+    _shown("steps/s", lambda row: significant(row.steps_per_s)),
+    _shown("on the slow host", lambda row: significant(row.slowed_steps_per_s)),
+    _shown("kept", _given("kept", ".2f")),
+    _shown(
+        "consensus", lambda row: f"{row.consensus_distance:.1e}" if row.consensus_distance else ""
+    ),
+    _shown("staleness", _stale),
+    _shown("lost", lambda row: row.lost_ranks or "", numeric=False),
+    _shown("notes", lambda row: row.reason or "", numeric=False),
+)
+
+
+def summary(rows: Sequence[LearnRow]) -> list[str]:
+    """Which algorithm is first at the target, in a sentence per model, world and fault."""
+    lines = []
+    places = dict.fromkeys(row.place for row in rows)
+    for place in places:
+        rivals = [row for row in rows if row.place == place and row.status == "ok"]
+        there = [row for row in rivals if row.to_target_s is not None]
+        if len(rivals) < 2 or rivals[0].target is None:
+            continue
+        where = "".join(f", {name}" for name in place[3:] if name)
+        text = f"{place[0]}, {place[2]} workers{where}: "
+        if there:
+            first = min(there, key=lambda row: row.to_target_s or 0.0)
+            text += f"{first.algorithm} is the first at {first.target:.0%}, after "
+            text += f"{first.to_target_s:.1f} s; {len(there)} of {len(rivals)} get there"
+        else:
+            text += f"none reaches {rivals[0].target:.0%} in {rivals[0].budget_s:g} s"
+        lines.append(text)
+    return lines

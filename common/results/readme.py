@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from common.results import tables
+from common.results import rows
 from common.results.comparison import Comparison
 
 ROOT = Path(__file__).parents[2]
@@ -18,8 +18,8 @@ def with_tables(text: str) -> str:
     def fill(place: re.Match[str]) -> str:
         folder = ROOT / place[2]
         comparison = Comparison.load(folder)
-        rows = tables.rows(comparison.results(folder), comparison.compare_to)
-        return place[1] + tables.markdown(rows, comparison.compare_to) + place[3]
+        found = rows.make_rows(comparison.results(folder), comparison.compare_to)
+        return place[1] + rows.comparison(found, comparison.compare_to).markdown() + place[3]
 
     return _PLACE.sub(fill, text)
 

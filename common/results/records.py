@@ -2,26 +2,286 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import json
 import os
+import types
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
+from common.emulation.config import Fault
+from dear.cost.bounds import StepTimes
+from dear.cost.collectives import AlphaBeta
 from dear.errors import UserError
 
 SCHEMA = 1
 STATUSES = ("ok", "failed", "timeout", "oom", "unsupported", "interrupted")
 
-Record = dict[str, Any]
-"""Keys: schema, id, hash, trial, status, error, started, duration_s, machine, network, repeats,
-loss, breakdown, compute, costs, bound, bytes, check, throughput, learning, notes. Seconds and
-bytes throughout. Older records lack some, such as compute, costs and bound. `learning` (see
-docs/measurement.md) is that of trials which train for a time; their `repeats` hold no steps."""
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """Why a trial has no result."""
+
+    kind: str | None = None
+    message: str
+    rank: int | None = None
+    """None if it is not one rank's."""
+    where: str | None = None
+    """What the rank was doing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Throughput:
+    """Samples per second of all workers together."""
+
+    value: float
+    unit: str
+    ci_low: float | None
+    """Ends of the 95 % interval; of trials that learn, the lowest and the highest run."""
+    ci_high: float | None
+    n: int
+    """Timed steps, or runs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Breakdown:
+    """Where a step's time goes on rank 0; the parts add up to `step_s`."""
+
+    forward_s: float
+    backward_s: float
+    update_s: float
+    exposed_comm_s: float | None = None
+    """Waiting for communication; None where an algorithm hides it in the other three."""
+    step_s: float | None = None
+    """None in old records, whose parts include waiting and do not add up."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bound:
+    """How short the trial's step could be."""
+
+    kind: str | None
+    """Which formula `step_s` follows; None: none is known for the algorithm."""
+    step_s: float | None
+    """Not below `wire_limit_s`."""
+    compute_limit_s: float
+    wire_limit_s: float | None
+    """None where the links' rate is not known, or the limit does not hold."""
+    reached: float | None
+    """`step_s` over the median step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bytes:
+    """Per rank."""
+
+    sent_per_step: int | None = None
+    gradients: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """Whether it was the right training. None: not compared."""
+
+    replicas_agree: bool | None = None
+    matches_reference: bool | None = None
+    replica_spread: float | None = None
+    """Largest difference of any parameter element between ranks; None also if it is infinite."""
+    reference_error: float | None = None
+    consensus_distance: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """What had been learned at a mark; without data, only how many steps were made."""
+
+    at_s: float
+    seconds: float
+    """When the last rank had its copy."""
+    steps: list[int | None]
+    """By rank; None of one that has died."""
+    staleness: float | None = None
+    """Since the evaluation before, of the stalest neighbour; None where it is not counted."""
+    accuracy: float | None = None
+    """Of the mean of all ranks' models, as `loss`; the other ones are of single ranks."""
+    accuracy_min: float | None = None
+    accuracy_max: float | None = None
+    loss: float | None = None
+    loss_min: float | None = None
+    loss_max: float | None = None
+    consensus_distance: float | None = None
+
+    @property
+    def mean_steps(self) -> float:
+        """Of the ranks that live."""
+        counts = [count for count in self.steps if count is not None]
+        return sum(counts) / len(counts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankPace:
+    """What a rank has trained."""
+
+    steps: int
+    samples: int
+    elapsed_s: float
+
+    @property
+    def steps_per_s(self) -> float:
+        return self.steps / self.elapsed_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reached:
+    """When the target was reached."""
+
+    seconds: float
+    steps: float
+    """Mean of the ranks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Learning:
+    """One repeat of a trial that trains for a time."""
+
+    evaluations: list[Evaluation]
+    ranks: list[RankPace | None]
+    """None of one that has died."""
+    to_target: Reached | None
+
+    @property
+    def lost(self) -> list[int]:
+        """Ranks that have died while the others went on."""
+        return [rank for rank, pace in enumerate(self.ranks) if pace is None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Network:
+    """The links, as asked for and as measured; None on a real network."""
+
+    requested: dict[str, Any] | None = None
+    measured: list[dict[str, Any]] | None = None
+    off_percent: float | None = None
+    flagged: bool | None = None
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """A trial that has ended. Seconds and bytes throughout; older records lack some values."""
+
+    schema: int = SCHEMA
+    id: str
+    hash: str
+    trial: dict[str, Any]
+    """As JSON: the options of a record may be those of an older version of the algorithm."""
+    fabric: str = "real"
+    time_scale: float = 1.0
+    time_scale_reason: str | None = None
+    status: str
+    error: Failure | None = None
+    """None for a trial that is ok; such a trial has all of `check`, `throughput` and `loss`, though
+    a loss that is not finite is None."""
+    started: str
+    """ISO 8601, UTC."""
+    duration_s: float
+    """Set-up of the workers included."""
+    machine: dict[str, Any]
+    network: Network = field(default_factory=Network)
+    fault_events: list[dict[str, Any]] = field(default_factory=list)
+    iters: list[list[list[float]]] = field(default_factory=list)
+    """Step times, by repeat and block; none of trials that learn."""
+    loss: float | None = None
+    breakdown: Breakdown | None = None
+    compute: StepTimes | None = None
+    costs: dict[str, AlphaBeta] | None = None
+    """Of collectives, by operation."""
+    bound: Bound | None = None
+    bytes: Bytes = field(default_factory=Bytes)
+    check: Check | None = None
+    statistics: list[dict[str, Any] | None] | None = None
+    """What the algorithm has counted, by rank."""
+    throughput: Throughput | None = None
+    learning: list[Learning] | None = None
+    """By repeat, of trials that train for a time (see docs/measurement.md)."""
+    parameters: int | None = None
+    cpu_s_per_s: list[float] = field(default_factory=list)
+    foreign_cpu_s_per_s: list[float] = field(default_factory=list)
+    unfaithful: bool | None = None
+    """Whether the machine was too busy to be the emulated cluster; None where it was none."""
+    started_by: str | None = None
+    notes: list[str] = field(default_factory=list)
+    run: str = ""
+    """Trials of one cell and one run took turns; others were measured at different times."""
+
+    @property
+    def ok(self) -> bool:
+        return self.status == "ok"
+
+    @property
+    def repeats(self) -> list[list[float]]:
+        """Step times by repeat."""
+        return [[step for block in repeat for step in block] for repeat in self.iters]
+
+    @property
+    def label(self) -> str:
+        """How tables name the algorithm."""
+        return self.trial["label"]
+
+    @property
+    def fault(self) -> str | None:
+        """What was done to the cluster, in a few words; None for nothing."""
+        given = self.trial.get("fault")
+        return Fault(**given).title if given else None
+
+    @property
+    def hosts(self) -> int:
+        """Number of virtual hosts; 0 where there are none."""
+        per_host = self.trial.get("ranks_per_host")
+        return -(-self.trial["world_size"] // per_host) if per_host else 0
+
+    @property
+    def step_s(self) -> float:
+        """Median step of the slowest rank."""
+        assert self.throughput is not None
+        return self.trial["batch_size"] * self.trial["world_size"] / self.throughput.value
+
+    def to_json(self) -> dict[str, Any]:
+        """As it stands in the file; `repeats` once more beside `iters`, for simple readers."""
+        return {**dataclasses.asdict(self), "repeats": self.repeats}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Record:
+        """What `to_json` gave, now or in an older version."""
+        return typed(cls, values)
+
+
+def typed(hint: Any, value: Any) -> Any:
+    """A value from JSON as what the type hint says; keys that it does not know are left out."""
+    if value is None:
+        return None
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        return typed(next(one for one in inner if one is not types.NoneType), value)
+    if origin is list:
+        return [typed(inner[0], item) for item in value]
+    if origin is dict:
+        return {key: typed(inner[1], item) for key, item in value.items()}
+    if dataclasses.is_dataclass(hint):
+        hints = _hints(hint)
+        return hint(**{key: typed(hints[key], value[key]) for key in hints if key in value})
+    return value
+
+
+_hints = functools.cache(get_type_hints)
 
 
 def append(path: Path, record: Record) -> None:
     """Adds one line and forces it to disk, so that nothing later can lose it."""
-    line = json.dumps(record, separators=(",", ":"), allow_nan=False) + "\n"
+    line = json.dumps(record.to_json(), separators=(",", ":"), allow_nan=False) + "\n"
     with path.open("a") as file:
         file.write(line)
         file.flush()
@@ -41,22 +301,25 @@ def load(path: Path) -> list[Record]:
     for number, line in enumerate(lines, start=1):
         if not line:
             continue
-        record = _parsed(line)
-        if record is None:
-            if number == len(lines):
-                continue
-            raise UserError(f"{path} line {number} is damaged; delete that line and run again")
-        if record.get("schema") != SCHEMA:
+        values = _parsed(line)
+        if values is None and number == len(lines):
+            continue
+        if values is not None and values.get("schema") != SCHEMA:
             raise UserError(
-                f"{path} line {number} has schema {record.get('schema')}; this version reads "
+                f"{path} line {number} has schema {values.get('schema')}; this version reads "
                 f"{SCHEMA}"
             )
-        records.append(record)
+        try:
+            records.append(Record.from_json(values or {}))
+        except TypeError:  # keys are missing
+            raise UserError(
+                f"{path} line {number} is damaged; delete that line and run again"
+            ) from None
     return records
 
 
-def _parsed(line: bytes) -> Record | None:
-    """The record in a line, or None if there is none (whole)."""
+def _parsed(line: bytes) -> dict[str, Any] | None:
+    """The object in a line, or None if there is none (whole)."""
     try:
         value = json.loads(line)
     except ValueError:  # bad JSON or bad UTF-8
@@ -68,8 +331,20 @@ def latest(records: list[Record]) -> dict[str, Record]:
     """The newest record of each trial, by hash, in the order in which trials first appeared."""
     found: dict[str, Record] = {}
     for record in records:
-        found[record["hash"]] = record
+        found[record.hash] = record
     return found
+
+
+def fabric_words(records: Iterable[Record]) -> str:
+    """What the numbers were measured on, for titles and captions."""
+    records = list(records)
+    if all(record.fabric == "real" for record in records):
+        return "real processes"
+    scales = sorted({record.time_scale for record in records})
+    scale = " to ".join(f"{value:g}" for value in dict.fromkeys((scales[0], scales[-1])))
+    hosts = max(record.hosts for record in records)
+    where = f"{hosts} virtual hosts" if hosts else "local processes, compute replayed"
+    return f"emulated, {where}, time scale {scale}"
 
 
 def mend(path: Path) -> None:

@@ -21,10 +21,8 @@ from typing import Any
 
 from dear import topology
 from dear.errors import UserError
-from dear.lazy import LazyModule
+from dear.lazy import nx
 from dear.topology import schedules
-
-nx = LazyModule("networkx")
 
 _NAMES = {
     "dear.bluefog.job": """init shutdown is_initialized size rank local_size local_rank machine_size

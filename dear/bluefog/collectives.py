@@ -20,10 +20,8 @@ from dear import optimizer as plain
 from dear.bluefog.job import blocking, job, started, synchronize
 from dear.comm.neighbors import Exchange, Round
 from dear.errors import UserError
-from dear.lazy import LazyModule, torch
+from dear.lazy import np, torch
 from dear.topology.graphs import from_matrix, matrix, uniform
-
-np = LazyModule("numpy")
 
 Targets = Mapping[int, float] | Sequence[int]
 Parameters = Mapping[str, Any] | Iterable[Any]

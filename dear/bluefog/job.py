@@ -23,7 +23,7 @@ from dear.comm.communicator import Communicator
 from dear.comm.neighbors import Exchange, Machines, Round
 from dear.comm.runtime import ranks_per_machine
 from dear.errors import UserError
-from dear.lazy import LazyModule
+from dear.lazy import nx
 from dear.topology.graphs import (
     check_connected,
     check_graph,
@@ -36,7 +36,6 @@ from dear.topology.graphs import (
 )
 from dear.training.trace import Timeline
 
-nx = LazyModule("networkx")
 log = logging.getLogger("dear")
 
 NODES_PER_MACHINE = "BLUEFOG_NODES_PER_MACHINE"

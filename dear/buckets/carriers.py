@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING
 
 from dear.buckets.compressors import (
     CompressedOptions,
@@ -16,9 +15,6 @@ from dear.buckets.compressors import (
 )
 from dear.comm.communicator import Communicator, Work, flat_view
 from dear.lazy import torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class Carrier(ABC):
@@ -31,7 +27,7 @@ class Carrier(ABC):
         self._communicator = communicator
 
     @abstractmethod
-    def send(self, tensor: Tensor, present: Sequence[bool] = (True,), **queue: int) -> Work:
+    def send(self, tensor: torch.Tensor, present: Sequence[bool] = (True,), **queue: int) -> Work:
         """Starts to average `tensor`; every rank calls it.
 
         Args:
@@ -42,17 +38,17 @@ class Carrier(ABC):
         """
 
     @abstractmethod
-    def receive(self, tensor: Tensor) -> None:
+    def receive(self, tensor: torch.Tensor) -> None:
         """Leaves the mean in the `tensor` that was sent; its work must have ended."""
 
 
 class Dense(Carrier):
     """One all-reduce, in place."""
 
-    def send(self, tensor: Tensor, present: Sequence[bool] = (True,), **queue: int) -> Work:
+    def send(self, tensor: torch.Tensor, present: Sequence[bool] = (True,), **queue: int) -> Work:
         return self._communicator.all_reduce(tensor, op="mean", **queue)
 
-    def receive(self, tensor: Tensor) -> None:
+    def receive(self, tensor: torch.Tensor) -> None:
         return
 
 
@@ -62,16 +58,16 @@ class Half(Carrier):
     def __init__(self, communicator: Communicator, wire: torch.dtype) -> None:
         super().__init__(communicator)
         self._wire = wire
-        self._staged: Tensor | None = None
+        self._staged: torch.Tensor | None = None
 
-    def send(self, tensor: Tensor, present: Sequence[bool] = (True,), **queue: int) -> Work:
+    def send(self, tensor: torch.Tensor, present: Sequence[bool] = (True,), **queue: int) -> Work:
         flat = flat_view(tensor)
         if self._staged is None:
             self._staged = torch.empty_like(flat, dtype=self._wire)
         torch.mul(flat, 1 / self._communicator.size, out=self._staged)
         return self._communicator.all_reduce(self._staged, op="sum", **queue)
 
-    def receive(self, tensor: Tensor) -> None:
+    def receive(self, tensor: torch.Tensor) -> None:
         flat_view(tensor).copy_(self._staged)
 
 
@@ -94,9 +90,9 @@ class Payloads(Carrier):
         self.pieces = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
         self.used: list[bool] = [False] * len(sizes)
         """After `receive`: which pieces some rank has a gradient for."""
-        self._gathered: Tensor | None = None
+        self._gathered: torch.Tensor | None = None
 
-    def send(self, tensor: Tensor, present: Sequence[bool] = (True,), **queue: int) -> Work:
+    def send(self, tensor: torch.Tensor, present: Sequence[bool] = (True,), **queue: int) -> Work:
         payload = self.compressor.compress(flat_view(tensor))
         marks = torch.tensor(present, dtype=torch.uint8).to(payload.device)
         # Rows then start at multiples of 8 bytes.
@@ -106,11 +102,11 @@ class Payloads(Carrier):
         self._gathered = row.new_empty(self._communicator.size * row.numel())
         return self._communicator.all_gather(self._gathered, row, **queue)
 
-    def receive(self, tensor: Tensor) -> None:
+    def receive(self, tensor: torch.Tensor) -> None:
         self.take(tensor)
         self.commit()
 
-    def take(self, tensor: Tensor) -> None:
+    def take(self, tensor: torch.Tensor) -> None:
         """`receive` in two parts, the first: leaves the mean in `tensor`."""
         rows = self._gathered.view(self._communicator.size, -1)
         self.compressor.decompress(rows[:, : self._start], flat_view(tensor))
@@ -127,7 +123,7 @@ class Payloads(Carrier):
 def make_carrier(
     options: CompressedOptions | HalfOptions,
     communicator: Communicator,
-    like: Tensor,
+    like: torch.Tensor,
     sizes: Sequence[int] | None = None,
 ) -> Carrier:
     """What carries a tensor like `like`, a dense one.

@@ -6,15 +6,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from dear.errors import UserError, unknown
 from dear.lazy import torch
 from dear.options import Options, at_least, only_with, option_of
-
-if TYPE_CHECKING:
-    from torch import Tensor
-    from torch.nn import Parameter
 
 Half = Literal["none", "fp16", "bf16"]
 Compression = Literal["none", "fp16", "bf16", "topk", "eftopk", "gaussian", "signum", "efsignum"]
@@ -108,7 +104,7 @@ def wire_dtype(compression: str) -> torch.dtype | None:
     return getattr(torch, name) if name else None
 
 
-def refuse_types(params: Sequence[Parameter], options: Any) -> None:
+def refuse_types(params: Sequence[torch.nn.Parameter], options: Any) -> None:
     """Raises `UserError` if a parameter is of a type that `options.compression` cannot carry."""
     for param in params if options.compression != "none" else ():
         if not param.is_floating_point():
@@ -138,15 +134,15 @@ class Compressor(ABC):
         self, numel: int, dtype: torch.dtype, device: torch.device, *, error_feedback: bool
     ) -> None:
         self.numel, self.dtype, self.device = numel, dtype, device
-        self.residual: Tensor | None = (
+        self.residual: torch.Tensor | None = (
             torch.zeros(numel, dtype=dtype, device=device) if error_feedback else None
         )
         """What has not travelled yet; None without error feedback."""
         self.steps = 0
         """How often `commit` has been called."""
-        self._rest: Tensor | None = None
+        self._rest: torch.Tensor | None = None
 
-    def compress(self, gradient: Tensor) -> Tensor:
+    def compress(self, gradient: torch.Tensor) -> torch.Tensor:
         """The payload for a 1-D `gradient`, which stays as it is.
 
         Returns:
@@ -163,7 +159,7 @@ class Compressor(ABC):
         return payload
 
     @abstractmethod
-    def decompress(self, payloads: Tensor, output: Tensor) -> None:
+    def decompress(self, payloads: torch.Tensor, output: torch.Tensor) -> None:
         """Writes the mean over ranks, or what stands for it, into `output`, 1-D.
 
         Args:
@@ -180,10 +176,10 @@ class Compressor(ABC):
         self.residual, self._rest = self._rest, None
 
     @abstractmethod
-    def _encode(self, source: Tensor) -> Tensor:
+    def _encode(self, source: torch.Tensor) -> torch.Tensor:
         """The payload for `source`, which stays as it is."""
 
-    def _take_out(self, payload: Tensor, rest: Tensor) -> None:
+    def _take_out(self, payload: torch.Tensor, rest: torch.Tensor) -> None:
         """Takes from `rest`, of which `payload` was made, what the payload carries."""
         raise NotImplementedError(f"{type(self).__name__} has no error feedback")
 
@@ -213,30 +209,30 @@ class TopK(Compressor):
         """How many elements travel the next time."""
         return min(max(int(self.numel * self._density(self.steps)), 1), self.numel)
 
-    def _encode(self, source: Tensor) -> Tensor:
+    def _encode(self, source: torch.Tensor) -> torch.Tensor:
         places = self._select(source, self.count)
         return joined(source[places], places.to(self._index_dtype))
 
-    def _select(self, source: Tensor, count: int) -> Tensor:
+    def _select(self, source: torch.Tensor, count: int) -> torch.Tensor:
         """Places of `count` elements at most; the same place is never chosen twice."""
         if count == self.numel:
             return torch.arange(count, device=source.device)
         return source.abs().topk(count, sorted=False).indices
 
-    def _take_out(self, payload: Tensor, rest: Tensor) -> None:
+    def _take_out(self, payload: torch.Tensor, rest: torch.Tensor) -> None:
         values, places = self._parts(payload)
         # Not a difference, which would leave nan where the element is infinite; and not where the
         # payload is padded.
         rest[places[values != 0]] = 0
 
-    def decompress(self, payloads: Tensor, output: Tensor) -> None:
+    def decompress(self, payloads: torch.Tensor, output: torch.Tensor) -> None:
         output.zero_()
         for payload in payloads:
             values, places = self._parts(payload)
             # Divided before the sum, which half precision could not hold.
             output.index_add_(0, places, values, alpha=1 / len(payloads))
 
-    def _parts(self, payload: Tensor) -> tuple[Tensor, Tensor]:
+    def _parts(self, payload: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         count = self.count
         return split(payload, (count, self.dtype), (count, self._index_dtype))
 
@@ -250,7 +246,7 @@ class Gaussian(TopK):
     found, or all of them and zeros.
     """
 
-    def _select(self, source: Tensor, count: int) -> Tensor:
+    def _select(self, source: torch.Tensor, count: int) -> torch.Tensor:
         if count == self.numel:
             return super()._select(source, count)
         # In single precision at least: a standard deviation in fp16 overflows early.
@@ -275,7 +271,7 @@ class Gaussian(TopK):
         """How many standard deviations from the mean the two tails of `density` begin."""
         return NormalDist().inv_cdf(1 - self._density(self.steps) / 2)
 
-    def _encode(self, source: Tensor) -> Tensor:
+    def _encode(self, source: torch.Tensor) -> torch.Tensor:
         count = self.count
         chosen = self._select(source, count)
         values = source.new_zeros(count)
@@ -291,10 +287,10 @@ class Signum(Compressor):
     What stands for the mean is 1, -1, or 0 where the votes are equal.
     """
 
-    def _encode(self, source: Tensor) -> Tensor:
+    def _encode(self, source: torch.Tensor) -> torch.Tensor:
         return pack_signs(source)
 
-    def decompress(self, payloads: Tensor, output: Tensor) -> None:
+    def decompress(self, payloads: torch.Tensor, output: torch.Tensor) -> None:
         votes = torch.zeros(self.numel, dtype=torch.int32, device=output.device)
         for payload in payloads:
             votes += unpack_signs(payload, self.numel)
@@ -304,22 +300,22 @@ class Signum(Compressor):
 class EfSignum(Compressor):
     """Signs times the mean magnitude, with error feedback (arXiv 1901.09847)."""
 
-    def _encode(self, source: Tensor) -> Tensor:
+    def _encode(self, source: torch.Tensor) -> torch.Tensor:
         wide = source.dtype if source.dtype == torch.float64 else torch.float32
         scale = source.abs().sum(dtype=wide) / max(self.numel, 1)
         return joined(scale.to(self.dtype).view(1), pack_signs(source))
 
-    def _take_out(self, payload: Tensor, rest: Tensor) -> None:
+    def _take_out(self, payload: torch.Tensor, rest: torch.Tensor) -> None:
         scale, signs = self._parts(payload)
         rest.addcmul_(signs, scale, value=-1)
 
-    def decompress(self, payloads: Tensor, output: Tensor) -> None:
+    def decompress(self, payloads: torch.Tensor, output: torch.Tensor) -> None:
         output.zero_()
         for payload in payloads:
             scale, signs = self._parts(payload)
             output.addcmul_(signs, scale / len(payloads))
 
-    def _parts(self, payload: Tensor) -> tuple[Tensor, Tensor]:
+    def _parts(self, payload: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         scale, bits = split(payload, (1, self.dtype), (None, torch.uint8))
         return scale, unpack_signs(bits, self.numel).to(self.dtype)
 
@@ -343,12 +339,12 @@ ALIGNMENT = 8
 """Parts start at multiples of so many bytes, so that they can be viewed as any type."""
 
 
-def joined(*parts: Tensor) -> Tensor:
+def joined(*parts: torch.Tensor) -> torch.Tensor:
     """The bytes of 1-D tensors one after another, each padded to a multiple of 8."""
     return torch.cat([_padded(part.view(torch.uint8)) for part in parts])
 
 
-def split(payload: Tensor, *parts: tuple[int | None, torch.dtype]) -> list[Tensor]:
+def split(payload: torch.Tensor, *parts: tuple[int | None, torch.dtype]) -> list[torch.Tensor]:
     """What `joined` has joined, as views.
 
     Args:
@@ -362,7 +358,7 @@ def split(payload: Tensor, *parts: tuple[int | None, torch.dtype]) -> list[Tenso
     return result
 
 
-def pack_signs(values: Tensor) -> Tensor:
+def pack_signs(values: torch.Tensor) -> torch.Tensor:
     """One bit per element, set where it is not negative; padded to a multiple of 64 bits.
 
     Element i is bit `i % 8` (from the lowest) of byte `i // 8`.
@@ -373,12 +369,12 @@ def pack_signs(values: Tensor) -> Tensor:
     return (bits.view(-1, 8) * weights).sum(dim=1, dtype=torch.uint8)
 
 
-def unpack_signs(packed: Tensor, numel: int) -> Tensor:
+def unpack_signs(packed: torch.Tensor, numel: int) -> torch.Tensor:
     """The first `numel` signs of `pack_signs` as int8: 1 or -1."""
     shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
     bits = (packed.view(-1, 1) >> shifts) & 1
     return bits.view(-1)[:numel].to(torch.int8).mul_(2).sub_(1)
 
 
-def _padded(data: Tensor) -> Tensor:
+def _padded(data: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(data, (0, -data.numel() % ALIGNMENT))

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dear.comm.communicator import Communicator
-
-if TYPE_CHECKING:
-    from torch.nn import Module, Parameter
+from dear.lazy import torch
 
 KIB, MIB = 2**10, 2**20
 Cost = Callable[[float], float]
@@ -208,7 +206,9 @@ def optimal(
 # --- groups of a model's parameters ---------------------------------------------------------------
 
 
-def layers(model: Module, trained: Sequence[Parameter]) -> list[list[Parameter]]:
+def layers(
+    model: torch.nn.Module, trained: Sequence[torch.nn.Parameter]
+) -> list[list[torch.nn.Parameter]]:
     """The `trained` parameters by the module that owns them, in registration order.
 
     A parameter shared by modules belongs to the first; modules that own none are left out.
@@ -223,9 +223,11 @@ def layers(model: Module, trained: Sequence[Parameter]) -> list[list[Parameter]]
     return result
 
 
-def fuse(units: Sequence[Sequence[Parameter]], threshold: float) -> list[list[Parameter]]:
+def fuse(
+    units: Sequence[Sequence[torch.nn.Parameter]], threshold: float
+) -> list[list[torch.nn.Parameter]]:
     """Joins neighbouring units below `threshold` bytes; dtypes and devices are never mixed."""
-    runs: list[list[list[Parameter]]] = []
+    runs: list[list[list[torch.nn.Parameter]]] = []
     kind = None
     for unit in units:
         for same in _by_kind(unit):
@@ -260,8 +262,8 @@ def agree(mine: RunOrder, communicator: Communicator) -> RunOrder:
 
 
 def group(
-    model: Module, params: Sequence[Parameter], order: RunOrder, options: Any
-) -> list[list[Parameter]]:
+    model: torch.nn.Module, params: Sequence[torch.nn.Parameter], order: RunOrder, options: Any
+) -> list[list[torch.nn.Parameter]]:
     """Groups of `params` in the order in which the next forward pass needs them.
 
     Neighbours are layers whose gradients arrive one after another. Devices and dtypes are never
@@ -274,9 +276,9 @@ def group(
     arrival = {params[index]: i for i, index in enumerate(order.arrivals)}
     waits = dict(zip((params[index] for index in order.arrivals), order.waits_s, strict=True))
     units = [[param] for param in params] if options.fusion == "none" else layers(model, params)
-    kinds: dict[tuple, list[list[Parameter]]] = {}
+    kinds: dict[tuple, list[list[torch.nn.Parameter]]] = {}
     for unit in units:
-        split: dict[tuple, list[Parameter]] = {}
+        split: dict[tuple, list[torch.nn.Parameter]] = {}
         for param in unit:
             split.setdefault((param.device, param.dtype, param in arrival), []).append(param)
         for kind, alike in split.items():
@@ -292,7 +294,7 @@ def group(
     last = len(params)
     read = {params[index]: i for i, index in enumerate(order.reads)}
 
-    def needed(group: list[Parameter]) -> tuple[bool, int, int]:
+    def needed(group: list[torch.nn.Parameter]) -> tuple[bool, int, int]:
         unused = group[0] not in arrival
         return unused, min(read.get(p, last) for p in group), min(place[p] for p in group)
 
@@ -300,7 +302,9 @@ def group(
 
 
 def launch_order(
-    groups: Sequence[Sequence[Parameter]], params: Sequence[Parameter], order: RunOrder
+    groups: Sequence[Sequence[torch.nn.Parameter]],
+    params: Sequence[torch.nn.Parameter],
+    order: RunOrder,
 ) -> list[int]:
     """Groups as they are complete in a backward pass; those without gradients come last."""
     arrival = {params[index]: i for i, index in enumerate(order.arrivals)}
@@ -322,13 +326,13 @@ def _joined(sizes: list[float], waits_s: list[float], options: Any) -> Groups:
 
 
 def ready_groups(
-    params: Sequence[Parameter],
-    dense: Sequence[Parameter],
+    params: Sequence[torch.nn.Parameter],
+    dense: Sequence[torch.nn.Parameter],
     order: RunOrder,
     *,
     buffer_bytes: float,
     cycle_s: float | None,
-) -> list[list[Parameter]]:
+) -> list[list[torch.nn.Parameter]]:
     """Groups of the `dense` ones among `params`, in the order in which they are complete.
 
     Types and devices are never mixed, nor parameters with and without a gradient in the pass that
@@ -352,8 +356,8 @@ def ready_groups(
 
 
 def _cycles(
-    params: list[Parameter], waits_s: list[float], cycle_s: float | None
-) -> list[list[Parameter]]:
+    params: list[torch.nn.Parameter], waits_s: list[float], cycle_s: float | None
+) -> list[list[torch.nn.Parameter]]:
     if cycle_s is None:
         return [params]
     # `by_wait` counts from the end of the pass backwards.
@@ -362,8 +366,8 @@ def _cycles(
     return [[params[last - i] for i in reversed(cycle)] for cycle in reversed(cycles)]
 
 
-def _by_kind(params: Sequence[Parameter]) -> list[list[Parameter]]:
-    kinds: dict[tuple, list[Parameter]] = {}
+def _by_kind(params: Sequence[torch.nn.Parameter]) -> list[list[torch.nn.Parameter]]:
+    kinds: dict[tuple, list[torch.nn.Parameter]] = {}
     for param in params:
         kinds.setdefault((param.dtype, param.device), []).append(param)
     return list(kinds.values())

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 from dear.buckets.carriers import Payloads
 from dear.buckets.compressors import CompressedOptions, make_compressor
 from dear.buckets.flat import Bucket
 from dear.comm.communicator import Communicator, Work, buffer
 from dear.lazy import torch
-
-if TYPE_CHECKING:
-    from torch.nn import Parameter
-
-    Kept = Mapping[Parameter, tuple[int, torch.Tensor | None]]
 
 
 class Decoupled(ABC):
@@ -252,14 +247,14 @@ class Gathered(_AtOnce):
             self._open = False
         super().start_gather_mean(whole)
 
-    def kept(self) -> Kept:
+    def kept(self) -> dict[torch.nn.Parameter, tuple[int, torch.Tensor | None]]:
         """Per parameter: communicated passes so far, and what has not travelled yet, if kept."""
         bucket, residual = self.bucket, self.compressor.residual
         rests = [None] * len(bucket.params) if residual is None else bucket.views(residual)
         steps = self.compressor.steps
         return {param: (steps, rest) for param, rest in zip(bucket.params, rests, strict=True)}
 
-    def keep(self, kept: Kept) -> None:
+    def keep(self, kept: dict[torch.nn.Parameter, tuple[int, torch.Tensor | None]]) -> None:
         """Goes on from what other buckets of the same parameters have kept."""
         found = [kept.get(param, (0, None)) for param in self.bucket.params]
         self.compressor.steps = max(steps for steps, _ in found)
@@ -277,7 +272,7 @@ class Usage:
     message is a small all-reduce the marks travel in that one.
     """
 
-    def __init__(self, params: Sequence[Parameter], communicator: Communicator) -> None:
+    def __init__(self, params: Sequence[torch.nn.Parameter], communicator: Communicator) -> None:
         self._params = list(params)
         self._communicator = communicator
         self._marks = torch.zeros(len(params), dtype=torch.uint8, device=params[0].device)
@@ -286,7 +281,7 @@ class Usage:
         communicator.ensure_channels(2 if communicator.native else 1)
         self._work: Work | None = None
         self._carrier: AllReduced | None = None
-        self._unused: set[Parameter] = set()
+        self._unused: set[torch.nn.Parameter] = set()
 
     def start(self, carrier: AllReduced | None = None) -> None:
         """Asks; a further call supersedes the one before.
@@ -309,7 +304,7 @@ class Usage:
         if carrier is None:
             self._work = self._communicator.all_reduce(marks, op="max", **self._queue)
 
-    def unused(self) -> set[Parameter]:
+    def unused(self) -> set[torch.nn.Parameter]:
         """The parameters that no rank had a gradient for when `start` was called."""
         if self._work is not None:
             self._work.wait()

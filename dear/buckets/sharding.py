@@ -5,17 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dear.buckets.flat import shaped
 from dear.buckets.halves import AllReduced, Decoupled
 from dear.buckets.updates import has_hooks, idle, run_hooks
 from dear.comm.communicator import Communicator
 from dear.lazy import torch
-
-if TYPE_CHECKING:
-    from torch.nn import Parameter
-    from torch.optim import Optimizer
 
 State = dict[str, Any]
 
@@ -36,7 +32,7 @@ _ELEMENT_WISE = (
 _COUNTERS = ("step", "eta", "mu", "mu_product")
 
 
-def element_wise(optimizer: Optimizer) -> bool:
+def element_wise(optimizer: torch.optim.Optimizer) -> bool:
     """True if each element's update depends on nothing but that element's own gradient and state.
 
     So it is for most of torch's optimizers. Another class says it of itself: `element_wise = True`.
@@ -53,11 +49,11 @@ def element_wise(optimizer: Optimizer) -> bool:
 class Segment:
     """What one rank owns of one parameter."""
 
-    param: Parameter
+    param: torch.nn.Parameter
     start: int
     """In elements of the parameter, in memory order."""
     stop: int
-    tensor: Parameter
+    tensor: torch.nn.Parameter
     """A flat parameter of these elements: what the optimizer updates, and knows as its own."""
     gradient: torch.Tensor
 
@@ -73,8 +69,8 @@ class Sharded:
 
     def __init__(
         self,
-        optimizer: Optimizer,
-        plain: type[Optimizer],
+        optimizer: torch.optim.Optimizer,
+        plain: type[torch.optim.Optimizer],
         parts: Sequence[Decoupled],
         communicator: Communicator,
         *,
@@ -82,7 +78,7 @@ class Sharded:
     ) -> None:
         self.parts = parts
         self.frozen = frozen
-        self.unused: set[Parameter] = set()
+        self.unused: set[torch.nn.Parameter] = set()
         self._optimizer: Any = optimizer
         # Without the wrapper that runs step hooks.
         step = plain.step
@@ -205,7 +201,7 @@ class Sharded:
         for segment in (segment for group in self._segments for segment in group):
             self._optimizer.state.pop(segment.tensor, None)
 
-    def whole_state(self) -> Iterator[tuple[Parameter, State]]:
+    def whole_state(self) -> Iterator[tuple[torch.nn.Parameter, State]]:
         """Every parameter that has state, with the whole of it, by bucket; a collective call."""
         pairs = list(zip(self.parts, self._segments, strict=True))
         mine = [self._described(part, owned) for part, owned in pairs]
@@ -237,7 +233,7 @@ class Sharded:
         part.start_gather(part.bucket.values)
         part.bucket.touched()
 
-    def _update(self, index: int, unused: set[Parameter]) -> None:
+    def _update(self, index: int, unused: set[torch.nn.Parameter]) -> None:
         optimizer = self._optimizer
         groups = optimizer.param_groups
         kept = []
@@ -271,7 +267,7 @@ class Sharded:
 
     def _gathered(
         self, part: Decoupled, segments: Sequence[Segment], known: dict[int, State]
-    ) -> Iterator[tuple[Parameter, State]]:
+    ) -> Iterator[tuple[torch.nn.Parameter, State]]:
         bucket = part.bucket
         kinds = {
             (key, value)
@@ -339,7 +335,7 @@ def _cut(key: str, value: Any, segment: Segment) -> Any:
     return flat[segment.start : segment.stop].clone()
 
 
-def _own(value: Any, param: Parameter) -> Any:
+def _own(value: Any, param: torch.nn.Parameter) -> Any:
     if not torch.is_tensor(value):
         return value
     return value.clone() if value.device.type == "cpu" else value.to(param.device, copy=True)

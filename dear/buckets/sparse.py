@@ -4,21 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import TYPE_CHECKING
 
 from dear.buckets.compressors import joined, split
 from dear.comm.communicator import Communicator, Work
 from dear.lazy import torch
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 ABSENT = -1
 """The number of entries of a rank that has no tensor at all."""
 
 
 def gather_entries(
-    mine: Sequence[Tensor | None],
+    mine: Sequence[torch.Tensor | None],
     device: torch.device,
     communicator: Communicator,
     channel: int = 0,
@@ -55,8 +51,8 @@ class SparseSum:
 
     def __init__(
         self,
-        mine: Tensor | None,
-        like: Tensor,
+        mine: torch.Tensor | None,
+        like: torch.Tensor,
         entries: tuple[list[int], int],
         communicator: Communicator,
         *,
@@ -81,7 +77,7 @@ class SparseSum:
         self._rows = row.new_empty(self._size * row.numel())
         self.work = communicator.all_gather(self._rows, row, channel=channel)
 
-    def result(self) -> Tensor | None:
+    def result(self) -> torch.Tensor | None:
         """The sum, coalesced; None if no rank has a tensor. The work must have ended."""
         if max(self._counts) == ABSENT:
             return None

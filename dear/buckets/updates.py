@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dear.buckets.halves import Decoupled
 from dear.comm.communicator import Communicator, buffer
 from dear.lazy import torch
 
-if TYPE_CHECKING:
-    from torch import Tensor
-    from torch.nn import Parameter
-    from torch.optim import Optimizer
 
-
-def with_gradients(gradients: Mapping[Parameter, Tensor | None], update: Callable[[], Any]) -> Any:
+def with_gradients(
+    gradients: Mapping[torch.nn.Parameter, torch.Tensor | None], update: Callable[[], Any]
+) -> Any:
     """`update()` while each `p.grad` is what `gradients` says."""
     kept = {param: param.grad for param in gradients}
     try:
@@ -60,7 +57,9 @@ class PartialUpdate:
         plain: the optimizer's own class.
     """
 
-    def __init__(self, optimizer: Optimizer, plain: type[Optimizer]) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, plain: type[torch.optim.Optimizer]
+    ) -> None:
         self._optimizer: Any = optimizer
         self._plain = plain
         self._hyperparameters: list[dict[str, Any]] = []
@@ -85,7 +84,7 @@ class PartialUpdate:
             for group in self._optimizer.param_groups
         ]
 
-    def run(self, gradients: Mapping[Parameter, Tensor | None]) -> None:
+    def run(self, gradients: Mapping[torch.nn.Parameter, torch.Tensor | None]) -> None:
         """Updates the parameters in `gradients`, with the hyper-parameters of the last `note`."""
         groups = self._optimizer.param_groups
         self._optimizer.param_groups = [
@@ -117,8 +116,8 @@ class Replicated:
 
     def __init__(
         self,
-        optimizer: Optimizer,
-        plain: type[Optimizer],
+        optimizer: torch.optim.Optimizer,
+        plain: type[torch.optim.Optimizer],
         parts: Sequence[Decoupled],
         communicator: Communicator,
         *,
@@ -126,7 +125,7 @@ class Replicated:
     ) -> None:
         self.parts = parts
         self.frozen = frozen
-        self.unused: set[Parameter] = set()
+        self.unused: set[torch.nn.Parameter] = set()
         """Parameters that no rank has a gradient for in this step."""
         self._partial = PartialUpdate(optimizer, plain)
         self._means = [
@@ -152,7 +151,7 @@ class Replicated:
         for index in started:
             self.parts[index].start_gather_mean(self._means[index])
         if not self._partial.possible():
-            means: dict[Parameter, torch.Tensor | None] = {}
+            means: dict[torch.nn.Parameter, torch.Tensor | None] = {}
             for index in range(len(self.parts)):
                 means |= self._take(index)
             with_gradients(means, update)
@@ -168,13 +167,13 @@ class Replicated:
         """Makes the parameters of a bucket current."""
         self._partial.run(self._take(index))
 
-    def _take(self, index: int) -> dict[Parameter, torch.Tensor | None]:
+    def _take(self, index: int) -> dict[torch.nn.Parameter, torch.Tensor | None]:
         with torch.inference_mode(False):
             self.parts[index].finish_gather()
         pairs = zip(self.parts[index].bucket.params, self._views[index], strict=True)
         return {param: None if param in self.unused else view for param, view in pairs}
 
 
-def idle(part: Decoupled, unused: set[Parameter]) -> bool:
+def idle(part: Decoupled, unused: set[torch.nn.Parameter]) -> bool:
     """True if no rank has a gradient for anything in the bucket: nothing to update."""
     return bool(unused) and unused.issuperset(part.bucket.params)

@@ -481,7 +481,10 @@ def prepare(backend: str) -> str:
         _imported("comm_core")
     if backend == "mpi":
         # torch's own "mpi" needs a torch that was built with it; the name cannot be taken over.
-        return _imported("comm_core.mpi_backend").register()
+        try:
+            return _imported("comm_core.mpi").register()
+        except ImportError as error:
+            raise Unavailable(str(error)) from None
     if ":mpi" in backend:
         raise UserError(f"backend {backend!r}: mpi stands alone, not in pairs")
     return backend

@@ -9,16 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from dear.comm.communicator import Communicator
 from dear.errors import Unavailable, UserError
-from dear.lazy import LazyModule, torch
+from dear.lazy import dist, nx, torch
 from dear.topology.graphs import in_neighbors, out_neighbors, recv_weights
-
-if TYPE_CHECKING:
-    from dear.comm.communicator import Communicator
-
-nx = LazyModule("networkx")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,10 +170,6 @@ class Machines:
     """
 
     def __init__(self, communicator: Communicator, local_size: int) -> None:
-        import torch.distributed as dist
-
-        from dear.comm.communicator import Communicator as Collectives
-
         size = communicator.size
         if local_size < 1 or size % local_size:
             raise UserError(
@@ -193,7 +185,7 @@ class Machines:
         blocks = [range(first, first + local_size) for first in range(0, size, local_size)]
         groups = [dist.new_group(block, timeout=communicator.timeout) for block in blocks]
         self._group = groups[self.machine]
-        self.local = Collectives(self._group, clock=communicator.clock, pause=communicator.pause)
+        self.local = Communicator(self._group, clock=communicator.clock, pause=communicator.pause)
         """The ranks of this machine."""
         self._between = Exchange(communicator)
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="dear machines")
@@ -235,8 +227,6 @@ class Machines:
 
     def close(self) -> None:
         """Waits for what is under way and lets go of the process groups."""
-        import torch.distributed as dist
-
         self._worker.shutdown(wait=True)
         self._between.close()
         self.local.close()

@@ -7,18 +7,13 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from dear.comm.communicator import Communicator
 from dear.comm.neighbors import core_module
-from dear.lazy import LazyModule
+from dear.lazy import dist, nx
 from dear.topology.graphs import check_nodes, in_neighbors, out_neighbors
 
-if TYPE_CHECKING:
-    from dear.comm.communicator import Communicator
-    from dear.comm.windows import NeighborWindow
-
-dist = LazyModule("torch.distributed")
-nx = LazyModule("networkx")
 log = logging.getLogger("dear")
 
 LOOK_S = 0.5
@@ -99,7 +94,7 @@ class Peers:
         """Ranks that may put here, ascending."""
         self.targets = out_neighbors(graph, self.rank)
         """Ranks that this one may put to, ascending."""
-        self.windows: list[NeighborWindow] = []
+        self.windows: list[Any] = []
         self._made: list[Any] = []
         self._farewell = Farewell(communicator) if apart else None
         self.near: dict[int, Peer] = {}
@@ -190,7 +185,7 @@ class Peers:
             "lost": self.lost,
         }
 
-    def freed(self, window: NeighborWindow) -> None:
+    def freed(self, window: Any) -> None:
         """A window is gone; with the last one the process groups go, too."""
         self.windows.remove(window)
         if not self.windows:

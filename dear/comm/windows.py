@@ -15,9 +15,7 @@ from typing import Any
 from dear.comm.neighbors import core_module, weighted_sum
 from dear.comm.peers import Peers
 from dear.errors import UserError
-from dear.lazy import LazyModule, torch
-
-dist = LazyModule("torch.distributed")
+from dear.lazy import dist, torch
 
 OWN = 0
 """The slot in which a rank shows its own value to those who read; neighbours follow, ascending."""

@@ -17,11 +17,8 @@ from collections.abc import Callable, Iterable
 from typing import Literal
 
 from dear.errors import UserError, unknown
-from dear.lazy import LazyModule
+from dear.lazy import np, nx
 from dear.options import at_least
-
-nx = LazyModule("networkx")
-np = LazyModule("numpy")
 
 RingStyle = Literal["both", "left", "right"]
 TOLERANCE = 1e-6

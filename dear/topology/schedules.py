@@ -18,10 +18,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from dear.errors import UserError, unknown
-from dear.lazy import LazyModule
+from dear.lazy import nx
 from dear.topology.graphs import exponential, out_neighbors, powers
-
-nx = LazyModule("networkx")
 
 Peers = tuple[list[int], list[int]]
 """Ranks to send to, ranks to receive from."""

@@ -6,11 +6,9 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dear.lazy import LazyModule
+from dear.lazy import nx
 from dear.options import at_least
 from dear.topology.schedules import Schedule, Topology
-
-nx = LazyModule("networkx")
 
 
 @dataclass(frozen=True, kw_only=True)

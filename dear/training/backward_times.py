@@ -5,15 +5,11 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from dear.comm.communicator import Communicator
 from dear.lazy import torch
 from dear.training.hooks import Hooks, at_end_of_backward
-
-if TYPE_CHECKING:
-    from torch.nn import Module, Parameter
-
-    from dear.comm.communicator import Communicator
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +32,10 @@ class LayerTimes:
     """
 
     def __init__(
-        self, model: Module, params: Sequence[Parameter], communicator: Communicator
+        self,
+        model: torch.nn.Module,
+        params: Sequence[torch.nn.Parameter],
+        communicator: Communicator,
     ) -> None:
         self._params = list(params)
         self._cuda = params[0].device.type == "cuda"
@@ -80,14 +79,14 @@ class LayerTimes:
             backward_s=backward,
         )
 
-    def _before_forward(self, module: Module) -> None:
+    def _before_forward(self, module: torch.nn.Module) -> None:
         self._began = self._now()
         self._in_pass = False  # one that an error ended
 
-    def _after_forward(self, module: Module) -> None:
+    def _after_forward(self, module: torch.nn.Module) -> None:
         self._turned = self._now()
 
-    def _on_gradient(self, param: Parameter) -> None:
+    def _on_gradient(self, param: torch.nn.Parameter) -> None:
         if self._turned is None:  # a gradient of something else than this model's forward
             return
         if not self._in_pass:

@@ -16,17 +16,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from dear.comm.communicator import Communicator
 from dear.errors import UserError
 from dear.lazy import torch
 from dear.training.hooks import Hooks
-
-if TYPE_CHECKING:
-    from torch.nn import Module, Parameter
-    from torch.optim import Optimizer
-
-    from dear.comm.communicator import Communicator
 
 
 class Engine:
@@ -35,7 +30,7 @@ class Engine:
     As it stands it is the engine of a world of one: the plain optimizer, without hooks.
     """
 
-    def __init__(self, model: Module, communicator: Communicator) -> None:
+    def __init__(self, model: torch.nn.Module, communicator: Communicator) -> None:
         self.model = model
         self.communicator = communicator
         self.hooks = Hooks()
@@ -86,7 +81,9 @@ class Engine:
         """Takes up what `state_dict` has put into `state` beside the optimizer's own."""
         return
 
-    def clip_grad_norm(self, params: Sequence[Parameter], max_norm: float, norm_type: float) -> Any:
+    def clip_grad_norm(
+        self, params: Sequence[torch.nn.Parameter], max_norm: float, norm_type: float
+    ) -> Any:
         """Clips the averaged gradients of `params`; returns their norm before."""
         self.synchronize()
         return torch.nn.utils.clip_grad_norm_(params, max_norm, norm_type)
@@ -113,7 +110,7 @@ class _Distributed:
     """Mixed into the class of the user's optimizer; see `distribute`."""
 
     _engine: Engine
-    _managed: set[Parameter]
+    _managed: set[torch.nn.Parameter]
     """Trainable parameters at the time of wrapping: those that the engine communicates."""
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -196,10 +193,10 @@ class _Distributed:
 
 
 def distribute(
-    optimizer: Optimizer,
+    optimizer: torch.optim.Optimizer,
     engine: Engine | Callable[[], Engine],
     communicator: Communicator | None = None,
-) -> Optimizer:
+) -> torch.optim.Optimizer:
     """Puts `engine` between `optimizer` and its caller and returns the same object.
 
     Identity is kept, so that schedulers, scalers and loggers made before keep working. The class
@@ -229,7 +226,7 @@ class GradScaling:
     the scale and the judgement, in its attributes `grad_scale` and `found_inf`.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer: Any = optimizer
         self._takes_scale = getattr(optimizer, "_step_supports_amp_scaling", False)
         optimizer._step_supports_amp_scaling = True
@@ -286,7 +283,9 @@ def _change_class(optimizer: Any, to: type) -> None:
     optimizer.step = step
 
 
-def trained_parameters(model: Module, optimizer: Optimizer) -> list[Parameter]:
+def trained_parameters(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer
+) -> list[torch.nn.Parameter]:
     """The parameters that the optimizer updates and that need a gradient, in the model's order.
 
     Raises:
@@ -307,7 +306,7 @@ def trained_parameters(model: Module, optimizer: Optimizer) -> list[Parameter]:
     return params
 
 
-def refuse_lbfgs(optimizer: Optimizer, what: str) -> None:
+def refuse_lbfgs(optimizer: torch.optim.Optimizer, what: str) -> None:
     """Raises `UserError` if `optimizer` is LBFGS, which `what` (an algorithm) cannot train with."""
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UserError(
@@ -316,7 +315,7 @@ def refuse_lbfgs(optimizer: Optimizer, what: str) -> None:
         )
 
 
-def _trainable(optimizer: Any) -> list[Parameter]:
+def _trainable(optimizer: Any) -> list[torch.nn.Parameter]:
     held = [param for group in optimizer.param_groups for param in group["params"]]
     return [param for param in held if param.requires_grad]
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dear.buckets.flat import Bucket
 from dear.comm.communicator import Communicator
@@ -25,10 +25,6 @@ from dear.lazy import torch
 from dear.training.engine import Engine, GradScaling
 from dear.training.hooks import Hooks, at_end_of_backward
 from dear.training.readers import ReaderMap
-
-if TYPE_CHECKING:
-    from torch.nn import Module, Parameter
-    from torch.optim import Optimizer
 
 
 class _Slot:
@@ -63,12 +59,12 @@ class BackwardSchedule:
     def __init__(
         self,
         hooks: Hooks,
-        units: Sequence[Sequence[Parameter]],
+        units: Sequence[Sequence[torch.nn.Parameter]],
         communicator: Communicator,
         *,
         launch: Callable[[int], None],
         finish: Callable[[], None] = lambda: None,
-        arrived: Callable[[Parameter], None] | None = None,
+        arrived: Callable[[torch.nn.Parameter], None] | None = None,
         learn: bool = True,
         sparse: bool = False,
     ) -> None:
@@ -99,7 +95,7 @@ class BackwardSchedule:
         finally:
             self._paused = before
 
-    def regroup(self, units: Sequence[Sequence[Parameter]], order: Sequence[int]) -> None:
+    def regroup(self, units: Sequence[Sequence[torch.nn.Parameter]], order: Sequence[int]) -> None:
         """Other units of the same parameters, launched in `order` from the next pass on."""
         self._set_units(units)
         self.order = order
@@ -123,7 +119,7 @@ class BackwardSchedule:
             self._begin()
             self._end()
 
-    def _set_units(self, units: Sequence[Sequence[Parameter]]) -> None:
+    def _set_units(self, units: Sequence[Sequence[torch.nn.Parameter]]) -> None:
         self._units = units
         self._slots = {param: _Slot(i) for i, unit in enumerate(units) for param in unit}
 
@@ -135,7 +131,7 @@ class BackwardSchedule:
         self._missing = [len(unit) for unit in self._units]
         self._completed: list[int] = []
 
-    def _on_gradient(self, param: Parameter) -> None:
+    def _on_gradient(self, param: torch.nn.Parameter) -> None:
         if param.grad.layout is not torch.strided and not self._sparse:
             raise UserError(
                 f"sparse gradient of shape {tuple(param.shape)}: only dense gradients are "
@@ -194,14 +190,14 @@ class GradientEngine(Engine):
         units: parameters that travel together; see `BackwardSchedule`, also for the rest.
     """
 
-    arrived: Callable[[Parameter], None] | None = None
+    arrived: Callable[[torch.nn.Parameter], None] | None = None
     """`arrived(param)`: see above. None: nobody wants to know."""
 
     def __init__(
         self,
-        model: Module,
+        model: torch.nn.Module,
         communicator: Communicator,
-        units: Sequence[Sequence[Parameter]],
+        units: Sequence[Sequence[torch.nn.Parameter]],
         *,
         learn: bool = False,
         sparse: bool = False,
@@ -269,11 +265,11 @@ class DeferredEngine(GradientEngine):
 
     def __init__(
         self,
-        model: Module,
-        optimizer: Optimizer,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
         communicator: Communicator,
-        params: Sequence[Parameter],
-        units: Sequence[Sequence[Parameter]],
+        params: Sequence[torch.nn.Parameter],
+        units: Sequence[Sequence[torch.nn.Parameter]],
         **schedule: bool,
     ) -> None:
         self.optimizer: Any = optimizer
@@ -372,16 +368,10 @@ class DeferredEngine(GradientEngine):
         for index in self.readers.unread() & self.pending:
             self._finish(index)
 
-    def before_forward(self, module: Module) -> None:
+    def before_forward(self, module: torch.nn.Module) -> None:
         """A hook for modules that may read parameters: waits for those of `module`."""
-        if not self.pending:
-            return
-        self.readers.called(module)
-        if not (self.model.training and torch.is_grad_enabled()):
-            # An evaluation may read parameters where training never does.
-            self.settle()
-        else:
-            for index in sorted(self.readers.groups_of(module) & self.pending):
+        if self.pending:
+            for index in self.readers.due(module, self.pending):
                 self._finish(index)
 
     def _finish(self, index: int) -> None:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dear.lazy import torch
-
-if TYPE_CHECKING:
-    from torch.nn import Module, Parameter
 
 
 class _ModuleHook:
@@ -47,25 +44,31 @@ class Hooks:
     def __exit__(self, *exception: object) -> None:
         self.remove()
 
-    def on_gradient(self, params: Iterable[Parameter], call: Callable[[Parameter], None]) -> None:
+    def on_gradient(
+        self, params: Iterable[torch.nn.Parameter], call: Callable[[torch.nn.Parameter], None]
+    ) -> None:
         """`call(p)` in each backward pass once `p.grad` holds everything the pass adds to it."""
         for param in params:
             self._handles.append(param.register_post_accumulate_grad_hook(call))
 
-    def before_forward(self, modules: Iterable[Module], call: Callable[[Module], None]) -> None:
+    def before_forward(
+        self, modules: Iterable[torch.nn.Module], call: Callable[[torch.nn.Module], None]
+    ) -> None:
         """`call(module)` whenever one of `modules` is about to run, in any gradient mode."""
         for module in modules:
             hook = _ModuleHook(lambda module, args: call(module))
             self._handles.append(module.register_forward_pre_hook(hook, prepend=True))
 
-    def after_forward(self, module: Module, call: Callable[[Module], None]) -> None:
+    def after_forward(
+        self, module: torch.nn.Module, call: Callable[[torch.nn.Module], None]
+    ) -> None:
         """`call(module)` whenever `module` has run, also if it raised."""
         hook = _ModuleHook(lambda module, args, output: call(module))
         self._handles.append(module.register_forward_hook(hook, always_call=True))
 
     def around_forward(
         self,
-        module: Module,
+        module: torch.nn.Module,
         before: Callable[[tuple, dict], tuple[tuple, dict]],
         after: Callable[[Any], Any],
     ) -> None:
@@ -75,14 +78,14 @@ class Hooks:
         self._handles.append(module.register_forward_pre_hook(pre, with_kwargs=True))
         self._handles.append(module.register_forward_hook(post))
 
-    def before_state_dict(self, model: Module, call: Callable[[], None]) -> None:
+    def before_state_dict(self, model: torch.nn.Module, call: Callable[[], None]) -> None:
         """`call()` before any part of `model` gives away or takes in a state dict."""
         hook = _ModuleHook(lambda *args: call())
         for module in model.modules():
             self._handles.append(module.register_state_dict_pre_hook(hook))
             self._handles.append(module.register_load_state_dict_pre_hook(hook))
 
-    def before_load(self, model: Module, call: Callable[[], None]) -> None:
+    def before_load(self, model: torch.nn.Module, call: Callable[[], None]) -> None:
         """`call()` before any part of `model` takes in a state dict."""
         hook = _ModuleHook(lambda *args: call())
         for module in model.modules():

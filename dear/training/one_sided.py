@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
-from dear.buckets.flat_values import FlatValues
+from dear.buckets.flat import Bucket
+from dear.comm.communicator import Communicator
 from dear.comm.neighbors import Round, timed
 from dear.comm.peers import Peers
 from dear.comm.windows import NeighborWindow
 from dear.cost.bounds import Bound
-from dear.lazy import LazyModule, torch
+from dear.lazy import nx, torch
 from dear.options import at_least, option_of
 from dear.topology.traffic import Traffic
 from dear.training.algorithm import Algorithm
 from dear.training.engine import distribute
 from dear.training.parameters import GraphOptions, Order, ParameterEngine
-
-if TYPE_CHECKING:
-    from dear.comm.communicator import Communicator
-
-nx = LazyModule("networkx")
 
 
 class WindowEngine(ParameterEngine):
@@ -55,7 +51,7 @@ class WindowEngine(ParameterEngine):
         **settings: Any,
     ) -> None:
         self.part = Round.of(graph, communicator.rank)
-        self.windows: dict[FlatValues, NeighborWindow] = {}
+        self.windows: dict[Bucket, NeighborWindow] = {}
         self._barrier = barrier
         self._refill = True
         self._graph = graph
@@ -99,13 +95,13 @@ class WindowEngine(ParameterEngine):
             window.fill(bucket.values, steps=self.steps)
         self.meet()
 
-    def share(self, bucket: FlatValues) -> None:
+    def share(self, bucket: Bucket) -> None:
         window = self.windows[bucket]
         idle, factors = window.idle(wait=self.waits()), self.put_weights()
         chosen = {target: factor for target, factor in factors.items() if target in idle}
         window.put(bucket.values, chosen, steps=self.steps)
 
-    def mix(self, bucket: FlatValues) -> None:
+    def mix(self, bucket: Bucket) -> None:
         self.windows[bucket].collect(bucket.values, *self.mix_weights(), steps=self.steps)
         bucket.touched()
 

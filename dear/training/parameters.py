@@ -17,9 +17,8 @@ from dear.lazy import torch
 from dear.options import Options, option_of, positive
 from dear.topology.graphs import TOPOLOGIES, Name, check_graph, graph, nx
 from dear.topology.traffic import Traffic
-from dear.training.backward import BackwardSchedule
-from dear.training.engine import Engine, refuse_lbfgs, trained_parameters
-from dear.training.grad_scaling import GradScaling
+from dear.training.engine import Engine, GradScaling, refuse_lbfgs, trained_parameters
+from dear.training.gradients import BackwardSchedule
 from dear.training.readers import ReaderMap
 
 BUCKET_MB = 25.0
@@ -348,14 +347,8 @@ class ParameterEngine(Engine):
         return result
 
     def _before_module(self, module: torch.nn.Module) -> None:
-        self._readers.called(module)
-        if not self.unmixed:
-            return
-        if not (self.model.training and torch.is_grad_enabled()):
-            # An evaluation may read parameters where training never does.
-            self.settle()
-        else:
-            for index in sorted(self._readers.groups_of(module) & self.unmixed):
+        if self.unmixed:
+            for index in self._readers.due(module, self.unmixed):
                 self._mix(index)
 
     # Overlapped.

@@ -8,43 +8,40 @@ the first forward passes are watched; what they show is added to ownership.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dear.lazy import torch
 from dear.training.hooks import Hooks
-
-if TYPE_CHECKING:
-    from torch.nn import Module, Parameter
 
 
 class ReaderMap:
     """Learns until `freeze`, then answers `groups_of(module)` and `unread()`."""
 
-    def __init__(self, model: Module, params: Sequence[Parameter]) -> None:
+    def __init__(self, model: torch.nn.Module, params: Sequence[torch.nn.Parameter]) -> None:
         self._model = model
-        self._group_of: dict[Parameter, int] = dict.fromkeys(params, 0)
-        self._called: set[Module] = set()
-        self._reads: dict[Module, set[Parameter]] = {}
-        self._order: dict[Parameter, None] = {}
-        self._running: list[Module] = []
+        self._group_of: dict[torch.nn.Parameter, int] = dict.fromkeys(params, 0)
+        self._called: set[torch.nn.Module] = set()
+        self._reads: dict[torch.nn.Module, set[torch.nn.Parameter]] = {}
+        self._order: dict[torch.nn.Parameter, None] = {}
+        self._running: list[torch.nn.Module] = []
         self._watch: Any = None
         self._learning = Hooks()
         for module in model.modules():
             handles = self._learning
             handles.before_forward([module], self._enter)
             handles.after_forward(module, self._leave)
-        self._map: dict[Module, set[int]] | None = None
+        self._map: dict[torch.nn.Module, set[int]] | None = None
 
-    def order(self) -> list[Parameter]:
+    def order(self) -> list[torch.nn.Parameter]:
         """The parameters as they were first read, or the modules that own them first ran."""
         return list(self._order)
 
-    def set_groups(self, groups: Sequence[Sequence[Parameter]]) -> None:
+    def set_groups(self, groups: Sequence[Sequence[torch.nn.Parameter]]) -> None:
         """Says which parameters belong together from now on."""
         self._group_of = {param: i for i, group in enumerate(groups) for param in group}
         self._map = None
 
-    def modules(self) -> list[Module]:
+    def modules(self) -> list[torch.nn.Module]:
         """Modules that may read parameters, or hold some that do."""
         return [
             module
@@ -58,13 +55,22 @@ class ReaderMap:
         self._running.clear()
         self._stop_watching()
 
-    def called(self, module: Module) -> None:
+    def called(self, module: torch.nn.Module) -> None:
         """Notes that `module` runs; a module first called later narrows what others stand for."""
         if module not in self._called:
             self._called.add(module)
             self._map = None
 
-    def groups_of(self, module: Module) -> set[int]:
+    def due(self, module: torch.nn.Module, pending: set[int]) -> list[int]:
+        """Which of the `pending` groups must be current before `module` runs, which it is about to.
+
+        In an evaluation it is all of them: that may read parameters where training never does.
+        """
+        self.called(module)
+        training = self._model.training and torch.is_grad_enabled()
+        return sorted(self.groups_of(module) & pending if training else pending)
+
+    def groups_of(self, module: torch.nn.Module) -> set[int]:
         """Groups that must be current before `module` runs."""
         return self._readers().get(module, set())
 
@@ -73,20 +79,20 @@ class ReaderMap:
         self._readers()
         return self._unread
 
-    def _readers(self) -> dict[Module, set[int]]:
+    def _readers(self) -> dict[torch.nn.Module, set[int]]:
         if self._map is None:
             self._map = {
                 module: {self._group_of[param] for param in read}
                 for module, read in self._reads.items()
             }
-            self._standing: set[Parameter] = set()
+            self._standing: set[torch.nn.Parameter] = set()
             self._stand_in(self._model, None)
             self._unread = {
                 group for param, group in self._group_of.items() if param not in self._standing
             }
         return self._map
 
-    def _stand_in(self, module: Module, nearest: Module | None) -> None:
+    def _stand_in(self, module: torch.nn.Module, nearest: torch.nn.Module | None) -> None:
         # A module that is never called is read by the nearest one around it that is.
         if module in self._called:
             nearest = module
@@ -98,7 +104,7 @@ class ReaderMap:
         for child in module.children():
             self._stand_in(child, nearest)
 
-    def _enter(self, module: Module) -> None:
+    def _enter(self, module: torch.nn.Module) -> None:
         self._running.append(module)
         self._called.add(module)
         for param in module.parameters(recurse=False):
@@ -108,7 +114,7 @@ class ReaderMap:
             self._watch = _watcher(self._read)
             self._watch.__enter__()
 
-    def _leave(self, module: Module) -> None:
+    def _leave(self, module: torch.nn.Module) -> None:
         while self._running and self._running.pop() is not module:
             pass
         if not self._running:

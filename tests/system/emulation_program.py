@@ -10,6 +10,7 @@ from pathlib import Path
 
 from common.emulation.cluster import EmulatedCluster, VirtualHost
 from common.emulation.config import NetworkProfile, network_profile
+from common.emulation.dilation import calibrate
 
 LIMIT_S = 30.0
 SERVE = """
@@ -45,6 +46,12 @@ def python(program: str, *arguments: str) -> list[str]:
     return [sys.executable, "-c", program, *arguments]
 
 
+def serve(host: VirtualHost) -> subprocess.Popen[str]:
+    server = subprocess.Popen(host.command(python(SERVE)), stdout=subprocess.PIPE, text=True)
+    assert server.stdout is not None and server.stdout.readline() == "serving\n"
+    return server
+
+
 def output(host: VirtualHost, command: list[str]) -> str:
     done = subprocess.run(
         host.command(command), capture_output=True, text=True, timeout=LIMIT_S, check=False
@@ -53,7 +60,7 @@ def output(host: VirtualHost, command: list[str]) -> str:
     return done.stdout
 
 
-def hosts() -> None:
+def hosts_have_names_addresses_and_memory_of_their_own() -> None:
     before = Path("/etc/hosts").read_text()
     with EmulatedCluster(hosts=3, profile=network_profile("100mbit")) as cluster:
         addresses = ["10.78.0.1", "10.78.0.2", "10.78.0.3"]
@@ -66,10 +73,7 @@ def hosts() -> None:
             assert seen["links"] == ["lo", "eth0"]
             assert seen["shared"] == []
             assert seen["folder"] == str(Path.cwd())
-        server = subprocess.Popen(
-            cluster.hosts[1].command(python(SERVE)), stdout=subprocess.PIPE, text=True
-        )
-        assert server.stdout is not None and server.stdout.readline() == "serving\n"
+        server = serve(cluster.hosts[1])
         peer, congestion = output(cluster.hosts[0], python(ASK, "h1", "20")).split()
         assert peer == "10.78.0.1"
         assert congestion != "bbr"
@@ -104,7 +108,7 @@ def links() -> list[str]:
     return [line.partition(":")[0].strip() for line in lines]
 
 
-def speeds() -> None:
+def links_have_the_speed_asked_for() -> None:
     # 5 Gb/s 50 times slower: what is really on the wire are 100 Mb/s.
     with EmulatedCluster(hosts=2, profile=network_profile("5gbit"), time_scale=50) as cluster:
         assert cluster.notes == []
@@ -127,12 +131,9 @@ def near(measured: list[dict[str, object]], wanted: list[float]) -> None:
             assert isinstance(value, float) and gbps / 3 < value < gbps * 1.3, (row, gbps)
 
 
-def cut() -> None:
+def a_cut_link_carries_nothing_until_it_is_restored() -> None:
     with EmulatedCluster(hosts=2, profile=network_profile("100mbit")) as cluster:
-        server = subprocess.Popen(
-            cluster.hosts[1].command(python(SERVE)), stdout=subprocess.PIPE, text=True
-        )
-        assert server.stdout is not None and server.stdout.readline() == "serving\n"
+        serve(cluster.hosts[1])
         assert output(cluster.hosts[0], python(ASK, "h1", "20"))
         cluster.set_link(1, False)
         command = cluster.hosts[0].command(python(ASK, "h1", "1"))
@@ -154,10 +155,7 @@ def delay() -> None:
     )
     with EmulatedCluster(hosts=2, profile=profile, time_scale=2) as cluster:
         print(json.dumps(cluster.notes), flush=True)
-        server = subprocess.Popen(
-            cluster.hosts[1].command(python(SERVE)), stdout=subprocess.PIPE, text=True
-        )
-        assert server.stdout is not None and server.stdout.readline() == "serving\n"
+        serve(cluster.hosts[1])
         timed = (
             "import socket, sys, time; began = time.monotonic(); "
             "socket.create_connection(('h1', 4000)); print(time.monotonic() - began)"
@@ -172,7 +170,15 @@ def delay() -> None:
         near(cluster.measure(0.2), [0.1, 0.1])
 
 
-def many() -> None:
+def a_transfer_tells_what_a_byte_costs() -> None:
+    with EmulatedCluster(hosts=2, profile=network_profile("1gbit")) as cluster:
+        found = calibrate(cluster.hosts)
+    # A byte costs more than copying it twice, less than a microsecond on any machine in use.
+    assert 1e-11 < found.cpu_s_per_byte < 1e-6
+    assert 1e8 < found.memory_bytes_per_s < 1e12
+
+
+def there_may_be_65_hosts() -> None:
     with EmulatedCluster(hosts=65, profile=network_profile("10mbit")) as cluster:
         assert len(cluster.hosts) == 65
         last = cluster.hosts[-1]

@@ -36,14 +36,15 @@ class StubJob(Job):
 def stub_job(folder: Path, mode: str, *, world_size: int, timeout_s: float = 200.0) -> StubJob:
     """`mode` is ok, or what rank 1 does: kill, exit; or hang: all of them do."""
     folder.mkdir(exist_ok=True)
-    (folder / "trial.json").write_text("{}")
+    if not (folder / "trial.json").exists():
+        (folder / "trial.json").write_text("{}")
     (folder / "mode").write_text(mode)
     return StubJob(folder=folder, repeat=0, world_size=world_size, timeout_s=timeout_s)
 
 
-def place(job: Job, rank: int) -> dict:
+def place(folder: Path, rank: int) -> dict:
     """What the stub of this rank found out about itself."""
-    return json.loads((job.folder / f"place-{rank}.json").read_text())
+    return json.loads((folder / f"place-{rank}.json").read_text())
 
 
 def main(folder: Path, repeat: str) -> int:

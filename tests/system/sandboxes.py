@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import shutil
 import subprocess
 import sys
-import time
 import uuid
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 
 from common.emulation import sandbox
+from tests.system.processes import ROOT, wait_for
 
-ROOT = Path(__file__).parents[2]
-LIMIT_S = 110.0
 _NOBODY = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups", "--"]
 _TOKEN = "TEST_TOKEN"
 
@@ -34,27 +34,22 @@ class Outside:
     """
 
     def __init__(self) -> None:
-        self._token = f"{_TOKEN}={uuid.uuid4()}"
-        name, _, value = self._token.partition("=")
-        self.environment = os.environ | {name: value, "PYTHONPATH": str(ROOT)}
+        self._token = str(uuid.uuid4())
+        self.environment = os.environ | {_TOKEN: self._token, "PYTHONPATH": str(ROOT)}
         self._before = self._network()
 
     def processes(self) -> list[int]:
         """The processes of the sandbox."""
         found = []
-        for folder in Path("/proc").iterdir():
-            if folder.name.isdecimal() and int(folder.name) != os.getpid():
-                try:
-                    environment = (folder / "environ").read_bytes()
-                except (FileNotFoundError, ProcessLookupError, PermissionError):
-                    continue
-                if self._token.encode() in environment.split(b"\0"):
-                    found.append(int(folder.name))
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.environ().get(_TOKEN) == self._token:
+                    found.append(process.pid)
         return found
 
     def check_clean(self) -> None:
         """Fails unless soon no process is left, and links and namespaces are as they were."""
-        wait_until(lambda: not self.processes(), "the end of the sandbox's processes")
+        wait_for(lambda: not self.processes())
         assert self._network() == self._before
 
     @staticmethod
@@ -65,13 +60,6 @@ class Outside:
             # Names only: that another program's link goes up is nothing of ours.
             lines += [line.split()[0] for line in done.stdout.splitlines() if line.strip()]
         return sorted(lines)
-
-
-def wait_until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < deadline, f"{what} did not come in {LIMIT_S:.0f} s"
-        time.sleep(0.05)
 
 
 def python(user: str) -> list[str]:
@@ -101,6 +89,20 @@ def _nobody_cannot() -> str | None:
     if done.returncode:
         return f"nobody cannot run the code: {done.stderr.strip().splitlines()[-1]}"
     return f"nobody cannot make a sandbox: {done.stdout}" if done.stdout.strip() else None
+
+
+def start(outside: Outside, user: str, *arguments: str, **options: Any) -> subprocess.Popen[str]:
+    """Python with these arguments in a sandbox."""
+    name = "/usr/bin/python3" if user == "nobody" else sys.executable
+    return subprocess.Popen(
+        in_sandbox(user, name, *arguments),
+        cwd="/tmp",
+        env=outside.environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **options,
+    )
 
 
 def in_sandbox(user: str, *command: str) -> list[str]:

@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 
 import pytest
 
@@ -13,7 +11,8 @@ from common.emulation.cluster import EmulatedCluster
 from common.emulation.config import network_profile
 from common.emulation.network import address_of
 from dear.errors import UserError
-from tests.system.sandboxes import LIMIT_S, ROOT, Outside, in_sandbox, needs_sandbox
+from tests.system.processes import LIMIT_S, ROOT
+from tests.system.sandboxes import Outside, needs_sandbox, start
 
 PROGRAM = str(ROOT / "tests" / "system" / "emulation_program.py")
 users = pytest.mark.parametrize("user", ["me", "nobody"])
@@ -24,40 +23,28 @@ def outside():
     return Outside()
 
 
-def start(outside, user, name):
-    interpreter = "/usr/bin/python3" if user == "nobody" else sys.executable
-    return subprocess.Popen(
-        in_sandbox(user, interpreter, PROGRAM, name),
-        cwd="/tmp",
-        env=outside.environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
 def run(outside, user, name):
-    process = start(outside, user, name)
+    process = start(outside, user, PROGRAM, name)
     stdout, stderr = process.communicate(timeout=LIMIT_S)
     outside.check_clean()
     return process.returncode, stdout, stderr
 
 
 @needs_sandbox
-@users
-def test_hosts_have_names_addresses_and_memory_of_their_own(outside, user):
-    assert run(outside, user, "hosts") == (0, "", "")
-
-
-@needs_sandbox
-@users
-def test_links_have_the_speed_asked_for(outside, user):
-    assert run(outside, user, "speeds") == (0, "", "")
-
-
-@needs_sandbox
-def test_a_cut_link_carries_nothing_until_it_is_restored(outside):
-    assert run(outside, "me", "cut") == (0, "", "")
+@pytest.mark.parametrize(
+    ("user", "promise"),
+    [
+        ("me", "hosts_have_names_addresses_and_memory_of_their_own"),
+        ("nobody", "hosts_have_names_addresses_and_memory_of_their_own"),
+        ("me", "links_have_the_speed_asked_for"),
+        ("nobody", "links_have_the_speed_asked_for"),
+        ("me", "a_cut_link_carries_nothing_until_it_is_restored"),
+        ("me", "a_transfer_tells_what_a_byte_costs"),
+        ("me", "there_may_be_65_hosts"),
+    ],
+)
+def test_in_a_sandbox(outside, user, promise):
+    assert run(outside, user, promise) == (0, "", "")
 
 
 @needs_sandbox
@@ -74,11 +61,6 @@ def test_delay_is_emulated_or_said_to_be_missing(outside):
 
 
 @needs_sandbox
-def test_65_hosts(outside):
-    assert run(outside, "me", "many") == (0, "", "")
-
-
-@needs_sandbox
 def test_nothing_is_left_after_an_exception(outside):
     status, _, stderr = run(outside, "me", "fail")
     assert status == 1 and "ZeroDivisionError" in stderr
@@ -88,7 +70,7 @@ def test_nothing_is_left_after_an_exception(outside):
 @users
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_nothing_is_left_after_a_signal(outside, user, number):
-    process = start(outside, user, "wait")
+    process = start(outside, user, PROGRAM, "wait")
     assert process.stdout.readline() == "ready\n", process.communicate()
     os.kill(process.pid, number)
     process.communicate(timeout=LIMIT_S)

@@ -8,11 +8,13 @@ import sys
 import textwrap
 from pathlib import Path
 
+import psutil
 import pytest
 
 from common.emulation import sandbox
 from dear.errors import UserError
-from tests.system.sandboxes import LIMIT_S, ROOT, Outside, in_sandbox, needs_sandbox
+from tests.system.processes import LIMIT_S, ROOT
+from tests.system.sandboxes import Outside, in_sandbox, needs_sandbox, start
 
 users = pytest.mark.parametrize("user", ["me", "nobody"])
 
@@ -100,17 +102,9 @@ def test_orphans_are_reaped(outside):
     assert run(outside, "me", "sh", "-c", script).returncode == 0
 
 
-def start(outside, user):
-    name = "/usr/bin/python3" if user == "nobody" else sys.executable
-    process = subprocess.Popen(
-        in_sandbox(user, name, "-c", WAITING),
-        cwd="/tmp",
-        env=outside.environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,  # a process group of its own, as a terminal's foreground job
-    )
+def start_waiting(outside, user):
+    # A process group of its own, as a terminal's foreground job has.
+    process = start(outside, user, "-c", WAITING, start_new_session=True)
     assert process.stdout.readline() == "ready\n", process.communicate()
     assert len(outside.processes()) >= 5  # the caller, two of the sandbox, the command, sleep
     return process
@@ -120,7 +114,7 @@ def start(outside, user):
 @users
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_reaches_the_command_once_and_its_status_is_returned(outside, user, number):
-    process = start(outside, user)
+    process = start_waiting(outside, user)
     os.killpg(process.pid, number)  # what a terminal does at Ctrl-C
     stdout, stderr = process.communicate(timeout=LIMIT_S)
     assert (process.returncode, stdout, stderr) == (9, "signals 1\n", "")
@@ -129,23 +123,13 @@ def test_a_signal_reaches_the_command_once_and_its_status_is_returned(outside, u
 
 @needs_sandbox
 @users
-def test_nothing_outlives_the_sigkill_of_the_caller(outside, user):
-    process = start(outside, user)
-    process.kill()
+@pytest.mark.parametrize("victim", ["the caller", "the sandbox's own process"])
+def test_nothing_outlives_a_sigkill(outside, user, victim):
+    process = start_waiting(outside, user)
+    killed = psutil.Process(process.pid)
+    (killed if victim == "the caller" else killed.children()[0]).kill()
     process.communicate(timeout=LIMIT_S)
-    outside.check_clean()
-
-
-@needs_sandbox
-def test_nothing_outlives_the_sigkill_of_any_process_of_the_sandbox(outside):
-    process = start(outside, "me")
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-    if not children.exists():
-        process.kill()
-        pytest.skip("this kernel does not list children")
-    os.kill(int(children.read_text().split()[0]), signal.SIGKILL)
-    process.communicate(timeout=LIMIT_S)
-    assert process.returncode == 137
+    assert process.returncode == (-9 if victim == "the caller" else 137)
     outside.check_clean()
 
 

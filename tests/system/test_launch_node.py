@@ -7,13 +7,11 @@ import json
 import signal
 import subprocess
 import sys
-import time
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-FOREVER = "import time; time.sleep(10000)"
+from tests.system.processes import FOREVER, LIMIT_S, ROOT, alive, number_in, wait_for
+
 # Starts a process in a session of its own, whose parent then ends: nobody's descendant any more.
 STRAYS = """
 import os, subprocess, sys, time
@@ -25,26 +23,6 @@ if os.fork() == 0:
 open(sys.argv[2], "w").write(str(os.getpid()))
 time.sleep(10000)
 """
-
-
-def wait_for(condition, timeout_s: float = 60.0):
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        if value := condition():
-            return value
-        time.sleep(0.05)
-    raise AssertionError(f"not so within {timeout_s} s")
-
-
-def number_in(path: Path) -> int | None:
-    text = path.read_text() if path.exists() else ""
-    return int(text) if text else None
-
-
-def alive(pid: int) -> bool:
-    with contextlib.suppress(FileNotFoundError):
-        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
-    return False
 
 
 @contextlib.contextmanager
@@ -61,7 +39,7 @@ def tethered(*command: str, options=()):
         yield process
     finally:
         process.stdin.close()
-        process.wait(60)
+        process.wait(LIMIT_S)
         process.stdout.close()
 
 
@@ -75,7 +53,7 @@ def test_cutting_ends_everything_below(tmp_path, cut):
             process.stdin.close()
         else:
             process.send_signal(cut)
-        assert process.wait(60) == 128 + signal.SIGTERM
+        assert process.wait(LIMIT_S) == 128 + signal.SIGTERM
     assert not any(map(alive, pids))
 
 
@@ -84,19 +62,19 @@ def test_what_a_command_leaves_behind_ends_with_it(tmp_path):
     paths = [tmp_path / "stray", tmp_path / "child"]
     code += "while not os.path.exists(sys.argv[1]): time.sleep(0.05)\n"
     with tethered(sys.executable, "-c", code, *map(str, paths)) as process:
-        assert process.wait(60) == 0
+        assert process.wait(LIMIT_S) == 0
     assert not alive(wait_for(lambda: number_in(paths[0])))
 
 
 @pytest.mark.parametrize(("code", "status"), [("", 0), ("exit(3)", 3)])
 def test_the_exit_status_is_the_commands(code, status):
     with tethered(sys.executable, "-c", code) as process:
-        assert process.wait(60) == status
+        assert process.wait(LIMIT_S) == status
 
 
 def test_a_signal_becomes_128_and_its_number():
     with tethered("sh", "-c", "kill -9 $$") as process:
-        assert process.wait(60) == 128 + 9
+        assert process.wait(LIMIT_S) == 128 + 9
 
 
 def test_stacks_go_to_those_who_listen_and_harm_nobody_else(tmp_path):
@@ -120,11 +98,11 @@ def test_undo_runs_only_if_the_tether_is_cut(tmp_path):
     undone = tmp_path / "undone"
     options = ["--undo", json.dumps(["touch", str(undone)])]
     with tethered("true", options=options) as process:
-        assert process.wait(60) == 0
+        assert process.wait(LIMIT_S) == 0
     assert not undone.exists()
     with tethered("sleep", "10000", options=options) as process:
         process.stdin.close()
-        process.wait(60)
+        process.wait(LIMIT_S)
     assert undone.exists()
 
 

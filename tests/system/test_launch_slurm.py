@@ -14,9 +14,8 @@ import pytest
 
 from tests.system import slurm_cluster
 from tests.system.launch_stub import place, stub_job
-from tests.system.test_launch_node import alive, wait_for
+from tests.system.processes import ROOT, alive, wait_for
 
-ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.timeout(400)
 
 PROGRAM = """
@@ -80,7 +79,7 @@ def test_ranks_know_their_place(slurm, tmp_path, prefix):
     outcome = outcome_of(start(slurm, job.folder, *prefix))
     assert outcome["status"] == "ok", outcome["error"]
     assert outcome["result"] == {"started_by": "Slurm"}
-    assert [place(job, r)["ranks"] for r in range(3)] == [[r, 3, r, 3] for r in range(3)]
+    assert [place(job.folder, r)["ranks"] for r in range(3)] == [[r, 3, r, 3] for r in range(3)]
     assert queue(slurm) == ""
 
 
@@ -93,7 +92,7 @@ def test_a_failing_rank_is_named(slurm, tmp_path, prefix, mode, words):
     job = stub_job(tmp_path / "job", mode, world_size=3)
     outcome = outcome_of(start(slurm, job.folder, *prefix))
     assert outcome["error"]["message"] == words
-    assert not any(alive(place(job, rank)["pid"]) for rank in range(3))
+    assert not any(alive(place(job.folder, rank)["pid"]) for rank in range(3))
 
 
 def test_hanging_ranks_are_stopped(slurm, tmp_path):
@@ -116,7 +115,7 @@ def test_waiting_in_the_queue_is_not_running_out_of_time(slurm, tmp_path):
     holder.communicate(timeout=100)
     # A driver that is killed takes its batch job along.
     wait_for(lambda: queue(slurm) == "", 100)
-    assert not any(alive(place(block, rank)["pid"]) for rank in range(4))
+    assert not any(alive(place(block.folder, rank)["pid"]) for rank in range(4))
 
 
 def test_a_refused_submission_is_quoted(slurm, tmp_path):

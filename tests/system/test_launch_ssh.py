@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from common.launch import per_host
@@ -17,9 +17,7 @@ from common.launch.hosts import Host
 from common.launch.job import make_launcher
 from dear.errors import UserError
 from tests.system.launch_stub import StubJob, place, stub_job
-from tests.system.test_launch_node import alive, wait_for
-
-ROOT = Path(__file__).parents[2]
+from tests.system.processes import LIMIT_S, ROOT, alive, wait_for
 
 AGENT = """
 import os, subprocess, sys, threading, time
@@ -41,6 +39,27 @@ os._exit(status if status >= 0 else 255)
 """
 
 
+PROGRAM = """
+import dataclasses, json, signal, sys
+from pathlib import Path
+from tests.system.launch_stub import StubJob
+from tests.system.test_launch_ssh import ssh
+signal.signal(signal.SIGINT, signal.default_int_handler)  # as benchmarks.py does
+job = StubJob(folder=Path(sys.argv[1]), repeat=0, world_size=2, timeout_s=200)
+print(json.dumps(dataclasses.asdict(ssh(sys.argv[2], "far0", "far1").run(job))))
+"""
+
+
+def start_driver(job: StubJob, agent: str) -> subprocess.Popen:
+    """A program that runs the job and prints the outcome."""
+    return subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, str(job.folder), agent],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
+
+
 @pytest.fixture
 def agent(tmp_path: Path) -> str:
     path = tmp_path / "agent.py"
@@ -58,20 +77,20 @@ def pids(job: StubJob) -> list[int]:
     """Of the ranks, once all of them are there."""
     paths = [job.folder / f"place-{rank}.json" for rank in range(job.world_size)]
     wait_for(lambda: all(path.exists() for path in paths))
-    return [place(job, rank)["pid"] for rank in range(job.world_size)]
+    return [place(job.folder, rank)["pid"] for rank in range(job.world_size)]
 
 
 def test_every_host_gets_one_command_for_its_ranks(tmp_path, agent):
     job = stub_job(tmp_path / "job", "ok", world_size=4)
     outcome = ssh(agent, "far0", "far1", slots=2).run(job)
     assert outcome.status == "ok", outcome.error
-    assert [place(job, rank)["ranks"] for rank in range(4)] == [
+    assert [place(job.folder, rank)["ranks"] for rank in range(4)] == [
         [0, 4, 0, 2],
         [1, 4, 1, 2],
         [2, 4, 0, 2],
         [3, 4, 1, 2],
     ]
-    assert {place(job, rank)["env"]["MASTER_ADDR"] for rank in range(4)} == {"far0"}
+    assert {place(job.folder, rank)["env"]["MASTER_ADDR"] for rank in range(4)} == {"far0"}
 
 
 def test_ranks_of_this_host_need_no_remote_shell(tmp_path):
@@ -91,25 +110,12 @@ def test_a_killed_remote_rank_is_named_and_the_others_end(tmp_path, agent):
 
 def test_a_connection_that_breaks_ends_the_job_and_names_the_host(tmp_path, agent):
     job = stub_job(tmp_path / "job", "hang", world_size=2)
-    program = tmp_path / "program.py"
-    program.write_text(
-        "import dataclasses, json, sys\n"
-        "from tests.system.launch_stub import *\n"
-        "from tests.system.test_launch_ssh import ssh\n"
-        f"job = StubJob(folder=Path({str(job.folder)!r}), repeat=0, world_size=2, timeout_s=200)\n"
-        f"outcome = ssh({agent!r}, 'far0', 'far1').run(job)\n"
-        "print(json.dumps(dataclasses.asdict(outcome)))\n"
-    )
-    driver = subprocess.Popen(
-        [sys.executable, str(program)],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
-    )
+    driver = start_driver(job, agent)
     ranks = pids(job)
-    connection = _agent_of(driver.pid, "far1")
-    os.kill(connection, signal.SIGKILL)
-    outcome = json.loads(driver.communicate(timeout=100)[0])
+    connections = psutil.Process(driver.pid).children()
+    (far1,) = [process for process in connections if "far1" in process.cmdline()]
+    far1.kill()
+    outcome = json.loads(driver.communicate(timeout=LIMIT_S)[0])
     assert outcome["status"] == "failed"
     assert "host far1 ended with status -9" in outcome["error"]["message"]
     wait_for(lambda: not any(map(alive, ranks)))
@@ -118,22 +124,10 @@ def test_a_connection_that_breaks_ends_the_job_and_names_the_host(tmp_path, agen
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_remote_ranks_end_with_the_driver(tmp_path, agent, number):
     job = stub_job(tmp_path / "job", "hang", world_size=2)
-    program = tmp_path / "program.py"
-    program.write_text(
-        "from tests.system.launch_stub import *\n"
-        "from tests.system.test_launch_ssh import ssh\n"
-        f"job = StubJob(folder=Path({str(job.folder)!r}), repeat=0, world_size=2, timeout_s=200)\n"
-        f"ssh({agent!r}, 'far0', 'far1').run(job)\n"
-    )
-    driver = subprocess.Popen(
-        [sys.executable, str(program)],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stderr=subprocess.DEVNULL,
-    )
+    driver = start_driver(job, agent)
     ranks = pids(job)
     driver.send_signal(number)
-    driver.wait(60)
+    driver.communicate(timeout=LIMIT_S)
     wait_for(lambda: not any(map(alive, ranks)))
 
 
@@ -179,16 +173,3 @@ def test_a_sweep_on_a_host_that_does_not_answer_is_one_line_and_exit_2(tmp_path,
 def test_a_missing_remote_shell_is_named():
     with pytest.raises(UserError, match="no remote shell 'nosuchshell' on the PATH"):
         ssh("nosuchshell -q", "far0").check()
-
-
-def _agent_of(parent: int, host: str) -> int:
-    """The stand-in's process for this host, a child of `parent`."""
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            words = (path / "cmdline").read_bytes().split(b"\0")
-            ppid = (path / "stat").read_text().rpartition(")")[2].split()[1]
-        except OSError:
-            continue
-        if int(ppid) == parent and host.encode() in words:
-            return int(path.name)
-    raise AssertionError(f"no connection to {host}")

@@ -1,7 +1,8 @@
-"""Launchers across virtual hosts: each rank on its host, and failures named."""
+"""Launchers across virtual hosts: each rank on its host, failures named, and real training."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 import subprocess
@@ -9,33 +10,39 @@ import sys
 from pathlib import Path
 
 import pytest
+from common.harness.experiment_file import load
 
 from common.emulation import sandbox
+from common.emulation.cluster import EmulatedCluster
+from common.emulation.config import network_profile
+from common.harness.fabric import WORKER
+from common.launch.hosts import Host
+from common.launch.job import Job, make_launcher
+from dear.training.algorithm import algorithm_class
 from tests.system.launch_stub import place, stub_job
+from tests.system.processes import ROOT
 
-ROOT = Path(__file__).parents[2]
-# A busy machine needs several seconds for a few processes of Python.
-pytestmark = pytest.mark.timeout(400)
+# A busy machine needs several seconds for a few processes of Python, and a minute for torch.
+pytestmark = [
+    pytest.mark.timeout(400),
+    pytest.mark.skipif(sandbox.unable() is not None, reason=f"sandbox: {sandbox.unable()}"),
+]
 
 PER_HOST = ["ssh", "mpirun"]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _sandbox():
-    reason = sandbox.unable()
-    if reason:
-        pytest.skip(reason)
-
-
 def launch(folder: Path, launcher: str, mode: str | None = None, **given) -> dict:
-    """The outcome of a job of this launcher on virtual hosts."""
+    """The outcome of a job of this launcher on two virtual hosts.
+
+    Args:
+        mode: of stubs; None: the real worker.
+    """
     if launcher == "mpirun" and shutil.which("mpirun") is None:
         pytest.skip("no mpirun here")
-    given = {"hosts": 2, "slots": 1, "world_size": 2, "options": {}, "timeout_s": 200, **given}
-    given |= {"launcher": launcher, "mode": mode}
-    command = [sys.executable, str(ROOT / "tests/system/launch_program.py"), str(folder)]
+    call = f"run_job({str(folder)!r}, {launcher!r}, {mode!r}, **{given!r})"
+    code = f"from tests.system.test_launch_virtual import run_job; {call}"
     done = subprocess.run(
-        [sys.executable, "-m", "common.emulation.sandbox", "--", *command, json.dumps(given)],
+        [sys.executable, "-m", "common.emulation.sandbox", "--", sys.executable, "-c", code],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -45,12 +52,34 @@ def launch(folder: Path, launcher: str, mode: str | None = None, **given) -> dic
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def run_job(
+    folder: str,
+    launcher: str,
+    mode: str | None,
+    slots: int = 1,
+    world_size: int = 2,
+    timeout_s: float = 300.0,
+) -> None:
+    """Inside a sandbox: builds the hosts, runs the job and prints its outcome."""
+    job = stub_job(Path(folder), mode or "", world_size=world_size, timeout_s=timeout_s)
+    if mode is None:
+        job = Job(**{**vars(job), "worker_module": WORKER})
+    with EmulatedCluster(hosts=2, profile=network_profile("1gbit")) as cluster:
+        hosts = [
+            Host(name=host.name, slots=slots, address=host.address, virtual=host)
+            for host in cluster.hosts
+        ]
+        ready = make_launcher(launcher, hosts=hosts, world_size=world_size)
+        ready.check()
+        outcome = ready.run(dataclasses.replace(job, env={"EXTRA": "yes"}))
+    print(json.dumps(dataclasses.asdict(outcome)))
+
+
 @pytest.mark.parametrize("launcher", PER_HOST)
 def test_ranks_fill_the_hosts_and_know_their_place(tmp_path, launcher):
     outcome = launch(tmp_path, launcher, "ok", slots=2, world_size=3)
     assert outcome["status"] == "ok", outcome
-    job = stub_job(tmp_path, "ok", world_size=3)
-    places = [place(job, rank) for rank in range(3)]
+    places = [place(tmp_path, rank) for rank in range(3)]
     assert [p["host"] for p in places] == ["h0", "h0", "h1"]
     assert [p["ranks"] for p in places] == [[0, 3, 0, 2], [1, 3, 1, 2], [2, 3, 0, 1]]
     for p in places:
@@ -60,23 +89,19 @@ def test_ranks_fill_the_hosts_and_know_their_place(tmp_path, launcher):
 
 
 @pytest.mark.parametrize("launcher", PER_HOST)
-def test_a_killed_rank_on_another_host_is_named_and_ends_the_job(tmp_path, launcher):
-    outcome = launch(tmp_path, launcher, "kill")
-    assert outcome["status"] == "failed"
-    assert outcome["error"]["rank"] == 1
-    assert "killed by signal 9" in outcome["error"]["message"]
-
-
-@pytest.mark.parametrize("launcher", PER_HOST)
-def test_an_exit_status_is_named_with_its_rank(tmp_path, launcher):
-    outcome = launch(tmp_path, launcher, "exit")
-    assert outcome["status"] == "failed"
-    assert outcome["error"]["message"] == "rank 1 exited with status 7"
+@pytest.mark.parametrize(
+    ("mode", "words"),
+    [("kill", "rank 1 was killed by signal 9"), ("exit", "rank 1 exited with status 7")],
+)
+def test_a_failing_rank_on_another_host_is_named_and_ends_the_job(tmp_path, launcher, mode, words):
+    outcome = launch(tmp_path, launcher, mode)
+    assert (outcome["status"], outcome["error"]["rank"]) == ("failed", 1)
+    assert outcome["error"]["message"] == words
 
 
 @pytest.mark.parametrize("launcher", PER_HOST)
 def test_hanging_ranks_are_stopped_and_say_where_they_hung(tmp_path, launcher):
-    outcome = launch(tmp_path, launcher, "hang", timeout_s=8)
+    outcome = launch(tmp_path, launcher, "hang", timeout_s=8.0)
     assert outcome["status"] == "timeout"
     assert "not finished after 8 s" in outcome["error"]["message"]
     if "rank 1: measuring" in outcome["error"]["message"]:  # else it never came so far
@@ -85,7 +110,34 @@ def test_hanging_ranks_are_stopped_and_say_where_they_hung(tmp_path, launcher):
 
 
 def test_one_world_of_one_runs_on_the_first_host(tmp_path):
-    outcome = launch(tmp_path, "ssh", "ok", world_size=1)
-    assert outcome["status"] == "ok"
-    job = stub_job(tmp_path, "ok", world_size=1)
-    assert place(job, 0)["host"] == "h0"
+    assert launch(tmp_path, "ssh", "ok", world_size=1)["status"] == "ok"
+    assert place(tmp_path, 0)["host"] == "h0"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("launcher", "algorithm", "world_size", "slots"),
+    [
+        ("ssh", "dear", 2, 1),
+        ("torchrun", "dear", 2, 1),
+        ("mpirun", "dear", 2, 1),
+        ("local", "horovod", 3, 2),  # Horovod's own Gloo, on hosts of unlike size
+    ],
+)
+def test_a_real_job_trains_across_virtual_hosts(tmp_path, launcher, algorithm, world_size, slots):
+    reason = algorithm_class(algorithm).unavailable()
+    if reason:
+        pytest.skip(reason)
+    experiment = tmp_path / "x.yaml"
+    experiment.write_text(
+        f"algorithms: [{algorithm}]\nworld_sizes: [{world_size}]\n"
+        "models: [{name: mnist_cnn, batch_size: 2}]\nbaseline: false\n"
+        "measure: {repeats: 1, warmup_steps: 1, steps_per_iter: 2}\n"
+    )
+    (trial,) = load(experiment).trials()
+    (tmp_path / "trial.json").write_text(json.dumps(trial.to_json()))
+    outcome = launch(tmp_path, launcher, world_size=world_size, slots=slots)
+    assert outcome["status"] == "ok", outcome["error"]
+    result = outcome["result"]
+    assert result["check"]["matches_reference"] and result["check"]["replicas_agree"]
+    assert result["started_by"] == ("Open MPI" if launcher == "mpirun" else "torchrun")

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from common.harness.experiment_file import load
+from common.harness.experiment import load
 from common.harness.fabric import WORKER
 from common.launch.job import Job
 from common.launch.local import LocalLauncher
 from dear.training.algorithm import algorithm_class
-from tests.test_sweep import ENDLESS, Driver, alive, processes_of
+from tests.system.sweeps import ENDLESS, Driver, alive, processes_of
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "dear" / "horovod_mpi_cj.sh"

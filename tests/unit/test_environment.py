@@ -34,47 +34,41 @@ def test_facts_of_each_launcher(launcher):
     )
 
 
-def test_a_process_that_nobody_launched_is_a_world_of_one():
-    assert rank_facts({}) == ALONE
-    assert rank_facts({"WORLD_SIZE": "1", "LOCAL_RANK": "3"}) == ALONE
+SCRIPT = {key: value for key, value in SLURM.items() if key != "SLURM_STEP_ID"}
 
 
-def test_a_slurm_batch_script_is_not_a_rank():
-    script = {key: value for key, value in SLURM.items() if key != "SLURM_STEP_ID"}
-    assert rank_facts(script | {"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}) == ALONE
+@pytest.mark.parametrize(
+    "env",
+    [
+        {},
+        {"WORLD_SIZE": "1", "LOCAL_RANK": "3"},
+        SCRIPT | {"SLURM_PROCID": "0", "SLURM_NTASKS": "1"},
+    ],
+    ids=["nothing", "a leftover", "a Slurm batch script"],
+)
+def test_a_process_that_nobody_launched_is_a_world_of_one(env):
+    assert rank_facts(env) == ALONE
 
 
 def test_alone_in_a_slurm_job_of_several_tasks_is_refused():
-    script = {key: value for key, value in SLURM.items() if key != "SLURM_STEP_ID"}
     with pytest.raises(UserError, match=r"gave this job 8 tasks.* srun") as caught:
-        rank_facts(script | {"SLURM_PROCID": "0"})
+        rank_facts(SCRIPT | {"SLURM_PROCID": "0"})
     assert "\n" not in str(caught.value)
-    on_purpose = script | {"RANK": "0", "WORLD_SIZE": "1"}
+    on_purpose = SCRIPT | {"RANK": "0", "WORLD_SIZE": "1"}
     assert rank_facts(on_purpose).world_size == 1
 
 
-def test_a_world_without_a_rank_is_refused():
-    with pytest.raises(UserError, match="WORLD_SIZE=8, but RANK is not set"):
-        rank_facts({"WORLD_SIZE": "8", "LOCAL_RANK": "3"})
-
-
 def test_torchrun_inside_a_slurm_step_counts():
-    assert rank_facts(SLURM | TORCHRUN | {"RANK": "2"}).launcher == "torchrun"
-    assert rank_facts(SLURM | TORCHRUN | {"RANK": "2"}).rank == 2
-
-
-def test_rank_and_world_size_alone_mean_one_host():
-    facts = rank_facts({"RANK": "1", "WORLD_SIZE": "3"})
-    assert facts == RankFacts(
-        launcher="torchrun", rank=1, world_size=3, local_rank=1, local_world_size=3
-    )
-    assert facts.one_host
+    facts = rank_facts(SLURM | TORCHRUN | {"RANK": "2"})
+    assert (facts.launcher, facts.rank) == ("torchrun", 2)
 
 
 def test_one_host_only_if_all_ranks_are_local():
+    facts = rank_facts({"RANK": "1", "WORLD_SIZE": "3"})
+    assert (facts.local_rank, facts.local_world_size) == (1, 3)
+    assert facts.one_host and ALONE.one_host
     assert not rank_facts(TORCHRUN).one_host
     assert rank_facts(TORCHRUN | {"LOCAL_WORLD_SIZE": "8"}).one_host
-    assert ALONE.one_host
 
 
 @pytest.mark.parametrize("env", LAUNCHERS.values(), ids=LAUNCHERS)
@@ -104,16 +98,18 @@ def test_a_rank_outside_its_world_is_refused(env, rank):
     assert f"rank {rank} of 8" in str(caught.value)
 
 
-def test_a_local_rank_outside_its_host_is_refused():
-    with pytest.raises(UserError, match=r"\bLOCAL_RANK\b"):
-        rank_facts(TORCHRUN | {"LOCAL_RANK": "4"})
-    with pytest.raises(UserError, match=r"\bLOCAL_RANK\b"):
-        rank_facts(TORCHRUN | {"LOCAL_RANK": "-1"})
-
-
-def test_more_ranks_on_this_host_than_in_the_world_are_refused():
-    with pytest.raises(UserError, match="LOCAL_WORLD_SIZE"):
-        rank_facts(TORCHRUN | {"LOCAL_WORLD_SIZE": "16"})
+@pytest.mark.parametrize(
+    ("env", "words"),
+    [
+        ({"WORLD_SIZE": "8", "LOCAL_RANK": "3"}, "WORLD_SIZE=8, but RANK is not set"),
+        (TORCHRUN | {"LOCAL_RANK": "4"}, r"\bLOCAL_RANK\b"),
+        (TORCHRUN | {"LOCAL_RANK": "-1"}, r"\bLOCAL_RANK\b"),
+        (TORCHRUN | {"LOCAL_WORLD_SIZE": "16"}, "LOCAL_WORLD_SIZE"),
+    ],
+)
+def test_a_place_that_cannot_be_is_refused(env, words):
+    with pytest.raises(UserError, match=words):
+        rank_facts(env)
 
 
 @pytest.mark.parametrize(("tasks", "local"), [("4(x2)", 4), ("5,3", 3), ("2,4(x2)", 4)])

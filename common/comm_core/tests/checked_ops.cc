@@ -3,7 +3,7 @@
 #include <cmath>
 #include <cstring>
 
-#include "reduce_kernels.h"
+#include "reduce/kernels.h"
 #include "shm/buffers.h"
 
 namespace comm_core::testing {

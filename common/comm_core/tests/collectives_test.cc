@@ -8,7 +8,7 @@
 #include <deque>
 
 #include "checked_ops.h"
-#include "reduce_kernels.h"
+#include "reduce/kernels.h"
 
 using namespace comm_core;
 using namespace comm_core::testing;

@@ -7,7 +7,7 @@
 #include <cstring>
 #include <vector>
 
-#include "reduce_kernels.h"
+#include "reduce/kernels.h"
 
 using namespace comm_core;
 

@@ -13,9 +13,9 @@
 #include <utility>
 #include <vector>
 
-#include "errors.h"
-#include "reduce_fold.h"
-#include "reduce_kernels.h"
+#include "base/errors.h"
+#include "reduce/fold.h"
+#include "reduce/kernels.h"
 
 using namespace comm_core;
 

@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "group.h"
+#include "group/group.h"
 
 namespace comm_core::testing {
 

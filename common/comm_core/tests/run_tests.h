@@ -9,7 +9,7 @@
 #include <thread>
 #include <vector>
 
-#include "clock.h"
+#include "base/clock.h"
 #include "ranks.h"
 
 namespace comm_core::testing {

@@ -1,5 +1,5 @@
 // SHA-256 against FIPS 180-4 (and lengths around the padding), HMAC against RFC 4231.
-#include "sha256.h"
+#include "base/sha256.h"
 
 #include <cstdio>
 #include <string>

@@ -4,7 +4,7 @@
 
 #include <mutex>
 
-#include "clock.h"
+#include "base/clock.h"
 
 namespace comm_core {
 

@@ -8,9 +8,9 @@
 #include <string>
 #include <vector>
 
-#include "group.h"
+#include "group/group.h"
+#include "messages/windows.h"
 #include "tensors.h"
-#include "windows.h"
 #include "work.h"
 
 namespace comm_core {

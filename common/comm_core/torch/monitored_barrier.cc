@@ -1,7 +1,7 @@
 #include <c10/util/Exception.h>
 
 #include "backend.h"
-#include "clock.h"
+#include "base/clock.h"
 
 namespace comm_core {
 

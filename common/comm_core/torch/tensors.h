@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "op.h"
+#include "engine/op.h"
 
 namespace comm_core {
 

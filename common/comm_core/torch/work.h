@@ -6,7 +6,7 @@
 #include <functional>
 #include <vector>
 
-#include "op.h"
+#include "engine/op.h"
 
 namespace comm_core {
 

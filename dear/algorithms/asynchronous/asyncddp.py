@@ -5,22 +5,19 @@ from __future__ import annotations
 import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from dear.buckets.flat import Bucket
+from dear.comm.communicator import Communicator
 from dear.comm.neighbors import core_module
 from dear.cost.bounds import Bound
 from dear.lazy import torch
 from dear.options import at_least, positive
 from dear.topology.traffic import Traffic
 from dear.training.algorithm import Algorithm, Capabilities
-from dear.training.alone import AloneEngine
 from dear.training.engine import distribute, trained_parameters
 from dear.training.one_sided import WindowEngine
 from dear.training.parameters import GraphOptions, UpdateIn
-
-if TYPE_CHECKING:
-    from dear.buckets.flat_values import FlatValues
-    from dear.comm.communicator import Communicator
 
 POLL_S = (0.0005, 0.02)
 """Shortest and longest pause between two looks at a neighbour that is too far behind, on the
@@ -70,7 +67,7 @@ class AsyncEngine(WindowEngine):
             for source in self.peers.sources:
                 self._catch_up(source, self.steps - 1 - self._max_staleness)
 
-    def mix(self, bucket: FlatValues) -> None:
+    def mix(self, bucket: Bucket) -> None:
         # The step under way is not in the values yet.
         own, sources = self.mix_weights()
         self.windows[bucket].collect(bucket.values, own, sources, steps=self.steps - 1)
@@ -163,17 +160,18 @@ class AsyncDdp(Algorithm):
         options: Options,
     ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         trained_parameters(model, optimizer)
-        if communicator.size == 1:
-            return model, distribute(optimizer, AloneEngine(model, communicator))
-        core_module()  # before anything is changed
-        engine = AsyncEngine(
-            model,
-            optimizer,
-            communicator,
-            options.graph(communicator),
-            bucket_mb=options.bucket_mb,
-            update=options.update,
-            max_staleness=options.max_staleness,
-            finish_timeout_s=options.finish_timeout_s,
-        )
-        return model, distribute(optimizer, engine)
+
+        def engine() -> AsyncEngine:
+            core_module()  # Before anything is changed; windows are made in the first step.
+            return AsyncEngine(
+                model,
+                optimizer,
+                communicator,
+                options.graph(communicator),
+                bucket_mb=options.bucket_mb,
+                update=options.update,
+                max_staleness=options.max_staleness,
+                finish_timeout_s=options.finish_timeout_s,
+            )
+
+        return model, distribute(optimizer, engine, communicator)

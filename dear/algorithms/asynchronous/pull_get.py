@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from dear.buckets.flat import Bucket
 from dear.comm.neighbors import timed
 from dear.training.algorithm import Capabilities
 from dear.training.one_sided import WindowAlgorithm, WindowEngine, WindowOptions
-
-if TYPE_CHECKING:
-    from dear.buckets.flat_values import FlatValues
 
 
 class PullGetEngine(WindowEngine):
@@ -21,13 +19,13 @@ class PullGetEngine(WindowEngine):
     """
 
     def __init__(self, *args: Any, **settings: Any) -> None:
-        self._reading: dict[FlatValues, list[Any]] = {}
+        self._reading: dict[Bucket, list[Any]] = {}
         super().__init__(*args, **settings)
 
     def refill(self) -> None:
         """Nobody puts anything into slots."""
 
-    def share(self, bucket: FlatValues) -> None:
+    def share(self, bucket: Bucket) -> None:
         self.windows[bucket].show(bucket.values, steps=self.steps)
 
     def shared(self) -> None:
@@ -35,7 +33,7 @@ class PullGetEngine(WindowEngine):
         for bucket, window in self.windows.items():
             self._reading[bucket] = window.fetch(self.part.sources)
 
-    def mix(self, bucket: FlatValues) -> None:
+    def mix(self, bucket: Bucket) -> None:
         reading = self._reading.pop(bucket)
 
         def wait() -> None:

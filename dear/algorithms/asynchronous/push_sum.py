@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from dear.buckets.flat import Bucket
 from dear.lazy import torch
 from dear.training.algorithm import Capabilities
 from dear.training.one_sided import WindowAlgorithm, WindowEngine, WindowOptions
-
-if TYPE_CHECKING:
-    from dear.buckets.flat_values import FlatValues
 
 LEAST_P = 1 / 16
 """Below it a free-running rank gives nothing away."""
@@ -33,8 +31,8 @@ class PushSumEngine(WindowEngine):
     weighted = True
 
     def __init__(self, *args: Any, **settings: Any) -> None:
-        self._numerators: dict[FlatValues, torch.Tensor] = {}
-        self._kept: dict[FlatValues, float] = {}
+        self._numerators: dict[Bucket, torch.Tensor] = {}
+        self._kept: dict[Bucket, float] = {}
         """This rank's own share in what is being averaged."""
         super().__init__(*args, **settings)
         self._refill = False  # slots are zeros, and what has come already must be kept
@@ -42,7 +40,7 @@ class PushSumEngine(WindowEngine):
 
     def lay_out(self, members: Any) -> None:
         super().lay_out(members)
-        self._numerators = {bucket: bucket.new() for bucket in self.buckets}
+        self._numerators = {bucket: torch.zeros_like(bucket.values) for bucket in self.buckets}
 
     def refill(self) -> None:
         """After a state was loaded: forgets what others had sent before."""
@@ -68,7 +66,7 @@ class PushSumEngine(WindowEngine):
                 numerator.add_(bucket.values)
         return result
 
-    def share(self, bucket: FlatValues) -> None:
+    def share(self, bucket: Bucket) -> None:
         window = self.windows[bucket]
         targets = window.idle(wait=self.waits())
         if window.p < LEAST_P and not self.waits():
@@ -80,7 +78,7 @@ class PushSumEngine(WindowEngine):
     def shared(self) -> None:
         self.combine()
 
-    def mix(self, bucket: FlatValues) -> None:
+    def mix(self, bucket: Bucket) -> None:
         window, numerator = self.windows[bucket], self._numerators[bucket]
         everything = dict.fromkeys(self.part.sources, 1.0)
         window.collect(numerator, self._kept[bucket], everything, reset=True, steps=self.steps + 1)

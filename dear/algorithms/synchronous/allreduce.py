@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from dear.algorithms.synchronous.wfbp import AveragingEngine
 from dear.buckets.compressors import CompressedOptions, refuse_types
 from dear.comm.communicator import Communicator
+from dear.lazy import torch
 from dear.training.algorithm import Algorithm, Capabilities
 from dear.training.engine import distribute, trained_parameters
-
-if TYPE_CHECKING:
-    from torch.nn import Module
-    from torch.optim import Optimizer
 
 
 class AllReduce(Algorithm):
@@ -34,8 +30,12 @@ class AllReduce(Algorithm):
     bound = "sequential"
 
     def wrap(
-        self, model: Module, optimizer: Optimizer, communicator: Communicator, options: Options
-    ) -> tuple[Module, Optimizer]:
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        communicator: Communicator,
+        options: Options,
+    ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         params = trained_parameters(model, optimizer)
         refuse_types(params, options)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from dear.buckets.compressors import CompressedOptions, refuse_types, wire_dtype
 from dear.buckets.flat import Bucket, adopt, flatten
@@ -27,10 +27,6 @@ from dear.training.algorithm import Algorithm, Capabilities
 from dear.training.engine import distribute, refuse_lbfgs, trained_parameters
 from dear.training.gradients import DeferredEngine
 from dear.training.tuning import TRIALS, WATCHED_STEPS, Regrouping, regrouping, tuning_steps
-
-if TYPE_CHECKING:
-    from torch.nn import Module, Parameter
-    from torch.optim import Optimizer
 
 
 class Dear(Algorithm):
@@ -134,8 +130,12 @@ class Dear(Algorithm):
     bound = "dear"
 
     def wrap(
-        self, model: Module, optimizer: Optimizer, communicator: Communicator, options: Options
-    ) -> tuple[Module, Optimizer]:
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        communicator: Communicator,
+        options: Options,
+    ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         refuse_lbfgs(optimizer, "dear")
         sharded = not options.gathers and _sharded(optimizer, options.update)
         params = trained_parameters(model, optimizer)
@@ -150,7 +150,7 @@ class Dear(Algorithm):
         return model, distribute(optimizer, engine_or_maker, communicator)
 
 
-def _sharded(optimizer: Optimizer, update: str) -> bool:
+def _sharded(optimizer: torch.optim.Optimizer, update: str) -> bool:
     able = element_wise(optimizer)
     if update == "sharded" and not able:
         raise UserError(
@@ -176,10 +176,10 @@ class DearEngine(DeferredEngine):
 
     def __init__(
         self,
-        model: Module,
-        optimizer: Optimizer,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
         communicator: Communicator,
-        params: Sequence[Parameter],
+        params: Sequence[torch.nn.Parameter],
         options: Dear.Options,
         sharded: bool,
         rule: Regrouping,
@@ -192,20 +192,20 @@ class DearEngine(DeferredEngine):
         self._usage = Usage(params, communicator)
         self._watching = True
         """Arrival times of gradients are wanted."""
-        self._arrivals: dict[Parameter, float] = {}
+        self._arrivals: dict[torch.nn.Parameter, float] = {}
         self._order = RunOrder(reads=[], arrivals=[], waits_s=[])
-        self._views: dict[Parameter, torch.Tensor] = {}
+        self._views: dict[torch.nn.Parameter, torch.Tensor] = {}
         """The place of each gradient."""
         self._parts: list[Decoupled] = []
         """The two halves of each bucket; none before the first step."""
         self._launched: list[int] = []
         """Buckets in the order in which backward passes complete them."""
         self._update: Sharded | Replicated
-        self._hooked: set[Module] = set()
+        self._hooked: set[torch.nn.Module] = set()
 
     # --- backward pass ----------------------------------------------------------------------------
 
-    def arrived(self, param: Parameter) -> None:
+    def arrived(self, param: torch.nn.Parameter) -> None:
         if self._parts:
             adopt(param, self._views[param])
         if self._watching:
@@ -266,7 +266,9 @@ class DearEngine(DeferredEngine):
     def apply_averaged(self, update: Callable[[], Any]) -> Any:
         return self._update.step_averaged(update)
 
-    def clip_grad_norm(self, params: Sequence[Parameter], max_norm: float, norm_type: float) -> Any:
+    def clip_grad_norm(
+        self, params: Sequence[torch.nn.Parameter], max_norm: float, norm_type: float
+    ) -> Any:
         whole = self.averaged and not self.schedule.unsent
         if whole or not self._sharded or norm_type <= 0:
             return super().clip_grad_norm(params, max_norm, norm_type)
@@ -283,10 +285,10 @@ class DearEngine(DeferredEngine):
 
     # --- forward pass -----------------------------------------------------------------------------
 
-    def before_forward(self, module: Module) -> None:
-        if module is self.model and not self._reclaimed():
+    def before_model(self, module: torch.nn.Module) -> None:
+        """A hook that runs before all others: the model may have been moved."""
+        if not self._reclaimed():
             self._lay_out(learn=False)
-        super().before_forward(module)
 
     def finish(self, index: int) -> None:
         self._update.finish(index)
@@ -343,6 +345,8 @@ class DearEngine(DeferredEngine):
         new = [module for module in modules if module not in self._hooked]
         self._hooked.update(new)
         self.hooks.before_forward(new, self.before_forward)
+        if not before:
+            self.hooks.before_forward([self.model], self.before_model)
 
     def _halves(self, bucket: Bucket, index: int) -> Decoupled:
         options, communicator = self._options, self.communicator
@@ -411,7 +415,7 @@ class DearEngine(DeferredEngine):
             part.finish_reduce()  # of a pass that no step followed
             part.bucket.release()
 
-    def _whole_state(self) -> dict[Parameter, Any]:
+    def _whole_state(self) -> dict[torch.nn.Parameter, Any]:
         """The sharded state of whole parameters, on every rank; a collective call."""
         if not isinstance(self._update, Sharded):
             return {}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from dear.buckets.carriers import make_carrier
 from dear.buckets.compressors import CompressedOptions, refuse_types
@@ -15,10 +14,6 @@ from dear.options import at_least
 from dear.training.algorithm import Algorithm, Capabilities
 from dear.training.engine import distribute, trained_parameters
 from dear.training.gradients import GradientEngine
-
-if TYPE_CHECKING:
-    from torch.nn import Module, Parameter
-    from torch.optim import Optimizer
 
 
 class Wfbp(Algorithm):
@@ -46,8 +41,12 @@ class Wfbp(Algorithm):
     bound = "wfbp"
 
     def wrap(
-        self, model: Module, optimizer: Optimizer, communicator: Communicator, options: Options
-    ) -> tuple[Module, Optimizer]:
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        communicator: Communicator,
+        options: Options,
+    ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         params = trained_parameters(model, optimizer)
         refuse_types(params, options)
 
@@ -71,9 +70,9 @@ class AveragingEngine(GradientEngine):
 
     def __init__(
         self,
-        model: Module,
+        model: torch.nn.Module,
         communicator: Communicator,
-        params: Sequence[Parameter],
+        params: Sequence[torch.nn.Parameter],
         options: CompressedOptions,
         *,
         overlap: bool,
@@ -113,7 +112,7 @@ class GradientAverager:
 
     def __init__(
         self,
-        params: Sequence[Parameter],
+        params: Sequence[torch.nn.Parameter],
         communicator: Communicator,
         options: CompressedOptions,
         channels: int = 1,
@@ -122,9 +121,9 @@ class GradientAverager:
         self._carriers = {param: make_carrier(options, communicator, param) for param in params}
         communicator.ensure_channels(channels)
         self._usage = Usage(params, communicator) if params else None
-        self._running: list[tuple[Parameter, torch.Tensor, Work]] = []
+        self._running: list[tuple[torch.nn.Parameter, torch.Tensor, Work]] = []
 
-    def launch(self, param: Parameter) -> None:
+    def launch(self, param: torch.nn.Parameter) -> None:
         """Starts averaging `param.grad`, in place."""
         present = param.grad is not None
         gradient = param.grad if present else torch.zeros_like(param)

@@ -7,7 +7,7 @@
 #include <cstring>
 #include <string>
 
-#include "errors.h"
+#include "base/errors.h"
 #include "tcp/wire.h"
 
 namespace comm_core {

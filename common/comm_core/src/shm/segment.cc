@@ -9,7 +9,7 @@
 #include <cstring>
 #include <utility>
 
-#include "errors.h"
+#include "base/errors.h"
 #include "tcp/socket.h"
 #include "tcp/wire.h"
 

@@ -11,10 +11,10 @@
 #include <string>
 #include <vector>
 
-#include "poller.h"
+#include "base/store.h"
+#include "engine/poller.h"
 #include "shm/buffers.h"
 #include "shm/segment.h"
-#include "store.h"
 #include "tcp/wire.h"
 
 namespace comm_core {

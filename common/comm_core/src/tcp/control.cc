@@ -3,7 +3,7 @@
 #include <cstdlib>
 #include <cstring>
 
-#include "group.h"
+#include "group/group.h"
 
 namespace comm_core {
 

@@ -5,7 +5,7 @@
 
 #include <string>
 
-#include "poller.h"
+#include "engine/poller.h"
 #include "tcp/wire.h"
 
 namespace comm_core {

@@ -4,7 +4,7 @@
 
 #include <cerrno>
 
-#include "clock.h"
+#include "base/clock.h"
 
 namespace comm_core {
 

@@ -13,7 +13,7 @@
 #include <cerrno>
 #include <cstring>
 
-#include "errors.h"
+#include "base/errors.h"
 
 namespace comm_core {
 

@@ -5,8 +5,8 @@
 #include <cstring>
 #include <string>
 
-#include "op.h"
-#include "sha256.h"
+#include "base/sha256.h"
+#include "engine/op.h"
 
 namespace comm_core {
 

@@ -1,0 +1,80 @@
+#include "engine/options.h"
+
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cstdlib>
+#include <fstream>
+
+#include "base/errors.h"
+
+namespace comm_core {
+
+namespace {
+
+std::string text(const char* name) {
+  const char* value = getenv(name);
+  return value == nullptr ? "" : value;
+}
+
+void read_bytes(const char* name, size_t& into, size_t least) {
+  const std::string value = text(name);
+  if (value.empty()) return;
+  char* end = nullptr;
+  const unsigned long long bytes = strtoull(value.c_str(), &end, 10);
+  if (*end != '\0' || value[0] == '-' || bytes < least || bytes > (1ull << 30)) {
+    throw InvalidRequestError(std::string(name) + "=" + value + " must be a number of bytes from " +
+                              std::to_string(least) + " to 1073741824");
+  }
+  into = size_t(bytes);
+}
+
+}  // namespace
+
+Options Options::from_environment() {
+  Options options;
+  const std::string transport = text("COMM_CORE_TRANSPORT");
+  if (transport == "tcp") {
+    options.transport = TransportChoice::tcp;
+  } else if (transport == "shm") {
+    options.transport = TransportChoice::shm;
+  } else if (!transport.empty() && transport != "auto") {
+    throw InvalidRequestError("COMM_CORE_TRANSPORT=" + transport + " must be auto, tcp or shm");
+  }
+  options.interface = text("COMM_CORE_IFNAME");
+  options.host_id = text("COMM_CORE_HOST_ID");
+  options.sockets.congestion = text("COMM_CORE_TCP_CONGESTION");
+  options.allow_loopback = text("COMM_CORE_ALLOW_LOOPBACK") == "1";
+  size_t send_buffer = 0, receive_buffer = 0;
+  read_bytes("COMM_CORE_TCP_SEND_BUFFER", send_buffer, 0);
+  read_bytes("COMM_CORE_TCP_RECEIVE_BUFFER", receive_buffer, 0);
+  options.sockets.send_buffer = int(send_buffer);
+  options.sockets.receive_buffer = int(receive_buffer);
+  read_bytes("COMM_CORE_TCP_SMALL", options.tcp_small, 0);
+  read_bytes("COMM_CORE_TCP_CHUNK", options.tcp_chunk, 4096);
+  read_bytes("COMM_CORE_TCP_EAGER", options.tcp_eager, 0);
+  read_bytes("COMM_CORE_SHM_SLOT", options.shm_slot, 4096);
+  read_bytes("COMM_CORE_SHM_FLAT", options.shm_flat, 0);
+  read_bytes("COMM_CORE_SHM_DIRECT", options.shm_direct, 0);
+  read_bytes("COMM_CORE_SHM_STREAM", options.shm_stream, 0);
+  return options;
+}
+
+std::string host_name() {
+  char name[256] = "?";
+  gethostname(name, sizeof name - 1);
+  return name;
+}
+
+std::string host_identity(const Options& options) {
+  if (!options.host_id.empty()) return options.host_id;
+  // The host name tells containers apart, the boot real machines of one name, and the network
+  // namespace virtual hosts of one machine.
+  std::string boot;
+  std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
+  struct stat net{};
+  const bool known = stat("/proc/self/ns/net", &net) == 0;
+  return host_name() + "/" + boot + "/" + (known ? std::to_string(net.st_ino) : "?");
+}
+
+}  // namespace comm_core

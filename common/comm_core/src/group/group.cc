@@ -1,0 +1,381 @@
+#include "group/group.h"
+
+#include <algorithm>
+#include <thread>
+
+#include "base/clock.h"
+#include "collectives/collectives.h"
+#include "collectives/stage.h"
+#include "group/connection.h"
+#include "messages/messenger.h"
+#include "reduce/kernels.h"
+#include "tcp/control.h"
+
+namespace comm_core {
+namespace {
+
+// A rank that fails tells why and may then end at once: its end can be noticed before its reason.
+constexpr double kReasonGraceS = 0.25;
+
+// A collective that takes longer is shown to rank 0, in case it waits for one that never comes.
+constexpr double kShowAfterS = 1.0;
+
+}  // namespace
+
+Group::~Group() { close(); }
+
+OpPtr Group::submit(OpSpec spec) {
+  if (closed_) throw AbortedError("group " + name_ + " was destroyed");
+  check(spec);
+  auto op = std::make_shared<Op>(std::move(spec), engine_.get(), shared_from_this());
+  // Numbers and queue positions must agree, whatever threads submit.
+  std::lock_guard<std::mutex> lock(submit_mutex_);
+  if (!point_to_point(op->spec_.kind)) op->sequence_ = next_sequence_++;
+  engine_->submit(op);
+  return op;
+}
+
+void Group::enqueue(const OpPtr& op) {
+  if (error_ || closed_) {
+    const auto destroyed = std::make_exception_ptr(AbortedError("the group was destroyed"));
+    const auto error = error_ ? error_ : destroyed;
+    engine_->complete(op, with_context(error, op->describe() + ": "));
+    return;
+  }
+  if (!point_to_point(op->spec_.kind)) {
+    queue_.push_back(op);
+    for (size_t r = 0; r < shown_.size() && !error_; ++r) compare(int(r), shown_[r]);
+    return;
+  }
+  if (op->held_) {
+    held_messages_.push_back(op);
+  } else {
+    start_message(op);
+  }
+}
+
+void Group::release(const OpPtr& op) {
+  engine_->run_soon([this, op] {
+    op->held_ = false;
+    const auto found = std::find(held_messages_.begin(), held_messages_.end(), op);
+    if (found == held_messages_.end()) return;
+    held_messages_.erase(found);
+    if (!op->done()) start_message(op);
+  });
+}
+
+std::exception_ptr Group::error() {
+  std::exception_ptr error;
+  engine_->call([&] { error = error_; });
+  return error;
+}
+
+void Group::start_message(const OpPtr& op) {
+  op->times_.started_s = now_s();
+  op->deadline_s_ =
+      op->times_.started_s + (op->spec_.timeout_s > 0 ? op->spec_.timeout_s : timeout_s_.load());
+  messenger_->start(op);
+}
+
+// A rank may leave while others are at work on an operation that it has done its part of, but none
+// that it has not taken part in can end.
+void Group::expect_everybody(const Op& op) const {
+  for (size_t r = 0; r < finished_by_.size(); ++r) {
+    if (op.sequence_ <= finished_by_[r]) continue;
+    throw PeerLostError("lost " + peers_[r].label + ": it left the group after operation #" +
+                        std::to_string(finished_by_[r]));
+  }
+}
+
+void Group::peer_left(int peer, uint64_t finished) {
+  finished_by_[size_t(peer)] = finished;
+  messenger_->left(peer);
+  if (queue_.empty()) return;
+  try {
+    expect_everybody(*queue_.front());
+  } catch (const PeerLostError&) {
+    fail(std::current_exception(), true);
+  }
+}
+
+// Ranks that disagree about the sizes may take different ways, one through shared memory and one
+// over TCP, and never meet there. Everybody meets rank 0 here.
+void Group::compare(int peer, const FrameHeader& theirs) {
+  shown_.resize(size_t(size_));
+  shown_[size_t(peer)] = theirs;  // for the operations that are not yet in the queue
+  for (const OpPtr& op : queue_) {
+    if (op->sequence_ != theirs.sequence) continue;
+    try {
+      check_header(frame(*op), theirs, peers_[size_t(peer)].label);
+    } catch (const MismatchError&) {
+      fail(std::current_exception(), true);
+    }
+    return;
+  }
+}
+
+bool Group::step() {
+  const OpPtr op = queue_.front();  // stays alive should the group fail
+  bool moved = false;
+  try {
+    if (op->times_.started_s == 0) {
+      expect_everybody(*op);
+      op->times_.started_s = now_s();
+      op->deadline_s_ = op->times_.started_s +
+                        (op->spec_.timeout_s > 0 ? op->spec_.timeout_s : timeout_s_.load());
+      op->stages_ = plan(*this, op->spec_, op->sequence_);
+      moved = true;
+    }
+    while (op->stage_ < op->stages_.size()) {
+      const Progress progress = op->stages_[op->stage_]->step();
+      if (progress == Progress::blocked) return moved;
+      if (progress == Progress::moved) return true;
+      ++op->stage_;
+      moved = true;
+    }
+  } catch (const PeerLostError&) {
+    suspicion_ = std::current_exception();
+    suspicion_until_s_ = now_s() + kReasonGraceS;
+    return true;
+  } catch (const std::exception&) {
+    fail(std::current_exception(), true);
+    return true;
+  }
+  queue_.pop_front();
+  engine_->complete(op, nullptr);
+  return true;
+}
+
+void Group::fail(std::exception_ptr error, bool tell) {
+  if (error_ || closed_) return;
+  std::string progress;
+  if (!queue_.empty()) {
+    const Op& op = *queue_.front();
+    if (op.stage_ < op.stages_.size()) progress = op.stages_[op.stage_]->status() + "; ";
+  }
+  error_ = error;
+  suspicion_ = nullptr;
+  std::string told = message_of(error);
+  bool first = true;
+  std::deque<OpPtr> ending;
+  ending.swap(queue_);
+  for (const OpPtr& op : ending) {
+    const std::string prefix = op->describe() + ": " + (first ? progress : "");
+    if (first) told = prefix + told;
+    first = false;
+    engine_->complete(op, with_context(error, prefix));
+  }
+  for (const OpPtr& op : std::exchange(held_messages_, {})) {
+    engine_->complete(op, with_context(error, op->describe() + ": "));
+  }
+  if (messenger_ != nullptr) messenger_->fail(error);
+  if (tell && control_ != nullptr) control_->tell_failure(told);
+}
+
+void Group::abort(const std::string& reason) {
+  engine_->call([&] {
+    fail(std::make_exception_ptr(
+             AbortedError("aborted on rank " + std::to_string(rank_) + ": " + reason)),
+         true);
+  });
+}
+
+void Group::close() {
+  if (closed_.exchange(true)) return;
+  engine_->call([&] { leave(); });
+  engine_->bury();
+}
+
+void Group::leave() {
+  const uint64_t finished =
+      (queue_.empty() ? next_sequence_.load() : queue_.front()->sequence_) - 1;
+  const auto error = std::make_exception_ptr(AbortedError("the group was destroyed"));
+  std::deque<OpPtr> ending;
+  ending.swap(queue_);
+  for (const OpPtr& op : std::exchange(held_messages_, {})) ending.push_back(op);
+  for (const OpPtr& op : ending) engine_->complete(op, with_context(error, op->describe() + ": "));
+  if (messenger_ != nullptr) messenger_->fail(error_ ? error_ : error);
+  if (control_ != nullptr && !error_) control_->tell_goodbye(finished);
+  if (shm_ != nullptr) shm_->leave();
+  if (size_ > 1) engine_->stop_listening(id_);
+  engine_->remove_group(this);
+  control_.reset();
+  messenger_.reset();
+  in_.clear();
+  out_.clear();
+  in_.resize(size_t(size_));
+  out_.resize(size_t(size_));
+  if (shm_ != nullptr) engine_->poller().remove(bell_id_, shm_->doorbell(), Watch::when_active);
+  shm_.reset();
+}
+
+double Group::check_deadlines(double now) {
+  double next = messenger_ != nullptr ? messenger_->check_deadlines(now) : -1;
+  if (suspicion_) {
+    if (suspicion_until_s_ <= now) {
+      fail(std::exchange(suspicion_, nullptr), true);
+    } else if (next < 0 || suspicion_until_s_ < next) {
+      next = suspicion_until_s_;
+    }
+  }
+  if (!queue_.empty() && queue_.front()->times_.started_s > 0) {
+    const Op& op = *queue_.front();
+    if (op.deadline_s_ <= now) {
+      const double waited = now - op.times_.started_s;
+      fail(std::make_exception_ptr(
+               TimeoutError("timed out after " + std::to_string(waited).substr(0, 6) + " s")),
+           true);
+      return next;
+    }
+    double then = op.deadline_s_;
+    if (rank_ != 0 && !op.shown_) {
+      const double show = op.times_.started_s + kShowAfterS;
+      if (show <= now) {
+        queue_.front()->shown_ = true;
+        control_->show(frame(op));
+      } else {
+        then = std::min(then, show);
+      }
+    }
+    if (next < 0 || then < next) next = then;
+  }
+  return next;
+}
+
+void Group::announce_sleep(bool asleep) {
+  if (shm_ != nullptr && !queue_.empty()) shm_->announce_sleep(asleep);
+}
+
+bool Group::spins() const {
+  // Where ranks outnumber processors, spinning keeps away the one that is waited for.
+  return shm_ != nullptr && !queue_.empty() &&
+         shm_->size() <= int(std::thread::hardware_concurrency());
+}
+
+std::string Group::summary() const {
+  std::string text = "group " + name_ + ": " + std::to_string(size_) + " ranks";
+  if (size_ == 1) return text;
+  text += " on " + std::to_string(topology_.hosts.size()) + " hosts, ";
+  if (shm_ != nullptr) text += "shared memory inside";
+  if (shm_ != nullptr && !topology_.one_host()) text += ", ";
+  if (shm_ == nullptr || !topology_.one_host()) text += "TCP between";
+  return text + "; this is rank " + std::to_string(rank_) + " at " +
+         peers_[size_t(rank_)].address.text();
+}
+
+void Group::with_windows(const std::function<void(Windows&)>& work) {
+  if (closed_) throw AbortedError("group " + name_ + " was destroyed");
+  engine_->call([&] { work(messenger_->windows()); });
+}
+
+uint64_t Group::dropped_connections() {
+  uint64_t dropped = 0;
+  engine_->call([&] { dropped = engine_->dropped_connections(); });
+  return dropped;
+}
+
+namespace {
+
+template <typename Blocks>
+uint64_t total(const Blocks& blocks) {
+  uint64_t bytes = 0;
+  for (const auto& block : blocks) bytes += block.bytes;
+  return bytes;
+}
+
+}  // namespace
+
+void Group::check(const OpSpec& spec) const {
+  const std::string what = comm_core::name(spec.kind);
+  const bool reduces = spec.kind == OpKind::all_reduce || spec.kind == OpKind::reduce_scatter ||
+                       spec.kind == OpKind::reduce;
+  if (reduces && !supports(spec.dtype, spec.op)) {
+    throw InvalidRequestError(what + ": there is no " + comm_core::name(spec.op) + " of " +
+                              comm_core::name(spec.dtype));
+  }
+  if (spec.root < 0 || spec.root >= size_) {
+    throw InvalidRequestError(what + ": root " + std::to_string(spec.root) +
+                              " is no rank of a group of " + std::to_string(size_));
+  }
+  if (point_to_point(spec.kind)) {
+    const bool any = spec.kind == OpKind::recv && spec.peer == -1;
+    if (!any && (spec.peer < 0 || spec.peer >= size_)) {
+      throw InvalidRequestError(what + ": peer " + std::to_string(spec.peer) +
+                                " is no rank of a group of " + std::to_string(size_));
+    }
+    if (spec.peer == rank_ && (spec.kind == OpKind::send || spec.kind == OpKind::recv)) {
+      throw InvalidRequestError(what + ": a rank cannot send to itself");
+    }
+  }
+  // How many blocks an operation has on this rank; the header of OpSpec says the same in words.
+  const bool is_root = spec.root == rank_;
+  const size_t n = size_t(size_), ins = spec.inputs.size(), outs = spec.outputs.size();
+  bool fits = true;
+  switch (spec.kind) {
+    case OpKind::all_reduce:
+      fits = ins == 1 && outs == 1 && spec.inputs[0].bytes == spec.outputs[0].bytes;
+      break;
+    case OpKind::reduce_scatter:
+      fits = ins == n && outs == 1 && spec.inputs[size_t(rank_)].bytes == spec.outputs[0].bytes;
+      break;
+    case OpKind::all_gather:
+      fits = ins == 1 && outs == n && spec.outputs[size_t(rank_)].bytes == spec.inputs[0].bytes;
+      break;
+    case OpKind::broadcast: fits = outs == 1; break;
+    case OpKind::reduce: fits = ins == 1 && (!is_root || (outs == 1 && outs == ins)); break;
+    case OpKind::gather: fits = ins == 1 && (!is_root || outs == n); break;
+    case OpKind::scatter: fits = outs == 1 && (!is_root || ins == n); break;
+    case OpKind::all_to_all: fits = ins == n && outs == n; break;
+    case OpKind::send:
+    case OpKind::put:
+    case OpKind::accumulate: fits = ins == 1; break;
+    case OpKind::recv:
+    case OpKind::get: fits = outs == 1; break;
+    default: break;
+  }
+  if (!fits) {
+    throw InvalidRequestError(what + ": the number or sizes of the blocks do not fit a group of " +
+                              std::to_string(size_));
+  }
+}
+
+uint64_t Group::total_bytes(const OpSpec& spec) const {
+  switch (spec.kind) {
+    case OpKind::all_reduce:
+    case OpKind::reduce:
+    case OpKind::send:
+    case OpKind::put:
+    case OpKind::accumulate: return total(spec.inputs);
+    case OpKind::reduce_scatter:
+    case OpKind::all_to_all: return total(spec.inputs);
+    case OpKind::all_gather:
+    case OpKind::broadcast:
+    case OpKind::recv:
+    case OpKind::get: return total(spec.outputs);
+    case OpKind::gather: return spec.inputs[0].bytes * uint64_t(size_);
+    case OpKind::scatter: return spec.outputs[0].bytes * uint64_t(size_);
+    default: return 0;
+  }
+}
+
+FrameHeader Group::frame(const Op& op) const {
+  FrameHeader header;
+  header.kind = op.spec().kind;
+  header.dtype = op.spec().dtype;
+  header.op = op.spec().op;
+  header.root = op.spec().root;
+  header.sequence = op.sequence();
+  header.total_bytes = total_bytes(op.spec());
+  return header;
+}
+
+std::string Group::describe(const Op& op) const {
+  std::string text = comm_core::describe(frame(op));
+  if (point_to_point(op.spec().kind)) {
+    text += op.spec().kind == OpKind::recv || op.spec().kind == OpKind::get ? " from " : " to ";
+    text += op.spec().peer < 0 ? "any rank" : "rank " + std::to_string(op.spec().peer);
+  }
+  return text + " on rank " + std::to_string(rank_) + " of group " + name_;
+}
+
+}  // namespace comm_core

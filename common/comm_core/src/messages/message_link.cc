@@ -1,0 +1,208 @@
+#include "messages/message_link.h"
+
+#include <algorithm>
+
+#include "group/group.h"
+
+namespace comm_core {
+
+namespace {
+
+constexpr uint32_t kMagic = 0x434d4d54;
+
+// What overtaking has to wait for, at most: a piece, and what the kernel has taken and not sent.
+// The kernel asks for more when half of that is left, which must last until the engine wakes.
+constexpr size_t kPiece = size_t(512) << 10;
+constexpr size_t kUnsent = size_t(1) << 20;
+
+size_t payload_of(const MessageHeader& header) {
+  const bool promises = header.kind == MessageKind::announce || header.kind == MessageKind::get;
+  return promises ? 0 : header.bytes;
+}
+
+// One-sided requests stay in order, and what has a long payload among those that have one.
+bool overtakes(const MessageHeader& header) {
+  switch (header.kind) {
+    case MessageKind::eager:
+    case MessageKind::announce:
+    case MessageKind::request: return true;
+    case MessageKind::reply: return header.bytes == 0;
+    default: return false;
+  }
+}
+
+}  // namespace
+
+MessageSender::MessageSender(Group& group, MessageHandler& handler, int peer)
+    : group_(group), handler_(handler), peer_(peer), link_(group.target(peer, LinkKind::messages)) {
+  link_.limit_unsent(kUnsent);
+  id_ = group_.engine().poller().add(link_.fd(), Watch::always, this);
+}
+
+MessageSender::~MessageSender() { group_.engine().poller().remove(id_, link_.fd(), Watch::always); }
+
+void MessageSender::add(const MessageHeader& header, OpPtr op) {
+  const bool ends = op != nullptr;
+  enqueue({header, std::move(op), "", ends});
+}
+
+void MessageSender::add(const MessageHeader& header, std::string payload) {
+  enqueue({header, nullptr, std::move(payload), false});
+}
+
+void MessageSender::add_request(const MessageHeader& header, OpPtr op) {
+  enqueue({header, std::move(op), "", false});
+}
+
+void MessageSender::enqueue(Item item) {
+  if (broken_) return;
+  item.header.magic = kMagic;
+  (overtakes(item.header) ? small_ : queue_).push_back(std::move(item));
+  on_event();
+}
+
+void MessageSender::break_off() {
+  broken_ = true;
+  sending_ = nullptr;
+  small_.clear();
+  queue_.clear();
+}
+
+void MessageSender::on_event() {
+  if (broken_) return;
+  try {
+    if (!link_.ready()) return;
+    while (!(small_.empty() && queue_.empty()) && advance()) {
+    }
+  } catch (const CommError&) {
+    break_off();
+    handler_.lost(peer_, std::current_exception());
+  }
+}
+
+std::deque<MessageSender::Item>& MessageSender::begin_frame() {
+  std::deque<Item>& from = small_.empty() ? queue_ : small_;
+  const Item& item = from.front();
+  frame_ = item.header;
+  if (item.done > 0) frame_.kind = MessageKind::more;
+  frame_done_ = 0;
+  const size_t left = payload_of(item.header) - item.done;
+  piece_left_ = overtakes(item.header) ? left : std::min(left, kPiece);
+  return from;
+}
+
+bool MessageSender::advance() {
+  if (sending_ == nullptr) sending_ = &begin_frame();
+  Item& item = sending_->front();
+  iovec parts[2];
+  int num_parts = 0;
+  const size_t header_left = sizeof frame_ - frame_done_;
+  if (header_left > 0) {
+    parts[num_parts++] = {reinterpret_cast<char*>(&frame_) + frame_done_, header_left};
+  }
+  if (piece_left_ > 0) {
+    const char* data = item.op != nullptr ? item.op->spec().inputs[0].data : item.payload.data();
+    parts[num_parts++] = {const_cast<char*>(data) + item.done, piece_left_};
+  }
+  const size_t sent = link_.write(parts, num_parts);
+  if (sent == 0) {
+    // Not begun, so what comes meanwhile may still overtake it.
+    if (frame_done_ == 0) sending_ = nullptr;
+    return false;
+  }
+  const size_t of_header = std::min(sent, header_left);
+  frame_done_ += of_header;
+  item.done += sent - of_header;
+  piece_left_ -= sent - of_header;
+  if (frame_done_ < sizeof frame_ || piece_left_ > 0) return true;
+  std::deque<Item>& from = *std::exchange(sending_, nullptr);
+  if (item.done < payload_of(item.header)) return true;
+  const OpPtr op = item.ends ? std::move(item.op) : nullptr;
+  from.pop_front();
+  if (op != nullptr) handler_.moved(op);
+  return true;
+}
+
+MessageReceiver::MessageReceiver(Group& group, MessageHandler& handler, int peer, Fd fd)
+    : group_(group), handler_(handler), peer_(peer), link_(std::move(fd), group.peer(peer).label) {
+  id_ = group_.engine().poller().add(link_.fd(), Watch::always, this);
+}
+
+MessageReceiver::~MessageReceiver() {
+  group_.engine().poller().remove(id_, link_.fd(), Watch::always);
+}
+
+void MessageReceiver::break_off() {
+  broken_ = true;
+  small_.op = nullptr;
+  large_.op = nullptr;
+}
+
+void MessageReceiver::malformed() const {
+  throw MismatchError("malformed message from " + link_.peer());
+}
+
+void MessageReceiver::on_event() {
+  if (broken_) return;
+  try {
+    while (advance()) {
+    }
+  } catch (const CommError&) {
+    break_off();
+    handler_.lost(peer_, std::current_exception());
+  }
+}
+
+// A frame's header is complete: true if its payload is to be read.
+bool MessageReceiver::begin_frame() {
+  if (frame_.magic != kMagic) malformed();
+  if (frame_.kind == MessageKind::more) {
+    if (large_.done == large_.bytes) malformed();
+    reading_ = &large_;
+  } else {
+    const bool small = overtakes(frame_);
+    if (!small && large_.done < large_.bytes) malformed();
+    reading_ = small ? &small_ : &large_;
+    *reading_ = {frame_, nullptr, false, "", 0, 0};
+    handler_.arrived(peer_, frame_, *this);
+    if (broken_) return false;
+    reading_->bytes = payload_of(frame_);
+    if (reading_->holding) reading_->held.resize(reading_->bytes);
+    if (reading_->bytes > 0 && reading_->op == nullptr && !reading_->holding) malformed();
+  }
+  const size_t left = reading_->bytes - reading_->done;
+  piece_left_ = reading_ == &small_ ? left : std::min(left, kPiece);
+  return true;
+}
+
+bool MessageReceiver::advance() {
+  if (reading_ == nullptr) {
+    const size_t got =
+        link_.read(reinterpret_cast<char*>(&frame_) + frame_done_, sizeof frame_ - frame_done_);
+    frame_done_ += got;
+    if (frame_done_ < sizeof frame_) return got > 0;
+    frame_done_ = 0;
+    if (!begin_frame()) return false;
+  }
+  Incoming& message = *reading_;
+  if (piece_left_ > 0) {
+    char* to = message.op != nullptr ? message.op->spec().outputs[0].data : message.held.data();
+    const size_t got = link_.read(to + message.done, piece_left_);
+    message.done += got;
+    piece_left_ -= got;
+    if (piece_left_ > 0) return got > 0;
+  }
+  reading_ = nullptr;
+  if (message.done == message.bytes) end(std::exchange(message, {}));
+  return !broken_;
+}
+
+void MessageReceiver::end(Incoming message) {
+  if (message.op != nullptr) {
+    handler_.moved(message.op);
+  } else if (message.holding) {
+    handler_.held(peer_, message.header, std::move(message.held));
+  }
+}
+
+}  // namespace comm_core

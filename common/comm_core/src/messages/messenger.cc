@@ -1,0 +1,282 @@
+#include "messages/messenger.h"
+
+#include <algorithm>
+
+#include "group/group.h"
+
+namespace comm_core {
+
+namespace {
+
+// Small messages that nobody has asked for; more than this and the program has lost its way.
+constexpr size_t kMostHeld = size_t(1) << 30;
+
+}  // namespace
+
+Messenger::Messenger(Group& group)
+    : group_(group),
+      windows_(group, *this),
+      senders_(size_t(group.size())),
+      receivers_(size_t(group.size())),
+      gone_(size_t(group.size())) {}
+
+Messenger::~Messenger() = default;
+
+void Messenger::accept(int peer, Fd fd) {
+  std::unique_ptr<MessageReceiver>& receiver = receivers_[size_t(peer)];
+  if (receiver != nullptr) return;
+  receiver = std::make_unique<MessageReceiver>(group_, *this, peer, std::move(fd));
+  receiver->on_event();
+}
+
+MessageSender* Messenger::sender(int peer) {
+  std::unique_ptr<MessageSender>& sender = senders_[size_t(peer)];
+  try {
+    if (sender == nullptr) sender = std::make_unique<MessageSender>(group_, *this, peer);
+  } catch (const CommError&) {
+    lost(peer, std::current_exception());
+    return nullptr;
+  }
+  return sender.get();
+}
+
+void Messenger::start(const OpPtr& op) {
+  live_.push_back(op);
+  if (op->spec().kind == OpKind::recv) return receive(op);
+  if (const auto error = gone(op->spec().peer)) {
+    return finished(op, with_context(error, op->describe() + ": "));
+  }
+  if (op->spec().kind == OpKind::send) return send(op);
+  windows_.start(op);
+}
+
+void Messenger::send(const OpPtr& op) {
+  const OpSpec& spec = op->spec();
+  MessageSender* out = sender(spec.peer);
+  if (out == nullptr) return;
+  MessageHeader header;
+  header.dtype = spec.dtype;
+  header.tag = spec.tag;
+  header.bytes = spec.inputs[0].bytes;
+  if (header.bytes <= group_.options().tcp_eager) {
+    out->add(header, op);
+    return;
+  }
+  header.kind = MessageKind::announce;
+  header.id = next_id_++;
+  announced_[header.id] = op;
+  out->add(header, std::string());
+}
+
+void Messenger::receive(const OpPtr& op) {
+  const OpSpec& spec = op->spec();
+  for (auto message = arrived_.begin(); message != arrived_.end(); ++message) {
+    if ((spec.peer >= 0 && spec.peer != message->peer) || spec.tag != message->header.tag) continue;
+    const Arrived found = std::move(*message);
+    arrived_.erase(message);
+    if (!fits(op, found.peer, found.header)) return;
+    op->source_ = found.peer;
+    if (found.header.kind == MessageKind::announce) {
+      matched(op, found.peer, found.header);
+      return;
+    }
+    held_bytes_ -= found.payload.size();
+    std::copy(found.payload.begin(), found.payload.end(), spec.outputs[0].data);
+    finished(op);
+    return;
+  }
+  // What a peer sent before it went was looked for first.
+  if (const auto error = gone(spec.peer)) {
+    return finished(op, with_context(error, op->describe() + ": "));
+  }
+  posted_.push_back(op);
+}
+
+OpPtr Messenger::take_posted(int peer, uint64_t tag) {
+  for (auto it = posted_.begin(); it != posted_.end(); ++it) {
+    const OpSpec& spec = (*it)->spec();
+    if ((spec.peer < 0 || spec.peer == peer) && spec.tag == tag) {
+      OpPtr op = *it;
+      posted_.erase(it);
+      op->source_ = peer;
+      return op;
+    }
+  }
+  return nullptr;
+}
+
+bool Messenger::fits(const OpPtr& op, int peer, const MessageHeader& header) {
+  const OpSpec& spec = op->spec();
+  if (spec.outputs[0].bytes == header.bytes && spec.dtype == header.dtype) return true;
+  group_.fail(std::make_exception_ptr(
+                  MismatchError("the ranks disagree: " + op->describe() + " here expects " +
+                                std::to_string(spec.outputs[0].bytes) + " bytes of " +
+                                name(spec.dtype) + ", " + group_.peer(peer).label + " sends " +
+                                std::to_string(header.bytes) + " bytes of " + name(header.dtype))),
+              true);
+  return false;
+}
+
+void Messenger::arrived(int peer, const MessageHeader& header, MessageReceiver& receiver) {
+  switch (header.kind) {
+    case MessageKind::eager: {
+      if (header.bytes > group_.options().tcp_eager) malformed(peer);
+      OpPtr op = take_posted(peer, header.tag);
+      if (op != nullptr) {
+        if (fits(op, peer, header)) receiver.into(op);
+        return;
+      }
+      held_bytes_ += header.bytes;
+      if (held_bytes_ > kMostHeld) {
+        throw MismatchError("messages of more than " + std::to_string(kMostHeld) +
+                            " bytes wait for a receive, the last from " + group_.peer(peer).label);
+      }
+      receiver.hold();
+      return;
+    }
+    case MessageKind::announce: {
+      OpPtr op = take_posted(peer, header.tag);
+      if (op == nullptr) {
+        arrived_.push_back({peer, header, ""});
+      } else if (fits(op, peer, header)) {
+        matched(op, peer, header);
+      }
+      return;
+    }
+    case MessageKind::request: {
+      const auto found = announced_.find(header.id);
+      if (found == announced_.end()) return;  // the send has timed out meanwhile
+      OpPtr op = found->second;
+      announced_.erase(found);
+      MessageHeader data;
+      data.kind = MessageKind::data;
+      data.dtype = op->spec().dtype;
+      data.id = header.id;
+      data.bytes = op->spec().inputs[0].bytes;
+      if (MessageSender* out = sender(peer)) out->add(data, op);
+      return;
+    }
+    case MessageKind::data: {
+      const auto found = expected_.find({peer, header.id});
+      if (found == expected_.end() || found->second->spec().outputs[0].bytes != header.bytes) {
+        malformed(peer);
+      }
+      receiver.into(found->second);
+      expected_.erase(found);
+      return;
+    }
+    default:
+      if (header.kind > MessageKind::reply) malformed(peer);
+      windows_.arrived(peer, header, receiver);
+  }
+}
+
+void Messenger::malformed(int peer) const {
+  throw MismatchError("malformed message from " + group_.peer(peer).label);
+}
+
+void Messenger::held(int peer, const MessageHeader& header, std::string payload) {
+  if (header.kind != MessageKind::eager) return windows_.held(peer, header, payload);
+  // Asked for while it was arriving?
+  OpPtr op = take_posted(peer, header.tag);
+  if (op == nullptr) {
+    arrived_.push_back({peer, header, std::move(payload)});
+    return;
+  }
+  held_bytes_ -= payload.size();
+  if (!fits(op, peer, header)) return;
+  std::copy(payload.begin(), payload.end(), op->spec().outputs[0].data);
+  finished(op);
+}
+
+void Messenger::matched(const OpPtr& op, int peer, const MessageHeader& announcement) {
+  if (const auto error = gone(peer)) {
+    return finished(op, with_context(error, op->describe() + ": "));
+  }
+  expected_[{peer, announcement.id}] = op;
+  MessageHeader request;
+  request.kind = MessageKind::request;
+  request.id = announcement.id;
+  if (MessageSender* out = sender(peer)) out->add(request, std::string());
+}
+
+void Messenger::finished(const OpPtr& op, std::exception_ptr error) {
+  const auto found = std::find(live_.begin(), live_.end(), op);
+  if (found == live_.end()) return;
+  const OpPtr keep = op;
+  live_.erase(found);
+  group_.engine().complete(keep, error);
+}
+
+// The reason why nothing more can come from `peer`, or for -1 from anybody; else null.
+std::exception_ptr Messenger::gone(int peer) const {
+  if (peer >= 0) return gone_[size_t(peer)];
+  std::exception_ptr last;
+  for (int r = 0; r < group_.size(); ++r) {
+    if (r == group_.rank()) continue;
+    last = gone_[size_t(r)];
+    if (!last) return nullptr;
+  }
+  return last;
+}
+
+void Messenger::left(int peer) {
+  // The end of its connection comes after all that it has sent; without one there is nothing.
+  if (receivers_[size_t(peer)] != nullptr) return;
+  lost(peer, std::make_exception_ptr(
+                 PeerLostError("lost " + group_.peer(peer).label + ": it left the group")));
+}
+
+void Messenger::lost(int peer, const std::exception_ptr& error) {
+  if (!gone_[size_t(peer)]) gone_[size_t(peer)] = error;
+  const bool all = gone(-1) != nullptr;
+  std::vector<OpPtr> hurt;
+  for (const OpPtr& op : live_) {
+    const bool waits = all && op->spec().peer < 0 && op->source_ < 0;
+    if (op->spec().peer == peer || op->source_ == peer || waits) hurt.push_back(op);
+  }
+  posted_.remove_if(
+      [&](const OpPtr& op) { return op->spec().peer == peer || (all && op->spec().peer < 0); });
+  windows_.lost(peer);
+  if (senders_[size_t(peer)] != nullptr) senders_[size_t(peer)]->break_off();
+  if (receivers_[size_t(peer)] != nullptr) receivers_[size_t(peer)]->break_off();
+  for (const OpPtr& op : hurt) {
+    finished(op, with_context(error, op->describe() + ": "));
+  }
+}
+
+void Messenger::fail(const std::exception_ptr& error) {
+  for (auto& sender : senders_) {
+    if (sender != nullptr) sender->break_off();
+  }
+  for (auto& receiver : receivers_) {
+    if (receiver != nullptr) receiver->break_off();
+  }
+  posted_.clear();
+  announced_.clear();
+  expected_.clear();
+  windows_.forget();
+  const std::list<OpPtr> ending = std::move(live_);
+  live_.clear();
+  for (const OpPtr& op : ending) {
+    group_.engine().complete(op, with_context(error, op->describe() + ": "));
+  }
+}
+
+double Messenger::check_deadlines(double now_s) {
+  double next = -1;
+  for (const OpPtr& op : live_) {
+    if (op->deadline_s_ <= now_s) {
+      const OpSpec& spec = op->spec();
+      const std::string whom = spec.peer < 0 ? "any rank" : group_.peer(spec.peer).label;
+      group_.fail(
+          std::make_exception_ptr(TimeoutError(op->describe() + ": timed out waiting for " + whom)),
+          true);
+      return -1;
+    }
+    if (next < 0 || op->deadline_s_ < next) next = op->deadline_s_;
+  }
+  return next;
+}
+
+}  // namespace comm_core

@@ -1,0 +1,306 @@
+#include "reduce/kernels.h"
+
+#include <cstring>
+#include <string>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#include "base/errors.h"
+#include "reduce/fold.h"
+#include "reduce/ops.h"
+
+namespace comm_core {
+namespace {
+
+COMM_CORE_CLONES
+void sum_f32(void* out, const void* const* srcs, int num_srcs, size_t start, size_t count) {
+  fold_plain<float, Sum>(out, srcs, num_srcs, start, count);
+}
+
+COMM_CORE_CLONES
+void sum_f64(void* out, const void* const* srcs, int num_srcs, size_t start, size_t count) {
+  fold_plain<double, Sum>(out, srcs, num_srcs, start, count);
+}
+
+template <class T, class Op>
+void fold(void* out, const void* const* srcs, int num_srcs, size_t start, size_t count) {
+  fold_plain<T, Op>(out, srcs, num_srcs, start, count);
+}
+
+template <const HalfKernels& (*kernels)(), class Op>
+void fold_half(void* out, const void* const* srcs, int num_srcs, size_t start, size_t count) {
+  const HalfKernels& half = kernels();
+  alignas(64) float acc[kBlockElements];
+  alignas(64) float next[kBlockElements];
+  for (size_t done = 0; done < count; done += kBlockElements) {
+    const size_t length = std::min(kBlockElements, count - done);
+    half.widen(acc, source<uint16_t>(srcs, 0, start + done), length);
+    for (int k = 1; k < num_srcs; ++k) {
+      half.widen(next, source<uint16_t>(srcs, k, start + done), length);
+      const void* const pair[] = {acc, next};
+      fold<float, Op>(acc, pair, 2, 0, length);
+    }
+    half.narrow(static_cast<uint16_t*>(out) + done, acc, length);
+  }
+}
+
+template <const HalfKernels& (*kernels)()>
+Fold find_half(ReduceOp op) {
+  switch (op) {
+    case ReduceOp::sum:
+    case ReduceOp::avg: return kernels().sum;
+    case ReduceOp::min: return fold_half<kernels, Min>;
+    case ReduceOp::max: return fold_half<kernels, Max>;
+    case ReduceOp::product: return fold_half<kernels, Product>;
+    default: return nullptr;
+  }
+}
+
+template <class T>
+Fold find_floating(ReduceOp op, Fold sum) {
+  switch (op) {
+    case ReduceOp::sum:
+    case ReduceOp::avg: return sum;
+    case ReduceOp::min: return fold<T, Min>;
+    case ReduceOp::max: return fold<T, Max>;
+    case ReduceOp::product: return fold<T, Product>;
+    default: return nullptr;
+  }
+}
+
+template <class T>
+Fold find_integer(ReduceOp op) {
+  // Only the order depends on the sign, so the signed types share the rest.
+  using U = std::make_unsigned_t<T>;
+  switch (op) {
+    case ReduceOp::sum: return fold<U, WrappingSum>;
+    case ReduceOp::min: return fold<T, Min>;
+    case ReduceOp::max: return fold<T, Max>;
+    case ReduceOp::product: return fold<U, WrappingProduct>;
+    case ReduceOp::band: return fold<U, And>;
+    case ReduceOp::bor: return fold<U, Or>;
+    case ReduceOp::bxor: return fold<U, Xor>;
+    default: return nullptr;
+  }
+}
+
+Fold find_bool(ReduceOp op) {
+  switch (op) {
+    case ReduceOp::sum:
+    case ReduceOp::max:
+    case ReduceOp::bor: return fold<uint8_t, BoolOr>;
+    case ReduceOp::product:
+    case ReduceOp::min:
+    case ReduceOp::band: return fold<uint8_t, BoolAnd>;
+    case ReduceOp::bxor: return fold<uint8_t, BoolXor>;
+    default: return nullptr;
+  }
+}
+
+template <class T>
+Fold find_complex(ReduceOp op, Fold sum_of_parts) {
+  switch (op) {
+    case ReduceOp::sum:
+    case ReduceOp::avg: return sum_of_parts;
+    case ReduceOp::product: return fold<Complex<T>, ComplexProduct>;
+    default: return nullptr;
+  }
+}
+
+Fold find(DType dtype, ReduceOp op) {
+  switch (dtype) {
+    case DType::f32: return find_floating<float>(op, sum_f32);
+    case DType::f64: return find_floating<double>(op, sum_f64);
+    case DType::f16: return find_half<f16_kernels>(op);
+    case DType::bf16: return find_half<bf16_kernels>(op);
+    case DType::i8: return find_integer<int8_t>(op);
+    case DType::i16: return find_integer<int16_t>(op);
+    case DType::i32: return find_integer<int32_t>(op);
+    case DType::i64: return find_integer<int64_t>(op);
+    case DType::u8: return find_integer<uint8_t>(op);
+    case DType::b8: return find_bool(op);
+    case DType::c64: return find_complex<float>(op, sum_f32);
+    case DType::c128: return find_complex<double>(op, sum_f64);
+  }
+  return nullptr;
+}
+
+bool is_complex(DType dtype) { return dtype == DType::c64 || dtype == DType::c128; }
+
+DType part_of(DType dtype) { return dtype == DType::c64 ? DType::f32 : DType::f64; }
+
+bool aliases(const void* dst, const void* const* srcs, int num_srcs) {
+  return std::find(srcs, srcs + num_srcs, dst) != srcs + num_srcs;
+}
+
+// Elements in front of the first vector boundary of dst: stores that straddle lines cost twice.
+size_t elements_to_boundary(const void* dst, size_t size, size_t count) {
+  const size_t bytes = -reinterpret_cast<uintptr_t>(dst) % 64;
+  return std::min(count, bytes / size);
+}
+
+// Folds into a block in L1 and moves it on. Needed with more sources than one pass takes, as dst
+// may be one of the later ones; useful for streaming, as only whole lines should go past the cache.
+void reduce_by_block(Fold fold, size_t size, char* dst, const void* const* srcs, int num_srcs,
+                     size_t count, bool streaming) {
+  alignas(64) char block[kBlockBytes];
+  const size_t per_block = std::min(kBlockElements, kBlockBytes / size);
+  size_t length = elements_to_boundary(dst, size, count);
+  if (length == 0) length = std::min(per_block, count);
+  for (size_t done = 0; done < count; length = std::min(per_block, count - done)) {
+    fold(block, srcs, num_srcs, done, length);
+    if (streaming) {
+      stream_out(dst + done * size, block, length * size);
+    } else {
+      std::memcpy(dst + done * size, block, length * size);
+    }
+    done += length;
+  }
+  if (streaming) stream_fence();
+}
+
+}  // namespace
+
+bool supports(DType dtype, ReduceOp op) { return find(dtype, op) != nullptr; }
+
+void reduce(DType dtype, ReduceOp op, void* dst, const void* const* srcs, int num_srcs,
+            size_t count, bool streaming) {
+  const Fold fold = find(dtype, op);
+  if (fold == nullptr) {
+    throw InvalidRequestError(std::string(name(op)) + " has no meaning for " + name(dtype));
+  }
+  if (is_complex(dtype) && op != ReduceOp::product) {
+    dtype = part_of(dtype);
+    count *= 2;
+  }
+  const size_t size = size_of(dtype);
+  const bool in_place = aliases(dst, srcs, num_srcs);
+  if (num_srcs == 1) {
+    copy(dst, srcs[0], count * size, streaming);
+    return;
+  }
+  char* const out = static_cast<char*>(dst);
+  if (num_srcs > kMaxFused || (streaming && !in_place)) {
+    reduce_by_block(fold, size, out, srcs, num_srcs, count, streaming && !in_place);
+    return;
+  }
+  const size_t head = elements_to_boundary(dst, size, count);
+  if (head > 0) fold(out, srcs, num_srcs, 0, head);
+  fold(out + head * size, srcs, num_srcs, head, count - head);
+}
+
+#if defined(__x86_64__)
+
+namespace {
+
+constexpr size_t kLine = 64;
+
+// dst is aligned to a line, bytes is a multiple of one. A line is written whole, so that it leaves
+// the write-combining buffer as one transfer.
+void stream_lines(char* dst, const char* src, size_t bytes) {
+  for (size_t i = 0; i < bytes; i += kLine) {
+    const __m128i* from = reinterpret_cast<const __m128i*>(src + i);
+    __m128i* to = reinterpret_cast<__m128i*>(dst + i);
+    const __m128i a = _mm_loadu_si128(from);
+    const __m128i b = _mm_loadu_si128(from + 1);
+    const __m128i c = _mm_loadu_si128(from + 2);
+    const __m128i d = _mm_loadu_si128(from + 3);
+    _mm_stream_si128(to, a);
+    _mm_stream_si128(to + 1, b);
+    _mm_stream_si128(to + 2, c);
+    _mm_stream_si128(to + 3, d);
+  }
+}
+
+__attribute__((target("avx512f"))) void stream_lines_avx512(char* dst, const char* src,
+                                                            size_t bytes) {
+  for (size_t i = 0; i < bytes; i += kLine) {
+    _mm512_stream_si512(reinterpret_cast<__m512i*>(dst + i), _mm512_loadu_si512(src + i));
+  }
+}
+
+using StreamLines = void (*)(char*, const char*, size_t);
+
+StreamLines choose_stream_lines() {
+  __builtin_cpu_init();
+  return __builtin_cpu_supports("avx512f") ? stream_lines_avx512 : stream_lines;
+}
+
+}  // namespace
+
+void stream_out(void* dst, const void* src, size_t bytes) {
+  static const StreamLines lines = choose_stream_lines();
+  char* to = static_cast<char*>(dst);
+  const char* from = static_cast<const char*>(src);
+  const size_t misaligned = reinterpret_cast<uintptr_t>(to) % kLine;
+  const size_t head = std::min(bytes, misaligned == 0 ? 0 : kLine - misaligned);
+  const size_t body = (bytes - head) / kLine * kLine;
+  std::memcpy(to, from, head);
+  lines(to + head, from + head, body);
+  std::memcpy(to + head + body, from + head + body, bytes - head - body);
+}
+
+void stream_fence() { _mm_sfence(); }
+
+#else
+
+void stream_out(void* dst, const void* src, size_t bytes) { std::memcpy(dst, src, bytes); }
+void stream_fence() {}
+
+#endif
+
+void copy(void* dst, const void* src, size_t bytes, bool streaming) {
+  if (bytes == 0 || dst == src) return;
+  if (!streaming) {
+    std::memcpy(dst, src, bytes);
+    return;
+  }
+  stream_out(dst, src, bytes);
+  stream_fence();
+}
+
+namespace {
+
+COMM_CORE_CLONES
+void divide_f32(float* data, size_t count, float divisor) {
+  for (size_t i = 0; i < count; ++i) data[i] /= divisor;
+}
+
+COMM_CORE_CLONES
+void divide_f64(double* data, size_t count, double divisor) {
+  for (size_t i = 0; i < count; ++i) data[i] /= divisor;
+}
+
+void divide_half(const HalfKernels& half, uint16_t* data, size_t count, float divisor) {
+  alignas(64) float block[kBlockElements];
+  for (size_t done = 0; done < count; done += kBlockElements) {
+    const size_t length = std::min(kBlockElements, count - done);
+    half.widen(block, data + done, length);
+    divide_f32(block, length, divisor);
+    half.narrow(data + done, block, length);
+  }
+}
+
+}  // namespace
+
+void divide(DType dtype, void* data, size_t count, int64_t divisor) {
+  switch (dtype) {
+    case DType::c64: count *= 2; [[fallthrough]];
+    case DType::f32:
+      return divide_f32(static_cast<float*>(data), count, static_cast<float>(divisor));
+    case DType::c128: count *= 2; [[fallthrough]];
+    case DType::f64:
+      return divide_f64(static_cast<double*>(data), count, static_cast<double>(divisor));
+    case DType::f16:
+      return divide_half(f16_kernels(), static_cast<uint16_t*>(data), count,
+                         static_cast<float>(divisor));
+    case DType::bf16:
+      return divide_half(bf16_kernels(), static_cast<uint16_t*>(data), count,
+                         static_cast<float>(divisor));
+    default: throw InvalidRequestError(std::string("division has no meaning for ") + name(dtype));
+  }
+}
+
+}  // namespace comm_core

@@ -1,0 +1,317 @@
+"""From what the workers wrote to the record of a trial, with the bound beside its result.
+
+The bound says how short the trial's step could be, and how much of that it reaches. Everything is
+in seconds of what the fabric stands for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from common.harness.trial import BASELINE, Trial
+from common.launch.job import Outcome
+from common.models.registry import model_entry
+from common.results.records import (
+    Bound,
+    Breakdown,
+    Bytes,
+    Check,
+    Failure,
+    Learning,
+    Network,
+    Record,
+    Throughput,
+    typed,
+)
+from dear.cost.bounds import (
+    CommTimes,
+    StepTimes,
+    comm_times,
+    compute_limit_s,
+    exchange_times,
+    exchange_wire_limit_s,
+    reached,
+    step_bound_s,
+    wire_limit_s,
+)
+from dear.cost.collectives import AlphaBeta
+from dear.topology.traffic import Traffic
+from dear.training.algorithm import algorithm_class
+
+ALONE = "compute"
+"""The kind of bound where nothing is communicated."""
+# Others on the machine using more than this many cores make a number doubtful.
+FOREIGN_CORES = 0.25
+# An emulated cluster on a machine busier than this (fraction of its cores) is not to be believed.
+SATURATED = 0.85
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """One repeat of a trial, as its rank 0 writes it; seconds of what the fabric stands for."""
+
+    iters: list[list[float]] = field(default_factory=list)
+    """Step times, by block; none of a trial that learns."""
+    samples_per_s: float | None = None
+    """Of a trial that learns: all workers together."""
+    bytes_per_step: int | None = None
+    cpu_s_per_s: float
+    foreign_cpu_s_per_s: float
+    breakdown: Breakdown | None = None
+    loss: float
+    check: Check
+    statistics: list[dict[str, Any] | None] | None = None
+    learning: Learning | None = None
+    parameters: int | None = None
+    gradient_bytes: int | None = None
+    started_by: str | None = None
+    compute: StepTimes | None = None
+    """As the next two, in the first repeat only."""
+    costs: dict[str, AlphaBeta] | None = None
+    local_size: int | None = None
+    """Ranks on a host."""
+    lost_ranks: list[int] = field(default_factory=list)
+    """Ranks that were killed, where the others went on and did well."""
+
+    def to_json(self) -> dict[str, Any]:
+        """As it stands in the file between worker and driver."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Result:
+        """What `to_json` gave."""
+        return typed(cls, values)
+
+    @property
+    def steps(self) -> list[float]:
+        """The step times of all blocks."""
+        return [step for block in self.iters for step in block]
+
+    @property
+    def busy(self) -> float:
+        """CPU seconds that the whole machine spent per second."""
+        return self.cpu_s_per_s + self.foreign_cpu_s_per_s
+
+    def rate(self, trial: Trial) -> float:
+        """Samples per second of all workers together."""
+        if self.samples_per_s is not None:
+            return self.samples_per_s
+        steps = sorted(self.steps)
+        return trial.batch_size * trial.world_size / steps[len(steps) // 2]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FabricFacts:
+    """What of the fabric belongs into a record; as it is, of one where nothing is emulated."""
+
+    fabric: str = "real"
+    time_scale: float = 1.0
+    time_scale_reason: str | None = None
+    network: Network = field(default_factory=Network)
+    fault_events: list[dict[str, Any]] = field(default_factory=list)
+
+
+REAL = FabricFacts()
+
+
+def make_record(
+    trial: Trial,
+    results: Sequence[Result],
+    outcome: Outcome,
+    machine: dict[str, Any],
+    started: str,
+    duration_s: float,
+    fabric: FabricFacts = REAL,
+    run: str = "",
+) -> Record:
+    """The record of a trial that has ended.
+
+    Args:
+        results: one per finished repeat.
+        started: ISO 8601, UTC.
+        duration_s: time spent on the trial, set-up of the workers included.
+        run: tells runs of the sweep apart.
+    """
+    ok = outcome.status == "ok"
+    first = results[0] if results else None
+    throughput = _throughput(trial, results) if ok else None
+    busy = max((result.busy for result in results), default=0.0)
+    unfaithful = None
+    if fabric.fabric == "emulated":
+        # All virtual hosts share its cores: ranks that wait for a core wait for something that the
+        # real cluster would have had.
+        unfaithful = busy > SATURATED * machine["cores"]
+    notes = _notes(trial, results, machine, fabric)
+    if unfaithful:
+        notes.append(f"unfaithful: {busy:.1f} of {machine['cores']} cores were busy")
+    return Record(
+        id=trial.id,
+        hash=trial.hash,
+        trial=trial.to_json(),
+        **{key.name: getattr(fabric, key.name) for key in dataclasses.fields(fabric)},
+        status=outcome.status,
+        error=None if ok else typed(Failure, outcome.error),
+        started=started,
+        duration_s=round(duration_s, 3),
+        machine=machine,
+        iters=[result.iters for result in results],
+        loss=_finite(results[-1].loss) if ok else None,
+        breakdown=_breakdown(results),
+        compute=first and first.compute,
+        costs=first and first.costs,
+        bound=_bound(trial, first, throughput, fabric.network) if first and throughput else None,
+        bytes=Bytes(sent_per_step=first.bytes_per_step, gradients=first.gradient_bytes)
+        if first
+        else Bytes(),
+        check=_check(results) if ok else None,
+        statistics=first and first.statistics,
+        throughput=throughput,
+        learning=[_finite(result.learning) for result in results] if trial.learn else None,
+        parameters=first and first.parameters,
+        cpu_s_per_s=[result.cpu_s_per_s for result in results],
+        foreign_cpu_s_per_s=[result.foreign_cpu_s_per_s for result in results],
+        unfaithful=unfaithful,
+        started_by=first and first.started_by,
+        notes=notes,
+        run=run,
+    )
+
+
+def _breakdown(results: Sequence[Result]) -> Breakdown | None:
+    """That of the repeat whose steps took neither longest nor shortest; its parts add up."""
+    found = [result.breakdown for result in results if result.breakdown is not None]
+    found.sort(key=lambda parts: parts.step_s or 0.0)
+    return found[(len(found) - 1) // 2] if found else None
+
+
+def _check(results: Sequence[Result]) -> Check:
+    """The comparison with plain training (first repeat) and the worst of all agreements."""
+    checks = [result.check for result in results]
+
+    def worst(key: str) -> float | None:
+        values = [getattr(check, key) for check in checks]
+        return None if None in values else max(values)
+
+    agree = [check.replicas_agree for check in checks]
+    return _finite(
+        Check(
+            replicas_agree=None if None in agree else all(agree),
+            matches_reference=checks[0].matches_reference,
+            replica_spread=worst("replica_spread"),
+            reference_error=checks[0].reference_error,
+            consensus_distance=worst("consensus_distance"),
+        )
+    )
+
+
+def _finite(value: Any) -> Any:
+    """The same with None for infinity and nan, which JSON does not know."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    if dataclasses.is_dataclass(value):
+        found = {key: _finite(inner) for key, inner in vars(value).items()}
+        return dataclasses.replace(value, **found)
+    return value
+
+
+def _throughput(trial: Trial, results: Sequence[Result]) -> Throughput:
+    unit = f"{model_entry(trial.model).sample_unit}/s"
+    if trial.learn is not None:
+        # Of whole runs: their median, lowest and highest; of a single one there is no interval.
+        rates = sorted(result.rate(trial) for result in results)
+        low, high = (rates[0], rates[-1]) if len(rates) > 1 else (None, None)
+        value = statistics.median(rates)
+        return Throughput(value=value, unit=unit, ci_low=low, ci_high=high, n=len(rates))
+    # numpy only here: a dry run must not pay for it.
+    from common.results.stats import throughput
+
+    found = throughput([result.steps for result in results], trial.batch_size * trial.world_size)
+    return Throughput(value=found.value, unit=unit, ci_low=found.low, ci_high=found.high, n=found.n)
+
+
+def _notes(
+    trial: Trial, results: Sequence[Result], machine: dict[str, Any], fabric: FabricFacts
+) -> list[str]:
+    notes = []
+    threads = trial.threads_per_rank * trial.world_size
+    real = fabric.fabric == "real"
+    if real and trial.launcher == "local" and trial.device == "cpu" and threads > machine["cores"]:
+        notes.append(
+            f"oversubscribed: {trial.world_size} ranks x {trial.threads_per_rank} threads on "
+            f"{machine['cores']} cores"
+        )
+    if not all(math.isfinite(result.loss) for result in results):
+        notes.append("training diverged: the loss is not finite; lower optimizer.lr")
+    for repeat, result in enumerate(results):
+        for rank in result.lost_ranks:
+            notes.append(f"rank {rank} was killed (repeat {repeat}); the others went on without it")
+    foreign = max((result.foreign_cpu_s_per_s for result in results), default=0.0)
+    # On virtual hosts the kernel's work for the links is nobody's.
+    if real and foreign > FOREIGN_CORES:
+        notes.append(f"disturbed: other processes used {foreign:.1f} cores meanwhile")
+    return notes
+
+
+def _bound(trial: Trial, first: Result, throughput: Throughput, network: Network) -> Bound | None:
+    """None if the compute was not measured."""
+    compute = first.compute
+    if compute is None:
+        return None
+    kind: str | None = ALONE
+    bound_s, wire_s = compute_limit_s(compute), None
+    if trial.algorithm != BASELINE and trial.world_size > 1:
+        algorithm = algorithm_class(trial.algorithm)
+        kind = algorithm.bound_of(trial.options)
+        local_size = first.local_size or trial.ranks_per_host or 1
+        traffic = algorithm.traffic(trial.options, trial.world_size, local_size)
+        if kind != "asynchronous":  # what the links cannot carry is left out
+            wire_s = _wire_limit_s(trial, first, traffic, network)
+        bound_s = None
+        if kind is not None and first.costs:
+            # Ranks whose links differ wait for each other sooner or later.
+            each = _comm_times(trial, first, traffic)
+            bound_s = max(step_bound_s(kind, compute, comm, trial.world_size) for comm in each)
+            # Measured costs are good to some per cent only.
+            bound_s = bound_s if wire_s is None else max(bound_s, wire_s)
+    # The median step that the table's throughput stands for.
+    step_s = trial.batch_size * trial.world_size / throughput.value
+    return Bound(
+        kind=kind,
+        step_s=bound_s,
+        compute_limit_s=compute_limit_s(compute, trial.world_size),
+        wire_limit_s=wire_s,
+        reached=None if bound_s is None else reached(bound_s, step_s),
+    )
+
+
+def _comm_times(trial: Trial, first: Result, traffic: Traffic | None) -> list[CommTimes]:
+    """By host, or one for all."""
+    if traffic is None:
+        return [comm_times(first.gradient_bytes, first.costs)]
+    # Ranks that share a link; on one host alone, each has its own.
+    per_host = trial.ranks_per_host or first.local_size or 1
+    per_host = 1 if per_host >= trial.world_size else per_host
+    return exchange_times(first.gradient_bytes, traffic.loads(per_host), first.costs, per_host)
+
+
+def _wire_limit_s(
+    trial: Trial, first: Result, traffic: Traffic | None, network: Network
+) -> float | None:
+    if not network.requested or trial.hosts is None:
+        return None
+    bytes_per_s = network.requested["gbps"] * 1e9 / 8
+    if traffic is not None:
+        loads = traffic.loads(trial.ranks_per_host)
+        return exchange_wire_limit_s(first.gradient_bytes, loads, bytes_per_s)
+    consistency = algorithm_class(trial.algorithm).capabilities.consistency
+    if consistency not in ("synchronous", "delayed"):
+        return None
+    # Ranks of one host need no link to average among themselves.
+    return wire_limit_s(first.gradient_bytes, trial.hosts, bytes_per_s)

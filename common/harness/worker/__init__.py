@@ -1,0 +1,249 @@
+"""One rank of one repeat of one trial: puts model, optimizer, algorithm and communicator together.
+
+Started by every launcher in the same way: `python -m common.harness.worker TRIAL_DIR REPEAT`. The
+trial is read from `TRIAL_DIR/trial.json`, and what must be known besides from
+`TRIAL_DIR/briefing.json`; rank 0 writes `repeat-R.json`, and a rank that fails writes
+`error-R-rankK.json`. What is printed is for people.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import faulthandler
+import json
+import os
+import random
+import signal
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import dear
+from common.harness import ui
+from common.harness.record import Result
+from common.harness.trial import Briefing, Trial
+from common.harness.worker import correctness
+from common.harness.worker.learning import learn
+from common.harness.worker.measure import Measured, measure_costs, measure_steps
+from common.harness.worker.training import (
+    Reference,
+    StepParts,
+    Training,
+    breakdown,
+    typical,
+    untimed_steps,
+)
+from common.models.pace import set_pace
+from common.models.registry import build
+from common.models.workload import Workload
+from common.results.records import Breakdown, Check
+from dear.comm import runtime
+from dear.comm.environment import rank_facts
+from dear.cost.bounds import StepTimes
+from dear.cost.collectives import AlphaBeta
+from dear.errors import Unavailable, UserError
+
+
+def main(folder: Path, repeat: int) -> int:
+    """Runs the repeat; returns the exit status of the process."""
+    rank = 0
+    phase = Phase(folder, repeat)
+    try:
+        rank = rank_facts().rank
+        phase.enter(rank, "start")
+        faulthandler.register(signal.SIGUSR1)  # a launcher that loses patience asks for the stack
+        result = _run(Trial.load(folder), Briefing.load(folder), repeat, phase)
+        if rank == 0:
+            assert result is not None
+            _write(folder / f"repeat-{repeat}.json", result.to_json())
+    except BaseException as error:
+        traceback.print_exc()
+        _write(
+            folder / f"error-{repeat}-rank{rank}.json",
+            {
+                "kind": _kind(error),
+                "message": " ".join(f"{type(error).__name__}: {error}".split())[:500],
+                "rank": rank,
+                "where": phase.name,
+            },
+        )
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Peers may hold this process's collectives open for ever: leave without farewell.
+        os._exit(1)
+    return 0
+
+
+class Phase:
+    """Tells the launcher, in a file per rank, what the rank is doing."""
+
+    def __init__(self, folder: Path, repeat: int) -> None:
+        self._folder = folder
+        self._repeat = repeat
+        self._rank = 0
+        self.name = "start"
+
+    def enter(self, rank: int, name: str) -> None:
+        self._rank, self.name = rank, name
+        (self._folder / f"phase-{self._repeat}-rank{rank}").write_text(f"{os.getpid()} {name}")
+
+    def __call__(self, name: str) -> None:
+        self.enter(self._rank, name)
+
+
+def _run(trial: Trial, briefing: Briefing, repeat: int, phase: Phase) -> Result | None:
+    """The result, which rank 0 writes; others may have none."""
+    torch.set_num_threads(trial.threads_per_rank)
+    phase("joining the other ranks")
+    dear.init(backend=trial.backend, timeout_s=trial.collective_timeout_s)
+    _check_world(trial)
+    set_pace(briefing.pace(dear.rank()))
+    launcher = runtime.facts().launcher
+    phase("building the model")
+    device = torch.device("cpu")
+    if trial.device == "cuda":
+        # Ranks may share GPUs where another backend than NCCL moves the bytes.
+        device = torch.device("cuda", dear.local_rank() % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    workload = _workload(trial, device)
+    facts = {
+        "parameters": sum(param.numel() for param in workload.model.parameters()),
+        "gradient_bytes": _gradient_bytes(workload.model),
+        "started_by": launcher,
+    }
+    _say(ui.log_header(trial, facts["parameters"]))
+    one = _timed if trial.learn is None else learn
+    result = one(trial, briefing, workload, repeat, phase)
+    return result and dataclasses.replace(result, **facts)
+
+
+def _timed(
+    trial: Trial, briefing: Briefing, workload: Workload, repeat: int, phase: Phase
+) -> Result:
+    """Times steps; in the first repeat also looks whether they train rightly."""
+    communicator, scale = runtime.communicator(), briefing.time_scale
+    steps = trial.measure.check_steps if repeat == 0 else 0
+    limits: dict[str, Any] = {}
+    if steps:
+        if trial.world_size > 1:
+            phase("timing collectives")
+            limits["costs"] = _costs(briefing, workload.model)
+            limits["local_size"] = dear.local_size()
+        phase("training plainly, to compare with")
+        reference = Reference(trial, workload, steps)
+        compute = vars(reference.compute)
+        limits["compute"] = StepTimes(**{name: s / scale for name, s in compute.items()})
+    phase("wrapping the model")
+    training = Training(trial, workload)
+    verdict = Check()
+    if steps:
+        phase("comparing with plain training")
+        verdict = reference.compare(training)
+        del reference
+    phase("warming up")
+    training.warm_up(max(untimed_steps(trial) - steps, 0 if steps else 1))
+    phase("measuring")
+    _say(["Running benchmark..."])
+    training.parts.clear()
+    measured = measure_steps(training.step, trial.measure, communicator, training.last_step_s)
+    phase("checking that the replicas agree")
+    training.synchronize()
+    spread = correctness.replica_spread(workload.model, communicator)
+    agree, apart = spread == 0.0, None
+    if training.consistency in correctness.MEAN_TOLERANCE:
+        apart = correctness.consensus_distance(workload.model, communicator)
+        agree = apart <= correctness.CONSENSUS_LIMIT
+    losses = communicator.gather_objects(training.loss.item())
+    statistics = communicator.gather_objects(training.statistics())
+    iters = [[step_s / scale for step_s in block] for block in measured.iters]
+    _say(ui.log_results(trial, iters))
+    phase("leaving")
+    training.close()
+    dear.shutdown()
+    return Result(
+        iters=iters,
+        bytes_per_step=measured.bytes_sent or None,
+        cpu_s_per_s=measured.cpu_s,
+        foreign_cpu_s_per_s=measured.foreign_cpu_s,
+        breakdown=_breakdown(trial, scale, measured, training.parts),
+        loss=float(np.mean(losses)),
+        check=dataclasses.replace(
+            verdict, replicas_agree=agree, replica_spread=spread, consensus_distance=apart
+        ),
+        statistics=statistics if any(statistics) else None,
+        **limits,
+    )
+
+
+def _check_world(trial: Trial) -> None:
+    if dear.size() != trial.world_size:
+        raise UserError(
+            f"the trial wants {trial.world_size} workers, but this one is in a world of "
+            f"{dear.size()}: it was started by a launcher that the others do not know (a different "
+            "MPI's mpirun?)"
+        )
+
+
+def _workload(trial: Trial, device: torch.device) -> Workload:
+    torch.manual_seed(trial.seed)
+    np.random.seed(trial.seed)
+    random.seed(trial.seed)
+    batch = torch.Generator().manual_seed(trial.seed * 1000 + dear.rank())
+    workload = build(trial.model, trial.batch_size, trial.sentence_len, batch)
+    workload = workload.to(device, getattr(torch, trial.dtype))
+    dear.broadcast_parameters(workload.model.state_dict(), root_rank=0)
+    workload.model.train()
+    return workload
+
+
+def _gradient_bytes(model: torch.nn.Module) -> int:
+    return sum(param.nbytes for param in model.parameters() if param.requires_grad)
+
+
+def _costs(briefing: Briefing, model: torch.nn.Module) -> dict[str, AlphaBeta]:
+    """What another trial has measured, else measured now."""
+    communicator = runtime.communicator()
+    # Rank 0's word: a shared file system may show the others something older.
+    costs = communicator.broadcast_object(briefing.costs)
+    if costs is None:
+        device = next(model.parameters()).device
+        nbytes = _gradient_bytes(model)
+        costs = measure_costs(communicator, device, nbytes, briefing.time_scale)
+    return costs
+
+
+def _breakdown(
+    trial: Trial, time_scale: float, measured: Measured, parts: list[StepParts]
+) -> Breakdown | None:
+    """Of rank 0, or None on a GPU, where the host runs ahead."""
+    if trial.device != "cpu":
+        return None
+    block = len(measured.iters[0]) + 1  # the first step of each is not timed
+    timed = [step for place, step in enumerate(parts) if place % block]
+    # DDP and Horovod communicate and wait in code of their own.
+    waits_seen = measured.bytes_sent > 0 or trial.world_size == 1
+    return breakdown(typical(timed), time_scale, waits_seen=waits_seen)
+
+
+def _kind(error: BaseException) -> str:
+    if isinstance(error, Unavailable):
+        return "unsupported"
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return "oom"
+    return "failed"
+
+
+def _say(lines: list[str]) -> None:
+    if dear.rank() == 0:
+        print("\n".join(lines), flush=True)
+
+
+def _write(path: Path, value: dict[str, Any]) -> None:
+    """Writes JSON so that a reader sees all of it or nothing."""
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(value))
+    partial.replace(path)

@@ -1,0 +1,232 @@
+"""Copies of a rank's parameters, and what a trial has learned, judged from them afterwards."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from common.harness.record import Result
+from common.harness.trial import Trial
+from common.harness.worker.correctness import CONSENSUS_LIMIT
+from common.models.datasets import Split
+from common.models.registry import build
+from common.models.workload import Workload
+from common.results.records import Check, Evaluation, Learning, RankPace, Reached, typed
+from dear.errors import UserError
+
+MOST_BYTES = 1 << 30
+_BATCH = 100
+Saved = dict[str, Any]
+"""What `Snapshots.save` wrote of a rank."""
+
+
+class Snapshots:
+    """Room for a copy per mark, in host memory; two marks that one step passes share a copy.
+
+    Args:
+        state: what is copied: all floating-point tensors of a state dict; may be empty.
+        marks: their number.
+
+    Raises:
+        UserError: they would take more than `MOST_BYTES`.
+    """
+
+    def __init__(self, state: Mapping[str, torch.Tensor], marks: int) -> None:
+        floating = _floating(state)
+        size = sum(value.nbytes for value in floating.values())
+        if size * marks > MOST_BYTES:
+            raise UserError(
+                f"learn.eval_every_s: {marks} copies of {size / 2**20:.0f} MiB per rank are more "
+                f"than {MOST_BYTES >> 20} MiB; judge less often"
+            )
+        numel = sum(value.numel() for value in floating.values())
+        dtype = next((value.dtype for value in floating.values()), torch.float32)
+        # Written now: in the middle of training the kernel would still have to clear it.
+        self._values = torch.zeros(marks, numel, dtype=dtype)
+        self._taken: list[dict[str, Any] | None] = [None] * marks
+        self._rows = 0
+
+    def take(
+        self,
+        marks: Sequence[int],
+        state: Mapping[str, torch.Tensor],
+        seconds: float,
+        steps: int,
+        behind: Mapping[str, Sequence[float]],
+    ) -> None:
+        """One copy for all of `marks`, numbers of marks.
+
+        Args:
+            seconds, steps: of training so far.
+            behind: kept with it: of each neighbour, uses and summed staleness so far.
+        """
+        row = self._values[self._rows]
+        start = 0
+        for value in _floating(state).values():
+            row[start : start + value.numel()].view_as(value).copy_(value.detach())
+            start += value.numel()
+        for mark in marks:
+            self._taken[mark] = {
+                "row": self._rows,
+                "seconds": seconds,
+                "steps": steps,
+                "behind": dict(behind),
+            }
+        self._rows += 1
+
+    def save(self, path: Path, more: Mapping[str, Any]) -> None:
+        """Writes copies and `more` (JSON) to a file, whole or not at all."""
+        partial = path.with_suffix(".partial")
+        values = self._values[: self._rows].clone()
+        torch.save({"values": values, "taken": self._taken, **more}, partial)
+        partial.replace(path)
+
+
+def set_floating(model: torch.nn.Module, values: torch.Tensor) -> None:
+    """Writes a copy's `values` into the floating-point tensors of the model's state."""
+    start = 0
+    for tensor in _floating(model.state_dict()).values():
+        tensor.copy_(values[start : start + tensor.numel()].view_as(tensor))
+        start += tensor.numel()
+
+
+def _floating(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in state.items() if value.is_floating_point()}
+
+
+def result(trial: Trial, saved: Sequence[Saved | None], test: Split | None) -> Result:
+    """The result of a repeat, from what its ranks have saved (None: of one that has died)."""
+    assert trial.learn is not None
+    alive = [rank for rank in saved if rank is not None]
+    first = alive[0]
+    found = [_at(mark, trial, saved) for mark in range(len(trial.learn.marks))]
+    if test is not None:
+        _judge(found, trial, alive, test)
+    evaluations = [Evaluation(**evaluation) for evaluation in found]
+    wall_s = max(rank["wall_s"] for rank in alive)
+    used_s = sum(rank["cpu_s"] for rank in alive)
+    return Result(
+        samples_per_s=sum(rank["samples"] for rank in alive)
+        / max(rank["elapsed_s"] for rank in alive),
+        bytes_per_step=first["bytes_sent"] // first["steps"] or None,
+        cpu_s_per_s=used_s / wall_s,
+        foreign_cpu_s_per_s=max(0.0, first["busy_s"] - used_s) / wall_s,
+        loss=sum(rank["loss"] for rank in alive) / len(alive),
+        check=_check(evaluations[-1], first.get("replica_spread")),
+        statistics=[rank and rank["statistics"] for rank in saved]
+        if any(rank["statistics"] for rank in alive)
+        else None,
+        learning=Learning(
+            evaluations=evaluations,
+            ranks=[rank and typed(RankPace, rank) for rank in saved],
+            to_target=_to_target(evaluations, trial.learn.target_accuracy),
+        ),
+    )
+
+
+def _at(mark: int, trial: Trial, saved: Sequence[Saved | None]) -> dict[str, Any]:
+    """When the copies of a mark were made; `seconds` is when the last rank had its own."""
+    assert trial.learn is not None
+    taken = [rank and rank["taken"][mark] for rank in saved]
+    found = {
+        "at_s": trial.learn.marks[mark],
+        "seconds": max(one["seconds"] for one in taken if one),
+        "steps": [one and one["steps"] for one in taken],
+    }
+    ages = [age for rank in saved if rank for age in _ages(rank["taken"], mark)]
+    return found | ({"staleness": max(ages)} if ages else {})
+
+
+def _ages(taken: Sequence[dict[str, Any]], mark: int) -> Iterator[float]:
+    """Of each neighbour: by how many steps its values were behind since the mark before, on
+    average; nothing of one whose values were not used, and nothing of what was before the start."""
+    if mark == 0:
+        return
+    before = taken[mark - 1]["behind"]
+    for peer, (uses, total) in taken[mark]["behind"].items():
+        uses_before, total_before = before.get(peer, (0, 0))
+        if uses > uses_before:
+            yield (total - total_before) / (uses - uses_before)
+
+
+def _judge(
+    evaluations: list[dict[str, Any]], trial: Trial, alive: Sequence[Saved], test: Split
+) -> None:
+    """Adds to each evaluation accuracy and loss of the mean model, and those of the ranks' own."""
+    torch.set_num_threads(len(os.sched_getaffinity(0)))  # the other ranks have ended
+    device = torch.device(trial.device)
+    workload = build(trial.model, trial.batch_size, trial.sentence_len, torch.Generator())
+    workload = workload.to(device, getattr(torch, trial.dtype))
+    workload.model.eval()
+    images = test[0].to(device, getattr(torch, trial.dtype))
+    judged: dict[tuple[int, ...], dict[str, Any]] = {}  # marks that share copies
+    for mark, evaluation in enumerate(evaluations):
+        rows = tuple(rank["taken"][mark]["row"] for rank in alive)
+        if rows not in judged:
+            copies = [rank["values"][row] for rank, row in zip(alive, rows, strict=True)]
+            judged[rows] = _verdict(workload, copies, images, test[1].to(device))
+        evaluation.update(judged[rows])
+
+
+def _verdict(
+    workload: Workload,
+    copies: Sequence[torch.Tensor],
+    images: torch.Tensor,
+    labels: torch.Tensor,
+) -> dict[str, Any]:
+    mean = sum(copy.double() for copy in copies) / len(copies)
+    equal = all(torch.equal(copy, copies[0]) for copy in copies[1:])
+    found = _accuracy_and_loss(workload, copies[0] if equal else mean, images, labels)
+    own = [found]
+    distance = 0.0
+    if not equal:
+        own = [_accuracy_and_loss(workload, copy, images, labels) for copy in copies]
+        norm = mean.norm().item()
+        distance = max((copy.double() - mean).norm().item() for copy in copies) / (norm or 1.0)
+    return {
+        "accuracy": found[0],
+        "accuracy_min": min(accuracy for accuracy, _ in own),
+        "accuracy_max": max(accuracy for accuracy, _ in own),
+        "loss": found[1],
+        "loss_min": min(loss for _, loss in own),
+        "loss_max": max(loss for _, loss in own),
+        "consensus_distance": distance if math.isfinite(distance) else math.inf,
+    }
+
+
+@torch.inference_mode()
+def _accuracy_and_loss(
+    workload: Workload, values: torch.Tensor, images: torch.Tensor, labels: torch.Tensor
+) -> tuple[float, float]:
+    """Share of right answers, and the mean of the criterion, over the test data."""
+    set_floating(workload.model, values)
+    right = total = 0.0
+    for some, wanted in zip(images.split(_BATCH), labels.split(_BATCH), strict=True):
+        output = workload.model(some)
+        right += (output.argmax(dim=1) == wanted).sum().item()
+        total += workload.criterion(output, wanted).item() * len(wanted)
+    return right / len(labels), total / len(labels)
+
+
+def _check(last: Evaluation, spread: float | None) -> Check:
+    """Whether replicas agree at the end, in every bit where they are meant to."""
+    apart = last.consensus_distance
+    agree = None
+    if spread is not None:
+        agree = spread == 0.0
+    elif apart is not None:
+        agree = apart <= CONSENSUS_LIMIT
+    return Check(replicas_agree=agree, replica_spread=spread, consensus_distance=apart)
+
+
+def _to_target(evaluations: Sequence[Evaluation], target: float | None) -> Reached | None:
+    """The first evaluation in which the mean model is as good as wanted."""
+    for evaluation in evaluations:
+        if target is not None and (evaluation.accuracy or 0.0) >= target:
+            return Reached(seconds=evaluation.seconds, steps=evaluation.mean_steps)
+    return None

@@ -1,0 +1,146 @@
+"""Times training steps and collectives.
+
+Steps: a barrier, steps, and for each step when the last rank has done it.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+
+from common.harness.trial import MeasureConfig
+from dear.comm.communicator import Communicator
+from dear.cost.collectives import OPERATIONS, AlphaBeta, measure_collective
+
+MAX_STEPS = 1000
+_SMALLEST, _LARGEST = 4 << 10, 64 << 20
+_LEAST_SIZES = 3
+_REPEATS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """Result of `measure_steps`, the same on all ranks."""
+
+    iters: list[list[float]]
+    """Step times in seconds, a list per block: from when all ranks had done the step before to when
+    all have done this one."""
+    bytes_sent: int
+    """Payload bytes that this rank handed to the communicator per step."""
+    cpu_s: float
+    """CPU seconds of all ranks per second of measurement."""
+    foreign_cpu_s: float
+    """CPU seconds of all other processes of this host per second of measurement."""
+
+
+def measure_steps(
+    step: Callable[[], None], config: MeasureConfig, communicator: Communicator, estimate_s: float
+) -> Measured:
+    """Runs and times blocks of steps.
+
+    Args:
+        step: one training step, which returns when the device has finished it.
+        estimate_s: this rank's guess of a step's duration, from the warm-up.
+
+    Seconds are those of this machine's clock, whatever they stand for.
+    """
+    steps = config.steps_per_iter
+    if steps is None:
+        # One rank decides, or the ranks would run different numbers of collectives.
+        wanted = max(config.min_steps, round(config.min_iter_s / max(estimate_s, 1e-6)))
+        steps = communicator.broadcast_object(min(wanted, MAX_STEPS))
+    iters = []
+    sent = 0
+    own = busy = elapsed = 0.0
+    for _ in range(config.num_iters):
+        communicator.barrier()
+        # Not timed: behind a barrier nothing is under way, so that the step would be spared what
+        # an algorithm leaves of one step to the next (DeAR's all-gather).
+        step()
+        before = communicator.bytes_sent
+        usage = Usage()
+        marks = [time.perf_counter()]
+        for _ in range(steps):
+            step()
+            marks.append(time.perf_counter())
+        own, busy, elapsed = (
+            sum(pair) for pair in zip((own, busy, elapsed), usage.since(), strict=True)
+        )
+        sent += communicator.bytes_sent - before
+        iters.append([mark - marks[0] for mark in marks])
+    ranks = communicator.gather_objects((iters, own))
+    used = sum(cpu for _, cpu in ranks)
+    return Measured(
+        iters=[steps_of_all(blocks) for blocks in zip(*(b for b, _ in ranks), strict=True)],
+        bytes_sent=sent // (steps * config.num_iters),
+        cpu_s=used / elapsed,
+        foreign_cpu_s=max(0.0, busy - used) / elapsed,
+    )
+
+
+def steps_of_all(ends: Sequence[Sequence[float]]) -> list[float]:
+    """The steps of a block, of all ranks together.
+
+    Where no step waits for all ranks, now this one is behind, now that one, and is ahead in the
+    next step. The slowest of each step would add up to more than any rank needs for the block.
+
+    Args:
+        ends: by rank, when its steps ended in seconds since the block began, its begin first.
+    """
+    together = [max(times) for times in zip(*ends, strict=True)]
+    return [after - before for before, after in pairwise(together)]
+
+
+class Usage:
+    """CPU time of this process and of the whole host since construction."""
+
+    def __init__(self) -> None:
+        self._began = (self._own(), self._busy(), time.perf_counter())
+
+    def since(self) -> tuple[float, float, float]:
+        """CPU seconds of this process, of the host, and elapsed seconds."""
+        own, busy, clock = self._began
+        return self._own() - own, self._busy() - busy, time.perf_counter() - clock
+
+    @staticmethod
+    def _own() -> float:
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        return usage.ru_utime + usage.ru_stime
+
+    @staticmethod
+    def _busy() -> float:
+        # user, nice, system, idle, iowait, irq, softirq, in clock ticks; idle and iowait are rest.
+        values = [int(v) for v in Path("/proc/stat").read_text().split("\n")[0].split()[1:8]]
+        return (sum(values) - values[3] - values[4]) / os.sysconf("SC_CLK_TCK")
+
+
+def measure_costs(
+    communicator: Communicator, device: torch.device, nbytes: int, time_scale: float
+) -> dict[str, AlphaBeta]:
+    """The fits for messages up to about `nbytes`, the gradients of the model; all ranks call it."""
+    sizes = sizes_up_to(nbytes)
+    found = {}
+    for operation in OPERATIONS:
+        timed = measure_collective(
+            communicator, operation, device, sizes=sizes, repeats=_REPEATS, shared=True
+        )
+        fit = timed.fit()
+        found[operation] = AlphaBeta(
+            alpha_s=fit.alpha_s / time_scale, beta_s_per_byte=fit.beta_s_per_byte / time_scale
+        )
+    return found
+
+
+def sizes_up_to(nbytes: int) -> list[int]:
+    """Sizes of messages in bytes, each four times the one before; a few in any case."""
+    sizes = [_SMALLEST << 2 * power for power in range(_LEAST_SIZES)]
+    while 2 * sizes[-1] < nbytes and sizes[-1] < _LARGEST:
+        sizes.append(sizes[-1] << 2)
+    return sizes

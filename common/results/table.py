@@ -1,0 +1,103 @@
+"""A table of rows, of whichever kind: as Markdown, as CSV, and as text for a terminal."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Column:
+    """One column of a table."""
+
+    title: str
+    text: Callable[[Any], str]
+    """What stands in it of a row that has a result."""
+    numeric: bool = True
+    """Aligned to the right."""
+    sparse: bool = False
+    """Left out of Markdown where no row has anything in it; terminals leave out all such."""
+
+
+PLACE = (
+    Column(title="model", text=lambda row: row.model, numeric=False),
+    Column(title="batch", text=lambda row: str(row.batch)),
+    Column(title="workers", text=lambda row: str(row.world_size)),
+    Column(title="network", text=lambda row: row.network or "", numeric=False, sparse=True),
+    Column(title="fault", text=lambda row: row.fault or "", numeric=False, sparse=True),
+    Column(title="algorithm", text=lambda row: row.algorithm, numeric=False),
+)
+"""The columns that every table begins with; all that is known of a trial without a result."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows as text. The last column has the reason where a row has no result."""
+
+    rows: Sequence[Any]
+    columns: Sequence[Column]
+
+    @property
+    def titles(self) -> list[str]:
+        return [column.title for column in self.columns]
+
+    @property
+    def body(self) -> list[list[str]]:
+        """A line of texts per row, in the order of the columns."""
+        return [[" ".join(text.split()) for text in self._texts(row)] for row in self.rows]
+
+    def _texts(self, row: Any) -> list[str]:
+        if row.status == "ok":
+            return [column.text(row) for column in self.columns]
+        blank = [""] * (len(self.columns) - len(PLACE) - 2)
+        return [*(column.text(row) for column in PLACE), row.status, *blank, row.reason or ""]
+
+    def markdown(self) -> str:
+        """For a README or a pull request."""
+        body = self.body
+        used = [
+            i
+            for i, column in enumerate(self.columns)
+            if not column.sparse or any(line[i] for line in body)
+        ]
+        lines = [[self.titles[i] for i in used]]
+        lines += [[line[i].replace("|", r"\|") for i in used] for line in body]
+        right = [self.columns[i].numeric for i in used]
+        # A rule of one character is no rule: at least "-:".
+        widths = [max(2, *map(len, texts)) for texts in zip(*lines, strict=True)]
+
+        def shown(texts: Sequence[str]) -> str:
+            padded = [
+                text.rjust(width) if aligned else text.ljust(width)
+                for text, width, aligned in zip(texts, widths, right, strict=True)
+            ]
+            return "| " + " | ".join(padded) + " |"
+
+        rule = [
+            "-" * (width - 1) + (":" if aligned else "-")
+            for width, aligned in zip(widths, right, strict=True)
+        ]
+        return "\n".join(map(shown, [lines[0], rule, *lines[1:]])) + "\n"
+
+
+def csv_text(kind: type, rows: Sequence[Any]) -> str:
+    """All fields of all rows, dataclasses of one `kind`, full precision; None is empty."""
+    out = io.StringIO()
+    names = [field.name for field in dataclasses.fields(kind)]
+    writer = csv.DictWriter(out, names, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(dataclasses.asdict(row) for row in rows)
+    return out.getvalue()
+
+
+def significant(value: float | None) -> str:
+    """Three significant digits, without an exponent."""
+    if value is None:
+        return ""
+    decimals = 2 - math.floor(math.log10(value)) if value > 0 else 0
+    return f"{value:.{max(decimals, 0)}f}"

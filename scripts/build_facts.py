@@ -1,0 +1,41 @@
+"""What the build of the comm core must know of this Python and torch.
+
+Prints NAME=VALUE lines for CMake; with --record, notes beside the extension what it was built for,
+so that an import against another torch can say so.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import sysconfig
+from pathlib import Path
+
+import torch
+from torch.utils import cpp_extension
+
+RECORD = Path(__file__).parents[1] / "common/comm_core/_built_for.json"
+
+
+def facts() -> dict[str, str]:
+    """CMake variables: where torch's headers and libraries are, and how to name an extension."""
+    includes = [*cpp_extension.include_paths(), sysconfig.get_paths()["include"]]
+    return {
+        "COMM_CORE_TORCH_INCLUDES": ";".join(includes),
+        "COMM_CORE_TORCH_LIB": cpp_extension.library_paths()[0],
+        "COMM_CORE_SUFFIX": sysconfig.get_config_var("EXT_SUFFIX"),
+        "COMM_CORE_DEFINITIONS": f"_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+    }
+
+
+def identity() -> dict[str, str]:
+    """What must be the same when the extension is imported as when it was built."""
+    return {"torch": torch.__version__, "python": sysconfig.get_config_var("EXT_SUFFIX")}
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["--record"]:
+        RECORD.write_text(json.dumps(identity()) + "\n")
+    else:
+        for name, value in facts().items():
+            print(f"{name}={value}")

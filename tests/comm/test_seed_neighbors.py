@@ -1,0 +1,304 @@
+"""Averages and gathers over directed graphs are what is written out, or the lists are refused."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.comm.seed import (
+    Communicator,
+    World,
+    error,
+    on_ranks,
+    run,
+    same,
+    total,
+    values,
+)
+from tests.ranks import RankPool
+
+# Neighbours -----------------------------------------------------------------------------------
+
+Graph = list[list[int]]  # rank -> the ranks that it sends to
+
+
+def sources_of(graph: Graph, rank: int) -> list[int]:
+    return [r for r, sends in enumerate(graph) if rank in sends]
+
+
+def ring(size: int) -> Graph:
+    return [sorted({(r - 1) % size, (r + 1) % size} - {r}) for r in range(size)]
+
+
+def star(size: int) -> Graph:
+    return [list(range(1, size)), *([0] for _ in range(size - 1))]
+
+
+def random_digraph(size: int, seed: int) -> Graph:
+    chooser = random.Random(seed)
+    density = chooser.choice([0.2, 0.5, 0.9])
+    return [
+        [other for other in range(size) if other != r and chooser.random() < density]
+        for r in range(size)
+    ]
+
+
+def _neighbors(comm: Communicator, graph: Graph, seed: int) -> None:
+    size, rank = comm.size, comm.rank
+    sources, destinations = sources_of(graph, rank), graph[rank]
+    comm.check_neighbors(sources, destinations)
+    for numel in (0, 1, 1003):
+        mine, out = values(rank, numel), torch.zeros(numel).double()
+        handle = comm.neighbor_all_reduce(mine, sources, destinations, out=out)
+        comm.syncStream(handle)
+        terms = [values(r, numel) for r in [rank, *sources]]
+        torch.testing.assert_close(out, sum(terms) / len(terms))
+        same(mine, values(rank, numel))  # F11: an input that is no output is not scaled
+
+        chooser = random.Random(seed)
+        weight = {(a, b): chooser.random() for a in range(size) for b in range(size)}
+        factor = {(a, b): chooser.choice([1, 2, 0.5]) for a in range(size) for b in range(size)}
+        handle = comm.neighbor_all_reduce(
+            mine,
+            {r: weight[r, rank] for r in reversed(sources)},
+            {r: factor[rank, r] for r in destinations},
+            self_weight=weight[rank, rank],
+            check=False,
+        )
+        wanted = weight[rank, rank] * values(rank, numel)
+        for r in sources:
+            wanted = wanted + weight[r, rank] * factor[r, rank] * values(r, numel)
+        comm.syncStream(handle)
+        torch.testing.assert_close(mine, wanted)
+
+        order = sources[::-1] if seed % 2 else sources
+        outputs = [torch.zeros(numel + r) for r in order]  # ranks may differ in size
+        tensor = values(rank, numel + rank).float()
+        comm.syncStream(comm.neighbor_all_gather(tensor, outputs, order, destinations))
+        for r, output in zip(order, outputs, strict=True):
+            same(output, values(r, numel + r))
+
+
+@on_ranks()
+def test_neighbor_collectives_on_graphs(comm: Communicator) -> None:
+    for graph in (ring(comm.size), star(comm.size), [[] for _ in range(comm.size)]):
+        _neighbors(comm, graph, 1)
+
+
+@on_ranks(2, 3, 4)
+def test_neighbor_collectives_on_random_digraphs(comm: Communicator) -> None:
+    for seed in range(12):
+        _neighbors(comm, random_digraph(comm.size, seed), seed)
+
+
+@on_ranks(nstreams=[1, 2, 3])
+def test_neighbor_and_other_collectives_in_flight_together(comm: Communicator) -> None:
+    graph, sent = ring(comm.size), []
+    sources, destinations = sources_of(graph, comm.rank), graph[comm.rank]
+    for i in range(30):
+        tensor = values(comm.rank, 500, i)
+        comm.neighbor_all_reduce(tensor, sources, destinations, check=False)
+        summed = values(comm.rank, 7, i)
+        comm.allReduce(summed)
+        sent.append((tensor, summed))
+    comm.synchronize()
+    for i, (tensor, summed) in enumerate(sent):
+        terms = [values(r, 500, i) for r in sorted([comm.rank, *sources])]
+        torch.testing.assert_close(tensor, sum(terms) / len(terms))
+        same(summed, total(comm.size, 7, i))
+
+
+def _deterministic(comm: Communicator) -> list[tuple[float, ...]]:
+    others = [r for r in range(comm.size) if r != comm.rank]
+    found = set()
+    generator = torch.Generator().manual_seed(comm.rank)
+    mine = torch.randn(257, generator=generator) * 10.0**comm.rank
+    for _ in range(20):
+        out = torch.empty(257)
+        comm.syncStream(comm.neighbor_all_reduce(mine, others, others, out=out, check=False))
+        found.add(tuple(out.tolist()))
+    return sorted(found)
+
+
+def test_terms_are_added_in_the_order_of_the_ranks(world: World):
+    results = run(world(4), _deterministic)
+    assert all(len(found) == 1 for found in results)
+    assert len({found[0] for found in results}) == 1  # the same bits on every rank
+
+
+@on_ranks()
+def test_neighbor_all_reduce_of_half_precision_scalars_and_strides(comm: Communicator) -> None:
+    others = [r for r in range(comm.size) if r != comm.rank]
+    for dtype in (torch.float16, torch.bfloat16):
+        tensor = torch.full((3,), 1.0 + comm.rank, dtype=dtype)
+        wanted = torch.full((3,), sum(range(1, comm.size + 1)) / comm.size).to(dtype)
+        comm.syncStream(comm.neighbor_all_reduce(tensor, others, others))
+        same(tensor, wanted)
+    scalar = torch.tensor(float(comm.rank))  # F9: tensors without dimensions
+    comm.syncStream(comm.neighbor_all_reduce(scalar, others, others))
+    torch.testing.assert_close(scalar.item(), (comm.size - 1) / 2)
+    strided = torch.zeros(5, 2)
+    strided[:, 0] = comm.rank
+    comm.syncStream(comm.neighbor_all_reduce(strided[:, 0], others, others))
+    torch.testing.assert_close(strided[:, 0], torch.full((5,), (comm.size - 1) / 2))
+    assert not strided[:, 1].any()
+
+
+@on_ranks(3)
+def test_checked_lists_may_change_on_some_ranks_only(comm: Communicator) -> None:
+    # Rank 0's lists stay while the others' change: a per-rank cache of checked lists would hang.
+    for graph in ([[1], [0], []], [[1], [0, 2], [1]], [[1], [0], []], [[1], [0, 2], []]):
+        tensor = torch.full((3,), float(comm.rank))
+        sources = sources_of(graph, comm.rank)
+        comm.syncStream(comm.neighbor_all_reduce(tensor, sources, graph[comm.rank]))
+        terms = [comm.rank, *sources]
+        torch.testing.assert_close(tensor, torch.full((3,), sum(terms) / len(terms)))
+
+
+@on_ranks(3)
+def test_contradicting_neighbors_are_an_error_on_every_rank(comm: Communicator) -> None:
+    rank, x = comm.rank, torch.ones(4)
+    right = {0: ([1], [1]), 1: ([0], [0]), 2: ([], [])}
+
+    def expect(part: str, lists: dict[int, tuple[list[int], list[int]]], tensor=x) -> None:
+        sources, destinations = lists[rank]
+        text = error(ValueError, comm.neighbor_all_reduce, tensor, sources, destinations)
+        assert part in text, text
+
+    expect("rank 0 sends to rank 1, which does not name rank 0", {**right, 1: ([], [0])})
+    expect("rank 1 expects a message of rank 0, which does not", {**right, 0: ([1], [])})
+    expect("rank 1 sends to rank 2, which does not", {**right, 1: ([0], [0, 2])})
+    expect("rank 0 sends 4 elements to rank 1, which expects 5", right, torch.ones(4 + rank))
+    expect("another dtype", right, x.double() if rank == 1 else x)
+    lists = {**right, 2: ([1], [])}[rank]
+    assert "rank 2 expects" in error(ValueError, comm.check_neighbors, *lists)
+    outputs = [torch.zeros(4 + rank) for _ in right[rank][0]]
+    text = error(ValueError, comm.neighbor_all_gather, x, outputs, *right[rank])
+    assert "rank 0 sends 4 elements to rank 1, which expects 5" in text
+    comm.syncStream(comm.neighbor_all_reduce(x, *right[rank]))  # and nothing is left behind
+    same(x, torch.ones(4))
+
+
+@on_ranks(2, nstreams=[1])
+def test_neighbor_mistakes_are_one_clear_sentence(comm: Communicator) -> None:
+    x, other = torch.ones(4), 1 - comm.rank
+    call = comm.neighbor_all_reduce
+    assert "itself" in error(ValueError, call, x, [comm.rank], [])
+    assert "itself" in error(ValueError, call, x, [], [comm.rank])
+    assert "no rank" in error(ValueError, call, x, [2], [])
+    assert "int" in error(TypeError, call, x, ["1"], [])
+    assert "twice" in error(ValueError, call, x, [other, other], [])
+    assert "torch.int64" in error(TypeError, call, x.long(), [other], [other])
+    assert "out is (5,)" in error(ValueError, call, x, [], [], out=torch.ones(5))
+    assert "one dtype" in error(TypeError, call, x, [], [], out=x.double())
+    gather = comm.neighbor_all_gather
+    assert "1 sources but 0 outputs" in error(ValueError, gather, x, [], [other], [])
+    assert "one dtype" in error(TypeError, gather, x, [x.int()], [other], [])
+
+
+def exp2(size: int) -> Graph:
+    return [[(r + 2**k) % size for k in range((size - 1).bit_length())] for r in range(size)]
+
+
+def mesh_2x4(size: int) -> Graph:
+    places = [divmod(r, 4) for r in range(size)]
+    return [
+        [o for o, (y, x) in enumerate(places) if abs(y - places[r][0]) + abs(x - places[r][1]) == 1]
+        for r in range(size)
+    ]
+
+
+FACTS = {
+    "B-1": (ring(8), [8 / 3, 1, 2, 3, 4, 5, 6, 13 / 3]),
+    "B-2": ([[(r - 1) % 8] for r in range(8)], [0.5, 1.5, 2.5, 3.5, 4.5, 5.5, 6.5, 3.5]),
+    "B-3": ([[(r + 1) % 8] for r in range(8)], [3.5, 0.5, 1.5, 2.5, 3.5, 4.5, 5.5, 6.5]),
+    "B-4": (exp2(8), [4.25, 3.25, 2.25, 3.25, 2.25, 3.25, 4.25, 5.25]),
+    "B-5": (
+        [sorted({(r + d) % 8 for d in (1, 4, 7)}) for r in range(8)],
+        [3, 2, 3, 4, 3, 4, 5, 4],
+    ),
+    "B-6": (mesh_2x4(8), [5 / 3, 2, 3, 4, 3, 4, 5, 16 / 3]),
+    "B-7": (star(8), [3.5, 0.5, 1, 1.5, 2, 2.5, 3, 3.5]),
+    "B-8": ([[o for o in range(8) if o != r] for r in range(8)], [3.5] * 8),
+}
+
+
+def _facts(comm: Communicator) -> dict[str, float]:
+    rank, results = comm.rank, {}
+    for name, (graph, _) in FACTS.items():
+        tensor = torch.tensor([float(rank)])
+        comm.syncStream(comm.neighbor_all_reduce(tensor, sources_of(graph, rank), graph[rank]))
+        results[name] = tensor.item()
+    x = torch.tensor([float(rank)])
+    for step in (1, 2, 4):  # B-9, B-10: one peer at a time
+        sources, destinations = {(rank - step) % 8: 0.5}, [(rank + step) % 8]
+        comm.neighbor_all_reduce(x, sources, destinations, self_weight=0.5)
+        comm.synchronize()
+        results[f"B-10 {step}"] = x.item()
+    right, left = (rank + 1) % 8, (rank - 1) % 8
+    x = torch.tensor([float(rank)])
+    comm.syncStream(comm.neighbor_all_reduce(x, {left: 1.0}, [right], self_weight=0.0))
+    results["B-15"] = x.item()
+    x, around = torch.tensor([float(rank)]), sorted([left, right])
+    handle = comm.neighbor_all_reduce(
+        x, dict.fromkeys(around, 0.5), dict.fromkeys(around, 2.0), self_weight=0.0
+    )
+    comm.syncStream(handle)
+    results["B-16"] = x.item()
+    for lists in (([left], [right], 0.5), ({left: 0.5}, [right], None)):  # B-17
+        sources, destinations, weight = lists
+        text = error(
+            ValueError, comm.neighbor_all_reduce, x, sources, destinations, self_weight=weight
+        )
+        assert "together" in text
+    joined = torch.zeros(sum(r + 1 for r in around), 2)  # B-27: one tensor, first dimensions differ
+    parts = list(joined.split([r + 1 for r in around]))
+    comm.syncStream(
+        comm.neighbor_all_gather(torch.full((rank + 1, 2), float(rank)), parts, around, around)
+    )
+    same(joined, torch.cat([torch.full((r + 1, 2), float(r)) for r in around]))
+    return results
+
+
+@pytest.fixture(scope="module")
+def facts() -> list[dict[str, float]]:
+    pool = RankPool(8)
+    try:
+        return run(pool, _facts)
+    finally:
+        pool.close()
+
+
+FACTS_BY_STEP = {
+    "B-10 1": [3.5, 0.5, 1.5, 2.5, 3.5, 4.5, 5.5, 6.5],
+    "B-10 2": [4.5, 3.5, 2.5, 1.5, 2.5, 3.5, 4.5, 5.5],
+    "B-10 4": [3.5] * 8,
+    "B-15": [(r - 1) % 8 for r in range(8)],
+    "B-16": [(r - 1) % 8 + (r + 1) % 8 for r in range(8)],
+}
+EXPECTED = {name: wanted for name, (_, wanted) in FACTS.items()} | FACTS_BY_STEP
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_bluefog_fact_with_eight_ranks(facts: list[dict[str, float]], name: str):
+    assert [found[name] for found in facts] == pytest.approx(EXPECTED[name])
+
+
+# Handles --------------------------------------------------------------------------------------
+
+
+@on_ranks(2, nstreams=[1])
+def test_a_handle_tells_whether_its_operation_has_ended(comm: Communicator) -> None:
+    other, tensor = 1 - comm.rank, torch.ones(3)
+    if comm.rank == 1:
+        dist.barrier()
+    handle = comm.neighbor_all_reduce(tensor, [other], [other], check=False)
+    if comm.rank == 0:
+        assert not comm.done(handle)
+        dist.barrier()
+    comm.syncStream(handle)
+    assert comm.done(handle)
+    assert "unknown handle" in error(ValueError, comm.done, 10**15)

@@ -1,0 +1,36 @@
+"""What tests of processes share: waiting for something, and who is still there."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+ROOT = Path(__file__).parents[2]
+LIMIT_S = 110.0
+FOREVER = "import time; time.sleep(10000)"
+
+
+def wait_for(condition: Callable[[], Any], limit_s: float = LIMIT_S) -> Any:
+    """The first true value of `condition()`; the limit only ends what would never come."""
+    deadline = time.monotonic() + limit_s
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"not so within {limit_s:g} s"
+        time.sleep(0.02)
+    return value
+
+
+def alive(pid: int) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def number_in(path: Path) -> int | None:
+    """What a process wrote there, None before."""
+    text = path.read_text() if path.exists() else ""
+    return int(text) if text else None

@@ -1,0 +1,169 @@
+"""Whole sweeps on virtual hosts: what stands in the records, faults, and that nothing is left."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+
+import pytest
+
+from common.emulation import sandbox
+from tests.system.sweeps import ENDLESS, Driver, processes_of, wait_for
+
+pytestmark = [
+    pytest.mark.skipif(bool(sandbox.unable()), reason=f"no virtual hosts: {sandbox.unable()}"),
+    pytest.mark.timeout(300),
+]
+
+ENDS = (signal.SIGTERM, signal.SIGKILL)
+TINY = """
+name: tiny
+algorithms: [ddp, dear]
+models: [{name: mnist_cnn, batch_size: 2}]
+cluster: {hosts: 2, network: 1gbe}
+baseline: false
+measure: {repeats: 1, warmup_steps: 1, steps_per_iter: 3, check_steps: 2}
+timeout_s: 120
+"""
+REPLAYED = """
+name: tiny
+algorithms: [dear]
+models: [{name: resnet50@rtx2080ti-modelled, batch_size: 64}]
+cluster: {hosts: 2, network: 10gbe, time_scale: 2}
+baseline: false
+measure: {repeats: 1, warmup_steps: 1, steps_per_iter: 3, check_steps: 1}
+collective_timeout_s: 20
+timeout_s: 120
+"""
+
+
+@pytest.fixture
+def replayed(tmp_path):
+    return Driver(tmp_path, REPLAYED)
+
+
+def outside() -> tuple[str, str]:
+    """What of the network anybody else can see."""
+    commands = (["ip", "netns", "list"], ["ip", "-o", "link"])
+    return tuple(subprocess.run(c, capture_output=True, text=True).stdout for c in commands)
+
+
+def test_real_training_on_virtual_hosts(tmp_path):
+    before, driver = outside(), Driver(tmp_path, TINY)
+    done = driver.run()
+    assert done.returncode == 0, done.stderr + done.stdout
+    ddp, dear = driver.records()
+    for record in (ddp, dear):
+        assert record["fabric"] == "emulated" and record["time_scale"] == 1.0
+        assert record["status"] == "ok" and record["check"]["matches_reference"]
+        assert record["network"]["requested"]["gbps"] == 1.0
+        assert [link["host"] for link in record["network"]["measured"]] == ["h0", "h1"]
+        assert all(0 < link["up_gbps"] <= 1.2 for link in record["network"]["measured"])
+        assert record["trial"]["network"] == "1gbe" and record["trial"]["world_size"] == 2
+        assert record["unfaithful"] in (True, False)
+    assert "emulated" in done.stdout and "1gbe" in done.stdout
+    assert outside() == before and processes_of(tmp_path) == []
+
+
+@pytest.mark.full
+def test_replayed_compute_and_time_scale(replayed):
+    done = replayed.run()
+    assert done.returncode == 0, done.stderr + done.stdout
+    (record,) = replayed.records()
+    assert record["time_scale"] == 2.0 and record["status"] == "ok"
+    assert record["check"]["matches_reference"] and record["check"]["replicas_agree"]
+    (steps,) = record["repeats"]
+    # 64 samples at 253.1 per second are 0.253 s; communication and a busy machine come on top.
+    assert min(steps) > 0.25
+    # The recorded times, not those of this machine; and 102 MB through each of two 10 Gb/s links.
+    compute, bound = record["compute"], record["bound"]
+    assert compute["forward_s"] + compute["backward_s"] > 0.25
+    assert bound["kind"] == "dear" and bound["wire_limit_s"] == pytest.approx(0.0818, rel=0.01)
+    assert bound["compute_limit_s"] <= bound["step_s"]
+    assert bound["reached"] > 0
+
+
+@pytest.mark.full
+def test_ranks_of_one_host_and_an_axis_of_networks(tmp_path):
+    driver = Driver(tmp_path, TINY)
+    flags = ["--ranks-per-host", "2", "--set", "networks=[1gbe, 100mbit]", "-k", "dear"]
+    done = driver.run(*flags)
+    assert done.returncode == 0, done.stderr + done.stdout
+    fast, slow = driver.records()
+    assert [fast["trial"]["network"], slow["trial"]["network"]] == ["1gbe", "100mbit"]
+    assert fast["trial"]["world_size"] == slow["trial"]["world_size"] == 4
+    assert fast["trial"]["ranks_per_host"] == 2
+    assert slow["network"]["measured"][0]["up_gbps"] < 0.2
+
+
+@pytest.mark.full
+def test_a_link_cut_for_a_while_delays_but_does_not_fail(replayed):
+    flags = [
+        "--set",
+        "faults=[{kind: link_down, host: 1, at_s: 0.1, for_s: 0.5}]",
+        "-k",
+        "link_down",
+    ]
+    done = replayed.run(*flags)
+    assert done.returncode == 0, done.stderr + done.stdout
+    (record,) = replayed.records()
+    assert record["status"] == "ok" and record["check"]["replicas_agree"]
+    assert [event["ok"] for event in record["fault_events"]] == [True, True]
+    assert record["fault_events"][0]["host"] == "h1"
+
+
+@pytest.mark.full
+def test_a_link_cut_for_good_fails_the_trial_names_the_host_and_the_sweep_goes_on(replayed):
+    flags = ["--set", "faults=[{kind: link_down, host: 1, at_s: 0}]"]
+    more = ["--set", "collective_timeout_s=5", "--set", "measure.steps_per_iter=1000"]
+    done = replayed.run(*flags, *more, "-k", "link_down", "--set", "algorithms=[dear, wfbp]")
+    assert done.returncode == 1, done.stderr + done.stdout
+    records = replayed.records()
+    assert [record["status"] for record in records] == ["failed", "failed"]
+    assert all("h1" in record["error"]["message"] for record in records)
+    assert all(record["fault_events"][0]["ok"] for record in records)
+
+
+@pytest.mark.full
+def test_a_rank_killed_fails_the_trial_and_names_it(replayed):
+    flags = ["--set", "faults=[{kind: kill_rank, rank: 1, at_s: 0.1}]", "-k", "kill_rank"]
+    done = replayed.run(*flags, "--set", "measure.steps_per_iter=1000")
+    assert done.returncode == 1, done.stderr + done.stdout
+    (record,) = replayed.records()
+    assert record["status"] == "failed" and record["error"]["rank"] == 1
+    assert "rank 1" in record["error"]["message"]
+
+
+@pytest.mark.full
+def test_a_slow_host_slows_everybody_and_a_slow_link_only_communication(replayed):
+    slow = "{kind: slow_host, host: 1, factor: 3}"
+    rate = "{kind: link_rate, host: 0, rate: 500mbit}"
+    done = replayed.run("--set", f"faults=[{slow}, {rate}]")
+    assert done.returncode == 0, done.stderr + done.stdout
+    plain, slowed, limited = replayed.records()
+    median = [sorted(record["repeats"][0])[1] for record in (plain, slowed, limited)]
+    # Compute alone takes 0.76 s on the slow host; 2 x 102 MB / 2 through 0.5 Gb/s take 1.6 s.
+    assert median[1] > 0.7 and median[2] > 1.2
+    assert all(event["ok"] for r in (slowed, limited) for event in r["fault_events"])
+
+
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGINT, *(pytest.param(n, marks=pytest.mark.full) for n in ENDS)],
+)
+def test_a_driver_that_ends_in_mid_trial_leaves_nothing(replayed, number):
+    before = outside()
+    process = replayed.start("--set", ENDLESS)
+    try:
+        replayed.worker("dear", rank=0)
+        process.send_signal(number)
+        process.communicate(timeout=60)
+        assert process.returncode == (-9 if number == signal.SIGKILL else 130)
+        wait_for(lambda: not processes_of(replayed.folder))
+    finally:
+        process.kill()
+        process.wait()
+    assert outside() == before
+    if number != signal.SIGKILL:
+        (record,) = replayed.records()
+        assert record["status"] == "interrupted"

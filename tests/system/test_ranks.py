@@ -1,0 +1,122 @@
+"""Ranks on this machine: their place, their end, and the end of whoever started them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from common.launch.ranks import RankLost, Ranks, gather, rank_env
+from tests.system.processes import FOREVER, LIMIT_S, ROOT, alive, number_in, wait_for
+
+PLACE = "import json, os; print(json.dumps({n: os.environ.get(n) for n in %r}))"
+NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "DEAR_STORE")
+
+
+def tell_place() -> None:
+    exec(PLACE % (NAMES,))
+
+
+def answer(pipe, rank: int, how: str) -> int:
+    """Sends its rank, or dies, or says nothing."""
+    if how == "died" and rank == 1:
+        os._exit(7)
+    if how != "silent" or rank == 0:
+        pipe.send(rank)
+    pipe.poll(None)
+    return 0
+
+
+def write_pid_and_stay(path: Path) -> None:
+    subprocess.Popen(["sleep", "10000"])  # goes with its session
+    path.write_text(str(os.getpid()))
+    time.sleep(10000)
+
+
+def start_both(folder: Path) -> None:
+    """A program that ranks of both kinds shall not outlive."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # as benchmarks.py does
+    with Ranks() as ranks:
+        ranks.function(write_pid_and_stay, folder / "function")
+        code = f"import os; open({str(folder / 'command')!r}, 'w').write(str(os.getpid())); "
+        ranks.command([sys.executable, "-c", code + FOREVER])
+        ranks.wait()
+
+
+@pytest.mark.parametrize("kind", ["command", "function"])
+def test_ranks_know_their_place_and_print_into_files(tmp_path, kind):
+    logs = [tmp_path / f"log-{rank}" for rank in range(3)]
+    with Ranks() as ranks:
+        for rank, log in enumerate(logs):
+            env = rank_env(rank, 3, store=tmp_path / "store", first=1, local_size=2)
+            if kind == "command":
+                ranks.command([sys.executable, "-c", PLACE % (NAMES,)], env=env, log=log)
+            else:
+                ranks.function(tell_place, env=env, log=log)
+        assert ranks.wait(LIMIT_S)
+        assert (ranks.codes, ranks.first_failure) == (dict.fromkeys(range(3), 0), None)
+    places = [list(json.loads(log.read_text()).values()) for log in logs]
+    assert places == [[str(r), "3", str(r - 1), "2", str(tmp_path / "store")] for r in range(3)]
+
+
+def test_the_first_failure_is_named_and_ends_the_others_with_what_they_started(tmp_path):
+    with Ranks() as ranks:
+        ranks.function(write_pid_and_stay, tmp_path / "pid")
+        pid = wait_for(lambda: number_in(tmp_path / "pid"))
+        (child,) = psutil.Process(pid).children()
+        ranks.command([sys.executable, "-c", "exit(3)"])
+        assert ranks.wait(LIMIT_S, grace_s=0.0)
+        assert (ranks.first_failure, ranks.codes) == (1, {1: 3})
+    assert ranks.codes == {1: 3}, "whoever was stopped has no exit status of its own"
+    assert not alive(pid)
+    wait_for(lambda: not alive(child.pid))
+
+
+def test_running_out_of_time_is_no_failure():
+    with Ranks() as ranks:
+        ranks.command([sys.executable, "-c", FOREVER])
+        assert not ranks.wait(0.0)
+        assert (ranks.first_failure, ranks.codes) == (None, {})
+
+
+@pytest.mark.parametrize("how", ["well", "died", "silent"])
+def test_answers_come_from_all_or_the_missing_rank_is_named(how):
+    with Ranks() as ranks:
+        for rank in range(2):
+            ranks.function(answer, rank, how, piped=True)
+        if how == "well":
+            assert sorted(gather(ranks.pipes, LIMIT_S)) == [(0, 0), (1, 1)]
+            return
+        with pytest.raises(RankLost, match="1") as lost:
+            list(gather(ranks.pipes, LIMIT_S if how == "died" else 1.0))
+        assert lost.value.died == (how == "died")
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+def test_ranks_end_with_whoever_started_them(tmp_path, number):
+    code = "from pathlib import Path; from tests.system import test_ranks; test_ranks.start_both"
+    program = [sys.executable, "-c", f"{code}(Path({str(tmp_path)!r}))"]
+    driver = subprocess.Popen(program, cwd=ROOT, stderr=subprocess.DEVNULL)
+    paths = [tmp_path / "function", tmp_path / "command"]
+    pids = wait_for(lambda: all(map(number_in, paths)) and list(map(number_in, paths)))
+    driver.send_signal(number)
+    driver.wait(LIMIT_S)
+    wait_for(lambda: not any(map(alive, pids)))
+
+
+def test_a_rank_reacts_to_sigint_where_its_starter_does_not(tmp_path):
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a script's background jobs do
+    try:
+        with Ranks() as ranks:
+            code = "import signal; exit(signal.getsignal(signal.SIGINT) == signal.SIG_IGN)"
+            ranks.command([sys.executable, "-c", code])
+            assert ranks.wait(LIMIT_S) and ranks.codes == {0: 0}
+    finally:
+        signal.signal(signal.SIGINT, before)

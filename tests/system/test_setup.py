@@ -1,0 +1,109 @@
+"""The set-up: what it does when Horovod cannot be built, and that it is done only once."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dear.errors import Unavailable
+from dear.training.algorithm import algorithm_class
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def bare_path(tmp_path):
+    """A PATH with the usual tools but no compiler."""
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    for name in ("bash", "dirname", "mktemp", "rm", "find", "head", "uname", "nproc", "env"):
+        (tools / name).symlink_to(shutil.which(name))
+    return str(tools)
+
+
+def test_a_failed_horovod_build_is_one_line_and_no_failure(tmp_path, bare_path):
+    venv = tmp_path / "venv"
+    (venv / "bin").mkdir(parents=True)
+    (venv / "bin" / "python").symlink_to(sys.executable)
+    done = subprocess.run(
+        [str(ROOT / "scripts" / "horovod.sh"), str(venv)],
+        env={"PATH": bare_path, "HOME": str(tmp_path), "HOROVOD_WHEELS": str(tmp_path / "none")},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("\n") == 1
+    assert "Horovod not built: no C++ compiler" in done.stdout
+    assert (venv / "horovod-build-failed.txt").read_text() == "no C++ compiler (g++) found\n"
+
+
+def test_horovod_says_why_it_is_missing(tmp_path, monkeypatch):
+    horovod = algorithm_class("horovod")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    assert "not installed" in horovod.unavailable()
+    (tmp_path / "horovod-build-failed.txt").write_text("no C++ compiler (g++) found\n")
+    assert "no C++ compiler" in horovod.unavailable()
+    assert "make horovod" in horovod.unavailable()
+    with pytest.raises(Unavailable, match="make horovod"):
+        horovod().wrap(None, None, None, horovod.Options())
+
+
+def test_without_pip_the_packages_are_linked(tmp_path):
+    venv = tmp_path / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
+    for _ in range(2):
+        done = _set_up(venv)
+        assert "going on with what is there" in done.stdout and "linking it" in done.stdout
+        assert done.returncode != 0  # there is no torch in there
+    code = "import dear, comm_core"
+    done = subprocess.run(
+        [venv / "bin" / "python", "-c", code], cwd=tmp_path, capture_output=True, text=True
+    )
+    # The comm core is found, and then asks for torch.
+    assert "No module named 'torch'" in done.stderr
+    assert "comm_core/__init__.py" in done.stderr
+
+
+@pytest.mark.full
+@pytest.mark.skipif(sys.prefix == sys.base_prefix, reason="no virtual environment's Python")
+def test_the_packages_of_a_python_that_is_a_virtual_environments_stay_visible(tmp_path):
+    venv = tmp_path / "venv"
+    done = _set_up(venv, PIP_NO_INDEX="1")
+    assert done.returncode == 0, done.stderr
+    code = "import importlib.util as u; print(u.find_spec('torch').origin)"
+    found = subprocess.run([venv / "bin" / "python", "-c", code], capture_output=True, text=True)
+    assert found.stdout.startswith(sys.prefix)
+
+
+def _set_up(venv, **env):
+    return subprocess.run(
+        [str(ROOT / "scripts" / "setup.sh"), str(venv), "--what-can-be"],
+        env={**os.environ, "PYTHON": sys.executable, **env},
+        capture_output=True,
+        text=True,
+        timeout=250,
+    )
+
+
+@pytest.mark.parametrize("make_level", ["0", "1"], ids=["by_hand", "under_make_test"])
+def test_a_second_make_does_no_set_up_work(tmp_path, make_level):
+    (tmp_path / "ready").touch()
+    (tmp_path / "comm-core-built").touch()
+    (tmp_path / "horovod-tried").touch()
+    done = subprocess.run(
+        ["make", "--no-print-directory", "--dry-run", "bench", f"VENV={tmp_path}"],
+        cwd=ROOT,
+        env={**os.environ, "MAKEFLAGS": "", "MAKELEVEL": make_level},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split() == [f"{tmp_path}/bin/python", "benchmarks.py"]

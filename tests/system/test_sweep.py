@@ -1,0 +1,235 @@
+"""What a sweep makes of how its trials end: through the command line, on a made-up fabric."""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from common.harness import cli, fabric, sweep
+from common.harness.fabric import Fabric
+from common.harness.record import Result
+from common.harness.sweep import cost_place
+from common.harness.trial import Briefing, Trial
+from common.launch.job import Job, Outcome
+from common.results import records
+from common.results.records import Check, Record
+from dear.cost.collectives import AlphaBeta
+from dear.training.algorithm import algorithm_class
+from tests.made_trials import make_trial
+
+TWO_CELLS = """
+algorithms: [ddp, dear]
+models: [{name: mnist_cnn, batch_size: 2}, {name: mnist_cnn, batch_size: 4}]
+world_sizes: [2]
+baseline: false
+measure: {repeats: 2}
+"""
+COSTS = {"all_reduce": AlphaBeta(alpha_s=0.01, beta_s_per_byte=1e-9)}
+GOOD = Result(
+    iters=[[0.5, 0.5]],
+    cpu_s_per_s=1.0,
+    foreign_cpu_s_per_s=0.0,
+    loss=1.0,
+    check=Check(replicas_agree=True, matches_reference=True, replica_spread=0.0),
+    costs=COSTS,
+)
+TOO_SLOW = Outcome(
+    status="timeout",
+    error={"kind": "timeout", "message": "too slow", "rank": None, "where": None},
+)
+
+
+def ended_well(result: Result = GOOD) -> Outcome:
+    """As a launcher says it: the result has been through a file."""
+    return Outcome(status="ok", result=json.loads(json.dumps(result.to_json())))
+
+
+class Made(Fabric):
+    """Jobs end well, unless their algorithm is one of `outcomes` or the network carries nothing."""
+
+    def __init__(self) -> None:
+        self.outcomes: dict[str, Outcome | BaseException] = {}
+        self.broken_cells = 0
+        self.started: list[str] = []
+        self.told: list[Briefing] = []
+
+    def enter_cell(self, trials: Sequence[Trial]) -> None:
+        self.broken_cells -= 1
+        if self.broken_cells >= 0:
+            raise RuntimeError("the link of h1 carries no data: timed out")
+
+    def run(self, trial: Trial, job: Job) -> Outcome:
+        self.started.append(trial.title)
+        self.told.append(Briefing.load(job.folder))
+        outcome = self.outcomes.get(trial.algorithm, ended_well())
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome
+
+
+class Line:
+    """`benchmarks.py run` in this process."""
+
+    def __init__(self, folder: Path, made: Made) -> None:
+        self._experiment = folder / "tiny.yaml"
+        self._experiment.write_text(TWO_CELLS)
+        self.made = made
+        self.logs = folder / "logs"
+        self.sweep = self.logs / "tiny"
+
+    def run(self, *flags: str) -> int:
+        self.made.started.clear()
+        command = ["run", str(self._experiment), "--logs", str(self.logs), "--no-plot", *flags]
+        return cli.main(command)
+
+    @property
+    def records(self) -> list[Record]:
+        return records.load(self.sweep / "records.jsonl")
+
+
+@pytest.fixture
+def line(tmp_path, monkeypatch):
+    made = Made()
+    monkeypatch.setattr(fabric, "make_fabric", lambda experiment, trials: made)
+    return Line(tmp_path, made)
+
+
+ONE_CELL = ("-k", "bs=2")
+
+
+def test_repeats_of_compared_trials_take_turns(line):
+    assert line.run(*ONE_CELL) == 0
+    assert [title.split()[-1] for title in line.made.started] == ["ddp", "dear", "dear", "ddp"]
+    first, second = line.records
+    assert first.run == second.run
+
+
+def test_a_second_run_runs_nothing_unless_it_is_told_to(line, capsys, monkeypatch):
+    assert line.run(*ONE_CELL) == 0
+    capsys.readouterr()
+    assert line.run(*ONE_CELL) == 0
+    assert line.made.started == [] and len(line.records) == 2
+    assert "[1/" not in capsys.readouterr().err
+    monkeypatch.setattr(sweep, "_now", lambda: "much later")
+    assert line.run(*ONE_CELL, "-k", "dear", "--rerun", "all") == 0
+    assert [record.label for record in line.records[2:]] == ["dear"]
+    # The table still compares everything.
+    out = capsys.readouterr().out
+    assert "not measured together with ddp" in out and "ddp " in out
+
+
+def test_a_failed_trial_is_named_and_it_alone_is_run_again(line, capsys):
+    line.made.outcomes["ddp"] = TOO_SLOW
+    assert line.run(*ONE_CELL) == 1
+    by_name = {record.label: record for record in line.records}
+    assert (by_name["ddp"].status, by_name["dear"].status) == ("timeout", "ok")
+    assert by_name["ddp"].error.message == "too slow"
+    out = capsys.readouterr().out
+    assert "too slow" in out and "no log: it never started" in out
+    line.made.outcomes.clear()
+    assert line.run(*ONE_CELL) == 0
+    assert [record.label for record in line.records[2:]] == ["ddp"]
+
+
+def test_an_interrupted_trial_and_those_under_way_are_recorded(line, capsys):
+    line.made.outcomes["dear"] = KeyboardInterrupt()
+    assert line.run(*ONE_CELL) == 130
+    assert "interrupted; finished trials are recorded" in capsys.readouterr().err
+    assert {(record.label, record.status) for record in line.records} == {
+        ("ddp", "interrupted"),  # it had a repeat
+        ("dear", "interrupted"),
+    }
+
+
+def test_the_table_holds_the_current_experiment_only(line, capsys):
+    assert line.run("-k", "bs=2 n=2 dear", "--set", "measure.repeats=1") == 0
+    assert line.run("-k", "bs=2 n=2 dear") == 0
+    assert len(line.records) == 2
+    assert (line.sweep / "table.md").read_text().count("\n") == 3
+    capsys.readouterr()
+    assert cli.main(["show", "tiny", "--json", "--logs", str(line.logs)]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert [record["hash"] for record in shown] == [line.records[1].hash]
+
+
+def test_json_prints_the_records_and_nothing_else(line, capsys):
+    assert line.run("--json", "-k", "none", "-k", "bs=2") == 2  # no title holds "none"
+    capsys.readouterr()
+    assert line.run("--json", *ONE_CELL) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed == [records.latest(line.records)[one["hash"]].to_json() for one in printed]
+    assert [one["trial"]["label"] for one in printed] == ["ddp", "dear"]
+
+
+def test_an_unavailable_algorithm_is_recorded_with_its_reason(line, monkeypatch, capsys):
+    missing = classmethod(lambda cls: "not there; make it")
+    monkeypatch.setattr(algorithm_class("dear"), "unavailable", missing)
+    assert line.run(*ONE_CELL, "-k", "dear") == 1  # nothing was measured
+    assert line.run(*ONE_CELL) == 0  # not a failure, but said
+    by_name = {record.label: record for record in line.records}
+    assert by_name["dear"].status == "unsupported" and by_name["ddp"].ok
+    assert by_name["dear"].error.message == "not there; make it"
+    assert "not there; make it" in capsys.readouterr().out
+
+
+def test_two_runs_of_one_sweep_do_not_mix(line, capsys):
+    line.sweep.mkdir(parents=True)
+    with (line.sweep / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert line.run() == 2
+        assert "another run" in capsys.readouterr().err
+        assert line.made.started == []
+    assert line.run(*ONE_CELL) == 0
+
+
+def test_training_that_diverges_is_marked_and_the_sweep_goes_on(line, capsys):
+    check = Check(replicas_agree=False, matches_reference=False, replica_spread=math.inf)
+    wild = dataclasses.replace(GOOD, loss=math.nan, check=check)
+    line.made.outcomes["ddp"] = ended_well(wild)
+    assert line.run(*ONE_CELL) == 0
+    ddp, dear = sorted(line.records, key=lambda record: record.label != "ddp")
+    assert ddp.ok and ddp.loss is None and ddp.check.replica_spread is None
+    assert ddp.check.replicas_agree is False and "diverged" in ddp.notes[0]
+    assert dear.check.matches_reference
+    out = capsys.readouterr().out
+    assert "diverged" in out and "NO" in out
+
+
+def test_a_cell_whose_network_fails_is_recorded_and_the_sweep_goes_on(line):
+    line.made.broken_cells = 1
+    assert line.run() == 1
+    failed = [record for record in line.records if record.status == "failed"]
+    assert [record.trial["batch_size"] for record in failed] == [2, 2]
+    for record in failed:
+        assert "h1 carries no data" in record.error.message
+    assert len(line.made.started) == 4
+    assert all("bs=4" in title for title in line.made.started)
+
+
+def test_fail_fast_ends_the_sweep_there(line):
+    line.made.broken_cells = 1
+    assert line.run("--fail-fast") == 1
+    assert [record.status for record in line.records] == ["failed", "failed"]
+    assert line.made.started == []
+
+
+def test_what_one_trial_has_measured_of_collectives_the_others_of_its_model_are_told(line):
+    assert line.run() == 0
+    assert [record.costs for record in line.records] == [COSTS] * 4
+    # Both models differ in batch size only.
+    assert [briefing.costs for briefing in line.made.told] == [None, *[COSTS] * 7]
+
+
+def test_costs_of_another_fabric_are_no_word_on_this_one():
+    trial = make_trial("wfbp")
+    others = ({"world_size": 2}, {"network": "1gbe"}, {"model": "alexnet"})
+    places = [cost_place(dataclasses.replace(trial, **other), 1.0) for other in others]
+    places += [cost_place(trial, 2.0), cost_place(trial, 1.0)]
+    assert len(set(places)) == len(places)
+    assert cost_place(make_trial("dear"), 1.0) == places[-1]

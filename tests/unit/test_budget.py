@@ -1,0 +1,118 @@
+"""Steps within a budget: what runs, what is skipped, what has failed, and that nothing stays."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from common.harness import budget
+from common.harness.budget import Budget, Ended, Step, run_command, run_steps
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def _step(name: str, expected_s: float = 10, limit_s: float = 100, **kind: object) -> Step:
+    return Step(name=name, command=["true"], expected_s=expected_s, limit_s=limit_s, **kind)
+
+
+def run_pretended(steps, seconds=480.0, took=None, codes=None, missing=None):
+    """Results of steps that take `took[name]` seconds (10) and exit with `codes[name]` (0)."""
+    clock = Clock()
+    limits = {}
+
+    def start(step: Step, limit_s: float) -> Ended:
+        limits[step.name] = limit_s
+        wanted = (took or {}).get(step.name, 10)
+        clock.now += min(wanted, limit_s)
+        code = None if wanted > limit_s else (codes or {}).get(step.name, 0)
+        return Ended(code=code, seconds=min(wanted, limit_s), log=Path("/nonexistent/log"))
+
+    results = list(run_steps(steps, Budget(seconds, clock), missing or {}, start))
+    return {result.name: result for result in results}, limits
+
+
+def test_steps_run_in_order_and_each_gets_its_limit_or_what_is_left():
+    results, limits = run_pretended([_step("a"), _step("b"), _step("c")], seconds=115)
+    assert [(r.name, r.status) for r in results.values()] == [("a", "ok"), ("b", "ok"), ("c", "ok")]
+    assert limits == {"a": 100, "b": 100, "c": 95}
+
+
+def test_what_does_not_fit_is_skipped_and_something_smaller_still_runs():
+    steps = [_step("long"), _step("large", expected_s=50), _step("small", expected_s=5)]
+    results, limits = run_pretended(steps, seconds=60, took={"long": 30, "small": 5})
+    assert [r.status for r in results.values()] == ["ok", "skipped", "ok"]
+    assert results["large"].reason == "no time: 30 s of the 60 s are left, it takes about 50 s"
+    assert "large" not in limits
+
+
+def test_a_step_over_its_own_limit_has_failed():
+    results, _ = run_pretended([_step("a", limit_s=20)], took={"a": 30})
+    assert results["a"].status == "failed"
+    assert results["a"].reason == "not finished after 20 s"
+
+
+def test_a_step_cut_off_by_the_budget_is_skipped_for_lack_of_time():
+    results, _ = run_pretended([_step("a"), _step("b")], seconds=40, took={"a": 10, "b": 60})
+    assert results["b"].status == "skipped"
+    assert results["b"].reason == "no time: stopped after 30 s, at the end of the budget"
+    assert results["b"].seconds == 30
+
+
+def test_a_step_is_skipped_where_what_it_needs_is_missing():
+    steps = [_step("a", needs=("timm", "numpy")), _step("b", needs=("numpy",))]
+    results, limits = run_pretended(steps, missing={"timm": "pip install 'timm>=1.0'"})
+    assert results["a"].status == "skipped"
+    assert results["a"].reason == "missing: timm (pip install 'timm>=1.0')"
+    assert results["b"].status == "ok"
+    assert "a" not in limits
+
+
+def test_a_step_is_skipped_if_one_before_it_did_not_end_well():
+    steps = [_step("build"), _step("b", after=("build",)), _step("c")]
+    results, _ = run_pretended(steps, codes={"build": 2})
+    assert [r.status for r in results.values()] == ["failed", "skipped", "ok"]
+    assert results["b"].reason == "needs: build"
+
+
+def test_a_judge_has_the_last_word():
+    results, _ = run_pretended([_step("a", judge=lambda ended: ("failed", "wrong"))])
+    assert (results["a"].status, results["a"].reason) == ("failed", "wrong")
+
+
+def _shell(text: str, **kind: object) -> Step:
+    return Step(name="x", command=["bash", "-c", text], expected_s=0, limit_s=60, **kind)
+
+
+def test_a_failed_commands_last_line_is_the_reason(tmp_path):
+    step = _shell('echo one; echo "two $WORD" >&2; echo; exit 3', env={"WORD": "words"})
+    ended = run_command(step, 60, tmp_path / "log")
+    assert ended.code == 3
+    assert step.judge(ended) == ("failed", "exit status 3: two words")
+
+
+def test_nothing_of_a_command_over_its_time_stays_behind(tmp_path, monkeypatch):
+    monkeypatch.setattr(budget, "GRACE_S", 0.1)
+    # The child ignores SIGTERM; the inner process must be gone, too.
+    text = f"trap '' TERM; (trap '' TERM; echo $BASHPID > {tmp_path}/pid; exec sleep 600) & wait"
+    assert run_command(_shell(text), 2, tmp_path / "log").code is None
+    pid = int((tmp_path / "pid").read_text())
+    for _ in range(100):
+        if not _alive(pid):
+            return
+        time.sleep(0.1)
+    pytest.fail("it still runs")
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False

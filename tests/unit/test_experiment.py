@@ -1,0 +1,287 @@
+"""Experiment files: what they expand to, and one clear line for every mistake in them."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from common.emulation.config import Fault
+from common.harness.experiment import load
+from common.harness.trial import (
+    BASELINE,
+    LearnConfig,
+    MeasureConfig,
+    OptimizerConfig,
+    Trial,
+    options_of,
+)
+from dear.errors import UserError
+from tests.made_mnist import write_mnist
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs" / "experiments").glob("*.yaml"))
+
+TRIALS = json.loads((Path(__file__).parent / "trials.json").read_text())
+
+GOOD = {
+    "algorithms": ["dear", {"name": "ddp", "options": {"bucket_cap_mb": 1}}],
+    "models": [{"name": "mnist_cnn", "batch_size": 8}],
+    "world_sizes": [1, 2],
+}
+
+
+@pytest.fixture
+def read(tmp_path):
+    """`read(content, *overrides)` loads an experiment file that holds `content`."""
+
+    def read(content, *overrides):
+        path = tmp_path / "demo.yaml"
+        if not isinstance(content, bytes):
+            content = yaml.safe_dump(content).encode()
+        path.write_bytes(content)
+        return load(path, overrides)
+
+    return read
+
+
+@pytest.fixture
+def trial(read):
+    """The dear trial of two workers."""
+    return read(GOOD).trials()[3]
+
+
+def one_line(read, content, *overrides):
+    with pytest.raises(UserError) as caught:
+        read(content, *overrides).trials()
+    text = str(caught.value)
+    assert "\n" not in text
+    return text
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"world_size": [2]}, ["'world_size'", "did you mean 'world_sizes'?"]),
+        ({"models": [{"name": "mnist_cnn", "batch_size": 0}]}, ["batch_size", "at least 1"]),
+        ({"models": [{"name": "mnist_cnn", "batch_size": 2.5}]}, ["'batch_size'", "2.5"]),
+        ({"models": [{"name": "mnist_cnn", "sentence_len": 9}]}, ["sentence_len", "mnist_cnn"]),
+        ({"models": ["resnet51"]}, ["model 'resnet51'", "did you mean 'resnet50'?"]),
+        ({"models": [{"batch_size": 1}]}, ["models", "'name' is missing"]),
+        ({"models": []}, ["models", "empty"]),
+        ({"algorithms": ["daer"]}, ["algorithm 'daer'", "did you mean 'dear'?"]),
+        ({"algorithms": [BASELINE]}, ["algorithm 'none'"]),
+        ({"algorithms": []}, ["algorithms", "empty"]),
+        (
+            {"algorithms": [{"name": "dear", "options": {"threshold": 3}}]},
+            ["option of dear 'threshold'", "did you mean 'threshold_mb'?"],
+        ),
+        (
+            {"algorithms": [{"name": "dear", "options": {"threshold_mb": 0}}]},
+            ["option of dear 'threshold_mb'", "greater than 0"],
+        ),
+        ({"algorithms": ["dear", "dear"]}, ["dear", "twice"]),
+        ({"algorithms": ["dear", {"name": "dear", "label": "other"}]}, ["other", "twice"]),
+        ({"world_sizes": [0]}, ["world_sizes", "at least 1"]),
+        ({"world_sizes": []}, ["world_sizes", "empty"]),
+        ({"world_sizes": [2, 2]}, ["n=2", "twice"]),
+        ({"dtype": "float31"}, ["dtype 'float31'", "did you mean 'float32'?"]),
+        ({"device": "gpu"}, ["'device' 'gpu'", "cuda"]),
+        ({"launcher": "slumr"}, ["launcher 'slumr'", "slurm"]),
+        ({"hostfile": "hosts"}, ["hostfile", "launcher=mpirun"]),
+        ({"name": "a/b"}, ["name", "'a/b'"]),
+        ({"name": ".."}, ["name", "'..'"]),
+        ({"seed": True}, ["'seed'", "whole number"]),
+        ({"seed": -1}, ["seed", "-1"]),
+        ({"timeout_s": 0}, ["timeout_s", "greater than 0"]),
+        ({"threads_per_rank": 0}, ["threads_per_rank", "at least 1"]),
+        ({"optimizer": {"lr": 0}}, ["optimizer.lr", "greater than 0"]),
+        ({"optimizer": {"lr": float("inf")}}, ["optimizer.lr", "inf"]),
+        ({"optimizer": {"name": "lion"}}, ["'optimizer' 'name' 'lion'", "adamw"]),
+        ({"optimizer": {"name": "adamw", "momentum": 0.9}}, ["optimizer.momentum", "adamw"]),
+        ({"measure": {"repeats": 0}}, ["measure.repeats", "at least 1"]),
+        ({"measure": 3}, ["'measure'", "mapping"]),
+    ],
+    ids=lambda value: next(iter(value)),
+)
+def test_a_bad_value_is_one_line_that_names_it(read, change, words):
+    text = one_line(read, GOOD | change)
+    assert [word for word in words if word not in text] == []
+
+
+@pytest.mark.parametrize("key", ["algorithms", "models"])
+def test_a_missing_key_is_named(read, key):
+    text = one_line(read, {name: value for name, value in GOOD.items() if name != key})
+    assert f"'{key}' is missing" in text
+
+
+def test_malformed_yaml_is_reported_with_its_line(read):
+    assert "demo.yaml line 3, column" in one_line(read, b"name: x\nmodels: [a\nseed: 1\n")
+
+
+@pytest.mark.parametrize("content", [b"", b"- 1\n", b"text"])
+def test_a_file_without_keys_is_refused(read, content):
+    assert "must be a mapping" in one_line(read, content)
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"name: 2024-13-45\n", b"a: \x07\n"])
+def test_a_file_that_yaml_cannot_take_is_a_user_error(read, content):
+    assert "demo.yaml" in one_line(read, content)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(UserError, match=r"nowhere\.yaml: No such file"):
+        load(tmp_path / "nowhere.yaml")
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_shipped_experiments_make_the_trials_that_they_made(path, tmp_path, monkeypatch):
+    """By name and hash, and as JSON with its label: earlier records are those of these trials."""
+    monkeypatch.setenv("MNIST_DIR", str(write_mnist(tmp_path)))
+    trials = load(path, ["threads_per_rank=1"]).trials()
+    texts = [json.dumps(trial.to_json(), sort_keys=True) for trial in trials]
+    digests = [hashlib.sha256(text.encode()).hexdigest()[:12] for text in texts]
+    found = {t.id: f"{t.hash} {digest}" for t, digest in zip(trials, digests, strict=True)}
+    assert found == TRIALS.get(path.stem, {})
+    assert [Trial.from_json(json.loads(text)) for text in texts] == trials
+
+
+def test_the_file_names_the_experiment_that_has_no_name(read):
+    assert read(GOOD).name == "demo"
+    assert read(GOOD | {"name": "own"}).name == "own"
+
+
+def test_trials_are_all_combinations_with_the_baseline_first(read):
+    models = [{"name": "mnist_cnn", "batch_size": 8}, "alexnet"]
+    trials = read(GOOD | {"models": models}).trials()
+    per_model = [("none", 1), ("dear", 1), ("ddp", 1), ("dear", 2), ("ddp", 2)]
+    assert [(t.model, t.algorithm, t.world_size) for t in trials] == [
+        (model, *rest) for model in ("mnist_cnn", "alexnet") for rest in per_model
+    ]
+    assert [t.batch_size for t in trials] == [8] * 5 + [32] * 5
+    assert len({t.id for t in trials}) == 10
+    assert "none" not in [t.algorithm for t in read(GOOD | {"baseline": False}).trials()]
+
+
+def test_trials_hold_all_options_and_labels_show_the_given_ones(read):
+    _, dear, ddp = read(GOOD | {"world_sizes": [2]}).trials()
+    assert dear.label == "dear"
+    assert (dear.options.fusion, dear.options.threshold_mb) == ("threshold", 25.0)
+    assert dear.to_json()["options"]["exclude_parts"] == []
+    assert ddp.label == "ddp(bucket_cap_mb=1)"
+    assert ddp.options.bucket_cap_mb == 1.0
+    assert ddp.options.broadcast_buffers is True
+
+
+def test_trials_carry_the_settings_of_the_experiment(read):
+    given = {"seed": 9, "dtype": "float64", "device": "cuda", "backend": "nccl"}
+    for trial in read(GOOD | given | {"threads_per_rank": 3}).trials():
+        assert {key: getattr(trial, key) for key in given} == given
+        assert trial.threads_per_rank == 3
+
+
+def test_ways_to_write_the_same_value_are_the_same_trial(read):
+    short, long = GOOD | {"algorithms": ["dear"]}, GOOD | {"algorithms": [{"name": "dear"}]}
+    long = long | {"optimizer": {"lr": "1e-2"}, "dtype": "float32"}
+    assert [t.hash for t in read(short).trials()] == [t.hash for t in read(long).trials()]
+
+
+def test_overrides_change_nested_keys_and_list_items(read):
+    experiment = read(
+        GOOD,
+        "measure.repeats=5",
+        "optimizer.lr=1e-3",
+        "models.0.batch_size=16",
+        "algorithms.0=wfbp",
+        "world_sizes=[4]",
+        "seed=7",
+    )
+    assert experiment.measure.repeats == 5
+    assert experiment.optimizer.lr == 1e-3
+    assert experiment.model_choices()[0].batch_size == 16
+    assert [a.name for a in experiment.algorithm_choices()] == ["wfbp", "ddp"]
+    assert experiment.world_sizes == (4,)
+    assert experiment.seed == 7
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("seed", "must be key=value"),
+        ("=3", "must be key=value"),
+        ("seed=[", "not valid YAML"),
+        ("seed=2024-13-45", "not valid YAML"),
+        ("models.1.batch_size=3", "'1' is no index of a list of 1"),
+        ("world_sizes.x=3", "'x' is no index"),
+        ("world_sizes.-1=3", "'-1' is no index"),
+        ("sede=3", "did you mean 'seed'?"),
+        ("measure.repaets=3", "did you mean 'repeats'?"),
+        ("seed=three", "'seed': must be a whole number"),
+        ("algorithms.0.label=x", "--set 'algorithms.0.label=x'"),
+        ("algorithms.0.options.fusion=none", "--set 'algorithms.0.options.fusion=none'"),
+    ],
+)
+def test_a_bad_override_is_one_line_that_names_it(read, override, words):
+    assert words in one_line(read, GOOD, override)
+
+
+def test_hash_survives_a_json_round_trip(trial):
+    again = Trial.from_json(json.loads(json.dumps(trial.to_json())))
+    assert again == trial
+    assert again.hash == trial.hash
+    assert again.id.startswith("mnist_cnn-bs8-n2-dear-")
+
+
+def test_hash_changes_with_every_field_but_the_label(trial):
+    other = {
+        "algorithm": "ddp",
+        "options": options_of("dear", {"fusion": "none"}),
+        "model": "resnet18",
+        "batch_size": 5,
+        "sentence_len": 64,
+        "world_size": 4,
+        "launcher": "mpirun",
+        "backend": "mpi",
+        "device": "cuda",
+        "dtype": "float64",
+        "seed": 2,
+        "threads_per_rank": 2,
+        "optimizer": OptimizerConfig(lr=0.02),
+        "measure": MeasureConfig(steps_per_iter=6),
+        "launcher_options": {"rdma": 1},
+        "network": "1gbe",
+        "ranks_per_host": 2,
+        "time_scale": 2.0,
+        "collective_timeout_s": 5.0,
+        "fault": Fault(kind="kill_rank", rank=1),
+        "learn": LearnConfig(),
+        "data_digest": "0123456789abcdef",
+    }
+    assert {*other, "label"} == {field.name for field in dataclasses.fields(Trial)}
+    changed = [dataclasses.replace(trial, **{key: value}).hash for key, value in other.items()]
+    assert len({trial.hash, *changed}) == len(other) + 1
+    assert dataclasses.replace(trial, label="other").hash == trial.hash
+
+
+def test_cell_joins_trials_that_differ_in_algorithm_or_world_size_only(trial):
+    rival = dataclasses.replace(
+        trial, algorithm="ddp", options=options_of("ddp", {}), label="ddp", world_size=8
+    )
+    assert rival.cell == trial.cell
+    for key, value in {"seed": 2, "batch_size": 5, "model": "alexnet", "dtype": "float64"}.items():
+        assert dataclasses.replace(trial, **{key: value}).cell != trial.cell
+
+
+def test_a_key_that_stands_twice_is_refused_with_its_line(read):
+    text = one_line(read, b"algorithms: [dear]\nmodels: [mnist_cnn]\nseed: 1\nseed: 2\n")
+    assert "line 4" in text and "'seed' stands twice" in text
+
+
+def test_speed_ups_are_relative_to_an_algorithm_of_the_experiment(read):
+    assert read(GOOD | {"algorithms": ["wfbp", "dear"]}).base == "wfbp"
+    assert read(GOOD | {"algorithms": ["wfbp", "dear"], "compare_to": "dear"}).base == "dear"
+    text = one_line(read, GOOD | {"algorithms": ["wfbp", "dear"], "compare_to": "dera"})
+    assert "unknown compare_to 'dera'; did you mean 'dear'?" in text

@@ -1,0 +1,300 @@
+"""Training for a time: what an experiment may say, who ends when, and what is judged."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import time
+
+import pytest
+import torch
+import yaml
+
+from common.harness.experiment import load
+from common.harness.trial import LearnConfig, Trial
+from common.harness.worker.learning import Batches, Loop, Schedule, TrainingClock
+from common.launch.job import Job, outcome_of
+from common.models import datasets
+from common.models.registry import build
+from dear.comm import runtime
+from dear.errors import UserError
+from tests.made_mnist import write_mnist
+from tests.made_trials import make_trial
+
+GOOD = {
+    "algorithms": ["dear", "asyncddp"],
+    "models": [{"name": "mnist_cnn", "batch_size": 2}],
+    "learn": {"budget_s": 4, "data": "digits"},
+    "baseline": False,
+}
+
+
+@pytest.fixture
+def read(tmp_path, monkeypatch):
+    """`read(change, *overrides)`: the experiment `GOOD` with a change."""
+    monkeypatch.delenv("MNIST_DIR", raising=False)
+
+    def read(change, *overrides):
+        path = tmp_path / "demo.yaml"
+        path.write_text(yaml.safe_dump(GOOD | change))
+        return load(path, overrides)
+
+    return read
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"learn": {"budget": 3}}, "did you mean 'budget_s'?"),
+        ({"learn": {"budget_s": 0}}, "learn.budget_s must be greater than 0"),
+        ({"learn": {"eval_every_s": -1}}, "learn.eval_every_s must be greater than 0"),
+        ({"learn": {"budget_s": 1, "eval_every_s": 2}}, "must be at most learn.budget_s, got 2"),
+        ({"learn": {"data": "mnits"}}, "did you mean 'mnist'?"),
+        ({"learn": {"data": "digits", "target_accuracy": 97}}, "above 0 and at most 1, got 97"),
+        ({"learn": {"target_accuracy": 0.9}}, "learn.target_accuracy: goes with learn.data"),
+        ({"learn": {"sampler": "own"}}, "learn.sampler: goes with learn.data"),
+        ({"learn": {"batch_sizes": [1, 2]}}, "learn.batch_sizes: goes with learn.data"),
+        ({"learn": {"data": "digits", "batch_sizes": [4, 0]}}, "learn.batch_sizes.1 must be at"),
+        (
+            {"learn": {"data": "digits", "batch_sizes": [4, 2, 1]}, "world_sizes": [2]},
+            "learn.batch_sizes: 3 batch sizes for 2 workers",
+        ),
+        ({"learn": {"data": "digits", "sampler": "mine"}}, "'sampler' 'mine'"),
+        ({"learn": {"data": "mnist"}}, "Set data_dir=FOLDER or MNIST_DIR"),
+        ({"learn": {"data": "mnist"}, "data_dir": "/nonexistent"}, "no folder /nonexistent"),
+        ({"data_dir": "/tmp"}, "digits comes with scikit-learn and has no folder"),
+        ({"learn": {}, "data_dir": "/tmp"}, "data_dir: nothing is learned"),
+        ({"models": ["resnet18"]}, "resnet18 cannot learn digits; use model mnist_cnn"),
+        ({"measure": {"check_steps": 3}}, "measure.check_steps: means nothing with learn"),
+        ({"measure": {"warmup_steps": 9}}, "allowed: repeats"),
+        ({"timeout_s": 4}, "timeout_s: 4 s leave no time for learn.budget_s=4"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_in_one_line(read, change, words):
+    with pytest.raises(UserError) as caught:
+        read(change).trials()
+    assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_folder_without_mnist_is_named(read, tmp_path):
+    with pytest.raises(UserError, match=f"{tmp_path}: no MNIST files"):
+        read({"learn": {"data": "mnist"}, "data_dir": str(tmp_path)}).trials()
+
+
+def test_data_is_part_of_a_trial_by_its_digest_not_by_its_path(read, tmp_path):
+    def trial(folder):
+        change = {"learn": {"data": "mnist"}, "data_dir": str(folder), "algorithms": ["dear"]}
+        return read(change).trials()[0]
+
+    plain = trial(write_mnist(tmp_path / "a"))
+    assert trial(write_mnist(tmp_path / "b", zipped=True)).hash == plain.hash
+    assert trial(write_mnist(tmp_path / "c", shift=1)).hash != plain.hash
+    assert str(tmp_path) not in json.dumps(plain.to_json())
+    assert Trial.from_json(json.loads(json.dumps(plain.to_json()))) == plain
+
+
+def test_trials_that_do_not_learn_have_the_identity_that_they_had_before():
+    trial = make_trial("dear")
+    values = {
+        k: v for k, v in trial.to_json().items() if k not in ("label", "learn", "data_digest")
+    }
+    text = json.dumps(values, sort_keys=True, separators=(",", ":"))
+    assert trial.hash == hashlib.sha256(text.encode()).hexdigest()[:12]
+    old = {k: v for k, v in trial.to_json().items() if k not in ("learn", "data_digest")}
+    assert Trial.from_json(old) == trial
+
+
+def test_batch_sizes_are_those_of_ranks_and_part_of_a_trial(read):
+    learn = {"data": "digits", "batch_sizes": [4, 1]}
+    change = {"learn": learn, "world_sizes": [2], "baseline": True}
+    trials = {trial.algorithm: trial for trial in read(change).trials()}
+    trial = trials["asyncddp"]
+    assert (trial.batch, trial.rank_batches) == ("4,1", (4, 1))
+    assert (trials["none"].batch, trials["none"].rank_batches) == ("2", (2,))
+    assert Trial.from_json(json.loads(json.dumps(trial.to_json()))) == trial
+    equal = dataclasses.replace(trial, learn=dataclasses.replace(trial.learn, batch_sizes=None))
+    assert equal.hash != trial.hash
+    # Records that are older than the key keep their identity.
+    values = equal.to_json()
+    del values["label"], values["learn"]["batch_sizes"]
+    text = json.dumps(values, sort_keys=True, separators=(",", ":"))
+    assert equal.hash == hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "options", "own"),
+    [
+        ("asyncddp", {}, True),
+        ("asyncddp", {"max_staleness": 3}, True),
+        ("win-put", {}, True),
+        ("push-sum", {"barrier": True}, False),
+        ("decentralized", {}, False),
+        ("dadt", {}, False),
+        ("ddp", {}, False),
+        ("none", {}, False),
+    ],
+)
+def test_only_who_waits_for_nobody_runs_at_own_pace(algorithm, options, own):
+    trial = make_trial(algorithm, options=options, learn=LearnConfig())
+    assert trial.own_pace == own
+    assert not dataclasses.replace(trial, learn=None).own_pace
+
+
+def test_marks_begin_with_the_start_and_end_with_the_end():
+    assert LearnConfig(budget_s=1, eval_every_s=0.25).marks == (0, 0.25, 0.5, 0.75, 1)
+    assert LearnConfig(budget_s=1, eval_every_s=0.4).marks == (0, 0.4, 0.8, 1)
+    schedule = Schedule((0.0, 0.4, 0.8, 1.0))
+    assert list(schedule.passed(0.0)) == [0]
+    assert schedule.next_after(0.0) == 0.4
+    assert list(schedule.passed(0.9)) == [1, 2]
+    assert schedule.next_after(0.9) == 1.0
+    assert list(schedule.passed(0.95)) == []
+    assert list(schedule.passed(2.0)) == [3] and schedule.next_after(2.0) is None
+
+
+class World:
+    """One rank and a clock that steps and copies move."""
+
+    rank, size = 0, 1
+
+    def __init__(self) -> None:
+        self.now = 50.0
+
+    def clock(self) -> float:
+        return self.now
+
+    def barrier(self) -> None:
+        return None
+
+    def broadcast_object(self, value):
+        return value
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_copy_costs_no_time_and_emulated_seconds_count(own):
+    world, taken, settled = World(), [], []
+
+    def step() -> int:
+        world.now += 0.25  # of this machine, 0.125 emulated
+        return 4
+
+    def take(marks, seconds, steps):
+        taken.append((list(marks), seconds, steps))
+        world.now += 100.0
+
+    loop = Loop(
+        budget_s=1.0,
+        step=step,
+        settle=lambda: settled.append(1),
+        take=take,
+        schedule=Schedule((0.0, 0.25, 0.5, 1.0)),
+        clock=TrainingClock(world.clock, time_scale=2.0),
+        communicator=world,
+    )
+    pace = loop.own_pace() if own else loop.in_step()
+    assert (pace.steps, pace.samples) == (8, 32)
+    assert pace.elapsed_s == 1.0
+    assert taken == [([0], 0.0, 0), ([1], 0.25, 2), ([2], 0.5, 4), ([3], 1.0, 8)]
+    # Few words of rank 0: as many as copies, and while the step time is not known yet.
+    assert len(settled) == (0 if own else 4)
+
+
+def _in_step(budget_s: float) -> dict:
+    communicator = runtime.communicator()
+    taken = []
+
+    def step() -> int:
+        time.sleep(0.02 if communicator.rank == 1 else 0.002)
+        return 3
+
+    loop = Loop(
+        budget_s=budget_s,
+        step=step,
+        settle=lambda: None,
+        take=lambda marks, seconds, steps: taken.append((list(marks), seconds, steps)),
+        schedule=Schedule((0.0, budget_s / 2, budget_s)),
+        clock=TrainingClock(communicator.clock, 1.0),
+        communicator=communicator,
+    )
+    pace = loop.in_step()
+    return {"steps": pace.steps, "elapsed_s": pace.elapsed_s, "taken": taken}
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_ranks_in_step_end_and_copy_at_the_same_steps_in_time(world, size):
+    results = world(size).run(_in_step, 0.4)
+    assert all(result == results[0] for result in results)
+    assert 0.4 <= results[0]["elapsed_s"] < 0.8
+    marks = [mark for marks, _, _ in results[0]["taken"] for mark in marks]
+    assert marks == [0, 1, 2]
+
+
+def _workload():
+    return build("mnist_cnn", 4, None, torch.Generator().manual_seed(1))
+
+
+def test_ranks_share_a_round_or_have_one_of_their_own():
+    labels = torch.arange(24)
+    images = labels.float().view(-1, 1, 1, 1).expand(-1, 1, 28, 28)
+
+    def seen(rank, sampler, batches):
+        learn = LearnConfig(data="digits", sampler=sampler)
+        made = Batches(learn, (images, labels), batch_size=4, seed=3, rank=rank, size=3)
+        workload, found = _workload(), []
+        for _ in range(batches):
+            assert made.feed(workload) == 4
+            (inputs,), (targets,) = workload.inputs, workload.targets
+            assert torch.equal(inputs[:, 0, 0, 0].long(), targets)
+            found += targets.tolist()
+        return found
+
+    shared = [seen(rank, "shared", 2) for rank in range(3)]
+    assert sorted(label for order in shared for label in order) == list(range(24))
+    assert seen(0, "shared", 4)[8:] != shared[0]  # another order in the next round
+    own = [seen(rank, "own", 6) for rank in range(3)]
+    assert all(sorted(order) == list(range(24)) for order in own)
+    assert own[0] != own[1]
+    with pytest.raises(UserError, match="batch_size: 4 is more than the 3 images"):
+        learn = LearnConfig(data="digits")
+        Batches(learn, (images[:9], labels[:9]), batch_size=4, seed=3, rank=0, size=3)
+
+
+def test_data_that_has_changed_is_noticed(tmp_path):
+    folder = write_mnist(tmp_path / "a")
+    other = write_mnist(tmp_path / "b", images=20)
+    assert datasets.digest("mnist", folder) != datasets.digest("mnist", other)
+    assert datasets.digest("digits", None) == datasets.digest("digits", None)
+    (images, labels), (test_images, _) = datasets.load("mnist", other)
+    assert len(images) == len(labels) == 18 and len(test_images) == 2
+
+
+@pytest.mark.parametrize(
+    ("may_lose", "codes", "status"),
+    [
+        (True, {0: 0, 1: -9, 2: 0}, "ok"),
+        (False, {0: 0, 1: -9, 2: 0}, "failed"),
+        (True, {0: 0, 1: -9, 2: 1}, "failed"),
+        (True, {0: 0, 1: -9, 2: None}, "failed"),
+        (True, {0: 0, 1: 1, 2: 0}, "failed"),
+        (True, {1: -9}, "failed"),
+    ],
+)
+def test_a_killed_rank_is_survived_only_where_the_others_end_well(
+    tmp_path, may_lose, codes, status
+):
+    job = Job(
+        folder=tmp_path,
+        repeat=0,
+        world_size=3,
+        timeout_s=9,
+        worker_module="worker",
+        may_lose_ranks=may_lose,
+    )
+    job.result_path.write_text("{}")
+    outcome = outcome_of(job, codes)
+    assert outcome.status == status
+    if status == "ok":
+        assert outcome.result == {"lost_ranks": [1]}
+    else:
+        assert "rank 1 " in outcome.error["message"]

@@ -70,7 +70,6 @@ def test_replicas_of_one_machine_stay_the_same(world):
     states = [result["end"] for result in world(4).run(_on_rank, "neighbor", options)]
     for one, other in ((0, 1), (2, 3)):
         assert all((states[one][n] == states[other][n]).all() for n in states[one])
-    assert any((states[0][n] != states[2][n]).any() for n in states[0])
 
 
 def _other_optimizer() -> float:

@@ -14,10 +14,8 @@ from torch.nn import functional
 import dear
 from dear.comm import runtime
 from dear.comm.consensus import GlobalAverage
-from dear.errors import UserError
 from dear.pace import run_for
 from dear.topology import graph, recv_weights
-from dear.training.algorithm import algorithm_options
 from tests import awkward
 from tests.decentralized_serial import backward
 from tests.ranks import RankPool
@@ -369,19 +367,6 @@ def test_on_gloo_its_windows_are_the_comm_cores():
         pool.close()
 
 
-def _alone() -> float:
-    model, plain = awkward.make_model(), awkward.make_model()
-    optimizer = _wrapped(model, awkward.make_optimizer("sgd", model))
-    states = awkward.train(model, optimizer, 0, 1)
-    optimizer.close()
-    awkward.train(plain, awkward.make_optimizer("sgd", plain), 0, 1)
-    return awkward.error(states, [plain.state_dict()])
-
-
-def test_alone_it_is_the_plain_optimizer(world):
-    assert world(1).run(_alone) == [0.0]
-
-
 def _average() -> float:
     param = torch.full((3,), float(dear.rank()))
     GlobalAverage(runtime.communicator(), [param]).apply(keep=False)
@@ -390,21 +375,3 @@ def _average() -> float:
 
 def test_y3_the_global_average_is_a_mean(world):
     assert world(4).run(_average) == [1.5] * 4
-
-
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        ({"topology": "rnig"}, "did you mean 'ring'"),
-        ({"max_staleness": -1}, "'max_staleness'"),
-        ({"max_staleness": 1.5}, "'max_staleness'"),
-        ({"bucket_mb": -1.0}, "'bucket_mb'"),
-        ({"finish_timeout_s": 0.0}, "'finish_timeout_s'"),
-        ({"update": "later"}, "'update'"),
-    ],
-)
-def test_bad_options_are_refused_in_one_line(options, named):
-    with pytest.raises(UserError) as caught:
-        algorithm_options("asyncddp", options)
-    assert named in str(caught.value)
-    assert "\n" not in str(caught.value)

@@ -9,68 +9,6 @@ import torch
 from torch import nn
 
 import dear
-from dear.topology import from_matrix, matrix, splitting
-from tests.decentral import Serial, error, mixed, on_rank, run, weights
-
-CASES = [
-    (1, "exp2", "sgd"),
-    (2, "ring-left", "adamw"),
-    (3, "star", "sgd"),
-    (3, "ring-right", "adamw"),
-    (4, "exp2", "sgd"),
-]
-LIMIT = 2e-5
-
-
-@pytest.mark.parametrize("algorithm", ["win-put", "pull-get"])
-@pytest.mark.parametrize(("world_size", "topology", "kind"), CASES)
-def test_with_a_barrier_they_are_awc(world, world_size, algorithm, topology, kind):
-    options = {"barrier": True, "topology": topology, "bucket_mb": 0.001}
-    states = world(world_size).run(on_rank, algorithm, options, kind)
-    serial, w = Serial(world_size, kind), weights(topology, world_size)
-
-    def step(number):
-        serial.set_params(mixed(w, serial.params()))
-        serial.update()
-
-    assert error(states, run(serial, step)) < LIMIT
-
-
-@pytest.mark.parametrize("algorithm", ["win-put", "pull-get", "push-sum"])
-def test_every_second_step_exchanges(world, algorithm):
-    options = {"barrier": True, "every": 2, "topology": "ring"}
-    states = world(3).run(on_rank, algorithm, options, "sgd")
-    serial = Serial(3, "sgd")
-    full = weights("ring", 3)
-
-    def step(number):
-        if algorithm == "push-sum":
-            serial.update()
-        if number % 2:
-            serial.set_params(mixed(full, serial.params()))
-        if algorithm != "push-sum":
-            serial.update()
-
-    assert error(states, run(serial, step)) < LIMIT
-
-
-@pytest.mark.parametrize(("world_size", "topology", "kind"), [*CASES, (4, "star", "sgd")])
-def test_with_a_barrier_push_sum_equals_its_equation(world, world_size, topology, kind):
-    options = {"barrier": True, "topology": topology, "bucket_mb": 0.001}
-    states = world(world_size).run(on_rank, "push-sum", options, kind)
-    serial = Serial(world_size, kind)
-    c = matrix(splitting(from_matrix(weights(topology, world_size))))
-    u, p = serial.params(), torch.ones(world_size)
-
-    def step(number):
-        nonlocal u, p
-        before = serial.params()
-        serial.update()
-        terms = zip(u, serial.params(), before, strict=True)
-        u, (p,) = mixed(c, [a + n - b for a, n, b in terms]), mixed(c, [p])
-        serial.set_params([a / p.view(-1, *[1] * (a.dim() - 1)) for a in u])
-
-    assert error(states, run(serial, step)) < LIMIT
 
 
 def _linear(algorithm, lr, start, **options):

@@ -12,24 +12,31 @@ failed or gave a wrong result, 2 a mistake in the options.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
+import statistics
 import sys
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from bench import session, table
-from bench.limits import LimitError, MemoryBound, iperf_bytes_per_s
-from bench.output import Output
-from bench.report import LIMIT_FROM, Limits, Report, Sample
-from bench.session import Session
+from bench.rig import session, table
+from bench.rig.limits import Limits
+from bench.rig.measure import collective
+from bench.rig.output import note
+from bench.rig.table import Ratio
 from dear.errors import UserError, unknown
+
+HEADER = (
+    "op", "engine", "bytes", "time ms", "algbw GB/s", "busbw GB/s", "p50 ms", "p99 ms", "min ms",
+    "CPU-s/GB", "iterations", "#wrong",
+)  # fmt: skip
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    session.add_arguments(parser, ["comm_core", "gloo", "mpi", "horovod"], world=4)
+    parser = session.parser_of(__doc__, ["comm_core", "gloo", "mpi", "horovod"], world=4)
     add = parser.add_argument
     add("--ops", nargs="+", default=list(table.OPS), metavar="OP", help="operations")
     add("--sizes", nargs="+", default=["4K", "4M", "25M"], metavar="SIZE", help="bucket sizes")
@@ -37,56 +44,28 @@ def main(argv: list[str]) -> int:
     add("--seconds", type=float, default=0.5, help="timed seconds per engine, case and round")
     add("--min-iterations", type=int, default=3, help="at least so many in a round")
     add("--max-iterations", type=int, default=1000, help="at most so many in a round")
-    args = parser.parse_args(argv)
-    setup = session.setup_from(args)
+    args = session.parse(parser, argv)
     for op in args.ops:
         if op not in table.OPS:
             raise unknown("operation", op, table.OPS)
     if args.repeats < 1 or not 1 <= args.min_iterations <= args.max_iterations:
         raise UserError("--repeats and the numbers of iterations must be at least 1, min <= max")
-    sizes = [table.bucket_bytes(table.parse_size(text), setup.world) for text in args.sizes]
-    cases = [(op, nbytes) for nbytes in sizes for op in args.ops]
-    output = Output(args.json)
-    try:
-        with Session(setup) as running:
-            print("\n".join(running.header()), flush=True)
-            run = Run(running, cases, args)
-            for index in range(args.repeats):
-                run.round(index)
-                output.save(run.record(args))
-        return run.print()
-    finally:
-        output.close()
-
-
-class Run:
-    """Collects samples and limits, round by round."""
-
-    def __init__(
-        self, running: Session, cases: list[tuple[str, int]], args: argparse.Namespace
-    ) -> None:
-        self._running, self._cases = running, cases
-        self._measurement = {
-            "budget_s": args.seconds,
-            "iterations": (args.min_iterations, args.max_iterations),
-        }
-        self._samples: list[Sample] = []
-        self._iperf: list[float] = []
-        self._limit_failure: str | None = None
-        self._memory = MemoryBound(running.folder)
-        self._limits = Limits(kind="wire" if running.hosts.virtual else "memory", bound_s={})
-
-    def round(self, index: int) -> None:
-        """Every case with every engine, once."""
-        self._measure_limits(index)
-        for op, nbytes in self._cases:
-            for engine in self._running.setup.engines:
-                results = self._running.call(
-                    engine, "bench.measure", "collective",
-                    op=op, nbytes=nbytes, **self._measurement,
-                )  # fmt: skip
-                if results is None:
-                    continue
+    measurement = {
+        "budget_s": args.seconds,
+        "iterations": (args.min_iterations, args.max_iterations),
+    }
+    sizes = [table.bucket_bytes(table.parse_size(text), args.world) for text in args.sizes]
+    cases = {
+        (op, nbytes): {"op": op, "nbytes": nbytes, **measurement}
+        for nbytes in sizes
+        for op in args.ops
+    }
+    limits = Limits("wire" if args.num_hosts else "memory", cases)
+    samples: list[Sample] = []
+    with session.started("bench/collectives", args) as running:
+        for index in range(args.repeats):
+            limits.measure(running, index)
+            for (op, nbytes), engine, results in running.round(collective, cases):
                 sample = Sample(
                     engine=engine,
                     op=op,
@@ -96,78 +75,134 @@ class Run:
                     cpu_s=[result["cpu_s"] for result in results],
                     wrong=sum(result["wrong"] for result in results),
                 )
-                self._samples.append(sample)
+                samples.append(sample)
                 what = f"{op} {table.human_bytes(nbytes)} {engine}"
-                session.note(f"round {index + 1}: {what} {sample.median_s() * 1e3:.3f} ms")
+                note(f"round {index + 1}: {what} {sample.median_s() * 1e3:.3f} ms")
+            running.save(
+                repeats=args.repeats,
+                measurement=measurement,
+                samples=[dataclasses.asdict(sample) for sample in samples],
+                **limits.record(),
+            )
+        print("\n".join(report(samples, args.world, args.engines, limits, running.failures)))
+        return 1 if running.failures or any(sample.wrong for sample in samples) else 0
 
-    def _measure_limits(self, index: int) -> None:
-        if self._limit_failure is not None:
-            return
-        world, hosts = self._running.setup.world, self._running.hosts.all
-        bounds = self._limits.bound_s
-        cases = [case for case in self._cases if case[1] >= LIMIT_FROM]
-        try:
-            if self._limits.kind == "wire" and len(hosts) > 1:
-                rate = iperf_bytes_per_s(hosts[0], hosts[1])
-                self._iperf.append(rate)
-                for op, nbytes in cases:
-                    bounds[op, nbytes, index] = nbytes * table.bus_factor(op, world) / rate
-            elif self._limits.kind == "memory" and self._running.setup.transport != "tcp":
-                for nbytes in {nbytes for _, nbytes in cases}:
-                    bound = self._memory.measure(world, nbytes)
-                    for op in {op for op, _ in self._cases}:
-                        bounds[op, nbytes, index] = bound[op]
-        except LimitError as error:
-            self._limit_failure = str(error)
-            session.note(f"no {self._limits.kind} limit: {error}")
 
-    def record(self, args: argparse.Namespace) -> dict[str, object]:
-        """Everything measured so far."""
-        return self._running.record("bench/collectives") | {
-            "repeats": args.repeats,
-            "measurement": self._measurement,
-            "samples": [dataclasses.asdict(sample) for sample in self._samples],
-            "iperf3_bytes_per_s": self._iperf,
-            "limit": self._limits.kind,
-            "limit_failure": self._limit_failure,
-            "bounds_s": [[*key, value] for key, value in self._limits.bound_s.items()],
-        }
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One round of one operation with one engine.
 
-    def print(self) -> int:
-        """The table and what follows from it; the exit status."""
-        names, failures = self._running.setup.engines, self._running.failures
-        report = Report(self._samples, self._running.setup.world, failures)
-        print(report.rows(self._cases, names, self._limits))
-        for line in self._limit_lines():
-            print(line)
-        print()
-        core = [name for name in names if name.startswith("comm_core")]
-        for reference in core or names[:1]:
-            for line in report.ratios(self._cases, names, reference):
-                print(line)
-        for line in report.nearness(self._cases, names, self._limits):
-            print(line)
-        wrong = sum(sample.wrong for sample in self._samples)
-        if wrong:
-            print(f"WRONG RESULTS: {wrong} elements")
-        for name, reason in failures.items():
-            print(f"{name}: {reason}")
-        return 1 if wrong or failures else 0
+    Attributes:
+        nbytes: size of the whole bucket.
+        times_s: per rank and iteration.
+        cpu_s: per rank, for all iterations.
+        wrong: elements that differed from the right result, all ranks.
+    """
 
-    def _limit_lines(self) -> list[str]:
-        if self._limit_failure is not None:
-            return [f"# no {self._limits.kind} limit: {self._limit_failure}"]
-        if self._iperf:
-            rates = ", ".join(f"{rate * 8 / 1e9:.3f}" for rate in self._iperf)
-            return [f"# iperf3, one connection between two hosts: {rates} Gb/s by round"]
-        lines = []
-        for op, nbytes in self._cases:
-            times = [v for key, v in self._limits.bound_s.items() if key[:2] == (op, nbytes)]
-            if times:
-                values = ", ".join(table.digits(t * 1e3) for t in times)
-                size = table.human_bytes(nbytes)
-                lines.append(f"# memory bound {op} {size}: {values} ms by round")
-        return lines
+    engine: str
+    op: str
+    nbytes: int
+    round: int
+    times_s: list[list[float]]
+    cpu_s: list[float]
+    wrong: int
+
+    def steps_s(self) -> list[float]:
+        """Seconds per iteration: of the slowest rank."""
+        return table.slowest(self.times_s)
+
+    def median_s(self) -> float:
+        """The round's figure."""
+        return statistics.median(self.steps_s())
+
+    def cpu_s_per_gb(self) -> float:
+        """CPU seconds of all ranks per 1e9 bytes of bucket."""
+        # The clock is exact, but an engine may truly use none between two readings.
+        return max(sum(self.cpu_s) / len(self.times_s[0]) / (self.nbytes / 1e9), 1e-9)
+
+
+def report(
+    samples: Sequence[Sample],
+    world: int,
+    engines: Sequence[str],
+    limits: Limits,
+    failures: Mapping[str, str],
+) -> list[str]:
+    """The table and what follows from it; operations and sizes in the order of the limits."""
+    times: Series = defaultdict(dict)
+    cpu: Series = defaultdict(dict)
+    for sample in samples:
+        times[sample.engine, sample.op, sample.nbytes][sample.round] = sample.median_s()
+        cpu[sample.engine, sample.op, sample.nbytes][sample.round] = sample.cpu_s_per_gb()
+
+    def cells(kept: list[Sample]) -> list[str]:
+        op, nbytes, engine = kept[0].op, kept[0].nbytes, kept[0].engine
+        steps = [step for sample in kept for step in sample.steps_s()]
+        time_s = statistics.median(times[engine, op, nbytes].values())
+        bandwidth = nbytes / time_s / 1e9
+        numbers = [time_s * 1e3, bandwidth, bandwidth * table.bus_factor(op, world)]
+        numbers += [table.percentile(steps, percent) * 1e3 for percent in (50, 99, 0)]
+        numbers.append(statistics.median(cpu[engine, op, nbytes].values()))
+        near = limits.nearness((op, nbytes), times[engine, op, nbytes])
+        return [
+            *(table.digits(number) for number in numbers),
+            *(str(len(steps)), str(sum(sample.wrong for sample in kept))),
+            table.digits(near.median if near else None),
+        ]
+
+    rounds: dict[tuple[str, ...], list[Sample]] = {
+        (op, engine, str(nbytes)): [
+            sample
+            for sample in samples
+            if (sample.op, sample.engine, sample.nbytes) == (op, engine, nbytes)
+        ]
+        for op, nbytes in limits.bound_s
+        for engine in engines
+    }
+    header = [*HEADER, "of wire" if limits.kind == "wire" else "x memory"]
+    lines = [table.layout(header, table.rows_of(rounds, failures, cells)), *limits.lines(), ""]
+    core = [name for name in engines if name.startswith("comm_core")]
+    for reference in core or engines[:1]:
+        lines += _compared(reference, engines, world, limits.bound_s, times, cpu)
+    unit = " of the wire (iperf3)" if limits.kind == "wire" else "x the memory bound"
+    for op, nbytes in limits.bound_s:
+        for engine in engines:
+            if near := limits.nearness((op, nbytes), times[engine, op, nbytes]):
+                label = f"{op} {table.human_bytes(nbytes)} n={world}: {engine}"
+                lines.append(f"{label} {near.text(unit)} {near.spread()}")
+    if wrong := sum(sample.wrong for sample in samples):
+        lines.append(f"WRONG RESULTS: {wrong} elements")
+    return lines + [f"{name}: {reason}" for name, reason in failures.items()]
+
+
+Series = dict[tuple[str, str, int], dict[int, float]]
+"""A figure by engine, operation and bytes; then by round."""
+
+
+def _compared(
+    reference: str,
+    engines: Sequence[str],
+    world: int,
+    cases: Iterable[tuple[str, int]],
+    times: Series,
+    cpu: Series,
+) -> list[str]:
+    """The reference engine against the others: how many times faster, and its CPU."""
+    lines = []
+    for op, nbytes in cases:
+        mine = (reference, op, nbytes)
+        for other in engines:
+            if other == reference:
+                continue
+            theirs = (other, op, nbytes)
+            found = [(Ratio.of(times[theirs], times[mine]), other)]
+            found.append((Ratio.of(cpu[mine], cpu[theirs]), f"the CPU of {other}"))
+            if op == "rs_ag":
+                whole = times[other, "all_reduce", nbytes]
+                found.append((Ratio.of(times[mine], whole), f"the time of {other} all_reduce"))
+            label = f"{op} {table.human_bytes(nbytes)} n={world}: {reference}"
+            lines += [f"{label} {r.text()} {what} {r.spread()}" for r, what in found if r]
+    return lines
 
 
 if __name__ == "__main__":

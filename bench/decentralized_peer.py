@@ -21,45 +21,23 @@ import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from bench import session, table
-from bench.output import Output
-from bench.session import Session
-from bench.table import Ratio
+from bench.rig import session, table
+from bench.rig.output import note
+from bench.rig.rank import Place
+from bench.rig.table import Ratio
+from dear.lazy import dist, np, torch
 from dear.options import at_least
 from dear.topology.schedules import TopologyReg
-
-if TYPE_CHECKING:
-    import numpy as np
-    import torch
-
-    from bench.rank import Place
 
 SYSTEMS = {"comm_core": "dear", "gloo": "decent-dp"}
 """By the engine that each stands on."""
 COMPARED_STEPS = 20
 TOLERANCE = 1e-5
 _WARM_UP = 3
-
-
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """What every rank trains.
-
-    Attributes:
-        layers: of `width` x `width` weights.
-        batch: samples per rank and step.
-        local: ranks per node, as topologies count them.
-    """
-
-    topology: str
-    width: int
-    layers: int
-    batch: int
-    local: int
 
 
 @dataclass
@@ -75,27 +53,53 @@ class Case:
     def ratio(self) -> Ratio | None:
         """Steps per second of ours over those of decent-dp."""
         ours, theirs = self.step_s.values()
-        return Ratio.of(theirs, ours) if ours and len(ours) == len(theirs) else None
+        return Ratio.of(dict(enumerate(theirs)), dict(enumerate(ours)))
+
+    def compare(self, ends: list[list[np.ndarray]]) -> None:
+        """Notes how far the parameters of two systems, by rank, are apart."""
+        if len(ends) == 2:
+            norm = np.linalg.norm
+            self.difference = max(float(norm(a - b) / norm(b)) for a, b in zip(*ends, strict=True))
+
+    def record(self, topology: str, local: int) -> dict[str, Any]:
+        """The case in the file."""
+        return {
+            "topology": topology,
+            "ranks_per_node": local,
+            "relative_difference": self.difference,
+            "step_s": {SYSTEMS[system]: times for system, times in self.step_s.items()},
+            "cpu_s_per_rank_and_step": {SYSTEMS[s]: used for s, used in self.cpu_s.items()},
+            "speedup": self.ratio and vars(self.ratio),
+        }
 
 
 def train(
-    place: Place, job: dict[str, Any], steps: int, compare: bool
+    place: Place,
+    topology: str,
+    local: int,
+    width: int,
+    layers: int,
+    batch: int,
+    steps: int,
+    compare: bool,
 ) -> tuple[np.ndarray | None, list[float], float]:
     """On one rank: parameters after `steps` (where they are compared), each step's seconds, and
-    the process's CPU seconds per step."""
-    import torch
-    import torch.distributed as dist
+    the process's CPU seconds per step.
 
-    wanted = Job(**job)
+    Args:
+        local: ranks per node, as topologies count them.
+        layers: of `width` x `width` weights.
+        batch: samples per rank and step.
+    """
     torch.manual_seed(1)
-    layers = [torch.nn.Linear(wanted.width, wanted.width) for _ in range(wanted.layers)]
-    model = torch.nn.Sequential(*(part for layer in layers for part in (layer, torch.nn.Tanh())))
-    wrapped = _wrapped(place.name, model, wanted, compare)
+    linear = [torch.nn.Linear(width, width) for _ in range(layers)]
+    model = torch.nn.Sequential(*(part for layer in linear for part in (layer, torch.nn.Tanh())))
+    wrapped = _wrapped(place.name, model, topology, local, compare)
     generator = torch.Generator().manual_seed(place.rank)
     times = []
     used = 0.0
     for step in range(steps):
-        x = torch.randn(wanted.batch, wanted.width, generator=generator)
+        x = torch.randn(batch, width, generator=generator)
         if step == _WARM_UP:
             used = time.process_time()
         began = time.perf_counter()
@@ -109,7 +113,9 @@ def train(
     return (ended.numpy() if compare else None), times[_WARM_UP:], used
 
 
-def _wrapped(engine: str, model: torch.nn.Module, job: Job, same_order: bool) -> Any:
+def _wrapped(
+    engine: str, model: torch.nn.Module, topology: str, local: int, same_order: bool
+) -> Any:
     make = functools.partial(_sgd, lr=0.05)
     if SYSTEMS[engine] == "decent-dp":
         try:
@@ -118,16 +124,15 @@ def _wrapped(engine: str, model: torch.nn.Module, job: Job, same_order: bool) ->
         except ImportError as error:
             raise RuntimeError(f"decent-dp is not there: {error}") from None
         logger.remove()
-        return Peer(model, make, topology=job.topology, _local_world_size=job.local)
+        return Peer(model, make, topology=topology, _local_world_size=local)
     from dear.decentralized import DecentralizedDataParallel
 
-    topology = _as_the_peer_goes(job.topology) if same_order else job.topology
-    return DecentralizedDataParallel(model, make, topology=topology, _local_world_size=job.local)
+    if same_order:
+        topology = _as_the_peer_goes(topology)
+    return DecentralizedDataParallel(model, make, topology=topology, _local_world_size=local)
 
 
 def _sgd(params: Any, lr: float) -> torch.optim.Optimizer:
-    import torch
-
     return torch.optim.SGD([param for _, param in params], lr=lr, momentum=0.9)
 
 
@@ -149,8 +154,7 @@ def _as_the_peer_goes(name: str) -> str:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    session.add_arguments(parser, list(SYSTEMS), world=4)
+    parser = session.parser_of(__doc__, list(SYSTEMS), world=4)
     add = parser.add_argument
     names = ["complete", "ring", "one-peer-exp", "alternating-exp-ring"]
     add("--topologies", nargs="+", default=names, metavar="NAME")
@@ -160,34 +164,48 @@ def main(argv: list[str]) -> int:
     add("--batch", type=int, default=4, help="samples per rank")
     add("--steps", type=int, default=20, help="timed steps of a round")
     add("--repeats", type=int, default=5, help="rounds")
-    args = parser.parse_args(argv)
+    args = session.parse(parser, argv)
     if args.local is not None:
         at_least("--local", args.local, 1)
     for name in ("width", "layers", "batch", "steps", "repeats"):
         at_least(f"--{name}", getattr(args, name), 1)
-    for name in args.topologies:
+    wanted = {"width": args.width, "layers": args.layers, "batch": args.batch}
+    jobs = {
+        name: {"topology": name, "local": _local(args, name), **wanted} for name in args.topologies
+    }
+    for name, job in jobs.items():
         # A topology that this world cannot have is named before anything starts.
-        local = _local(args, name)
-        TopologyReg.make(name, world_size=args.ranks, rank=0, local_world_size=local)
-    setup = session.setup_from(args)
+        TopologyReg.make(name, world_size=args.world, rank=0, local_world_size=job["local"])
     cases = {name: Case() for name in args.topologies}
-    output = Output(args.json)
-    try:
-        with Session(setup) as running:
-            print("\n".join(running.header()), flush=True)
-            for name in cases:
-                _compare(running, _job(args, name), cases[name])
-            for index in range(args.repeats):
-                for name, case in cases.items():
-                    _round(running, _job(args, name), args.steps, case, index)
-                output.save(_record(running, args, cases))
-            print(_rendered(cases))
-            for system, reason in running.failures.items():
-                print(f"{SYSTEMS[system]}: {reason}")
-            apart = any((case.difference or 0) > TOLERANCE for case in cases.values())
-            return 1 if running.failures or apart else 0
-    finally:
-        output.close()
+    with session.started("bench/decentralized_peer", args) as running:
+        ends: dict[tuple[str, str], list[np.ndarray]] = {}
+        once = {
+            name: job | {"steps": COMPARED_STEPS, "compare": True} for name, job in jobs.items()
+        }
+        for name, system, ranks in running.round(train, once):
+            ends[name, system] = [ended for ended, *_ in ranks]
+        for name, case in cases.items():
+            case.compare([ends[name, system] for system in args.engines if (name, system) in ends])
+        timed = {
+            name: job | {"steps": args.steps + _WARM_UP, "compare": False}
+            for name, job in jobs.items()
+        }
+        for index in range(args.repeats):
+            # Who goes first alternates, as does whatever disturbs the machine.
+            for name, system, ranks in running.round(train, timed, backwards=index % 2 == 1):
+                step_s = statistics.median(table.slowest([times for _, times, _ in ranks]))
+                cases[name].step_s[system].append(step_s)
+                cases[name].cpu_s[system].append(statistics.fmean(used for *_, used in ranks))
+                note(f"round {index + 1}: {name}, {SYSTEMS[system]} {step_s * 1e3:.1f} ms")
+            running.save(
+                parameters=args.layers * (args.width**2 + args.width),
+                cases=[case.record(name, jobs[name]["local"]) for name, case in cases.items()],
+            )
+        print(rendered(cases))
+        for system, reason in running.failures.items():
+            print(f"{SYSTEMS[system]}: {reason}")
+        apart = any((case.difference or 0) > TOLERANCE for case in cases.values())
+        return 1 if running.failures or apart else 0
 
 
 def _local(args: argparse.Namespace, topology: str) -> int:
@@ -195,57 +213,7 @@ def _local(args: argparse.Namespace, topology: str) -> int:
     return args.local or (2 if topology == "alternating-exp-ring" else 1)
 
 
-def _job(args: argparse.Namespace, topology: str) -> dict[str, Any]:
-    shared = {name: getattr(args, name) for name in ("width", "layers", "batch")}
-    return {"topology": topology, "local": _local(args, topology), **shared}
-
-
-def _compare(running: Session, job: dict[str, Any], case: Case) -> None:
-    import numpy as np
-
-    ends = []
-    for system in running.setup.engines:
-        arguments = {"job": job, "steps": COMPARED_STEPS, "compare": True}
-        ranks = running.call(system, "bench.decentralized_peer", "train", **arguments)
-        ends.append(ranks and [ended for ended, *_ in ranks])
-    if len(ends) == 2 and all(ends):
-        pairs = zip(*ends, strict=True)
-        norm = np.linalg.norm
-        case.difference = max(float(norm(a - b) / norm(b)) for a, b in pairs)
-
-
-def _round(running: Session, job: dict[str, Any], steps: int, case: Case, index: int) -> None:
-    # Who goes first alternates, as does whatever disturbs the machine.
-    for system in list(running.setup.engines)[:: 1 if index % 2 == 0 else -1]:
-        arguments = {"job": job, "steps": steps + _WARM_UP, "compare": False}
-        ranks = running.call(system, "bench.decentralized_peer", "train", **arguments)
-        if ranks is None:
-            continue
-        step_s = statistics.median(table.slowest([times for _, times, _ in ranks]))
-        case.step_s[system].append(step_s)
-        case.cpu_s[system].append(statistics.fmean(used for *_, used in ranks))
-        what = f"{job['topology']}, {SYSTEMS[system]}"
-        session.note(f"round {index + 1}: {what} {step_s * 1e3:.1f} ms")
-
-
-def _record(running: Session, args: argparse.Namespace, cases: dict[str, Case]) -> dict[str, Any]:
-    values = [
-        {
-            "topology": name,
-            "ranks_per_node": _local(args, name),
-            "relative_difference": case.difference,
-            "step_s": {SYSTEMS[system]: times for system, times in case.step_s.items()},
-            "cpu_s_per_rank_and_step": {SYSTEMS[s]: used for s, used in case.cpu_s.items()},
-            "speedup": case.ratio and vars(case.ratio),
-        }
-        for name, case in cases.items()
-    ]
-    parameters = args.layers * (args.width**2 + args.width)
-    record = running.record("bench/decentralized_peer")
-    return record | {"parameters": parameters, "cases": values}
-
-
-def _rendered(cases: dict[str, Case]) -> str:
+def rendered(cases: dict[str, Case]) -> str:
     rows = []
     for name, case in cases.items():
         row = [name, "-" if case.difference is None else f"{case.difference:.1e}"]

@@ -12,26 +12,449 @@ Exit status: 0 within the bar, 1 not or something failed, 2 a mistake in the opt
 from __future__ import annotations
 
 import argparse
-import importlib
+import gc
+import itertools
+import json
+import statistics
+import subprocess
 import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, ClassVar
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from bench import session
-from common.emulation import sandbox
-from dear.errors import UserError
+import yaml
 
-SANDBOXED = ("links", "collective")
+from bench.rig import session
+from bench.rig.measure import collective
+from bench.rig.output import Output, note
+from bench.rig.table import Ratio, bucket_bytes, bus_factor, digits, layout, parse_size, slowest
+from bench.rig.team import Layout, Teams
+from common.emulation import network, sandbox
+from common.emulation.cluster import EmulatedCluster
+from common.emulation.config import NetworkProfile
+from dear.errors import UserError, unknown
+from dear.lazy import torch
+from dear.options import positive
+
+
+class Case:
+    """One thing that is asked for, what was measured of it, and how far that is off."""
+
+    bar_percent: ClassVar[float]
+    header: ClassVar[tuple[str, ...]]
+    judged = True
+    off_percent: float
+
+    def cells(self) -> list[str]:
+        """The row below `header`."""
+        raise NotImplementedError
+
+    @property
+    def verdict(self) -> str:
+        """`ok`, or `MISSED` if further off than the bar in either direction."""
+        if not self.judged:
+            return "not judged"
+        return "ok" if abs(self.off_percent) <= self.bar_percent else "MISSED"
+
+
+def table(kind: type[Case], cases: Sequence[Case]) -> str:
+    """A row per case, and its verdict."""
+    header = [*kind.header, f"bar {kind.bar_percent:g} %"]
+    return layout(header, [[*case.cells(), case.verdict] for case in cases])
+
+
+class Check:
+    """The cases of one run: kept after each round, printed and judged at its end."""
+
+    def __init__(self, what: str, kind: type[Case], output: Output) -> None:
+        self._what, self._kind, self._output = what, kind, output
+
+    def save(self, cases: Sequence[Case], **values: Any) -> None:
+        """Keeps the cases and values, with where they were measured."""
+        about = self._output.about(f"bench/fidelity {self._what}")
+        self._output.save({**about, "cases": [vars(case) for case in cases], **values})
+
+    def end(self, cases: Sequence[Case], *remarks: str, failures: Sequence[str] = ()) -> int:
+        """Prints the table; 0 if all that is judged is within the bar and nothing has failed."""
+        print("\n".join([*self._output.heading(), *remarks, table(self._kind, cases), *failures]))
+        return int(bool(failures) or any(case.verdict == "MISSED" for case in cases))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link(Case):
+    """A rate at a time scale; `judged` if every machine should reach it."""
+
+    bar_percent = 2.0
+    header = ("asked", "time scale", "lowest", "highest", "worst")
+
+    gbps: float
+    time_scale: float
+    judged: bool = True
+    rounds: list[list[dict[str, Any]]] = field(default_factory=list)
+
+    @property
+    def profile(self) -> NetworkProfile:
+        return NetworkProfile(name=f"{self.gbps:g} Gb/s", gbps=self.gbps)
+
+    def links(self) -> dict[str, float]:
+        """Median over the rounds of every link's rate, in emulated Gb/s."""
+        return {
+            f"{self.rounds[0][host]['host']} {way}": statistics.median(
+                measured[host][f"{way}_gbps"] for measured in self.rounds
+            )
+            for host in range(len(self.rounds[0]))
+            for way in ("up", "down")
+        }
+
+    @property
+    def off_percent(self) -> float:
+        """The deviation of the worst link."""
+        offs = [100 * (rate / self.gbps - 1) for rate in self.links().values()]
+        return max(offs, key=abs)
+
+    def cells(self) -> list[str]:
+        rates = self.links().values()
+        return [
+            *(f"{self.gbps:g} Gb/s", f"{self.time_scale:g}"),
+            *(digits(min(rates), 4), digits(max(rates), 4), f"{self.off_percent:+.2f} %"),
+        ]
+
+
+def links(args: argparse.Namespace, output: Output) -> int:
+    """Do virtual links have the rate that was asked for?"""
+    check = Check(args.what, Link, output)
+    cases = [
+        Link(gbps=0.1, time_scale=1),
+        Link(gbps=1, time_scale=1),
+        Link(gbps=10, time_scale=10),
+        # What a small machine cannot carry at full speed: there dilation is needed.
+        Link(gbps=10, time_scale=1, judged=False),
+    ]
+    with EmulatedCluster(hosts=2, profile=cases[0].profile) as cluster:
+        for index in range(args.repeats):
+            for case in cases:
+                cluster.set_profile(case.profile, case.time_scale)
+                case.rounds.append(cluster.measure(0.5))
+                note(f"round {index + 1}: {case.gbps:g} Gb/s at {case.time_scale:g}")
+            check.save(cases)
+    return check.end(cases)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replay(Case):
+    """A profile at a time scale. Seconds are emulated ones."""
+
+    bar_percent = 2.0
+    header = (
+        *("profile", "batch", "time scale", "wanted ms", "median ms", "lowest", "highest"),
+        *("CPU ms per step", "off"),
+    )
+    judged_from: ClassVar[float] = 4.0
+
+    model: str
+    batch_size: int
+    time_scale: float
+    profile_s: float
+    """Forward and backward."""
+    steps_s: list[float] = field(default_factory=list)
+    cpu_s: list[float] = field(default_factory=list)
+    """CPU seconds per step, not emulated."""
+
+    @property
+    def judged(self) -> bool:
+        return self.time_scale >= self.judged_from
+
+    @property
+    def off_percent(self) -> float:
+        """The deviation of the median step."""
+        return 100 * (statistics.median(self.steps_s) / self.profile_s - 1)
+
+    def cells(self) -> list[str]:
+        steps = (statistics.median(self.steps_s), min(self.steps_s), max(self.steps_s))
+        return [
+            *(self.model, str(self.batch_size), f"{self.time_scale:.4g}"),
+            *(digits(seconds * 1e3, 4) for seconds in (self.profile_s, *steps)),
+            *(digits(statistics.median(self.cpu_s) * 1e3), f"{self.off_percent:+.2f} %"),
+        ]
+
+
+# A step that takes less in wall time is mostly Python; real trials of such models scale more.
+_SHORTEST_STEP_S = 0.05
+# The first steps touch new memory.
+_WARMUP_STEPS = 2
+
+
+def compute(args: argparse.Namespace, output: Output) -> int:
+    """Does a replayed step take as long as its profile says? Every profile that there is."""
+    from common.models import pace, profile, registry
+
+    cases = []
+    for model, sizes in profile.batch_sizes().items():
+        for batch_size in sizes:
+            step_s = registry.profile_of(model, batch_size).step_s
+            for scale in (Replay.judged_from, 1.0):
+                if scale < Replay.judged_from and step_s * scale < _SHORTEST_STEP_S:
+                    continue
+                k = max(scale, _SHORTEST_STEP_S / step_s)
+                cases.append(
+                    Replay(model=model, batch_size=batch_size, time_scale=k, profile_s=step_s)
+                )
+    torch.set_num_threads(1)
+    check = Check(args.what, Replay, output)
+    try:
+        for case in cases:
+            pace.set_pace(pace.Pace(case.time_scale, None))
+            _replay(case, args.repeats)
+            note(f"{case.model} bs={case.batch_size} at {case.time_scale:g}")
+            check.save(cases)
+    finally:
+        pace.set_pace(pace.Pace(1.0, None))
+    return check.end(cases)
+
+
+def _replay(case: Replay, repeats: int) -> None:
+    from common.models import registry
+
+    generator = torch.Generator().manual_seed(1)
+    workload = registry.build(case.model, case.batch_size, None, generator)
+    for index in range(_WARMUP_STEPS + repeats):
+        workload.model.zero_grad()
+        began, cpu = time.perf_counter(), time.process_time()
+        workload.loss().backward()
+        if index >= _WARMUP_STEPS:
+            case.steps_s.append((time.perf_counter() - began) / case.time_scale)
+            case.cpu_s.append(time.process_time() - cpu)
+    # Copies of the parameters and gradients of all models would not fit beside each other.
+    del workload
+    gc.collect()
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllReduce(Case):
+    """An engine at a packet size: the slowest rank's time of every all-reduce, by round."""
+
+    bar_percent = 6.0
+    header = (
+        *("engine", "mtu", "n", "median ms", "fastest", "payload ms", "with headers ms"),
+        *("over payload", "over headers"),
+    )
+
+    engine: str
+    mtu: int
+    payload_s: float
+    """When links carry nothing but payload at their rate."""
+    rounds: list[list[float]] = field(default_factory=list)
+
+    @property
+    def framed_s(self) -> float:
+        """When they also carry the headers of Ethernet, IP and TCP, as tbf counts them."""
+        ethernet, ip_and_tcp = 14, 52
+        return self.payload_s * (self.mtu + ethernet) / (self.mtu - ip_and_tcp)
+
+    @property
+    def off_percent(self) -> float:
+        """Above the time of the payload alone."""
+        return 100 * (self._median_s / self.payload_s - 1)
+
+    @property
+    def _median_s(self) -> float:
+        return statistics.median(time for times in self.rounds for time in times)
+
+    def cells(self) -> list[str]:
+        fastest = min(min(times) for times in self.rounds)
+        times = (self._median_s, fastest, self.payload_s, self.framed_s)
+        return [
+            *(self.engine, str(self.mtu), str(sum(map(len, self.rounds)))),
+            *(digits(seconds * 1e3, 4) for seconds in times),
+            f"{self.off_percent:+.2f} %",
+            f"{100 * (self._median_s / self.framed_s - 1):+.2f} %",
+        ]
+
+
+_ENGINES = ("comm_core", "gloo")
+
+
+def all_reduce(args: argparse.Namespace, output: Output) -> int:
+    """Does an all-reduce between virtual hosts take as long as its bytes?"""
+    for name in args.engines:
+        if name not in _ENGINES:
+            raise unknown("engine", name, _ENGINES)
+    if args.hosts < 2 or any(not 576 <= mtu <= 65000 for mtu in args.mtu):
+        raise UserError("--hosts must be at least 2 and --mtu from 576 to 65000")
+    nbytes = bucket_bytes(parse_size(args.size), args.hosts)
+    bound = nbytes * bus_factor("all_reduce", args.hosts) * 8 / (args.gbps * 1e9)
+    wanted = {"op": "all_reduce", "nbytes": nbytes, "budget_s": 1.0, "iterations": (3, 20)}
+    check = Check(args.what, AllReduce, output)
+    cases: list[AllReduce] = []
+    failures: list[str] = []
+    profile = NetworkProfile(name="bench", gbps=args.gbps)
+    with EmulatedCluster(hosts=args.hosts, profile=profile) as cluster:
+        for mtu in args.mtu:
+            _set_mtu(cluster, mtu)
+            note(f"packets of {mtu}")
+            found = {e: AllReduce(engine=e, mtu=mtu, payload_s=bound) for e in args.engines}
+            # A short path, because it holds sockets.
+            with (
+                tempfile.TemporaryDirectory(prefix="fid", dir="/tmp") as folder,
+                Teams(
+                    args.engines,
+                    Layout(
+                        hosts=cluster.hosts,
+                        per_host=1,
+                        folder=Path(folder),
+                        transport="tcp",
+                        timeout_s=120.0,
+                    ),
+                ) as teams,
+            ):
+                for index in range(args.repeats):
+                    for _, engine, results in teams.round(collective, {"": wanted}):
+                        if wrong := sum(result["wrong"] for result in results):
+                            teams.fail(engine, f"wrong results: {wrong} elements")
+                            continue
+                        times = slowest([result["times_s"] for result in results])
+                        found[engine].rounds.append(times)
+                        took = statistics.median(times) * 1e3
+                        note(f"round {index + 1}: {engine} {mtu} {took:.2f} ms")
+            failures += [f"{name}: {reason}" for name, reason in teams.failures.items()]
+            cases += [case for case in found.values() if case.rounds]
+            check.save(cases, bytes=nbytes)
+    remark = f"# all-reduce of {nbytes} bytes, {args.hosts} ranks, links of {args.gbps:g} Gb/s"
+    return check.end(cases, remark, failures=failures)
+
+
+def _set_mtu(cluster: EmulatedCluster, mtu: int) -> None:
+    """Gives both ends of every link this packet size; connections made later use it."""
+    for index, host in enumerate(cluster.hosts):
+        network.batch("ip", [f"link set mtu {mtu} dev {network.port_of(index)}"])
+        network.batch("ip", [f"link set mtu {mtu} dev {host.ifname}"], host.pid)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scales(Case):
+    """An algorithm: the median emulated step time of every round at k and at 2k."""
+
+    bar_percent = 3.0
+    header = ("algorithm", "n", "step at k", "step at 2k", "k / 2k by round", "off")
+
+    algorithm: str
+    at_k_s: list[float] = field(default_factory=list)
+    at_2k_s: list[float] = field(default_factory=list)
+
+    @property
+    def off_percent(self) -> float:
+        """How much longer a step is at k than at 2k."""
+        return 100 * (statistics.median(self.at_k_s) / statistics.median(self.at_2k_s) - 1)
+
+    def cells(self) -> list[str]:
+        # Either may come first in a round: of the last one there may be but half.
+        ratio = Ratio.of(dict(enumerate(self.at_k_s)), dict(enumerate(self.at_2k_s)))
+        return [
+            *(self.algorithm, str(len(self.at_2k_s))),
+            f"{digits(statistics.median(self.at_k_s), 4)} s",
+            f"{digits(statistics.median(self.at_2k_s), 4)} s",
+            ratio.spread() if ratio else "-",
+            f"{self.off_percent:+.2f} %",
+        ]
+
+
+class SweepError(Exception):
+    """A sweep gave no step times; the message is one line."""
+
+
+def scales(args: argparse.Namespace, output: Output) -> int:
+    """Do two time scales give the same emulated step time?"""
+    cases = [Scales(algorithm=name) for name in args.algorithms]
+    records: list[dict[str, Any]] = []
+    check = Check(args.what, Scales, output)
+    failures = []
+    try:
+        with tempfile.TemporaryDirectory(prefix="fidelity-") as folder:
+            for index in range(args.repeats):
+                # The scale that goes first alternates, as does whatever disturbs the machine.
+                both = (args.time_scale, 2 * args.time_scale)
+                for scale in both if index % 2 == 0 else reversed(both):
+                    found = _sweep(args, scale, f"scale-{scale:g}-round-{index}", Path(folder))
+                    records += found
+                    for case, record in itertools.product(cases, found):
+                        if record["trial"]["algorithm"] == case.algorithm:
+                            times = case.at_k_s if scale == args.time_scale else case.at_2k_s
+                            times.append(_step_s(record, index))
+                    check.save(cases, sweeps=records)
+    except SweepError as error:
+        failures.append(str(error))
+    remark = (
+        f"# {args.model} bs={args.batch_size}, {args.hosts} hosts, {args.network}, "
+        f"time scales {args.time_scale:g} and {2 * args.time_scale:g}"
+    )
+    measured = [case for case in cases if case.at_k_s and case.at_2k_s]
+    return check.end(measured, remark, failures=failures)
+
+
+def experiment(args: argparse.Namespace, scale: float, name: str) -> dict[str, Any]:
+    """The keys of the experiment file of one sweep."""
+    return {
+        "name": name,
+        "algorithms": list(args.algorithms),
+        "models": [{"name": args.model, "batch_size": args.batch_size}],
+        "world_sizes": [args.hosts],
+        "baseline": False,
+        "cluster": {"hosts": args.hosts, "network": args.network, "time_scale": scale},
+        "measure": {
+            "repeats": 1,
+            "warmup_steps": 2,
+            "steps_per_iter": args.steps,
+            "check_steps": 1,
+        },
+        "timeout_s": 1800.0,
+    }
+
+
+def _sweep(args: argparse.Namespace, scale: float, name: str, folder: Path) -> list[dict[str, Any]]:
+    """The records of one run of the driver."""
+    path = folder / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(experiment(args, scale, name)))
+    driver = str(Path(__file__).parents[1] / "benchmarks.py")
+    command = [sys.executable, driver, "run", str(path), "--json", "--quiet"]
+    command += ["--no-plot", "--logs", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    if done.returncode == 2:
+        raise UserError(done.stderr.strip().removeprefix("error: "))
+    if not done.stdout.strip():
+        last = (done.stderr.strip().splitlines() or ["nothing was said"])[-1]
+        raise SweepError(f"the sweep at scale {scale:g} failed: {last}")
+    return json.loads(done.stdout)
+
+
+def _step_s(record: dict[str, Any], index: int) -> float:
+    title = f"{record['trial']['algorithm']} at {record.get('time_scale')}"
+    if record["status"] != "ok":
+        raise SweepError(f"{title}: {record['status']}: {(record['error'] or {}).get('message')}")
+    step = statistics.median(step for repeat in record["repeats"] for step in repeat)
+    note(f"round {index + 1}: {title}: {step:.4f} s a step  {'; '.join(record['notes'])}".rstrip())
+    return step
+
+
+CHECKS = {"links": links, "compute": compute, "collective": all_reduce, "scales": scales}
 
 
 def main(argv: list[str]) -> int:
     args = _parse(argv)
     if args.repeats < 1:
         raise UserError(f"--repeats {args.repeats}: must be at least 1")
-    if args.what in SANDBOXED and not sandbox.inside():
-        return sandbox.run([sys.executable, str(Path(__file__)), *argv])
-    return int(importlib.import_module(f"bench.fidelity_{args.what}").run(args))
+    if args.what in ("links", "collective") and not sandbox.inside():
+        raise session.NeedsSandbox
+    if args.what == "scales":
+        positive("--time-scale", args.time_scale)
+        if len(set(args.algorithms)) != len(args.algorithms):
+            raise UserError(f"--algorithms names one twice: {' '.join(args.algorithms)}")
+    with Output(args.json) as output:
+        return CHECKS[args.what](args, output)
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
@@ -50,22 +473,13 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         made[name].add_argument(
             "--json", type=Path, default=None, help="keep raw numbers in this new file"
         )
-    _add_collective(made["collective"])
-    _add_scales(made["scales"])
-    return parser.parse_args(argv)
-
-
-def _add_collective(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
+    add = made["collective"].add_argument
     add("--engines", nargs="+", default=["comm_core"], metavar="NAME", help="comm_core, gloo")
     add("--hosts", type=int, default=4, help="virtual hosts, one rank each")
     add("--gbps", type=float, default=1.0, help="rate of the links in Gb/s")
     add("--size", default="25Mi", help="bytes to reduce")
     add("--mtu", nargs="+", type=int, default=[1500], help="packet sizes of the links, in bytes")
-
-
-def _add_scales(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
+    add = made["scales"].add_argument
     add("--time-scale", type=float, default=10.0, help="k; the other scale is 2k")
     add("--algorithms", nargs="+", default=["ddp", "dear"], metavar="NAME", help="algorithms")
     add("--model", default="bert_base@rtx2080ti-modelled", help="a replayed model")
@@ -73,6 +487,7 @@ def _add_scales(parser: argparse.ArgumentParser) -> None:
     add("--hosts", type=int, default=4, help="virtual hosts, one rank each")
     add("--network", default="10gbe", help="network profile or bandwidth")
     add("--steps", type=int, default=3, help="timed steps in each round")
+    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":

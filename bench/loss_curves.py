@@ -15,67 +15,43 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(1, str(Path(__file__).parents[1] / "examples" / "mnist"))
 
-from bench import session, table
-from bench.memory import parsed_algorithm
-from bench.output import Output
-from bench.processes import run_ranks
-from common.machine import machine_card
+import dear
+from bench.rig import session, table
+from bench.rig.output import Output, note
+from bench.rig.trainings import parsed_algorithm, run_ranks
 from dear.errors import UserError, unknown
+from dear.lazy import torch
 from dear.options import at_least
 from dear.training.algorithm import algorithm_class, algorithm_options
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    import torch
-
-TASKS = ("mnist", "bert_base")
+TASKS = {"mnist": (0, 16), "bert_base": (20, 2)}
+"""Steps (0: an epoch) and batch size by default."""
 LIMIT_S = 1800.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Setup:
-    """What every rank trains."""
-
-    task: str
-    data_dir: Path | None
-    steps: int
-    batch_size: int
 
 
 def main(argv: list[str]) -> int:
     args = _arguments(argv)
     chosen = [parsed_algorithm(text) for text in args.algorithms]
-    output = Output(args.json)
     curves: list[dict[str, Any]] = []
-    try:
+    with Output(args.json) as output:
         for task in args.tasks:
-            steps = args.steps or {"mnist": 0, "bert_base": 20}[task]
-            batch = args.batch_size or {"mnist": 16, "bert_base": 2}[task]
-            setup = Setup(task=task, data_dir=args.data_dir, steps=steps, batch_size=batch)
+            steps, batch = TASKS[task]
+            sizes = (args.steps or steps, args.batch_size or batch)
             for text, (name, options) in zip(args.algorithms, chosen, strict=True):
-                losses = run_ranks(_losses, args.ranks, setup, name, options, limit_s=LIMIT_S)[0]
+                wanted = (task, args.data_dir, *sizes, name, options)
+                losses = run_ranks(_losses, args.ranks, *wanted, limit_s=LIMIT_S)[0]
                 curves.append({"task": task, "algorithm": text, "losses": losses})
-                session.note(f"{task} {text}: {len(losses)} steps, {losses[-1]:.4f} at the end")
-                output.save(
-                    {
-                        "schema": 1,
-                        "kind": "loss_curves",
-                        "ranks": args.ranks,
-                        "machine": machine_card(),
-                        "curves": curves,
-                    }
-                )
-        print(render(curves))
-    finally:
-        output.close()
+                note(f"{task} {text}: {len(losses)} steps, {losses[-1]:.4f} at the end")
+                record = {"schema": 1, "kind": "loss_curves", "ranks": args.ranks}
+                output.save({**record, "machine": output.card, "curves": curves})
+    print(render(curves))
     return 0
 
 
@@ -102,18 +78,23 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     return args
 
 
-def _losses(setup: Setup, name: str, options: dict[str, Any]) -> list[float]:
+def _losses(
+    task: str,
+    data_dir: Path | None,
+    steps: int,
+    batch_size: int,
+    name: str,
+    options: dict[str, Any],
+) -> list[float]:
     """The mean over ranks of each step's loss, on every rank."""
-    import torch
-
-    import dear
     from dear.comm import runtime
 
-    torch.set_num_threads(1)
-    dear.init()
     communicator = runtime.communicator()
     torch.manual_seed(1)
-    model, optimizer, losses_of = {"mnist": _mnist, "bert_base": _bert}[setup.task](setup)
+    if task == "mnist":
+        model, optimizer, losses_of = _mnist(data_dir, steps, batch_size)
+    else:
+        model, optimizer, losses_of = _bert(steps, batch_size)
     dear.broadcast_parameters(model.state_dict())
     model, optimizer = algorithm_class(name)().wrap(
         model, optimizer, communicator, algorithm_options(name, options)
@@ -131,48 +112,40 @@ def _losses(setup: Setup, name: str, options: dict[str, Any]) -> list[float]:
     return mean.tolist()
 
 
-Task = tuple["torch.nn.Module", "torch.optim.Optimizer", "Callable[..., Any]"]
+Task = tuple["torch.nn.Module", "torch.optim.Optimizer", Callable[..., Iterator["torch.Tensor"]]]
 
 
-def _mnist(setup: Setup) -> Task:
-    import torch
+def _mnist(data_dir: Path | None, steps: int, batch_size: int) -> Task:
     from torch.nn.functional import cross_entropy
     from train import Net
 
-    import dear
     from common.models.datasets import load_digits, load_mnist
 
-    (images, labels), _ = load_digits() if setup.data_dir is None else load_mnist(setup.data_dir)
+    (images, labels), _ = load_digits() if data_dir is None else load_mnist(data_dir)
     images, labels = images[dear.rank() :: dear.size()], labels[dear.rank() :: dear.size()]
-    count = len(labels) // setup.batch_size
-    steps = min(setup.steps or count, count)
+    count = len(labels) // batch_size
     model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5)
 
-    def losses(model: torch.nn.Module) -> Any:
-        for step in range(steps):
-            part = slice(step * setup.batch_size, (step + 1) * setup.batch_size)
+    def losses(model: torch.nn.Module) -> Iterator[torch.Tensor]:
+        for step in range(min(steps or count, count)):
+            part = slice(step * batch_size, (step + 1) * batch_size)
             yield cross_entropy(model(images[part]), labels[part])
 
-    return model, optimizer, losses
+    return model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5), losses
 
 
-def _bert(setup: Setup) -> Task:
-    import torch
-
-    import dear
+def _bert(steps: int, batch_size: int) -> Task:
     from common.models.registry import build
 
     batches = torch.Generator().manual_seed(dear.rank())
-    workload = build("bert_base", setup.batch_size, 32, batches)
-    optimizer = torch.optim.AdamW(workload.model.parameters(), lr=5e-5)
+    workload = build("bert_base", batch_size, 32, batches)
 
-    def losses(model: torch.nn.Module) -> Any:
+    def losses(model: torch.nn.Module) -> Iterator[torch.Tensor]:
         workload.model = model
-        for _ in range(setup.steps):
+        for _ in range(steps):
             yield workload.loss()
 
-    return workload.model, optimizer, losses
+    return workload.model, torch.optim.AdamW(workload.model.parameters(), lr=5e-5), losses
 
 
 def render(curves: list[dict[str, Any]]) -> str:

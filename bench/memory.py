@@ -17,67 +17,38 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from bench import session, table
-from bench.output import Output
-from bench.processes import run_ranks
-from common.machine import machine_card
+from bench.rig import session, table
+from bench.rig.output import Output, note
+from bench.rig.trainings import parsed_algorithm, run_ranks
+from dear.lazy import torch
 from dear.options import at_least
-from dear.training.algorithm import algorithm_class, algorithm_options
 
 MIB = 2**20
 STEPS = 3
 
 
-@dataclass(frozen=True, kw_only=True)
-class Setup:
-    """What every rank trains."""
-
-    model: str
-    batch_size: int
-    sentence_len: int
-    optimizer: str
-    steps: int = STEPS
-
-
 def main(argv: list[str]) -> int:
     args = _arguments(argv)
     chosen = [parsed_algorithm(text) for text in args.algorithms]
-    setup = Setup(
-        model=args.model,
-        batch_size=args.batch_size,
-        sentence_len=args.sentence_len,
-        optimizer=args.optimizer,
-    )
-    output = Output(args.json)
+    setup = {name: getattr(args, name) for name in ("model", "batch_size", "sentence_len")}
+    setup |= {"optimizer": args.optimizer, "steps": STEPS}
     rows: list[dict[str, Any]] = []
-    try:
+    with Output(args.json) as output:
         for text, (name, options) in zip(args.algorithms, chosen, strict=True):
             answers = run_ranks(
                 _peak, args.ranks, setup, name, options, environment={"COMM_CORE_TRANSPORT": "tcp"}
             )
             rows.append({"algorithm": text, "ranks": answers})
-            session.note(f"{text}: {max(a['peak_bytes'] for a in answers) / MIB:.0f} MiB")
-            output.save(
-                {
-                    "schema": 1,
-                    "kind": "memory",
-                    "setup": vars(setup),
-                    "machine": machine_card(),
-                    "rows": rows,
-                }
-            )
-        print(f"# {args.model}, {args.optimizer}, {args.ranks} ranks, batch {args.batch_size}")
-        print(render(rows))
-    finally:
-        output.close()
+            note(f"{text}: {max(a['peak_bytes'] for a in answers) / MIB:.0f} MiB")
+            record = {"schema": 1, "kind": "memory", "setup": setup}
+            output.save({**record, "machine": output.card, "rows": rows})
+    print(f"# {args.model}, {args.optimizer}, {args.ranks} ranks, batch {args.batch_size}")
+    print(render(rows))
     return 0
 
 
@@ -102,48 +73,36 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     return args
 
 
-def parsed_algorithm(text: str) -> tuple[str, dict[str, Any]]:
-    """`dear:update=sharded,fusion=none` as a name and options; raises `UserError`."""
-    name, _, rest = text.partition(":")
-    pairs = (pair.partition("=") for pair in rest.split(",") if pair)
-    options = {key: yaml.safe_load(value) for key, _, value in pairs}
-    algorithm_options(name, options)
-    return name, options
-
-
-def _peak(setup: Setup, name: str, options: dict[str, Any]) -> dict[str, int]:
+def _peak(setup: dict[str, Any], name: str, options: dict[str, Any]) -> dict[str, int]:
     """Bytes of this rank: before the model was built, and at most afterwards beyond that."""
-    import torch
-
-    import dear
     from common.models.registry import build, model_entry
     from dear.comm import runtime
+    from dear.training.algorithm import algorithm_class, algorithm_options
 
-    torch.set_num_threads(1)
-    dear.init()
-    importlib.import_module(model_entry(setup.model).module)
-    runtime.communicator().barrier()
+    communicator = runtime.communicator()
+    entry = model_entry(setup["model"])
+    importlib.import_module(entry.module)
+    communicator.barrier()
     before = _status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
-    batch = torch.Generator().manual_seed(runtime.communicator().rank)
-    length = setup.sentence_len if model_entry(setup.model).sentence_len is not None else None
-    workload = build(setup.model, setup.batch_size, length, batch)
+    batch = torch.Generator().manual_seed(communicator.rank)
+    length = setup["sentence_len"] if entry.sentence_len is not None else None
+    workload = build(setup["model"], setup["batch_size"], length, batch)
     kinds = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
-    optimizer = kinds[setup.optimizer](workload.model.parameters(), lr=1e-4)
+    optimizer = kinds[setup["optimizer"]](workload.model.parameters(), lr=1e-4)
     workload.model, optimizer = algorithm_class(name)().wrap(
-        workload.model, optimizer, runtime.communicator(), algorithm_options(name, options)
+        workload.model, optimizer, communicator, algorithm_options(name, options)
     )
-    for _ in range(setup.steps):
+    for _ in range(setup["steps"]):
         optimizer.zero_grad()
         workload.loss().backward()
         optimizer.step()
     optimizer.synchronize()
-    runtime.communicator().barrier()
-    size = sum(param.nbytes for param in workload.model.parameters())
+    communicator.barrier()
     return {
         "before_bytes": before,
         "peak_bytes": _status("VmHWM") - before,
-        "parameter_bytes": size,
+        "parameter_bytes": sum(param.nbytes for param in workload.model.parameters()),
     }
 
 

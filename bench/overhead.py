@@ -16,61 +16,33 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from bench import session, table
-from bench.output import Output
-from bench.processes import run_ranks
+import dear
+from bench.rig import session, table
+from bench.rig.output import Output
+from bench.rig.trainings import run_ranks
+from dear.lazy import torch
 from dear.options import at_least
 from dear.training.algorithm import algorithm_class, algorithm_names, algorithm_options
-
-if TYPE_CHECKING:
-    import torch
 
 PLAIN = "plain"
 # Its threads never rest, and would slow what is measured beside it.
 APART = ("horovod",)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Setup:
-    """What every rank measures."""
-
-    algorithms: tuple[str, ...]
-    tensors: int
-    steps: int
-    rounds: int
-    warmup: int
-    backend: str | None
-
-
 def main(argv: list[str]) -> int:
     args = _arguments(argv)
-    chosen = tuple(args.algorithms or _default_algorithms())
-    for name in chosen:
-        algorithm_options(name, {})  # an unknown one is named before anything starts
-    output = Output(args.json)
     rows: list[dict[str, Any]] = []
-    try:
+    with Output(args.json) as output:
         for ranks in args.ranks:
             for tensors in args.tensors:
-                setup = Setup(
-                    algorithms=chosen,
-                    tensors=tensors,
-                    steps=args.steps,
-                    rounds=args.rounds,
-                    warmup=args.warmup,
-                    backend=args.backend,
-                )
-                rows += measure(setup, ranks)
+                rows += measure(args, ranks, tensors)
                 output.save({"schema": 1, "kind": "overhead", "rows": rows})
-        print(render(rows))
-    finally:
-        output.close()
+    print(render(rows))
     return 0
 
 
@@ -90,6 +62,9 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
         at_least(f"--{name}", getattr(args, name), 1)
     at_least("--tensors", min(args.tensors), 1)
     at_least("--ranks", min(args.ranks), 1)
+    args.algorithms = args.algorithms or _default_algorithms()
+    for name in args.algorithms:
+        algorithm_options(name, {})  # an unknown one is named before anything starts
     return args
 
 
@@ -103,41 +78,35 @@ def _default_algorithms() -> list[str]:
     ]
 
 
-def measure(setup: Setup, ranks: int) -> list[dict[str, Any]]:
-    """Runs `setup` on `ranks` processes; returns a row per algorithm. The slowest rank counts."""
-    answers = run_ranks(_timings, ranks, setup)
+def measure(args: argparse.Namespace, ranks: int, tensors: int) -> list[dict[str, Any]]:
+    """Times all algorithms on new processes; a row for each. The slowest rank counts."""
+    answers = run_ranks(_timings, ranks, args, tensors, backend=args.backend)
     return [
         {
             "algorithm": name,
             "ranks": ranks,
-            "tensors": setup.tensors,
-            "seconds_per_step": [
-                max(times) for times in zip(*(answer[name] for answer in answers), strict=True)
-            ],
+            "tensors": tensors,
+            "seconds_per_step": table.slowest([answer[name] for answer in answers]),
         }
-        for name in (PLAIN, *setup.algorithms)
+        for name in answers[0]
     ]
 
 
-def _timings(setup: Setup) -> dict[str, list[float]]:
-    import torch
-
-    import dear
+def _timings(args: argparse.Namespace, tensors: int) -> dict[str, list[float]]:
+    """This rank's seconds per step, by algorithm and round."""
     from dear.comm import runtime
 
-    torch.set_num_threads(1)
-    dear.init(backend=setup.backend)
     communicator = runtime.communicator()
-    trainings = {name: _Training(name, setup.tensors) for name in (PLAIN, *setup.algorithms)}
+    trainings = {name: _Training(name, tensors) for name in (PLAIN, *args.algorithms)}
     for training in trainings.values():
-        training.run(setup.warmup)
+        training.run(args.warmup)
     seconds: dict[str, list[float]] = {name: [] for name in trainings}
-    for _ in range(setup.rounds):
+    for _ in range(args.rounds):
         for name, training in trainings.items():
             communicator.barrier()
             began = communicator.clock()
-            training.run(setup.steps)
-            seconds[name].append((communicator.clock() - began) / setup.steps)
+            training.run(args.steps)
+            seconds[name].append((communicator.clock() - began) / args.steps)
     communicator.barrier()
     return seconds
 
@@ -146,10 +115,6 @@ class _Training:
     """The ordinary loop on a model of one-element tensors."""
 
     def __init__(self, name: str, tensors: int) -> None:
-        import torch
-
-        import dear
-
         self._model = _chain(tensors)
         self._optimizer = torch.optim.SGD(self._model.parameters(), lr=1e-6)
         self._input = torch.ones(1)
@@ -166,18 +131,15 @@ class _Training:
 
 
 def _chain(tensors: int) -> torch.nn.Module:
-    import torch
-    from torch import nn
-
-    class Scale(nn.Module):
+    class Scale(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.weight = nn.Parameter(torch.ones(1))
+            self.weight = torch.nn.Parameter(torch.ones(1))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x * self.weight
 
-    return nn.Sequential(*(Scale() for _ in range(tensors)))
+    return torch.nn.Sequential(*(Scale() for _ in range(tensors)))
 
 
 def render(rows: list[dict[str, Any]]) -> str:

@@ -11,44 +11,37 @@ calls, so `mpi` communicates afterwards: see its total.) Exit status as of colle
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from bench import session, table
-from bench.output import Output
-from bench.session import Session
-from bench.table import Ratio
+from bench.rig import session, table
+from bench.rig.output import note
+from bench.rig.rank import Place, cpu_seconds
+from bench.rig.table import Ratio, worst
 from dear.errors import UserError
-
-if TYPE_CHECKING:
-    from bench.rank import Place
+from dear.lazy import torch
 
 _SIDE = 384
 
 
 def measure(place: Place, nbytes: int, flights: int, calls: int) -> dict[str, float]:
     """One repetition on one rank; seconds, CPU seconds of communication alone."""
-    import torch
-
-    from bench.rank import cpu_seconds
-
     engine, count = place.engine, nbytes // 4
     left, right, out = (torch.ones(_SIDE, _SIDE) for _ in range(3))
     buckets = [engine.empty(count).fill_(1) for _ in range(flights)]
     shards = [engine.empty(count // place.size).fill_(0) for _ in range(flights)]
 
     def meet() -> float:
-        engine.fence()
-        place.hub.barrier()
+        place.meet()
         return time.perf_counter()
 
-    def submit() -> list[Any]:
+    def submit() -> list[Callable[[], Any]]:
         pairs = zip(shards, buckets, strict=True)
         return [engine.start_reduce_scatter(shard, bucket) for shard, bucket in pairs]
 
@@ -88,81 +81,63 @@ def measure(place: Place, nbytes: int, flights: int, calls: int) -> dict[str, fl
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    session.add_arguments(parser, ["comm_core", "gloo"], world=2)
+    parser = session.parser_of(__doc__, ["comm_core", "gloo"], world=2)
     add = parser.add_argument
     add("--size", default="25M", help="bucket of one reduce-scatter")
     add("--flights", type=int, default=None, help="in flight; default 12 local, 4 on netns")
     add("--calls", type=int, default=600, help=f"multiplications of {_SIDE} x {_SIDE} matrices")
     add("--repeats", type=int, default=5, help="rounds")
-    args = parser.parse_args(argv)
-    setup = session.setup_from(args)
-    nbytes = table.bucket_bytes(table.parse_size(args.size), setup.world)
-    flights = args.flights or (4 if setup.hosts == "netns" else 12)
+    args = session.parse(parser, argv)
+    nbytes = table.bucket_bytes(table.parse_size(args.size), args.world)
+    flights = args.flights or (4 if args.hosts == "netns" else 12)
     if min(flights, args.calls, args.repeats) < 1:
         raise UserError("--flights, --calls and --repeats must be at least 1")
-    arguments = {"nbytes": nbytes, "flights": flights, "calls": args.calls}
-    rounds: dict[str, list[list[dict[str, float]]]] = {name: [] for name in setup.engines}
-    output = Output(args.json)
-    try:
-        with Session(setup) as running:
-            print("\n".join(running.header()), flush=True)
-            for index in range(args.repeats):
-                for engine in setup.engines:
-                    results = running.call(engine, "bench.overlap", "measure", **arguments)
-                    if results is not None:
-                        rounds[engine].append(results)
-                        session.note(f"round {index + 1}: {engine} {_slowdown(results):+.1f} %")
-                output.save(
-                    running.record("bench/overlap") | {"measurement": arguments, "rounds": rounds}
-                )
+    measurement = {"nbytes": nbytes, "flights": flights, "calls": args.calls}
+    rounds: Rounds = {name: [] for name in args.engines}
+    with session.started("bench/overlap", args) as running:
+        for index in range(args.repeats):
+            for _, engine, results in running.round(measure, {nbytes: measurement}):
+                rounds[engine].append(results)
+                note(f"round {index + 1}: {engine} {_slowdown(results):+.1f} %")
+            running.save(measurement=measurement, rounds=rounds)
         print(f"# {flights} reduce-scatters of {table.human_bytes(nbytes)}, {args.calls} calls")
-        _print(rounds, running.failures)
+        print(rendered(rounds, running.failures))
         return 1 if running.failures else 0
-    finally:
-        output.close()
 
 
-def _worst(results: list[dict[str, float]], key: str) -> float:
-    return max(result[key] for result in results)
+Rounds = dict[str, list[list[dict[str, float]]]]
+"""By engine, for each round: what every rank measured."""
 
 
 def _slowdown(results: list[dict[str, float]]) -> float:
     """Per cent that the slowest rank's compute takes longer than the slowest alone."""
-    return (_worst(results, "compute_s") / _worst(results, "alone_s") - 1) * 100
+    return (worst(results, "compute_s") / worst(results, "alone_s") - 1) * 100
 
 
-def _print(
-    rounds: dict[str, list[list[dict[str, float]]]], failures: dict[str, str]
-) -> None:  # fmt: skip
+def rendered(rounds: Rounds, failures: Mapping[str, str]) -> str:
+    """The table, and the first engine's overlapped compute beside that of the others."""
     keys = ("alone_s", "comm_s", "compute_s", "total_s")
     header = ["engine", "slowdown", "range", *(f"{key[:-2]} s" for key in keys), "comm CPU-s"]
-    rows = []
-    for engine, repetitions in rounds.items():
-        if repetitions:
-            slow = [_slowdown(results) for results in repetitions]
-            medians = [statistics.median(_worst(r, key) for r in repetitions) for key in keys]
-            cpu = statistics.median(sum(x["comm_cpu_s"] for x in r) for r in repetitions)
-            rows.append(
-                [
-                    engine,
-                    f"{statistics.median(slow):+.1f} %",
-                    f"{min(slow):+.1f}..{max(slow):+.1f}",
-                    *(table.digits(value) for value in (*medians, cpu)),
-                ]
-            )
-        if engine in failures:
-            rows.append([engine, failures[engine]])
-    print(table.layout(header, rows))
+
+    def cells(kept: list[list[dict[str, float]]]) -> list[str]:
+        slow = [_slowdown(ranks) for ranks in kept]
+        medians = [statistics.median(worst(ranks, key) for ranks in kept) for key in keys]
+        medians.append(statistics.median(sum(one["comm_cpu_s"] for one in ranks) for ranks in kept))
+        spread = f"{min(slow):+.1f}..{max(slow):+.1f}"
+        return [f"{statistics.median(slow):+.1f} %", spread, *map(table.digits, medians)]
+
+    by_label = {(engine,): kept for engine, kept in rounds.items()}
+    lines = [table.layout(header, table.rows_of(by_label, failures, cells))]
+    computed = {
+        engine: dict(enumerate(worst(ranks, "compute_s") for ranks in kept))
+        for engine, kept in rounds.items()
+    }
     first, *others = rounds
     for other in others:
-        pairs = list(zip(rounds[first], rounds[other], strict=False))
-        if pairs:
-            mine = [_worst(a, "compute_s") for a, _ in pairs]
-            theirs = [_worst(b, "compute_s") for _, b in pairs]
-            ratio = Ratio.of(mine, theirs)
+        if ratio := Ratio.of(computed[first], computed[other]):
             what = f"the overlapped compute time with {other}"
-            print(f"{first} {ratio.text()} {what} {ratio.spread()}")
+            lines.append(f"{first} {ratio.text()} {what} {ratio.spread()}")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

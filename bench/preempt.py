@@ -10,23 +10,22 @@ result.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import statistics
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from bench import session, table
-from bench.output import Output
-from bench.session import Session
+from bench.rig import session, table
+from bench.rig.output import note
+from bench.rig.rank import Place
+from bench.rig.table import worst
 from dear.errors import UserError
-
-if TYPE_CHECKING:
-    from bench.rank import Place
+from dear.lazy import dist, torch
 
 _ENGINES = ("comm_core", "gloo")
 _urgent_groups: dict[str, Any] = {}  # one per process: a group cannot be made in every round
@@ -40,9 +39,6 @@ def measure(place: Place, large: int, small: int, delay_s: float) -> dict[str, f
         `delay_s` before; `large_alone_s` and `large_s`: the large one without and with it;
         `wrong`: elements.
     """
-    import torch
-    import torch.distributed as dist
-
     if place.name not in _urgent_groups:
         _urgent_groups[place.name] = dist.new_group(backend=place.name)
     urgent = _urgent_groups[place.name]
@@ -57,7 +53,7 @@ def measure(place: Place, large: int, small: int, delay_s: float) -> dict[str, f
     def meet() -> float:
         bulk.fill_(place.rank + 1)
         whole.fill_(-1)
-        place.hub.barrier()
+        place.barrier()
         return time.perf_counter()
 
     start_urgent().wait()  # connects
@@ -72,7 +68,7 @@ def measure(place: Place, large: int, small: int, delay_s: float) -> dict[str, f
     start = meet()
     work = dist.all_reduce(bulk, async_op=True)
     time.sleep(delay_s)
-    place.hub.barrier()
+    place.barrier()
     behind = time.perf_counter()
     start_urgent().wait()
     took = time.perf_counter() - behind
@@ -98,68 +94,59 @@ def _priority(name: str) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext()
     import comm_core
 
-    priority: contextlib.AbstractContextManager[Any] = comm_core.priority(1)
-    return priority
+    return comm_core.priority(1)
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    session.add_arguments(parser, _ENGINES, world=4)
+    parser = session.parser_of(__doc__, _ENGINES, world=4)
     parser.set_defaults(hosts="netns")
     add = parser.add_argument
     add("--large", default="100M", help="bytes of the running all-reduce")
     add("--small", default="64K", help="bytes of the urgent all-gather")
     add("--delay-ms", type=float, default=100.0, help="how long the large one has run by then")
     add("--repeats", type=int, default=5, help="rounds")
-    args = parser.parse_args(argv)
-    setup = session.setup_from(args)
-    if not set(setup.engines) <= set(_ENGINES):
+    args = session.parse(parser, argv)
+    if not set(args.engines) <= set(_ENGINES):
         raise UserError(f"--engines can be {' and '.join(_ENGINES)} here")
-    arguments = {
-        "large": table.bucket_bytes(table.parse_size(args.large), setup.world),
-        "small": table.bucket_bytes(table.parse_size(args.small), setup.world),
+    measurement = {
+        "large": table.bucket_bytes(table.parse_size(args.large), args.world),
+        "small": table.bucket_bytes(table.parse_size(args.small), args.world),
         "delay_s": args.delay_ms / 1e3,
     }
-    rounds: dict[str, list[list[dict[str, float]]]] = {name: [] for name in setup.engines}
-    output = Output(args.json)
-    try:
-        with Session(setup) as running:
-            print("\n".join(running.header()), flush=True)
-            for index in range(args.repeats):
-                for engine in setup.engines:
-                    results = running.call(engine, "bench.preempt", "measure", **arguments)
-                    if results is not None:
-                        rounds[engine].append(results)
-                        took = max(result["urgent_s"] for result in results)
-                        session.note(f"round {index + 1}: {engine} {took * 1e3:.2f} ms")
-                output.save(
-                    running.record("bench/preempt") | {"measurement": arguments, "rounds": rounds}
-                )
-        return _print(rounds, running.failures)
-    finally:
-        output.close()
+    rounds: Rounds = {name: [] for name in args.engines}
+    with session.started("bench/preempt", args) as running:
+        for index in range(args.repeats):
+            for _, engine, results in running.round(measure, {"": measurement}):
+                rounds[engine].append(results)
+                took = worst(results, "urgent_s") * 1e3
+                note(f"round {index + 1}: {engine} {took:.2f} ms")
+            running.save(measurement=measurement, rounds=rounds)
+        print(rendered(rounds, running.failures))
+        wrong = any(one["wrong"] for kept in rounds.values() for ranks in kept for one in ranks)
+        return 1 if wrong or running.failures else 0
 
 
-def _print(rounds: dict[str, list[list[dict[str, float]]]], failures: dict[str, str]) -> int:
+Rounds = dict[str, list[list[dict[str, float]]]]
+"""By engine, for each round: what every rank measured."""
+
+
+def rendered(rounds: Rounds, failures: Mapping[str, str]) -> str:
+    """A row per engine."""
     keys = ("urgent_s", "alone_s", "large_s", "large_alone_s")
     header = ["engine", "urgent ms", "range", "alone ms", "large ms", "large alone ms"]
     header += ["overtook", "#wrong"]
-    rows, wrong = [], 0
-    for engine, repetitions in rounds.items():
-        if repetitions:
-            worst = {k: [max(r[k] for r in results) * 1e3 for results in repetitions] for k in keys}
-            errors = int(sum(r["wrong"] for results in repetitions for r in results))
-            overtook = sum(all(r["overtook"] for r in results) for results in repetitions)
-            middle = [table.digits(statistics.median(worst[key])) for key in keys]
-            urgent = worst["urgent_s"]
-            spread = f"{table.digits(min(urgent))}..{table.digits(max(urgent))}"
-            row = [engine, middle[0], spread, *middle[1:]]
-            rows.append([*row, f"{overtook}/{len(repetitions)}", str(errors)])
-            wrong += errors
-        if engine in failures:
-            rows.append([engine, failures[engine]])
-    print(table.layout(header, rows))
-    return 1 if wrong or failures else 0
+
+    def cells(kept: list[list[dict[str, float]]]) -> list[str]:
+        slowest = {key: [worst(ranks, key) * 1e3 for ranks in kept] for key in keys}
+        wrong = int(sum(one["wrong"] for ranks in kept for one in ranks))
+        overtook = sum(all(one["overtook"] for one in ranks) for ranks in kept)
+        urgent, *others = [table.digits(statistics.median(slowest[key])) for key in keys]
+        low, high = min(slowest["urgent_s"]), max(slowest["urgent_s"])
+        spread = f"{table.digits(low)}..{table.digits(high)}"
+        return [urgent, spread, *others, f"{overtook}/{len(kept)}", str(wrong)]
+
+    by_label = {(engine,): kept for engine, kept in rounds.items()}
+    return table.layout(header, table.rows_of(by_label, failures, cells))
 
 
 if __name__ == "__main__":

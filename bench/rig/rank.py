@@ -1,6 +1,6 @@
 """One rank of one engine: joins the job, then runs what the parent asks for, until it hangs up.
 
-Started by `bench.team` as `python -m bench.rank`; never by hand.
+Started by `bench.rig.team` as `python -m bench.rig.rank`; never by hand.
 """
 
 from __future__ import annotations
@@ -10,28 +10,55 @@ import importlib
 import os
 import resource
 import socket
+import struct
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from bench import engines
-from bench.sync import Hub
+from bench.rig.engines import Engine, create
 from common.emulation.namespaces import die_with_parent
 from dear.errors import Unavailable
+from dear.lazy import torch
+
+_VALUE = struct.Struct("d")
 
 
-@dataclass(frozen=True, kw_only=True)
 class Place:
-    """What a benchmark's function gets: this rank's engine and its neighbourhood."""
+    """What a benchmark's function gets: this rank's engine, and a way to meet the other ranks.
 
-    rank: int
-    size: int
-    name: str
-    engine: engines.Engine
-    hub: Hub
+    Attributes:
+        name: of the engine.
+    """
+
+    def __init__(self, rank: int, size: int, name: str, engine: Engine, folder: Path) -> None:
+        self.rank, self.size, self.name, self.engine = rank, size, name, engine
+        self._paths = [str(folder / f"{name}.{i}.sync") for i in range(size)]
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.bind(self._paths[rank])
+
+    def barrier(self, value: float = 0.0) -> float:
+        """Returns on every rank once all have called it, with the `value` of rank 0.
+
+        It belongs to no engine, so that every engine starts from the same state: the ranks, which
+        all run on this machine, meet at rank 0 by Unix datagrams, and sleep in the kernel while
+        they wait. Namespaces do not matter: these sockets are files.
+        """
+        if self.rank == 0:
+            for _ in range(self.size - 1):
+                self._socket.recv(_VALUE.size)
+            message = _VALUE.pack(value)
+            for path in self._paths[1:]:
+                self._socket.sendto(message, path)
+            return value
+        self._socket.sendto(_VALUE.pack(value), self._paths[0])
+        return float(_VALUE.unpack(self._socket.recv(_VALUE.size))[0])
+
+    def meet(self) -> None:
+        """Returns once all ranks are here, with nothing of theirs still under way."""
+        self.engine.fence()
+        self.barrier()
 
 
 def cpu_seconds() -> float:
@@ -45,22 +72,20 @@ def main() -> None:
     parser.add_argument("--engine", required=True)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--size", type=int, required=True)
-    parser.add_argument("--rank", type=int, default=None)
+    parser.add_argument("--rank", type=int, default=None, help="default: as mpirun says")
     args = parser.parse_args()
     die_with_parent()  # a stopped process obeys no other signal
-    rank = engines.mpi_place() if args.rank is None else args.rank
+    rank = int(os.environ["OMPI_COMM_WORLD_RANK"]) if args.rank is None else args.rank
 
     line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     line.connect(str(args.folder / f"{args.engine}.sock"))
     parent = Connection(line.detach())
     parent.send((rank, os.getpid()))
     try:
-        import torch
-
         torch.set_num_threads(1)
         store = args.folder / f"{args.engine}.store"
-        engine = engines.create(args.engine, rank, args.size, store)
-        hub = Hub(args.folder, args.engine, rank, args.size)
+        engine = create(args.engine, rank, args.size, store)
+        place = Place(rank, args.size, args.engine, engine, args.folder)
     except Unavailable as reason:
         parent.send(("unavailable", str(reason)))
         parent.poll(None)  # mpirun would end the ranks that have not said so yet
@@ -69,7 +94,6 @@ def main() -> None:
         parent.send(("failed", traceback.format_exc()))
         os._exit(1)
     parent.send(("ok", engine.versions))
-    place = Place(rank=rank, size=args.size, name=args.engine, engine=engine, hub=hub)
     _serve(parent, place)
     engine.close()
     # Not by way of the interpreter's end, where threads of some engines make trouble.
@@ -85,8 +109,8 @@ def _serve(parent: Connection, place: Place) -> None:
         if request is None:
             return
         module, name, arguments = request
-        function: Callable[..., Any] = getattr(importlib.import_module(module), name)
         try:
+            function: Callable[..., Any] = getattr(importlib.import_module(module), name)
             parent.send(("ok", function(place, **arguments)))
         except BaseException:
             parent.send(("failed", traceback.format_exc()))

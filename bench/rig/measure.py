@@ -7,13 +7,14 @@ import statistics
 import time
 from typing import Any
 
-from bench.rank import Place, cpu_seconds
+from bench.rig.rank import Place, cpu_seconds
+from dear.lazy import torch
 
 _WARM_UP_S = 0.05
 _SPOILT = -1.0
 
 
-class Case:
+class _Buffers:
     """Buffers of one operation, filled with integers whose sums float32 holds exactly.
 
     Element i of rank r is base(i) + 2**r, with base different for neighbouring i: among sums of
@@ -21,8 +22,6 @@ class Case:
     """
 
     def __init__(self, place: Place, op: str, count: int) -> None:
-        import torch
-
         self._place, self._op = place, op
         size, part = place.size, count // place.size
         self._mine = slice(place.rank * part, (place.rank + 1) * part)
@@ -58,14 +57,11 @@ class Case:
         for output in (self._shard, self._whole):
             if output is not None:
                 output.fill_(_SPOILT)
-        self._place.engine.fence()
-        self._place.hub.barrier()
+        self._place.meet()
         self.run()
         if self._op == "all_gather":
-            want = self._base.view(self._place.size, -1).clone()
-            for row, other in zip(want, self._weights, strict=True):
-                row.add_(other)
-            want = want.view(-1)
+            rows = self._base.view(self._place.size, -1) + torch.tensor(self._weights)[:, None]
+            want = rows.view(-1)
         else:
             base = self._base[self._mine] if self._op == "reduce_scatter" else self._base
             want = base * self._place.size + sum(self._weights)
@@ -87,20 +83,20 @@ def collective(
     Returns:
         `times_s` of this rank per iteration, its `cpu_s` for all of them, `wrong` elements.
     """
-    case = Case(place, op, nbytes // 4)
-    wrong = case.wrong()
+    buffers = _Buffers(place, op, nbytes // 4)
+    wrong = buffers.wrong()
     # An all-reduce works in place, so that its numbers grow to infinity; that costs no time.
-    took = statistics.median(_timed(place, case, 3)[0])
+    took = statistics.median(_timed(place, buffers, 3)[0])
     count = min(50, int(_WARM_UP_S / took))
-    took = statistics.median([*_timed(place, case, int(place.hub.barrier(count)))[0], took])
+    took = statistics.median([*_timed(place, buffers, int(place.barrier(count)))[0], took])
     count = max(iterations[0], min(iterations[1], int(budget_s / took)))
-    times, cpu = _timed(place, case, int(place.hub.barrier(count)))
-    wrong += case.wrong()
-    place.hub.barrier()
+    times, cpu = _timed(place, buffers, int(place.barrier(count)))
+    wrong += buffers.wrong()
+    place.barrier()
     return {"times_s": times, "cpu_s": cpu, "wrong": wrong}
 
 
-def _timed(place: Place, case: Case, count: int) -> tuple[list[float], float]:
+def _timed(place: Place, buffers: _Buffers, count: int) -> tuple[list[float], float]:
     times = []
     gc.collect()
     gc.disable()
@@ -109,11 +105,10 @@ def _timed(place: Place, case: Case, count: int) -> tuple[list[float], float]:
         # What this thread spends in the barrier is the benchmark's, not the engine's; the
         # engine's own threads are counted all the time.
         between = time.thread_time()
-        place.engine.fence()
-        place.hub.barrier()
+        place.meet()
         cpu += time.thread_time() - between
         start = time.perf_counter()
-        case.run()
+        buffers.run()
         times.append(time.perf_counter() - start)
     place.engine.fence()
     cpu = cpu_seconds() - cpu

@@ -1,4 +1,4 @@
-"""Runs a function on ranks that are processes of this machine."""
+"""What the scripts about training share: algorithms as text, and new ranks that train."""
 
 from __future__ import annotations
 
@@ -8,24 +8,39 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import yaml
+
+import dear
 from common.launch.ranks import RankLost, Ranks, gather, rank_env
 from dear.errors import UserError
+from dear.lazy import torch
+from dear.training.algorithm import algorithm_options
 
 ANSWER_S = 600.0
 _END_S = 10.0
+
+
+def parsed_algorithm(text: str) -> tuple[str, dict[str, Any]]:
+    """`dear:update=sharded,fusion=none` as a name and options; raises `UserError`."""
+    name, _, rest = text.partition(":")
+    pairs = (pair.partition("=") for pair in rest.split(",") if pair)
+    options = {key: yaml.safe_load(value) for key, _, value in pairs}
+    algorithm_options(name, options)
+    return name, options
 
 
 def run_ranks(
     function: Callable[..., Any],
     ranks: int,
     *arguments: Any,
+    backend: str | None = None,
     environment: Mapping[str, str] | None = None,
     limit_s: float = ANSWER_S,
 ) -> list[Any]:
     """What `function(*arguments)` returns on each rank; processes are new, and gone afterwards.
 
     Args:
-        function: of a module's top level; calls `dear.init()` itself.
+        function: of a module's top level; called after `dear.init(backend=backend)`.
         environment: variables that are set before anything is imported.
 
     Raises:
@@ -36,7 +51,9 @@ def run_ranks(
         for rank in range(ranks):
             place = rank_env(rank, ranks, store=Path(folder, "store"))
             env = {**(environment or {}), **place}
-            started.function(_rank, function, arguments, env=env, piped=True, method="spawn")
+            started.function(
+                _rank, backend, function, arguments, env=env, piped=True, method="spawn"
+            )
         try:
             for rank, (ok, value) in gather(started.pipes, limit_s):
                 if not ok:
@@ -48,8 +65,12 @@ def run_ranks(
     return [answers[rank] for rank in range(ranks)]
 
 
-def _rank(pipe: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> int:
+def _rank(
+    pipe: Connection, backend: str | None, function: Callable[..., Any], arguments: tuple[Any, ...]
+) -> int:
     try:
+        torch.set_num_threads(1)
+        dear.init(backend=backend)
         pipe.send((True, function(*arguments)))
     except Exception as error:
         pipe.send((False, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"))

@@ -1,4 +1,4 @@
-"""The ranks of one engine, kept by the parent: started once, asked often, stopped in between."""
+"""The ranks of engines, kept by the parent: started once, asked often, stopped in between."""
 
 from __future__ import annotations
 
@@ -11,17 +11,22 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from bench.engines import MPIRUN
-from bench.hosts import Host
+from bench.rig.engines import MPIRUN
+from bench.rig.hosts import Host
+from bench.rig.output import note
+from common.launch.mpirun import find_mpirun, settings
 from common.launch.ranks import RankLost, Ranks, gather
+from dear.errors import UserError
 
-_ROOT = Path(__file__).parents[1]
+_ROOT = Path(__file__).parents[2]
 _STOP_S = 5.0
+_START_S = 120.0
 
 
 class TeamError(Exception):
@@ -30,20 +35,22 @@ class TeamError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Where a team's ranks run and over what they talk.
+    """Where ranks run and over what they talk.
 
     Attributes:
         hosts: in rank order, `per_host` ranks on each.
+        folder: for sockets and logs; its path must be short.
         transport: "auto", or "tcp" to keep ranks of one host from sharing memory.
         congestion: TCP congestion control, None for the default.
-        start_s: the longest that starting may take.
+        timeout_s: the longest that one call may take.
     """
 
-    hosts: list[Host]
+    hosts: Sequence[Host]
     per_host: int
+    folder: Path
     transport: str = "auto"
     congestion: str | None = None
-    start_s: float = 120.0
+    timeout_s: float = 180.0
 
     @property
     def size(self) -> int:
@@ -53,6 +60,69 @@ class Layout:
         return self.hosts[rank // self.per_host]
 
 
+class Teams:
+    """`with Teams(names, layout) as teams:` starts every engine's ranks; on exit none is left.
+
+    Attributes:
+        failures: for each engine that is missing or has failed, why.
+        started: the others, by name.
+    """
+
+    def __init__(self, names: Sequence[str], layout: Layout) -> None:
+        self.failures: dict[str, str] = {}
+        self.started: dict[str, Team] = {}
+        self._names, self._layout = names, layout
+
+    def __enter__(self) -> Teams:
+        with contextlib.ExitStack() as stack:
+            stack.push(self.__exit__)
+            for name in self._names:
+                note(f"starting {name}")
+                try:
+                    self.started[name] = Team(name, self._layout)
+                except TeamError as error:
+                    self.fail(name, str(error))
+            stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for team in self.started.values():
+            team.close()
+
+    def fail(self, name: str, reason: str) -> None:
+        """The engine is asked no more."""
+        self.failures[name] = reason
+        note(f"{name}: {reason}")
+
+    def round(
+        self,
+        function: Callable[..., Any],
+        cases: Mapping[Any, dict[str, Any]],
+        *,
+        backwards: bool = False,
+    ) -> Iterator[tuple[Any, str, list[Any]]]:
+        """Calls the function on the ranks of every engine in turn, with each case's arguments.
+
+        An engine that fails is asked no more.
+
+        Args:
+            function: of a module's top level; its first argument is the rank's `Place`.
+
+        Yields:
+            The case's key, the engine, and what its ranks return, in their order.
+        """
+        for key, arguments in cases.items():
+            for name in reversed(self._names) if backwards else self._names:
+                if name in self.failures:
+                    continue
+                try:
+                    results = self.started[name].call(function, **arguments)
+                except TeamError as error:
+                    self.fail(name, str(error))
+                else:
+                    yield key, name, results
+
+
 class Team:
     """Ranks of one engine, stopped (SIGSTOP) except during `call`.
 
@@ -60,11 +130,11 @@ class Team:
     stopped alike, so that nothing depends on that.
     """
 
-    def __init__(self, name: str, layout: Layout, folder: Path) -> None:
+    def __init__(self, name: str, layout: Layout) -> None:
         self.name = name
         self.versions: dict[str, str] = {}
         self.pids: list[int] = []
-        self._layout, self._folder = layout, folder
+        self._layout = layout
         self._lines: list[Connection] = []
         self._processes = Ranks()
         self._logs: list[Path] = []
@@ -74,13 +144,13 @@ class Team:
             self.kill()
             raise
 
-    def call(self, module: str, function: str, timeout_s: float, **arguments: Any) -> list[Any]:
+    def call(self, function: Callable[..., Any], **arguments: Any) -> list[Any]:
         """Runs `function(place, **arguments)` on every rank; the results in rank order."""
         self._signal(signal.SIGCONT)
         try:
             for line in self._lines:
-                line.send((module, function, arguments))
-            results = self._gather(timeout_s)
+                line.send((_module(function), function.__name__, arguments))
+            results = self._gather(self._layout.timeout_s)
         except OSError as error:
             self.kill()
             raise TeamError(f"a rank died: {error}") from error
@@ -114,22 +184,21 @@ class Team:
                 os.kill(pid, number)
 
     def _start(self) -> None:
+        layout = self._layout
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        listener.bind(str(self._folder / f"{self.name}.sock"))
-        listener.listen(self._layout.size)
+        listener.bind(str(layout.folder / f"{self.name}.sock"))
+        listener.listen(layout.size)
         listener.settimeout(0.2)
         with listener:
-            for place, command in enumerate(self._commands()):
-                self._logs.append(self._folder / f"{self.name}-{place}.log")
-                env = self._environment(command)
+            for place, (command, env) in enumerate(self._commands()):
+                self._logs.append(layout.folder / f"{self.name}-{place}.log")
                 self._processes.command(command, cwd=_ROOT, env=env, log=self._logs[-1])
             self._accept(listener)
-        answers = self._gather(self._layout.start_s)
-        self.versions = answers[0]
+        self.versions = self._gather(_START_S)[0]
         self._signal(signal.SIGSTOP)
 
     def _accept(self, listener: socket.socket) -> None:
-        deadline = time.monotonic() + self._layout.start_s
+        deadline = time.monotonic() + _START_S
         known: dict[int, tuple[int, Connection]] = {}
         while len(known) < self._layout.size:
             try:
@@ -141,7 +210,7 @@ class Team:
                 if self._processes.codes:
                     raise TeamError(f"did not start: {self._last_words()}") from None
                 if time.monotonic() > deadline:
-                    raise TeamError(f"did not start in {self._layout.start_s:.0f} s") from None
+                    raise TeamError(f"did not start in {_START_S:.0f} s") from None
             finally:
                 self.pids = [known[r][0] for r in sorted(known)]
                 self._lines = [known[r][1] for r in sorted(known)]
@@ -167,63 +236,61 @@ class Team:
         telling = [line for line in lines if re.search("error|signal:|fail", line, re.IGNORECASE)]
         return (telling or lines or ["without a word"])[-1]
 
-    def _environment(self, command: list[str]) -> dict[str, str]:
+    def _commands(self) -> Iterator[tuple[list[str], dict[str, str]]]:
+        """Each process to start, and its environment: a rank or mpirun."""
         layout = self._layout
-        environment = {
+        env = {
             "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": layout.hosts[0].ifname,
             "COMM_CORE_TRANSPORT": layout.transport,
             "COMM_CORE_IFNAME": layout.hosts[0].ifname,
-            "TMPDIR": str(self._folder),  # so that nothing of Open MPI's stays behind
+            "TMPDIR": str(layout.folder),  # so that nothing of Open MPI's stays behind
         }
-        if self.name not in MPIRUN:
-            rank = int(command[command.index("--rank") + 1])
-            environment["COMM_CORE_HOST_ID"] = layout.host_of(rank).name
         if layout.congestion is not None:
-            environment["COMM_CORE_TCP_CONGESTION"] = layout.congestion
-        return environment
-
-    def _commands(self) -> list[list[str]]:
-        layout = self._layout
-        base = [sys.executable, "-m", "bench.rank", "--engine", self.name]
-        base += ["--folder", str(self._folder), "--size", str(layout.size)]
+            env["COMM_CORE_TCP_CONGESTION"] = layout.congestion
+        base = [sys.executable, "-m", "bench.rig.rank", "--engine", self.name]
+        base += ["--folder", str(layout.folder), "--size", str(layout.size)]
         if self.name in MPIRUN:
-            return [self._mpirun() + base]
-        ranks = range(layout.size)
-        return [layout.host_of(rank).command([*base, "--rank", str(rank)]) for rank in ranks]
+            yield layout.hosts[0].command(self._mpirun() + base), env
+            return
+        for rank in range(layout.size):
+            host = layout.host_of(rank)
+            yield (
+                host.command([*base, "--rank", str(rank)]),
+                {**env, "COMM_CORE_HOST_ID": host.name},
+            )
 
     def _mpirun(self) -> list[str]:
         layout = self._layout
         if shutil.which("mpirun") is None:
             raise TeamError("unavailable: no mpirun on the PATH")
-        first = layout.hosts[0]
-        command = ["mpirun", "-np", str(layout.size), "-wdir", str(_ROOT), "--oversubscribe"]
-        # Open MPI else binds the rank of each virtual host to the same core.
-        command += ["--bind-to", "none", "--map-by", "slot"]
+        try:
+            mpirun = find_mpirun()
+        except UserError as error:
+            raise TeamError(f"unavailable: {error}") from None
+        command = [mpirun.path, "-np", str(layout.size), "-wdir", str(_ROOT), *mpirun.placement]
         if os.geteuid() == 0:
             command.append("--allow-run-as-root")
         # Yielding takes the loss of a spinning rank from its neighbours on the same core.
-        settings = {"mpi_yield_when_idle": "0" if self.name == "mpi_spin" else "1"}
+        chosen = {"mpi_yield_when_idle": "0" if self.name == "mpi_spin" else "1"}
         tcp_only = layout.transport == "tcp" or layout.per_host == 1
         if len(layout.hosts) > 1 or tcp_only:
-            settings |= {"pml": "ob1", "btl": "tcp,self" if tcp_only else "vader,tcp,self"}
-            settings |= {"btl_tcp_if_include": first.ifname}
+            chosen |= settings(mpirun, 0, layout.hosts[0].ifname)
+        if tcp_only:
+            chosen["btl"] = "tcp,self"
         if len(layout.hosts) > 1:
             slots = [f"{host.address}:{layout.per_host}" for host in layout.hosts]
             command += ["-H", ",".join(slots)]
-            settings |= {"oob_tcp_if_include": first.ifname, "plm_rsh_agent": str(self._agent())}
-        for name, value in settings.items():
-            command += ["--mca", name, value]
-        return first.command(command)
+            chosen[mpirun.agent_setting] = shlex.join(
+                [sys.executable, "-m", "common.emulation.rsh"]
+            )
+        for name, value in chosen.items():
+            command += [mpirun.flag(name), name, value]
+        return command
 
-    def _agent(self) -> Path:
-        """A stand-in for ssh that enters the host whose address it is given."""
-        path = self._folder / f"{self.name}.agent"
-        cases = "\n".join(
-            f'  {host.address}) exec {shlex.join(host.command(["sh", "-c"]))} "$*" ;;'
-            for host in self._layout.hosts
-        )
-        script = f'#!/bin/sh\naddress=$1\nshift\ncase "$address" in\n{cases}\nesac\nexit 1\n'
-        path.write_text(script)
-        path.chmod(0o700)
-        return path
+
+def _module(function: Callable[..., Any]) -> str:
+    """Where ranks find the function: what runs as a script has another name when imported."""
+    if function.__module__ == "__main__":
+        return f"bench.{Path(sys.argv[0]).stem}"
+    return function.__module__

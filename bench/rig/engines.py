@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import sys
+import importlib
+import importlib.metadata
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -11,41 +12,40 @@ from typing import Any
 
 import dear
 from dear.errors import Unavailable
+from dear.lazy import torch
 
 # Started by mpirun; every other engine's ranks are started one by one.
 MPIRUN = ("mpi", "mpi_spin", "horovod")
 NAMES = ("comm_core", "comm_core_direct", "gloo", *MPIRUN)
 
 
-class Engine:
+class Engine(ABC):
     """Sum over float32 CPU tensors; every call returns the tensor that holds its result."""
 
     versions: dict[str, str]
 
-    def empty(self, count: int) -> Any:
+    def empty(self, count: int) -> torch.Tensor:
         """A tensor of `count` floats, in the memory that this engine likes best."""
-        import torch
-
         return torch.empty(count, dtype=torch.float32)
 
-    def reduce_scatter(self, out: Any, bucket: Any) -> Any:
-        raise NotImplementedError
+    @abstractmethod
+    def reduce_scatter(self, out: torch.Tensor, bucket: torch.Tensor) -> torch.Tensor: ...
 
-    def all_gather(self, out: Any, shard: Any) -> Any:
-        raise NotImplementedError
+    @abstractmethod
+    def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> torch.Tensor: ...
 
-    def all_reduce(self, bucket: Any) -> Any:
-        raise NotImplementedError
+    @abstractmethod
+    def all_reduce(self, bucket: torch.Tensor) -> torch.Tensor: ...
 
-    def start_reduce_scatter(self, out: Any, bucket: Any) -> Callable[[], Any]:
+    @abstractmethod
+    def start_reduce_scatter(self, out: torch.Tensor, bucket: torch.Tensor) -> Callable[[], Any]:
         """Returns at once; calling the result waits."""
-        raise NotImplementedError
 
-    def fence(self) -> None:
+    def fence(self) -> None:  # noqa: B027  (most need nothing)
         """Lets what other ranks still need from this one happen, where that needs a call."""
 
-    def close(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def close(self) -> None: ...
 
 
 class TorchEngine(Engine):
@@ -56,44 +56,39 @@ class TorchEngine(Engine):
     """
 
     def __init__(self, backend: str, rank: int, size: int, store: Path, direct: bool) -> None:
-        import torch
-        import torch.distributed as dist
-
         self.versions = {"torch": torch.__version__}
         self._core: Any = None
         if backend == "comm_core":
             self._core = _import("comm_core")
             self.versions["comm_core"] = dear.__version__
         self._direct = direct
-        self._dist = dist
-        dist.init_process_group(
+        self._dist = torch.distributed  # not by way of the lazy module in what is timed
+        self._dist.init_process_group(
             backend,
-            store=dist.FileStore(str(store), size),
+            store=self._dist.FileStore(str(store), size),
             rank=rank,
             world_size=size,
             timeout=timedelta(seconds=60),
         )
 
-    def empty(self, count: int) -> Any:
-        import torch
-
+    def empty(self, count: int) -> torch.Tensor:
         if self._direct:
             return self._core.empty((count,), dtype=torch.float32)
         return super().empty(count)
 
-    def reduce_scatter(self, out: Any, bucket: Any) -> Any:
+    def reduce_scatter(self, out: torch.Tensor, bucket: torch.Tensor) -> torch.Tensor:
         self._dist.reduce_scatter_tensor(out, bucket)
         return out
 
-    def all_gather(self, out: Any, shard: Any) -> Any:
+    def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
         self._dist.all_gather_into_tensor(out, shard)
         return out
 
-    def all_reduce(self, bucket: Any) -> Any:
+    def all_reduce(self, bucket: torch.Tensor) -> torch.Tensor:
         self._dist.all_reduce(bucket)
         return bucket
 
-    def start_reduce_scatter(self, out: Any, bucket: Any) -> Callable[[], Any]:
+    def start_reduce_scatter(self, out: torch.Tensor, bucket: torch.Tensor) -> Callable[[], Any]:
         return self._dist.reduce_scatter_tensor(out, bucket, async_op=True).wait
 
     def close(self) -> None:
@@ -110,21 +105,21 @@ class MpiEngine(Engine):
         self._mpi = MPI
         self._world = MPI.COMM_WORLD
         library = MPI.Get_library_version().split(",")[0].strip()
-        self.versions = {"mpi": library, "mpi4py": _version("mpi4py")}
+        self.versions = {"mpi": library, "mpi4py": importlib.metadata.version("mpi4py")}
 
-    def reduce_scatter(self, out: Any, bucket: Any) -> Any:
+    def reduce_scatter(self, out: torch.Tensor, bucket: torch.Tensor) -> torch.Tensor:
         self._world.Reduce_scatter_block(bucket.numpy(), out.numpy())
         return out
 
-    def all_gather(self, out: Any, shard: Any) -> Any:
+    def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
         self._world.Allgather(shard.numpy(), out.numpy())
         return out
 
-    def all_reduce(self, bucket: Any) -> Any:
+    def all_reduce(self, bucket: torch.Tensor) -> torch.Tensor:
         self._world.Allreduce(self._mpi.IN_PLACE, bucket.numpy())
         return bucket
 
-    def start_reduce_scatter(self, out: Any, bucket: Any) -> Callable[[], Any]:
+    def start_reduce_scatter(self, out: torch.Tensor, bucket: torch.Tensor) -> Callable[[], Any]:
         return self._world.Ireduce_scatter_block(bucket.numpy(), out.numpy()).Wait
 
     def fence(self) -> None:
@@ -145,18 +140,18 @@ class HorovodEngine(Engine):
             raise Unavailable("this Horovod was built without MPI")
         self._hvd.init()
         self._started = 0
-        self.versions = {"horovod": _version("horovod")}
+        self.versions = {"horovod": importlib.metadata.version("horovod")}
 
-    def reduce_scatter(self, out: Any, bucket: Any) -> Any:
+    def reduce_scatter(self, out: torch.Tensor, bucket: torch.Tensor) -> torch.Tensor:
         return self._hvd.reducescatter(bucket, op=self._hvd.Sum, name="rs")
 
-    def all_gather(self, out: Any, shard: Any) -> Any:
+    def all_gather(self, out: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
         return self._hvd.allgather(shard, name="ag")
 
-    def all_reduce(self, bucket: Any) -> Any:
+    def all_reduce(self, bucket: torch.Tensor) -> torch.Tensor:
         return self._hvd.allreduce_(bucket, op=self._hvd.Sum, name="ar")
 
-    def start_reduce_scatter(self, out: Any, bucket: Any) -> Callable[[], Any]:
+    def start_reduce_scatter(self, out: torch.Tensor, bucket: torch.Tensor) -> Callable[[], Any]:
         self._started += 1
         name = f"rs{self._started % 64}"  # names of operations in flight must differ
         handle = self._hvd.reducescatter_async(bucket, op=self._hvd.Sum, name=name)
@@ -180,20 +175,8 @@ def create(name: str, rank: int, size: int, store: Path) -> Engine:
     return TorchEngine(backend, rank, size, store, direct=name.endswith("_direct"))
 
 
-def mpi_place() -> int:
-    """The rank that mpirun gave this process."""
-    return int(os.environ["OMPI_COMM_WORLD_RANK"])
-
-
 def _import(module: str) -> Any:
     try:
-        __import__(module)
+        return importlib.import_module(module)
     except ImportError as error:
         raise Unavailable(f"{type(error).__name__}: {error}") from error
-    return sys.modules[module]
-
-
-def _version(package: str) -> str:
-    import importlib.metadata
-
-    return importlib.metadata.version(package)

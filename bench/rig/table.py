@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from dear.errors import UserError
 
+T = TypeVar("T")
 OPS = ("reduce_scatter", "all_gather", "all_reduce", "rs_ag")
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
 
@@ -43,6 +46,11 @@ def slowest(times: Sequence[Sequence[float]]) -> list[float]:
     return [max(step) for step in zip(*times, strict=True)]
 
 
+def worst(ranks: Sequence[Mapping[str, float]], key: str) -> float:
+    """The largest value that a rank has under this key."""
+    return max(rank[key] for rank in ranks)
+
+
 def percentile(values: Sequence[float], percent: float) -> float:
     """The smallest value that `percent` of the values do not exceed."""
     ordered = sorted(values)
@@ -59,9 +67,12 @@ class Ratio:
     rounds: int
 
     @classmethod
-    def of(cls, above: Sequence[float], below: Sequence[float]) -> Ratio:
-        """Quotients of values measured in the same round."""
-        quotients = [a / b for a, b in zip(above, below, strict=True)]
+    def of(cls, above: Mapping[int, float], below: Mapping[int, float]) -> Ratio | None:
+        """Quotients of values by round, of the rounds that both have; None if there is none."""
+        both = sorted(above.keys() & below.keys())
+        quotients = [above[index] / below[index] for index in both]
+        if not quotients:
+            return None
         return cls(
             median=statistics.median(quotients),
             low=min(quotients),
@@ -96,21 +107,38 @@ def digits(value: float | None, count: int = 3) -> str:
     return f"{value:.{min(decimals, 6)}f}"
 
 
+def rows_of(
+    rounds: Mapping[tuple[str, ...], T],
+    failures: Mapping[str, str],
+    cells: Callable[[T], Sequence[str]],
+) -> list[list[str]]:
+    """A row for each label that has results, and one that says why for each with a failed engine.
+
+    Args:
+        rounds: results by label: an engine, perhaps with what it was asked for.
+        cells: what stands behind the label.
+    """
+    rows = []
+    for label, results in rounds.items():
+        if results:
+            rows.append([*label, *cells(results)])
+        rows += [[*label, failures[part]] for part in label if part in failures]
+    return rows
+
+
 def layout(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A table: names to the left, numbers to the right; a short row's last cell is a remark."""
-    full = [row for row in rows if len(row) == len(header)]
-    widths = [max(len(cell) for cell in column) for column in zip(header, *full, strict=True)]
-    for row in rows:
-        if len(row) < len(header):  # its last cell is as long as it likes
-            for index, cell in enumerate(row[:-1]):
-                widths[index] = max(widths[index], len(cell))
+
+    def sized(row: Sequence[str]) -> Sequence[str]:
+        return row if len(row) == len(header) else row[:-1]  # a remark is as long as it likes
+
+    columns = itertools.zip_longest(header, *map(sized, rows), fillvalue="")
+    widths = [max(map(len, column)) for column in columns]
     lines = []
     for row in (header, *rows):
         cells = [
-            cell if len(row) < len(header) and index == len(row) - 1
-            else cell.ljust(widths[index]) if index < 2
-            else cell.rjust(widths[index])
-            for index, cell in enumerate(row)
-        ]  # fmt: skip
-        lines.append("  ".join(cells).rstrip())
+            cell.ljust(width) if index < 2 else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(sized(row), widths, strict=False))
+        ]
+        lines.append("  ".join([*cells, *row[len(cells) :]]).rstrip())
     return "\n".join(lines)

@@ -1,21 +1,21 @@
-"""Run in a sandbox by test_bench_collectives.py: `bench_hosts_program.py CASE`."""
+"""Run in a sandbox by test_bench.py: `bench_hosts_program.py CASE`."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 
-from bench.hosts import Host, Hosts
+from bench.rig import hosts
 
 LISTEN = "import socket, sys; socket.create_server((sys.argv[1], 7))"
 
 
-def succeeds(host: Host, command: list[str]) -> bool:
+def succeeds(host: hosts.Host, command: list[str]) -> bool:
     done = subprocess.run(host.command(command), capture_output=True, text=True, timeout=30)
     return done.returncode == 0
 
 
-def queues(host: Host) -> str:
+def queues(host: hosts.Host) -> str:
     command = host.command(["tc", "qdisc", "show", "dev", host.ifname])
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
@@ -23,9 +23,9 @@ def queues(host: Host) -> str:
 def virtual(rate: str) -> None:
     left = None
     try:
-        with Hosts(2, rate, "reno") as built:
-            assert [host.name for host in built.all] == ["h0", "h1"]
-            first, second = built.all
+        with hosts.built(2, rate, "reno") as there:
+            assert [host.name for host in there] == ["h0", "h1"]
+            first, second = there
             listen = [sys.executable, "-c", LISTEN, first.address]
             assert succeeds(first, listen) and not succeeds(second, listen)
             assert ("tbf" in queues(first)) == (rate != "none")
@@ -38,8 +38,7 @@ def virtual(rate: str) -> None:
 
 
 def local() -> None:
-    with Hosts(0, "none", "reno") as built:
-        (host,) = built.all
+    with hosts.built(0, "none", "reno") as (host,):
         assert (host.name, host.address) == ("local", "127.0.0.1")
         route = subprocess.run(
             host.command(["ip", "route", "get", host.address]), capture_output=True, text=True

@@ -1,0 +1,199 @@
+"""What the scripts that compare engines share: options, hosts, ranks, and an orderly end."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import re
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.rig import engines, hosts
+from bench.rig.output import Output
+from bench.rig.team import Layout, Teams
+from common.emulation import network, sandbox
+from dear.errors import UserError, unknown
+
+_CONGESTION = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
+_VARIABLES = ("COMM_CORE_", "GLOO_", "HOROVOD_", "OMPI_MCA_", "OMP_NUM_THREADS")
+_SETUP = ("engines", "world", "hosts", "ranks_per_host", "rate", "transport", "congestion")
+_SETUP += ("ifname", "timeout_s")
+
+
+def parser_of(doc: str, names: Sequence[str], world: int) -> argparse.ArgumentParser:
+    """A parser with the options that say who is measured, and where, and with `--json`.
+
+    Args:
+        doc: the script's, of which the first line describes it.
+        names: the engines that it compares by default.
+        world: its default number of ranks.
+    """
+    shape = argparse.ArgumentDefaultsHelpFormatter
+    parser = argparse.ArgumentParser(description=doc.split("\n")[0], formatter_class=shape)
+    add = parser.add_argument
+    add("--engines", nargs="+", default=list(names), metavar="NAME", help="engines, interleaved")
+    add("-n", "--ranks", dest="world", metavar="RANKS", type=int, default=world,
+        help="number of ranks")  # fmt: skip
+    add("--hosts", choices=("local", "netns"), default="local", help="this machine or virtual")
+    add("--ranks-per-host", type=int, default=1, help="ranks of a virtual host")
+    add("--rate", default="1gbit", help="link speed of virtual hosts: none, 1gbit, 10gbit, ...")
+    add("--transport", choices=("auto", "tcp"), default="auto", help="tcp: no shared memory")
+    add("--congestion", default=None, help="TCP congestion control of every engine")
+    add("--ifname", default="lo", help="interface on this machine")
+    add("--timeout", dest="timeout_s", metavar="TIMEOUT", type=float, default=180.0,
+        help="seconds that a measurement may take")  # fmt: skip
+    add("--json", type=Path, default=None, help="keep raw numbers in this new file")
+    return parser
+
+
+def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
+    """The checked options, and `num_hosts`: how many virtual hosts there are to be, or 0.
+
+    Raises:
+        UserError: something makes no sense, or cannot be done here.
+        NeedsSandbox: it can be done only in a sandbox, and this is none.
+    """
+    args = parser.parse_args(argv)
+    for name in args.engines:
+        if name not in engines.NAMES:
+            raise unknown("engine", name, engines.NAMES)
+    if len(set(args.engines)) != len(args.engines):
+        raise UserError(f"--engines names one twice: {' '.join(args.engines)}")
+    if not 2 <= args.world <= 64:
+        raise UserError(f"-n {args.world}: collectives need 2 to 64 ranks")
+    args.num_hosts, left = divmod(args.world, args.ranks_per_host)
+    if args.hosts == "local":
+        args.num_hosts = 0
+    elif left:
+        raise UserError(
+            f"-n {args.world} is not a multiple of --ranks-per-host {args.ranks_per_host}"
+        )
+    if not re.fullmatch(r"none|\d+(\.\d+)?[kmg]bit", args.rate):
+        raise UserError(f"--rate {args.rate!r} is not none or a speed such as 1gbit, 500mbit")
+    known = _CONGESTION.read_text().split()
+    if args.congestion is not None and args.congestion not in known:
+        raise unknown("congestion control", args.congestion, known)
+    if (args.num_hosts or args.congestion) and not sandbox.inside():
+        if reason := sandbox.unable():
+            raise UserError(
+                f"--hosts netns and --congestion build network namespaces: {reason}; "
+                "or use --hosts local without --congestion"
+            )
+        raise NeedsSandbox
+    return args
+
+
+class NeedsSandbox(Exception):  # noqa: N818  (no mistake)
+    """What was asked for can be done only in a sandbox; `program` starts this program again."""
+
+
+class Session:
+    """Hosts and the ranks of engines, for one script; see `started`.
+
+    Attributes:
+        args: as `parse` gave them.
+        hosts: what the ranks run on.
+        folder: for temporary files.
+        failures: for each engine that is missing or has failed, why.
+        round: as of `Teams`.
+    """
+
+    def __init__(
+        self, tool: str, args: argparse.Namespace, output: Output, layout: Layout, teams: Teams
+    ) -> None:
+        self.hosts, self.folder = layout.hosts, layout.folder
+        self.failures, self.round = teams.failures, teams.round
+        self.args, self._tool, self._output = args, tool, output
+        self._congestion = args.congestion or network.default_congestion()
+        self._versions = {name: team.versions for name, team in teams.started.items()}
+        self._ranks = [
+            {"engine": name, "rank": rank, "pid": pid, "host": host.name}
+            | {"address": host.address, "ifname": host.ifname}
+            for name, team in teams.started.items()
+            for rank, pid in enumerate(team.pids)
+            for host in [layout.host_of(rank)]
+        ]
+
+    def save(self, **values: Any) -> None:
+        """Keeps everything measured so far, `values`, with where it was."""
+        chosen = {name: os.environ[name] for name in os.environ if name.startswith(_VARIABLES)}
+        self._output.save(
+            {
+                **self._output.about(self._tool),
+                "setup": {name: getattr(self.args, name) for name in _SETUP},
+                "tcp_congestion": self._congestion,
+                "environment": chosen,
+                "versions": self._versions,
+                "ranks": self._ranks,
+                "failures": self.failures,
+                **values,
+            }
+        )
+
+    def heading(self) -> list[str]:
+        """Lines that say where the numbers come from."""
+        args, where = self.args, "this machine"
+        if args.num_hosts:
+            where = f"{args.num_hosts} virtual hosts, links {args.rate}"
+        lines = self._output.heading()
+        lines.append(
+            f"# {args.world} ranks on {where}, transport {args.transport}, tcp {self._congestion}"
+        )
+        for name, versions in self._versions.items():
+            listed = ", ".join(f"{key} {value}" for key, value in versions.items())
+            lines.append(f"# {name}: {listed}")
+        form = "#   {engine} rank {rank} pid {pid} host {host} {address} {ifname}"
+        lines += [form.format(**rank) for rank in self._ranks]
+        return lines + [f"# {name}: {reason}" for name, reason in self.failures.items()]
+
+
+@contextlib.contextmanager
+def started(tool: str, args: argparse.Namespace) -> Iterator[Session]:
+    """Claims the file of results, starts the ranks of every engine and prints where the numbers
+    come from; afterwards no process or host is left.
+
+    Args:
+        tool: what the file calls the script.
+        args: of `parse`.
+    """
+    with (
+        Output(args.json) as output,
+        # A short path, because it holds sockets.
+        tempfile.TemporaryDirectory(prefix="drb", dir="/tmp") as folder,
+        hosts.built(args.num_hosts, args.rate, args.congestion, args.ifname) as there,
+    ):
+        layout = Layout(
+            hosts=there,
+            per_host=args.world // len(there),
+            folder=Path(folder),
+            transport=args.transport,
+            congestion=args.congestion,
+            timeout_s=args.timeout_s,
+        )
+        with Teams(args.engines, layout) as teams:
+            session = Session(tool, args, output, layout, teams)
+            print("\n".join(session.heading()), flush=True)
+            yield session
+
+
+def program(main: Callable[[list[str]], int]) -> None:
+    """Runs a script's main and ends the process with the right status."""
+    # So that SIGTERM too unwinds the stack that removes hosts and ends ranks.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        try:
+            status = main(sys.argv[1:])
+        except NeedsSandbox:
+            status = sandbox.run([sys.executable, *sys.orig_argv[1:]])
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        status = 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        status = 130
+    sys.exit(status)

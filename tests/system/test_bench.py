@@ -1,0 +1,164 @@
+"""The benchmark scripts as they are started: what they print, keep, and leave behind."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench.rig import table
+from tests.system.sandboxes import Outside, in_sandbox, needs_sandbox
+
+ROOT = Path(__file__).parents[2]
+# A busy machine starts processes slowly.
+LIMIT_S = 280.0
+ALONE = ["--engines", "comm_core", "--topologies", "ring", "complete", "--width", "8"]
+SMALL = ["--layers", "2", "--steps", "2", "--repeats", "2"]
+
+
+def run(
+    script: str, *arguments: str, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(ROOT / "bench" / script), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        env=env,
+        stdin=subprocess.DEVNULL,
+    )
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "said"),
+    [
+        ("collectives.py", ["--engines", "glo"], "unknown engine 'glo'; did you mean 'gloo'?"),
+        ("fidelity.py", ["links", "--repeats", "0"], "--repeats 0: must be at least 1"),
+    ],
+)
+def test_a_users_mistake_is_one_line_and_status_2(script, arguments, said):
+    done = run(script, *arguments)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"error: {said}\n")
+
+
+def test_results_are_never_overwritten(tmp_path):
+    path = tmp_path / "out.json"
+    path.write_text("precious")
+    done = run("collectives.py", "--engines", "gloo", "--json", str(path))
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"error: --json {path} exists; results are never overwritten\n"
+    assert path.read_text() == "precious"
+
+
+@pytest.mark.timeout(LIMIT_S + 20)
+def test_engines_are_right_and_recorded_and_one_that_cannot_start_fails_alone(tmp_path):
+    path = tmp_path / "out.json"
+    options = ["--sizes", "4K", "--repeats", "2", "--seconds", "0.02", "-n", "2"]
+    # Without a PATH there is no mpirun.
+    environment = {"PATH": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    engines = ["--engines", "mpi", "gloo"]
+    done = run("collectives.py", *engines, *options, "--json", str(path), env=environment)
+    assert done.returncode == 1
+    rows = [line.split(maxsplit=3) for line in done.stdout.splitlines()]
+    assert ["all_gather", "mpi", "4000", "unavailable: no mpirun on the PATH"] in rows
+    assert ["all_gather", "gloo", "4000"] in [row[:3] for row in rows]
+    assert "gloo rank 1 pid" in done.stdout
+    record = json.loads(path.read_text())
+    assert record["failures"] == {"mpi": "unavailable: no mpirun on the PATH"}
+    assert (record["schema"], record["setup"]["world"]) == (1, 2)
+    assert len(record["samples"]) == 4 * 2
+    assert {one["op"] for one in record["samples"]} == set(table.OPS)
+    for one in record["samples"]:
+        assert one["wrong"] == 0
+        assert len(one["times_s"]) == 2
+        assert len(one["times_s"][0]) == len(one["times_s"][1]) >= 3
+        assert min(one["cpu_s"]) >= 0
+    pids = [rank["pid"] for rank in record["ranks"]]
+    assert not [pid for pid in pids if Path("/proc", str(pid)).exists()]
+
+
+@needs_sandbox
+@pytest.mark.timeout(LIMIT_S + 20)
+def test_gloo_on_two_virtual_hosts_leaves_nothing_behind(tmp_path):
+    outside = Outside()
+    path = tmp_path / "out.json"
+    options = ["--hosts", "netns", "--rate", "1gbit", "--congestion", "reno", "-n", "2"]
+    options += ["--ops", "reduce_scatter", "--sizes", "400K", "--repeats", "1"]
+    options += ["--engines", "gloo", "--seconds", "0.02", "--json", str(path)]
+    done = run("collectives.py", *options, env=outside.environment)
+    assert done.returncode == 0, done.stderr
+    record = json.loads(path.read_text())
+    assert [one["wrong"] for one in record["samples"]] == [0]
+    assert [rank["host"] for rank in record["ranks"]] == ["h0", "h1"]
+    # 200 KB over a link of 125 MB/s, less the 128 KiB that its bucket lets through at once.
+    assert min(record["samples"][0]["times_s"][0]) > (200e3 - 131072) / 125e6
+    outside.check_clean()
+
+
+@needs_sandbox
+@pytest.mark.full
+@pytest.mark.timeout(LIMIT_S + 20)
+@pytest.mark.parametrize("case", ["virtual", "unlimited", "local"])
+def test_hosts_are_removed_after_an_exception_with_what_runs_on_them(case):
+    outside = Outside()
+    program = str(Path(__file__).with_name("bench_hosts_program.py"))
+    done = subprocess.run(
+        in_sandbox("me", sys.executable, program, case),
+        env=outside.environment,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    outside.check_clean()
+
+
+@pytest.mark.full
+@pytest.mark.timeout(LIMIT_S + 20)
+@pytest.mark.parametrize(
+    ("script", "arguments", "kept"),
+    [
+        ("latency.py", "--engines gloo -n 2 --iterations 5 --repeats 1", "rounds"),
+        ("overlap.py", "--engines gloo --size 4K --flights 2 --calls 2 --repeats 1", "rounds"),
+        ("preempt.py", "--engines gloo --hosts local -n 2 --large 4K --repeats 1", "rounds"),
+        ("idle.py", "--engines gloo --seconds 0.1", "cpu_s"),
+        ("memory.py", "--model mnist_cnn --algorithms wfbp --ranks 1", "rows"),
+        ("loss_curves.py", "--tasks mnist --steps 2 --ranks 2 --algorithms wfbp", "curves"),
+    ],
+)
+def test_every_script_prints_a_table_and_keeps_its_numbers(script, arguments, kept, tmp_path):
+    path = tmp_path / "out.json"
+    done = run(script, *arguments.split(), "--json", str(path))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1]
+    record = json.loads(path.read_text())
+    assert record["schema"] == 1 and record["machine"]["cores"] and record[kept]
+
+
+@pytest.mark.timeout(LIMIT_S + 20)
+def test_ours_beside_no_peer_is_timed_and_kept(tmp_path):
+    path = tmp_path / "peer.json"
+    done = run("decentralized_peer.py", "-n", "2", *ALONE, *SMALL, "--json", str(path))
+    assert done.returncode == 0, done.stderr
+    kept = json.loads(path.read_text())
+    assert [case["topology"] for case in kept["cases"]] == ["ring", "complete"]
+    assert kept["parameters"] == 2 * (64 + 8)
+    for case in kept["cases"]:
+        assert len(case["step_s"]["dear"]) == 2 and min(case["step_s"]["dear"]) > 0
+        assert case["step_s"]["decent-dp"] == [] and case["speedup"] is None
+
+
+@pytest.mark.timeout(LIMIT_S + 20)
+def test_overhead_measures_each_wrapper_beside_plain_torch(tmp_path):
+    path = tmp_path / "overhead.json"
+    arguments = ["--algorithms", "wfbp", "mgwfbp", "--tensors", "3", "--ranks", "2"]
+    arguments += ["--steps", "2", "--rounds", "3", "--warmup", "3", "--json", str(path)]
+    done = run("overhead.py", *arguments)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split("\n")[0].split()[0] == "algorithm"
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["algorithm"] for row in rows] == ["plain", "wfbp", "mgwfbp"]
+    assert all(len(row["seconds_per_step"]) == 3 for row in rows)

@@ -1,0 +1,311 @@
+"""The arithmetic of the benchmarks, and how they print what they measured."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+import pytest
+
+from bench import (
+    collectives,
+    decentralized_peer,
+    fidelity,
+    latency,
+    loss_curves,
+    memory,
+    overhead,
+    overlap,
+    preempt,
+)
+from bench.rig import hosts, session, table
+from bench.rig.limits import Limits
+from bench.rig.output import Output
+from bench.rig.trainings import parsed_algorithm
+from common.emulation import sandbox
+from dear.errors import UserError
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("4096", 4096), ("4K", 4000), ("4Ki", 4096), ("25M", 25_000_000), ("1.5GB", 1_500_000_000)],
+)
+def test_sizes_are_decimal_unless_they_say_i(text, size):
+    assert table.parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "M", "-4K", "4X", "0", "four"])
+def test_a_size_that_is_none_is_a_users_mistake(text):
+    with pytest.raises(UserError, match="is not a number of bytes"):
+        table.parse_size(text)
+
+
+def test_a_bucket_is_rounded_up_to_whole_items_of_every_rank():
+    assert table.bucket_bytes(25_000_000, 4) == 25_000_000
+    assert table.bucket_bytes(25_000_001, 4) == 25_000_016
+    assert table.bucket_bytes(1, 3) == 12
+
+
+def test_bus_factors_are_those_of_nccl_tests():
+    assert table.bus_factor("reduce_scatter", 4) == table.bus_factor("all_gather", 4) == 0.75
+    assert table.bus_factor("all_reduce", 4) == table.bus_factor("rs_ag", 4) == 1.5
+    assert table.bus_factor("all_reduce", 2) == 1.0
+
+
+def test_an_iteration_takes_as_long_as_its_slowest_rank():
+    assert table.slowest([[1.0, 5.0], [2.0, 4.0]]) == [2.0, 5.0]
+
+
+def test_percentiles_are_values_that_occurred():
+    values = [float(i) for i in range(1, 101)]
+    assert [table.percentile(values, percent) for percent in (0, 50, 99)] == [1, 50, 99]
+    assert table.percentile([7.0], 99) == 7.0
+
+
+def test_ratios_pair_the_rounds_that_both_have_and_give_their_range():
+    ratio = table.Ratio.of({0: 2.0, 1: 6.0, 2: 4.0, 3: 9.0}, {0: 1.0, 1: 2.0, 2: 2.0})
+    assert f"{ratio.text()} {ratio.spread()}" == "2.00x (2.00..3.00, 3 rounds)"
+    assert table.Ratio.of({0: 1.0}, {1: 1.0}) is None
+
+
+def test_a_table_gives_a_remark_all_the_room_it_needs():
+    rows = [["x", "long", "1.5"], ["longer", "unavailable: no such engine here"]]
+    assert table.layout(["a", "b", "c"], rows).splitlines() == [
+        "a       b       c",
+        "x       long  1.5",
+        "longer  unavailable: no such engine here",
+    ]
+
+
+def sample(engine: str, op: str, number: int, times_s: list[list[float]]) -> collectives.Sample:
+    return collectives.Sample(
+        engine=engine,
+        op=op,
+        nbytes=25_000_000,
+        round=number,
+        times_s=times_s,
+        cpu_s=[0.1 for _ in times_s],
+        wrong=0,
+    )
+
+
+def test_the_report_compares_engines_round_by_round():
+    samples = [
+        sample("a", "reduce_scatter", 0, [[0.1, 0.1], [0.1, 0.1]]),
+        sample("b", "reduce_scatter", 0, [[0.2, 0.2], [0.1, 0.1]]),
+        sample("b", "reduce_scatter", 1, [[9.0], [9.0]]),  # a has no such round
+    ]
+    no_limit = Limits("memory", [("reduce_scatter", 25_000_000)])
+    lines = collectives.report(samples, 2, ["a", "b"], no_limit, {})
+    assert lines[2:] == [
+        "reduce_scatter 25 MB n=2: a 2.00x b (2.00..2.00, 1 rounds)",
+        "reduce_scatter 25 MB n=2: a 1.00x the CPU of b (1.00..1.00, 1 rounds)",
+    ]
+    assert samples[0].cpu_s_per_gb() == pytest.approx(0.2 / 2 / 0.025)
+
+
+def test_a_missing_engine_has_a_row_that_says_so():
+    samples = [sample("gloo", "all_gather", 0, [[0.1], [0.1]])]
+    no_limit = Limits("memory", [("all_gather", 25_000_000)])
+    failures = {"horovod": "unavailable: no horovod"}
+    lines = collectives.report(samples, 2, ["gloo", "horovod"], no_limit, failures)
+    rows = lines[0].splitlines()
+    assert rows[1].split()[:3] == ["all_gather", "gloo", "25000000"]
+    assert rows[2].split(maxsplit=3)[1::2] == ["horovod", "unavailable: no horovod"]
+
+
+@pytest.mark.parametrize(("kind", "median"), [("wire", 0.5), ("memory", 2.0)])
+def test_nearness_is_a_fraction_of_the_wire_and_a_multiple_of_the_memory_bound(kind, median):
+    limits = Limits(kind, [("all_gather", 25_000_000)])
+    limits.bound_s["all_gather", 25_000_000][0] = 0.1
+    near = limits.nearness(("all_gather", 25_000_000), {0: 0.2, 1: 7.0})
+    assert (near.median, near.rounds) == (pytest.approx(median), 1)
+
+
+def test_latency_pools_the_iterations_and_compares_the_medians_of_rounds():
+    rounds = {(4000, "a"): [[1e-3, 2e-3, 9e-3]], (4000, "b"): [[4e-3, 4e-3, 4e-3]], (4000, "c"): []}
+    lines = latency.rendered(rounds, "a", {"c": "failed: it died"}).splitlines()
+    assert lines[1].split() == ["all_reduce", "a", "4000", "2.00", "9.00", "1.00", "3"]
+    assert lines[3].endswith("failed: it died")
+    assert lines[4:] == ["all_reduce 4 KB: a 2.00x b (2.00..2.00, 1 rounds)"]
+
+
+def test_overlap_is_how_much_longer_the_slowest_ranks_compute_takes():
+    keys = ("alone_s", "comm_s", "comm_cpu_s", "submit_s", "compute_s", "total_s")
+    ranks = [dict(zip(keys, times, strict=True)) for times in ((1, 2, 3, 0, 1.1, 3), [1] * 6)]
+    lines = overlap.rendered({"a": [ranks], "b": [ranks]}, {}).splitlines()
+    assert lines[1].split()[:4] == ["a", "+10.0", "%", "+10.0..+10.0"]
+    assert lines[1].split()[-1] == "4.00"  # CPU seconds are those of all ranks
+    assert lines[3] == "a 1.00x the overlapped compute time with b (1.00..1.00, 1 rounds)"
+
+
+def test_preempt_counts_the_rounds_in_which_every_rank_overtook():
+    keys = ("urgent_s", "alone_s", "large_s", "large_alone_s", "overtook", "wrong")
+    ranks = [
+        dict(zip(keys, times, strict=True)) for times in ((1, 1, 1, 1, 1, 0), (2, 1, 1, 1, 0, 3))
+    ]
+    row = preempt.rendered({"a": [ranks, ranks[:1]]}, {}).splitlines()[1].split()
+    assert row[1:3] == ["1500", "1000..2000"]
+    assert row[-2:] == ["1/2", "3"]
+
+
+def test_a_speed_up_is_of_steps_per_second_round_by_round():
+    case = decentralized_peer.Case(difference=2e-7)
+    case.step_s = {"comm_core": [0.1, 0.2, 0.1], "gloo": [0.15, 0.2, 0.3]}
+    found = (case.ratio.median, case.ratio.low, case.ratio.high)
+    assert found == tuple(pytest.approx(value) for value in (1.5, 1.0, 3.0))
+    table_of = {"ring": case, "complete": decentralized_peer.Case()}
+    header, row, *_ = decentralized_peer.rendered(table_of).splitlines()
+    assert header.split()[:2] == ["topology", "difference"]
+    assert row.split()[:2] == ["ring", "2.0e-07"] and "1.50x" in row
+    assert row.endswith("(1.00..3.00, 3 rounds)")
+
+
+def test_overhead_is_the_median_of_differences_in_each_round():
+    rows = [
+        {"algorithm": "plain", "ranks": 1, "tensors": 10, "seconds_per_step": [1e-4, 2e-4, 1e-4]},
+        {"algorithm": "ddp", "ranks": 1, "tensors": 10, "seconds_per_step": [2e-4, 3e-4, 9e-4]},
+    ]
+    lines = overhead.render(rows).split("\n")
+    assert lines[2].split() == ["ddp", "1", "10", "300", "100", "100..800", "10.0"]
+
+
+def test_memory_is_that_of_the_largest_rank_beside_the_first_algorithm():
+    ranks = [{"before_bytes": 0, "peak_bytes": n << 20, "parameter_bytes": 1 << 20} for n in (2, 4)]
+    rows = [{"algorithm": "ddp", "ranks": ranks}, {"algorithm": "dear", "ranks": ranks[:1]}]
+    lines = memory.render(rows).splitlines()
+    assert lines[2].split() == ["dear", "2", "2.00", "0.500"]
+
+
+def test_loss_curves_are_compared_step_by_step_within_a_task():
+    curves = [
+        {"task": task, "algorithm": name, "losses": [first, 1.0]}
+        for task, name, first in (("m", "ddp", 2.0), ("b", "ddp", 9.0), ("m", "dear", 2.5))
+    ]
+    row = loss_curves.render(curves).splitlines()[3].split()
+    assert row == ["m", "dear", "2", "2.50000", "1.00000", "5.00e-01", "2.50e-01"]
+
+
+def test_an_algorithm_is_named_with_its_options():
+    assert parsed_algorithm("dear:fusion=none") == ("dear", {"fusion": "none"})
+    with pytest.raises(UserError, match="fusoin"):
+        parsed_algorithm("dear:fusoin=none")
+
+
+def test_a_deviation_counts_in_both_directions():
+    def verdict(off: float) -> str:
+        case = fidelity.Link(gbps=1.0, time_scale=1, rounds=[])
+        case.rounds.append([{"host": "h0", "up_gbps": 1 + off / 100, "down_gbps": 1.0}])
+        return case.verdict
+
+    assert [verdict(off) for off in (1.9, -1.9, 2.1, -2.1)] == ["ok", "ok", "MISSED", "MISSED"]
+
+
+def test_a_link_is_judged_by_the_median_of_its_rounds():
+    rounds = [
+        [{"host": "h0", "up_gbps": up, "down_gbps": 1.0}] for up in (0.5, 0.99, 0.97, 0.985, 1.0)
+    ]
+    case = fidelity.Link(gbps=1.0, time_scale=1, rounds=rounds)
+    assert case.links() == {"h0 up": 0.985, "h0 down": 1.0}
+    assert case.off_percent == pytest.approx(-1.5)
+    assert fidelity.table(fidelity.Link, [case]).splitlines()[1].split()[-1] == "ok"
+
+
+def test_an_all_reduce_is_compared_with_its_payload_and_with_its_frames():
+    case = fidelity.AllReduce(
+        engine="comm_core", mtu=1500, payload_s=1.0, rounds=[[1.05, 1.07], [1.2]]
+    )
+    assert case.framed_s == pytest.approx(1514 / 1448)
+    assert case.off_percent == pytest.approx(7.0)
+    assert case.verdict == "MISSED"
+    assert fidelity.AllReduce(engine="comm_core", mtu=9000, payload_s=1.0).framed_s < 1.01
+
+
+def test_scales_are_compared_by_their_medians():
+    case = fidelity.Scales(algorithm="ddp", at_k_s=[1.0, 1.03, 1.2], at_2k_s=[0.9, 1.0, 1.0])
+    assert case.off_percent == pytest.approx(3.0)
+    assert "ddp" in fidelity.table(fidelity.Scales, [case])
+
+
+@pytest.mark.parametrize("ended", ["at_k_s", "at_2k_s"])
+def test_a_round_that_ended_early_is_left_out_of_the_spread(ended):
+    times = {"at_k_s": [1.0, 1.0], "at_2k_s": [2.0, 2.0]}
+    times[ended].pop()
+    case = fidelity.Scales(algorithm="ddp", **times)
+    assert "(0.50..0.50, 1 rounds)" in fidelity.table(fidelity.Scales, [case])
+
+
+def test_both_scales_run_the_same_trial():
+    args = argparse.Namespace(
+        algorithms=["ddp"], model="m@d", batch_size=8, hosts=4, network="10gbe", steps=3
+    )
+    slow, fast = (fidelity.experiment(args, scale, "x") for scale in (10, 20))
+    assert slow.pop("cluster")["time_scale"] == 10
+    assert fast.pop("cluster")["time_scale"] == 20
+    assert slow == fast
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "said"),
+    [
+        (collectives, "--engines glo", "unknown engine 'glo'; did you mean 'gloo'?"),
+        (collectives, "--engines gloo gloo", "--engines names one twice: gloo gloo"),
+        (collectives, "--ops all_redce", "unknown operation 'all_redce'; did you mean"),
+        (collectives, "--sizes 4X", "size '4X' is not a number of bytes"),
+        (collectives, "-n 1", "-n 1: collectives need 2 to 64 ranks"),
+        (collectives, "--congestion cubik", "unknown congestion control 'cubik'"),
+        (collectives, "--hosts netns --rate fast", "--rate 'fast' is not none or a speed"),
+        (collectives, "--hosts netns -n 4 --ranks-per-host 3", "-n 4 is not a multiple"),
+        (latency, "--iterations 0", "--iterations and --repeats must be at least 1"),
+        (overlap, "--calls 0", "--flights, --calls and --repeats must be at least 1"),
+        (preempt, "--hosts local --engines mpi", "--engines can be comm_core and gloo here"),
+        (
+            decentralized_peer,
+            "-n 3 --topologies ring",
+            "topology ring needs an even number of ranks",
+        ),
+        (
+            decentralized_peer,
+            "-n 6 --topologies one-peer-exp",
+            "topology one-peer-exp needs 2^k ranks",
+        ),
+        (decentralized_peer, "--topologies rnig", "unknown topology 'rnig'; did you mean 'ring'"),
+        (decentralized_peer, "--repeats 0", "--repeats must be at least 1"),
+        (fidelity, "links --repeats 0", "--repeats 0: must be at least 1"),
+        (fidelity, "scales --time-scale 0", "--time-scale must be greater than 0"),
+        (fidelity, "scales --algorithms ddp ddp", "--algorithms names one twice"),
+        (overhead, "--steps 0", "--steps must be at least 1"),
+        (overhead, "--ranks 0", "--ranks must be at least 1"),
+        (overhead, "--tensors -1", "--tensors must be at least 1"),
+        (overhead, "--algorithms wfb", "unknown algorithm 'wfb'; did you mean 'wfbp'"),
+        (memory, "--batch-size 0", "--batch-size must be at least 1"),
+        (loss_curves, "--tasks mnits", "unknown task 'mnits'; did you mean 'mnist'"),
+    ],
+)
+def test_a_mistake_is_named_in_one_line_before_anything_starts(script, arguments, said):
+    with pytest.raises(UserError) as caught:
+        script.main(arguments.split())
+    assert str(caught.value).startswith(said)
+    assert "\n" not in str(caught.value)
+
+
+def test_virtual_hosts_where_none_can_be_made_are_a_users_mistake(monkeypatch):
+    monkeypatch.setattr(sandbox, "unable", lambda: "namespaces are forbidden here")
+    parser = session.parser_of("", ["gloo"], world=2)
+    assert session.parse(parser, []).num_hosts == 0
+    with pytest.raises(UserError, match="forbidden here; or use --hosts local"):
+        session.parse(parser, ["--hosts", "netns"])
+    with pytest.raises(RuntimeError, match="sandbox"), hosts.built(0, "none", "reno"):
+        pass
+
+
+def test_results_are_never_overwritten_and_a_name_is_given_back(tmp_path):
+    path = tmp_path / "out.json"
+    with Output(path):
+        assert path.exists()
+    assert not path.exists()
+    with Output(path) as output:
+        output.save({"precious": 1})
+    with pytest.raises(UserError, match=r"out\.json exists; results are never"), Output(path):
+        pass
+    assert json.loads(path.read_text()) == {"precious": 1}

@@ -166,6 +166,8 @@ TABLE: dict[str, Meaning] = {
             {"find_unused_parameters": True, "zero": True},
         ),
         lacks=frozenset({"model=idle"}),
+        # torch's reducer, which an evaluation with gradients has told to find unused parameters.
+        apart=(frozenset({"model=branches", "evaluate=grad", "micros=paused"}),),
     ),
     "fsdp": Meaning(
         family="synchronous",

@@ -253,10 +253,6 @@ def test_states_of_plain_torch_are_taken_and_given(world, name):
     assert world(2, name).run(_plain_state, name) == [(True, 0.0)] * 2
 
 
-CONVERTED = {"dear"}
-"""Algorithms that go on with a model in another type; the others refuse it."""
-
-
 def _converted(name: str) -> str:
     model, optimizer = wrapped(name, lambda model: torch.optim.SGD(model.parameters(), lr=0.1))
     steps(model, optimizer, mine(), range(4))
@@ -273,6 +269,12 @@ def _converted(name: str) -> str:
         optimizer.synchronize()
 
     return message(go_on)
+
+
+@pytest.mark.parametrize("name", ["neighbor", "decentralized", "dadt"])
+def test_a_model_converted_after_wrapping_is_refused(world, name):
+    for said in world(2).run(_converted, name):
+        assert "wrap it again" in said or "before moving" in said or "moved or converted" in said
 
 
 def _unfrozen(name: str) -> str:

@@ -11,6 +11,7 @@ from torch import nn
 
 import dear
 from common.harness.worker import correctness as check
+from common.harness.worker.training import plain_steps
 from common.models.workload import Workload
 from dear.comm import runtime
 from dear.errors import UserError
@@ -207,7 +208,7 @@ def _workload(delay, steps):
     other = copy.deepcopy(model)
     start = check.snapshot(model)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    wanted, _ = check.plain_steps(task, optimizer, runtime.communicator(), steps, delay)
+    wanted, _ = plain_steps(task, optimizer, runtime.communicator(), steps, delay)
     optimizer = _wrap(other, torch.optim.SGD(other.parameters(), 0.1), delay=delay)
     for _ in range(steps):
         optimizer.zero_grad()

@@ -223,6 +223,7 @@ def _paced(slow: int | None, seconds: float, options: dict) -> dict:
     }
 
 
+@pytest.mark.full  # it takes times
 def test_y5_h10_a_slow_rank_holds_nobody_up_and_its_age_is_known(world):
     even = world(3).run(_paced, None, 1.0, {"topology": "complete"})
     odd = world(3).run(_paced, 2, 1.0, {"topology": "complete"})
@@ -237,6 +238,7 @@ def test_y5_h10_a_slow_rank_holds_nobody_up_and_its_age_is_known(world):
         assert result["apart"] < 1.0
 
 
+@pytest.mark.full  # it takes times
 def test_a_bound_on_staleness_holds_the_others_back(world):
     bound = 4
     results = world(3).run(_paced, 2, 0.8, {"topology": "complete", "max_staleness": bound})

@@ -43,30 +43,25 @@ def test_equal_replicas_that_learn_nothing_stay_as_they_are(world, world_size, a
     assert max(world(world_size).run(_equal_start, algorithm, 10)) < 1e-5
 
 
-def _slow_peer(algorithm):
-    """Seconds for 20 steps while rank 0 takes its time, and how far the mean is from the best."""
+def _halted_peer(algorithm):
+    """Rank 0 makes no step until the others have made 20, which they cannot if they wait for it."""
     model, optimizer = _linear(algorithm, 0.1, 0.0)
+    _steps(model, optimizer, 1)  # in which windows may be made
     dear.allreduce(torch.zeros(1))
-    slow = dear.rank() == 0
-    began = time.monotonic()
-    _steps(model, optimizer, 20, 0.05 if slow else 0.0)
-    elapsed = time.monotonic() - began
-    staleness = optimizer.statistics()["staleness"]
+    _steps(model, optimizer, 20 * (dear.rank() > 0))
+    ages = optimizer.statistics()["staleness"]
     dear.allreduce(torch.zeros(1))
-    _steps(model, optimizer, 40)
+    _steps(model, optimizer, 40, 0.002)
     dear.allreduce(torch.zeros(1))
     mean = dear.allreduce(model.weight.detach()).mean().item()
     optimizer.close()
-    return elapsed, mean, staleness
+    return mean, ages
 
 
 @pytest.mark.parametrize("algorithm", ["win-put", "pull-get", "push-sum"])
-def test_nobody_waits_for_a_slow_rank(world, algorithm):
-    results = world(3).run(_slow_peer, algorithm)
-    slow = results[0][0]
-    assert slow > 1.0
-    for rank, (elapsed, mean, staleness) in enumerate(results):
-        assert rank == 0 or elapsed < slow / 2
+def test_nobody_waits_for_a_halted_rank(world, algorithm):
+    results = world(3).run(_halted_peer, algorithm)
+    for rank, (mean, ages) in enumerate(results):
         assert mean == pytest.approx(1.0, abs=0.5)
-        assert set(staleness) == {"0", "1", "2"} - {str(rank)}
-    assert results[1][2]["0"]["max"] > 5  # rank 1 has made steps that rank 0 has not
+        assert set(ages) == {"0", "1", "2"} - {str(rank)}
+    assert results[1][1]["0"]["max"] > 5  # rank 1 has made steps that rank 0 has not

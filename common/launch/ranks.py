@@ -122,7 +122,8 @@ class Ranks:
         """Starts `function(*arguments)`, which gives the exit status, as the next rank.
 
         Args:
-            env: set before the function is called.
+            env: set before the function is called, in what the fork server's environment was when
+                it started.
             before: called first of all, while the process has but one thread.
             piped: the function gets one end of a pipe as its first argument.
             method: of `multiprocessing`; the fork server's children have the modules it was told to
@@ -139,8 +140,8 @@ class Ranks:
                 args=(function, arguments, dict(env or {}), log, before),
                 daemon=True,
             )
+            self._processes.append(process)
             process.start()
-        self._processes.append(process)
 
     def __enter__(self) -> Ranks:
         return self
@@ -211,6 +212,8 @@ class Ranks:
 
         Each is killed with its process group. What ends here has no place in `codes`.
         """
+        # The last one may have been interrupted before it started.
+        self._processes = [process for process in self._processes if process.pid is not None]
         left = self._running()
         codes = dict(self.codes)
         if left and ask is not None:
@@ -320,7 +323,7 @@ def _die_with_caller() -> None:
     caller = multiprocessing.parent_process()
     assert caller is not None
     wait([caller.sentinel])
-    os.kill(os.getpid(), signal.SIGKILL)
+    os.killpg(0, signal.SIGKILL)  # its own group: itself and what it has started
 
 
 def _kill_group(pid: int) -> None:

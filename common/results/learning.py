@@ -150,8 +150,8 @@ def _rate(record: Record, wanted: Callable[[int], bool]) -> float | None:
 def staleness(record: Record) -> Iterator[tuple[float, float]]:
     """Mean and most, per rank and neighbour, as far as the algorithm counts them.
 
-    Some count by how many steps a neighbour's values are behind; others say only how long nothing
-    has come, which is no mean.
+    Records of earlier versions have a number for algorithms with windows: in how many exchanges
+    nothing had come, which is no mean.
     """
     for rank in record.statistics or ():
         for age in ((rank or {}).get("staleness") or {}).values():

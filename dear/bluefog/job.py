@@ -23,7 +23,7 @@ from dear.comm.communicator import Communicator
 from dear.comm.neighbors import Exchange, Machines, Round
 from dear.comm.runtime import ranks_per_machine
 from dear.errors import UserError
-from dear.lazy import nx
+from dear.lazy import dist, nx
 from dear.topology.graphs import (
     check_connected,
     check_graph,
@@ -170,12 +170,12 @@ def is_initialized() -> bool:
 
 def size() -> int:
     """Number of ranks."""
-    return job().communicator.size
+    return job().size
 
 
 def rank() -> int:
     """This process's number, 0 .. size() - 1."""
-    return job().communicator.rank
+    return job().rank
 
 
 def local_size() -> int:
@@ -208,8 +208,6 @@ def is_homogeneous() -> bool:
 
 def nccl_built() -> bool:
     """True if this torch has NCCL."""
-    import torch.distributed as dist
-
     return dist.is_nccl_available()
 
 

@@ -13,13 +13,12 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import torch
-
 from dear.bluefog.collectives import Targets, check_weights, factors
 from dear.bluefog.job import blocking, job, poll, started, synchronize
 from dear.comm.peers import Peers
 from dear.comm.windows import NeighborWindow
 from dear.errors import UserError, unknown
+from dear.lazy import torch
 
 win_poll = poll
 

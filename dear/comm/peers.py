@@ -96,39 +96,34 @@ class Peers:
         """Ranks that this one may put to, ascending."""
         self.windows: list[Any] = []
         self._made: list[Any] = []
-        self._farewell = Farewell(communicator) if apart else None
+        self._departures = Departures(communicator) if apart else None
         self.near: dict[int, Peer] = {}
         """By rank; `apart` in an order that is no circle of ranks that wait for each other."""
-        self.group = None if apart else self._group_of_all()
-        if apart:
-            self._make_pairs(graph)
-            return
-        for other in sorted({*self.sources, *self.targets}):
+        self.group = communicator.groups[0]
+        """The group of all ranks that serves windows, unless they are `apart`."""
+        for other, (group, place, here) in (self._pairs(graph) if apart else self._all()).items():
             slot = slot_there = None
             if other in self.sources:
-                slot = 1 + self.sources.index(other)
+                slot = 0 if apart else 1 + self.sources.index(other)
             if other in self.targets:
-                slot_there = 1 + in_neighbors(graph, other).index(self.rank)
-            self.near[other] = Peer(other, self.group, other, self.rank, slot, slot_there)
+                slot_there = 0 if apart else 1 + in_neighbors(graph, other).index(self.rank)
+            self.near[other] = Peer(other, group, place, here, slot, slot_there)
 
-    def _group_of_all(self) -> Any:
-        """A group of all ranks that serves windows."""
-        group = self.communicator.groups[0]
-        if dist.get_backend(group) != "comm_core":
-            group = self._new_group(dist.get_process_group_ranks(group))
-        return group
+    def _all(self) -> dict[int, tuple[Any, int, int]]:
+        """Neighbour -> the group that reaches it, its rank there, this rank's own."""
+        if dist.get_backend(self.group) != "comm_core":
+            self.group = self._new_group(dist.get_process_group_ranks(self.group))
+        near = sorted({*self.sources, *self.targets})
+        return {other: (self.group, other, self.rank) for other in near}
 
-    def _make_pairs(self, graph: nx.DiGraph) -> None:
-        job = dist.get_process_group_ranks(self.communicator.groups[0])
+    def _pairs(self, graph: nx.DiGraph) -> dict[int, tuple[Any, int, int]]:
+        job, found = dist.get_process_group_ranks(self.group), {}
         for pair in sorted({tuple(sorted(edge)) for edge in graph.edges if edge[0] != edge[1]}):
             group = self._new_group([job[rank] for rank in pair], mine=self.rank in pair)
-            if self.rank not in pair:
-                continue
-            here = pair.index(self.rank)
-            other = pair[1 - here]
-            slot = 0 if other in self.sources else None
-            slot_there = 0 if other in self.targets else None
-            self.near[other] = Peer(other, group, 1 - here, here, slot, slot_there)
+            if self.rank in pair:
+                here = pair.index(self.rank)
+                found[pair[1 - here]] = group, 1 - here, here
+        return found
 
     def _new_group(self, ranks: list[int], *, mine: bool = True) -> Any:
         timeout = self.communicator.timeout
@@ -136,11 +131,6 @@ class Peers:
         if mine:
             self._made.append(group)
         return group
-
-    @property
-    def lost(self) -> list[int]:
-        """The ranks of neighbours that have died."""
-        return [peer.rank for peer in self.near.values() if peer.lost]
 
     def attempt(self, peer: Peer, call: Callable[..., Any], *args: Any) -> Any:
         """`call(*args)`; None if `peer` is lost, now or before. Raises if it is not `apart`."""
@@ -154,24 +144,20 @@ class Peers:
             # A failed operation leaves the group of the two, and only that, useless.
             peer.lost = True
             log.warning("rank %d has died; training goes on without it", peer.rank)
-            self._farewell.lost(peer.rank)
+            self._departures.lost(peer.rank)
             return None
 
     def gone(self, rank: int) -> bool:
         """True if rank `rank` has left, or is lost; for peers that are `apart`."""
-        return self._farewell.gone(rank)
+        return self._departures.gone(rank)
 
     def leave(self, timeout_s: float) -> None:
         """Waits until all ranks have left or are lost; neighbours may go on writing until then.
 
         For peers that are `apart`. Raises RuntimeError if some do not leave within `timeout_s`.
         """
-        self._farewell.done()
-        self._farewell.wait(timeout_s, self._look)
-
-    def _look(self) -> None:
-        for window in self.windows[:1]:
-            window.versions()
+        self._departures.done()
+        self._departures.wait(timeout_s, lambda: [window.look() for window in self.windows[:1]])
 
     def statistics(self) -> dict[str, Any]:
         """`staleness` by neighbour (see `Staleness.summary`), messages `sent` and `skipped` (by the
@@ -182,7 +168,7 @@ class Peers:
             "staleness": {str(p.rank): p.staleness.summary() for p in near if p.slot is not None},
             "sent": {str(peer.rank): peer.sent for peer in targets},
             "skipped": {str(peer.rank): peer.skipped for peer in targets},
-            "lost": self.lost,
+            "lost": [peer.rank for peer in near if peer.lost],
         }
 
     def freed(self, window: Any) -> None:
@@ -199,7 +185,7 @@ class Peers:
             window.free()
 
 
-class Farewell:
+class Departures:
     """Notes in the job's store who is done and who is lost.
 
     Made in the same order on all ranks. A barrier would do the same, but within the time limit of
@@ -209,7 +195,7 @@ class Farewell:
     def __init__(self, communicator: Communicator) -> None:
         self._rank, self._size = communicator.rank, communicator.size
         self._clock = communicator.clock
-        name = f"farewell.{communicator.groups[0].group_name}.{next(_numbers)}"
+        name = f"departures.{communicator.groups[0].group_name}.{next(_numbers)}"
         # A private function of torch; the group's own store would be one, too.
         self._store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
 

@@ -95,6 +95,7 @@ class NeighborWindow:
         self._under_way: dict[int, Any] = {}
         """Target -> its last message, until that is seen to be there."""
         self._heard: dict[int, int] = {}
+        """Source -> steps in what came last."""
         window = core_module().Window
         self._whole: Any = None
         if peers.apart:
@@ -291,10 +292,9 @@ class NeighborWindow:
         if steps is not None:
             for source, row in rows.items():
                 held = int(row[self._steps_at :].view(torch.int64)[0].item())
-                if self._weighted and not held:  # nothing has come since the slot was emptied
-                    held = self._heard.get(source, 0)
-                self._heard[source] = held
-                self.peers.near[source].staleness.note(steps - held)
+                if held or not self._weighted:  # else nothing has come since it was emptied
+                    self._heard[source] = held
+                self.peers.near[source].staleness.note(steps - self._heard.get(source, 0))
 
     def steps_in(self, source: int) -> int | None:
         """Steps in the values of `source` that came last; None if it is lost."""
@@ -308,13 +308,13 @@ class NeighborWindow:
         return self.peers.attempt(peer, read)
 
     def versions(self) -> dict[int, int]:
-        """Source rank -> writes to its slot since it was last collected; without lost ones."""
-        near, found = self.peers.near, {}
-        for source in self.sources:
-            counts = self.peers.attempt(near[source], self._core[source].versions)
-            if counts is not None:
-                found[source] = counts[near[source].slot]
-        return found
+        """Source rank -> writes to its slot since it was last collected; not of peers `apart`."""
+        return dict(zip(self.sources, self._whole.versions()[1:], strict=True))
+
+    def look(self) -> None:
+        """Notices which peers have died."""
+        for peer in self.peers.near.values():
+            self.peers.attempt(peer, self._core[peer.rank].versions)
 
     @contextlib.contextmanager
     def mutex(self, ranks: Iterable[int]) -> Iterator[None]:

@@ -1,8 +1,12 @@
-"""The ssh launcher over a stand-in that, as ssh does, only hangs up: no signal reaches the host."""
+"""The ssh launcher over a stand-in that, as ssh does, only hangs up: no signal reaches the host.
+
+Also the end of the driver, for mpirun as well.
+"""
 
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import socket
 import subprocess
@@ -43,10 +47,12 @@ PROGRAM = """
 import dataclasses, json, signal, sys
 from pathlib import Path
 from tests.system.launch_stub import StubJob
-from tests.system.test_launch_ssh import ssh
+from tests.system.test_launch_ssh import make_launcher, ssh
 signal.signal(signal.SIGINT, signal.default_int_handler)  # as benchmarks.py does
-job = StubJob(folder=Path(sys.argv[1]), repeat=0, world_size=2, timeout_s=200)
-print(json.dumps(dataclasses.asdict(ssh(sys.argv[2], "far0", "far1").run(job))))
+folder, agent = sys.argv[1:]
+job = StubJob(folder=Path(folder), repeat=0, world_size=2, timeout_s=200)
+mpirun = agent == "mpirun" and make_launcher(agent, hosts=None, world_size=2)
+print(json.dumps(dataclasses.asdict((mpirun or ssh(agent, "far0", "far1")).run(job))))
 """
 
 
@@ -122,9 +128,12 @@ def test_a_connection_that_breaks_ends_the_job_and_names_the_host(tmp_path, agen
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_remote_ranks_end_with_the_driver(tmp_path, agent, number):
+@pytest.mark.parametrize("launcher", ["ssh", "mpirun"])
+def test_remote_ranks_end_with_the_driver(tmp_path, agent, launcher, number):
+    if shutil.which(launcher) is None:
+        pytest.skip(f"no {launcher} here")
     job = stub_job(tmp_path / "job", "hang", world_size=2)
-    driver = start_driver(job, agent)
+    driver = start_driver(job, agent if launcher == "ssh" else launcher)
     ranks = pids(job)
     driver.send_signal(number)
     driver.communicate(timeout=LIMIT_S)

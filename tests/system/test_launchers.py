@@ -12,14 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from common.harness.experiment import load
 from common.harness.fabric import WORKER
 from common.launch.job import Job
 from common.launch.local import LocalLauncher
 from dear.training.algorithm import algorithm_class
-from tests.system.sweeps import ENDLESS, Driver, alive, processes_of
+from tests.system.processes import LIMIT_S, ROOT, alive
+from tests.system.sweeps import ENDLESS, Driver, processes_of, write_trial
 
-ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "dear" / "horovod_mpi_cj.sh"
 
 # Ranks that mpirun and torchrun start import torch, which takes a minute on a busy machine.
@@ -55,6 +54,7 @@ def shell(logs: Path, path: str | None = None, **variables: str) -> subprocess.C
     )
 
 
+@pytest.mark.full
 @needs_mpirun
 def test_mpirun_runs_a_trial_on_the_hosts_of_a_hostfile(driver, tmp_path):
     hostfile = tmp_path / "hosts"
@@ -70,6 +70,7 @@ def test_mpirun_runs_a_trial_on_the_hosts_of_a_hostfile(driver, tmp_path):
     assert record["check"]["matches_reference"] and record["check"]["replicas_agree"]
 
 
+@pytest.mark.full
 @needs_mpirun
 def test_horovod_over_mpi_trains_right(driver):
     reason = algorithm_class("horovod").unavailable()
@@ -87,32 +88,27 @@ def test_horovod_over_mpi_trains_right(driver):
     assert record["check"]["matches_reference"] and record["check"]["replicas_agree"]
 
 
+@pytest.mark.full
 @needs_mpirun
-def test_a_rank_killed_under_mpirun_is_named_and_none_is_left(driver):
+@pytest.mark.parametrize("how", ["a rank is killed", "Ctrl-C"])
+def test_mpirun_and_its_ranks_end_together(driver, how):
     sweep = driver.start("--set", "launcher=mpirun", "--set", ENDLESS, "-k", "wfbp", *PATIENT)
     pids = [driver.worker("wfbp", rank) for rank in (0, 1)]
-    os.kill(pids[1], signal.SIGKILL)
-    sweep.communicate(timeout=60)
-    assert sweep.returncode == 1
-    (record,) = driver.records()
-    assert record["status"] == "failed"
-    assert record["error"]["rank"] == 1
-    assert "killed by signal 9" in record["error"]["message"]
+    if how == "Ctrl-C":
+        sweep.send_signal(signal.SIGINT)
+    else:
+        os.kill(pids[1], signal.SIGKILL)
+    sweep.communicate(timeout=LIMIT_S)
+    assert sweep.returncode == (130 if how == "Ctrl-C" else 1)
+    if how != "Ctrl-C":
+        (record,) = driver.records()
+        assert (record["status"], record["error"]["rank"]) == ("failed", 1)
+        assert "killed by signal 9" in record["error"]["message"]
     assert not any(map(alive, pids))
     assert processes_of(driver.logs) == []
 
 
-@needs_mpirun
-def test_ctrl_c_stops_mpirun_and_its_ranks(driver):
-    sweep = driver.start("--set", "launcher=mpirun", "--set", ENDLESS, "-k", "wfbp", *PATIENT)
-    pids = [driver.worker("wfbp", rank) for rank in (0, 1)]
-    sweep.send_signal(signal.SIGINT)
-    sweep.communicate(timeout=30)
-    assert sweep.returncode == 130
-    assert not any(map(alive, pids))
-    assert processes_of(driver.logs) == []
-
-
+@pytest.mark.full
 def test_the_shell_launcher_runs_one_trial_and_says_how(tmp_path):
     done = shell(tmp_path / "logs", dnn="mnist_cnn", bs="2", nworkers="2")
     assert done.returncode == 0, done.stderr
@@ -175,10 +171,7 @@ def test_the_shell_launcher_refuses_what_it_cannot_honour(tmp_path, variables, w
 
 
 def test_a_worker_that_is_alone_but_should_not_be_refuses(tmp_path):
-    experiment = tmp_path / "x.yaml"
-    experiment.write_text("algorithms: [dear]\nmodels: [{name: mnist_cnn, batch_size: 2}]\n")
-    trial = load(experiment).trials()[-1]
-    (tmp_path / "trial.json").write_text(json.dumps(trial.to_json()))
+    write_trial(tmp_path, "dear", world_size=2)
     done = subprocess.run(
         [sys.executable, "-m", "common.harness.worker", str(tmp_path), "0"],
         cwd=ROOT,
@@ -191,14 +184,9 @@ def test_a_worker_that_is_alone_but_should_not_be_refuses(tmp_path):
     assert "wants 2 workers" in error["message"] and "world of 1" in error["message"]
 
 
+@pytest.mark.full
 def test_the_printed_torchrun_command_runs_the_trial(tmp_path):
-    experiment = tmp_path / "x.yaml"
-    experiment.write_text(
-        "algorithms: [ddp]\nmodels: [{name: mnist_cnn, batch_size: 2}]\n"
-        "measure: {repeats: 1, steps_per_iter: 2}\n"
-    )
-    trial = load(experiment).trials()[-1]
-    (tmp_path / "trial.json").write_text(json.dumps(trial.to_json()))
+    write_trial(tmp_path, "ddp", world_size=2)
     job = Job(folder=tmp_path, repeat=0, world_size=2, timeout_s=60, worker_module=WORKER)
     command = LocalLauncher().command(job).split()
     assert command[0] == "torchrun"

@@ -149,8 +149,7 @@ class _Session:
 
     def _behind(self) -> dict[str, list[float]]:
         """By neighbour: uses of its values so far, and the sum of the steps they were behind."""
-        counted = self._training.statistics().get("staleness", {})
-        ages = {peer: age for peer, age in counted.items() if isinstance(age, dict)}
+        ages = self._training.statistics().get("staleness", {})
         return {
             peer: [age["uses"], age["uses"] * age["mean"]]
             for peer, age in ages.items()

@@ -8,12 +8,12 @@ import pytest
 import torch.distributed as dist
 
 from dear.comm import peers, runtime
-from dear.comm.peers import Farewell
+from dear.comm.peers import Departures
 
 
 def _leave(late_s: float) -> tuple[float, int]:
     communicator = runtime.communicator()
-    leaving, looks = Farewell(communicator), []
+    leaving, looks = Departures(communicator), []
     dist.barrier()
     began = time.monotonic()
     if communicator.rank == 1:
@@ -32,7 +32,7 @@ def test_a_rank_that_is_much_later_is_waited_for(world):
 
 def _never() -> str:
     communicator = runtime.communicator()
-    leaving = Farewell(communicator)
+    leaving = Departures(communicator)
     if communicator.rank == 1:
         return ""
     leaving.done()

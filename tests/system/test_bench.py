@@ -92,7 +92,6 @@ def test_gloo_on_two_virtual_hosts_leaves_nothing_behind(tmp_path):
 
 
 @needs_sandbox
-@pytest.mark.full
 @pytest.mark.timeout(LIMIT_S + 20)
 @pytest.mark.parametrize("case", ["virtual", "unlimited", "local"])
 def test_hosts_are_removed_after_an_exception_with_what_runs_on_them(case):

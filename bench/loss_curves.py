@@ -28,8 +28,8 @@ from bench.rig.output import Output, note
 from bench.rig.trainings import parsed_algorithm, run_ranks
 from dear.errors import UserError, unknown
 from dear.lazy import torch
-from dear.options import at_least
-from dear.training.algorithm import algorithm_class, algorithm_options
+from dear.options import Options, at_least
+from dear.training.algorithm import algorithm_class
 
 TASKS = {"mnist": (0, 16), "bert_base": (20, 2)}
 """Steps (0: an epoch) and batch size by default."""
@@ -84,7 +84,7 @@ def _losses(
     steps: int,
     batch_size: int,
     name: str,
-    options: dict[str, Any],
+    options: Options,
 ) -> list[float]:
     """The mean over ranks of each step's loss, on every rank."""
     from dear.comm import runtime
@@ -96,9 +96,7 @@ def _losses(
     else:
         model, optimizer, losses_of = _bert(steps, batch_size)
     dear.broadcast_parameters(model.state_dict())
-    model, optimizer = algorithm_class(name)().wrap(
-        model, optimizer, communicator, algorithm_options(name, options)
-    )
+    model, optimizer = algorithm_class(name)().wrap(model, optimizer, communicator, options)
     torch.manual_seed(1000 + communicator.rank)
     own = []
     for loss in losses_of(model):

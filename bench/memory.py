@@ -26,7 +26,7 @@ from bench.rig import session, table
 from bench.rig.output import Output, note
 from bench.rig.trainings import parsed_algorithm, run_ranks
 from dear.lazy import torch
-from dear.options import at_least
+from dear.options import Options, at_least
 
 MIB = 2**20
 STEPS = 3
@@ -73,11 +73,11 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
     return args
 
 
-def _peak(setup: dict[str, Any], name: str, options: dict[str, Any]) -> dict[str, int]:
+def _peak(setup: dict[str, Any], name: str, options: Options) -> dict[str, int]:
     """Bytes of this rank: before the model was built, and at most afterwards beyond that."""
     from common.models.registry import build, model_entry
     from dear.comm import runtime
-    from dear.training.algorithm import algorithm_class, algorithm_options
+    from dear.training.algorithm import algorithm_class
 
     communicator = runtime.communicator()
     entry = model_entry(setup["model"])
@@ -91,7 +91,7 @@ def _peak(setup: dict[str, Any], name: str, options: dict[str, Any]) -> dict[str
     kinds = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
     optimizer = kinds[setup["optimizer"]](workload.model.parameters(), lr=1e-4)
     workload.model, optimizer = algorithm_class(name)().wrap(
-        workload.model, optimizer, communicator, algorithm_options(name, options)
+        workload.model, optimizer, communicator, options
     )
     for _ in range(setup["steps"]):
         optimizer.zero_grad()

@@ -14,19 +14,19 @@ import dear
 from common.launch.ranks import RankLost, Ranks, gather, rank_env
 from dear.errors import UserError
 from dear.lazy import torch
+from dear.options import Options
 from dear.training.algorithm import algorithm_options
 
 ANSWER_S = 600.0
 _END_S = 10.0
 
 
-def parsed_algorithm(text: str) -> tuple[str, dict[str, Any]]:
-    """`dear:update=sharded,fusion=none` as a name and options; raises `UserError`."""
+def parsed_algorithm(text: str) -> tuple[str, Options]:
+    """`dear:update=sharded,fusion=none` as a name and its options; raises `UserError`."""
     name, _, rest = text.partition(":")
     pairs = (pair.partition("=") for pair in rest.split(",") if pair)
     options = {key: yaml.safe_load(value) for key, _, value in pairs}
-    algorithm_options(name, options)
-    return name, options
+    return name, algorithm_options(name, options)
 
 
 def run_ranks(

@@ -187,7 +187,8 @@ def test_loss_curves_are_compared_step_by_step_within_a_task():
 
 
 def test_an_algorithm_is_named_with_its_options():
-    assert parsed_algorithm("dear:fusion=none") == ("dear", {"fusion": "none"})
+    name, options = parsed_algorithm("dear:fusion=none,update=replicated")
+    assert (name, options.fusion, options.update) == ("dear", "none", "replicated")
     with pytest.raises(UserError, match="fusoin"):
         parsed_algorithm("dear:fusoin=none")
 

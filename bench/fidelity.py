@@ -29,8 +29,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import yaml
 
+from bench.collectives import measure
 from bench.rig import session
-from bench.rig.measure import collective
 from bench.rig.output import Output, note
 from bench.rig.table import Ratio, bucket_bytes, bus_factor, digits, layout, parse_size, slowest
 from bench.rig.team import Layout, Teams
@@ -313,7 +313,7 @@ def all_reduce(args: argparse.Namespace, output: Output) -> int:
                 ) as teams,
             ):
                 for index in range(args.repeats):
-                    for _, engine, results in teams.round(collective, {"": wanted}):
+                    for _, engine, results in teams.round(measure, {"": wanted}):
                         if wrong := sum(result["wrong"] for result in results):
                             teams.fail(engine, f"wrong results: {wrong} elements")
                             continue

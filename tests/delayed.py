@@ -9,21 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional
-
-from tests import awkward
-
-KINDS = ("sgd", "adamw", "rmsprop", "adagrad")
-
-
-def make_optimizer(kind: str, model: nn.Module) -> torch.optim.Optimizer:
-    """Two groups with different learning rates."""
-    if kind in ("sgd", "adamw"):
-        return awkward.make_optimizer(kind, model)
-    params = list(model.parameters())
-    groups = [{"params": params[::2], "lr": 0.01}, {"params": params[1::2], "lr": 0.002}]
-    made = {"rmsprop": torch.optim.RMSprop, "adagrad": torch.optim.Adagrad}[kind]
-    return made(groups, weight_decay=0.01)
 
 
 class Serial:
@@ -57,24 +42,3 @@ class Serial:
 
     def gradients_of(self, loss: torch.Tensor) -> list[torch.Tensor | None]:
         return list(torch.autograd.grad(loss, self.params, allow_unused=True))
-
-
-def awkward_states(
-    kind: str, world_size: int, delay: int, micro_steps: int = 1
-) -> list[dict[str, torch.Tensor]]:
-    """The awkward model after every step, and after a flush."""
-    model = awkward.make_model()
-    optimizer = make_optimizer(kind, model)
-    serial = Serial(model, optimizer, delay)
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.8)
-    states = []
-    for step in range(awkward.STEPS):
-        optimizer.zero_grad()
-        for micro in range(micro_steps):
-            x, y = awkward.data(step, micro, world_size)
-            (functional.cross_entropy(model(x), y) / micro_steps).backward()
-        serial.step([param.grad for param in serial.params])
-        scheduler.step()
-        states.append(serial.state())
-    serial.flush()
-    return [*states, serial.state()]

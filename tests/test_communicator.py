@@ -16,8 +16,8 @@ import dear
 from dear.comm import runtime
 from dear.comm.communicator import Communicator, Work
 from dear.errors import UserError
+from tests.contract.loops import message, mine, steps, wrap
 from tests.ranks import RankPool
-from tests.test_optimizer import message, mine, steps, wrap
 
 # Of these a backend may lack some; then it must say so, not leave the tensor as it was.
 _OPTIONAL = (torch.float16, torch.bfloat16, torch.uint8)

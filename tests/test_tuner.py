@@ -12,7 +12,7 @@ import torch
 import dear
 from dear.algorithms.synchronous.dear import Dear
 from dear.training.tuning import LEAST_MB, MOST_MB, Tuned, Tuner
-from tests.test_optimizer import difference, everybody, make_model, make_sgd, mine, steps, wrap
+from tests.contract.loops import difference, everybody, make_model, make_sgd, mine, steps, wrap
 
 pytest.importorskip("bayes_opt")
 

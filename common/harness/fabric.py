@@ -162,7 +162,7 @@ class EmulatedFabric(Fabric):
         if not is_replay(trial.model):
             return Choice(time_scale=1.0, reason="the model computes for real")
         if self._calibration is None:
-            self._calibration = calibrate(self._cluster)
+            self._calibration = calibrate(self._cluster.hosts)
         profile = profile_of(trial.model, trial.batch_size, trial.sentence_len)
         load = Load(
             world_size=trial.world_size,
@@ -214,6 +214,9 @@ def launcher_for(
         hosts=hosts,
         world_size=world_size,
         # The first optimizer imports _dynamo anyway; a fork server does so only once.
-        preload=["torch._dynamo", *sorted({model_entry(trial.model).module for trial in trials})],
+        preload=[
+            *(WORKER, "torch._dynamo"),
+            *sorted({model_entry(trial.model).module for trial in trials}),
+        ],
         options=experiment.launcher_options,
     )

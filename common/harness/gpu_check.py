@@ -274,7 +274,7 @@ def plan(place: Place) -> list[Step]:
 
 
 def _tests(place: Place) -> Step:
-    files = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("tests/test_cuda*.py"))
+    files = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("tests/**/test_cuda*.py"))
     report = f"--junitxml={place.out / TESTS_REPORT}"
     return Step(
         name="CUDA tests",

@@ -323,7 +323,7 @@ def _die_with_caller() -> None:
     caller = multiprocessing.parent_process()
     assert caller is not None
     wait([caller.sentinel])
-    os.kill(os.getpid(), signal.SIGKILL)
+    os.killpg(0, signal.SIGKILL)  # its own group: itself and what it has started
 
 
 def _kill_group(pid: int) -> None:

@@ -51,10 +51,12 @@ class Breakdown:
     """Where a step's time goes on rank 0; the parts add up to `step_s`."""
 
     forward_s: float
+    """`zero_grad`, the forward pass and the loss, without waiting, as the next two."""
     backward_s: float
     update_s: float
+    """The call of `optimizer.step()`; updates made elsewhere count where they are made."""
     exposed_comm_s: float | None = None
-    """Waiting for communication; None where an algorithm hides it in the other three."""
+    """Held up in `Work.wait`; None where an algorithm hides it in the other three."""
     step_s: float | None = None
     """None in old records, whose parts include waiting and do not add up."""
 

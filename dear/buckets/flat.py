@@ -113,15 +113,14 @@ class Bucket:
 
     def note(self) -> None:
         """Remembers the gradients as they are, to notice changes; those there are not are zero."""
-        seen = [param.grad for param in self.params]
+        self._seen = [param.grad for param in self.params]
         if self._adopts:
             for i, view in enumerate(self.gradient_views):
-                if seen[i] is None:
+                if self._seen[i] is None:
                     view.zero_()
                 else:
-                    seen[i] = view
-        self._seen = seen
-        self._versions = [0 if gradient is None else gradient._version for gradient in seen]
+                    self._seen[i] = view
+        self._versions = self._counters()
         self._sampled = _sample(self.params)
 
     def forget(self) -> None:
@@ -132,10 +131,20 @@ class Bucket:
 
     def changed(self) -> torch.nn.Parameter | None:
         """A parameter whose gradient is another, or has been written to, since `note`."""
-        for param, seen, version in zip(self.params, self._seen, self._versions, strict=False):
-            if param.grad is not seen or (seen is not None and seen._version != version):
+        for param, seen in zip(self.params, self._seen, strict=False):
+            if param.grad is not seen:
+                return param
+        now = self._counters() if self._seen else []
+        for param, before, after in zip(self.params, self._versions, now, strict=False):
+            if before != after:
                 return param
         return None
+
+    def _counters(self) -> list[int]:
+        """The version counters of what was seen; views of one tensor share one."""
+        if self._adopts:
+            return [self.gradients._version]
+        return [0 if gradient is None else gradient._version for gradient in self._seen]
 
     def refuse_changed(self) -> None:
         """Raises `UserError` if a gradient has changed since `note`."""

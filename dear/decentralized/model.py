@@ -77,7 +77,8 @@ class _Engine(GroupEngine):
             _check(named, optimizer)
             if self._lr_scheduler_fn is not None:
                 self.schedulers[bucket] = self._lr_scheduler_fn(optimizer)
-        self._whole = _Whole(list(self.optimizers.values()))
+        if self.joint:
+            self._whole = _Whole(list(self.optimizers.values()))
 
     def begin(self) -> None:
         if self._average.applied:

@@ -245,6 +245,13 @@ class GradientEngine(Engine):
         if self.schedule.unsent:
             self.schedule.run_if_missing()
 
+    def clip_grad_norm(
+        self, params: Sequence[torch.nn.Parameter], max_norm: float, norm_type: float
+    ) -> Any:
+        # A rank whose loss did not depend on the model has averages to clip, too.
+        self.schedule.run_if_missing()
+        return super().clip_grad_norm(params, max_norm, norm_type)
+
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         return self.schedule.paused()
 

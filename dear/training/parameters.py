@@ -353,7 +353,7 @@ class ParameterEngine(Engine):
 
     # Overlapped.
 
-    joint: ClassVar[bool] = False
+    joint = False
     """True if no bucket is ready before the last gradient is there."""
 
     def _overlap(

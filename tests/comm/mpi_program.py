@@ -248,6 +248,8 @@ def main(path: str, names: list[str]) -> None:
         timeout=timedelta(seconds=timeout_s),
     )
     for name in names or ORDINARY:
+        if not alone:
+            dist.barrier()  # a message of the next case is none of this one's
         error = None
         try:
             CASES[name]()

@@ -32,6 +32,8 @@ class Meaning:
     """What it refuses or does not define, as `axis=value`."""
     lacks_with: Callable[[dict[str, Any]], frozenset[str]] = lambda options: frozenset()
     """What it lacks with some options."""
+    apart: tuple[frozenset[str], ...] = ()
+    """What it lacks together."""
     worlds: Callable[[dict[str, Any], int], bool] = lambda options, size: True
     """Whether options and world go together."""
     state_in_groups: bool = False
@@ -61,8 +63,7 @@ class Meaning:
             not values & lacks
             and self.worlds(options, size)
             and not any(one in values and values & others for one, others in _APART.items())
-            and not (self.family == "delayed" and values >= {"scaler=overflow", "clip=own"})
-            and not (self.family == "delayed" and values >= {"scaler=overflow", "clip=torch"})
+            and not any(values >= together for together in self.apart)
         )
 
 
@@ -73,6 +74,7 @@ _APART: dict[str, set[str]] = {
     "steps=left out": {*_CHANGED, "model=idle"},
     "steps=twice": {*_CHANGED, "model=idle"},
     "zero=zeros": {"model=idle", "model=branches"},
+    "micros=two": {"model=idle"},  # ranks must make the same number of passes that communicate
     "scaler=overflow": {"model=idle", "model=complex"},
     "model=complex": {"optimizer=own", "optimizer=fused"},
 }
@@ -107,6 +109,10 @@ def _of_dear() -> tuple[dict[str, Any], ...]:
         for i, fusion in enumerate(_FUSIONS)
     ]
     return ({"small_kb": 0}, *chosen)
+
+
+def _sharded_lacks(options: dict[str, Any]) -> frozenset[str]:
+    return frozenset({"optimizer=own"} if options.get("update") == "sharded" else ())
 
 
 def _in_backward(options: dict[str, Any]) -> frozenset[str]:
@@ -147,7 +153,7 @@ TABLE: dict[str, Meaning] = {
             {"partition_mb": 0.0001, "credit_mb": 0.0003},
         ),
     ),
-    "dear": Meaning(family="synchronous", options=_of_dear()),
+    "dear": Meaning(family="synchronous", options=_of_dear(), lacks_with=_sharded_lacks),
     "ddp": Meaning(
         family="synchronous",
         options=(
@@ -160,11 +166,15 @@ TABLE: dict[str, Meaning] = {
             {"find_unused_parameters": True, "zero": True},
         ),
         lacks=frozenset({"model=idle"}),
+        # torch's reducer, which an evaluation with gradients has told to find unused parameters.
+        apart=(frozenset({"model=branches", "evaluate=grad", "micros=paused"}),),
     ),
     "fsdp": Meaning(
         family="synchronous",
         options=({"min_mb": 0.00001}, {"stage": 2}),
         lacks=_NOT_SHARDED,
+        # torch's scaler takes no sharded and whole gradients together.
+        apart=(frozenset({"scaler=overflow", "model=odd"}),),
     ),
     "horovod": Meaning(family="synchronous", lacks=frozenset({"model=complex"})),
     "dadt": Meaning(
@@ -177,6 +187,11 @@ TABLE: dict[str, Meaning] = {
             {"cycle_time_ms": 0.05, "average": False},
         ),
         lacks=frozenset({"steps=left out", "steps=twice"}),
+        # The scale of the gradients that an update applies is not the present one.
+        apart=(
+            frozenset({"scaler=overflow", "clip=own"}),
+            frozenset({"scaler=overflow", "clip=torch"}),
+        ),
     ),
     "neighbor": Meaning(
         family="decentralized",

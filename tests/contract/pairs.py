@@ -15,43 +15,39 @@ def pairwise(
     The first value of each axis is its default: `fits` is asked about cases in which axes that are
     not decided yet have theirs. The first case has nothing but defaults.
     """
-    defaults = {name: values[0] for name, values in axes.items()}
-    places = [(name, i) for name, values in axes.items() for i in range(len(values))]
-    missing = dict.fromkeys((a, b) for a, b in itertools.combinations(places, 2) if a[0] != b[0])
-    cases = []
+    defaults = {axis: values[0] for axis, values in axes.items()}
+    missing = {
+        ((one, a), (other, b)): None
+        for one, other in itertools.combinations(axes, 2)
+        for a, b in itertools.product(axes[one], axes[other])
+    }
+    order = {axis: place for place, axis in enumerate(axes)}
 
-    def value(place: tuple[str, int]) -> dict[str, Any]:
-        return {place[0]: axes[place[0]][place[1]]}
+    def new(chosen: dict[str, Any], axis: str, value: Any) -> int:
+        """How many missing pairs a value makes with those that are chosen already."""
+        return sum(
+            ((other, given), (axis, value)) in missing
+            if order[other] < order[axis]
+            else ((axis, value), (other, given)) in missing
+            for other, given in chosen.items()
+        )
 
-    def extended(chosen: dict[str, int]) -> dict[str, int]:
-        for name, values in axes.items():
-            if name in chosen:
-                continue
-            given = {n: axes[n][i] for n, i in chosen.items()}
-            possible = [
-                i for i in range(len(values)) if fits({**defaults, **given, name: values[i]})
-            ]
-            chosen[name] = max(possible, key=lambda i: _new(missing, chosen, (name, i)), default=0)
-        return chosen
-
-    chosen = dict.fromkeys(axes, 0)
+    cases, case = [], defaults
     while True:
-        case = {name: axes[name][i] for name, i in chosen.items()}
         if fits(case):
             cases.append(case)
-        for pair in itertools.combinations(places, 2):
-            if all(chosen[name] == i for name, i in pair):
-                missing.pop(pair, None)
-        while missing:
-            a, b = next(iter(missing))
-            del missing[a, b]
-            if fits({**defaults, **value(a), **value(b)}):
-                break
-        else:
+        for pair in itertools.combinations(case.items(), 2):
+            missing.pop(pair, None)
+        chosen: dict[str, Any] = {}
+        while missing and not chosen:
+            pair = next(iter(missing))
+            del missing[pair]
+            if fits({**defaults, **dict(pair)}):
+                chosen = dict(pair)
+        if not chosen:
             return cases
-        chosen = extended(dict([a, b]))
-
-
-def _new(missing: Mapping[Any, Any], chosen: dict[str, int], place: tuple[str, int]) -> int:
-    others = list(chosen.items())
-    return sum((other, place) in missing or (place, other) in missing for other in others)
+        for axis in [axis for axis in axes if axis not in chosen]:
+            by_use = sorted(axes[axis], key=lambda v: -new(chosen, axis, v))
+            possible = (v for v in by_use if fits({**defaults, **chosen, axis: v}))
+            chosen[axis] = next(possible, defaults[axis])
+        case = {axis: chosen[axis] for axis in axes}

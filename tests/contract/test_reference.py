@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from dataclasses import fields
 from typing import Any
 
 import pytest
 
-from tests.contract.algorithms import Meaning, algorithm_names, skip_if_unavailable
+from tests.contract.algorithms import (
+    Meaning,
+    algorithm_names,
+    reference_of,
+    skip_if_unavailable,
+)
 from tests.contract.pairs import pairwise
 from tests.contract.training import Script, difference, on_rank, serial
 
@@ -61,6 +67,14 @@ def _id(name: str, options: dict[str, Any], case: dict[str, Any]) -> str:
     said = [f"{value}" for axis, value in options.items()]
     said += [str(case[f.name]) for f in fields(Script) if case[f.name] != AXES[f.name][0]]
     return "-".join([name, str(case["world"]), *said])
+
+
+@pytest.mark.parametrize("name", algorithm_names())
+def test_every_algorithm_has_a_reference_of_at_most_20_lines(name):
+    reference = reference_of(name, {})
+    assert inspect.isgeneratorfunction(reference)
+    assert len(inspect.getsource(reference).splitlines()) <= 20
+    assert reference.__doc__
 
 
 @pytest.mark.parametrize(("name", "options", "size", "script"), _cases())

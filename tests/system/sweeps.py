@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
+import psutil
+
+from common.harness.experiment import load
+from common.harness.trial import Briefing
+from tests.system.processes import ROOT, wait_for
+
 ENDLESS = "measure.steps_per_iter=1000000"
 
 TINY = """
@@ -76,7 +80,7 @@ class Driver:
                     return int(pid)
             return None
 
-        return wait_for(find, timeout_s=120)
+        return wait_for(find)
 
 
 def _finished(command: list[str], timeout: float, **more: Any) -> subprocess.CompletedProcess:
@@ -91,32 +95,25 @@ def _finished(command: list[str], timeout: float, **more: Any) -> subprocess.Com
     )
 
 
-def wait_for(condition: Callable[[], Any], timeout_s: float = 60.0) -> Any:
-    """The first true value of `condition()`."""
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        value = condition()
-        if value:
-            return value
-        time.sleep(0.05)
-    raise AssertionError(f"not so within {timeout_s} s")
-
-
-def alive(pid: int) -> bool:
-    try:
-        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
-    except FileNotFoundError:
-        return False
+def write_trial(folder: Path, algorithm: str, world_size: int) -> None:
+    """What the workers of a short trial read."""
+    experiment = folder / "x.yaml"
+    experiment.write_text(
+        f"algorithms: [{algorithm}]\nworld_sizes: [{world_size}]\nbaseline: false\n"
+        "models: [{name: mnist_cnn, batch_size: 2}]\n"
+        "measure: {repeats: 1, warmup_steps: 1, steps_per_iter: 2}\n"
+    )
+    (trial,) = load(experiment).trials()
+    trial.save(folder)
+    Briefing(folder=folder).save()
 
 
 def processes_of(folder: Path) -> list[int]:
     """Live processes whose environment or arguments name the folder."""
     found = []
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            text = (path / "environ").read_bytes() + (path / "cmdline").read_bytes()
-        except OSError:
-            continue
-        if str(folder).encode() in text and int(path.name) != os.getpid():
-            found.append(int(path.name))
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            text = " ".join([*process.environ().values(), *process.cmdline()])
+            if str(folder) in text and process.pid != os.getpid():
+                found.append(process.pid)
     return found

@@ -8,7 +8,8 @@ import subprocess
 import pytest
 
 from common.emulation import sandbox
-from tests.system.sweeps import ENDLESS, Driver, processes_of, wait_for
+from tests.system.processes import wait_for
+from tests.system.sweeps import ENDLESS, Driver, processes_of
 
 pytestmark = [
     pytest.mark.skipif(bool(sandbox.unable()), reason=f"no virtual hosts: {sandbox.unable()}"),

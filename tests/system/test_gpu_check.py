@@ -75,7 +75,7 @@ def test_without_a_comm_core_only_what_stands_on_it_is_left_out(tmp_path):
 def test_the_test_files_of_the_plan_exist(tmp_path):
     command = plan(_place(tmp_path))[1].command
     files = [word for word in command if word.startswith("tests/")]
-    assert files == sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("tests/test_cuda*.py"))
+    assert files == sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("tests/**/test_cuda*.py"))
     assert len(files) >= 3
 
 

@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from common.harness.experiment_file import load
 
 from common.emulation import sandbox
 from common.emulation.cluster import EmulatedCluster
@@ -21,6 +20,7 @@ from common.launch.job import Job, make_launcher
 from dear.training.algorithm import algorithm_class
 from tests.system.launch_stub import place, stub_job
 from tests.system.processes import ROOT
+from tests.system.sweeps import write_trial
 
 # A busy machine needs several seconds for a few processes of Python, and a minute for torch.
 pytestmark = [
@@ -128,14 +128,7 @@ def test_a_real_job_trains_across_virtual_hosts(tmp_path, launcher, algorithm, w
     reason = algorithm_class(algorithm).unavailable()
     if reason:
         pytest.skip(reason)
-    experiment = tmp_path / "x.yaml"
-    experiment.write_text(
-        f"algorithms: [{algorithm}]\nworld_sizes: [{world_size}]\n"
-        "models: [{name: mnist_cnn, batch_size: 2}]\nbaseline: false\n"
-        "measure: {repeats: 1, warmup_steps: 1, steps_per_iter: 2}\n"
-    )
-    (trial,) = load(experiment).trials()
-    (tmp_path / "trial.json").write_text(json.dumps(trial.to_json()))
+    write_trial(tmp_path, algorithm, world_size)
     outcome = launch(tmp_path, launcher, world_size=world_size, slots=slots)
     assert outcome["status"] == "ok", outcome["error"]
     result = outcome["result"]

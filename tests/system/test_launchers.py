@@ -12,13 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from common.harness.experiment import load
 from common.harness.fabric import WORKER
 from common.launch.job import Job
 from common.launch.local import LocalLauncher
 from dear.training.algorithm import algorithm_class
 from tests.system.processes import LIMIT_S, ROOT, alive
-from tests.system.sweeps import ENDLESS, Driver, processes_of
+from tests.system.sweeps import ENDLESS, Driver, processes_of, write_trial
 
 SCRIPT = ROOT / "dear" / "horovod_mpi_cj.sh"
 
@@ -171,17 +170,8 @@ def test_the_shell_launcher_refuses_what_it_cannot_honour(tmp_path, variables, w
     assert not (tmp_path / "logs").exists()
 
 
-def write_trial(folder: Path, algorithm: str) -> None:
-    experiment = folder / "x.yaml"
-    experiment.write_text(
-        f"algorithms: [{algorithm}]\nmodels: [{{name: mnist_cnn, batch_size: 2}}]\n"
-        "measure: {repeats: 1, steps_per_iter: 2}\n"
-    )
-    (folder / "trial.json").write_text(json.dumps(load(experiment).trials()[-1].to_json()))
-
-
 def test_a_worker_that_is_alone_but_should_not_be_refuses(tmp_path):
-    write_trial(tmp_path, "dear")
+    write_trial(tmp_path, "dear", world_size=2)
     done = subprocess.run(
         [sys.executable, "-m", "common.harness.worker", str(tmp_path), "0"],
         cwd=ROOT,
@@ -196,7 +186,7 @@ def test_a_worker_that_is_alone_but_should_not_be_refuses(tmp_path):
 
 @pytest.mark.full
 def test_the_printed_torchrun_command_runs_the_trial(tmp_path):
-    write_trial(tmp_path, "ddp")
+    write_trial(tmp_path, "ddp", world_size=2)
     job = Job(folder=tmp_path, repeat=0, world_size=2, timeout_s=60, worker_module=WORKER)
     command = LocalLauncher().command(job).split()
     assert command[0] == "torchrun"

@@ -8,7 +8,8 @@ import signal
 
 import pytest
 
-from tests.system.sweeps import ENDLESS, Driver, alive, processes_of, wait_for
+from tests.system.processes import alive, wait_for
+from tests.system.sweeps import ENDLESS, Driver, processes_of
 
 ONE = ("--set", "measure.repeats=1", "-k", "n=2")
 

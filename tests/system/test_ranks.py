@@ -35,7 +35,8 @@ def answer(pipe, rank: int, how: str) -> int:
 
 
 def write_pid_and_stay(path: Path) -> None:
-    subprocess.Popen(["sleep", "10000"])  # goes with its session
+    child = subprocess.Popen(["sleep", "10000"])  # goes with its session
+    path.with_suffix(".child").write_text(str(child.pid))
     path.write_text(str(os.getpid()))
     time.sleep(10000)
 
@@ -104,7 +105,7 @@ def test_ranks_end_with_whoever_started_them(tmp_path, number):
     code = "from pathlib import Path; from tests.system import test_ranks; test_ranks.start_both"
     program = [sys.executable, "-c", f"{code}(Path({str(tmp_path)!r}))"]
     driver = subprocess.Popen(program, cwd=ROOT, stderr=subprocess.DEVNULL)
-    paths = [tmp_path / "function", tmp_path / "command"]
+    paths = [tmp_path / name for name in ("function", "function.child", "command")]
     pids = wait_for(lambda: all(map(number_in, paths)) and list(map(number_in, paths)))
     driver.send_signal(number)
     driver.wait(LIMIT_S)

@@ -225,7 +225,7 @@ def _in_step(budget_s: float) -> dict:
 def test_ranks_in_step_end_and_copy_at_the_same_steps_in_time(world, size):
     results = world(size).run(_in_step, 0.4)
     assert all(result == results[0] for result in results)
-    assert 0.4 <= results[0]["elapsed_s"] < 0.8
+    assert results[0]["elapsed_s"] >= 0.4
     marks = [mark for marks, _, _ in results[0]["taken"] for mark in marks]
     assert marks == [0, 1, 2]
 

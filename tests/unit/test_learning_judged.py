@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 
 import pytest
 import torch
 
-from common.harness.record import make_record
+from common.harness.record import Result, make_record
 from common.harness.trial import LearnConfig
 from common.harness.worker import judge
 from common.harness.worker.judge import Snapshots, set_floating
 from common.launch.job import Outcome
 from common.models.registry import build
-from common.results import learning, records
-from common.results.comparison import Comparison
-from common.results.records import Evaluation, Reached
+from common.results import learning
+from common.results.records import Check, Evaluation, Learning, RankPace, Reached
 from common.results.table import csv_text
 from dear.errors import UserError
 from plots.learning import draw
 from tests.made_trials import make_trial
+
+RECORDS = Path(__file__).parents[2] / "docs" / "records"
 
 
 def _saved(rows, *, steps, elapsed_s=2.0, behind=None, **more):
@@ -58,8 +58,8 @@ def _flat(model):
 
 @pytest.fixture
 def test_split():
-    images = torch.randn(250, 1, 28, 28, generator=torch.Generator().manual_seed(2))
-    return images, torch.arange(250) % 10
+    images = torch.randn(120, 1, 28, 28, generator=torch.Generator().manual_seed(2))
+    return images, torch.arange(120) % 10
 
 
 def _learning_trial(algorithm="asyncddp", world=2, target=0.5, batch_sizes=None, **more):
@@ -155,38 +155,45 @@ def test_more_copies_than_memory_should_hold_are_refused(model):
         Snapshots(model.state_dict(), 1000)
 
 
-def _record(trial, result):
-    machine = {
-        "cores": 2,
-        "cpu": "CPU",
-        "packages": {"torch": "2"},
-        "commit": "abc",
-    }
-    result = dataclasses.replace(result, lost_ranks=result.learning.lost)
-    return make_record(trial, [result], Outcome(status="ok"), machine, "now", 1.0)
-
-
-def _pair(model, test_split):
-    """Records of a trial undisturbed and with a slow host, whose rank 1 is three times slower."""
-    start = _flat(model)
-    ages = {"staleness": {"1": {"uses": 2, "mean": 3.0, "max": 7, "last": 1}}}
-    calm = [_saved([start] * 3, steps=10, statistics=ages) for _ in range(2)]
-    slow = [
-        _saved([start] * 3, steps=9, statistics=ages),
-        _saved([start + 0.01] * 3, steps=2, statistics={}),
+def _record(trial, *rates, loss=1.0, statistics=None):
+    """Of one repeat of 2 s, whose ranks make so many steps per second; None: they have died."""
+    evaluations = [
+        Evaluation(
+            at_s=seconds,
+            seconds=seconds,
+            steps=[rate and int(rate * seconds) for rate in rates],
+            accuracy=0.3,
+            accuracy_min=0.2,
+            accuracy_max=0.4,
+            loss=loss,
+        )
+        for seconds in (0.0, 1.0, 2.0)
     ]
-    fault = {"kind": "slow_host", "host": 1, "factor": 5.0}
+    ranks = [rate and RankPace(steps=2 * rate, samples=16 * rate, elapsed_s=2.0) for rate in rates]
+    found = Learning(evaluations=evaluations, ranks=ranks, to_target=None)
+    result = Result(
+        samples_per_s=32.0,
+        cpu_s_per_s=1.0,
+        foreign_cpu_s_per_s=0.0,
+        loss=1.0,
+        check=Check(replicas_agree=True),
+        statistics=statistics,
+        learning=found,
+        lost_ranks=found.lost,
+    )
+    return make_record(trial, [result], Outcome(status="ok"), {"cores": 2}, "now", 1.0)
+
+
+def test_rows_tell_how_much_of_its_pace_a_rank_keeps():
     place = {"network": "10gbe", "ranks_per_host": 1}
-    trials = [_learning_trial(**place), _learning_trial(**place, fault=fault)]
-    made = (calm, slow)
-    return [
-        _record(trial, judge.result(trial, saved, test_split))
-        for trial, saved in zip(trials, made, strict=True)
-    ]
-
-
-def test_rows_tell_how_much_of_its_pace_a_rank_keeps(model, test_split):
-    calm, slow = learning.make_rows(_pair(model, test_split))
+    fault = {"kind": "slow_host", "host": 1, "factor": 5.0}
+    ages = {"staleness": {"1": {"uses": 2, "mean": 3.0, "max": 7, "last": 1}}}
+    calm, slow = learning.make_rows(
+        [
+            _record(_learning_trial(**place), 10, 10, statistics=[ages, ages]),
+            _record(_learning_trial(**place, fault=fault), 9, 2, statistics=[ages, {}]),
+        ]
+    )
     assert calm.steps_per_s == pytest.approx(10.0) and calm.kept is None
     assert slow.steps_per_s == pytest.approx(9.0) and slow.kept == pytest.approx(0.9)
     assert slow.slowed_steps_per_s == pytest.approx(2.0)
@@ -199,13 +206,8 @@ def test_rows_tell_how_much_of_its_pace_a_rank_keeps(model, test_split):
     ]
 
 
-def test_a_record_is_json_and_says_who_died(model, test_split):
-    trial = _learning_trial()
-    start = _flat(model)
-    broken = start.clone()
-    broken[0] = float("nan")
-    saved = [_saved([start, start, broken], steps=4), None]
-    record = _record(trial, judge.result(trial, saved, test_split))
+def test_a_record_is_json_and_says_who_died():
+    record = _record(_learning_trial(), 4, None, loss=float("nan"))
     json.dumps(record.to_json(), allow_nan=False)
     assert any("rank 1 was killed" in note for note in record.notes)
     assert record.throughput.n == 1 and record.throughput.ci_low is None
@@ -215,29 +217,20 @@ def test_a_record_is_json_and_says_who_died(model, test_split):
     assert learning.table([row]).markdown().count("\n") == 3
 
 
-def test_a_row_names_the_batch_size_of_every_rank(model, test_split):
+def test_a_row_names_the_batch_size_of_every_rank():
     trial = _learning_trial(batch_sizes=(4, 1))
-    record = _record(
-        trial, judge.result(trial, [_saved([_flat(model)] * 3, steps=4)] * 2, test_split)
-    )
-    (row,) = learning.make_rows([record])
+    (row,) = learning.make_rows([_record(trial, 4, 4)])
     assert row.batch == "4,1" and "bs=4,1 " in trial.title
     assert "|   4,1 |" in learning.table([row]).markdown()
 
 
-@pytest.mark.parametrize("judged", [True, False])
-def test_figures_are_drawn_from_records(tmp_path, model, test_split, judged):
-    made = _pair(model, test_split)
-    for record in made:
-        if not judged:
-            record.learning[0].evaluations[:] = [
-                Evaluation(at_s=e.at_s, seconds=e.seconds, steps=e.steps)
-                for e in record.learning[0].evaluations
-            ]
-        records.append(tmp_path / "records.jsonl", record)
-    Comparison(compare_to="asyncddp", trials=tuple(r.hash for r in made)).save(tmp_path)
-    paths = draw(tmp_path, tmp_path / "out")
+@pytest.mark.parametrize(
+    ("name", "evaluations"), [("time_to_accuracy", 18 * 16), ("slow_host", 8 * 4)]
+)
+def test_figures_are_drawn_from_records(tmp_path, name, evaluations):
+    """Of what has been learned, or of the pace where nothing was to be learned."""
+    paths = draw(RECORDS / name, tmp_path)
     assert [path.name for path in paths] == ["learning.png", "learning.pdf", "learning.csv"]
     assert all(path.stat().st_size > 100 for path in paths)
-    lines = Path(paths[2]).read_text().splitlines()
-    assert len(lines) == 1 + 2 * 3 and lines[0].startswith("fault,algorithm,repeat,at_s")
+    lines = paths[2].read_text().splitlines()
+    assert len(lines) == 1 + evaluations and lines[0].startswith("fault,algorithm,repeat,at_s")

@@ -4,29 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from common.harness.trial import MeasureConfig, OptimizerConfig, Trial
 from common.harness.ui import log_header as header
 from common.harness.ui import log_results as results
 from common.harness.ui import rate_lines
+from tests.made_trials import make_trial
 
 
 def trial(model="resnet50", device="cuda", world_size=64, sentence_len=None, batch_size=64):
-    return Trial(
-        algorithm="dear",
-        model=model,
-        batch_size=batch_size,
-        sentence_len=sentence_len,
-        world_size=world_size,
-        launcher="local",
-        backend="nccl",
-        device=device,
-        dtype="float32",
-        seed=1,
-        threads_per_rank=1,
-        optimizer=OptimizerConfig(),
-        measure=MeasureConfig(),
-        label="dear",
-    )
+    feed = {"batch_size": batch_size, "sentence_len": sentence_len}
+    return make_trial("dear", world_size, model=model, device=device, **feed)
 
 
 def around(mean, spread):

@@ -27,7 +27,9 @@ log = logging.getLogger("dear")
 
 _SPIN_S, _SHORTEST_S, _LONGEST_S = 50e-6, 20e-6, 500e-6
 _PAUSE_PART = 8  # a pause is this part of the time since the last news: it delays little
-_BUSY_POLL_S = 10e-6  # a poll that took longer has moved data
+_BUSY_POLL_S = 10e-6  # a poll that took more of the processor's time has moved data
+_POLLS = 8  # in one go while data moves: what is around them costs as much as they do
+_EXPIRY_S = 0.01  # between looks at the operations' deadlines
 
 TYPES = {
     torch.float32: "FLOAT",
@@ -89,6 +91,7 @@ class Engine:
         self._futures: concurrent.futures.ThreadPoolExecutor | None = None
         self._requests: list[Any] = []
         self._works: list[Any] = []  # of the requests
+        self._statuses: list[Any] = []  # as many, or more
         self._process = os.getpid()
         self._ended = False
         self._failed = False
@@ -198,22 +201,28 @@ class Engine:
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         if sys.platform == "linux":  # which else rounds the short pauses up by 50 us
             ctypes.CDLL(None).prctl(29, 1000, 0, 0, 0)
-        last_news = time.monotonic()
+        last_news = next_expiry = time.monotonic()
+        polls = 1
         pause: float | None = None
         while self._stop_at is None or (self._requests and time.monotonic() < self._stop_at):
             began = self._take(pause)
             if not self._requests:
                 pause = None
                 continue
-            before = time.monotonic()
-            ended = self._poll()
+            used = time.thread_time()
+            ended = self._poll(polls)
+            used = time.thread_time() - used
             now = time.monotonic()
-            if began or ended or now - before > _BUSY_POLL_S:
+            moving = used > _BUSY_POLL_S * polls
+            polls = _POLLS if moving else 1
+            if began or ended or moving:
                 last_news = now
             quiet = now - last_news
             pause = 0.0
             if quiet >= _SPIN_S:
                 pause = min(max(quiet / _PAUSE_PART, _SHORTEST_S), _LONGEST_S)
+            if now >= next_expiry:
+                next_expiry = now + _EXPIRY_S
                 for work in self._works:
                     work.expire(now)
         if not self._requests and self._owns and not self._failed and not self.mpi.Is_finalized():
@@ -229,12 +238,16 @@ class Engine:
             task()
             took, pause = True, 0
 
-    def _poll(self) -> bool:
+    def _poll(self, polls: int) -> bool:
         mpi = self.mpi
-        statuses = [mpi.Status() for _ in self._requests]
+        statuses = self._statuses
+        statuses += [mpi.Status() for _ in range(len(self._requests) - len(statuses))]
         code = mpi.SUCCESS
+        indices = None
         try:
-            indices = mpi.Request.Testsome(self._requests, statuses)
+            while not indices and polls:
+                indices = mpi.Request.Testsome(self._requests, statuses)
+                polls -= 1
         except mpi.Exception as error:
             code = error.Get_error_class()
             if code == mpi.ERR_IN_STATUS:

@@ -29,14 +29,7 @@ from common.harness.trial import Briefing, Trial
 from common.harness.worker import correctness
 from common.harness.worker.learning import learn
 from common.harness.worker.measure import Measured, measure_costs, measure_steps
-from common.harness.worker.training import (
-    Reference,
-    StepParts,
-    Training,
-    breakdown,
-    typical,
-    untimed_steps,
-)
+from common.harness.worker.training import Reference, Training, typical, untimed_steps
 from common.models.pace import set_pace
 from common.models.registry import build
 from common.models.workload import Workload
@@ -217,7 +210,7 @@ def _costs(briefing: Briefing, model: torch.nn.Module) -> dict[str, AlphaBeta]:
 
 
 def _breakdown(
-    trial: Trial, time_scale: float, measured: Measured, parts: list[StepParts]
+    trial: Trial, time_scale: float, measured: Measured, parts: list[Breakdown]
 ) -> Breakdown | None:
     """Of rank 0, or None on a GPU, where the host runs ahead."""
     if trial.device != "cpu":
@@ -226,7 +219,7 @@ def _breakdown(
     timed = [step for place, step in enumerate(parts) if place % block]
     # DDP and Horovod communicate and wait in code of their own.
     waits_seen = measured.bytes_sent > 0 or trial.world_size == 1
-    return breakdown(typical(timed), time_scale, waits_seen=waits_seen)
+    return typical(timed, time_scale, waits_seen=waits_seen)
 
 
 def _kind(error: BaseException) -> str:

@@ -12,7 +12,6 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -132,7 +131,7 @@ class Training:
             )
         self.loss = torch.zeros(())
         self.last_step_s = 0.0
-        self.parts: list[StepParts] = []
+        self.parts: list[Breakdown] = []
 
     def run(self, steps: int) -> None:
         """Trains so many steps."""
@@ -160,7 +159,7 @@ class Training:
             torch.cuda.synchronize()
         end = self._mark()
         self.last_step_s = end[0] - began[0]
-        self.parts.append(StepParts.between(began, forward, backward, end))
+        self.parts.append(step_parts(began, forward, backward, end))
 
     def synchronize(self) -> None:
         """Parameters are current afterwards, and nothing is in flight."""
@@ -282,63 +281,40 @@ def _done(device: torch.device) -> float:
     return time.perf_counter()
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepParts:
-    """Seconds of one rank's step; only where the host waits for each part to end (CPU).
+def step_parts(began: Mark, forward: Mark, backward: Mark, end: Mark) -> Breakdown:
+    """Of one step, from the marks at its beginning and at the end of each of its three calls.
 
-    An algorithm may communicate, and update, within any of the three calls of the training loop:
-    the first three leave out what was spent waiting for communication, so that all four add up.
+    Only where the host waits for each part to end (CPU). An algorithm may communicate, and update,
+    within any of the calls: the parts leave out what was spent waiting for communication, so that
+    all four add up.
     """
-
-    forward_s: float
-    """`zero_grad`, the forward pass and the loss."""
-    backward_s: float
-    update_s: float
-    """The call of `optimizer.step()`; updates made elsewhere count where they are made."""
-    exposed_comm_s: float
-    """Held up in `Work.wait`, inside any of the other three."""
-
-    @classmethod
-    def between(cls, began: Mark, forward: Mark, backward: Mark, end: Mark) -> StepParts:
-        """From the marks at the step's beginning and at the end of each of its three calls."""
-        return cls(
-            forward_s=_unblocked_s(began, forward),
-            backward_s=_unblocked_s(forward, backward),
-            update_s=_unblocked_s(backward, end),
-            exposed_comm_s=end[1] - began[1],
-        )
-
-    @property
-    def step_s(self) -> float:
-        """The whole step."""
-        return sum(asdict(self).values())
-
-
-def typical(steps: Sequence[StepParts]) -> StepParts:
-    """The mean of the middle half by duration: its parts add up, and no straggler counts."""
-    ordered = sorted(steps, key=lambda step: step.step_s)
-    cut = (len(ordered) + 1) // 4
-    middle = ordered[cut : len(ordered) - cut]
-    return StepParts(
-        **{
-            name: statistics.fmean(getattr(step, name) for step in middle)
-            for name in StepParts.__dataclass_fields__
-        }
+    return Breakdown(
+        forward_s=_unblocked_s(began, forward),
+        backward_s=_unblocked_s(forward, backward),
+        update_s=_unblocked_s(backward, end),
+        exposed_comm_s=end[1] - began[1],
+        step_s=end[0] - began[0],
     )
 
 
-def breakdown(parts: StepParts, time_scale: float, *, waits_seen: bool) -> Breakdown:
-    """The same in seconds of what the fabric stands for, as a record has it.
+def _unblocked_s(start: Mark, end: Mark) -> float:
+    return end[0] - start[0] - (end[1] - start[1])
+
+
+def typical(steps: Sequence[Breakdown], time_scale: float, *, waits_seen: bool) -> Breakdown:
+    """The mean of the middle half by duration, in seconds of what the fabric stands for.
+
+    Its parts add up, and no straggler counts.
 
     Args:
         waits_seen: False where an algorithm waits in code of its own: that is then contained in
             the other parts.
     """
-    values = {name: value / time_scale for name, value in asdict(parts).items()}
-    if not waits_seen:
-        values["exposed_comm_s"] = None
-    return Breakdown(**values, step_s=parts.step_s / time_scale)
-
-
-def _unblocked_s(start: Mark, end: Mark) -> float:
-    return end[0] - start[0] - (end[1] - start[1])
+    ordered = sorted(steps, key=lambda step: step.step_s)
+    cut = (len(ordered) + 1) // 4
+    middle = ordered[cut : len(ordered) - cut]
+    values = {
+        name: statistics.fmean(getattr(step, name) for step in middle) / time_scale
+        for name in vars(middle[0])
+    }
+    return Breakdown(**values | ({} if waits_seen else {"exposed_comm_s": None}))

@@ -11,8 +11,7 @@ from typing import Any
 
 from dear.lazy import torch
 from dear.topology import graph, matrix, splitting
-from dear.topology.group_schedule import TopologyReg
-from dear.topology.schedules import one_peer_machines, schedule
+from dear.topology.schedules import TopologyReg, one_peer_machines, schedule
 
 
 def neighbor(ranks: Any, options: Any) -> Iterator[None]:

@@ -27,10 +27,12 @@ class Neighbor(Algorithm):
     D-PSGD (Lian et al., NeurIPS 2017, arXiv 1705.09056); BlueFog (Ying et al. 2021, arXiv
     2111.04287), whose orders AWC and ATC these are; one-peer exponential graphs (Ying et al.,
     NeurIPS 2021, arXiv 2110.13363).
+    awc: `x <- W x - update(g(x))`; atc: `x <- W (x - update(g(x)))`.
     Invariant: replicas differ; their mean moves by the mean gradient, and what separates them
     shrinks by the topology's mixing rate in each round.
     Bytes move: awc, beside both passes; atc, from the update until a layer is needed again.
     Cost per step and rank: the parameters once to each neighbour (exp2: log2 P, one-peer: 1).
+    Moments: those of `ParameterEngine` as they are; only the order, and who is in each round.
     """
 
     @dataclass(frozen=True, kw_only=True)

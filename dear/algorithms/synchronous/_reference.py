@@ -3,7 +3,7 @@
 A reference is a generator that makes one step at each `next`. `ranks.x` and `ranks.g` are the
 trained parameters and their gradients of all ranks, one row for each; `ranks.update()` makes each
 rank's optimizer step with its row of `ranks.g`. When it is asked for a step, `ranks.g` holds what
-each rank's backward pass gave.
+each rank's backward pass gave. `tests/contract` holds the algorithms to these.
 """
 
 from __future__ import annotations

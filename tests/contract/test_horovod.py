@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from dear.errors import UserError
-from dear.training.algorithm import algorithm_class, algorithm_options
-from tests.test_optimizer import (
+from dear.training.algorithm import algorithm_class
+from tests.contract.loops import (
     difference,
     everybody,
     far_from_serial,
@@ -24,24 +23,6 @@ from tests.test_optimizer import (
 
 _MISSING = algorithm_class("horovod").unavailable()
 horovod = pytest.mark.skipif(bool(_MISSING), reason=str(_MISSING))
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"fusion_threshold_mb": -1.0}, "'fusion_threshold_mb' must be at least 0"),
-        ({"cycle_time_ms": 0.0}, "'cycle_time_ms' must be greater than 0"),
-        ({"cache_capacity": -1}, "'cache_capacity' must be at least 0"),
-        ({"compression": "topk"}, "unknown option of horovod 'compression'"),
-        ({"adasum": True}, "'adasum' needs controller='mpi'"),
-        ({"autotune": 1}, "'autotune': must be true or false"),
-    ],
-)
-def test_bad_options_are_refused_in_one_line(options, said):
-    with pytest.raises(UserError) as caught:
-        algorithm_options("horovod", options)
-    assert said in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 def _with(options: dict[str, Any]) -> dict[str, Any]:
@@ -108,6 +89,6 @@ def _large() -> list[float]:
 
 @horovod
 def test_half_precision_on_the_wire_is_near_and_does_not_overflow(world):
-    far = far_from_serial(world(2), "horovod", options={"compression": "fp16"})
+    far = far_from_serial(world(2, "horovod"), "horovod", options={"compression": "fp16"})
     assert 1e-7 < far < 1e-3
-    assert world(2).run(_large) == [[40000.0, -40000.0]] * 2
+    assert world(2, "horovod").run(_large) == [[40000.0, -40000.0]] * 2

@@ -11,7 +11,7 @@ from torch import nn
 
 import dear
 from tests.awkward import error
-from tests.test_optimizer import (
+from tests.contract.loops import (
     far_from_serial,
     loss_of,
     make_model,

@@ -14,7 +14,7 @@ import dear
 from common.harness.worker.correctness import replica_spread
 from dear.comm import runtime
 from tests.awkward import error
-from tests.test_optimizer import (
+from tests.contract.loops import (
     difference,
     everybody,
     far_from_serial,
@@ -147,30 +147,6 @@ def _resumed() -> float:
 
 def test_checkpoints_are_whole_and_fit_other_groups(world):
     assert max(world(2).run(_resumed)) < 1e-5
-
-
-def _clipped() -> tuple[float, float, float]:
-    model, wanted = make_model(), make_model()
-    optimizer, serial = wrap(make_sgd(model), model, "fsdp"), make_sgd(wanted)
-    norms: list[list[float]] = [[], []]
-
-    def clip(optimizer: Any, _: nn.Module) -> None:
-        norms[0].append(optimizer.clip_grad_norm_(0.05).item())
-
-    def clip_plainly(_: Any, model: nn.Module) -> None:
-        norms[1].append(nn.utils.clip_grad_norm_(model.parameters(), 0.05).item())
-
-    steps(model, optimizer, mine(), before_step=clip)
-    steps(wanted, serial, everybody(), before_step=clip_plainly)
-    far = difference(model, wanted)
-    optimizer.close()
-    return far, *(max(norm) for norm in norms)
-
-
-def test_clipping_returns_the_whole_norm(world):
-    for far, norm, wanted in world(2).run(_clipped):
-        assert far < 1e-5
-        assert norm == pytest.approx(wanted, rel=1e-5)
 
 
 def _dropped() -> float:

@@ -12,7 +12,7 @@ from torch import nn
 
 import dear
 from tests.awkward import error
-from tests.test_optimizer import (
+from tests.contract.loops import (
     difference,
     everybody,
     far_from_serial,
@@ -23,7 +23,7 @@ from tests.test_optimizer import (
     steps,
     wrap,
 )
-from tests.test_optimizer_cases import Decaying
+from tests.contract.models import Decaying
 
 
 def _powersgd(start: int) -> tuple[float, float]:

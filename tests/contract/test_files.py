@@ -12,7 +12,7 @@ import pytest
 import dear
 import dear.algorithms
 from dear.training.algorithm import Algorithm, algorithm_class, algorithm_names
-from tests.test_optimizer import make_model, make_sgd, message
+from tests.contract.loops import make_model, make_sgd
 
 _FOLDER = Path(dear.algorithms.__file__).parent
 
@@ -80,27 +80,6 @@ def test_every_option_has_a_default_and_a_docstring(name):
                 assert isinstance(text, ast.Constant), f"{field.target.id} has no docstring"
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "options", "word"),
-    [
-        ("dear", {"threshold_mb": 0}, "greater than 0"),
-        ("dear", {"threshold_mb": "much"}, "number"),
-        ("dear", {"fusion": "all"}, "none, threshold"),
-        ("dear", {"threshhold_mb": 1}, "did you mean 'threshold_mb'"),
-        ("ddp", {"bucket_cap_mb": 0}, "bucket_cap_mb"),
-        ("ddp", {"find_unused_parameters": 1}, "true or false"),
-        ("wfbp", {"fusion": "none"}, "allowed: channels"),
-        ("horovod", {"controller": "tcp"}, "gloo, mpi"),
-        ("dear", {}, "dear.init()"),  # this process has joined no job
-    ],
-)
-def test_bad_options_are_user_errors_that_help(algorithm, options, word):
-    model = make_model()
-    assert word in message(
-        lambda: dear.DistributedOptimizer(make_sgd(model), model, algorithm=algorithm, **options)
-    )
-
-
 def _horovod_in_use() -> tuple[str, str, bool]:
     model = make_model()
     optimizer = dear.DistributedOptimizer(make_sgd(model), model, algorithm="horovod")
@@ -114,7 +93,7 @@ def test_the_horovod_algorithm_runs_the_real_horovod(world):
     missing = algorithm_class("horovod").unavailable()
     if missing:
         pytest.skip(missing)
-    for real, ours, running in world(2).run(_horovod_in_use):
+    for real, ours, running in world(2, "horovod").run(_horovod_in_use):
         assert Path(dear.__file__).parent not in Path(real).parents
         assert Path(ours).parents[1] == _FOLDER
         assert running

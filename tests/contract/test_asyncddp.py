@@ -14,10 +14,8 @@ from torch.nn import functional
 import dear
 from dear.comm import runtime
 from dear.comm.consensus import GlobalAverage
-from dear.errors import UserError
 from dear.pace import run_for
 from dear.topology import graph, recv_weights
-from dear.training.algorithm import algorithm_options
 from tests import awkward
 from tests.decentralized_serial import backward
 from tests.ranks import RankPool
@@ -225,6 +223,7 @@ def _paced(slow: int | None, seconds: float, options: dict) -> dict:
     }
 
 
+@pytest.mark.full  # it takes times
 def test_y5_h10_a_slow_rank_holds_nobody_up_and_its_age_is_known(world):
     even = world(3).run(_paced, None, 1.0, {"topology": "complete"})
     odd = world(3).run(_paced, 2, 1.0, {"topology": "complete"})
@@ -239,6 +238,7 @@ def test_y5_h10_a_slow_rank_holds_nobody_up_and_its_age_is_known(world):
         assert result["apart"] < 1.0
 
 
+@pytest.mark.full  # it takes times
 def test_a_bound_on_staleness_holds_the_others_back(world):
     bound = 4
     results = world(3).run(_paced, 2, 0.8, {"topology": "complete", "max_staleness": bound})
@@ -369,19 +369,6 @@ def test_on_gloo_its_windows_are_the_comm_cores():
         pool.close()
 
 
-def _alone() -> float:
-    model, plain = awkward.make_model(), awkward.make_model()
-    optimizer = _wrapped(model, awkward.make_optimizer("sgd", model))
-    states = awkward.train(model, optimizer, 0, 1)
-    optimizer.close()
-    awkward.train(plain, awkward.make_optimizer("sgd", plain), 0, 1)
-    return awkward.error(states, [plain.state_dict()])
-
-
-def test_alone_it_is_the_plain_optimizer(world):
-    assert world(1).run(_alone) == [0.0]
-
-
 def _average() -> float:
     param = torch.full((3,), float(dear.rank()))
     GlobalAverage(runtime.communicator(), [param]).apply(keep=False)
@@ -390,21 +377,3 @@ def _average() -> float:
 
 def test_y3_the_global_average_is_a_mean(world):
     assert world(4).run(_average) == [1.5] * 4
-
-
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        ({"topology": "rnig"}, "did you mean 'ring'"),
-        ({"max_staleness": -1}, "'max_staleness'"),
-        ({"max_staleness": 1.5}, "'max_staleness'"),
-        ({"bucket_mb": -1.0}, "'bucket_mb'"),
-        ({"finish_timeout_s": 0.0}, "'finish_timeout_s'"),
-        ({"update": "later"}, "'update'"),
-    ],
-)
-def test_bad_options_are_refused_in_one_line(options, named):
-    with pytest.raises(UserError) as caught:
-        algorithm_options("asyncddp", options)
-    assert named in str(caught.value)
-    assert "\n" not in str(caught.value)

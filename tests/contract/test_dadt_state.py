@@ -43,33 +43,6 @@ def _saved(model, optimizer):
     return torch.load(file, weights_only=True)
 
 
-def _continued(delay, at):
-    """Whether a run that is saved after `at` steps and goes on in new objects is as one that is."""
-    model = _model()
-    optimizer = _wrap(model, _adamw(model), delay=delay)
-    _steps(model, optimizer, 0, at)
-    weights, state = _saved(model, optimizer)
-    assert len(state[PENDING]) == min(at, delay)
-    _steps(model, optimizer, at, at + 4)
-    optimizer.close()
-
-    other = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
-    resumed = _wrap(other, _adamw(other), delay=delay)
-    other.load_state_dict(weights)
-    resumed.load_state_dict(state)
-    _steps(other, resumed, at, at + 4)
-    resumed.close()
-    return all(
-        torch.equal(one, two)
-        for one, two in zip(model.parameters(), other.parameters(), strict=True)
-    )
-
-
-@pytest.mark.parametrize(("delay", "at"), [(1, 1), (1, 3), (2, 1), (3, 5)])
-def test_a_checkpoint_in_mid_training_goes_on_exactly(world, delay, at):
-    assert world(2).run(_continued, delay, at) == [True, True]
-
-
 def _rewound():
     """The same objects go back to an earlier state."""
     model = _model()

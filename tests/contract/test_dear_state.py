@@ -11,8 +11,8 @@ import torch
 
 import dear
 from tests.awkward import error
-from tests.test_dear_modes import make_optimizer
-from tests.test_optimizer import everybody, make_model, mine, steps, wrap
+from tests.contract.loops import everybody, make_model, mine, steps, wrap
+from tests.contract.test_dear import make_optimizer
 
 _OPTIONS = [
     {"threshold_mb": 0.0002},
@@ -40,7 +40,7 @@ class _share:  # noqa: N801 - a function that can be pickled
         self._total = total
 
     def __call__(self, model: Any, rank: int, step: int) -> torch.Tensor:
-        from tests.test_optimizer import loss_of
+        from tests.contract.loops import loss_of
 
         size = dear.size()
         ranks = range(rank * self._total // size, (rank + 1) * self._total // size)
@@ -64,7 +64,7 @@ def _resumed(name: str, options: dict[str, Any], total: int, saved: bytes, late:
 
 
 def _resumed_plainly(name: str, total: int, saved: bytes) -> float:
-    from tests.test_optimizer import loss_of
+    from tests.contract.loops import loss_of
 
     model, wanted = make_model(), make_model()
     checkpoint = torch.load(io.BytesIO(saved), weights_only=True)
@@ -89,7 +89,7 @@ def test_a_checkpoint_goes_on_in_another_world_and_in_plain_torch(world, name):
 
 
 def _plain(name: str, total: int) -> bytes:
-    from tests.test_optimizer import loss_of
+    from tests.contract.loops import loss_of
 
     model = make_model()
     optimizer = make_optimizer(name, model)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-import io
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +11,7 @@ from torch import nn
 
 import dear
 from tests.awkward import error
-from tests.test_optimizer import (
+from tests.contract.loops import (
     difference,
     everybody,
     far_from_serial,
@@ -130,27 +127,6 @@ def test_a_model_may_change_its_type_between_steps(world):
         assert kind == torch.float64
 
 
-def _copies() -> list[float]:
-    model, wanted = make_model(), make_model()
-    optimizer = wrap(make_sgd(model), model, "dear")
-    steps(model, optimizer, mine(), range(2))
-    state = copy.deepcopy(model.state_dict())
-    file = io.BytesIO()
-    torch.save(model.state_dict(), file)
-    file.seek(0)
-    loaded = torch.load(file, weights_only=True)
-    steps(wanted, make_sgd(wanted), everybody(), range(2))
-    far = [error([got], [wanted.state_dict()]) for got in (state, loaded)]
-    steps(model, optimizer, mine(), range(2, 3))
-    far.append(error([state], [loaded]))
-    optimizer.close()
-    return far
-
-
-def test_copies_and_saved_states_do_not_change_with_the_model(world):
-    assert max(max(far) for far in world(2).run(_copies)) < 1e-5
-
-
 def _make_image_model() -> nn.Module:
     torch.manual_seed(9)
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3), nn.Flatten(), nn.Linear(16, 4))
@@ -210,23 +186,6 @@ def _spread(options: dict[str, Any]) -> float:
 @pytest.mark.parametrize("update", ["sharded", "replicated"])
 def test_replicas_are_bitwise_equal_also_in_half_precision(world, update):
     assert world(3).run(_spread, {"compression": "bf16", "update": update}) == [0.0] * 3
-
-
-def _make_half(dtype: torch.dtype) -> nn.Module:
-    return make_model().to(dtype)
-
-
-def _half_loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    x = torch.randn(3, 6, generator=generator)
-    return model(x.to(model[0].weight.dtype)).float().square().mean()
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_parameters_of_other_types_equal_serial(world, dtype):
-    tolerance = 1e-5 if dtype == torch.float64 else 2e-2
-    given = {"make_model": partial(_make_half, dtype), "loss_of": _half_loss}
-    assert far_from_serial(world(2), "dear", **given) < tolerance
 
 
 def _stale() -> str:

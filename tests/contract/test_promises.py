@@ -1,0 +1,430 @@
+"""What every algorithm promises about the optimizer and the model that it is given."""
+
+from __future__ import annotations
+
+import copy
+import io
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.optim.lr_scheduler import StepLR
+
+import dear
+from tests.contract.algorithms import Meaning, algorithm_class, algorithm_names
+from tests.contract.loops import (
+    batch,
+    difference,
+    everybody,
+    leftovers,
+    loss_of,
+    make_model,
+    make_sgd,
+    mean_loss,
+    message,
+    mine,
+    run_both,
+    steps,
+)
+
+
+def _marked(name: str) -> Any:
+    missing = algorithm_class(name).unavailable()
+    return pytest.param(name, marks=pytest.mark.skipif(bool(missing), reason=str(missing)))
+
+
+def _those(*without: str, only: str = "") -> Any:
+    families = {name: algorithm_class(name).capabilities.consistency for name in algorithm_names()}
+    names = [n for n, family in families.items() if n not in without and family.startswith(only)]
+    return pytest.mark.parametrize("name", [_marked(name) for name in names])
+
+
+every = _those()
+every_but_fsdp = _those("fsdp")
+synchronous = _those(only="synchronous")
+
+
+def wrapped(name: str, make: Any = make_sgd, model: Any = None, **options: Any) -> Any:
+    model = make_model() if model is None else model
+    return model, wrap(make(model), model, name, **options)
+
+
+def wrap(optimizer: Any, model: nn.Module, name: str, **options: Any) -> Any:
+    chosen = {**Meaning.of(name).options[0], **options}
+    return dear.DistributedOptimizer(optimizer, model, algorithm=name, **chosen)
+
+
+def _identity(name: str) -> dict[str, bool]:
+    model = make_model()
+    plain = make_sgd(model)
+    groups = plain.param_groups
+    optimizer = wrap(plain, model, name)
+    steps(model, optimizer, mine(), range(1))
+    seen = {
+        "same object": optimizer is plain and optimizer.param_groups is groups,
+        "old class": isinstance(optimizer, torch.optim.SGD),
+        "repr": "SGD" in repr(optimizer) and "momentum: 0.9" in repr(optimizer),
+        "state": {"state", "param_groups"} <= optimizer.state_dict().keys(),
+        "no copy": "state_dict()" in message(lambda: copy.deepcopy(optimizer)),
+        "counts": isinstance(optimizer.statistics(), dict),
+    }
+    optimizer.close()
+    return seen
+
+
+@every
+def test_the_returned_optimizer_is_the_old_one(world, name):
+    for seen in world(2, name).run(_identity, name):
+        assert all(seen.values()), seen
+
+
+def _closed(name: str, when: str) -> dict[str, Any]:
+    model = make_model()
+    optimizer = make_sgd(model)
+    scheduler = StepLR(optimizer, 1)
+    wrap(optimizer, model, name)
+    if when == "after a step":
+        steps(model, optimizer, mine())
+    if when == "after a backward":
+        loss_of(model, dear.rank(), 0).backward()
+    if when == "after an evaluation":
+        model(batch(0, 0)[0])
+    optimizer.close()
+    own = {p.untyped_storage().nbytes() == p.nbytes for p in model.parameters()}
+    reference = copy.deepcopy(model)
+    other = make_sgd(reference)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        if dear.rank() == 0:  # a collective would wait for the other rank in vain
+            steps(model, optimizer, [0])
+            steps(reference, other, [0])
+            scheduler.step()
+    return {
+        "class": type(optimizer) is torch.optim.SGD,
+        "leftovers": leftovers(model),
+        "memory of its own": own,
+        "far": difference(model, reference),
+    }
+
+
+@every
+@pytest.mark.parametrize(
+    "when", ["at once", "after a backward", "after a step", "after an evaluation"]
+)
+@pytest.mark.parametrize("size", [1, 2])
+def test_close_gives_back_a_plain_optimizer_and_model(world, size, name, when):
+    wanted = {"class": True, "leftovers": [], "memory of its own": {True}, "far": 0.0}
+    for seen in world(size, name).run(_closed, name, when):
+        assert seen == wanted
+
+
+def _wrong_wraps(name: str) -> dict[str, str]:
+    model = make_model()
+    optimizer = make_sgd(model)
+    frozen = make_model().requires_grad_(False)
+    outside = torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(2))], lr=0.1)
+    said = {
+        "outside": message(lambda: wrap(outside, model, name)),
+        "nothing": message(lambda: wrap(make_sgd(frozen), frozen, name)),
+        "option": message(lambda: wrap(optimizer, model, name, nonsense=1)),
+        "name": message(lambda: dear.DistributedOptimizer(optimizer, model, algorithm=name + "x")),
+        "left": str([*leftovers(model), type(optimizer).__name__]),
+    }
+    wrap(optimizer, model, name)
+    group = {"params": [nn.Parameter(torch.ones(2))]}
+    said["twice"] = message(lambda: wrap(optimizer, model, name))
+    said["group"] = message(lambda: optimizer.add_param_group(group))
+    optimizer.close()
+    return said
+
+
+@every
+def test_what_cannot_be_trained_is_a_user_error_that_changes_nothing(world, name):
+    for said in world(2, name).run(_wrong_wraps, name):
+        assert "not in the model" in said["outside"]
+        assert "nothing to train" in said["nothing"]
+        assert "nonsense" in said["option"] and name in said["option"]
+        assert f"did you mean '{name}'" in said["name"]
+        assert said["left"] == "['SGD']"
+        assert "already" in said["twice"]
+        assert "wrap it again" in said["group"]
+
+
+def _lbfgs(name: str) -> Any:
+    refused = ""
+
+    def run(ranks: list[int], wrap_it: Any) -> nn.Module:
+        nonlocal refused
+        model = make_model()
+        optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=4)
+        refused = refused or message(lambda: wrap_it(optimizer, model))
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = mean_loss(model, ranks, 0)
+            loss.backward()
+            return dear.allreduce(loss)  # LBFGS stops by it, which all ranks must do together
+
+        if not refused:
+            optimizer.step(closure)
+            optimizer.step(closure)
+        return model
+
+    trained = run(mine(), lambda optimizer, model: wrap(optimizer, model, name))
+    if refused:
+        return refused
+    return difference(trained, run(list(everybody()), lambda optimizer, model: optimizer))
+
+
+@every
+def test_lbfgs_is_refused_or_equals_serial(world, name):
+    for seen in world(2, name).run(_lbfgs, name):
+        if isinstance(seen, str):
+            assert "LBFGS" in seen and name not in ("allreduce", "wfbp")
+        else:
+            assert seen < 1e-4
+
+
+def _hook_calls(name: str) -> int:
+    model, optimizer = wrapped(name)
+    optimizer.load_state_dict(optimizer.state_dict())
+    calls: list[int] = []
+    optimizer.register_step_post_hook(lambda *_: calls.append(1))
+    steps(model, optimizer, mine())
+    optimizer.close()
+    return len(calls)
+
+
+@every
+def test_step_hooks_run_once_per_step_also_after_loading_a_state(world, name):
+    assert world(2, name).run(_hook_calls, name) == [3, 3]
+
+
+def _copied(name: str) -> tuple[list[float], bool]:
+    model, optimizer = wrapped(name)
+    steps(model, optimizer, mine(), range(2))
+    optimizer.synchronize()
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    copies = [copy.deepcopy(model), torch.load(file, weights_only=False)]
+    far = [difference(copied, model) for copied in copies]
+    moved = []
+    for copied in copies:
+        if dear.rank() == 0:
+            steps(copied, make_sgd(copied), [0], range(2))
+            moved.append(difference(copied, model) > 1e-3)
+    steps(model, optimizer, mine(), range(2, 4))
+    optimizer.close()
+    return far, all(moved)
+
+
+@every_but_fsdp
+def test_copies_of_a_wrapped_model_are_plain_models(world, name):
+    for far, trained in world(2, name).run(_copied, name):
+        assert max(far) == 0.0
+        assert trained
+
+
+def _plain_state(name: str) -> tuple[bool, float]:
+    """A state of plain torch is taken, and one is given that it takes."""
+    plain_model = make_model()
+    plain = torch.optim.AdamW(plain_model.parameters())
+    steps(plain_model, plain, [0], range(2))
+    model, optimizer = wrapped(name, lambda model: torch.optim.AdamW(model.parameters()))
+    steps(model, optimizer, mine(), range(1))
+    optimizer.load_state_dict(plain.state_dict())
+    model.load_state_dict(plain_model.state_dict())
+    taken = difference(model, plain_model)
+    steps(model, optimizer, mine(), range(2, 5))
+    state = copy.deepcopy(optimizer.state_dict())
+    optimizer.close()
+    plain.load_state_dict(state)
+    steps(plain_model, plain, [0], range(1))
+    return all(p.isfinite().all().item() for p in plain_model.parameters()), taken
+
+
+@every
+def test_states_of_plain_torch_are_taken_and_given(world, name):
+    assert world(2, name).run(_plain_state, name) == [(True, 0.0)] * 2
+
+
+def _converted(name: str) -> str:
+    model, optimizer = wrapped(name, lambda model: torch.optim.SGD(model.parameters(), lr=0.1))
+    steps(model, optimizer, mine(), range(4))
+    optimizer.flush()
+    optimizer.synchronize()
+    model.double()
+
+    def go_on() -> None:
+        for step in range(2):
+            optimizer.zero_grad()
+            x, y = batch(dear.rank(), step)
+            functional.cross_entropy(model(x.double()), y).backward()
+            optimizer.step()
+        optimizer.synchronize()
+
+    return message(go_on)
+
+
+@pytest.mark.parametrize("name", ["neighbor", "decentralized", "dadt"])
+def test_a_model_converted_after_wrapping_is_refused(world, name):
+    for said in world(2).run(_converted, name):
+        assert "wrap it again" in said or "before moving" in said or "moved or converted" in said
+
+
+def _unfrozen(name: str) -> str:
+    model = make_model()
+    model[0].requires_grad_(False)
+    model, optimizer = wrapped(name, model=model)
+    steps(model, optimizer, mine(), range(1))
+    model[0].requires_grad_(True)
+    return message(lambda: steps(model, optimizer, mine(), range(1)))
+
+
+@every
+def test_unfreezing_a_layer_later_is_a_user_error(world, name):
+    assert all("frozen" in said for said in world(2, name).run(_unfrozen, name))
+
+
+def _rewrapped(name: str) -> float:
+    model, wanted = make_model(), make_model()
+    optimizer = make_sgd(model)
+    for step, one in enumerate(("allreduce", name, "dear", name)):
+        steps(model, wrap(optimizer, model, one), mine(), [step])
+        optimizer.close()
+    steps(wanted, make_sgd(wanted), everybody(), range(4))
+    return difference(model, wanted)
+
+
+@synchronous
+def test_algorithms_may_change_in_the_middle_of_training(world, name):
+    assert max(world(2, name).run(_rewrapped, name)) < 1e-5
+
+
+def _adversaries(name: str) -> float:
+    """Two models with an optimizer each; the loss of one goes through the other."""
+
+    def run(ranks: list[int], wrap: Any) -> nn.Module:
+        torch.manual_seed(8)
+        maker = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 6))
+        judge = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 1))
+        making = wrap(torch.optim.SGD(maker.parameters(), 0.1, momentum=0.9), maker)
+        judging = wrap(torch.optim.SGD(judge.parameters(), 0.1, momentum=0.9), judge)
+        for step in range(3):
+            x = torch.cat([batch(rank, step)[0] for rank in ranks])
+            with torch.no_grad():
+                made = maker(x)
+            judging.zero_grad()
+            true, false = judge(torch.cat([x, made])).chunk(2)
+            torch.tanh(true - false).mean().backward()
+            judging.step()
+            making.zero_grad()
+            judge(maker(x)).mean().backward()
+            making.step()
+        return nn.ModuleList([maker, judge])
+
+    return run_both(name, run)
+
+
+@synchronous
+def test_two_models_that_train_each_other_equal_serial(world, name):
+    assert max(world(2, name).run(_adversaries, name)) < 1e-5
+
+
+def _two_optimizers(name: str) -> float:
+    def run(ranks: list[int], wrap: Any) -> nn.Module:
+        model = make_model()
+        biases = [param for param in model.parameters() if param.dim() == 1]
+        weights = [param for param in model.parameters() if param.dim() == 2]
+        optimizers = [torch.optim.Adam(biases, 0.01), torch.optim.SGD(weights, 0.1)]
+        optimizers = [wrap(optimizer, model) for optimizer in optimizers]
+        for step in range(3):
+            model.zero_grad()
+            mean_loss(model, ranks, step).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+        return model
+
+    return run_both(name, run)
+
+
+@_those("fsdp", only="synchronous")
+def test_two_optimizers_of_one_model_equal_serial(world, name):
+    assert max(world(2, name).run(_two_optimizers, name)) < 1e-5
+
+
+def _without_a_last_pass(name: str, last_but_one: bool, clipped: bool) -> float:
+    """The last backward pass before a step is under `no_sync()`."""
+
+    def run(ranks: list[int], wrap: Any) -> nn.Module:
+        model = make_model()
+        optimizer = wrap(make_sgd(model), model)
+        alone = not hasattr(optimizer, "no_sync")
+        for step in range(3):
+            optimizer.zero_grad()
+            for micro, paused in enumerate((last_but_one, True)):
+                if paused and not alone:
+                    with optimizer.no_sync():
+                        mean_loss(model, ranks, 2 * step + micro).backward()
+                    continue
+                mean_loss(model, ranks, 2 * step + micro).backward()
+                if not alone:
+                    optimizer.synchronize()
+            if clipped:
+                if not alone:
+                    optimizer.synchronize()
+                nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+            optimizer.step()
+        return model
+
+    return run_both(name, run)
+
+
+@synchronous
+@pytest.mark.parametrize("last_but_one", [True, False])
+@pytest.mark.parametrize("clipped", [False, True])
+def test_gradients_added_under_no_sync_just_before_a_step_are_not_lost(
+    world, name, last_but_one, clipped
+):
+    if name == "ddp":
+        said = world(2).run(_refusal, name, last_but_one, clipped)
+        assert all("no_sync()" in line for line in said)
+    else:
+        far = world(2, name).run(_without_a_last_pass, name, last_but_one, clipped)
+        assert max(far) < 1e-5
+
+
+def _refusal(*args: Any) -> str:
+    return message(lambda: _without_a_last_pass(*args))
+
+
+def _sparse(name: str) -> str:
+    model = nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Linear(4, 4))
+    optimizer = wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, name)
+    said = message(lambda: model(torch.tensor([1, 2])).sum().backward())
+    optimizer.close()
+    return said
+
+
+@pytest.mark.parametrize("name", ["allreduce", "dear", "wfbp"])
+def test_sparse_gradients_are_a_user_error(world, name):
+    assert all("sparse=False" in said for said in world(2).run(_sparse, name))
+
+
+def _tracked_scaler(name: str) -> str:
+    model, optimizer = wrapped(name)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(loss_of(model, dear.rank(), 0)).backward()
+    said = message(lambda: scaler.step(optimizer))
+    optimizer.close()
+    return said
+
+
+@pytest.mark.parametrize("name", ["gradient-tracking", "exact-diffusion", "push-diging"])
+def test_a_scaler_is_refused_where_gradients_live_on(world, name):
+    assert all("GradScaler" in said for said in world(2).run(_tracked_scaler, name))

@@ -101,11 +101,6 @@ def _stays() -> None:
     """Of the job, not of one optimizer."""
 
 
-def _every(steps: int) -> int:
-    at_least("num_steps_per_communication", steps, 1)
-    return steps
-
-
 def DistributedAdaptWithCombineOptimizer(
     optimizer: torch.optim.Optimizer,
     model: torch.nn.Module,
@@ -113,7 +108,7 @@ def DistributedAdaptWithCombineOptimizer(
     num_steps_per_communication: int = 1,
 ) -> torch.optim.Optimizer:
     """AWC: `w <- average(w) - update(gradient at w)`; the exchange runs during both passes."""
-    every = _every(num_steps_per_communication)
+    every = num_steps_per_communication
     return _combined("combine-then-adapt", optimizer, model, communication_type, every)
 
 
@@ -124,13 +119,14 @@ def DistributedAdaptThenCombineOptimizer(
     num_steps_per_communication: int = 1,
 ) -> torch.optim.Optimizer:
     """ATC: `w <- average(w - update(gradient at w))`; the next forward pass awaits it by layers."""
-    every = _every(num_steps_per_communication)
+    every = num_steps_per_communication
     return _combined("adapt-then-combine", optimizer, model, communication_type, every)
 
 
 def _combined(
     order: Order, optimizer: Any, model: torch.nn.Module, kind: CommunicationType, every: int
 ) -> torch.optim.Optimizer:
+    at_least("num_steps_per_communication", every, 1)
     trained_parameters(model, optimizer)
     for knob in _KNOBS:
         setattr(optimizer, knob, None)
@@ -187,9 +183,9 @@ def DistributedGradientAllreduceOptimizer(
     Args:
         num_steps_per_communication: backward passes per step; all but the last communicate nothing.
     """
-    every = _every(num_steps_per_communication)
+    at_least("num_steps_per_communication", num_steps_per_communication, 1)
     params = trained_parameters(model, optimizer)
-    return distribute(optimizer, AccumulatingEngine(every, model, params))
+    return distribute(optimizer, AccumulatingEngine(num_steps_per_communication, model, params))
 
 
 class AccumulatingEngine(AveragingEngine):
@@ -246,7 +242,7 @@ class _Knobs(WindowEngine):
     def release(self) -> None:
         mine = set(self.windows.values())
         for name in [name for name, each in job().windows.items() if each.window in mine]:
-            job().windows.pop(name)  # those that are left, bf.win_free() has freed
+            job().windows.pop(name).free()  # those that are not there bf.win_free() has freed
         super().release()
 
 
@@ -312,8 +308,9 @@ def DistributedPushSumOptimizer(
 
 
 def _windowed(
-    kind: type[_Knobs], optimizer: Any, model: torch.nn.Module, steps: int, prefix: str | None
+    kind: type[_Knobs], optimizer: Any, model: torch.nn.Module, every: int, prefix: str | None
 ) -> torch.optim.Optimizer:
+    at_least("num_steps_per_communication", every, 1)
     trained_parameters(model, optimizer)
     current = job()
     for knob in kind.knobs:
@@ -324,9 +321,7 @@ def _windowed(
     taken = {name.rpartition(".")[0] for name in current.windows}
     if stem in taken:
         raise UserError(f"there are windows {stem}.* already; give another window_prefix")
-    engine = kind(
-        model, optimizer, current.communicator, graph, bucket_mb=BUCKET_MB, every=_every(steps)
-    )
+    engine = kind(model, optimizer, current.communicator, graph, bucket_mb=BUCKET_MB, every=every)
     for index, (bucket, window) in enumerate(engine.windows.items()):
         register(f"{stem}.{index}", window, bucket.values)
     return distribute(optimizer, engine)

@@ -65,3 +65,21 @@ def test_nobody_waits_for_a_halted_rank(world, algorithm):
         assert mean == pytest.approx(1.0, abs=0.5)
         assert set(ages) == {"0", "1", "2"} - {str(rank)}
     assert results[1][1]["0"]["max"] > 5  # rank 1 has made steps that rank 0 has not
+
+
+def _in_step(algorithm):
+    model, optimizer = _linear(algorithm, 0.1, 0.0, barrier=True, every=2)
+    _steps(model, optimizer, 6)
+    counted = optimizer.statistics()
+    optimizer.close()
+    return counted
+
+
+@pytest.mark.parametrize("algorithm", ["win-put", "pull-get", "push-sum"])
+def test_ranks_in_step_are_level(world, algorithm):
+    level = {"uses": 3, "mean": 0, "max": 0, "last": 0}
+    for rank, counted in enumerate(world(2).run(_in_step, algorithm)):
+        other = str(1 - rank)
+        assert counted["staleness"] == {other: level}
+        assert counted["sent"] == {other: 0 if algorithm == "pull-get" else 3}
+        assert counted["skipped"] == {other: 0} and counted["lost"] == []

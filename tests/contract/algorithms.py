@@ -74,7 +74,9 @@ _APART: dict[str, set[str]] = {
     "steps=left out": {*_CHANGED, "model=idle"},
     "steps=twice": {*_CHANGED, "model=idle"},
     "zero=zeros": {"model=idle", "model=branches"},
-    "micros=two": {"model=idle"},  # ranks must make the same number of passes that communicate
+    # Ranks must make the same number of passes that communicate, and a rank without any takes part
+    # in `step()`, not in `synchronize()`.
+    "model=idle": {"micros=two", "clip=own", "clip=torch"},
     "scaler=overflow": {"model=idle", "model=complex"},
     "model=complex": {"optimizer=own", "optimizer=fused"},
 }

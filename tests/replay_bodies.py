@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 import dear
-from common.harness.worker import correctness as check
+from common.harness.worker.training import plain_steps
 from common.models import pace, replay
 from common.models.profile import Call, Profile, ProfiledParameter
 from common.models.workload import Workload
@@ -95,7 +95,7 @@ def train(algorithm: str, options: dict[str, Any], steps: int) -> tuple[float, f
 
     torch.manual_seed(100 + rank)
     optimizer = torch.optim.SGD(task.model.parameters(), 0.1, momentum=0.9)
-    wanted, _ = check.plain_steps(task, optimizer, communicator, steps)
+    wanted, _ = plain_steps(task, optimizer, communicator, steps)
 
     task.model.load_state_dict(start)
     torch.manual_seed(100 + rank)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 import dear
+from common.harness.worker import correctness as check
 from common.harness.worker.training import plain_steps
 from common.models import pace, replay
 from common.models.profile import Call, Profile, ProfiledParameter

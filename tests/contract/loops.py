@@ -12,7 +12,7 @@ from torch.nn import functional
 
 import dear
 from dear.errors import UserError
-from tests.awkward import error
+from tests.contract.awkward import error
 from tests.ranks import RankPool
 
 _MODULE_HOOKS = (

@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-from tests.awkward import Awkward
+from tests.contract.awkward import Awkward
 
 
 def plain() -> nn.Module:

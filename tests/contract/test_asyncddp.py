@@ -16,8 +16,8 @@ from dear.comm import runtime
 from dear.comm.consensus import GlobalAverage
 from dear.pace import run_for
 from dear.topology import graph, recv_weights
-from tests import awkward
-from tests.decentralized_serial import backward
+from tests.contract import awkward
+from tests.contract.decentralized_serial import backward
 from tests.ranks import RankPool
 
 TINY = 0.0002

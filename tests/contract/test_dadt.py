@@ -15,7 +15,7 @@ from common.harness.worker.training import plain_steps
 from common.models.workload import Workload
 from dear.comm import runtime
 from dear.errors import UserError
-from tests import delayed
+from tests.contract import delayed
 
 
 def _wrap(model, optimizer, **options):

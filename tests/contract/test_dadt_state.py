@@ -12,7 +12,7 @@ from torch import nn
 import dear
 from dear.algorithms.delayed.dadt import PENDING
 from dear.errors import UserError
-from tests import delayed
+from tests.contract import delayed
 
 
 def _wrap(model, optimizer, **options):

@@ -14,8 +14,7 @@ from torch import nn
 
 import dear
 from dear.comm import runtime
-from tests import awkward
-from tests.contract import models
+from tests.contract import awkward, models
 from tests.contract.loops import (
     difference,
     everybody,

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import dear
-from tests.awkward import error
+from tests.contract.awkward import error
 from tests.contract.loops import (
     difference,
     everybody,

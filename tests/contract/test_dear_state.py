@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import dear
-from tests.awkward import error
+from tests.contract.awkward import error
 from tests.contract.loops import everybody, make_model, mine, steps, wrap
 from tests.contract.test_dear import make_optimizer
 

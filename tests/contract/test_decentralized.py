@@ -12,9 +12,9 @@ from dear.comm import runtime
 from dear.comm.consensus import GlobalAverage
 from dear.errors import UserError
 from dear.topology.schedules import Edge, Topology, TopologyReg
-from tests import awkward
+from tests.contract import awkward
+from tests.contract.decentral import loss
 from tests.contract.training import Script, difference, on_rank, serial
-from tests.decentral import loss
 from tests.ranks import RankPool
 
 TINY = 0.0002  # MB: many buckets

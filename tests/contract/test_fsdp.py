@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 import dear
 from common.harness.worker.correctness import replica_spread
 from dear.comm import runtime
-from tests.awkward import error
+from tests.contract.awkward import error
 from tests.contract.loops import (
     difference,
     everybody,

@@ -9,7 +9,7 @@ from torch import nn
 import dear
 from dear.comm import runtime
 from dear.errors import UserError
-from tests import awkward
+from tests.contract import awkward
 
 
 def _wrapped(algorithm, **options):

@@ -14,7 +14,7 @@ from common.results import rows
 from common.results.records import Breakdown, Network, Record
 from common.results.table import csv_text
 from dear.training.algorithm import algorithm_class
-from tests.made_trials import make_trial
+from tests.system.made_trials import make_trial
 
 COMPUTE = {"forward_s": 0.1, "backward_s": 0.2, "update_s": 0.04}
 COSTS = {

@@ -21,7 +21,7 @@ from common.harness.trial import (
     options_of,
 )
 from dear.errors import UserError
-from tests.made_mnist import write_mnist
+from tests.system.made_mnist import write_mnist
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs" / "experiments").glob("*.yaml"))
 

@@ -19,8 +19,8 @@ from common.models import datasets
 from common.models.registry import build
 from dear.comm import runtime
 from dear.errors import UserError
-from tests.made_mnist import write_mnist
-from tests.made_trials import make_trial
+from tests.system.made_mnist import write_mnist
+from tests.system.made_trials import make_trial
 
 GOOD = {
     "algorithms": ["dear", "asyncddp"],

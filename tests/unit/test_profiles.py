@@ -19,7 +19,7 @@ from common.profiling import layers, modelled, recorder
 from common.profiling.modelled import Device, Roofline
 from common.profiling.recorder import Stretches
 from dear.errors import UserError
-from tests import replay_bodies
+from tests.system import replay_bodies
 
 ALL = [(name, size) for name, sizes in profiles.batch_sizes().items() for size in sizes]
 

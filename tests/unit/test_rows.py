@@ -14,7 +14,7 @@ from common.launch.job import Outcome
 from common.results import rows
 from common.results.records import Check
 from common.results.table import csv_text, significant
-from tests.made_trials import make_trial
+from tests.system.made_trials import make_trial
 
 
 def record(algorithm="ddp", step_s=0.1, world=2, *, status="ok", correct=True, run="A", **trial):

@@ -7,7 +7,7 @@ import pytest
 from common.harness.trial import BASELINE, MeasureConfig
 from common.harness.worker.training import untimed_steps
 from dear.training.algorithm import algorithm_options
-from tests.made_trials import make_trial
+from tests.system.made_trials import make_trial
 
 STEPS = [
     ("allreduce", {}, 0),

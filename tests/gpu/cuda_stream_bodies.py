@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from dear.comm import runtime
 from dear.comm.communicator import Communicator, Work
-from tests.cuda_worlds import keep_busy, settle, side_stream
+from tests.gpu.cuda_worlds import keep_busy, settle, side_stream
 
 WRONG = -7
 PART = 2**17

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples" / "decentralized"
 sys.path.insert(0, str(FOLDER))
 

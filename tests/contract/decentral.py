@@ -11,7 +11,7 @@ from torch.nn import functional
 
 import dear
 from dear.topology import graph, matrix
-from tests import awkward
+from tests.contract import awkward
 
 Replica = tuple[torch.nn.Module, torch.optim.Optimizer]
 

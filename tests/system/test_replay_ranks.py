@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests import replay_bodies
+from tests.system import replay_bodies
 
 _VARIANTS = [
     ("allreduce", {}),

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from dear.topology.schedules import TopologyReg
-from tests import awkward
+from tests.contract import awkward
 
 
 def backward(model: torch.nn.Module, rank: int, world_size: int, step: int, micros: int) -> None:

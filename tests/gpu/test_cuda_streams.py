@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests import cuda_stream_bodies as bodies
-from tests.cuda_worlds import EVERYWHERE, Pools, World, named, skip_without_comm_core
+from tests.gpu import cuda_stream_bodies as bodies
+from tests.gpu.cuda_worlds import EVERYWHERE, Pools, World, named, skip_without_comm_core
 
 worlds = pytest.mark.parametrize("world", EVERYWHERE, ids=named)
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.int64]

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import dear
-from tests.cuda_worlds import EVERYWHERE, Pools, World, keep_busy, named
-from tests.decentral import Serial, error, mixed, on_rank, run, weights
+from tests.contract.decentral import Serial, error, mixed, on_rank, run, weights
+from tests.gpu.cuda_worlds import EVERYWHERE, Pools, World, keep_busy, named
 
 AWC = [
     ("neighbor", {"combine": "awc"}),

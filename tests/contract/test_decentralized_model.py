@@ -22,8 +22,8 @@ from dear.decentralized import (
     optim_fn_adamw,
 )
 from dear.errors import UserError
-from tests import awkward
-from tests.decentralized_serial import backward, mix, serial
+from tests.contract import awkward
+from tests.contract.decentralized_serial import backward, mix, serial
 
 TINY = 0.0002
 

@@ -494,8 +494,8 @@ def test_a_script_runs_over_mpi(tmp_path):
     report = tmp_path / "report.json"
     mpirun = ["mpirun", "-np", "2", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
     done = subprocess.run(
-        [*mpirun, sys.executable, "-m", "tests.dadt_program", "mpi", str(report)],
-        cwd=Path(__file__).parents[1],
+        [*mpirun, sys.executable, "-m", "tests.contract.dadt_program", "mpi", str(report)],
+        cwd=Path(__file__).parents[2],
         env={**os.environ, "OMP_NUM_THREADS": "1", "DEAR_STORE": str(tmp_path / "store")},
         capture_output=True,
         text=True,

@@ -21,7 +21,7 @@ from dear.errors import UserError
 # Importing torch in a process of its own takes a minute on a busy machine.
 pytestmark = pytest.mark.timeout(330)
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 HERE = re.escape(f"{socket.gethostname()} process {os.getpid()}")
 
 

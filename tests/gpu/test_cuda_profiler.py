@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from common.models.workload import Workload
 from common.profiling.recorder import record
-from tests.cuda_worlds import keep_busy, skip_without_cuda
+from tests.gpu.cuda_worlds import keep_busy, skip_without_cuda
 
 WAIT_S = 0.02
 LAYERS = 4

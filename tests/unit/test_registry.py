@@ -12,7 +12,7 @@ import torch
 from common.models import registry
 from dear.errors import UserError
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def generator(seed=1):

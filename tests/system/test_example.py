@@ -16,10 +16,10 @@ import pytest
 import dear
 from common.models.datasets import load_digits, load_mnist, read_idx
 from dear.training.algorithm import algorithm_class, algorithm_names
-from tests.made_mnist import idx, write_mnist
 from tests.ranks import CONTEXT
+from tests.system.made_mnist import idx, write_mnist
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "mnist" / "train.py"
 
 

@@ -13,7 +13,7 @@ from common.models import profile as profiles
 from common.models.replay import Body, Work, plan
 from dear.errors import UserError
 from dear.training.hooks import Hooks
-from tests import replay_bodies
+from tests.system import replay_bodies
 
 PROFILES = [(name, size) for name, sizes in profiles.batch_sizes().items() for size in sizes]
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from dear.training.algorithm import algorithm_class, algorithm_names
-from tests import cuda_training_bodies as bodies
-from tests.cuda_worlds import EVERYWHERE, Pools, World, named
+from tests.gpu import cuda_training_bodies as bodies
+from tests.gpu.cuda_worlds import EVERYWHERE, Pools, World, named
 
 # DDP refuses the model's unused parameters by default; mgs keeps most of a gradient back.
 _EXTRA = {"ddp": {"find_unused_parameters": True}, "mgs": {"density": 1.0}}

@@ -11,8 +11,8 @@ import torch
 import dear.bluefog as bf
 from dear.errors import UserError
 from dear.topology import matrix, uniform
-from tests import awkward
-from tests.decentral import Serial, error, loss, mixed, run
+from tests.contract import awkward
+from tests.contract.decentral import Serial, error, loss, mixed, run
 from tests.ranks import RankPool
 
 T = bf.topology_util

@@ -8,8 +8,8 @@ import torch
 from torch.nn import functional
 
 import dear
-from tests import awkward
-from tests.cuda_worlds import keep_busy, settle, side_stream
+from tests.contract import awkward
+from tests.gpu.cuda_worlds import keep_busy, settle, side_stream
 
 # Double precision: no tensor cores, whose rounding would hide what is looked for.
 DTYPE = torch.float64

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-NOTEBOOK = Path(__file__).parents[1] / "examples" / "notebooks" / "consensus.ipynb"
+NOTEBOOK = Path(__file__).parents[2] / "examples" / "notebooks" / "consensus.ipynb"
 LIMIT_S = 90
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -11,7 +10,6 @@ from dear.buckets.carriers import Payloads, make_carrier
 from dear.buckets.compressors import (
     CompressedOptions,
     HalfOptions,
-    make_compressor,
     refuse_types,
     share_of,
 )
@@ -169,7 +167,7 @@ class MergedEngine(GradientEngine):
         self._times: LayerTimes | None = LayerTimes(model, params, communicator)
         first = fuse([self._params], PROFILING_MB * MIB)
         self._exchanges: list[Exchange] = [
-            ReducedExchange(group, communicator, HalfOptions()) for group in first
+            Exchange(group, communicator, HalfOptions()) for group in first
         ]
         self._started: list[Exchange] = []
         super().__init__(model, communicator, [self._params])
@@ -217,7 +215,7 @@ class MergedEngine(GradientEngine):
             param.grad = None if param.grad is None else param.grad.clone()
         self._exchanges.clear()
         self._exchanges = [
-            make_exchange([params[i] for i in group], self.communicator, self._options)
+            Exchange([params[i] for i in group], self.communicator, self._options)
             for group in groups
         ]
         units = [exchange.bucket.params for exchange in self._exchanges]
@@ -248,17 +246,31 @@ def _unknown(count: int) -> BackwardProfile:
     )
 
 
-class Exchange(ABC):
-    """Averages the gradients of one group; made anew when the groups change."""
+class Exchange:
+    """Averages the gradients of one group; made anew when the groups change.
 
-    def __init__(self, params: Sequence[Parameter], communicator: Communicator) -> None:
-        self.bucket = packed_bucket(params, communicator.size)
+    One all-reduce of the bucket with its marks, in its own type or in half precision; or one
+    all-gather of what a compressor makes of the gradients, and of a mark per parameter.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[Parameter],
+        communicator: Communicator,
+        options: CompressedOptions | HalfOptions,
+    ) -> None:
+        self.bucket = bucket = packed_bucket(params, communicator.size)
+        gathers = isinstance(options, CompressedOptions) and options.gathers
+        self._sent = bucket.gradients[: bucket.numel] if gathers else bucket.gradients
+        sizes = [param.numel() for param in params]
+        self._carrier = make_carrier(options, communicator, self._sent, sizes)
         self._work: Work | None = None
 
     def start(self) -> None:
         """Takes the gradients there are and sends them."""
         self.bucket.pack()
-        self._work = self._send()
+        present = [param.grad is not None for param in self.bucket.params]
+        self._work = self._carrier.send(self._sent, present)
 
     def drop(self) -> None:
         """Waits for what is under way and forgets it."""
@@ -269,69 +281,12 @@ class Exchange(ABC):
     def finish(self) -> None:
         """Lets each `p.grad` be the mean, a view of the bucket; None where no rank has one."""
         self.drop()
-        self._receive()
+        self._carrier.receive(self._sent)
+        if isinstance(self._carrier, Payloads):
+            used = torch.tensor(self._carrier.used, dtype=self.bucket.marks.dtype)
+            self.bucket.marks.copy_(used)
         for param, gradient in self.bucket.means().items():
             param.grad = gradient
-
-    @abstractmethod
-    def _send(self) -> Work: ...
-
-    @abstractmethod
-    def _receive(self) -> None:
-        """Leaves the means and the marks in the bucket."""
-
-
-class ReducedExchange(Exchange):
-    """One all-reduce of the bucket with its marks, in its own type or in half precision."""
-
-    def __init__(
-        self,
-        params: Sequence[Parameter],
-        communicator: Communicator,
-        options: CompressedOptions | HalfOptions,
-    ) -> None:
-        super().__init__(params, communicator)
-        self._carrier = make_carrier(options, communicator, self.bucket.gradients)
-
-    def _send(self) -> Work:
-        return self._carrier.send(self.bucket.gradients)
-
-    def _receive(self) -> None:
-        self._carrier.receive(self.bucket.gradients)
-
-
-class GatheredExchange(Exchange):
-    """One all-gather of what a compressor makes of the gradients, and of a mark per parameter."""
-
-    def __init__(
-        self,
-        params: Sequence[Parameter],
-        communicator: Communicator,
-        options: CompressedOptions,
-    ) -> None:
-        super().__init__(params, communicator)
-        sizes = [param.numel() for param in params]
-        data = self.bucket.gradients
-        self._gradients = data[: sum(sizes)]
-        compressor = make_compressor(options, sum(sizes), data.dtype, data.device)
-        self._carrier = Payloads(communicator, compressor, sizes)
-
-    def _send(self) -> Work:
-        present = [param.grad is not None for param in self.bucket.params]
-        return self._carrier.send(self._gradients, present)
-
-    def _receive(self) -> None:
-        self._carrier.receive(self._gradients)
-        used = torch.tensor(self._carrier.used, dtype=self.bucket.marks.dtype)
-        self.bucket.marks.copy_(used)
-
-
-def make_exchange(
-    params: Sequence[Parameter], communicator: Communicator, options: CompressedOptions
-) -> Exchange:
-    """What averages a group as `options` say."""
-    kind = GatheredExchange if options.gathers else ReducedExchange
-    return kind(params, communicator, options)
 
 
 def gathered_cost(

@@ -40,7 +40,7 @@ _MODULES = {
     "dear.budget": "dear.pace",
     "dear.sampling": "dear.pace",
     "dear.consensus": "dear.comm.consensus",
-    "dear.interactive": "dear.comm.interactive",
+    "dear.interactive": "dear.comm.environment",
     "dear.bluefog.topology_util": "dear.bluefog",
 }
 """Modules by the short names that the documentation gives them."""

@@ -37,8 +37,8 @@ _HOME = {
 
 _MODULES = {
     "dear.mixing": "dear.topology.graphs",
-    "dear.budget": "dear.pace",
-    "dear.sampling": "dear.pace",
+    "dear.budget": "dear.training.pace",
+    "dear.sampling": "dear.training.pace",
     "dear.consensus": "dear.comm.consensus",
     "dear.interactive": "dear.comm.environment",
     "dear.bluefog.topology_util": "dear.bluefog",

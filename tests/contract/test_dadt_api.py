@@ -341,6 +341,7 @@ def _whole_job():
     assert not dadt.initialized()
 
 
+@pytest.mark.full
 def test_it_joins_the_job_and_leaves_it(own_pool):
     own_pool(2).run(_whole_job)
 

@@ -111,7 +111,7 @@ def _errors(algorithm, options, steps):
         ("push-diging", {"topology": "star"}),
     ],
 )
-@pytest.mark.parametrize("world_size", [3, 4, 8])
+@pytest.mark.parametrize("world_size", [3, 4, pytest.param(8, marks=pytest.mark.full)])
 def test_bias_corrected_methods_reach_the_exact_optimum_linearly(
     world, world_size, algorithm, options
 ):

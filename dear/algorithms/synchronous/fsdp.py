@@ -141,7 +141,22 @@ class _FsdpEngine(Engine):
     def clip_grad_norm(
         self, params: Sequence[torch.nn.Parameter], max_norm: float, norm_type: float
     ) -> Any:
-        return full(super().clip_grad_norm(params, max_norm, norm_type))
+        self.synchronize()
+        # torch takes no sharded and whole gradients together.
+        held = [param for param in params if param.grad is not None]
+        kinds = [[p for p in held if _in_parts(p.grad) == sharded] for sharded in (True, False)]
+        norms = [
+            full(torch.nn.utils.get_total_norm([param.grad for param in kind], norm_type))
+            for kind in kinds
+            if kind
+        ]
+        total = norms[0] if len(norms) == 1 else torch.nn.utils.get_total_norm(norms, norm_type)
+        factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+        with torch.no_grad():
+            for param in held:
+                local = param.grad.to_local() if _in_parts(param.grad) else param.grad
+                local.mul_(factor.to(local.device))
+        return total
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

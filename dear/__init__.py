@@ -39,7 +39,7 @@ _MODULES = {
     "dear.mixing": "dear.topology.graphs",
     "dear.budget": "dear.pace",
     "dear.sampling": "dear.pace",
-    "dear.consensus": "dear.comm.consensus",
+    "dear.consensus": "dear.comm.neighbors",
     "dear.interactive": "dear.comm.interactive",
     "dear.bluefog.topology_util": "dear.bluefog",
 }

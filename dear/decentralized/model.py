@@ -16,7 +16,7 @@ from dear.algorithms.decentralized.decentralized import GroupEngine
 from dear.buckets.flat import Bucket
 from dear.comm import runtime
 from dear.comm.communicator import Communicator
-from dear.comm.consensus import GlobalAverage
+from dear.comm.neighbors import GlobalAverage
 from dear.errors import UserError
 from dear.optimizer import broadcast_parameters
 from dear.options import at_least, positive

@@ -119,8 +119,18 @@ class Exchange:
 
     def start(self, values: torch.Tensor, part: Round) -> Pending:
         """Starts a round with flat `values`, which must stay as they are until it is finished."""
+        sent = values.nbytes * len(part.destinations)
         if any(factor != 1 for factor in part.destinations.values()):
-            return self._start_factored(values, part)
+            mixed = torch.empty_like(values)
+            handle = self.core.neighbor_all_reduce(
+                values,
+                part.sources,
+                part.destinations,
+                self_weight=part.self_weight,
+                out=mixed,
+                check=False,
+            )
+            return self.pending(handle, sent, lambda target: target.copy_(mixed))
         received = values.new_empty(len(part.sources), values.numel())
         handle = self.core.neighbor_all_gather(
             values, list(received), list(part.sources), list(part.destinations), check=False
@@ -129,20 +139,7 @@ class Exchange:
         def combine(target: torch.Tensor) -> None:
             weighted_sum(target, part.self_weight, zip(part.sources.values(), received))  # noqa: B905
 
-        return self.pending(handle, values.nbytes * len(part.destinations), combine)
-
-    def _start_factored(self, values: torch.Tensor, part: Round) -> Pending:
-        mixed = torch.empty_like(values)
-        handle = self.core.neighbor_all_reduce(
-            values,
-            part.sources,
-            part.destinations,
-            self_weight=part.self_weight,
-            out=mixed,
-            check=False,
-        )
-        sent = values.nbytes * len(part.destinations)
-        return self.pending(handle, sent, lambda target: target.copy_(mixed))
+        return self.pending(handle, sent, combine)
 
     def pending(
         self, handle: int, nbytes: int, combine: Callable[[torch.Tensor], Any] = lambda values: None

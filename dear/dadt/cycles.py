@@ -117,14 +117,14 @@ class Cycles:
         return request
 
     def _accepted(self, key: Key, lists: list[dict[Key, Any]]) -> list[Request]:
-        request = self._take(key)
-        signatures = [found[key] for found in lists]
-        for rank, signature in enumerate(signatures):
-            if signature != signatures[0]:
+        """The next request of `key`; none, and it fails, if ranks gave different tensors."""
+        request, first = self._take(key), lists[0][key]
+        for rank, found in enumerate(lists):
+            if found[key] != first:
                 request.fail(
                     UserError(
-                        f"{request.name}: rank 0 gave {_shown(signatures[0])}, rank {rank} gave "
-                        f"{_shown(signature)}; they must be alike"
+                        f"{request.name}: rank 0 gave {_shown(first)}, rank {rank} gave "
+                        f"{_shown(found[key])}; they must be alike"
                     )
                 )
                 return []
@@ -159,8 +159,6 @@ def _shown(signature: tuple[str, tuple[int, ...], str, int]) -> str:
     return f"{dtype} {shape} on {device}"
 
 
-Finish = Callable[[], None]
-
 ROOT = 0
 
 
@@ -180,7 +178,7 @@ class Execution:
 
     def run(self, batch: Sequence[Request]) -> None:
         """Ends each request of `batch`, with its result or the error that its group met."""
-        running: list[tuple[list[Request], Work | None, Finish]] = []
+        running: list[tuple[list[Request], Work | None, Callable[[], None]]] = []
         for group in self._groups(batch):
             with self._failing(group), self._on_stream(group):
                 running.append((group, *self._start(group)))
@@ -204,31 +202,35 @@ class Execution:
             groups += [[alike[i] for i in g] for g in by_buffer(sizes, self._buffer_bytes)]
         return sorted(groups, key=lambda group: group[0].key, reverse=True)
 
-    def _start(self, group: list[Request]) -> tuple[Work | None, Finish]:
+    def _start(self, group: list[Request]) -> tuple[Work | None, Callable[[], None]]:
         kind, first = group[0].key[0], group[0]
+        flat = first.tensor
         if kind == COO_ALL_REDUCE:
-            return self._start_sparse(first)
+            first.enter("DoAllReduce")
+            (entries,) = gather_entries([flat], flat.device, self._communicator)
+            total = SparseSum(flat, flat, entries, self._communicator)
+            return total.work, lambda: first.finish(total.result())
         if kind == BROADCAST:
             first.enter("DoBroadCast")
-            work = self._communicator.broadcast(first.tensor, root=ROOT)
-            return work, lambda: first.finish(first.tensor)
-        for request in group:
-            request.enter("CopyToMidWay")
-        if len(group) == 1:
-            flat = first.tensor
+            work = self._communicator.broadcast(flat, root=ROOT)
         else:
-            flat = torch.cat([request.tensor.view(-1) for request in group])
-        for request in group:
-            request.enter("DoAllReduce")
-        work = self._communicator.all_reduce(flat, op="sum")
-        return work, lambda: _hand_out(flat, group)
+            for request in group:
+                request.enter("CopyToMidWay")
+            if len(group) > 1:
+                flat = torch.cat([request.tensor.view(-1) for request in group])
+            for request in group:
+                request.enter("DoAllReduce")
+            work = self._communicator.all_reduce(flat, op="sum")
 
-    def _start_sparse(self, request: Request) -> tuple[Work | None, Finish]:
-        request.enter("DoAllReduce")
-        tensor = request.tensor
-        (entries,) = gather_entries([tensor], tensor.device, self._communicator)
-        total = SparseSum(tensor, tensor, entries, self._communicator)
-        return total.work, lambda: request.finish(total.result())
+        def finish() -> None:
+            if len(group) > 1:
+                sizes = [request.tensor.numel() for request in group]
+                for request, piece in zip(group, flat.split(sizes), strict=True):
+                    request.tensor.view(-1).copy_(piece)
+            for request in group:
+                request.finish(request.tensor)
+
+        return work, finish
 
     @contextlib.contextmanager
     def _failing(self, group: list[Request]) -> Iterator[None]:
@@ -254,34 +256,12 @@ class Execution:
             yield
 
 
-def _hand_out(flat: torch.Tensor, group: list[Request]) -> None:
-    if len(group) > 1:
-        sizes = [request.tensor.numel() for request in group]
-        for request, piece in zip(group, flat.split(sizes), strict=True):
-            request.tensor.view(-1).copy_(piece)
-    for request in group:
-        request.finish(request.tensor)
-
-
 Key = tuple[int, int, str]
 
 COO_ALL_REDUCE, ALL_REDUCE, BROADCAST = 3, 2, 1
 """What is ready together runs in this order, by number of the type and then of the tensor."""
 
 NAMES = {COO_ALL_REDUCE: "coo_all_reduce", ALL_REDUCE: "all_reduce", BROADCAST: "broad_cast"}
-
-
-def check_tensor(call: str, number: Any, tensor: Any, *, sparse: bool) -> None:
-    """Raises `UserError` unless `number` is a whole number and `tensor` of the right layout."""
-    if not isinstance(number, int) or isinstance(number, bool) or number < 0:
-        raise UserError(f"{call}: the id must be a whole number from 0 up, got {number!r}")
-    if not torch.is_tensor(tensor):
-        raise UserError(f"{call} needs a tensor, got {type(tensor).__name__}")
-    if sparse != (tensor.layout is torch.sparse_coo) or not (
-        sparse or tensor.layout is torch.strided
-    ):
-        wanted = "a sparse COO tensor" if sparse else "a dense tensor"
-        raise UserError(f"{call} needs {wanted}, got layout {tensor.layout}")
 
 
 class Request:
@@ -291,9 +271,24 @@ class Request:
         key: type, id and the form of the call; ranks' requests of one key belong together.
         tensor: is left alone.
         clock: returns seconds.
+
+    Raises:
+        UserError: the id is no whole number, or the tensor none of the layout of the type.
     """
 
     def __init__(self, key: Key, tensor: torch.Tensor, clock: Callable[[], float]) -> None:
+        kind, number, form = key
+        call = NAMES[kind] + form
+        if not isinstance(number, int) or isinstance(number, bool) or number < 0:
+            raise UserError(f"{call}: the id must be a whole number from 0 up, got {number!r}")
+        if not torch.is_tensor(tensor):
+            raise UserError(f"{call} needs a tensor, got {type(tensor).__name__}")
+        sparse = kind == COO_ALL_REDUCE
+        if tensor.layout is not (torch.sparse_coo if sparse else torch.strided):
+            wanted = "a sparse COO tensor" if sparse else "a dense tensor"
+            raise UserError(f"{call} needs {wanted}, got layout {tensor.layout}")
+        self.name = f"{call}(id {number})"
+        """For messages."""
         self.key = key
         self._clock = clock
         copied = tensor.detach()
@@ -314,12 +309,6 @@ class Request:
         """Ranks that have not asked for it yet, as far as is known."""
         self.moments: list[tuple[str, float]] = [("StayInQueue", clock())]
         """What began when, on the communicator's clock."""
-
-    @property
-    def name(self) -> str:
-        """For messages."""
-        kind, number, form = self.key
-        return f"{NAMES[kind]}{form}(id {number})"
 
     @property
     def signature(self) -> tuple[str, tuple[int, ...], str, int]:
@@ -361,11 +350,9 @@ class Request:
             raise self._error
         if self._read is not None:
             self._read.wait()
-            for part in _parts(self._result):
+            result = self._result
+            held = [result._indices(), result._values()] if result.is_sparse else [result]
+            for part in held:
                 part.record_stream(torch.cuda.current_stream(part.device))
         self.enter("Fetched")
         return self._result
-
-
-def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    return [tensor._indices(), tensor._values()] if tensor.is_sparse else [tensor]

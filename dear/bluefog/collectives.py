@@ -80,9 +80,7 @@ def broadcast_parameters(params: Parameters, root_rank: int) -> None:
     plain.broadcast_parameters(_named(params), root_rank)
 
 
-def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int) -> None:
-    """Gives everybody rank `root_rank`'s optimizer state and hyper-parameters."""
-    plain.broadcast_optimizer_state(optimizer, root_rank)
+broadcast_optimizer_state = plain.broadcast_optimizer_state
 
 
 def allreduce_parameters(params: Parameters) -> None:

@@ -26,12 +26,11 @@ from dear.bluefog.collectives import (
     factors,
 )
 from dear.bluefog.job import job
-from dear.bluefog.windows import register
+from dear.bluefog.windows import Named
 from dear.comm.neighbors import Exchange, Pending, Round
 from dear.errors import UserError
 from dear.lazy import torch
 from dear.options import at_least
-from dear.topology.graphs import uniform
 from dear.training.engine import distribute, trained_parameters
 from dear.training.hooks import Hooks, at_end_of_backward
 from dear.training.one_sided import WindowEngine
@@ -47,25 +46,17 @@ class CommunicationType(enum.Enum):
     empty = "empty"
 
 
-_KNOBS = (
-    "self_weight",
-    "src_weights",
-    "dst_weights",
-    "src_machine_weights",
-    "dst_machine_weights",
-)
-
-
 def _averaging(kind: CommunicationType, knobs: Any) -> tuple[Any, Rounds]:
     """What starts rounds, and this rank's part: as the optimizer's attributes say at the time."""
     alone = Round(self_weight=1.0)
+    stays = {"close": lambda: None}  # of the job, not of one optimizer
     if kind is CommunicationType.empty:
-        return SimpleNamespace(start=lambda values, part: Pending(), close=_stays), lambda _: alone
+        return SimpleNamespace(start=lambda values, part: Pending(), **stays), lambda turn: alone
     if kind is CommunicationType.allreduce:
-        return SimpleNamespace(start=_start_mean, close=_stays), lambda turn: alone
+        return SimpleNamespace(start=_start_mean, **stays), lambda turn: alone
     if kind is CommunicationType.hierarchical_neighbor_allreduce:
-        own, machines = job(), SimpleNamespace(start=job().machines.start, close=_stays)
-        return machines, lambda turn: chosen_part(
+        own = job()
+        return SimpleNamespace(start=own.machines.start, **stays), lambda turn: chosen_part(
             own.machine_part,
             knobs.self_weight,
             knobs.src_machine_weights,
@@ -97,10 +88,6 @@ def _start_mean(values: torch.Tensor, part: Round) -> Pending:
     return Pending(work.wait, work.done, lambda target: target.copy_(mixed))
 
 
-def _stays() -> None:
-    """Of the job, not of one optimizer."""
-
-
 def DistributedAdaptWithCombineOptimizer(
     optimizer: torch.optim.Optimizer,
     model: torch.nn.Module,
@@ -128,8 +115,8 @@ def _combined(
 ) -> torch.optim.Optimizer:
     at_least("num_steps_per_communication", every, 1)
     trained_parameters(model, optimizer)
-    for knob in _KNOBS:
-        setattr(optimizer, knob, None)
+    optimizer.self_weight = optimizer.src_weights = optimizer.dst_weights = None
+    optimizer.src_machine_weights = optimizer.dst_machine_weights = None
     optimizer.enable_topo_check = True
     exchange, rounds = _averaging(kind, optimizer)
     engine = ParameterEngine(
@@ -316,12 +303,11 @@ def _windowed(
     for knob in kind.knobs:
         setattr(optimizer, knob, None)
     optimizer.force_barrier = False
-    graph = current.topology if current.weighted else uniform(current.topology)
     stem = prefix or kind.__name__.strip("_")
-    taken = {name.rpartition(".")[0] for name in current.windows}
-    if stem in taken:
+    if stem in {name.rpartition(".")[0] for name in current.windows}:
         raise UserError(f"there are windows {stem}.* already; give another window_prefix")
-    engine = kind(model, optimizer, current.communicator, graph, bucket_mb=BUCKET_MB, every=every)
+    settings = {"bucket_mb": BUCKET_MB, "every": every}
+    engine = kind(model, optimizer, current.communicator, current.weights, **settings)
     for index, (bucket, window) in enumerate(engine.windows.items()):
-        register(f"{stem}.{index}", window, bucket.values)
+        current.windows[f"{stem}.{index}"] = Named(window, bucket.values)
     return distribute(optimizer, engine)

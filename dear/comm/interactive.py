@@ -13,20 +13,20 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from typing import TYPE_CHECKING
+from typing import Any
 
 from dear.errors import UserError
 
-if TYPE_CHECKING:
-    from ipyparallel import Client
 
-
-def assign_ranks(client: Client) -> list[int]:
+def assign_ranks(client: Any) -> list[int]:
     """Tells each engine its place in the job of all of them, as torchrun would, for `dear.init`.
 
     It sets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in the
     environments of the engines, which must be able to import `dear`. On one host engine i becomes
     rank i; with several hosts the ranks of each are neighbours.
+
+    Args:
+        client: an `ipyparallel.Client`.
 
     Returns:
         The engines' numbers in the order of their ranks: `client[assign_ranks(client)]` is a view
@@ -52,11 +52,7 @@ def assign_ranks(client: Client) -> list[int]:
     }
     for rank, number in enumerate(order):
         here = [other for other in order if places[other][0] == places[number][0]]
-        place = {
-            "RANK": rank,
-            "LOCAL_RANK": here.index(number),
-            "LOCAL_WORLD_SIZE": len(here),
-        }
+        place = {"RANK": rank, "LOCAL_RANK": here.index(number), "LOCAL_WORLD_SIZE": len(here)}
         variables = {name: str(value) for name, value in (place | shared).items()}
         client[number].apply_sync(_enter, variables)
     return order

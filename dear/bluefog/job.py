@@ -298,20 +298,25 @@ def get_skip_negotiate_stage() -> bool:
 
 
 def started(
-    operation: str, name: str | None, done: Callable[[], bool], result: Callable[[], Any]
+    operation: str,
+    name: str | None,
+    done: Callable[[], bool],
+    wait: Callable[[], Any],
+    result: Callable[[], Any] = lambda: True,
 ) -> int:
-    """A handle; `done` never blocks, `result` waits for the operation and gives its result.
+    """A handle; `done` never blocks, `wait` waits for the operation, then `result` is called.
 
     Args:
         operation, name: as traces call it.
     """
 
-    def traced() -> Any:
+    def ended() -> Any:
         with timeline_context(name or operation, f"wait {operation}"):
+            wait()
             return result()
 
     number = next(_numbers)
-    job().running[number] = done, traced if TIMELINE in os.environ else result
+    job().running[number] = done, ended
     return number
 
 

@@ -132,9 +132,9 @@ def _send(
     if require_mutex:
         frozen, p = tensor.detach().clone(), window.p
 
-        def locked() -> bool:
+        def locked() -> None:
             with window.mutex(weights):
-                return _all_ended(window.put(frozen, weights, add=add, p=p))
+                _wait(window.put(frozen, weights, add=add, p=p))
 
         handle = found.in_background(locked)
     else:
@@ -143,7 +143,7 @@ def _send(
             "win_accumulate" if add else "win_put",
             name,
             lambda: all(work.is_completed() for work in works),
-            lambda: _all_ended(works),
+            lambda: _wait(works),
         )
     if self_weight is not None:
         with torch.no_grad():
@@ -154,10 +154,9 @@ def _send(
     return handle
 
 
-def _all_ended(works: list[Any]) -> bool:
+def _wait(works: list[Any]) -> None:
     for work in works:
         work.wait()
-    return True
 
 
 def win_get_nonblocking(
@@ -174,10 +173,9 @@ def win_get_nonblocking(
     weights = factors(window.sources if src_weights is None else src_weights)
     fetched = [] if require_mutex else window.fetch(weights)
 
-    def store() -> bool:
+    def store() -> None:
         with window.mutex(weights) if require_mutex else contextlib.nullcontext():
             window.store(fetched or window.fetch(weights), weights)
-        return True
 
     return found.in_background(store)
 

@@ -16,245 +16,7 @@ from dear.comm.communicator import Communicator, Work
 from dear.errors import UserError
 
 LEAST_PAUSE_S = 0.001
-
-
-class Cycles:
-    """Lets ranks ask for collectives in any order.
-
-    In each cycle the ranks tell each other what they have asked for; what all have asked for runs,
-    by type and number, highest first. A rank that has asked for nothing takes no part, and the
-    others wait for it: where nobody asks, nothing is sent.
-
-    Args:
-        control: for the ranks' lists; used by nobody else.
-        cycle_s: least time between two cycles, in which requests gather.
-    """
-
-    def __init__(self, control: Communicator, execution: Execution, cycle_s: float) -> None:
-        self._control = control
-        self._execution = execution
-        self._cycle_s = cycle_s
-        self._changed = threading.Condition()
-        self._arriving: deque[Request] = deque()
-        self._closing = False
-        self._dead: Exception | None = None
-        self.error: Exception | None = None
-        """What has ended the thread, other than `close`."""
-        self._waiting: dict[Key, deque[Request]] = {}
-        self._thread = threading.Thread(target=self._run, name="dadt-cycles", daemon=True)
-        self._thread.start()
-
-    def submit(self, request: Request) -> None:
-        """Takes a request; its answer comes when all ranks have given one of the same key.
-
-        Raises:
-            UserError: `close` has been called.
-            Exception: what has ended the thread.
-        """
-        with self._changed:
-            if self._dead is not None:
-                raise self._dead
-            if self._closing:
-                raise UserError(f"{request.name}: after shutdown()")
-            self._arriving.append(request)
-            self._changed.notify()
-
-    def close(self) -> None:
-        """Ends when every rank has called it. What some rank has not asked for fails."""
-        with self._changed:
-            self._closing = True
-            self._changed.notify()
-        self._thread.join()
-
-    def _run(self) -> None:
-        try:
-            while self._cycle():
-                pass
-            self._end(UserError("not all ranks asked for it before shutdown()"))
-        except Exception as error:  # whoever waits raises it, and `close`
-            self.error = error
-            self._end(error)
-
-    def _end(self, reason: Exception) -> None:
-        with self._changed:
-            self._dead = reason
-            self._collect()
-        for requests in self._waiting.values():
-            for request in requests:
-                request.fail(reason)
-
-    def _cycle(self) -> bool:
-        """One exchange of lists, and what follows from it; False after the last."""
-        with self._changed:
-            while not (self._arriving or self._waiting or self._closing):
-                self._changed.wait()
-            self._collect()
-            closing = self._closing
-        began = self._control.clock()
-        mine = {key: requests[0].signature for key, requests in self._waiting.items()}
-        everybody = self._control.gather_objects((mine, closing))
-        lists = [found for found, _ in everybody]
-        ready = sorted(set.intersection(*(set(found) for found in lists)), reverse=True)
-        batch = [request for key in ready for request in self._accepted(key, lists)]
-        self._execution.run(batch)
-        self._fail_lost(everybody)
-        if not ready and all(left for _, left in everybody):
-            return False
-        self._pause(began, idle=not ready)
-        return True
-
-    def _collect(self) -> None:
-        while self._arriving:
-            request = self._arriving.popleft()
-            request.enter("StayInWaitingRequestPool")
-            self._waiting.setdefault(request.key, deque()).append(request)
-
-    def _take(self, key: Key) -> Request:
-        requests = self._waiting[key]
-        request = requests.popleft()
-        if not requests:
-            del self._waiting[key]
-        return request
-
-    def _accepted(self, key: Key, lists: list[dict[Key, Any]]) -> list[Request]:
-        """The next request of `key`; none, and it fails, if ranks gave different tensors."""
-        request, first = self._take(key), lists[0][key]
-        for rank, found in enumerate(lists):
-            if found[key] != first:
-                request.fail(
-                    UserError(
-                        f"{request.name}: rank 0 gave {_shown(first)}, rank {rank} gave "
-                        f"{_shown(found[key])}; they must be alike"
-                    )
-                )
-                return []
-        return [request]
-
-    def _fail_lost(self, everybody: list[tuple[dict[Key, Any], bool]]) -> None:
-        """Requests that a rank which is leaving has not made cannot be answered any more."""
-        for key in list(self._waiting):
-            request = self._waiting[key][0]
-            request.missing = [r for r, (found, _) in enumerate(everybody) if key not in found]
-            left = [r for r in request.missing if everybody[r][1]]
-            if left:
-                self._take(key).fail(
-                    UserError(f"{request.name}: ranks {left} shut down without asking for it")
-                )
-
-    def _pause(self, began: float, *, idle: bool) -> None:
-        """The rest of the cycle; less, if nothing can happen before a new request is there."""
-        rest = self._cycle_s - (self._control.clock() - began)
-        if idle:
-            with self._changed:
-                if not (self._arriving or self._closing):
-                    self._changed.wait(max(rest, LEAST_PAUSE_S))
-            rest = self._cycle_s - (self._control.clock() - began)
-        if rest > 0:
-            with self._changed:
-                self._changed.wait_for(lambda: self._closing, timeout=rest)
-
-
-def _shown(signature: tuple[str, tuple[int, ...], str, int]) -> str:
-    dtype, shape, device, _ = signature
-    return f"{dtype} {shape} on {device}"
-
-
 ROOT = 0
-
-
-class Execution:
-    """Runs batches of requests on one thread; all ranks give the same batches.
-
-    Args:
-        communicator: used by nobody else.
-        buffer_bytes: all-reduces of one type share buffers of at most so many bytes; one that is as
-            large runs alone.
-    """
-
-    def __init__(self, communicator: Communicator, buffer_bytes: float) -> None:
-        self._communicator = communicator
-        self._buffer_bytes = buffer_bytes
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
-
-    def run(self, batch: Sequence[Request]) -> None:
-        """Ends each request of `batch`, with its result or the error that its group met."""
-        running: list[tuple[list[Request], Work | None, Callable[[], None]]] = []
-        for group in self._groups(batch):
-            with self._failing(group), self._on_stream(group):
-                running.append((group, *self._start(group)))
-        for group, work, finish in running:
-            with self._failing(group), self._on_stream(group):
-                if work is not None:
-                    work.wait()
-                finish()
-
-    def _groups(self, batch: Sequence[Request]) -> list[list[Request]]:
-        groups: list[list[Request]] = []
-        fusible: dict[tuple, list[Request]] = {}
-        for request in batch:
-            if request.key[0] == ALL_REDUCE:
-                kind = (request.tensor.dtype, request.tensor.device)
-                fusible.setdefault(kind, []).append(request)
-            else:
-                groups.append([request])
-        for alike in fusible.values():
-            sizes = [request.tensor.nbytes for request in alike]
-            groups += [[alike[i] for i in g] for g in by_buffer(sizes, self._buffer_bytes)]
-        return sorted(groups, key=lambda group: group[0].key, reverse=True)
-
-    def _start(self, group: list[Request]) -> tuple[Work | None, Callable[[], None]]:
-        kind, first = group[0].key[0], group[0]
-        flat = first.tensor
-        if kind == COO_ALL_REDUCE:
-            first.enter("DoAllReduce")
-            (entries,) = gather_entries([flat], flat.device, self._communicator)
-            total = SparseSum(flat, flat, entries, self._communicator)
-            return total.work, lambda: first.finish(total.result())
-        if kind == BROADCAST:
-            first.enter("DoBroadCast")
-            work = self._communicator.broadcast(flat, root=ROOT)
-        else:
-            for request in group:
-                request.enter("CopyToMidWay")
-            if len(group) > 1:
-                flat = torch.cat([request.tensor.view(-1) for request in group])
-            for request in group:
-                request.enter("DoAllReduce")
-            work = self._communicator.all_reduce(flat, op="sum")
-
-        def finish() -> None:
-            if len(group) > 1:
-                sizes = [request.tensor.numel() for request in group]
-                for request, piece in zip(group, flat.split(sizes), strict=True):
-                    request.tensor.view(-1).copy_(piece)
-            for request in group:
-                request.finish(request.tensor)
-
-        return work, finish
-
-    @contextlib.contextmanager
-    def _failing(self, group: list[Request]) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:  # the callers raise it, each from its own wait
-            for request in group:
-                request.fail(error)
-
-    @contextlib.contextmanager
-    def _on_stream(self, group: list[Request]) -> Iterator[None]:
-        """On CUDA: a stream of this thread's own, after what has written the tensors."""
-        device = group[0].tensor.device
-        if device.type != "cuda":
-            yield
-            return
-        stream = self._streams.setdefault(device, torch.cuda.Stream(device))
-        with torch.cuda.device(device), torch.cuda.stream(stream):
-            for request in group:
-                stream.wait_event(request.written)
-                if not request.tensor.is_sparse:
-                    request.tensor.record_stream(stream)
-            yield
-
 
 Key = tuple[int, int, str]
 
@@ -356,3 +118,231 @@ class Request:
                 part.record_stream(torch.cuda.current_stream(part.device))
         self.enter("Fetched")
         return self._result
+
+
+class Execution:
+    """Runs batches of requests on one thread; all ranks give the same batches.
+
+    Args:
+        communicator: used by nobody else.
+        buffer_bytes: all-reduces of one type share buffers of at most so many bytes; one that is as
+            large runs alone.
+    """
+
+    def __init__(self, communicator: Communicator, buffer_bytes: float) -> None:
+        self._communicator = communicator
+        self._buffer_bytes = buffer_bytes
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    def run(self, batch: Sequence[Request]) -> None:
+        """Ends each request of `batch`, with its result or the error that its group met."""
+        running: list[tuple[list[Request], Work | None, Callable[[], None]]] = []
+        for group in self._groups(batch):
+            with self._failing(group), self._on_stream(group):
+                running.append((group, *self._start(group)))
+        for group, work, finish in running:
+            with self._failing(group), self._on_stream(group):
+                if work is not None:
+                    work.wait()
+                finish()
+
+    def _groups(self, batch: Sequence[Request]) -> list[list[Request]]:
+        groups: list[list[Request]] = []
+        fusible: dict[tuple, list[Request]] = {}
+        for request in batch:
+            if request.key[0] == ALL_REDUCE:
+                kind = (request.tensor.dtype, request.tensor.device)
+                fusible.setdefault(kind, []).append(request)
+            else:
+                groups.append([request])
+        for alike in fusible.values():
+            sizes = [request.tensor.nbytes for request in alike]
+            groups += [[alike[i] for i in g] for g in by_buffer(sizes, self._buffer_bytes)]
+        return sorted(groups, key=lambda group: group[0].key, reverse=True)
+
+    def _start(self, group: list[Request]) -> tuple[Work | None, Callable[[], None]]:
+        kind, first = group[0].key[0], group[0]
+        flat = first.tensor
+        if kind == COO_ALL_REDUCE:
+            first.enter("DoAllReduce")
+            (entries,) = gather_entries([flat], flat.device, self._communicator)
+            total = SparseSum(flat, flat, entries, self._communicator)
+            return total.work, lambda: first.finish(total.result())
+        if kind == BROADCAST:
+            first.enter("DoBroadCast")
+            work = self._communicator.broadcast(flat, root=ROOT)
+        else:
+            for request in group:
+                request.enter("CopyToMidWay")
+            if len(group) > 1:
+                flat = torch.cat([request.tensor.view(-1) for request in group])
+            for request in group:
+                request.enter("DoAllReduce")
+            work = self._communicator.all_reduce(flat, op="sum")
+
+        def finish() -> None:
+            if len(group) > 1:
+                sizes = [request.tensor.numel() for request in group]
+                for request, piece in zip(group, flat.split(sizes), strict=True):
+                    request.tensor.view(-1).copy_(piece)
+            for request in group:
+                request.finish(request.tensor)
+
+        return work, finish
+
+    @contextlib.contextmanager
+    def _failing(self, group: list[Request]) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # the callers raise it, each from its own wait
+            for request in group:
+                request.fail(error)
+
+    @contextlib.contextmanager
+    def _on_stream(self, group: list[Request]) -> Iterator[None]:
+        """On CUDA: a stream of this thread's own, after what has written the tensors."""
+        device = group[0].tensor.device
+        if device.type != "cuda":
+            yield
+            return
+        stream = self._streams.setdefault(device, torch.cuda.Stream(device))
+        with torch.cuda.device(device), torch.cuda.stream(stream):
+            for request in group:
+                stream.wait_event(request.written)
+                if not request.tensor.is_sparse:
+                    request.tensor.record_stream(stream)
+            yield
+
+
+class Cycles:
+    """Lets ranks ask for collectives in any order.
+
+    In each cycle the ranks tell each other what they have asked for; what all have asked for runs,
+    by type and number, highest first. A rank that has asked for nothing takes no part, and the
+    others wait for it: where nobody asks, nothing is sent.
+
+    Args:
+        control: for the ranks' lists; used by nobody else.
+        cycle_s: least time between two cycles, in which requests gather.
+    """
+
+    def __init__(self, control: Communicator, execution: Execution, cycle_s: float) -> None:
+        self._control = control
+        self._execution = execution
+        self._cycle_s = cycle_s
+        self._changed = threading.Condition()
+        self._arriving: deque[Request] = deque()
+        self._closing = False
+        self._dead: Exception | None = None
+        self.error: Exception | None = None
+        """What has ended the thread, other than `close`."""
+        self._waiting: dict[Key, deque[Request]] = {}
+        self._thread = threading.Thread(target=self._run, name="dadt-cycles", daemon=True)
+        self._thread.start()
+
+    def submit(self, request: Request) -> None:
+        """Takes a request; its answer comes when all ranks have given one of the same key.
+
+        Raises:
+            UserError: `close` has been called.
+            Exception: what has ended the thread.
+        """
+        with self._changed:
+            if self._dead is not None:
+                raise self._dead
+            if self._closing:
+                raise UserError(f"{request.name}: after shutdown()")
+            self._arriving.append(request)
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Ends when every rank has called it. What some rank has not asked for fails."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            while self._cycle():
+                pass
+            reason: Exception = UserError("not all ranks asked for it before shutdown()")
+        except Exception as error:  # whoever waits raises it, and `close`
+            self.error = reason = error
+        with self._changed:
+            self._dead = reason
+            self._collect()
+        for requests in self._waiting.values():
+            for request in requests:
+                request.fail(reason)
+
+    def _cycle(self) -> bool:
+        """One exchange of lists, and what follows from it; False after the last."""
+        with self._changed:
+            while not (self._arriving or self._waiting or self._closing):
+                self._changed.wait()
+            self._collect()
+            closing = self._closing
+        began = self._control.clock()
+        mine = {key: requests[0].signature for key, requests in self._waiting.items()}
+        everybody = self._control.gather_objects((mine, closing))
+        lists = [found for found, _ in everybody]
+        ready = sorted(set.intersection(*(set(found) for found in lists)), reverse=True)
+        batch = [request for key in ready for request in self._accepted(key, lists)]
+        self._execution.run(batch)
+        self._fail_lost(everybody)
+        if not ready and all(left for _, left in everybody):
+            return False
+        self._pause(began, idle=not ready)
+        return True
+
+    def _collect(self) -> None:
+        while self._arriving:
+            request = self._arriving.popleft()
+            request.enter("StayInWaitingRequestPool")
+            self._waiting.setdefault(request.key, deque()).append(request)
+
+    def _take(self, key: Key) -> Request:
+        requests = self._waiting[key]
+        request = requests.popleft()
+        if not requests:
+            del self._waiting[key]
+        return request
+
+    def _accepted(self, key: Key, lists: list[dict[Key, Any]]) -> list[Request]:
+        """The next request of `key`; none, and it fails, if ranks gave different tensors."""
+        request, first = self._take(key), lists[0][key]
+        for rank, found in enumerate(lists):
+            if found[key] != first:
+                request.fail(
+                    UserError(
+                        f"{request.name}: rank 0 gave {_shown(first)}, rank {rank} gave "
+                        f"{_shown(found[key])}; they must be alike"
+                    )
+                )
+                return []
+        return [request]
+
+    def _fail_lost(self, everybody: list[tuple[dict[Key, Any], bool]]) -> None:
+        """Requests that a rank which is leaving has not made cannot be answered any more."""
+        for key in list(self._waiting):
+            request = self._waiting[key][0]
+            request.missing = [r for r, (found, _) in enumerate(everybody) if key not in found]
+            left = [r for r in request.missing if everybody[r][1]]
+            if left:
+                self._take(key).fail(
+                    UserError(f"{request.name}: ranks {left} shut down without asking for it")
+                )
+
+    def _pause(self, began: float, *, idle: bool) -> None:
+        """The rest of the cycle; less, if nothing can happen before a new request is there."""
+        clock, ends = self._control.clock, began + self._cycle_s
+        with self._changed:
+            if idle and not (self._arriving or self._closing):
+                self._changed.wait(max(ends - clock(), LEAST_PAUSE_S))
+            self._changed.wait_for(lambda: self._closing, timeout=ends - clock())
+
+
+def _shown(signature: tuple[str, tuple[int, ...], str, int]) -> str:
+    dtype, shape, device, _ = signature
+    return f"{dtype} {shape} on {device}"

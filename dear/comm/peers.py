@@ -96,7 +96,8 @@ class Peers:
         """Ranks that this one may put to, ascending."""
         self.windows: list[Any] = []
         self._made: list[Any] = []
-        self._departures = Departures(communicator) if apart else None
+        self.departures = Departures(communicator) if apart else None
+        """Who is done or lost; of peers that are `apart` only."""
         self.near: dict[int, Peer] = {}
         """By rank; `apart` in an order that is no circle of ranks that wait for each other."""
         self.group = communicator.groups[0]
@@ -143,20 +144,16 @@ class Peers:
             # A failed operation leaves the group of the two, and only that, useless.
             peer.lost = True
             log.warning("rank %d has died; training goes on without it", peer.rank)
-            self._departures.lost(peer.rank)
+            self.departures.lost(peer.rank)
             return None
-
-    def gone(self, rank: int) -> bool:
-        """True if rank `rank` has left, or is lost; for peers that are `apart`."""
-        return self._departures.gone(rank)
 
     def leave(self, timeout_s: float) -> None:
         """Waits until all ranks have left or are lost; neighbours may go on writing until then.
 
         For peers that are `apart`. Raises RuntimeError if some do not leave within `timeout_s`.
         """
-        self._departures.done()
-        self._departures.wait(timeout_s, lambda: [window.look() for window in self.windows[:1]])
+        self.departures.done()
+        self.departures.wait(timeout_s, lambda: [window.look() for window in self.windows[:1]])
 
     def statistics(self) -> dict[str, Any]:
         """`staleness` by neighbour (see `Staleness.summary`), messages `sent` and `skipped` (by the

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -132,34 +133,29 @@ def _combined(
     return distribute(optimizer, engine)
 
 
-def DistributedAllreduceOptimizer(
-    optimizer: torch.optim.Optimizer, model: torch.nn.Module, num_steps_per_communication: int = 1
-) -> torch.optim.Optimizer:
-    """AWC with the mean over all ranks (BlueFog's older name)."""
-    return DistributedAdaptWithCombineOptimizer(
-        optimizer, model, CommunicationType.allreduce, num_steps_per_communication
-    )
+def _older_name(kind: CommunicationType) -> Callable[..., torch.optim.Optimizer]:
+    """AWC of one kind, which BlueFog's older names say."""
+
+    def make(
+        optimizer: torch.optim.Optimizer,
+        model: torch.nn.Module,
+        num_steps_per_communication: int = 1,
+    ) -> torch.optim.Optimizer:
+        return DistributedAdaptWithCombineOptimizer(
+            optimizer, model, kind, num_steps_per_communication
+        )
+
+    words = kind.name.title().replace("_", "")
+    make.__name__ = make.__qualname__ = f"Distributed{words}Optimizer"
+    make.__doc__ = f"AWC by `{kind}` (BlueFog's older name)."
+    return make
 
 
-def DistributedNeighborAllreduceOptimizer(
-    optimizer: torch.optim.Optimizer, model: torch.nn.Module, num_steps_per_communication: int = 1
-) -> torch.optim.Optimizer:
-    """AWC over the topology (BlueFog's older name)."""
-    return DistributedAdaptWithCombineOptimizer(
-        optimizer, model, CommunicationType.neighbor_allreduce, num_steps_per_communication
-    )
-
-
-def DistributedHierarchicalNeighborAllreduceOptimizer(
-    optimizer: torch.optim.Optimizer, model: torch.nn.Module, num_steps_per_communication: int = 1
-) -> torch.optim.Optimizer:
-    """AWC over the machine topology (BlueFog's older name)."""
-    return DistributedAdaptWithCombineOptimizer(
-        optimizer,
-        model,
-        CommunicationType.hierarchical_neighbor_allreduce,
-        num_steps_per_communication,
-    )
+DistributedAllreduceOptimizer = _older_name(CommunicationType.allreduce)
+DistributedNeighborAllreduceOptimizer = _older_name(CommunicationType.neighbor_allreduce)
+DistributedHierarchicalNeighborAllreduceOptimizer = _older_name(
+    CommunicationType.hierarchical_neighbor_allreduce
+)
 
 
 def DistributedGradientAllreduceOptimizer(
@@ -234,31 +230,6 @@ class _Knobs(WindowEngine):
 
 
 class _WinPut(_Knobs, WinPutEngine):
-    """Of `DistributedWinPutOptimizer`."""
-
-    knobs = ("self_weight", "src_weights", "dst_weights")
-
-    def put_weights(self) -> dict[int, float]:
-        chosen: Targets | None = self.optimizer.dst_weights
-        return super().put_weights() if chosen is None else factors(chosen)
-
-
-class _PullGet(_Knobs, PullGetEngine):
-    """Of `DistributedPullGetOptimizer`."""
-
-
-class _PushSum(_Knobs, PushSumEngine):
-    """Of `DistributedPushSumOptimizer`."""
-
-    knobs = ()
-
-
-def DistributedWinPutOptimizer(
-    optimizer: torch.optim.Optimizer,
-    model: torch.nn.Module,
-    num_steps_per_communication: int = 1,
-    window_prefix: str | None = None,
-) -> torch.optim.Optimizer:
     """AWC through windows, waiting for nobody: the algorithm `win-put`.
 
     Attributes that may change: `self_weight` and `src_weights`, `dst_weights`, and `force_barrier`
@@ -268,46 +239,57 @@ def DistributedWinPutOptimizer(
         window_prefix: of the names of its windows, which keep the topology as it is until
             `optimizer.close()`.
     """
-    return _windowed(_WinPut, optimizer, model, num_steps_per_communication, window_prefix)
+
+    knobs = ("self_weight", "src_weights", "dst_weights")
+
+    def put_weights(self) -> dict[int, float]:
+        chosen: Targets | None = self.optimizer.dst_weights
+        return super().put_weights() if chosen is None else factors(chosen)
 
 
-def DistributedPullGetOptimizer(
-    optimizer: torch.optim.Optimizer,
-    model: torch.nn.Module,
-    num_steps_per_communication: int = 1,
-    window_prefix: str | None = None,
-) -> torch.optim.Optimizer:
+class _PullGet(_Knobs, PullGetEngine):
     """Reads what neighbours show: the algorithm `pull-get`.
 
     Attributes that may change: `self_weight` and `src_weights`, and `force_barrier`.
     """
-    return _windowed(_PullGet, optimizer, model, num_steps_per_communication, window_prefix)
 
 
-def DistributedPushSumOptimizer(
-    optimizer: torch.optim.Optimizer,
-    model: torch.nn.Module,
-    num_steps_per_communication: int = 1,
-    window_prefix: str | None = None,
-) -> torch.optim.Optimizer:
+class _PushSum(_Knobs, PushSumEngine):
     """Stochastic gradient push: the algorithm `push-sum`. Attribute: `force_barrier`."""
-    return _windowed(_PushSum, optimizer, model, num_steps_per_communication, window_prefix)
+
+    knobs = ()
 
 
-def _windowed(
-    kind: type[_Knobs], optimizer: Any, model: torch.nn.Module, every: int, prefix: str | None
-) -> torch.optim.Optimizer:
-    at_least("num_steps_per_communication", every, 1)
-    trained_parameters(model, optimizer)
-    current = job()
-    for knob in kind.knobs:
-        setattr(optimizer, knob, None)
-    optimizer.force_barrier = False
-    stem = prefix or kind.__name__.strip("_")
-    if stem in {name.rpartition(".")[0] for name in current.windows}:
-        raise UserError(f"there are windows {stem}.* already; give another window_prefix")
-    settings = {"bucket_mb": BUCKET_MB, "every": every}
-    engine = kind(model, optimizer, current.communicator, current.weights, **settings)
-    for index, (bucket, window) in enumerate(engine.windows.items()):
-        current.windows[f"{stem}.{index}"] = Named(window, bucket.values)
-    return distribute(optimizer, engine)
+def _windowed(kind: type[_Knobs]) -> Callable[..., torch.optim.Optimizer]:
+    """The factory of optimizers with such an engine, whose docstring is the factory's."""
+    stem = kind.__name__.strip("_")
+
+    def make(
+        optimizer: torch.optim.Optimizer,
+        model: torch.nn.Module,
+        num_steps_per_communication: int = 1,
+        window_prefix: str | None = None,
+    ) -> torch.optim.Optimizer:
+        every, prefix = num_steps_per_communication, window_prefix or stem
+        at_least("num_steps_per_communication", every, 1)
+        trained_parameters(model, optimizer)
+        current = job()
+        for knob in kind.knobs:
+            setattr(optimizer, knob, None)
+        optimizer.force_barrier = False
+        if prefix in {name.rpartition(".")[0] for name in current.windows}:
+            raise UserError(f"there are windows {prefix}.* already; give another window_prefix")
+        settings = {"bucket_mb": BUCKET_MB, "every": every}
+        engine = kind(model, optimizer, current.communicator, current.weights, **settings)
+        for index, (bucket, window) in enumerate(engine.windows.items()):
+            current.windows[f"{prefix}.{index}"] = Named(window, bucket.values)
+        return distribute(optimizer, engine)
+
+    make.__name__ = make.__qualname__ = f"Distributed{stem}Optimizer"
+    make.__doc__ = kind.__doc__
+    return make
+
+
+DistributedWinPutOptimizer = _windowed(_WinPut)
+DistributedPullGetOptimizer = _windowed(_PullGet)
+DistributedPushSumOptimizer = _windowed(_PushSum)

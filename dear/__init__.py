@@ -37,10 +37,10 @@ _HOME = {
 
 _MODULES = {
     "dear.mixing": "dear.topology.graphs",
-    "dear.budget": "dear.pace",
-    "dear.sampling": "dear.pace",
+    "dear.budget": "dear.training.pace",
+    "dear.sampling": "dear.training.pace",
     "dear.consensus": "dear.comm.neighbors",
-    "dear.interactive": "dear.comm.interactive",
+    "dear.interactive": "dear.comm.environment",
     "dear.bluefog.topology_util": "dear.bluefog",
 }
 """Modules by the short names that the documentation gives them."""

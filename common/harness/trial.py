@@ -89,7 +89,7 @@ class LearnConfig:
     null: the model's made-up batch, for rates of steps at own pace; nothing is judged."""
     sampler: Literal["shared", "own"] = "shared"
     """`shared`: in each round all ranks share one order of the data; `own`: each rank goes through
-    the whole data in an order of its own (dear.pace.LocalStepRandomBatchSampler)."""
+    the whole data in an order of its own (dear.training.pace.LocalStepRandomBatchSampler)."""
     batch_sizes: tuple[int, ...] | None = None
     """Samples per step of each rank instead of the model's: a slower host may have a smaller part.
     In averages every rank counts the same. Goes with `data`."""

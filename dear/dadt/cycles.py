@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from dear.buckets.carriers import SparseSum, gather_entries
 from dear.buckets.grouping import by_buffer
-from dear.buckets.sparse import SparseSum, gather_entries
 from dear.comm.communicator import Communicator, Work
 from dear.errors import UserError
 

@@ -23,8 +23,7 @@ from dear.comm.communicator import Communicator
 from dear.errors import UserError
 from dear.lazy import torch
 from dear.training.engine import Engine, GradScaling
-from dear.training.hooks import Hooks, at_end_of_backward
-from dear.training.readers import ReaderMap
+from dear.training.hooks import Hooks, ReaderMap, at_end_of_backward
 
 
 class _Slot:

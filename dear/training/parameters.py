@@ -19,7 +19,7 @@ from dear.topology.graphs import TOPOLOGIES, Name, check_graph, graph, nx
 from dear.topology.traffic import Traffic
 from dear.training.engine import Engine, GradScaling, refuse_lbfgs, trained_parameters
 from dear.training.gradients import BackwardSchedule
-from dear.training.readers import ReaderMap
+from dear.training.hooks import ReaderMap
 
 BUCKET_MB = 25.0
 

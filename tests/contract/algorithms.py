@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
+from dear.algorithms import reference as references
 from dear.training.algorithm import algorithm_class, algorithm_names, algorithm_options
 
 TINY = 0.0002  # MB: many buckets
@@ -274,12 +275,13 @@ TABLE: dict[str, Meaning] = {
 
 
 def reference_of(name: str, options: dict[str, Any]) -> Any:
-    """The serial reference, a function of the algorithm's name beside its file."""
-    family = algorithm_class(name).capabilities.consistency
-    module = importlib.import_module(f"dear.algorithms.{family}._reference")
+    """The serial reference: `reference` in the algorithm's own file, else the one of its name."""
+    own = sys.modules[algorithm_class(name).__module__]
+    if hasattr(own, "reference"):
+        return own.reference
     if options.get("compression") == "eftopk":
-        return module.error_feedback
-    return getattr(module, name.replace("-", "_"))
+        return references.error_feedback
+    return getattr(references, name.replace("-", "_"))
 
 
 def skip_if_unavailable(name: str) -> None:

@@ -14,8 +14,8 @@ from torch.nn import functional
 import dear
 from dear.comm import runtime
 from dear.comm.neighbors import GlobalAverage
-from dear.pace import run_for
 from dear.topology import graph, recv_weights
+from dear.training.pace import run_for
 from tests.contract import awkward
 from tests.contract.decentralized_serial import backward
 from tests.ranks import RankPool

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from dear.training.backward_times import LayerTimes
+from dear.training.tuning import LayerTimes
 
 
 class Clock:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from dear.training.readers import ReaderMap
+from dear.training.hooks import ReaderMap
 
 
 class Asking(nn.Sequential):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dear.errors import UserError
-from dear.pace import LocalStepRandomBatchSampler, Pace, run_for
+from dear.training.pace import LocalStepRandomBatchSampler, Pace, run_for
 
 
 def sizes(sampler):

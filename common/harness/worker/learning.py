@@ -29,7 +29,7 @@ from common.models.workload import Workload
 from dear.comm import runtime
 from dear.comm.communicator import Communicator
 from dear.errors import UserError
-from dear.pace import LocalStepRandomBatchSampler, Pace, run_for
+from dear.training.pace import LocalStepRandomBatchSampler, Pace, run_for
 
 Take = Callable[[range, float, int], None]
 """Copies the parameters for the marks of these numbers: at so many seconds, after so many steps."""

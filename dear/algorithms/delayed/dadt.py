@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from dear.buckets.carriers import SparseSum, gather_entries
 from dear.buckets.flat import Bucket, packed_buckets
 from dear.buckets.grouping import MIB, RunOrder, agree, ready_groups
-from dear.buckets.sparse import SparseSum, gather_entries
 from dear.buckets.updates import with_gradients
 from dear.comm.communicator import Communicator, Work
 from dear.errors import UserError

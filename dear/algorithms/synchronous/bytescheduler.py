@@ -19,9 +19,9 @@ from dear.errors import UserError
 from dear.lazy import torch
 from dear.options import at_least, positive
 from dear.training.algorithm import Algorithm, Capabilities
-from dear.training.backward_times import BackwardProfile, LayerTimes
 from dear.training.engine import distribute, refuse_lbfgs, trained_parameters
 from dear.training.gradients import DeferredEngine
+from dear.training.tuning import BackwardProfile, LayerTimes
 
 if TYPE_CHECKING:
     from collections.abc import Callable

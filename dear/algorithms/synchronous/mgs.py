@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from dear.buckets.grouping import Groups
     from dear.comm.communicator import Communicator
-    from dear.training.backward_times import BackwardProfile
+    from dear.training.tuning import BackwardProfile
 
 
 class Mgs(Algorithm):

@@ -20,9 +20,9 @@ from dear.errors import UserError
 from dear.lazy import torch
 from dear.options import at_least, only_with
 from dear.training.algorithm import Algorithm, Capabilities
-from dear.training.backward_times import BackwardProfile, LayerTimes
 from dear.training.engine import distribute, trained_parameters
 from dear.training.gradients import GradientEngine
+from dear.training.tuning import BackwardProfile, LayerTimes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from dear.buckets.grouping import Groups
     from dear.comm.communicator import Communicator
-    from dear.training.backward_times import BackwardProfile
+    from dear.training.tuning import BackwardProfile
 
     Planner = Callable[[list[Parameter], BackwardProfile], Groups]
     from torch.nn import Parameter

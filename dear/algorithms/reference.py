@@ -1,10 +1,19 @@
-"""Decentralized training, all ranks written out in one process; what `ranks` is: see `synchronous`.
+"""Every algorithm in at most 20 lines, all ranks written out in one process.
+
+A reference is a generator that makes one step at each `next`. `ranks.x` and `ranks.g` are the
+trained parameters and their gradients of all ranks, one row for each; `ranks.update()` makes each
+rank's optimizer step with its row of `ranks.g`. When it is asked for a step, `ranks.g` holds what
+each rank's backward pass gave. `tests/contract` holds the algorithms to these; an algorithm that is
+not here has its reference in its own file, by the name `reference`.
 
 Averaging with weights `W[sender, receiver]` is `x <- W' x`, a product with the rows of all ranks.
+Nobody waits in one-sided algorithms, so what a rank finds depends on who was when where: written
+out here, all wait (`barrier`), or (`asyncddp`) ranks make their steps one after another.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from itertools import count
 from typing import Any
@@ -12,6 +21,56 @@ from typing import Any
 from dear.lazy import torch
 from dear.topology import graph, matrix, splitting
 from dear.topology.schedules import TopologyReg, one_peer_machines, schedule
+
+
+def average(ranks: Any, options: Any) -> Iterator[None]:
+    """x_i <- x_i - update(mean of all g): equal replicas stay equal."""
+    while True:
+        ranks.g = ranks.g.mean(0)
+        ranks.update()
+        yield
+
+
+def error_feedback(ranks: Any, options: Any) -> Iterator[None]:
+    """Of each tensor the largest elements travel; the rest is added to the next gradient."""
+    rest = torch.zeros_like(ranks.g)
+    while True:
+        rest += ranks.g
+        sent = torch.zeros_like(rest)
+        for tensor in ranks.tensors:
+            count = max(int(rest[:, tensor].shape[1] * options.density), 1)
+            chosen = rest[:, tensor].abs().topk(count).indices
+            sent[:, tensor].scatter_(1, chosen, rest[:, tensor].gather(1, chosen))
+        rest -= sent
+        ranks.g = sent.mean(0)
+        ranks.update()
+        yield
+
+
+allreduce = average
+wfbp = mgwfbp = bytescheduler = horovod = ddp = average
+"""The same sums, sent earlier, in other portions or in another order."""
+dear = average
+"""In two halves, of which the second comes before the next forward pass."""
+fsdp = average
+"""Each rank updates the part that it keeps; elements do not know of each other."""
+mgs = average
+"""With density=1; otherwise `error_feedback`, of merged groups instead of tensors."""
+
+
+def dadt(ranks: Any, options: Any) -> Iterator[None]:
+    """x <- x - update(mean of the g of `delay` steps before); `close` applies what is left."""
+    held: deque[Any] = deque()
+    try:
+        while True:
+            held.append(ranks.g.mean(0) if options.average else ranks.g.sum(0))
+            if len(held) > options.delay:
+                ranks.g = held.popleft()
+                ranks.update()
+            yield
+    finally:
+        for ranks.g in held:
+            ranks.update()
 
 
 def neighbor(ranks: Any, options: Any) -> Iterator[None]:
@@ -102,3 +161,44 @@ def _weights(options: Any, size: int, step: int) -> Any:
         inside = torch.full((options.local_size,) * 2, 1 / options.local_size).double()
         weights = torch.kron(weights, inside)
     return weights
+
+
+def win_put(ranks: Any, options: Any) -> Iterator[None]:
+    """x <- W' x - update(g(x)), with what each neighbour has put last."""
+    weights = torch.as_tensor(matrix(graph(options.topology, len(ranks.x))))
+    for step in count():
+        if step % options.every == options.every - 1:
+            ranks.x = weights.T @ ranks.x
+        ranks.update()
+        yield
+
+
+pull_get = win_put
+"""With what each neighbour shows."""
+
+
+def push_sum(ranks: Any, options: Any) -> Iterator[None]:
+    """u <- C (u - update(g)); p <- C p; x = u / p: C shares a rank out among its targets."""
+    size = len(ranks.x)
+    shares = torch.as_tensor(matrix(splitting(graph(options.topology, size)))).T
+    p = torch.ones(size, 1).double()
+    for step in count():
+        u = p * ranks.x - ranks.x
+        ranks.update()
+        u += ranks.x
+        if step % options.every == options.every - 1:
+            u, p = shares @ u, shares @ p
+            ranks.x = u / p
+        yield
+
+
+def asyncddp(ranks: Any, options: Any) -> Iterator[None]:
+    """x_i <- w_i x_i + sum of w_j (what j put last) - update(g_i): ranks in turn."""
+    weights = torch.as_tensor(matrix(graph(options.topology, len(ranks.x))))
+    while True:
+        for rank in range(len(ranks.x)):
+            x = ranks.x
+            x[rank] = weights[:, rank] @ x
+            ranks.x = x
+            ranks.update(rank)
+        yield

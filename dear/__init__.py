@@ -39,7 +39,7 @@ _MODULES = {
     "dear.mixing": "dear.topology.graphs",
     "dear.budget": "dear.training.pace",
     "dear.sampling": "dear.training.pace",
-    "dear.consensus": "dear.comm.consensus",
+    "dear.consensus": "dear.comm.neighbors",
     "dear.interactive": "dear.comm.environment",
     "dear.bluefog.topology_util": "dear.bluefog",
 }

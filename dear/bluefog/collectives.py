@@ -42,7 +42,7 @@ def allreduce_nonblocking_(
     """`allreduce` in place."""
     ranks = job().machines.local if is_hierarchical_local else job().communicator
     work = ranks.all_reduce(tensor.detach(), op="mean" if average else "sum")
-    return started("allreduce", name, work.done, lambda: (work.wait(), tensor)[1])
+    return started("allreduce", name, work.done, work.wait, lambda: tensor)
 
 
 def allreduce_nonblocking(
@@ -67,7 +67,7 @@ def allgather_nonblocking(tensor: torch.Tensor, name: str | None = None) -> int:
 def broadcast_nonblocking_(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> int:
     """Copies the tensor of `root_rank` into everybody's."""
     work = job().communicator.broadcast(tensor.detach(), root=root_rank)
-    return started("broadcast", name, work.done, lambda: (work.wait(), tensor)[1])
+    return started("broadcast", name, work.done, work.wait, lambda: tensor)
 
 
 def broadcast_nonblocking(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> int:
@@ -80,9 +80,7 @@ def broadcast_parameters(params: Parameters, root_rank: int) -> None:
     plain.broadcast_parameters(_named(params), root_rank)
 
 
-def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int) -> None:
-    """Gives everybody rank `root_rank`'s optimizer state and hyper-parameters."""
-    plain.broadcast_optimizer_state(optimizer, root_rank)
+broadcast_optimizer_state = plain.broadcast_optimizer_state
 
 
 def allreduce_parameters(params: Parameters) -> None:
@@ -129,7 +127,7 @@ def neighbor_allreduce_nonblocking(
         check=dst_weights is not None and enable_topo_check and not job().skip_checks,
     )
     pending = job().exchange.pending(handle, tensor.nbytes * len(part.destinations))
-    return started(what, name, pending.done, lambda: (pending.wait(), mixed)[1])
+    return started(what, name, pending.done, pending.wait, lambda: mixed)
 
 
 def neighbor_allgather_nonblocking(
@@ -174,8 +172,9 @@ def hierarchical_neighbor_allreduce_nonblocking(
     if enable_topo_check:
         _check_machines(part)
     mixed = tensor.detach().clone(memory_format=torch.contiguous_format)
-    pending = job().machines.start(mixed.view(-1), part)
-    return started(what, name, pending.done, lambda: (pending.finish(mixed.view(-1)), mixed)[1])
+    flat = mixed.view(-1)
+    pending = job().machines.start(flat, part)
+    return started(what, name, pending.done, lambda: pending.finish(flat), lambda: mixed)
 
 
 def pair_gossip_nonblocking(
@@ -199,11 +198,10 @@ def pair_gossip_nonblocking(
     handle = _checked(job().pairs.core.sendrecv, tensor.detach(), received, target_rank)
     pending = job().pairs.pending(handle, tensor.nbytes)
 
-    def result() -> torch.Tensor:
-        pending.wait()
+    def mixed() -> torch.Tensor:
         return tensor.detach() * own + received * other
 
-    return started("pair_gossip", name, pending.done, result)
+    return started("pair_gossip", name, pending.done, pending.wait, mixed)
 
 
 allreduce = blocking(allreduce_nonblocking)
@@ -300,14 +298,13 @@ def _gathered(
     handle = _checked(gather, local.contiguous(), pieces, sources, targets, check=False)
     pending = exchange.pending(handle, local.nbytes * len(targets))
 
-    def result() -> torch.Tensor:
-        pending.wait()
+    def joined() -> torch.Tensor:
         parts: list[Any] = list(pieces)
         if with_own:
             parts.insert(job().rank, local)
         return torch.cat(parts) if parts else local.new_empty((0, *local.shape[1:]))
 
-    return started("allgather", name, pending.done, result)
+    return started("allgather", name, pending.done, pending.wait, joined)
 
 
 def _checked(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -55,10 +55,10 @@ class Job:
         self.rank, self.size = communicator.rank, communicator.size
         self.pairs = Exchange(communicator)
         """Of calls in which two ranks take part only; so it must be there before."""
-        self.topology = exponential(communicator.size)
-        self.weighted = False
+        self.topology = self.weights = exponential(communicator.size)
+        """As it was set, and with the weights to average by."""
         self.machine_topology: nx.DiGraph | None = None
-        self.machine_weighted = False
+        self.machine_weights: nx.DiGraph | None = None
         self.skip_checks = False
         self.windows: dict[str, Any] = {}
         """Of `dear.bluefog.windows`, by name."""
@@ -95,15 +95,13 @@ class Job:
 
     def part(self) -> Round:
         """This rank's part in averaging over the topology."""
-        graph = self.topology if self.weighted else uniform(self.topology)
-        return Round.of(graph, self.communicator.rank)
+        return Round.of(self.weights, self.rank)
 
     def machine_part(self) -> Round:
         """This rank's machine's part in averaging over the machine topology."""
-        if self.machine_topology is None:
+        if self.machine_weights is None:
             raise UserError("there is no machine topology: call set_machine_topology() first")
-        graph = self.machine_topology
-        return Round.of(graph if self.machine_weighted else uniform(graph), machine_rank())
+        return Round.of(self.machine_weights, machine_rank())
 
     def close(self) -> None:
         """Lets go of everything; a collective call."""
@@ -230,8 +228,8 @@ def set_topology(topology: nx.DiGraph | None = None, is_weighted: bool = False) 
         log.warning("the topology stays: there are windows (%s)", ", ".join(current.windows))
         return False
     chosen = exponential(size()) if topology is None else topology
-    _check(chosen, size(), is_weighted)
-    current.topology, current.weighted = chosen, is_weighted
+    current.weights = _weighed(chosen, size(), is_weighted)
+    current.topology = chosen
     return True
 
 
@@ -242,8 +240,8 @@ def load_topology() -> nx.DiGraph:
 
 def set_machine_topology(topology: nx.DiGraph, is_weighted: bool = False) -> bool:
     """The same for machines; used by hierarchical calls only."""
-    _check(topology, machine_size(), is_weighted)
-    job().machine_topology, job().machine_weighted = topology, is_weighted
+    job().machine_weights = _weighed(topology, machine_size(), is_weighted)
+    job().machine_topology = topology
     return True
 
 
@@ -252,7 +250,8 @@ def load_machine_topology() -> nx.DiGraph | None:
     return job().machine_topology
 
 
-def _check(graph: nx.DiGraph, count: int, is_weighted: bool) -> None:
+def _weighed(graph: nx.DiGraph, count: int, is_weighted: bool) -> nx.DiGraph:
+    """The weights to average by on `graph`, which is checked and compared between the ranks."""
     if is_weighted:
         check_graph(graph, count)
     else:
@@ -265,6 +264,7 @@ def _check(graph: nx.DiGraph, count: int, is_weighted: bool) -> None:
             f"topology: rank {different[0]} has another one than rank 0; all ranks must set the "
             "same"
         )
+    return graph if is_weighted else uniform(graph)
 
 
 def in_neighbor_ranks() -> list[int]:
@@ -298,15 +298,25 @@ def get_skip_negotiate_stage() -> bool:
 
 
 def started(
-    operation: str, name: str | None, done: Callable[[], bool], result: Callable[[], Any]
+    operation: str,
+    name: str | None,
+    done: Callable[[], bool],
+    wait: Callable[[], Any],
+    result: Callable[[], Any] = lambda: True,
 ) -> int:
-    """A handle; `done` never blocks, `result` waits for the operation and gives its result.
+    """A handle; `done` never blocks, `wait` waits for the operation, then `result` is called.
 
     Args:
         operation, name: as traces call it.
     """
+
+    def ended() -> Any:
+        with timeline_context(name or operation, f"wait {operation}"):
+            wait()
+            return result()
+
     number = next(_numbers)
-    job().running[number] = done, _traced(operation, name or operation, result)
+    job().running[number] = done, ended
     return number
 
 
@@ -386,15 +396,3 @@ def timeline_context(tensor_name: str, activity_name: str) -> Iterator[None]:
         yield
     finally:
         timeline_end_activity(tensor_name)
-
-
-def _traced(operation: str, row: str, result: Callable[[], Any]) -> Callable[[], Any]:
-    """`result` that appears in the timeline as a wait for `operation`."""
-    if TIMELINE not in os.environ:
-        return result
-
-    def waiting() -> Any:
-        with timeline_context(row, f"wait {operation}"):
-            return result()
-
-    return waiting

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,12 +27,11 @@ from dear.bluefog.collectives import (
     factors,
 )
 from dear.bluefog.job import job
-from dear.bluefog.windows import register
+from dear.bluefog.windows import Named
 from dear.comm.neighbors import Exchange, Pending, Round
 from dear.errors import UserError
 from dear.lazy import torch
 from dear.options import at_least
-from dear.topology.graphs import uniform
 from dear.training.engine import distribute, trained_parameters
 from dear.training.hooks import Hooks, at_end_of_backward
 from dear.training.one_sided import WindowEngine
@@ -47,25 +47,17 @@ class CommunicationType(enum.Enum):
     empty = "empty"
 
 
-_KNOBS = (
-    "self_weight",
-    "src_weights",
-    "dst_weights",
-    "src_machine_weights",
-    "dst_machine_weights",
-)
-
-
 def _averaging(kind: CommunicationType, knobs: Any) -> tuple[Any, Rounds]:
     """What starts rounds, and this rank's part: as the optimizer's attributes say at the time."""
     alone = Round(self_weight=1.0)
+    stays = {"close": lambda: None}  # of the job, not of one optimizer
     if kind is CommunicationType.empty:
-        return SimpleNamespace(start=lambda values, part: Pending(), close=_stays), lambda _: alone
+        return SimpleNamespace(start=lambda values, part: Pending(), **stays), lambda turn: alone
     if kind is CommunicationType.allreduce:
-        return SimpleNamespace(start=_start_mean, close=_stays), lambda turn: alone
+        return SimpleNamespace(start=_start_mean, **stays), lambda turn: alone
     if kind is CommunicationType.hierarchical_neighbor_allreduce:
-        own, machines = job(), SimpleNamespace(start=job().machines.start, close=_stays)
-        return machines, lambda turn: chosen_part(
+        own = job()
+        return SimpleNamespace(start=own.machines.start, **stays), lambda turn: chosen_part(
             own.machine_part,
             knobs.self_weight,
             knobs.src_machine_weights,
@@ -97,10 +89,6 @@ def _start_mean(values: torch.Tensor, part: Round) -> Pending:
     return Pending(work.wait, work.done, lambda target: target.copy_(mixed))
 
 
-def _stays() -> None:
-    """Of the job, not of one optimizer."""
-
-
 def DistributedAdaptWithCombineOptimizer(
     optimizer: torch.optim.Optimizer,
     model: torch.nn.Module,
@@ -128,8 +116,8 @@ def _combined(
 ) -> torch.optim.Optimizer:
     at_least("num_steps_per_communication", every, 1)
     trained_parameters(model, optimizer)
-    for knob in _KNOBS:
-        setattr(optimizer, knob, None)
+    optimizer.self_weight = optimizer.src_weights = optimizer.dst_weights = None
+    optimizer.src_machine_weights = optimizer.dst_machine_weights = None
     optimizer.enable_topo_check = True
     exchange, rounds = _averaging(kind, optimizer)
     engine = ParameterEngine(
@@ -145,34 +133,29 @@ def _combined(
     return distribute(optimizer, engine)
 
 
-def DistributedAllreduceOptimizer(
-    optimizer: torch.optim.Optimizer, model: torch.nn.Module, num_steps_per_communication: int = 1
-) -> torch.optim.Optimizer:
-    """AWC with the mean over all ranks (BlueFog's older name)."""
-    return DistributedAdaptWithCombineOptimizer(
-        optimizer, model, CommunicationType.allreduce, num_steps_per_communication
-    )
+def _older_name(kind: CommunicationType) -> Callable[..., torch.optim.Optimizer]:
+    """AWC of one kind, which BlueFog's older names say."""
+
+    def make(
+        optimizer: torch.optim.Optimizer,
+        model: torch.nn.Module,
+        num_steps_per_communication: int = 1,
+    ) -> torch.optim.Optimizer:
+        return DistributedAdaptWithCombineOptimizer(
+            optimizer, model, kind, num_steps_per_communication
+        )
+
+    words = kind.name.title().replace("_", "")
+    make.__name__ = make.__qualname__ = f"Distributed{words}Optimizer"
+    make.__doc__ = f"AWC by `{kind}` (BlueFog's older name)."
+    return make
 
 
-def DistributedNeighborAllreduceOptimizer(
-    optimizer: torch.optim.Optimizer, model: torch.nn.Module, num_steps_per_communication: int = 1
-) -> torch.optim.Optimizer:
-    """AWC over the topology (BlueFog's older name)."""
-    return DistributedAdaptWithCombineOptimizer(
-        optimizer, model, CommunicationType.neighbor_allreduce, num_steps_per_communication
-    )
-
-
-def DistributedHierarchicalNeighborAllreduceOptimizer(
-    optimizer: torch.optim.Optimizer, model: torch.nn.Module, num_steps_per_communication: int = 1
-) -> torch.optim.Optimizer:
-    """AWC over the machine topology (BlueFog's older name)."""
-    return DistributedAdaptWithCombineOptimizer(
-        optimizer,
-        model,
-        CommunicationType.hierarchical_neighbor_allreduce,
-        num_steps_per_communication,
-    )
+DistributedAllreduceOptimizer = _older_name(CommunicationType.allreduce)
+DistributedNeighborAllreduceOptimizer = _older_name(CommunicationType.neighbor_allreduce)
+DistributedHierarchicalNeighborAllreduceOptimizer = _older_name(
+    CommunicationType.hierarchical_neighbor_allreduce
+)
 
 
 def DistributedGradientAllreduceOptimizer(
@@ -247,31 +230,6 @@ class _Knobs(WindowEngine):
 
 
 class _WinPut(_Knobs, WinPutEngine):
-    """Of `DistributedWinPutOptimizer`."""
-
-    knobs = ("self_weight", "src_weights", "dst_weights")
-
-    def put_weights(self) -> dict[int, float]:
-        chosen: Targets | None = self.optimizer.dst_weights
-        return super().put_weights() if chosen is None else factors(chosen)
-
-
-class _PullGet(_Knobs, PullGetEngine):
-    """Of `DistributedPullGetOptimizer`."""
-
-
-class _PushSum(_Knobs, PushSumEngine):
-    """Of `DistributedPushSumOptimizer`."""
-
-    knobs = ()
-
-
-def DistributedWinPutOptimizer(
-    optimizer: torch.optim.Optimizer,
-    model: torch.nn.Module,
-    num_steps_per_communication: int = 1,
-    window_prefix: str | None = None,
-) -> torch.optim.Optimizer:
     """AWC through windows, waiting for nobody: the algorithm `win-put`.
 
     Attributes that may change: `self_weight` and `src_weights`, `dst_weights`, and `force_barrier`
@@ -281,47 +239,57 @@ def DistributedWinPutOptimizer(
         window_prefix: of the names of its windows, which keep the topology as it is until
             `optimizer.close()`.
     """
-    return _windowed(_WinPut, optimizer, model, num_steps_per_communication, window_prefix)
+
+    knobs = ("self_weight", "src_weights", "dst_weights")
+
+    def put_weights(self) -> dict[int, float]:
+        chosen: Targets | None = self.optimizer.dst_weights
+        return super().put_weights() if chosen is None else factors(chosen)
 
 
-def DistributedPullGetOptimizer(
-    optimizer: torch.optim.Optimizer,
-    model: torch.nn.Module,
-    num_steps_per_communication: int = 1,
-    window_prefix: str | None = None,
-) -> torch.optim.Optimizer:
+class _PullGet(_Knobs, PullGetEngine):
     """Reads what neighbours show: the algorithm `pull-get`.
 
     Attributes that may change: `self_weight` and `src_weights`, and `force_barrier`.
     """
-    return _windowed(_PullGet, optimizer, model, num_steps_per_communication, window_prefix)
 
 
-def DistributedPushSumOptimizer(
-    optimizer: torch.optim.Optimizer,
-    model: torch.nn.Module,
-    num_steps_per_communication: int = 1,
-    window_prefix: str | None = None,
-) -> torch.optim.Optimizer:
+class _PushSum(_Knobs, PushSumEngine):
     """Stochastic gradient push: the algorithm `push-sum`. Attribute: `force_barrier`."""
-    return _windowed(_PushSum, optimizer, model, num_steps_per_communication, window_prefix)
+
+    knobs = ()
 
 
-def _windowed(
-    kind: type[_Knobs], optimizer: Any, model: torch.nn.Module, every: int, prefix: str | None
-) -> torch.optim.Optimizer:
-    at_least("num_steps_per_communication", every, 1)
-    trained_parameters(model, optimizer)
-    current = job()
-    for knob in kind.knobs:
-        setattr(optimizer, knob, None)
-    optimizer.force_barrier = False
-    graph = current.topology if current.weighted else uniform(current.topology)
-    stem = prefix or kind.__name__.strip("_")
-    taken = {name.rpartition(".")[0] for name in current.windows}
-    if stem in taken:
-        raise UserError(f"there are windows {stem}.* already; give another window_prefix")
-    engine = kind(model, optimizer, current.communicator, graph, bucket_mb=BUCKET_MB, every=every)
-    for index, (bucket, window) in enumerate(engine.windows.items()):
-        register(f"{stem}.{index}", window, bucket.values)
-    return distribute(optimizer, engine)
+def _windowed(kind: type[_Knobs]) -> Callable[..., torch.optim.Optimizer]:
+    """The factory of optimizers with such an engine, whose docstring is the factory's."""
+    stem = kind.__name__.strip("_")
+
+    def make(
+        optimizer: torch.optim.Optimizer,
+        model: torch.nn.Module,
+        num_steps_per_communication: int = 1,
+        window_prefix: str | None = None,
+    ) -> torch.optim.Optimizer:
+        every, prefix = num_steps_per_communication, window_prefix or stem
+        at_least("num_steps_per_communication", every, 1)
+        trained_parameters(model, optimizer)
+        current = job()
+        for knob in kind.knobs:
+            setattr(optimizer, knob, None)
+        optimizer.force_barrier = False
+        if prefix in {name.rpartition(".")[0] for name in current.windows}:
+            raise UserError(f"there are windows {prefix}.* already; give another window_prefix")
+        settings = {"bucket_mb": BUCKET_MB, "every": every}
+        engine = kind(model, optimizer, current.communicator, current.weights, **settings)
+        for index, (bucket, window) in enumerate(engine.windows.items()):
+            current.windows[f"{prefix}.{index}"] = Named(window, bucket.values)
+        return distribute(optimizer, engine)
+
+    make.__name__ = make.__qualname__ = f"Distributed{stem}Optimizer"
+    make.__doc__ = kind.__doc__
+    return make
+
+
+DistributedWinPutOptimizer = _windowed(_WinPut)
+DistributedPullGetOptimizer = _windowed(_PullGet)
+DistributedPushSumOptimizer = _windowed(_PushSum)

@@ -57,13 +57,6 @@ def named(name: str) -> Named:
     return job().windows[name]
 
 
-def register(name: str, window: NeighborWindow, tensor: torch.Tensor) -> None:
-    """Adds a window that was made elsewhere; raises `UserError` if the name is taken."""
-    if name in job().windows:
-        raise UserError(f"there is a window {name!r} already: win_free() it first")
-    job().windows[name] = Named(window, tensor)
-
-
 def win_create(tensor: torch.Tensor, name: str, zero_init: bool = False) -> bool:
     """Makes a window for `tensor` on all ranks; a collective call.
 
@@ -74,12 +67,12 @@ def win_create(tensor: torch.Tensor, name: str, zero_init: bool = False) -> bool
     Raises:
         UserError: the name is taken, or the tensor is not of floating point.
     """
-    if name in job().windows:
-        raise UserError(f"there is a window {name!r} already: win_free() it first")
     current = job()
+    if name in current.windows:
+        raise UserError(f"there is a window {name!r} already: win_free() it first")
     peers = Peers(current.communicator, current.topology)
     window = NeighborWindow(peers, tensor, zero_slots=zero_init, weighted=current.with_p)
-    register(name, window, tensor)
+    current.windows[name] = Named(window, tensor)
     return True
 
 
@@ -139,9 +132,9 @@ def _send(
     if require_mutex:
         frozen, p = tensor.detach().clone(), window.p
 
-        def locked() -> bool:
+        def locked() -> None:
             with window.mutex(weights):
-                return _all_ended(window.put(frozen, weights, add=add, p=p))
+                _wait(window.put(frozen, weights, add=add, p=p))
 
         handle = found.in_background(locked)
     else:
@@ -150,7 +143,7 @@ def _send(
             "win_accumulate" if add else "win_put",
             name,
             lambda: all(work.is_completed() for work in works),
-            lambda: _all_ended(works),
+            lambda: _wait(works),
         )
     if self_weight is not None:
         with torch.no_grad():
@@ -161,10 +154,9 @@ def _send(
     return handle
 
 
-def _all_ended(works: list[Any]) -> bool:
+def _wait(works: list[Any]) -> None:
     for work in works:
         work.wait()
-    return True
 
 
 def win_get_nonblocking(
@@ -179,15 +171,11 @@ def win_get_nonblocking(
     found = named(name)
     window = found.window
     weights = factors(window.sources if src_weights is None else src_weights)
-    fetched = None if require_mutex else window.fetch(weights)
+    fetched = [] if require_mutex else window.fetch(weights)
 
-    def store() -> bool:
-        if fetched is not None:
-            window.store(fetched, weights)
-            return True
-        with window.mutex(weights):
-            window.store(window.fetch(weights), weights)
-        return True
+    def store() -> None:
+        with window.mutex(weights) if require_mutex else contextlib.nullcontext():
+            window.store(fetched or window.fetch(weights), weights)
 
     return found.in_background(store)
 

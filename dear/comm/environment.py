@@ -8,12 +8,9 @@ import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 from dear.errors import UserError
-
-if TYPE_CHECKING:
-    from ipyparallel import Client
 
 # launcher, then the variables of: rank, world size, rank on this host, ranks on this host.
 _VARIABLES = (
@@ -133,12 +130,15 @@ def _number(env: Mapping[str, str], name: str, launcher: str, default: str | Non
         ) from None
 
 
-def assign_ranks(client: Client) -> list[int]:
+def assign_ranks(client: Any) -> list[int]:
     """Tells each engine its place in the job of all of them, as torchrun would, for `dear.init`.
 
     It sets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in the
     environments of the engines, which must be able to import `dear`. On one host engine i becomes
     rank i; with several hosts the ranks of each are neighbours.
+
+    Args:
+        client: an `ipyparallel.Client`.
 
     Returns:
         The engines' numbers in the order of their ranks: `client[assign_ranks(client)]` is a view
@@ -164,11 +164,7 @@ def assign_ranks(client: Client) -> list[int]:
     }
     for rank, number in enumerate(order):
         here = [other for other in order if places[other][0] == places[number][0]]
-        place = {
-            "RANK": rank,
-            "LOCAL_RANK": here.index(number),
-            "LOCAL_WORLD_SIZE": len(here),
-        }
+        place = {"RANK": rank, "LOCAL_RANK": here.index(number), "LOCAL_WORLD_SIZE": len(here)}
         variables = {name: str(value) for name, value in (place | shared).items()}
         client[number].apply_sync(_enter, variables)
     return order

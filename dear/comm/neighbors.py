@@ -1,11 +1,13 @@
 """Averaging between neighbours: what each rank weighs, and the messages that carry it.
 
 `Exchange` carries a round along the edges of a graph of ranks; `Machines` averages exactly inside
-each machine, and with weights between machines.
+each machine, and with weights between machines. `GlobalAverage` tells how far the ranks are apart
+(also importable as `dear.consensus`).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -15,6 +17,8 @@ from dear.comm.communicator import Communicator
 from dear.errors import Unavailable, UserError
 from dear.lazy import dist, nx, torch
 from dear.topology.graphs import in_neighbors, out_neighbors, recv_weights
+
+PIECE = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,8 +119,18 @@ class Exchange:
 
     def start(self, values: torch.Tensor, part: Round) -> Pending:
         """Starts a round with flat `values`, which must stay as they are until it is finished."""
+        sent = values.nbytes * len(part.destinations)
         if any(factor != 1 for factor in part.destinations.values()):
-            return self._start_factored(values, part)
+            mixed = torch.empty_like(values)
+            handle = self.core.neighbor_all_reduce(
+                values,
+                part.sources,
+                part.destinations,
+                self_weight=part.self_weight,
+                out=mixed,
+                check=False,
+            )
+            return self.pending(handle, sent, lambda target: target.copy_(mixed))
         received = values.new_empty(len(part.sources), values.numel())
         handle = self.core.neighbor_all_gather(
             values, list(received), list(part.sources), list(part.destinations), check=False
@@ -125,20 +139,7 @@ class Exchange:
         def combine(target: torch.Tensor) -> None:
             weighted_sum(target, part.self_weight, zip(part.sources.values(), received))  # noqa: B905
 
-        return self.pending(handle, values.nbytes * len(part.destinations), combine)
-
-    def _start_factored(self, values: torch.Tensor, part: Round) -> Pending:
-        mixed = torch.empty_like(values)
-        handle = self.core.neighbor_all_reduce(
-            values,
-            part.sources,
-            part.destinations,
-            self_weight=part.self_weight,
-            out=mixed,
-            check=False,
-        )
-        sent = values.nbytes * len(part.destinations)
-        return self.pending(handle, sent, lambda target: target.copy_(mixed))
+        return self.pending(handle, sent, combine)
 
     def pending(
         self, handle: int, nbytes: int, combine: Callable[[torch.Tensor], Any] = lambda values: None
@@ -244,6 +245,70 @@ def weighted_sum(
         total.add_(term, alpha=weight)
     if half:
         target.copy_(total)
+
+
+class GlobalAverage:
+    """Replaces tensors by their means over all ranks, and puts them back if asked to.
+
+    Its calls are collective: all ranks make them, with tensors of the same shapes.
+
+    Args:
+        tensors: floating-point or complex; whatever else there is is left as it is.
+    """
+
+    def __init__(self, communicator: Communicator, tensors: Iterable[torch.Tensor]) -> None:
+        self._communicator = communicator
+        self._tensors = [t for t in tensors if t.is_floating_point() or t.is_complex()]
+        self._kept: list[torch.Tensor] | None = None
+
+    @property
+    def applied(self) -> bool:
+        """True while `revert` would put something back."""
+        return self._kept is not None
+
+    def apply(self, *, keep: bool = True, measure: bool = True) -> float | None:
+        """Averages in place.
+
+        Args:
+            keep: make a copy to revert to.
+            measure: return this rank's distance to the mean (the norm of the difference).
+
+        Raises:
+            UserError: they are averaged already, and not reverted yet.
+        """
+        if self.applied:
+            raise UserError("the models are averaged already; revert first")
+        with torch.no_grad():
+            own = [tensor.clone() for tensor in self._tensors] if keep or measure else []
+            full = [tensor for tensor in self._tensors if tensor.numel()]
+            for work in [self._communicator.all_reduce(tensor, op="mean") for tensor in full]:
+                work.wait()
+            self._kept = own if keep else None
+            return distance(own, self._tensors) if measure else None
+
+    def revert(self) -> None:
+        """Puts back what was there; raises `UserError` if nothing was kept."""
+        if self._kept is None:
+            raise UserError("there is nothing to revert: no average with a copy has been made")
+        with torch.no_grad():
+            for tensor, kept in zip(self._tensors, self._kept, strict=True):
+                tensor.copy_(kept)
+        self._kept = None
+
+
+def distance(some: Iterable[torch.Tensor], others: Iterable[torch.Tensor]) -> float:
+    """The Euclidean norm of the difference of two lists of tensors, in float64."""
+
+    def pieces(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        # In float64 a large tensor would take three times its memory.
+        real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        return real.detach().flatten().split(PIECE)
+
+    total = 0.0
+    for one, other in zip(some, others, strict=True):
+        pairs = zip(pieces(one), pieces(other), strict=True)
+        total += sum((a.double() - b.double()).square().sum().item() for a, b in pairs)
+    return math.sqrt(total)
 
 
 def core_module() -> Any:

@@ -96,38 +96,38 @@ class Peers:
         """Ranks that this one may put to, ascending."""
         self.windows: list[Any] = []
         self._made: list[Any] = []
-        self._departures = Departures(communicator) if apart else None
+        self.departures = Departures(communicator) if apart else None
+        """Who is done or lost; of peers that are `apart` only."""
         self.near: dict[int, Peer] = {}
         """By rank; `apart` in an order that is no circle of ranks that wait for each other."""
         self.group = communicator.groups[0]
         """The group of all ranks that serves windows, unless they are `apart`."""
-        for other, (group, place, here) in (self._pairs(graph) if apart else self._all()).items():
-            slot = slot_there = None
-            if other in self.sources:
-                slot = 0 if apart else 1 + self.sources.index(other)
-            if other in self.targets:
-                slot_there = 0 if apart else 1 + in_neighbors(graph, other).index(self.rank)
-            self.near[other] = Peer(other, group, place, here, slot, slot_there)
-
-    def _all(self) -> dict[int, tuple[Any, int, int]]:
-        """Neighbour -> the group that reaches it, its rank there, this rank's own."""
+        if apart:
+            self._reach_apart(graph)
+            return
         if dist.get_backend(self.group) != "comm_core":
             self.group = self._new_group(dist.get_process_group_ranks(self.group))
-        near = sorted({*self.sources, *self.targets})
-        return {other: (self.group, other, self.rank) for other in near}
+        for other in sorted({*self.sources, *self.targets}):
+            slot = slot_there = None
+            if other in self.sources:
+                slot = 1 + self.sources.index(other)
+            if other in self.targets:
+                slot_there = 1 + in_neighbors(graph, other).index(self.rank)
+            self.near[other] = Peer(other, self.group, other, self.rank, slot, slot_there)
 
-    def _pairs(self, graph: nx.DiGraph) -> dict[int, tuple[Any, int, int]]:
-        job, found = dist.get_process_group_ranks(self.group), {}
+    def _reach_apart(self, graph: nx.DiGraph) -> None:
+        """A group for each pair of neighbours, with one slot each way."""
+        job = dist.get_process_group_ranks(self.group)
         for pair in sorted({tuple(sorted(edge)) for edge in graph.edges if edge[0] != edge[1]}):
             group = self._new_group([job[rank] for rank in pair], mine=self.rank in pair)
             if self.rank in pair:
                 here = pair.index(self.rank)
-                found[pair[1 - here]] = group, 1 - here, here
-        return found
+                other = pair[1 - here]
+                slots = (0 if other in known else None for known in (self.sources, self.targets))
+                self.near[other] = Peer(other, group, 1 - here, here, *slots)
 
     def _new_group(self, ranks: list[int], *, mine: bool = True) -> Any:
-        timeout = self.communicator.timeout
-        group = dist.new_group(ranks, timeout=timeout, backend="comm_core")
+        group = dist.new_group(ranks, timeout=self.communicator.timeout, backend="comm_core")
         if mine:
             self._made.append(group)
         return group
@@ -144,20 +144,16 @@ class Peers:
             # A failed operation leaves the group of the two, and only that, useless.
             peer.lost = True
             log.warning("rank %d has died; training goes on without it", peer.rank)
-            self._departures.lost(peer.rank)
+            self.departures.lost(peer.rank)
             return None
-
-    def gone(self, rank: int) -> bool:
-        """True if rank `rank` has left, or is lost; for peers that are `apart`."""
-        return self._departures.gone(rank)
 
     def leave(self, timeout_s: float) -> None:
         """Waits until all ranks have left or are lost; neighbours may go on writing until then.
 
         For peers that are `apart`. Raises RuntimeError if some do not leave within `timeout_s`.
         """
-        self._departures.done()
-        self._departures.wait(timeout_s, lambda: [window.look() for window in self.windows[:1]])
+        self.departures.done()
+        self.departures.wait(timeout_s, lambda: [window.look() for window in self.windows[:1]])
 
     def statistics(self) -> dict[str, Any]:
         """`staleness` by neighbour (see `Staleness.summary`), messages `sent` and `skipped` (by the

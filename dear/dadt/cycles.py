@@ -16,6 +16,202 @@ from dear.comm.communicator import Communicator, Work
 from dear.errors import UserError
 
 LEAST_PAUSE_S = 0.001
+ROOT = 0
+
+Key = tuple[int, int, str]
+
+COO_ALL_REDUCE, ALL_REDUCE, BROADCAST = 3, 2, 1
+"""What is ready together runs in this order, by number of the type and then of the tensor."""
+
+NAMES = {COO_ALL_REDUCE: "coo_all_reduce", ALL_REDUCE: "all_reduce", BROADCAST: "broad_cast"}
+
+
+class Request:
+    """One rank's part of one collective: a copy of its tensor, and later the result.
+
+    Args:
+        key: type, id and the form of the call; ranks' requests of one key belong together.
+        tensor: is left alone.
+        clock: returns seconds.
+
+    Raises:
+        UserError: the id is no whole number, or the tensor none of the layout of the type.
+    """
+
+    def __init__(self, key: Key, tensor: torch.Tensor, clock: Callable[[], float]) -> None:
+        kind, number, form = key
+        call = NAMES[kind] + form
+        if not isinstance(number, int) or isinstance(number, bool) or number < 0:
+            raise UserError(f"{call}: the id must be a whole number from 0 up, got {number!r}")
+        if not torch.is_tensor(tensor):
+            raise UserError(f"{call} needs a tensor, got {type(tensor).__name__}")
+        sparse = kind == COO_ALL_REDUCE
+        if tensor.layout is not (torch.sparse_coo if sparse else torch.strided):
+            wanted = "a sparse COO tensor" if sparse else "a dense tensor"
+            raise UserError(f"{call} needs {wanted}, got layout {tensor.layout}")
+        self.name = f"{call}(id {number})"
+        """For messages."""
+        self.key = key
+        self._clock = clock
+        copied = tensor.detach()
+        # Both are memory of the request's own.
+        self.tensor = (
+            copied.coalesce().clone()
+            if copied.is_sparse
+            else copied.clone(memory_format=torch.contiguous_format)
+        )
+        self.written = torch.cuda.Event() if copied.is_cuda else None
+        if self.written is not None:
+            self.written.record()
+        self._result: torch.Tensor | None = None
+        self._read: Any = None
+        self._error: Exception | None = None
+        self._ended = threading.Event()
+        self.missing: list[int] = []
+        """Ranks that have not asked for it yet, as far as is known."""
+        self.moments: list[tuple[str, float]] = [("StayInQueue", clock())]
+        """What began when, on the communicator's clock."""
+
+    @property
+    def signature(self) -> tuple[str, tuple[int, ...], str, int]:
+        """What must be the same on all ranks."""
+        tensor = self.tensor
+        places = tensor.sparse_dim() if tensor.is_sparse else 0
+        return str(tensor.dtype), tuple(tensor.shape), tensor.device.type, places
+
+    def enter(self, phase: str) -> None:
+        """A phase of its life begins."""
+        self.moments.append((phase, self._clock()))
+
+    def finish(self, result: torch.Tensor) -> None:
+        """The answer is there; on CUDA in the order of the current stream."""
+        if result.is_cuda:
+            self._read = torch.cuda.Event()
+            self._read.record()
+        self.enter("WaitForFetch")
+        self._result = result
+        self._ended.set()
+
+    def fail(self, error: Exception) -> None:
+        """There will be no answer."""
+        if not self._ended.is_set():
+            self._error = error
+            self._ended.set()
+
+    def wait(self, timeout_s: float) -> torch.Tensor:
+        """The result, a tensor of the caller's own.
+
+        Raises:
+            RuntimeError: no answer in time; it says which ranks have not asked.
+            Exception: whatever failed.
+        """
+        if not self._ended.wait(timeout_s):
+            asked = f"; ranks {self.missing} have not asked for it" if self.missing else ""
+            raise RuntimeError(f"{self.name}: no result within {timeout_s:g} s{asked}")
+        if self._error is not None:
+            raise self._error
+        if self._read is not None:
+            self._read.wait()
+            result = self._result
+            held = [result._indices(), result._values()] if result.is_sparse else [result]
+            for part in held:
+                part.record_stream(torch.cuda.current_stream(part.device))
+        self.enter("Fetched")
+        return self._result
+
+
+class Execution:
+    """Runs batches of requests on one thread; all ranks give the same batches.
+
+    Args:
+        communicator: used by nobody else.
+        buffer_bytes: all-reduces of one type share buffers of at most so many bytes; one that is as
+            large runs alone.
+    """
+
+    def __init__(self, communicator: Communicator, buffer_bytes: float) -> None:
+        self._communicator = communicator
+        self._buffer_bytes = buffer_bytes
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    def run(self, batch: Sequence[Request]) -> None:
+        """Ends each request of `batch`, with its result or the error that its group met."""
+        running: list[tuple[list[Request], Work | None, Callable[[], None]]] = []
+        for group in self._groups(batch):
+            with self._failing(group), self._on_stream(group):
+                running.append((group, *self._start(group)))
+        for group, work, finish in running:
+            with self._failing(group), self._on_stream(group):
+                if work is not None:
+                    work.wait()
+                finish()
+
+    def _groups(self, batch: Sequence[Request]) -> list[list[Request]]:
+        groups: list[list[Request]] = []
+        fusible: dict[tuple, list[Request]] = {}
+        for request in batch:
+            if request.key[0] == ALL_REDUCE:
+                kind = (request.tensor.dtype, request.tensor.device)
+                fusible.setdefault(kind, []).append(request)
+            else:
+                groups.append([request])
+        for alike in fusible.values():
+            sizes = [request.tensor.nbytes for request in alike]
+            groups += [[alike[i] for i in g] for g in by_buffer(sizes, self._buffer_bytes)]
+        return sorted(groups, key=lambda group: group[0].key, reverse=True)
+
+    def _start(self, group: list[Request]) -> tuple[Work | None, Callable[[], None]]:
+        kind, first = group[0].key[0], group[0]
+        flat = first.tensor
+        if kind == COO_ALL_REDUCE:
+            first.enter("DoAllReduce")
+            (entries,) = gather_entries([flat], flat.device, self._communicator)
+            total = SparseSum(flat, flat, entries, self._communicator)
+            return total.work, lambda: first.finish(total.result())
+        if kind == BROADCAST:
+            first.enter("DoBroadCast")
+            work = self._communicator.broadcast(flat, root=ROOT)
+        else:
+            for request in group:
+                request.enter("CopyToMidWay")
+            if len(group) > 1:
+                flat = torch.cat([request.tensor.view(-1) for request in group])
+            for request in group:
+                request.enter("DoAllReduce")
+            work = self._communicator.all_reduce(flat, op="sum")
+
+        def finish() -> None:
+            if len(group) > 1:
+                sizes = [request.tensor.numel() for request in group]
+                for request, piece in zip(group, flat.split(sizes), strict=True):
+                    request.tensor.view(-1).copy_(piece)
+            for request in group:
+                request.finish(request.tensor)
+
+        return work, finish
+
+    @contextlib.contextmanager
+    def _failing(self, group: list[Request]) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # the callers raise it, each from its own wait
+            for request in group:
+                request.fail(error)
+
+    @contextlib.contextmanager
+    def _on_stream(self, group: list[Request]) -> Iterator[None]:
+        """On CUDA: a stream of this thread's own, after what has written the tensors."""
+        device = group[0].tensor.device
+        if device.type != "cuda":
+            yield
+            return
+        stream = self._streams.setdefault(device, torch.cuda.Stream(device))
+        with torch.cuda.device(device), torch.cuda.stream(stream):
+            for request in group:
+                stream.wait_event(request.written)
+                if not request.tensor.is_sparse:
+                    request.tensor.record_stream(stream)
+            yield
 
 
 class Cycles:
@@ -70,12 +266,9 @@ class Cycles:
         try:
             while self._cycle():
                 pass
-            self._end(UserError("not all ranks asked for it before shutdown()"))
+            reason: Exception = UserError("not all ranks asked for it before shutdown()")
         except Exception as error:  # whoever waits raises it, and `close`
-            self.error = error
-            self._end(error)
-
-    def _end(self, reason: Exception) -> None:
+            self.error = reason = error
         with self._changed:
             self._dead = reason
             self._collect()
@@ -117,14 +310,14 @@ class Cycles:
         return request
 
     def _accepted(self, key: Key, lists: list[dict[Key, Any]]) -> list[Request]:
-        request = self._take(key)
-        signatures = [found[key] for found in lists]
-        for rank, signature in enumerate(signatures):
-            if signature != signatures[0]:
+        """The next request of `key`; none, and it fails, if ranks gave different tensors."""
+        request, first = self._take(key), lists[0][key]
+        for rank, found in enumerate(lists):
+            if found[key] != first:
                 request.fail(
                     UserError(
-                        f"{request.name}: rank 0 gave {_shown(signatures[0])}, rank {rank} gave "
-                        f"{_shown(signature)}; they must be alike"
+                        f"{request.name}: rank 0 gave {_shown(first)}, rank {rank} gave "
+                        f"{_shown(found[key])}; they must be alike"
                     )
                 )
                 return []
@@ -143,229 +336,13 @@ class Cycles:
 
     def _pause(self, began: float, *, idle: bool) -> None:
         """The rest of the cycle; less, if nothing can happen before a new request is there."""
-        rest = self._cycle_s - (self._control.clock() - began)
-        if idle:
-            with self._changed:
-                if not (self._arriving or self._closing):
-                    self._changed.wait(max(rest, LEAST_PAUSE_S))
-            rest = self._cycle_s - (self._control.clock() - began)
-        if rest > 0:
-            with self._changed:
-                self._changed.wait_for(lambda: self._closing, timeout=rest)
+        clock, ends = self._control.clock, began + self._cycle_s
+        with self._changed:
+            if idle and not (self._arriving or self._closing):
+                self._changed.wait(max(ends - clock(), LEAST_PAUSE_S))
+            self._changed.wait_for(lambda: self._closing, timeout=ends - clock())
 
 
 def _shown(signature: tuple[str, tuple[int, ...], str, int]) -> str:
     dtype, shape, device, _ = signature
     return f"{dtype} {shape} on {device}"
-
-
-Finish = Callable[[], None]
-
-ROOT = 0
-
-
-class Execution:
-    """Runs batches of requests on one thread; all ranks give the same batches.
-
-    Args:
-        communicator: used by nobody else.
-        buffer_bytes: all-reduces of one type share buffers of at most so many bytes; one that is as
-            large runs alone.
-    """
-
-    def __init__(self, communicator: Communicator, buffer_bytes: float) -> None:
-        self._communicator = communicator
-        self._buffer_bytes = buffer_bytes
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
-
-    def run(self, batch: Sequence[Request]) -> None:
-        """Ends each request of `batch`, with its result or the error that its group met."""
-        running: list[tuple[list[Request], Work | None, Finish]] = []
-        for group in self._groups(batch):
-            with self._failing(group), self._on_stream(group):
-                running.append((group, *self._start(group)))
-        for group, work, finish in running:
-            with self._failing(group), self._on_stream(group):
-                if work is not None:
-                    work.wait()
-                finish()
-
-    def _groups(self, batch: Sequence[Request]) -> list[list[Request]]:
-        groups: list[list[Request]] = []
-        fusible: dict[tuple, list[Request]] = {}
-        for request in batch:
-            if request.key[0] == ALL_REDUCE:
-                kind = (request.tensor.dtype, request.tensor.device)
-                fusible.setdefault(kind, []).append(request)
-            else:
-                groups.append([request])
-        for alike in fusible.values():
-            sizes = [request.tensor.nbytes for request in alike]
-            groups += [[alike[i] for i in g] for g in by_buffer(sizes, self._buffer_bytes)]
-        return sorted(groups, key=lambda group: group[0].key, reverse=True)
-
-    def _start(self, group: list[Request]) -> tuple[Work | None, Finish]:
-        kind, first = group[0].key[0], group[0]
-        if kind == COO_ALL_REDUCE:
-            return self._start_sparse(first)
-        if kind == BROADCAST:
-            first.enter("DoBroadCast")
-            work = self._communicator.broadcast(first.tensor, root=ROOT)
-            return work, lambda: first.finish(first.tensor)
-        for request in group:
-            request.enter("CopyToMidWay")
-        if len(group) == 1:
-            flat = first.tensor
-        else:
-            flat = torch.cat([request.tensor.view(-1) for request in group])
-        for request in group:
-            request.enter("DoAllReduce")
-        work = self._communicator.all_reduce(flat, op="sum")
-        return work, lambda: _hand_out(flat, group)
-
-    def _start_sparse(self, request: Request) -> tuple[Work | None, Finish]:
-        request.enter("DoAllReduce")
-        tensor = request.tensor
-        (entries,) = gather_entries([tensor], tensor.device, self._communicator)
-        total = SparseSum(tensor, tensor, entries, self._communicator)
-        return total.work, lambda: request.finish(total.result())
-
-    @contextlib.contextmanager
-    def _failing(self, group: list[Request]) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:  # the callers raise it, each from its own wait
-            for request in group:
-                request.fail(error)
-
-    @contextlib.contextmanager
-    def _on_stream(self, group: list[Request]) -> Iterator[None]:
-        """On CUDA: a stream of this thread's own, after what has written the tensors."""
-        device = group[0].tensor.device
-        if device.type != "cuda":
-            yield
-            return
-        stream = self._streams.setdefault(device, torch.cuda.Stream(device))
-        with torch.cuda.device(device), torch.cuda.stream(stream):
-            for request in group:
-                stream.wait_event(request.written)
-                if not request.tensor.is_sparse:
-                    request.tensor.record_stream(stream)
-            yield
-
-
-def _hand_out(flat: torch.Tensor, group: list[Request]) -> None:
-    if len(group) > 1:
-        sizes = [request.tensor.numel() for request in group]
-        for request, piece in zip(group, flat.split(sizes), strict=True):
-            request.tensor.view(-1).copy_(piece)
-    for request in group:
-        request.finish(request.tensor)
-
-
-Key = tuple[int, int, str]
-
-COO_ALL_REDUCE, ALL_REDUCE, BROADCAST = 3, 2, 1
-"""What is ready together runs in this order, by number of the type and then of the tensor."""
-
-NAMES = {COO_ALL_REDUCE: "coo_all_reduce", ALL_REDUCE: "all_reduce", BROADCAST: "broad_cast"}
-
-
-def check_tensor(call: str, number: Any, tensor: Any, *, sparse: bool) -> None:
-    """Raises `UserError` unless `number` is a whole number and `tensor` of the right layout."""
-    if not isinstance(number, int) or isinstance(number, bool) or number < 0:
-        raise UserError(f"{call}: the id must be a whole number from 0 up, got {number!r}")
-    if not torch.is_tensor(tensor):
-        raise UserError(f"{call} needs a tensor, got {type(tensor).__name__}")
-    if sparse != (tensor.layout is torch.sparse_coo) or not (
-        sparse or tensor.layout is torch.strided
-    ):
-        wanted = "a sparse COO tensor" if sparse else "a dense tensor"
-        raise UserError(f"{call} needs {wanted}, got layout {tensor.layout}")
-
-
-class Request:
-    """One rank's part of one collective: a copy of its tensor, and later the result.
-
-    Args:
-        key: type, id and the form of the call; ranks' requests of one key belong together.
-        tensor: is left alone.
-        clock: returns seconds.
-    """
-
-    def __init__(self, key: Key, tensor: torch.Tensor, clock: Callable[[], float]) -> None:
-        self.key = key
-        self._clock = clock
-        copied = tensor.detach()
-        # Both are memory of the request's own.
-        self.tensor = (
-            copied.coalesce().clone()
-            if copied.is_sparse
-            else copied.clone(memory_format=torch.contiguous_format)
-        )
-        self.written = torch.cuda.Event() if copied.is_cuda else None
-        if self.written is not None:
-            self.written.record()
-        self._result: torch.Tensor | None = None
-        self._read: Any = None
-        self._error: Exception | None = None
-        self._ended = threading.Event()
-        self.missing: list[int] = []
-        """Ranks that have not asked for it yet, as far as is known."""
-        self.moments: list[tuple[str, float]] = [("StayInQueue", clock())]
-        """What began when, on the communicator's clock."""
-
-    @property
-    def name(self) -> str:
-        """For messages."""
-        kind, number, form = self.key
-        return f"{NAMES[kind]}{form}(id {number})"
-
-    @property
-    def signature(self) -> tuple[str, tuple[int, ...], str, int]:
-        """What must be the same on all ranks."""
-        tensor = self.tensor
-        places = tensor.sparse_dim() if tensor.is_sparse else 0
-        return str(tensor.dtype), tuple(tensor.shape), tensor.device.type, places
-
-    def enter(self, phase: str) -> None:
-        """A phase of its life begins."""
-        self.moments.append((phase, self._clock()))
-
-    def finish(self, result: torch.Tensor) -> None:
-        """The answer is there; on CUDA in the order of the current stream."""
-        if result.is_cuda:
-            self._read = torch.cuda.Event()
-            self._read.record()
-        self.enter("WaitForFetch")
-        self._result = result
-        self._ended.set()
-
-    def fail(self, error: Exception) -> None:
-        """There will be no answer."""
-        if not self._ended.is_set():
-            self._error = error
-            self._ended.set()
-
-    def wait(self, timeout_s: float) -> torch.Tensor:
-        """The result, a tensor of the caller's own.
-
-        Raises:
-            RuntimeError: no answer in time; it says which ranks have not asked.
-            Exception: whatever failed.
-        """
-        if not self._ended.wait(timeout_s):
-            asked = f"; ranks {self.missing} have not asked for it" if self.missing else ""
-            raise RuntimeError(f"{self.name}: no result within {timeout_s:g} s{asked}")
-        if self._error is not None:
-            raise self._error
-        if self._read is not None:
-            self._read.wait()
-            for part in _parts(self._result):
-                part.record_stream(torch.cuda.current_stream(part.device))
-        self.enter("Fetched")
-        return self._result
-
-
-def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    return [tensor._indices(), tensor._values()] if tensor.is_sparse else [tensor]

@@ -13,19 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dear.buckets.grouping import MIB
 from dear.comm import runtime
 from dear.comm.communicator import Communicator, prepare
-from dear.dadt.cycles import (
-    ALL_REDUCE,
-    BROADCAST,
-    COO_ALL_REDUCE,
-    NAMES,
-    Cycles,
-    Execution,
-    Request,
-    check_tensor,
-)
+from dear.dadt.cycles import NAMES, Cycles, Execution, Request
 from dear.errors import Unavailable, UserError, unknown
 from dear.options import at_least, positive
 from dear.training.trace import Timeline
@@ -102,7 +92,7 @@ class Session:
         runtime.at_shutdown(self._drain)
 
     def submit(self, kind: int, number: int, tensor: torch.Tensor, form: str = "") -> Request:
-        """Asks for a collective."""
+        """Asks for a collective; raises as `Request`."""
         request = Request((kind, number, form), tensor, self._clock)
         self.cycles.submit(request)
         return request
@@ -170,28 +160,21 @@ class Session:
         for rank, (name, local_rank) in enumerate(world.gather_objects((host, facts.local_rank))):
             # Hosts may share a name; on one host no two ranks have the same place.
             fitting = (ranks for n, ranks in hosts if n == name and local_rank not in ranks)
-            ranks = next(fitting, None)
-            if ranks is None:
-                ranks = {}
-                hosts.append((name, ranks))
+            if (ranks := next(fitting, None)) is None:
+                hosts.append((name, ranks := {}))
             ranks[local_rank] = rank
-        made = [dist.new_group(sorted(r.values()), timeout=timeout) for _, r in hosts]
-        mine = [group for group in made if dist.get_rank(group) >= 0]
-        return mine[0]
+        made = [dist.new_group(sorted(ranks.values()), timeout=timeout) for _, ranks in hosts]
+        return next(group for group in made if dist.get_rank(group) >= 0)
 
     def _draw(self, timeline: Timeline, request: Request) -> None:
-        moments = request.moments
-        row = request.name
+        moments, tensor = request.moments, request.tensor
+        nbytes = (tensor._values() if tensor.is_sparse else tensor).nbytes
         left = self._fetched_s.get(request.key)
         if left is not None:
-            timeline.add(row, "InTraining", left, max(left, moments[0][1]))
+            timeline.add(request.name, "InTraining", left, max(left, moments[0][1]))
         for (phase, began), (_, ended) in itertools.pairwise(moments):
-            timeline.add(row, phase, began, ended, bytes=_nbytes(request.tensor))
+            timeline.add(request.name, phase, began, ended, bytes=nbytes)
         self._fetched_s[request.key] = moments[-1][1]
-
-
-def _nbytes(tensor: torch.Tensor) -> int:
-    return tensor._values().nbytes if tensor.is_sparse else tensor.nbytes
 
 
 def _host_backend() -> str:
@@ -200,193 +183,3 @@ def _host_backend() -> str:
         return prepare("comm_core")
     except Unavailable:
         return "gloo"
-
-
-BUFFER_BYTES = 64 * MIB
-
-_session: Session | None = None
-
-
-def initialize(
-    cycle_duration_ms: float = 5,
-    executor_type: str | None = None,
-    all_reduce_buffer_size: int = BUFFER_BYTES,
-    gpu_device_id: int = -1,
-    *,
-    broad_cast_executor: str | None = None,
-    all_reduce_executor: str | None = None,
-    group_buffer_size: int | None = None,
-    timeline: str | None = None,
-    timeout_s: float = runtime.DEFAULT_TIMEOUT_S,
-) -> None:
-    """Joins the job, as `dear.init` does, and starts the thread; all ranks call it.
-
-    Between `initialize` and `shutdown` a further call must have the same arguments, and then does
-    nothing. After `shutdown` it may be called again.
-
-    Args:
-        cycle_duration_ms: least time between two rounds of finding out what is ready everywhere, in
-            milliseconds. Gradients that are ready in the same cycle share buffers.
-        executor_type: `mpi`, `gloo` or `comm_core` for CPU tensors, `nccl` for CUDA tensors
-            (`mpicuda`, the older name, means the same); None: what `dear.init` chooses.
-        all_reduce_buffer_size: bytes up to which all-reduces share a buffer; 0: each runs alone.
-        gpu_device_id: the GPU of this rank; -1: that of its local rank.
-        broad_cast_executor: the older versions' way to say `executor_type`; must not differ from
-        all_reduce_executor: which is the same for all-reduces.
-        group_buffer_size: refused: it never had an effect.
-        timeline: a file to write in `shutdown`, `-rankR` put before its suffix, for
-            chrome://tracing or Perfetto; beside it one for each optimizer. None: none.
-        timeout_s: the longest that one collective may take.
-
-    Raises:
-        UserError: a bad or contradictory argument, or the job runs already on another backend.
-        Unavailable: the executor is not on this machine.
-    """
-    global _session
-    if group_buffer_size is not None:
-        raise UserError(
-            "dadt.init: group_buffer_size never had an effect in DADT and has none here: leave it "
-            "out"
-        )
-    named = {executor_type, broad_cast_executor, all_reduce_executor} - {None}
-    if len({EXECUTORS.get(name, name) for name in named}) > 1:
-        raise UserError(f"dadt.init: one executor does everything, got {', '.join(sorted(named))}")
-    settings = Settings(
-        cycle_duration_ms=cycle_duration_ms,
-        executor=min(named, default=None),
-        all_reduce_buffer_size=all_reduce_buffer_size,
-        gpu_device_id=gpu_device_id,
-        timeline=timeline,
-        timeout_s=timeout_s,
-    )
-    if initialized():
-        if settings != current().settings:
-            raise UserError("dadt is initialized with other arguments; shutdown() first")
-        return
-    _session = Session(settings)
-
-
-init = initialize
-
-
-def shutdown() -> None:
-    """Applies what optimizers hold back, ends the thread and leaves the job; all ranks call it.
-
-    The last results of asynchronous calls are dropped: `flush` fetches them. A second call does
-    nothing.
-    """
-    global _session
-    if _session is not None:
-        ending, _session = _session, None
-        ending.close()
-
-
-def initialized() -> bool:
-    """True between `initialize` and `shutdown`."""
-    return _session is not None and _session.open
-
-
-def current() -> Session:
-    """What is held between `initialize` and `shutdown`; raises `UserError` outside."""
-    if not initialized():
-        raise UserError("call dadt.init() first")
-    assert _session is not None
-    return _session
-
-
-def size() -> int:
-    """Number of processes in the job."""
-    current()
-    return runtime.size()
-
-
-def rank() -> int:
-    """This process's number in the job, 0 .. size()-1."""
-    current()
-    return runtime.rank()
-
-
-def local_size() -> int:
-    """Number of the job's processes on this host."""
-    current()
-    return runtime.local_size()
-
-
-def local_rank() -> int:
-    """This process's number among those of its host."""
-    current()
-    return runtime.local_rank()
-
-
-def barrier() -> None:
-    """Returns once every rank has called it."""
-    current()
-    runtime.communicator().barrier()
-
-
-def local_barrier() -> None:
-    """Returns once every rank of this host has called it."""
-    dist.barrier(group=current().local)
-
-
-def broad_cast(id: int, tensor: torch.Tensor) -> torch.Tensor:
-    """Rank 0's tensor, as a new one; waits.
-
-    Args:
-        id: the same on all ranks, as are shape and dtype.
-        tensor: dense, any shape; on other ranks than 0 its values do not matter.
-    """
-    check_tensor("broad_cast", id, tensor, sparse=False)
-    return current().fetch(current().submit(BROADCAST, id, tensor))
-
-
-def all_reduce(id: int, tensor: torch.Tensor) -> torch.Tensor:
-    """The sum over all ranks, as a new tensor; waits. Arguments as of `broad_cast`."""
-    check_tensor("all_reduce", id, tensor, sparse=False)
-    return current().fetch(current().submit(ALL_REDUCE, id, tensor))
-
-
-def all_reduce_async(id: int, tensor: torch.Tensor) -> torch.Tensor:
-    """The sum of the tensors of the call of this `id` before; zeros like `tensor` in the first.
-
-    Waits for that sum only, which has had all the time since. `flush(id)` fetches the last one.
-    """
-    check_tensor("all_reduce_async", id, tensor, sparse=False)
-    before = current().exchange(ALL_REDUCE, id, tensor)
-    return torch.zeros_like(tensor.detach()) if before is None else before
-
-
-def coo_all_reduce(id: int, tensor: torch.Tensor) -> torch.Tensor:
-    """The sum over all ranks of sparse COO tensors, coalesced; waits.
-
-    Args:
-        id: the same on all ranks, as are shape, dtype and the number of sparse dimensions.
-        tensor: need not be coalesced; ranks may have any entries, and any number of them.
-    """
-    check_tensor("coo_all_reduce", id, tensor, sparse=True)
-    return current().fetch(current().submit(COO_ALL_REDUCE, id, tensor))
-
-
-def coo_all_reduce_async(id: int, tensor: torch.Tensor) -> torch.Tensor:
-    """As `all_reduce_async`, for sparse tensors; the first result has `tensor`'s entries, zero."""
-    check_tensor("coo_all_reduce_async", id, tensor, sparse=True)
-    before = current().exchange(COO_ALL_REDUCE, id, tensor)
-    if before is not None:
-        return before
-    own = tensor.detach().coalesce()
-    zeros = torch.zeros_like(own.values())
-    return torch.sparse_coo_tensor(own.indices().clone(), zeros, own.shape, is_coalesced=True)
-
-
-def flush(id: int, *, coo: bool = False) -> torch.Tensor:
-    """The sum of the tensors of the last asynchronous call of this `id`; waits.
-
-    The next call of the `id` is a first one again.
-
-    Args:
-        coo: of `coo_all_reduce_async` instead of `all_reduce_async`.
-
-    Raises:
-        UserError: there was no such call since the last flush.
-    """
-    return current().last(COO_ALL_REDUCE if coo else ALL_REDUCE, id)

@@ -16,7 +16,7 @@ from dear.algorithms.decentralized.decentralized import GroupEngine
 from dear.buckets.flat import Bucket
 from dear.comm import runtime
 from dear.comm.communicator import Communicator
-from dear.comm.consensus import GlobalAverage
+from dear.comm.neighbors import GlobalAverage
 from dear.errors import UserError
 from dear.optimizer import broadcast_parameters
 from dear.options import at_least, positive
@@ -60,21 +60,21 @@ class _Engine(GroupEngine):
         self.optimizers: dict[Bucket, Optimizer] = {}
         self.schedulers: dict[Bucket, LRScheduler] = {}
 
-    def named(self) -> list[list[tuple[str, Parameter]]]:
-        """Names and parameters of each bucket."""
-        return [[(self._names[p], p) for p in bucket.params] for bucket in self.buckets]
-
-    def lr(self) -> float:
-        """The learning rate of the first group; 0.0 before there is one."""
-        optimizer = next(iter(self.optimizers.values()), None)
-        return 0.0 if optimizer is None else float(optimizer.param_groups[0]["lr"])
-
     def lay_out(self, members: Sequence[Sequence[Parameter]]) -> None:
         super().lay_out(members)
         self.optimizers, self.schedulers = {}, {}
-        for bucket, named in zip(self.buckets, self.named(), strict=True):
-            self.optimizers[bucket] = optimizer = self._optim_fn(list(named))
-            _check(named, optimizer)
+        for bucket in self.buckets:
+            optimizer = self._optim_fn([(self._names[param], param) for param in bucket.params])
+            if not isinstance(optimizer, Optimizer):
+                kind = type(optimizer).__name__
+                raise UserError(f"optim_fn must return an optimizer, got {kind}")
+            held = {param for group in optimizer.param_groups for param in group["params"]}
+            left_out = [self._names[param] for param in bucket.params if param not in held]
+            if left_out:
+                raise UserError(
+                    f"optim_fn left {left_out[0]!r} out; it must take all parameters it gets"
+                )
+            self.optimizers[bucket] = optimizer
             if self._lr_scheduler_fn is not None:
                 self.schedulers[bucket] = self._lr_scheduler_fn(optimizer)
         if self.joint:
@@ -119,7 +119,7 @@ class _Engine(GroupEngine):
     def saved(self) -> dict[str, Any]:
         return super().saved() | {
             "factor": self.factor,
-            "buckets": [[name for name, _ in named] for named in self.named()],
+            "buckets": [[self._names[p] for p in bucket.params] for bucket in self.buckets],
             "training": {
                 "optimizers": [optimizer.state_dict() for optimizer in self.optimizers.values()],
                 "schedulers": [scheduler.state_dict() for scheduler in self.schedulers.values()],
@@ -137,7 +137,8 @@ class _Engine(GroupEngine):
         super().restore(saved)
 
     def _load(self, state: dict[str, Any]) -> None:
-        for name, here in (("schedulers", self.schedulers), ("optimizers", self.optimizers)):
+        kinds = (("optimizers", self.optimizers), ("schedulers", self.schedulers))
+        for name, here in kinds:
             if len(state[name]) != len(here):
                 raise UserError(
                     f"the checkpoint has the state of {len(state[name])} {name}, here are "
@@ -146,10 +147,9 @@ class _Engine(GroupEngine):
         if (state["scaler"] is None) != (self._scaler is None):
             raise UserError("the checkpoint was made with a scaler and this model without, or vice "
                             "versa")  # fmt: skip
-        for optimizer, saved in zip(self.optimizers.values(), state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
-        for scheduler, saved in zip(self.schedulers.values(), state["schedulers"], strict=True):
-            scheduler.load_state_dict(saved)
+        for name, here in kinds:
+            for one, saved in zip(here.values(), state[name], strict=True):
+                one.load_state_dict(saved)
         if self._scaler is not None:
             self._scaler.load_state_dict(state["scaler"])
 
@@ -165,15 +165,6 @@ class _Whole(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> None:
         for part in self._parts:
             part.step()
-
-
-def _check(bucket: Sequence[tuple[str, torch.Tensor]], optimizer: Any) -> None:
-    if not isinstance(optimizer, Optimizer):
-        raise UserError(f"optim_fn must return an optimizer, got {type(optimizer).__name__}")
-    held = {param for group in optimizer.param_groups for param in group["params"]}
-    left_out = [name for name, param in bucket if param not in held]
-    if left_out:
-        raise UserError(f"optim_fn left {left_out[0]!r} out; it must take all parameters it gets")
 
 
 class DecentralizedDataParallel(Module):
@@ -229,7 +220,6 @@ class DecentralizedDataParallel(Module):
         self._named = {n: p for n, p in model.named_parameters() if p.requires_grad}
         if not self._named:
             raise UserError("nothing to train: no parameter of the model requires a gradient")
-        self._communicator = communicator
         self._topology_name = topology
         averaged = list(self._named.values())
         averaged += list(model.buffers()) if sync_buffer_in_global_avg else []
@@ -269,7 +259,8 @@ class DecentralizedDataParallel(Module):
 
     def get_lr(self) -> float:
         """The learning rate of the first bucket; 0.0 before the first step."""
-        return self._engine.lr()
+        optimizer = next(iter(self._engine.optimizers.values()), None)
+        return 0.0 if optimizer is None else float(optimizer.param_groups[0]["lr"])
 
     def global_avg(self, will_revert: bool = True, return_d2c: bool = False) -> float | None:
         """Gives everybody the mean of all models; a collective call.
@@ -296,7 +287,7 @@ class DecentralizedDataParallel(Module):
         """
         return {
             "model": self._model.state_dict(),
-            "world_size": self._communicator.size,
+            "world_size": self._engine.communicator.size,
             "topology": self._topology_name,
             **self._engine.saved(),
         }
@@ -308,7 +299,7 @@ class DecentralizedDataParallel(Module):
             UserError: it is from another world, topology or model.
         """
         for field, here in (
-            ("world_size", self._communicator.size),
+            ("world_size", self._engine.communicator.size),
             ("topology", self._topology_name),
         ):
             if checkpoint[field] != here:

@@ -151,19 +151,13 @@ class AccumAdam(Optimizer):
         weight_decay: float = 0.0,
         accum_iter: int = 4,
     ) -> None:
-        for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
+        numbers = {"lr": lr, "eps": eps, "weight_decay": weight_decay}
+        for name, value in numbers.items():
             at_least(name, value, 0)
         if not all(0 <= beta < 1 for beta in betas):
             raise UserError(f"betas must be in 0 .. 1, got {betas}")
         at_least("accum_iter", accum_iter, 1)
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "accum_iter": accum_iter,
-        }
-        super().__init__(params, defaults)
+        super().__init__(params, numbers | {"betas": betas, "accum_iter": accum_iter})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -67,13 +67,11 @@ def ring(world_size: int, style: RingStyle = "both") -> nx.DiGraph:
 
 def exponential(world_size: int, base: int = 2) -> nx.DiGraph:
     """r sends to r + base^k for every power below the world size, equal weights."""
-    at_least("base of an exponential topology", base, 2)
     return circulant(world_size, powers(base, world_size))
 
 
 def symmetric_exponential(world_size: int, base: int = 4) -> nx.DiGraph:
     """r exchanges with r + base^k and r - base^k for every power up to half the world size."""
-    at_least("base of an exponential topology", base, 2)
     half = [power for power in powers(base, world_size) if power <= world_size // 2]
     return circulant(world_size, [*half, *(-power for power in half)])
 
@@ -128,6 +126,7 @@ def mesh(world_size: int, shape: tuple[int, int] | None = None) -> nx.DiGraph:
 
 def powers(base: int, limit: int) -> list[int]:
     """1, base, base^2, ... below `limit`; in whole numbers, for logarithms round."""
+    at_least("base of an exponential topology", base, 2)
     result, power = [], 1
     while power < limit:
         result.append(power)

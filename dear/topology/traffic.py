@@ -138,11 +138,24 @@ class Traffic:
         be measured as it is.
         """
         at_least("ranks_per_host", ranks_per_host, 1)
-        hosts = -(-self.world_size // ranks_per_host)
-        return [
-            [_load(step, host, ranks_per_host, self.world_size) for step in self.steps]
-            for host in range(hosts)
-        ]
+
+        def load(step: Sequence[Part], host: int) -> Load:
+            sent = received = reduced = 0.0
+            for part in step:
+                if isinstance(part, Message):
+                    source, target = part.source // ranks_per_host, part.target // ranks_per_host
+                    sent += part.share * (source == host != target)
+                    received += part.share * (target == host != source)
+                elif len(part.ranks) == self.world_size:
+                    reduced += part.share
+                elif host in (group := {rank // ranks_per_host for rank in part.ranks}):
+                    carried = part.share * 2 * (len(group) - 1) / len(group)
+                    sent += carried
+                    received += carried
+            return Load(sent=sent, received=received, reduced=reduced)
+
+        hosts = range(-(-self.world_size // ranks_per_host))
+        return [[load(step, host) for step in self.steps] for host in hosts]
 
 
 def _group(ranks: Sequence[int]) -> list[Part]:
@@ -150,21 +163,3 @@ def _group(ranks: Sequence[int]) -> list[Part]:
         one, other = ranks
         return [Message(source=one, target=other), Message(source=other, target=one)]
     return [GroupMean(ranks=tuple(ranks))] if len(ranks) > 2 else []
-
-
-def _load(step: Sequence[Part], host: int, ranks_per_host: int, world_size: int) -> Load:
-    sent = received = reduced = 0.0
-    for part in step:
-        if isinstance(part, Message):
-            source, target = part.source // ranks_per_host, part.target // ranks_per_host
-            sent += part.share * (source == host != target)
-            received += part.share * (target == host != source)
-        elif len(part.ranks) == world_size:
-            reduced += part.share
-        else:
-            hosts = {rank // ranks_per_host for rank in part.ranks}
-            if host in hosts:
-                carried = part.share * 2 * (len(hosts) - 1) / len(hosts)
-                sent += carried
-                received += carried
-    return Load(sent=sent, received=received, reduced=reduced)

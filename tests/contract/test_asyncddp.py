@@ -13,7 +13,7 @@ from torch.nn import functional
 
 import dear
 from dear.comm import runtime
-from dear.comm.consensus import GlobalAverage
+from dear.comm.neighbors import GlobalAverage
 from dear.topology import graph, recv_weights
 from dear.training.pace import run_for
 from tests.contract import awkward

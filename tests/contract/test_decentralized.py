@@ -9,7 +9,7 @@ from torch.nn import functional
 
 import dear
 from dear.comm import runtime
-from dear.comm.consensus import GlobalAverage
+from dear.comm.neighbors import GlobalAverage
 from dear.errors import UserError
 from dear.topology.schedules import Edge, Topology, TopologyReg
 from tests.contract import awkward

@@ -31,7 +31,7 @@ def waiting(clock: Clock, timeout: timedelta | None, steps_in: Callable[[], int]
     )
     engine.windows = {None: SimpleNamespace(steps_in=lambda source: steps_in())}
     engine.steps, engine._max_staleness = 8, 2
-    engine.peers = SimpleNamespace(gone=lambda rank: False)
+    engine.peers = SimpleNamespace(departures=SimpleNamespace(gone=lambda rank: False))
     return engine
 
 

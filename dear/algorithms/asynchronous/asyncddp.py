@@ -87,7 +87,7 @@ class AsyncEngine(WindowEngine):
         patience_s = DEFAULT_PATIENCE_S if limit is None else limit.total_seconds()
         while True:
             steps = last.steps_in(source)
-            if steps is None or steps >= least or self.peers.gone(source):
+            if steps is None or steps >= least or self.peers.departures.gone(source):
                 break
             if clock() - began > patience_s:
                 raise RuntimeError(

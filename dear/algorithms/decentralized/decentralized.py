@@ -30,7 +30,7 @@ class Decentralized(Algorithm):
 
     Invariant: x_i(t+1) = sum_j W_ij(t) x_j(t) - update(g_i(x_i(t))): each rank applies its own
     gradient, at its own parameters, to the average over its group. Models of different ranks
-    differ; `dear.comm.consensus` averages them. `p.grad` is always the rank's own.
+    differ; `dear.consensus` averages them. `p.grad` is always the rank's own.
     Bytes move: each bucket of parameters from its update until its update in the next step.
     Cost per step and rank: one exchange of the model with one peer (`ring`, `one-peer-exp`), or an
     all-reduce of it in the group (`complete`: all ranks; `alternating-exp-ring`: a node or two).

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -111,18 +110,6 @@ class Profile:
 
     def save(self, path: Path) -> None:
         """Writes JSON with one module per line."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(self.text())
-
-    def text(self) -> str:
-        """The JSON of the file."""
-        head = {"schema": SCHEMA} | {key: getattr(self, key) for key in _HEAD}
-        head |= {"columns": _COLUMNS, "shared": self.shared}
-        lines = [f"{json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]
-        rows = ",\n".join(json.dumps(row, separators=(",", ":")) for row in self._rows())
-        return "{\n" + "\n".join(lines) + '\n"modules": [\n' + rows + "\n]\n}\n"
-
-    def _rows(self) -> list[list[Any]]:
         rows: dict[str, list[Any]] = {name: [name, [], []] for name in self.modules}
         for position, call in enumerate(self.calls):
             rows[call.module][1].append([position, _ms(call.forward_s), _ms(call.backward_s)])
@@ -130,7 +117,12 @@ class Profile:
             own = param.name.rpartition(".")[2]
             ready = None if param.ready_s is None else _ms(param.ready_s)
             rows[param.module][2].append([own, param.shape, param.position, ready])
-        return list(rows.values())
+        head = {"schema": SCHEMA} | {key: getattr(self, key) for key in _HEAD}
+        head |= {"columns": _COLUMNS, "shared": self.shared}
+        lines = [f"{json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]
+        body = ",\n".join(json.dumps(row, separators=(",", ":")) for row in rows.values())
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("{\n" + "\n".join(lines) + '\n"modules": [\n' + body + "\n]\n}\n")
 
 
 def _ms(seconds: float) -> float:
@@ -185,8 +177,3 @@ def batch_sizes() -> dict[str, list[int]]:
         if batch.isdigit():
             found.setdefault(f"{model}@{path.parent.name}", []).append(int(batch))
     return {name: sorted(sizes) for name, sizes in found.items()}
-
-
-def listed(values: Iterable[object]) -> str:
-    """For messages: `8, 32`."""
-    return ", ".join(str(value) for value in values)

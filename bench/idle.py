@@ -14,7 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bench.rig import session, table
-from bench.rig.rank import Place, cpu_seconds
+from bench.rig.rank import Place
 
 _SETTLE_S = 0.5
 
@@ -24,9 +24,9 @@ def measure(place: Place, seconds: float) -> float:
     place.engine.all_reduce(place.engine.empty(1_000_000).fill_(1))
     place.meet()
     time.sleep(_SETTLE_S)  # what ends the operation is not yet idleness
-    before = cpu_seconds()
+    before = time.process_time()
     time.sleep(seconds)
-    return cpu_seconds() - before
+    return time.process_time() - before
 
 
 def main(argv: list[str]) -> int:

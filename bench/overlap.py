@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bench.rig import session, table
 from bench.rig.output import note
-from bench.rig.rank import Place, cpu_seconds
+from bench.rig.rank import Place
 from bench.rig.table import Ratio, worst
 from dear.errors import UserError
 from dear.lazy import torch
@@ -55,10 +55,10 @@ def measure(place: Place, nbytes: int, flights: int, calls: int) -> dict[str, fl
     compute()
     alone = time.perf_counter() - compute_start
 
-    start, cpu = meet(), cpu_seconds()
+    start, cpu = meet(), time.process_time()
     for finish in submit():
         finish()
-    comm, cpu = time.perf_counter() - start, cpu_seconds() - cpu
+    comm, cpu = time.perf_counter() - start, time.process_time() - cpu
 
     start = meet()
     waiting = submit()

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.results.records import Record
-from common.results.table import PLACE, Column, Table, significant
+from common.results.table import PLACE, Column, Table, given, significant
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,24 +209,16 @@ def _shown(title: str, text: Callable[[LearnRow], str], numeric: bool = True) ->
     return Column(title=title, text=text, numeric=numeric, sparse=True)
 
 
-def _given(field: str, form: str) -> Callable[[LearnRow], str]:
-    def text(row: LearnRow) -> str:
-        value = getattr(row, field)
-        return "" if value is None else format(value, form)
-
-    return text
-
-
 _COLUMNS = (
     _shown("to target", _target),
-    _shown("steps to target", _given("steps_to_target", ".0f")),
-    _shown("accuracy", _given("accuracy", ".2%")),
+    _shown("steps to target", given("steps_to_target", ".0f")),
+    _shown("accuracy", given("accuracy", ".2%")),
     _shown("of single ranks", _spread),
     _shown("loss", lambda row: significant(row.loss)),
     _shown("throughput", lambda row: f"{significant(row.samples_per_s)} {row.unit}"),
     _shown("steps/s", lambda row: significant(row.steps_per_s)),
     _shown("on the slow host", lambda row: significant(row.slowed_steps_per_s)),
-    _shown("kept", _given("kept", ".2f")),
+    _shown("kept", given("kept", ".2f")),
     _shown(
         "consensus", lambda row: f"{row.consensus_distance:.1e}" if row.consensus_distance else ""
     ),

@@ -331,10 +331,7 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
 
 def latest(records: list[Record]) -> dict[str, Record]:
     """The newest record of each trial, by hash, in the order in which trials first appeared."""
-    found: dict[str, Record] = {}
-    for record in records:
-        found[record.hash] = record
-    return found
+    return {record.hash: record for record in records}
 
 
 def fabric_words(records: Iterable[Record]) -> str:

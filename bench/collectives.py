@@ -268,7 +268,7 @@ def report(
         for engine in engines
     }
     header = [*HEADER, "of wire" if limits.kind == "wire" else "x memory"]
-    lines = [table.layout(header, table.rows_of(rounds, failures, cells)), *limits.lines(), ""]
+    lines = [table.of_engines(header, rounds, failures, cells), *limits.lines(), ""]
     core = [name for name in engines if name.startswith("comm_core")]
     for reference in core or engines[:1]:
         lines += _compared(reference, engines, world, limits.bound_s, times, cpu)

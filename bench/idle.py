@@ -44,9 +44,8 @@ def main(argv: list[str]) -> int:
             shown = " ".join(table.digits(seconds * 1e3) for seconds in cpu)
             return [shown, table.digits(max(cpu) / args.seconds * 100)]
 
-        rows = table.rows_of({(name,): cpu for name, cpu in used.items()}, running.failures, cells)
         header = ["engine", f"CPU ms in {args.seconds:g} s, by rank", "most, % of a core"]
-        print(table.layout(header, rows))
+        print(table.of_engines(header, used, running.failures, cells))
         return 1 if running.failures else 0
 
 

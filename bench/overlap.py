@@ -126,11 +126,9 @@ def rendered(rounds: Rounds, failures: Mapping[str, str]) -> str:
         spread = f"{min(slow):+.1f}..{max(slow):+.1f}"
         return [f"{statistics.median(slow):+.1f} %", spread, *map(table.digits, medians)]
 
-    by_label = {(engine,): kept for engine, kept in rounds.items()}
-    lines = [table.layout(header, table.rows_of(by_label, failures, cells))]
+    lines = [table.of_engines(header, rounds, failures, cells)]
     computed = {
-        engine: dict(enumerate(worst(ranks, "compute_s") for ranks in kept))
-        for engine, kept in rounds.items()
+        engine: [worst(ranks, "compute_s") for ranks in kept] for engine, kept in rounds.items()
     }
     first, *others = rounds
     for other in others:

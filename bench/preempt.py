@@ -145,8 +145,7 @@ def rendered(rounds: Rounds, failures: Mapping[str, str]) -> str:
         spread = f"{table.digits(low)}..{table.digits(high)}"
         return [urgent, spread, *others, f"{overtook}/{len(kept)}", str(wrong)]
 
-    by_label = {(engine,): kept for engine, kept in rounds.items()}
-    return table.layout(header, table.rows_of(by_label, failures, cells))
+    return table.of_engines(header, rounds, failures, cells)
 
 
 if __name__ == "__main__":

@@ -44,7 +44,9 @@ def draw(folder: Path, out: Path) -> list[Path]:
         layout="constrained",
     )
     for axis, panel in zip(axes[:, 0], panels.values(), strict=True):
-        _panel(axis, panel, colour, _single(singles, panel[0][0]))
+        # The single worker that the panel's efficiency is relative to.
+        own = [row for row in singles if _task(row) == _task(panel[0][0])]
+        _panel(axis, panel, colour, own[0] if own else None)
     style.caption(figure, _about(good, table), good, 115)
 
     out.mkdir(parents=True, exist_ok=True)
@@ -53,13 +55,8 @@ def draw(folder: Path, out: Path) -> list[Path]:
     return [*style.save(figure, out / "throughput"), data]
 
 
-def _single(singles: list[Row], row: Row) -> Row | None:
-    """The single worker that `row`'s efficiency is relative to."""
-    for single in singles:
-        same = (single.model, single.batch_size, single.network, single.fault)
-        if same == (row.model, row.batch_size, row.network, row.fault):
-            return single
-    return None
+def _task(row: Row) -> tuple[Any, ...]:
+    return (row.model, row.batch_size, row.network, row.fault)
 
 
 def _panel(

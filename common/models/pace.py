@@ -81,7 +81,8 @@ class Pace:
         if thread != self._thread:
             self._thread = thread
             self._blocked = -1
-            _sleep_precisely()
+            # Lets the kernel wake this thread in time; by default it may take 50 us more.
+            ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(1), 0, 0, 0)
         if _times_blocked() != self._blocked:
             self._deadline = max(self._deadline, now)
         self._deadline += seconds * self.time_scale * self.slowdown(now)
@@ -101,11 +102,6 @@ class Pace:
 def _times_blocked() -> int:
     """How often this thread has given up its core because it had to wait."""
     return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
-
-
-def _sleep_precisely() -> None:
-    """Lets the kernel wake this thread in time; by default it may take 50 us more."""
-    ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(1), 0, 0, 0)
 
 
 _current = Pace(1.0, None)

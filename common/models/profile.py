@@ -51,10 +51,6 @@ class ProfiledParameter:
     def module(self) -> str:
         return self.name.rpartition(".")[0]
 
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
@@ -82,10 +78,6 @@ class Profile:
     """Further names of parameters, with their first ones."""
 
     @property
-    def name(self) -> str:
-        return f"{self.model}@{self.device}"
-
-    @property
     def forward_s(self) -> float:
         return sum(call.forward_s for call in self.calls)
 
@@ -101,7 +93,7 @@ class Profile:
     @property
     def parameter_bytes(self) -> int:
         """Of all parameters as float32."""
-        return 4 * sum(param.numel for param in self.parameters)
+        return 4 * sum(math.prod(param.shape) for param in self.parameters)
 
     def gradients(self) -> list[ProfiledParameter]:
         """The parameters that get gradients, in the order in which they get them."""

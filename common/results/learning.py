@@ -125,7 +125,12 @@ def _row(record: Record, records: Sequence[Record]) -> LearnRow:
         "repeats": len(repeats),
         "reason": "; ".join(record.notes) or None,
     }
-    calm = _undisturbed(record, records)
+    undisturbed = (
+        other
+        for other in records
+        if other.ok and not other.fault and _as_one(other.trial) == _as_one(trial)
+    )
+    calm = next(undisturbed, None) if record.fault else None
     if calm is not None and rate is not None:
         before = _rate(calm, lambda rank: rank not in slowed and rank not in lost)
         known["kept"] = rate / before if before else None
@@ -157,15 +162,6 @@ def staleness(record: Record) -> Iterator[tuple[float, float]]:
         for age in ((rank or {}).get("staleness") or {}).values():
             if isinstance(age, dict) and age["mean"] is not None:
                 yield age["mean"], age["max"]
-
-
-def _undisturbed(record: Record, records: Sequence[Record]) -> Record | None:
-    if not record.fault:
-        return None
-    for other in records:
-        if other.ok and not other.fault and _as_one(other.trial) == _as_one(record.trial):
-            return other
-    return None
 
 
 def _as_one(trial: dict[str, Any]) -> dict[str, Any]:

@@ -84,7 +84,7 @@ def _measure(args: argparse.Namespace) -> None:
     communicator = runtime.communicator()
     on_gpu = communicator.backend == "nccl"
     device = torch.device("cuda", dear.local_rank()) if on_gpu else torch.device("cpu")
-    sizes = [2**power for power in range(12, args.largest.bit_length()) if 2**power <= args.largest]
+    sizes = [2**power for power in range(12, args.largest.bit_length())]
     results = [
         measure_collective(communicator, name, device, sizes=sizes, repeats=args.repeats)
         for name in args.operations

@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench.rig import session, table
 from bench.rig.limits import Limits
 from bench.rig.output import note
-from bench.rig.rank import Place, cpu_seconds
+from bench.rig.rank import Place
 from bench.rig.table import Ratio
 from dear.errors import UserError, unknown
 from dear.lazy import torch
@@ -127,7 +127,7 @@ def _timed(place: Place, buffers: _Buffers, count: int) -> tuple[list[float], fl
     times = []
     gc.collect()
     gc.disable()
-    cpu = cpu_seconds()
+    cpu = time.process_time()
     for _ in range(count):
         # What this thread spends in the barrier is the benchmark's, not the engine's; the
         # engine's own threads are counted all the time.
@@ -138,7 +138,7 @@ def _timed(place: Place, buffers: _Buffers, count: int) -> tuple[list[float], fl
         buffers.run()
         times.append(time.perf_counter() - start)
     place.engine.fence()
-    cpu = cpu_seconds() - cpu
+    cpu = time.process_time() - cpu
     gc.enable()
     return times, cpu
 
@@ -268,7 +268,7 @@ def report(
         for engine in engines
     }
     header = [*HEADER, "of wire" if limits.kind == "wire" else "x memory"]
-    lines = [table.layout(header, table.rows_of(rounds, failures, cells)), *limits.lines(), ""]
+    lines = [table.of_engines(header, rounds, failures, cells), *limits.lines(), ""]
     core = [name for name in engines if name.startswith("comm_core")]
     for reference in core or engines[:1]:
         lines += _compared(reference, engines, world, limits.bound_s, times, cpu)

@@ -14,8 +14,6 @@ missing or parameters differ, 2 a mistake in the options.
 
 from __future__ import annotations
 
-import argparse
-import functools
 import statistics
 import sys
 import time
@@ -53,7 +51,7 @@ class Case:
     def ratio(self) -> Ratio | None:
         """Steps per second of ours over those of decent-dp."""
         ours, theirs = self.step_s.values()
-        return Ratio.of(dict(enumerate(theirs)), dict(enumerate(ours)))
+        return Ratio.of(theirs, ours)
 
     def compare(self, ends: list[list[np.ndarray]]) -> None:
         """Notes how far the parameters of two systems, by rank, are apart."""
@@ -116,7 +114,6 @@ def train(
 def _wrapped(
     engine: str, model: torch.nn.Module, topology: str, local: int, same_order: bool
 ) -> Any:
-    make = functools.partial(_sgd, lr=0.05)
     if SYSTEMS[engine] == "decent-dp":
         try:
             from decent_dp.ddp import DecentralizedDataParallel as Peer
@@ -124,16 +121,16 @@ def _wrapped(
         except ImportError as error:
             raise RuntimeError(f"decent-dp is not there: {error}") from None
         logger.remove()
-        return Peer(model, make, topology=topology, _local_world_size=local)
+        return Peer(model, _sgd, topology=topology, _local_world_size=local)
     from dear.decentralized import DecentralizedDataParallel
 
     if same_order:
         topology = _as_the_peer_goes(topology)
-    return DecentralizedDataParallel(model, make, topology=topology, _local_world_size=local)
+    return DecentralizedDataParallel(model, _sgd, topology=topology, _local_world_size=local)
 
 
-def _sgd(params: Any, lr: float) -> torch.optim.Optimizer:
-    return torch.optim.SGD([param for _, param in params], lr=lr, momentum=0.9)
+def _sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD([param for _, param in params], lr=0.05, momentum=0.9)
 
 
 def _as_the_peer_goes(name: str) -> str:
@@ -170,26 +167,23 @@ def main(argv: list[str]) -> int:
     for name in ("width", "layers", "batch", "steps", "repeats"):
         at_least(f"--{name}", getattr(args, name), 1)
     wanted = {"width": args.width, "layers": args.layers, "batch": args.batch}
-    jobs = {
-        name: {"topology": name, "local": _local(args, name), **wanted} for name in args.topologies
-    }
-    for name, job in jobs.items():
+    jobs = {}
+    for name in args.topologies:
+        # decent-dp divides by zero where a node is one rank alone.
+        local = args.local or (2 if name == "alternating-exp-ring" else 1)
+        jobs[name] = {"topology": name, "local": local, **wanted}
         # A topology that this world cannot have is named before anything starts.
-        TopologyReg.make(name, world_size=args.world, rank=0, local_world_size=job["local"])
+        TopologyReg.make(name, world_size=args.world, rank=0, local_world_size=local)
     cases = {name: Case() for name in args.topologies}
     with session.started("bench/decentralized_peer", args) as running:
         ends: dict[tuple[str, str], list[np.ndarray]] = {}
-        once = {
-            name: job | {"steps": COMPARED_STEPS, "compare": True} for name, job in jobs.items()
-        }
-        for name, system, ranks in running.round(train, once):
+        once = {"steps": COMPARED_STEPS, "compare": True}
+        for name, system, ranks in running.round(train, {n: jobs[n] | once for n in jobs}):
             ends[name, system] = [ended for ended, *_ in ranks]
         for name, case in cases.items():
             case.compare([ends[name, system] for system in args.engines if (name, system) in ends])
-        timed = {
-            name: job | {"steps": args.steps + _WARM_UP, "compare": False}
-            for name, job in jobs.items()
-        }
+        often = {"steps": args.steps + _WARM_UP, "compare": False}
+        timed = {name: job | often for name, job in jobs.items()}
         for index in range(args.repeats):
             # Who goes first alternates, as does whatever disturbs the machine.
             for name, system, ranks in running.round(train, timed, backwards=index % 2 == 1):
@@ -206,11 +200,6 @@ def main(argv: list[str]) -> int:
             print(f"{SYSTEMS[system]}: {reason}")
         apart = any((case.difference or 0) > TOLERANCE for case in cases.values())
         return 1 if running.failures or apart else 0
-
-
-def _local(args: argparse.Namespace, topology: str) -> int:
-    # decent-dp divides by zero where a node is one rank alone.
-    return args.local or (2 if topology == "alternating-exp-ring" else 1)
 
 
 def rendered(cases: dict[str, Case]) -> str:

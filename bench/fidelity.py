@@ -68,20 +68,22 @@ def table(kind: type[Case], cases: Sequence[Case]) -> str:
     return layout(header, [[*case.cells(), case.verdict] for case in cases])
 
 
+@dataclass(frozen=True)
 class Check:
     """The cases of one run: kept after each round, printed and judged at its end."""
 
-    def __init__(self, what: str, kind: type[Case], output: Output) -> None:
-        self._what, self._kind, self._output = what, kind, output
+    what: str
+    kind: type[Case]
+    output: Output
 
     def save(self, cases: Sequence[Case], **values: Any) -> None:
         """Keeps the cases and values, with where they were measured."""
-        about = self._output.about(f"bench/fidelity {self._what}")
-        self._output.save({**about, "cases": [vars(case) for case in cases], **values})
+        about = self.output.about(f"bench/fidelity {self.what}")
+        self.output.save({**about, "cases": [vars(case) for case in cases], **values})
 
     def end(self, cases: Sequence[Case], *remarks: str, failures: Sequence[str] = ()) -> int:
         """Prints the table; 0 if all that is judged is within the bar and nothing has failed."""
-        print("\n".join([*self._output.heading(), *remarks, table(self._kind, cases), *failures]))
+        print("\n".join([*self.output.heading(), *remarks, table(self.kind, cases), *failures]))
         return int(bool(failures) or any(case.verdict == "MISSED" for case in cases))
 
 
@@ -125,9 +127,8 @@ class Link(Case):
         ]
 
 
-def links(args: argparse.Namespace, output: Output) -> int:
+def links(args: argparse.Namespace, check: Check) -> int:
     """Do virtual links have the rate that was asked for?"""
-    check = Check(args.what, Link, output)
     cases = [
         Link(gbps=0.1, time_scale=1),
         Link(gbps=1, time_scale=1),
@@ -189,7 +190,7 @@ _SHORTEST_STEP_S = 0.05
 _WARMUP_STEPS = 2
 
 
-def compute(args: argparse.Namespace, output: Output) -> int:
+def compute(args: argparse.Namespace, check: Check) -> int:
     """Does a replayed step take as long as its profile says? Every profile that there is."""
     from common.models import pace, profile, registry
 
@@ -205,7 +206,6 @@ def compute(args: argparse.Namespace, output: Output) -> int:
                     Replay(model=model, batch_size=batch_size, time_scale=k, profile_s=step_s)
                 )
     torch.set_num_threads(1)
-    check = Check(args.what, Replay, output)
     try:
         for case in cases:
             pace.set_pace(pace.Pace(case.time_scale, None))
@@ -279,7 +279,7 @@ class AllReduce(Case):
 _ENGINES = ("comm_core", "gloo")
 
 
-def all_reduce(args: argparse.Namespace, output: Output) -> int:
+def all_reduce(args: argparse.Namespace, check: Check) -> int:
     """Does an all-reduce between virtual hosts take as long as its bytes?"""
     for name in args.engines:
         if name not in _ENGINES:
@@ -289,29 +289,19 @@ def all_reduce(args: argparse.Namespace, output: Output) -> int:
     nbytes = bucket_bytes(parse_size(args.size), args.hosts)
     bound = nbytes * bus_factor("all_reduce", args.hosts) * 8 / (args.gbps * 1e9)
     wanted = {"op": "all_reduce", "nbytes": nbytes, "budget_s": 1.0, "iterations": (3, 20)}
-    check = Check(args.what, AllReduce, output)
     cases: list[AllReduce] = []
     failures: list[str] = []
     profile = NetworkProfile(name="bench", gbps=args.gbps)
     with EmulatedCluster(hosts=args.hosts, profile=profile) as cluster:
         for mtu in args.mtu:
-            _set_mtu(cluster, mtu)
+            # Of both ends of every link; connections made later use it.
+            for index, host in enumerate(cluster.hosts):
+                network.batch("ip", [f"link set mtu {mtu} dev {network.port_of(index)}"])
+                network.batch("ip", [f"link set mtu {mtu} dev {host.ifname}"], host.pid)
             note(f"packets of {mtu}")
             found = {e: AllReduce(engine=e, mtu=mtu, payload_s=bound) for e in args.engines}
-            # A short path, because it holds sockets.
-            with (
-                tempfile.TemporaryDirectory(prefix="fid", dir="/tmp") as folder,
-                Teams(
-                    args.engines,
-                    Layout(
-                        hosts=cluster.hosts,
-                        per_host=1,
-                        folder=Path(folder),
-                        transport="tcp",
-                        timeout_s=120.0,
-                    ),
-                ) as teams,
-            ):
+            layout = Layout(hosts=cluster.hosts, per_host=1, transport="tcp", timeout_s=120.0)
+            with Teams(args.engines, layout) as teams:
                 for index in range(args.repeats):
                     for _, engine, results in teams.round(measure, {"": wanted}):
                         if wrong := sum(result["wrong"] for result in results):
@@ -326,13 +316,6 @@ def all_reduce(args: argparse.Namespace, output: Output) -> int:
             check.save(cases, bytes=nbytes)
     remark = f"# all-reduce of {nbytes} bytes, {args.hosts} ranks, links of {args.gbps:g} Gb/s"
     return check.end(cases, remark, failures=failures)
-
-
-def _set_mtu(cluster: EmulatedCluster, mtu: int) -> None:
-    """Gives both ends of every link this packet size; connections made later use it."""
-    for index, host in enumerate(cluster.hosts):
-        network.batch("ip", [f"link set mtu {mtu} dev {network.port_of(index)}"])
-        network.batch("ip", [f"link set mtu {mtu} dev {host.ifname}"], host.pid)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -353,7 +336,7 @@ class Scales(Case):
 
     def cells(self) -> list[str]:
         # Either may come first in a round: of the last one there may be but half.
-        ratio = Ratio.of(dict(enumerate(self.at_k_s)), dict(enumerate(self.at_2k_s)))
+        ratio = Ratio.of(self.at_k_s, self.at_2k_s)
         return [
             *(self.algorithm, str(len(self.at_2k_s))),
             f"{digits(statistics.median(self.at_k_s), 4)} s",
@@ -367,11 +350,10 @@ class SweepError(Exception):
     """A sweep gave no step times; the message is one line."""
 
 
-def scales(args: argparse.Namespace, output: Output) -> int:
+def scales(args: argparse.Namespace, check: Check) -> int:
     """Do two time scales give the same emulated step time?"""
     cases = [Scales(algorithm=name) for name in args.algorithms]
     records: list[dict[str, Any]] = []
-    check = Check(args.what, Scales, output)
     failures = []
     try:
         with tempfile.TemporaryDirectory(prefix="fidelity-") as folder:
@@ -440,7 +422,12 @@ def _step_s(record: dict[str, Any], index: int) -> float:
     return step
 
 
-CHECKS = {"links": links, "compute": compute, "collective": all_reduce, "scales": scales}
+CHECKS = {
+    "links": (links, Link),
+    "compute": (compute, Replay),
+    "collective": (all_reduce, AllReduce),
+    "scales": (scales, Scales),
+}
 
 
 def main(argv: list[str]) -> int:
@@ -454,7 +441,8 @@ def main(argv: list[str]) -> int:
         if len(set(args.algorithms)) != len(args.algorithms):
             raise UserError(f"--algorithms names one twice: {' '.join(args.algorithms)}")
     with Output(args.json) as output:
-        return CHECKS[args.what](args, output)
+        check, kind = CHECKS[args.what]
+        return check(args, Check(args.what, kind, output))
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:

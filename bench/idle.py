@@ -14,7 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bench.rig import session, table
-from bench.rig.rank import Place, cpu_seconds
+from bench.rig.rank import Place
 
 _SETTLE_S = 0.5
 
@@ -24,9 +24,9 @@ def measure(place: Place, seconds: float) -> float:
     place.engine.all_reduce(place.engine.empty(1_000_000).fill_(1))
     place.meet()
     time.sleep(_SETTLE_S)  # what ends the operation is not yet idleness
-    before = cpu_seconds()
+    before = time.process_time()
     time.sleep(seconds)
-    return cpu_seconds() - before
+    return time.process_time() - before
 
 
 def main(argv: list[str]) -> int:
@@ -44,9 +44,8 @@ def main(argv: list[str]) -> int:
             shown = " ".join(table.digits(seconds * 1e3) for seconds in cpu)
             return [shown, table.digits(max(cpu) / args.seconds * 100)]
 
-        rows = table.rows_of({(name,): cpu for name, cpu in used.items()}, running.failures, cells)
         header = ["engine", f"CPU ms in {args.seconds:g} s, by rank", "most, % of a core"]
-        print(table.layout(header, rows))
+        print(table.of_engines(header, used, running.failures, cells))
         return 1 if running.failures else 0
 
 

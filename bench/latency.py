@@ -90,8 +90,8 @@ def rendered(rounds: Rounds, reference: str, failures: Mapping[str, str]) -> str
 
     by_label = {("all_reduce", engine, str(n)): kept for (n, engine), kept in rounds.items()}
     header = ["op", "engine", "bytes", "median ms", "p99 ms", "min ms", "iterations"]
-    lines = [table.layout(header, table.rows_of(by_label, failures, cells))]
-    medians = {key: dict(enumerate(map(statistics.median, kept))) for key, kept in rounds.items()}
+    lines = [table.of_engines(header, by_label, failures, cells)]
+    medians = {key: [*map(statistics.median, kept)] for key, kept in rounds.items()}
     for (nbytes, engine), theirs in medians.items():
         ratio = Ratio.of(theirs, medians[nbytes, reference])
         if ratio and engine != reference:

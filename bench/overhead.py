@@ -62,20 +62,16 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
         at_least(f"--{name}", getattr(args, name), 1)
     at_least("--tensors", min(args.tensors), 1)
     at_least("--ranks", min(args.ranks), 1)
-    args.algorithms = args.algorithms or _default_algorithms()
-    for name in args.algorithms:
-        algorithm_options(name, {})  # an unknown one is named before anything starts
-    return args
-
-
-def _default_algorithms() -> list[str]:
-    return [
+    args.algorithms = args.algorithms or [
         name
         for name in algorithm_names()
         if name not in APART
         and algorithm_class(name).unavailable() is None
         and algorithm_class(name).capabilities.consistency == "synchronous"
     ]
+    for name in args.algorithms:
+        algorithm_options(name, {})  # an unknown one is named before anything starts
+    return args
 
 
 def measure(args: argparse.Namespace, ranks: int, tensors: int) -> list[dict[str, Any]]:

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bench.rig import session, table
 from bench.rig.output import note
-from bench.rig.rank import Place, cpu_seconds
+from bench.rig.rank import Place
 from bench.rig.table import Ratio, worst
 from dear.errors import UserError
 from dear.lazy import torch
@@ -55,10 +55,10 @@ def measure(place: Place, nbytes: int, flights: int, calls: int) -> dict[str, fl
     compute()
     alone = time.perf_counter() - compute_start
 
-    start, cpu = meet(), cpu_seconds()
+    start, cpu = meet(), time.process_time()
     for finish in submit():
         finish()
-    comm, cpu = time.perf_counter() - start, cpu_seconds() - cpu
+    comm, cpu = time.perf_counter() - start, time.process_time() - cpu
 
     start = meet()
     waiting = submit()
@@ -126,11 +126,9 @@ def rendered(rounds: Rounds, failures: Mapping[str, str]) -> str:
         spread = f"{min(slow):+.1f}..{max(slow):+.1f}"
         return [f"{statistics.median(slow):+.1f} %", spread, *map(table.digits, medians)]
 
-    by_label = {(engine,): kept for engine, kept in rounds.items()}
-    lines = [table.layout(header, table.rows_of(by_label, failures, cells))]
+    lines = [table.of_engines(header, rounds, failures, cells)]
     computed = {
-        engine: dict(enumerate(worst(ranks, "compute_s") for ranks in kept))
-        for engine, kept in rounds.items()
+        engine: [worst(ranks, "compute_s") for ranks in kept] for engine, kept in rounds.items()
     }
     first, *others = rounds
     for other in others:

@@ -39,6 +39,8 @@ def measure(place: Place, large: int, small: int, delay_s: float) -> dict[str, f
         `delay_s` before; `large_alone_s` and `large_s`: the large one without and with it;
         `wrong`: elements.
     """
+    if place.name == "comm_core":
+        import comm_core
     if place.name not in _urgent_groups:
         _urgent_groups[place.name] = dist.new_group(backend=place.name)
     urgent = _urgent_groups[place.name]
@@ -47,7 +49,7 @@ def measure(place: Place, large: int, small: int, delay_s: float) -> dict[str, f
     whole = torch.empty(small // 4)
 
     def start_urgent() -> Any:
-        with _priority(place.name):
+        with comm_core.priority(1) if place.name == "comm_core" else contextlib.nullcontext():
             return dist.all_gather_into_tensor(whole, shard, group=urgent, async_op=True)
 
     def meet() -> float:
@@ -87,14 +89,6 @@ def measure(place: Place, large: int, small: int, delay_s: float) -> dict[str, f
         "large_s": large_s,
         "wrong": float(wrong),
     }
-
-
-def _priority(name: str) -> contextlib.AbstractContextManager[Any]:
-    if name != "comm_core":
-        return contextlib.nullcontext()
-    import comm_core
-
-    return comm_core.priority(1)
 
 
 def main(argv: list[str]) -> int:
@@ -145,8 +139,7 @@ def rendered(rounds: Rounds, failures: Mapping[str, str]) -> str:
         spread = f"{table.digits(low)}..{table.digits(high)}"
         return [urgent, spread, *others, f"{overtook}/{len(kept)}", str(wrong)]
 
-    by_label = {(engine,): kept for engine, kept in rounds.items()}
-    return table.layout(header, table.rows_of(by_label, failures, cells))
+    return table.of_engines(header, rounds, failures, cells)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from dear.errors import UserError
 
 _PACKAGES = ("torch", "torchvision", "timm", "transformers", "horovod", "numpy")
@@ -155,14 +157,7 @@ def check_memory(
 
 def available_bytes() -> int:
     """What this process and its children may still use: the machine's rest or its group's."""
-    return min([_machine_rest(), *_group_rests()])
-
-
-def _machine_rest() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) << 10
-    raise RuntimeError("/proc/meminfo has no MemAvailable")
+    return min([psutil.virtual_memory().available, *_group_rests()])
 
 
 def _group_rests() -> Iterator[int]:
@@ -187,7 +182,7 @@ def group_rest(folder: Path, limit_name: str) -> int | None:
     Args:
         limit_name: `max` in version 2, `limit_in_bytes` in version 1.
     """
-    used_name = "usage_in_bytes" if limit_name == "limit_in_bytes" else "current"
+    used_name = "current" if limit_name == "max" else "usage_in_bytes"
     try:
         limit = (folder / f"memory.{limit_name}").read_text().strip()
         used = int((folder / f"memory.{used_name}").read_text())

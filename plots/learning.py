@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import csv
-import sys
-import textwrap
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -17,7 +15,7 @@ from matplotlib.ticker import PercentFormatter
 
 from common.results import learning
 from common.results.comparison import Comparison
-from common.results.records import Evaluation, Record, fabric_words
+from common.results.records import Evaluation, Record
 from common.results.table import significant
 from plots import style
 
@@ -51,7 +49,7 @@ def draw(folder: Path, out: Path) -> list[Path]:
     style.setup()
     judged = any(record.learning[0].evaluations[0].accuracy is not None for record in good)
     figure = (_curves if judged else _paces)(columns, colour)
-    figure.supxlabel(_caption(good), fontsize=7, color="#555555", x=0.01, ha="left")
+    style.caption(figure, _about(good[0]), good, 120)
     out.mkdir(parents=True, exist_ok=True)
     data = out / "learning.csv"
     _write(good, data)
@@ -156,9 +154,18 @@ def _paces(columns: dict[tuple[Any, ...], list[Record]], colour: dict[str, str])
 
 
 def _lines(
-    axis: Axes, curves: Sequence[Curve], colour: dict[str, str], x: str, y: str, *, band: bool
+    axis: Axes,
+    curves: Sequence[Curve],
+    colour: dict[str, str],
+    y: str,
+    title: str,
+    *,
+    x: str = "seconds",
+    band: bool = False,
 ) -> dict[str, Any]:
     """A line per trial, and around it the range of the single ranks' models."""
+    axis.set_ylabel(title, fontsize=8)
+    axis.set_xlabel("seconds of training" if x == "seconds" else "steps per rank", fontsize=8)
     handles = {}
     for record, evaluations in curves:
         label = record.label
@@ -177,24 +184,19 @@ def _lines(
 def _accuracy(
     axis: Axes, curves: Sequence[Curve], colour: dict[str, str], *, x: str
 ) -> dict[str, Any]:
-    handles = _lines(axis, curves, colour, x, "accuracy", band=True)
+    handles = _lines(axis, curves, colour, "accuracy", "test accuracy", x=x, band=True)
     target = curves[0][0].trial["learn"]["target_accuracy"]
     if target is not None:
         axis.axhline(target, color="#777777", lw=1, ls="--")
     final = [e.accuracy for _, evaluations in curves for e in evaluations[1:]]
     axis.set_ylim(max(0.0, min(0.8, sorted(final)[len(final) // 4] - 0.05)), 1.0)
     axis.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-    axis.set_ylabel("test accuracy", fontsize=8)
-    axis.set_xlabel("seconds of training" if x == "seconds" else "steps per rank", fontsize=8)
     return handles
 
 
 def _loss(axis: Axes, curves: Sequence[Curve], colour: dict[str, str], *, x: str) -> dict[str, Any]:
-    handles = _lines(axis, curves, colour, x, "loss", band=False)
     axis.set_yscale("log")
-    axis.set_ylabel("test loss", fontsize=8)
-    axis.set_xlabel("seconds of training" if x == "seconds" else "steps per rank", fontsize=8)
-    return handles
+    return _lines(axis, curves, colour, "loss", "test loss", x=x)
 
 
 def _consensus(axis: Axes, curves: Sequence[Curve], colour: dict[str, str]) -> dict[str, Any]:
@@ -203,12 +205,10 @@ def _consensus(axis: Axes, curves: Sequence[Curve], colour: dict[str, str]) -> d
         for record, evaluations in curves
         if any(e.consensus_distance for e in evaluations)
     ]
-    handles = _lines(axis, shown, colour, "seconds", "consensus_distance", band=False)
     if shown:
         axis.set_yscale("log")
-    axis.set_ylabel("consensus distance\n(unless equal)", fontsize=8)
-    axis.set_xlabel("seconds of training", fontsize=8)
-    return handles
+    title = "consensus distance\n(unless equal)"
+    return _lines(axis, shown, colour, "consensus_distance", title)
 
 
 def _staleness(axis: Axes, curves: Sequence[Curve], colour: dict[str, str]) -> dict[str, Any]:
@@ -218,7 +218,8 @@ def _staleness(axis: Axes, curves: Sequence[Curve], colour: dict[str, str]) -> d
         for record, evaluations in curves
         if any(e.staleness is not None for e in evaluations)
     ]
-    handles = _lines(axis, shown, colour, "seconds", "staleness", band=False)
+    title = "steps that the stalest\nneighbour is behind"
+    handles = _lines(axis, shown, colour, "staleness", title)
     for record, evaluations in shown:
         most = max((most for _, most in learning.staleness(record)), default=0)
         axis.annotate(
@@ -230,8 +231,6 @@ def _staleness(axis: Axes, curves: Sequence[Curve], colour: dict[str, str]) -> d
             fontsize=7,
             color=colour[record.label],
         )
-    axis.set_ylabel("steps that the stalest\nneighbour is behind", fontsize=8)
-    axis.set_xlabel("seconds of training", fontsize=8)
     if not shown:
         counted = any(list(learning.staleness(record)) for record, _ in curves)
         why = "not recorded over time" if counted else "no algorithm counts it"
@@ -239,24 +238,16 @@ def _staleness(axis: Axes, curves: Sequence[Curve], colour: dict[str, str]) -> d
     return handles
 
 
-def _caption(good: Sequence[Record]) -> str:
-    first, machine = good[0], good[0].machine
+def _about(first: Record) -> str:
     learn = first.trial["learn"]
-    words = fabric_words(good)
     repeats = len(first.learning)
     text = f"n = {repeats} {'run' if repeats == 1 else 'runs'} of {learn['budget_s']:g} s each"
     if learn["data"] is not None:
-        text += f" on {learn['data']}"
         text += (
-            " (curves: the first); lines: the mean of all ranks' models, bands: their range; "
-            "judging takes no training time"
+            f" on {learn['data']} (curves: the first); lines: the mean of all ranks' models, "
+            "bands: their range; judging takes no training time"
         )
-    text += (
-        f". {words[:1].upper()}{words[1:]}, over {first.trial['backend']}, on "
-        f"{machine['cores']} x {machine['cpu']}, torch {machine['packages']['torch']}, commit "
-        f"{machine['commit']}."
-    )
-    return "\n".join(textwrap.wrap(text, 120))
+    return text
 
 
 def _write(good: Sequence[Record], path: Path) -> None:
@@ -272,6 +263,4 @@ def _write(good: Sequence[Record], path: Path) -> None:
 
 
 if __name__ == "__main__":
-    sweep = Path(sys.argv[1] if len(sys.argv) > 1 else "logs/time_to_accuracy")
-    for written in draw(sweep, Path("plots/out") / sweep.name):
-        print(written)
+    style.program(draw, "logs/time_to_accuracy")

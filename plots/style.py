@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+import textwrap
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import matplotlib
@@ -10,6 +13,8 @@ matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
+
+from common.results.records import Record, fabric_words
 
 # Okabe and Ito's palette, told apart with any kind of colour vision.
 _COLOURS = {
@@ -51,6 +56,18 @@ def setup() -> None:
     )
 
 
+def caption(figure: Figure, text: str, records: Sequence[Record], width: int) -> None:
+    """Writes `text` and what the records were measured on below the panels."""
+    words, machine = fabric_words(records), records[0].machine
+    text += (
+        f". {words[:1].upper()}{words[1:]}, over {records[0].trial['backend']}, on "
+        f"{machine['cores']} x {machine['cpu']}, torch {machine['packages']['torch']}, commit "
+        f"{machine['commit']}."
+    )
+    lines = "\n".join(textwrap.wrap(text, width))
+    figure.supxlabel(lines, fontsize=7, color="#555555", x=0.01, ha="left")
+
+
 def save(figure: Figure, stem: Path) -> list[Path]:
     """Writes `stem`.png and `stem`.pdf and returns their paths."""
     paths = [stem.with_suffix(".png"), stem.with_suffix(".pdf")]
@@ -58,3 +75,10 @@ def save(figure: Figure, stem: Path) -> list[Path]:
         figure.savefig(path, dpi=160, bbox_inches="tight")
     plt.close(figure)
     return paths
+
+
+def program(draw: Callable[[Path, Path], list[Path]], default: str) -> None:
+    """Draws the sweep that the command line names into plots/out and prints the files' names."""
+    sweep = Path(sys.argv[1] if len(sys.argv) > 1 else default)
+    for written in draw(sweep, Path("plots/out") / sweep.name):
+        print(written)

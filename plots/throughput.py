@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,7 @@ from matplotlib.axes import Axes
 
 from common.results import rows
 from common.results.comparison import Comparison
-from common.results.records import Record, fabric_words
+from common.results.records import Record
 from common.results.rows import Row
 from common.results.table import csv_text, significant
 from plots import style
@@ -46,8 +44,10 @@ def draw(folder: Path, out: Path) -> list[Path]:
         layout="constrained",
     )
     for axis, panel in zip(axes[:, 0], panels.values(), strict=True):
-        _panel(axis, panel, colour, _single(singles, panel[0][0]))
-    figure.supxlabel(_caption(good, table), fontsize=7, color="#555555", x=0.01, ha="left")
+        # The single worker that the panel's efficiency is relative to.
+        own = [row for row in singles if _task(row) == _task(panel[0][0])]
+        _panel(axis, panel, colour, own[0] if own else None)
+    style.caption(figure, _about(good, table), good, 115)
 
     out.mkdir(parents=True, exist_ok=True)
     data = out / "throughput.csv"
@@ -55,13 +55,8 @@ def draw(folder: Path, out: Path) -> list[Path]:
     return [*style.save(figure, out / "throughput"), data]
 
 
-def _single(singles: list[Row], row: Row) -> Row | None:
-    """The single worker that `row`'s efficiency is relative to."""
-    for single in singles:
-        same = (single.model, single.batch_size, single.network, single.fault)
-        if same == (row.model, row.batch_size, row.network, row.fault):
-            return single
-    return None
+def _task(row: Row) -> tuple[Any, ...]:
+    return (row.model, row.batch_size, row.network, row.fault)
 
 
 def _panel(
@@ -106,24 +101,13 @@ def _panel(
     axis.set_xlabel(f"{first.unit}, all workers together", fontsize=8)
 
 
-def _caption(good: list[Record], table: list[Row]) -> str:
-    machine = good[0].machine
+def _about(good: list[Record], table: list[Row]) -> str:
     counts = sorted({row.n for row in table})
     steps = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
     count = len(good[0].iters)
     repeats = "1 repeat" if count == 1 else f"{count} interleaved repeats"
-    words = fabric_words(good)
-    text = (
-        f"Medians of n = {steps} steps in {repeats}; bars: "
-        f"95 % bootstrap CI. {words[:1].upper()}{words[1:]}, over "
-        f"{good[0].trial['backend']}, on "
-        f"{machine['cores']} x {machine['cpu']}, torch {machine['packages']['torch']}, commit "
-        f"{machine['commit']}."
-    )
-    return "\n".join(textwrap.wrap(text, 115))
+    return f"Medians of n = {steps} steps in {repeats}; bars: 95 % bootstrap CI"
 
 
 if __name__ == "__main__":
-    sweep = Path(sys.argv[1] if len(sys.argv) > 1 else "logs/quick")
-    for written in draw(sweep, Path("plots/out") / sweep.name):
-        print(written)
+    style.program(draw, "logs/quick")

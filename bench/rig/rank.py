@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
-import resource
 import socket
 import struct
 import traceback
@@ -59,12 +58,6 @@ class Place:
         """Returns once all ranks are here, with nothing of theirs still under way."""
         self.engine.fence()
         self.barrier()
-
-
-def cpu_seconds() -> float:
-    """CPU time of this process, all threads, user and system."""
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
 
 
 def main() -> None:

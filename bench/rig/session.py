@@ -8,7 +8,6 @@ import os
 import re
 import signal
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -106,7 +105,7 @@ class Session:
     def __init__(
         self, tool: str, args: argparse.Namespace, output: Output, layout: Layout, teams: Teams
     ) -> None:
-        self.hosts, self.folder = layout.hosts, layout.folder
+        self.hosts, self.folder = layout.hosts, teams.folder
         self.failures, self.round = teams.failures, teams.round
         self.args, self._tool, self._output = args, tool, output
         self._congestion = args.congestion or network.default_congestion()
@@ -163,14 +162,11 @@ def started(tool: str, args: argparse.Namespace) -> Iterator[Session]:
     """
     with (
         Output(args.json) as output,
-        # A short path, because it holds sockets.
-        tempfile.TemporaryDirectory(prefix="drb", dir="/tmp") as folder,
         hosts.built(args.num_hosts, args.rate, args.congestion, args.ifname) as there,
     ):
         layout = Layout(
             hosts=there,
             per_host=args.world // len(there),
-            folder=Path(folder),
             transport=args.transport,
             congestion=args.congestion,
             timeout_s=args.timeout_s,

@@ -57,6 +57,10 @@ def percentile(values: Sequence[float], percent: float) -> float:
     return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]
 
 
+Rounds = Mapping[int, float] | Sequence[float]
+"""A value of every round, or of some by their number."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Ratio:
     """The median of one quotient per round, with its range."""
@@ -67,18 +71,16 @@ class Ratio:
     rounds: int
 
     @classmethod
-    def of(cls, above: Mapping[int, float], below: Mapping[int, float]) -> Ratio | None:
+    def of(cls, above: Rounds, below: Rounds) -> Ratio | None:
         """Quotients of values by round, of the rounds that both have; None if there is none."""
-        both = sorted(above.keys() & below.keys())
-        quotients = [above[index] / below[index] for index in both]
+        first, second = (
+            dict(kept if isinstance(kept, Mapping) else enumerate(kept)) for kept in (above, below)
+        )
+        quotients = [first[index] / second[index] for index in sorted(first.keys() & second.keys())]
         if not quotients:
             return None
-        return cls(
-            median=statistics.median(quotients),
-            low=min(quotients),
-            high=max(quotients),
-            rounds=len(quotients),
-        )
+        low, high, rounds = min(quotients), max(quotients), len(quotients)
+        return cls(median=statistics.median(quotients), low=low, high=high, rounds=rounds)
 
     def text(self, unit: str = "x") -> str:
         """The median and its unit."""
@@ -107,11 +109,12 @@ def digits(value: float | None, count: int = 3) -> str:
     return f"{value:.{min(decimals, 6)}f}"
 
 
-def rows_of(
-    rounds: Mapping[tuple[str, ...], T],
+def of_engines(
+    header: Sequence[str],
+    rounds: Mapping[str, T] | Mapping[tuple[str, ...], T],
     failures: Mapping[str, str],
     cells: Callable[[T], Sequence[str]],
-) -> list[list[str]]:
+) -> str:
     """A row for each label that has results, and one that says why for each with a failed engine.
 
     Args:
@@ -119,11 +122,12 @@ def rows_of(
         cells: what stands behind the label.
     """
     rows = []
-    for label, results in rounds.items():
+    for key, results in rounds.items():
+        label = (key,) if isinstance(key, str) else key
         if results:
             rows.append([*label, *cells(results)])
         rows += [[*label, failures[part]] for part in label if part in failures]
-    return rows
+    return layout(header, rows)
 
 
 def layout(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

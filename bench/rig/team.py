@@ -10,6 +10,7 @@ import shutil
 import signal
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -39,7 +40,6 @@ class Layout:
 
     Attributes:
         hosts: in rank order, `per_host` ranks on each.
-        folder: for sockets and logs; its path must be short.
         transport: "auto", or "tcp" to keep ranks of one host from sharing memory.
         congestion: TCP congestion control, None for the default.
         timeout_s: the longest that one call may take.
@@ -47,7 +47,6 @@ class Layout:
 
     hosts: Sequence[Host]
     per_host: int
-    folder: Path
     transport: str = "auto"
     congestion: str | None = None
     timeout_s: float = 180.0
@@ -66,6 +65,7 @@ class Teams:
     Attributes:
         failures: for each engine that is missing or has failed, why.
         started: the others, by name.
+        folder: for temporary files, of which sockets and logs are some.
     """
 
     def __init__(self, names: Sequence[str], layout: Layout) -> None:
@@ -75,19 +75,21 @@ class Teams:
 
     def __enter__(self) -> Teams:
         with contextlib.ExitStack() as stack:
-            stack.push(self.__exit__)
+            # A short path, because it holds sockets.
+            folder = tempfile.TemporaryDirectory(prefix="drb", dir="/tmp")
+            self.folder = Path(stack.enter_context(folder))
             for name in self._names:
                 note(f"starting {name}")
                 try:
-                    self.started[name] = Team(name, self._layout)
+                    self.started[name] = Team(name, self._layout, self.folder)
+                    stack.callback(self.started[name].close)
                 except TeamError as error:
                     self.fail(name, str(error))
-            stack.pop_all()
+            self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
-        for team in self.started.values():
-            team.close()
+        self._stack.close()
 
     def fail(self, name: str, reason: str) -> None:
         """The engine is asked no more."""
@@ -130,8 +132,8 @@ class Team:
     stopped alike, so that nothing depends on that.
     """
 
-    def __init__(self, name: str, layout: Layout) -> None:
-        self.name = name
+    def __init__(self, name: str, layout: Layout, folder: Path) -> None:
+        self.name, self._folder = name, folder
         self.versions: dict[str, str] = {}
         self.pids: list[int] = []
         self._layout = layout
@@ -186,12 +188,12 @@ class Team:
     def _start(self) -> None:
         layout = self._layout
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        listener.bind(str(layout.folder / f"{self.name}.sock"))
+        listener.bind(str(self._folder / f"{self.name}.sock"))
         listener.listen(layout.size)
         listener.settimeout(0.2)
         with listener:
             for place, (command, env) in enumerate(self._commands()):
-                self._logs.append(layout.folder / f"{self.name}-{place}.log")
+                self._logs.append(self._folder / f"{self.name}-{place}.log")
                 self._processes.command(command, cwd=_ROOT, env=env, log=self._logs[-1])
             self._accept(listener)
         self.versions = self._gather(_START_S)[0]
@@ -244,12 +246,12 @@ class Team:
             "GLOO_SOCKET_IFNAME": layout.hosts[0].ifname,
             "COMM_CORE_TRANSPORT": layout.transport,
             "COMM_CORE_IFNAME": layout.hosts[0].ifname,
-            "TMPDIR": str(layout.folder),  # so that nothing of Open MPI's stays behind
+            "TMPDIR": str(self._folder),  # so that nothing of Open MPI's stays behind
         }
         if layout.congestion is not None:
             env["COMM_CORE_TCP_CONGESTION"] = layout.congestion
         base = [sys.executable, "-m", "bench.rig.rank", "--engine", self.name]
-        base += ["--folder", str(layout.folder), "--size", str(layout.size)]
+        base += ["--folder", str(self._folder), "--size", str(layout.size)]
         if self.name in MPIRUN:
             yield layout.hosts[0].command(self._mpirun() + base), env
             return

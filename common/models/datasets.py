@@ -141,13 +141,18 @@ def pair(folder: Path, part: str) -> tuple[Path, Path] | None:
     Raises:
         UserError: there is no complete part in the folder at all.
     """
-    found = {name: _pair(folder, name) for name in PARTS}
-    if not any(found.values()):
+
+    def find(name: str) -> Path | None:
+        return next((p for p in (folder / name, folder / f"{name}.gz") if p.exists()), None)
+
+    found = {name: tuple(find(f"{name}-{kind}") for kind in _KINDS) for name in PARTS}
+    complete = {name: paths for name, paths in found.items() if all(paths)}
+    if not complete:
         raise UserError(
             f"{folder}: no MNIST files (train- or t10k-images-idx3-ubyte, -labels-idx1-ubyte, "
             "gzipped or not)"
         )
-    return found[part]
+    return complete.get(part)
 
 
 def contents(path: Path) -> bytes:
@@ -157,13 +162,3 @@ def contents(path: Path) -> bytes:
         return gzip.decompress(data) if path.suffix == ".gz" else data
     except (OSError, EOFError) as error:
         raise UserError(f"{path}: cannot be read: {error}") from None
-
-
-def _pair(folder: Path, part: str) -> tuple[Path, Path] | None:
-    found = [_find(folder, f"{part}-{kind}") for kind in _KINDS]
-    images, labels = found
-    return None if images is None or labels is None else (images, labels)
-
-
-def _find(folder: Path, name: str) -> Path | None:
-    return next((p for p in (folder / name, folder / f"{name}.gz") if p.exists()), None)

@@ -35,7 +35,7 @@ class Pace:
     """
 
     def __init__(self, time_scale: float, slowdown: Path | None) -> None:
-        self._time_scale = time_scale
+        self.time_scale = time_scale
         self._slowdown = slowdown
         self._factor = 1.0
         self._read_again = 0.0
@@ -43,15 +43,22 @@ class Pace:
         self._thread = 0
         self._blocked = 0
 
-    @property
-    def time_scale(self) -> float:
-        return self._time_scale
-
     def slowdown(self, now: float) -> float:
         """By how much compute takes longer now, at `now` of `time.perf_counter`."""
-        if self._slowdown is not None and now >= self._read_again:
-            self._read_again = now + SLOWDOWN_PERIOD_S
-            self._factor = self._read(self._slowdown)
+        path = self._slowdown
+        if path is None or now < self._read_again:
+            return self._factor
+        self._read_again = now + SLOWDOWN_PERIOD_S
+        try:
+            data = path.read_bytes()
+        except FileNotFoundError:
+            self._factor = 1.0
+            return self._factor
+        if len(data) >= 8:  # else it is being written
+            factor = struct.unpack("<d", data[:8])[0]
+            if not 0 < factor < math.inf:
+                raise ValueError(f"{path}: not a positive finite factor, but {factor}")
+            self._factor = factor
         return self._factor
 
     def restart(self) -> None:
@@ -74,10 +81,11 @@ class Pace:
         if thread != self._thread:
             self._thread = thread
             self._blocked = -1
-            _sleep_precisely()
+            # Lets the kernel wake this thread in time; by default it may take 50 us more.
+            ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(1), 0, 0, 0)
         if _times_blocked() != self._blocked:
             self._deadline = max(self._deadline, now)
-        self._deadline += seconds * self._time_scale * self.slowdown(now)
+        self._deadline += seconds * self.time_scale * self.slowdown(now)
 
     def rest(self) -> float:
         """Wall seconds until the compute that has begun would have ended."""
@@ -90,28 +98,10 @@ class Pace:
             time.sleep(rest)
         self._blocked = _times_blocked()
 
-    def _read(self, path: Path) -> float:
-        """The slowdown in the file now."""
-        try:
-            data = path.read_bytes()
-        except FileNotFoundError:
-            return 1.0
-        if len(data) < 8:  # being written
-            return self._factor
-        factor = struct.unpack("<d", data[:8])[0]
-        if not 0 < factor < math.inf:
-            raise ValueError(f"{path}: not a positive finite factor, but {factor}")
-        return factor
-
 
 def _times_blocked() -> int:
     """How often this thread has given up its core because it had to wait."""
     return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
-
-
-def _sleep_precisely() -> None:
-    """Lets the kernel wake this thread in time; by default it may take 50 us more."""
-    ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(1), 0, 0, 0)
 
 
 _current = Pace(1.0, None)

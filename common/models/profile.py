@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -52,10 +51,6 @@ class ProfiledParameter:
     def module(self) -> str:
         return self.name.rpartition(".")[0]
 
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
@@ -83,10 +78,6 @@ class Profile:
     """Further names of parameters, with their first ones."""
 
     @property
-    def name(self) -> str:
-        return f"{self.model}@{self.device}"
-
-    @property
     def forward_s(self) -> float:
         return sum(call.forward_s for call in self.calls)
 
@@ -102,7 +93,7 @@ class Profile:
     @property
     def parameter_bytes(self) -> int:
         """Of all parameters as float32."""
-        return 4 * sum(param.numel for param in self.parameters)
+        return 4 * sum(math.prod(param.shape) for param in self.parameters)
 
     def gradients(self) -> list[ProfiledParameter]:
         """The parameters that get gradients, in the order in which they get them."""
@@ -111,18 +102,6 @@ class Profile:
 
     def save(self, path: Path) -> None:
         """Writes JSON with one module per line."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(self.text())
-
-    def text(self) -> str:
-        """The JSON of the file."""
-        head = {"schema": SCHEMA} | {key: getattr(self, key) for key in _HEAD}
-        head |= {"columns": _COLUMNS, "shared": self.shared}
-        lines = [f"{json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]
-        rows = ",\n".join(json.dumps(row, separators=(",", ":")) for row in self._rows())
-        return "{\n" + "\n".join(lines) + '\n"modules": [\n' + rows + "\n]\n}\n"
-
-    def _rows(self) -> list[list[Any]]:
         rows: dict[str, list[Any]] = {name: [name, [], []] for name in self.modules}
         for position, call in enumerate(self.calls):
             rows[call.module][1].append([position, _ms(call.forward_s), _ms(call.backward_s)])
@@ -130,7 +109,12 @@ class Profile:
             own = param.name.rpartition(".")[2]
             ready = None if param.ready_s is None else _ms(param.ready_s)
             rows[param.module][2].append([own, param.shape, param.position, ready])
-        return list(rows.values())
+        head = {"schema": SCHEMA} | {key: getattr(self, key) for key in _HEAD}
+        head |= {"columns": _COLUMNS, "shared": self.shared}
+        lines = [f"{json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]
+        body = ",\n".join(json.dumps(row, separators=(",", ":")) for row in rows.values())
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("{\n" + "\n".join(lines) + '\n"modules": [\n' + body + "\n]\n}\n")
 
 
 def _ms(seconds: float) -> float:
@@ -185,8 +169,3 @@ def batch_sizes() -> dict[str, list[int]]:
         if batch.isdigit():
             found.setdefault(f"{model}@{path.parent.name}", []).append(int(batch))
     return {name: sorted(sizes) for name, sizes in found.items()}
-
-
-def listed(values: Iterable[object]) -> str:
-    """For messages: `8, 32`."""
-    return ", ".join(str(value) for value in values)

@@ -8,16 +8,12 @@ from __future__ import annotations
 import dataclasses
 import importlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from common.models import profile as profiles
+from common.models.profile import Profile
+from common.models.workload import Workload
 from dear.errors import UserError, unknown
-
-if TYPE_CHECKING:
-    import torch
-
-    from common.models.profile import Profile
-    from common.models.workload import Workload
+from dear.lazy import torch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +112,7 @@ def profile_of(name: str, batch_size: int, sentence_len: int | None = None) -> P
     if batch_size not in sizes:
         raise UserError(
             f"batch_size: no profile of {name} for {batch_size}; "
-            f"there are some for {profiles.listed(sizes)}"
+            f"there are some for {', '.join(map(str, sizes))}"
         )
     model, _, device = name.partition("@")
     profile = profiles.load(profiles.path_of(model, device, batch_size))
@@ -146,7 +142,7 @@ def sentence_len(name: str, given: int | None) -> int | None:
 def _other_sentences(name: str, given: int, recorded: list[int | None]) -> UserError:
     return UserError(
         f"sentence_len: no profile of {name} for {given}; "
-        f"there are some for {profiles.listed(recorded)}"
+        f"there are some for {', '.join(map(str, recorded))}"
     )
 
 

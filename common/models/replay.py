@@ -378,17 +378,17 @@ def _first_calls(profile: Profile) -> dict[str, int]:
     names = {param.name: [param.name] for param in profile.parameters}
     for alias, name in profile.shared.items():
         names[name].append(alias)
+
+    def call_of(module: str) -> int:
+        # The parameters of a module that is never called are read by the one around it.
+        while module not in calls and module:
+            module = module.rpartition(".")[0]
+        return calls.get(module, 0)
+
     return {
-        name: min(_call_of(alias.rpartition(".")[0], calls) for alias in aliases)
+        name: min(call_of(alias.rpartition(".")[0]) for alias in aliases)
         for name, aliases in names.items()
     }
-
-
-def _call_of(module: str, calls: dict[str, int]) -> int:
-    # The parameters of a module that is never called are read by the one around it.
-    while module not in calls and module:
-        module = module.rpartition(".")[0]
-    return calls.get(module, 0)
 
 
 def _nest(module: str, works: Sequence[Work]) -> Body:

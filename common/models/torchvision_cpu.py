@@ -15,19 +15,12 @@ _SIGNATURES = {
 }
 
 
-def _import_needs_help() -> bool:
-    try:
-        import torchvision  # noqa: F401
-    except RuntimeError as error:
-        if "torchvision::nms does not exist" in str(error):
-            return True
+try:
+    import torchvision  # noqa: F401
+except RuntimeError as error:
+    if "torchvision::nms does not exist" not in str(error):
         raise
-    return False
-
-
-# The library object must live as long as the operators do.
-_library: torch.library.Library | None = None
-if _import_needs_help():
+    # The library object must live as long as the operators do.
     _library = torch.library.Library("torchvision", "DEF")
     for _name, _signature in _SIGNATURES.items():
         if not hasattr(torch.ops.torchvision, _name):

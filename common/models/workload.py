@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
+from dear.lazy import torch
 
 
 @dataclass(kw_only=True)

@@ -22,32 +22,27 @@ DTYPES = ("float32", "float64", "bfloat16")
 SEED = 1
 
 
-def record_profile(
-    *,
-    model: str,
-    batch_size: int,
-    device: str,
-    sentence_len: int | None = None,
-    dtype: str = "float32",
-    folder: str | None = None,
-    warmup: int = 5,
-    steps: int = 20,
-) -> Profile:
-    """Times the model's layers; raises `UserError` for what cannot be done here.
-
-    Args:
-        device: `cpu` or `cuda`.
-        folder: how to call the device in `MODEL@DEVICE`; by default made from its own name.
-    """
+def record_profile(options: argparse.Namespace) -> Profile:
+    """Times the model's layers; raises `UserError` for what cannot be done here."""
     import torch
 
     from common.machine import machine_card
     from common.profiling.recorder import record
 
-    _check(model, batch_size, dtype, warmup, steps)
+    model, dtype, warmup, steps = options.model, options.dtype, options.warmup, options.steps
+    entry = registry.model_entry(model)
+    batch_size = options.batch if options.batch is not None else entry.batch_size
+    if registry.is_replay(model):
+        raise UserError(f"--model {model}: a replayed model computes nothing that could be timed")
+    if dtype not in DTYPES:
+        raise unknown("dtype", dtype, DTYPES)
+    at_least("--batch", batch_size, 1)
+    at_least("--warmup", warmup, 0)
+    at_least("--steps", steps, 1)
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda: torch sees no CUDA device here; use --device cpu")
-    sentence_len = registry.sentence_len(model, sentence_len)
+    sentence_len = registry.sentence_len(model, options.sentence_len)
     torch.manual_seed(SEED)
     place = torch.device(device)
     workload = registry.build(model, batch_size, sentence_len, torch.Generator().manual_seed(SEED))
@@ -57,12 +52,12 @@ def record_profile(
     name = torch.cuda.get_device_name() if device == "cuda" else machine_card()["cpu"]
     return Profile(
         model=model,
-        device=folder or folder_name(name),
+        device=options.name or folder_name(name),
         device_name=name,
         kind="measured",
         batch_size=batch_size,
         sentence_len=sentence_len,
-        sample_unit=registry.model_entry(model).sample_unit,
+        sample_unit=entry.sample_unit,
         dtype=dtype,
         rule=(
             f"medians of {steps} steps after {warmup}, torch {torch.__version__}, "
@@ -78,16 +73,6 @@ def folder_name(device_name: str) -> str:
     """`NVIDIA GeForce RTX 2080 Ti` becomes `rtx-2080-ti`."""
     short = re.sub(r"\b(nvidia|geforce|tesla|cpu)\b|\(r\)|\(tm\)|@.*", " ", device_name.lower())
     return re.sub(r"[^a-z0-9]+", "-", short).strip("-") or "unknown"
-
-
-def _check(model: str, batch_size: int, dtype: str, warmup: int, steps: int) -> None:
-    if registry.is_replay(model):
-        raise UserError(f"--model {model}: a replayed model computes nothing that could be timed")
-    if dtype not in DTYPES:
-        raise unknown("dtype", dtype, DTYPES)
-    at_least("--batch", batch_size, 1)
-    at_least("--warmup", warmup, 0)
-    at_least("--steps", steps, 1)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -113,19 +98,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 def main(arguments: Sequence[str]) -> int:
     try:
         options = _parse(arguments)
-        entry = registry.model_entry(options.model)
-        import torch
-
-        profile = record_profile(
-            model=options.model,
-            batch_size=options.batch if options.batch is not None else entry.batch_size,
-            device=options.device or ("cuda" if torch.cuda.is_available() else "cpu"),
-            sentence_len=options.sentence_len,
-            dtype=options.dtype,
-            folder=options.name,
-            warmup=options.warmup,
-            steps=options.steps,
-        )
+        profile = record_profile(options)
         path = options.out or path_of(profile.model, profile.device, profile.batch_size)
         profile.save(path)
     except UserError as error:

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import flop_registry
 
 from common.models import registry
 from common.models.profile import FOLDER, Profile
-from common.profiling.recorder import Layers, Stretches, hooked_step
+from common.profiling.recorder import Clock, Layers, Stretches, hooked_step, tensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class Device:
     """Bytes per second to and from its memory."""
 
 
-class Roofline(TorchDispatchMode):
+class Roofline(Clock, TorchDispatchMode):
     """Adds up max(operations / peak, bytes / bandwidth) of what runs inside it.
 
     Tensors may be on the `meta` device: nothing is computed then. Each operation reads its inputs
@@ -47,16 +47,13 @@ class Roofline(TorchDispatchMode):
     def mark(self) -> float:
         return self._total_s
 
-    def seconds(self, earlier: float, later: float) -> float:
-        return later - earlier
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         if not _is_free(func):
             count = flop_registry.get(func.overloadpacket)
             flops = count(*args, **kwargs, out_val=out) if count else 0
-            nbytes = _bytes((args, kwargs)) + _bytes(out)
+            nbytes = sum(tensor.nbytes for tensor in tensors((args, kwargs, out)))
             self._total_s += max(flops / self._device.flops, nbytes / self._device.bandwidth)
         return out
 
@@ -67,16 +64,6 @@ def _is_free(func: Any) -> bool:
         return True
     results = func._schema.returns
     return any(r.alias_info is not None and not r.alias_info.is_write for r in results)
-
-
-def _bytes(value: Any) -> int:
-    if isinstance(value, torch.Tensor):
-        return value.numel() * value.element_size()
-    if isinstance(value, dict):
-        return sum(_bytes(item) for item in value.values())
-    if isinstance(value, (list, tuple)):
-        return sum(_bytes(item) for item in value)
-    return 0
 
 
 FOLDER_NAME = "rtx2080ti-modelled"

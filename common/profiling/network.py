@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import sys
 import tempfile
 from pathlib import Path
@@ -83,7 +84,7 @@ def _measure(args: argparse.Namespace) -> None:
     communicator = runtime.communicator()
     on_gpu = communicator.backend == "nccl"
     device = torch.device("cuda", dear.local_rank()) if on_gpu else torch.device("cpu")
-    sizes = [2**power for power in range(12, args.largest.bit_length()) if 2**power <= args.largest]
+    sizes = [2**power for power in range(12, args.largest.bit_length())]
     results = [
         measure_collective(communicator, name, device, sizes=sizes, repeats=args.repeats)
         for name in args.operations
@@ -119,8 +120,7 @@ def table(results: list[Measurement]) -> list[str]:
 def median_error(result: Measurement, fit: AlphaBeta) -> float:
     """The median over sizes of how far the fit is off, as a share of the measured time."""
     pairs = zip(result.nbytes, result.medians_s, strict=True)
-    errors = sorted(abs(fit(nbytes) / seconds - 1) for nbytes, seconds in pairs)
-    return errors[len(errors) // 2]
+    return statistics.median_high(abs(fit(nbytes) / seconds - 1) for nbytes, seconds in pairs)
 
 
 def record(results: list[Measurement], ranks: int, backend: str) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -18,20 +18,29 @@ from dear.errors import UserError
 _SHORTEST_SHARE = 1e-5
 
 
-class WallClock:
-    """For the CPU, which has done its work when a call returns."""
+class Clock:
+    """What a step is measured with: wall time, a GPU's events, or counted operations."""
 
     def prepare(self) -> None:
-        return
+        """Called before a step with hooks."""
+
+    def mark(self) -> Any:
+        """A reading; cheap, since it is taken in the middle of the step."""
+        raise NotImplementedError
+
+    def seconds(self, earlier: Any, later: Any) -> float:
+        """Between two readings; asked for after the step."""
+        return later - earlier
+
+
+class WallClock(Clock):
+    """For the CPU, which has done its work when a call returns."""
 
     def mark(self) -> float:
         return time.perf_counter()
 
-    def seconds(self, earlier: float, later: float) -> float:
-        return later - earlier
 
-
-class CudaClock:
+class CudaClock(Clock):
     """Events in the current stream, so that the GPU's own time is measured, without waiting."""
 
     def prepare(self) -> None:
@@ -125,8 +134,9 @@ class Layers:
 
     def scale(self, forward_s: float, backward_s: float) -> None:
         """Keeps the shares and makes the passes take these times."""
-        self._forward = _scaled(self._forward, forward_s / self.forward_s)
-        self._backward = _scaled(self._backward, backward_s / self.backward_s)
+        forward, backward = forward_s / self.forward_s, backward_s / self.backward_s
+        self._forward = [seconds * forward for seconds in self._forward]
+        self._backward = [seconds * backward for seconds in self._backward]
         factor = backward_s / self._backward_s
         self._ready = {name: min(at * factor, backward_s) for name, at in self._ready.items()}
         self._backward_s = backward_s
@@ -144,12 +154,14 @@ class Layers:
             )
             for name, param in self._model.named_parameters()
         )
+        first = {param: name for name, param in self._model.named_parameters()}
+        every = self._model.named_parameters(remove_duplicate=False)
         needed = {call.module for call in calls} | {param.module for param in parameters}
         return {
             "modules": tuple(name for name, _ in self._model.named_modules() if name in needed),
             "calls": tuple(calls),
             "parameters": parameters,
-            "shared": _shared(self._model),
+            "shared": {name: first[param] for name, param in every if first[param] != name},
         }
 
     def _calls(self) -> list[Call]:
@@ -175,26 +187,6 @@ class Layers:
 
 def _medians(rows: Sequence[Sequence[float]]) -> list[float]:
     return [statistics.median(column) for column in zip(*rows, strict=True)]
-
-
-def _scaled(values: Sequence[float], factor: float) -> list[float]:
-    return [value * factor for value in values]
-
-
-def _shared(model: torch.nn.Module) -> dict[str, str]:
-    first = {param: name for name, param in model.named_parameters()}
-    every = model.named_parameters(remove_duplicate=False)
-    return {name: first[param] for name, param in every if first[param] != name}
-
-
-class Clock(Protocol):
-    """What a step is measured with: wall time, a GPU's events, or counted operations."""
-
-    def mark(self) -> Any:
-        """A reading; cheap, since it is taken in the middle of the step."""
-
-    def seconds(self, earlier: Any, later: Any) -> float:
-        """Between two readings; asked for after the step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -284,7 +276,7 @@ class Stretches:
     def _boundary(self, values: Any) -> None:
         """Watches for the backward pass to come to the stretch that ends now."""
         stretch = len(self._starts) - 1
-        for tensor in _tensors(values):
+        for tensor in tensors(values):
             node = tensor.grad_fn
             if node is not None and node not in self._nodes:
                 self._nodes[node] = None  # keeps it, or another might get its identity
@@ -295,12 +287,10 @@ class Stretches:
                 )
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+def tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Those in a value of dictionaries, lists and tuples."""
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
+    elif isinstance(value, (dict, list, tuple)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from tensors(item)

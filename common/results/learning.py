@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.results.records import Record
-from common.results.table import PLACE, Column, Table, significant
+from common.results.table import PLACE, Column, Table, given, significant
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +125,12 @@ def _row(record: Record, records: Sequence[Record]) -> LearnRow:
         "repeats": len(repeats),
         "reason": "; ".join(record.notes) or None,
     }
-    calm = _undisturbed(record, records)
+    undisturbed = (
+        other
+        for other in records
+        if other.ok and not other.fault and _as_one(other.trial) == _as_one(trial)
+    )
+    calm = next(undisturbed, None) if record.fault else None
     if calm is not None and rate is not None:
         before = _rate(calm, lambda rank: rank not in slowed and rank not in lost)
         known["kept"] = rate / before if before else None
@@ -157,15 +162,6 @@ def staleness(record: Record) -> Iterator[tuple[float, float]]:
         for age in ((rank or {}).get("staleness") or {}).values():
             if isinstance(age, dict) and age["mean"] is not None:
                 yield age["mean"], age["max"]
-
-
-def _undisturbed(record: Record, records: Sequence[Record]) -> Record | None:
-    if not record.fault:
-        return None
-    for other in records:
-        if other.ok and not other.fault and _as_one(other.trial) == _as_one(record.trial):
-            return other
-    return None
 
 
 def _as_one(trial: dict[str, Any]) -> dict[str, Any]:
@@ -209,24 +205,16 @@ def _shown(title: str, text: Callable[[LearnRow], str], numeric: bool = True) ->
     return Column(title=title, text=text, numeric=numeric, sparse=True)
 
 
-def _given(field: str, form: str) -> Callable[[LearnRow], str]:
-    def text(row: LearnRow) -> str:
-        value = getattr(row, field)
-        return "" if value is None else format(value, form)
-
-    return text
-
-
 _COLUMNS = (
     _shown("to target", _target),
-    _shown("steps to target", _given("steps_to_target", ".0f")),
-    _shown("accuracy", _given("accuracy", ".2%")),
+    _shown("steps to target", given("steps_to_target", ".0f")),
+    _shown("accuracy", given("accuracy", ".2%")),
     _shown("of single ranks", _spread),
     _shown("loss", lambda row: significant(row.loss)),
     _shown("throughput", lambda row: f"{significant(row.samples_per_s)} {row.unit}"),
     _shown("steps/s", lambda row: significant(row.steps_per_s)),
     _shown("on the slow host", lambda row: significant(row.slowed_steps_per_s)),
-    _shown("kept", _given("kept", ".2f")),
+    _shown("kept", given("kept", ".2f")),
     _shown(
         "consensus", lambda row: f"{row.consensus_distance:.1e}" if row.consensus_distance else ""
     ),

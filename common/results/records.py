@@ -18,7 +18,6 @@ from dear.cost.collectives import AlphaBeta
 from dear.errors import UserError
 
 SCHEMA = 1
-STATUSES = ("ok", "failed", "timeout", "oom", "unsupported", "interrupted")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,6 +183,7 @@ class Record:
     time_scale: float = 1.0
     time_scale_reason: str | None = None
     status: str
+    """ok, failed, timeout, oom, unsupported or interrupted."""
     error: Failure | None = None
     """None for a trial that is ok; such a trial has all of `check`, `throughput` and `loss`, though
     a loss that is not finite is None."""
@@ -331,10 +331,7 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
 
 def latest(records: list[Record]) -> dict[str, Record]:
     """The newest record of each trial, by hash, in the order in which trials first appeared."""
-    found: dict[str, Record] = {}
-    for record in records:
-        found[record.hash] = record
-    return found
+    return {record.hash: record for record in records}
 
 
 def fabric_words(records: Iterable[Record]) -> str:

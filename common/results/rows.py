@@ -8,7 +8,7 @@ from typing import Any
 
 from common.results.records import Record
 from common.results.stats import speedup, verdict
-from common.results.table import PLACE, Column, Table, significant
+from common.results.table import PLACE, Column, Table, given, significant
 
 # A bound comes from a short measurement: only more than this beyond it is worth a remark.
 _BEYOND = 1.02
@@ -109,7 +109,12 @@ def _row(record: Record, records: list[Record], compare_to: str) -> Row:
         "step_s": record.step_s,
     }
     notes = list(record.notes)
-    base = _peer(record, records, lambda other: _is_base(other, compare_to, trial["world_size"]))
+
+    def is_base(other: dict[str, Any]) -> bool:
+        named = compare_to in (other["algorithm"], other["label"])
+        return named and other["world_size"] == trial["world_size"]
+
+    base = _peer(record, records, is_base)
     if base is not None and base is not record and trial["algorithm"] != "none":
         ratio = speedup(record.repeats, base.repeats)
         known |= {
@@ -137,11 +142,6 @@ def _row(record: Record, records: list[Record], compare_to: str) -> Row:
 
 
 _PARTS = ("forward_s", "backward_s", "update_s", "exposed_comm_s")
-
-
-def _is_base(trial: dict[str, Any], compare_to: str, world_size: int) -> bool:
-    names = (trial["algorithm"], trial["label"])
-    return compare_to in names and trial["world_size"] == world_size
 
 
 def _peer(
@@ -178,10 +178,6 @@ def _ratio(compare_to: str) -> Column:
     return Column(title=f"speed-up vs {compare_to} (95 % CI)", text=text, numeric=False)
 
 
-def _percent(value: float | None) -> str:
-    return "" if value is None else f"{value:.0%}"
-
-
 _MEASURED = (
     Column(title="throughput", text=lambda row: f"{significant(row.throughput)} {row.unit}"),
     Column(
@@ -192,8 +188,8 @@ _MEASURED = (
 )
 _JUDGED = (
     Column(title="verdict", text=lambda row: row.verdict or "", numeric=False),
-    Column(title="efficiency", text=lambda row: _percent(row.efficiency)),
-    Column(title="of bound", text=lambda row: _percent(row.of_bound), sparse=True),
+    Column(title="efficiency", text=given("efficiency", ".0%")),
+    Column(title="of bound", text=given("of_bound", ".0%"), sparse=True),
     Column(title="correct", text=lambda row: "yes" if row.correct else "NO", numeric=False),
     Column(title="notes", text=lambda row: row.reason or "", numeric=False),
 )
@@ -218,7 +214,7 @@ _TIMES = (
     _milliseconds("bound", "bound_s"),
     _milliseconds("compute limit", "compute_limit_s"),
     _milliseconds("wire limit", "wire_limit_s"),
-    Column(title="of bound", text=lambda row: _percent(row.of_bound) or UNKNOWN),
+    Column(title="of bound", text=given("of_bound", ".0%", UNKNOWN)),
 )
 
 

@@ -39,11 +39,6 @@ class Estimate:
     n: int
     """Number of steps behind it."""
 
-    @property
-    def half_width(self) -> float:
-        """Half of the interval's width relative to the value."""
-        return (self.high - self.low) / 2 / self.value
-
 
 def median_step_s(repeats: Repeats) -> Estimate:
     """Median step time in seconds."""

@@ -95,6 +95,16 @@ def csv_text(kind: type, rows: Sequence[Any]) -> str:
     return out.getvalue()
 
 
+def given(field: str, form: str, missing: str = "") -> Callable[[Any], str]:
+    """The text of a column that shows one field of a row, which may be None."""
+
+    def text(row: Any) -> str:
+        value = getattr(row, field)
+        return missing if value is None else format(value, form)
+
+    return text
+
+
 def significant(value: float | None) -> str:
     """Three significant digits, without an exponent."""
     if value is None:

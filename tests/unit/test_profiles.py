@@ -146,7 +146,7 @@ def test_modelled_profiles_are_committed_and_have_the_published_speed(case):
 @pytest.mark.parametrize(("name", "batch_size"), ALL)
 def test_committed_profiles_are_consistent(name, batch_size):
     made = registry.profile_of(name, batch_size)
-    assert (made.name, made.batch_size) == (name, batch_size)
+    assert (f"{made.model}@{made.device}", made.batch_size) == (name, batch_size)
     chain = made.gradients()
     assert [param.position for param in chain] == list(range(len(chain)))
     times = [param.ready_s for param in chain]
@@ -163,7 +163,7 @@ def test_the_committed_profile_is_what_the_rule_makes(tmp_path, monkeypatch):
     made = modelled.model_profile(modelled.CASES["mnist_cnn-bs32"])
     path = tmp_path / "again.json"
     made.save(path)
-    again, committed = profiles.load(path), registry.profile_of(made.name, 32)
+    again, committed = profiles.load(path), registry.profile_of(f"{made.model}@{made.device}", 32)
     assert again.parameters == committed.parameters
     assert again.modules == committed.modules
     assert again.rule == committed.rule

@@ -117,9 +117,8 @@ class SlurmLauncher(Launcher):
                     subprocess.run(["scancel", "--quiet", "--signal=USR1", "--name", name])
                     fleet.wait(STACKS_S)
                     return timed_out(job)
-                message = f"still in Slurm's queue after {self._options.queue_s:g} s"
-                error = {"kind": "timeout", "message": message, "rank": None, "where": None}
-                return Outcome(status="timeout", error=error)
+                queue_s = self._options.queue_s
+                return Outcome.of("timeout", f"still in Slurm's queue after {queue_s:g} s")
         return None
 
     def _judged(self, job: Job, fleet: Fleet) -> Outcome:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,15 +77,6 @@ class Result:
     """Ranks on a host."""
     lost_ranks: list[int] = field(default_factory=list)
     """Ranks that were killed, where the others went on and did well."""
-
-    def to_json(self) -> dict[str, Any]:
-        """As it stands in the file between worker and driver."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Result:
-        """What `to_json` gave."""
-        return typed(cls, values)
 
     @property
     def steps(self) -> list[float]:

@@ -24,6 +24,7 @@ from common.harness.ui import Progress
 from common.launch.job import Job, Outcome
 from common.results import records
 from common.results.comparison import Comparison
+from common.results.records import typed
 from dear.cost.collectives import AlphaBeta
 from dear.errors import UserError
 from dear.training.algorithm import algorithm_class
@@ -155,7 +156,7 @@ class Sweep:
         if outcome.status != "ok":
             return outcome, None
         assert outcome.result is not None
-        result = Result.from_json(outcome.result)
+        result = typed(Result, outcome.result)
         if result.costs:
             self._costs[place] = result.costs
         return outcome, result

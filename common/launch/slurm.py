@@ -92,9 +92,7 @@ class SlurmLauncher(Launcher):
             mark.unlink(missing_ok=True)
         if self._allocated:
             with Fleet([self._tied(job, self._srun(job), [])]) as fleet:
-                in_time = fleet.wait(job.timeout_s)
-                if not in_time:
-                    fleet.ask_for_stacks()
+                in_time = fleet.ends_within(job.timeout_s)
             return self._judged(job, fleet) if in_time else timed_out(job)
         name = f"dear-{uuid.uuid4().hex[:12]}"
         undo = ["sh", "-c", _CANCEL, name]

@@ -198,7 +198,7 @@ def check_fit(trials: Sequence[Trial]) -> None:
             hosts=trial.hosts,
             ranks_per_host=trial.ranks_per_host,
             # A delayed algorithm holds the gradients of several steps.
-            optimizer_copies=trial.optimizer.state_copies + trial.staleness,
+            optimizer_copies=trial.optimizer.state_copies + trial.options.staleness(),
         )
 
 

@@ -83,11 +83,6 @@ class Result:
         """The step times of all blocks."""
         return [step for block in self.iters for step in block]
 
-    @property
-    def busy(self) -> float:
-        """CPU seconds that the whole machine spent per second."""
-        return self.cpu_s_per_s + self.foreign_cpu_s_per_s
-
     def rate(self, trial: Trial) -> float:
         """Samples per second of all workers together."""
         if self.samples_per_s is not None:
@@ -131,7 +126,7 @@ def make_record(
     ok = outcome.status == "ok"
     first = results[0] if results else None
     throughput = _throughput(trial, results) if ok else None
-    busy = max((result.busy for result in results), default=0.0)
+    busy = max((one.cpu_s_per_s + one.foreign_cpu_s_per_s for one in results), default=0.0)
     unfaithful = None
     if fabric.fabric == "emulated":
         # All virtual hosts share its cores: ranks that wait for a core wait for something that the

@@ -217,11 +217,6 @@ class Trial:
         return -(-self.world_size // self.ranks_per_host)
 
     @property
-    def staleness(self) -> int:
-        """By how many steps gradients are older than the update that applies them."""
-        return self.options.staleness()
-
-    @property
     def own_pace(self) -> bool:
         """Whether ranks wait for nobody, and may make different numbers of steps."""
         if self.learn is None or self.algorithm == BASELINE:

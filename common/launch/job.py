@@ -103,7 +103,7 @@ class Launcher(ABC):
         self._preload = preload
 
     def check(self) -> None:
-        """Asks the hosts whether they are there, all at once; before the first job at the latest.
+        """Asks the hosts whether they are there, all at once; to be called before the first job.
 
         Raises:
             UserError: a host that does not answer, by name.

@@ -51,7 +51,7 @@ class MpirunLauncher(RemoteLauncher):
     def command(self, job: Job) -> str:
         return shlex.join(self._command(job, self._options.port or PRINTED_PORT))
 
-    def _run(self, job: Job) -> Outcome:
+    def run(self, job: Job) -> Outcome:
         command = self._command(job, self._options.port)
         if self._hosts is not None:
             lines = [f"{host.reached_at} slots={host.slots}\n" for host in self._hosts]

@@ -66,21 +66,10 @@ class RemoteLauncher(Launcher):
         self._envs = read_envs()
         self._interface = interface(self._options, self._envs, self._hosts)
         self._agent = agent_of(self._options.agent, self._hosts)
-        self._checked = False
 
     def check(self) -> None:
-        self._checked = True
         if self._hosts is not None and not are_virtual(self._hosts):
             probe([host for host in self._hosts if self._agent_for(host)], self._agent)
-
-    def run(self, job: Job) -> Outcome:
-        if not self._checked:
-            self.check()
-        return self._run(job)
-
-    @abstractmethod
-    def _run(self, job: Job) -> Outcome:
-        """Runs the job on hosts that are there."""
 
     def _agent_for(self, host: Host) -> list[str] | None:
         """The remote shell for this host, None if it needs none."""
@@ -94,7 +83,7 @@ class PerHostLauncher(RemoteLauncher):
         commands = self._commands(job, self._options.port or PRINTED_PORT, tied=False)
         return " & ".join(shlex.join(command.argv) for command in commands)
 
-    def _run(self, job: Job) -> Outcome:
+    def run(self, job: Job) -> Outcome:
         with Fleet(self._commands(job, self._options.port, tied=True)) as fleet:
             in_time = fleet.ends_within(job.timeout_s)
         return self._outcome(job, fleet) if in_time else timed_out(job)

@@ -14,6 +14,7 @@ import json
 import math
 import os
 import subprocess
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -220,22 +221,17 @@ def batch(tool: str, lines: Sequence[str], host: int | None = None) -> None:
 
 def start(tool: str, lines: Sequence[str], host: int | None = None) -> subprocess.Popen[str]:
     """Begins what `batch` does, for the many hosts of a cluster at once."""
-    process = subprocess.Popen(
-        [tool, "-batch", "-"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=None if host is None else lambda: enter(host, ("net",)),
-    )
-    assert process.stdin is not None
-    try:
-        process.stdin.write("".join(f"{line}\n" for line in lines))
-        process.stdin.close()
-    except BrokenPipeError:
-        pass  # it has ended early, and says why on stderr
-    process.stdin = None
-    return process
+    with tempfile.TemporaryFile("w+") as file:
+        file.write("".join(f"{line}\n" for line in lines))
+        file.seek(0)
+        return subprocess.Popen(
+            [tool, "-batch", "-"],
+            stdin=file,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            preexec_fn=None if host is None else lambda: enter(host, ("net",)),
+        )
 
 
 def finish(process: subprocess.Popen[str]) -> None:

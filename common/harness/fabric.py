@@ -130,7 +130,6 @@ class EmulatedFabric(Fabric):
             job.folder,
             job.repeat,
             self._choice.time_scale,
-            trial.world_size,
             self._config.ranks_per_host,
         )
         injector.start()

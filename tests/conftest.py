@@ -19,8 +19,7 @@ def _pools() -> Iterator[dict[tuple[int, bool], RankPool]]:
     pools: dict[tuple[int, bool], RankPool] = {}
     yield pools
     for pool in pools.values():
-        if not pool.broken:
-            pool.close()
+        pool.close()
 
 
 @pytest.fixture
@@ -35,7 +34,7 @@ def world(_pools: dict[tuple[int, bool], RankPool]) -> Iterator[Callable[..., Ra
     def get(world_size: int, algorithm: str = "") -> RankPool:
         key = world_size, algorithm == "horovod"
         for other, pool in _pools.items():
-            if other[1] and other != key and not pool.broken:
+            if other[1] and other != key:
                 pool.close()
         if key not in _pools or _pools[key].broken:
             _pools[key] = RankPool(world_size, backend="comm_core")

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
-import os
 import tempfile
 import traceback
 from collections.abc import Callable
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
-CONTEXT = multiprocessing.get_context("forkserver")
-"""Starts processes that have the slow imports behind them; the first optimizer takes dynamo."""
-CONTEXT.set_forkserver_preload(
+from common.launch.ranks import RankLost, Ranks, gather, rank_env
+
+# The first optimizer takes dynamo.
+multiprocessing.get_context("forkserver").set_forkserver_preload(
     ["torch", "torch.distributed", "torch._dynamo", "dear.optimizer", "dear.comm.communicator"]
 )
 
@@ -25,7 +26,8 @@ class RankError(AssertionError):
 class RankPool:
     """`world_size` processes in one job, each waiting for functions to run.
 
-    `environments`: what each rank's environment has besides, in rank order.
+    `environments`: what each rank's environment has besides, in rank order. `pipes`, by rank, is
+    for tests that do not want an answer of all.
     """
 
     def __init__(
@@ -37,22 +39,12 @@ class RankPool:
     ) -> None:
         self._folder = tempfile.TemporaryDirectory()
         self._timeout_s = timeout_s
-        self._pipes = []
-        self._processes = []
+        self._ranks = Ranks()
         for rank in range(world_size):
-            ours, theirs = CONTEXT.Pipe()
-            environment = {
-                **(environments[rank] if environments else {}),
-                "RANK": str(rank),
-                "WORLD_SIZE": str(world_size),
-                "DEAR_STORE": f"{self._folder.name}/store",
-            }
-            args = (environment, backend, timeout_s, theirs)
-            process = CONTEXT.Process(target=_serve, args=args, daemon=True)
-            process.start()
-            theirs.close()
-            self._pipes.append(ours)
-            self._processes.append(process)
+            place = rank_env(rank, world_size, store=Path(self._folder.name, "store"))
+            env = {**(environments[rank] if environments else {}), **place}
+            self._ranks.function(_serve, backend, timeout_s, env=env, piped=True)
+        self.pipes = self._ranks.pipes
         self.broken = False
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
@@ -60,27 +52,18 @@ class RankPool:
 
         `function` must be importable by name. The first failing rank's traceback is raised.
         """
-        for pipe in self._pipes:
+        for pipe in self.pipes.values():
             pipe.send((function, args))
         results: dict[int, Any] = {}
-        while len(results) < len(self._pipes):
-            waiting = [p for i, p in enumerate(self._pipes) if i not in results]
-            ready = wait(waiting, timeout=self._timeout_s * 2)
-            if not ready:
-                self.close()
-                missing = [i for i in range(len(self._pipes)) if i not in results]
-                raise RankError(f"no answer from ranks {missing} in {self._timeout_s * 2:.0f} s")
-            for pipe in ready:
-                rank = self._pipes.index(pipe)
-                try:
-                    ok, value = pipe.recv()
-                except EOFError:
-                    ok, value = False, "the process died"
+        try:
+            for rank, (ok, value) in gather(self.pipes, self._timeout_s * 2):
                 if not ok:
-                    self.close()
                     raise RankError(f"rank {rank}:\n{value}")
                 results[rank] = value
-        return [results[rank] for rank in range(len(self._pipes))]
+        except (RankError, RankLost) as error:
+            self.close()
+            raise RankError(str(error)) from None
+        return [results[rank] for rank in sorted(results)]
 
     def reset(self) -> None:
         """Takes back what the last functions left in their processes, and finds ranks in step.
@@ -90,24 +73,20 @@ class RankPool:
         self.run(_reset)
 
     def close(self) -> None:
+        """Ends the ranks; for a pool that has been closed, too."""
         self.broken = True
-        for pipe in self._pipes:
+        for pipe in self.pipes.values():
             pipe.close()
-        for process in self._processes:
-            process.join(timeout=5)
-            if process.is_alive():
-                process.kill()
-                process.join()
+        self._ranks.stop(patience_s=5.0)
         self._folder.cleanup()
 
 
-def _serve(environment: dict[str, str], backend: str, timeout_s: float, pipe: Any) -> None:
+def _serve(pipe: Connection, backend: str, timeout_s: float) -> int:
     import torch
 
     import dear
 
     torch.set_num_threads(1)
-    os.environ.update(environment)
     if "comm_core" in backend:
         import comm_core  # noqa: F401 - makes the backend known
     dear.init(backend=backend, timeout_s=timeout_s)
@@ -116,7 +95,7 @@ def _serve(environment: dict[str, str], backend: str, timeout_s: float, pipe: An
         try:
             function, args = pipe.recv()
         except (EOFError, ConnectionResetError):
-            os._exit(0)
+            return 0
         try:
             result = (True, function(*args))
         except BaseException:

@@ -87,10 +87,6 @@ def network_profile(name: str) -> NetworkProfile:
     names = [path.stem for path in _FOLDER.glob("*.yaml")]
     if name not in names:
         raise unknown("network", name, [*names, "a bandwidth such as 2.5gbit"])
-    return _read(name)
-
-
-def _read(name: str) -> NetworkProfile:
     path = _FOLDER / f"{name}.yaml"
     try:
         given: Any = yaml.safe_load(path.read_text())

@@ -78,6 +78,8 @@ class _Change:
 class FaultInjector:
     """One fault in one repeat of one trial: `start()` before the ranks, `stop()` after them.
 
+    It can happen to the trial, as `check_fault` says.
+
     Args:
         folder: the trial's folder, where the ranks write what they are doing.
         time_scale: wall seconds per emulated second.
@@ -90,7 +92,6 @@ class FaultInjector:
         folder: Path,
         repeat: int,
         time_scale: float,
-        world_size: int,
         ranks_per_host: int,
     ) -> None:
         self._fault = fault
@@ -98,10 +99,7 @@ class FaultInjector:
         self._folder = folder
         self._repeat = repeat
         self._time_scale = time_scale
-        host = fault.host if fault.rank is None else fault.rank // ranks_per_host
-        if host is None or (fault.rank is not None and fault.rank >= world_size):
-            raise ValueError(f"fault without a place in a world of {world_size}: {fault}")
-        self._host = host
+        self._host = fault.host if fault.rank is None else fault.rank // ranks_per_host
         self._change = self._make_change()
         self._events: list[Event] = []
         self._began = 0.0

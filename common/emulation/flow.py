@@ -162,7 +162,7 @@ def _receive(line: socket.socket, skip_s: float) -> dict[str, Any]:
     return {"bytes": total, "bytes_per_s": statistics.median(speeds)}
 
 
-def _cpu_s() -> tuple[float, float, float]:
+def cpu_s() -> tuple[float, float, float]:
     """CPU time of this process, all busy time of this machine, and that of interrupts."""
     # user, nice, system, idle, iowait, irq, softirq, in clock ticks
     ticks = [int(v) for v in Path("/proc/stat").read_text().split("\n")[0].split()[1:8]]
@@ -184,12 +184,12 @@ def main(role: str, address: str, *numbers: str) -> None:
         seconds, skip_s, max_bytes = map(float, numbers[1:])
     with line:
         line.settimeout(_LIMIT_S)
-        before = _cpu_s()
+        before = cpu_s()
         if seconds:
             _send(line, seconds, max_bytes)
         # Who only sends waits here until the other end has taken everything and hung up.
         received = _receive(line, skip_s)
-        spent = (now - then for now, then in zip(_cpu_s(), before, strict=True))
+        spent = (now - then for now, then in zip(cpu_s(), before, strict=True))
     names = ("cpu_s", "busy_s", "softirq_s")
     print(json.dumps({**received, **dict(zip(names, spent, strict=True))}))
 

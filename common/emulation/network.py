@@ -14,6 +14,7 @@ import json
 import math
 import os
 import subprocess
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -155,19 +156,20 @@ def shape(device: str, profile: NetworkProfile, time_scale: float, netem: bool) 
         time_scale: the link is this many times slower, and its delay longer, than the profile's.
         netem: also delay and lose packets.
     """
-    bits = profile.gbps * 1e9 / time_scale
-    if not netem:
-        return [_tbf(device, f"root handle {_TBF_ALONE}", bits)]
-    return [
-        _delay(device, profile, bits, time_scale),
-        _tbf(device, f"parent {_NETEM}1 handle {_TBF_BELOW}", bits),
-    ]
+    delay = [_delay(device, profile, time_scale)] if netem else []
+    return delay + reshape(device, profile.gbps, time_scale, netem)
 
 
 def reshape(device: str, gbps: float, time_scale: float, netem: bool) -> list[str]:
     """Changes the rate alone; what is queued stays queued."""
     where = f"parent {_NETEM}1 handle {_TBF_BELOW}" if netem else f"root handle {_TBF_ALONE}"
-    return [_tbf(device, where, gbps * 1e9 / time_scale)]
+    bits_per_s = gbps * 1e9 / time_scale
+    burst = max(_MIN_BURST_BYTES, math.ceil(bits_per_s / 8 * _BURST_S))
+    limit = burst + max(_MIN_QUEUE_BYTES, math.ceil(bits_per_s / 8 * _QUEUE_S))
+    return [
+        f"qdisc replace dev {device} {where} "
+        f"tbf rate {round(bits_per_s)}bit burst {burst}b limit {limit}b"
+    ]
 
 
 def resolvable() -> bool:
@@ -219,22 +221,17 @@ def batch(tool: str, lines: Sequence[str], host: int | None = None) -> None:
 
 def start(tool: str, lines: Sequence[str], host: int | None = None) -> subprocess.Popen[str]:
     """Begins what `batch` does, for the many hosts of a cluster at once."""
-    process = subprocess.Popen(
-        [tool, "-batch", "-"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=None if host is None else lambda: enter(host, ("net",)),
-    )
-    assert process.stdin is not None
-    try:
-        process.stdin.write("".join(f"{line}\n" for line in lines))
-        process.stdin.close()
-    except BrokenPipeError:
-        pass  # it has ended early, and says why on stderr
-    process.stdin = None
-    return process
+    with tempfile.TemporaryFile("w+") as file:
+        file.write("".join(f"{line}\n" for line in lines))
+        file.seek(0)
+        return subprocess.Popen(
+            [tool, "-batch", "-"],
+            stdin=file,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            preexec_fn=None if host is None else lambda: enter(host, ("net",)),
+        )
 
 
 def finish(process: subprocess.Popen[str]) -> None:
@@ -264,18 +261,9 @@ def _no_ipv6() -> str:
     return "addrgenmode none" if Path("/proc/sys/net/ipv6").exists() else ""
 
 
-def _tbf(device: str, where: str, bits_per_s: float) -> str:
-    burst = max(_MIN_BURST_BYTES, math.ceil(bits_per_s / 8 * _BURST_S))
-    limit = burst + max(_MIN_QUEUE_BYTES, math.ceil(bits_per_s / 8 * _QUEUE_S))
-    return (
-        f"qdisc replace dev {device} {where} "
-        f"tbf rate {round(bits_per_s)}bit burst {burst}b limit {limit}b"
-    )
-
-
-def _delay(device: str, profile: NetworkProfile, bits_per_s: float, time_scale: float) -> str:
+def _delay(device: str, profile: NetworkProfile, time_scale: float) -> str:
     delay_us, jitter_us = profile.latency_us * time_scale, profile.jitter_us * time_scale
-    under_way = bits_per_s / 8 / FRAME_BYTES * (delay_us + jitter_us) * 1e-6
+    under_way = profile.gbps * 1e9 / time_scale / 8 / FRAME_BYTES * (delay_us + jitter_us) * 1e-6
     words = f"limit {1000 + math.ceil(2 * under_way)} delay {delay_us:g}us"
     if jitter_us:
         words += f" {jitter_us:g}us"

@@ -102,11 +102,26 @@ def run_steps(
     """
     not_ok: set[str] = set()
     for step in steps:
-        reason = _obstacle(step, budget, missing, not_ok)
-        if reason is not None:
-            result = Result(name=step.name, status="skipped", reason=reason)
+        obstacle = _obstacle(step, budget, missing, not_ok)
+        if obstacle is not None:
+            result = Result(name=step.name, status="skipped", reason=obstacle)
         else:
-            result = _run(step, budget, start)
+            left = budget.left_s
+            ended = start(step, min(step.limit_s, left))
+            if ended.code is not None:
+                status, reason = step.judge(ended)
+            elif step.limit_s <= left:
+                status, reason = "failed", f"not finished after {step.limit_s:.0f} s"
+            else:
+                reason = f"no time: stopped after {ended.seconds:.0f} s, at the end of the budget"
+                status = "skipped"
+            result = Result(
+                name=step.name,
+                status=status,
+                reason=reason,
+                seconds=round(ended.seconds, 1),
+                log=str(ended.log),
+            )
         if result.status != "ok":
             not_ok.add(step.name)
         yield result
@@ -129,47 +144,29 @@ def _obstacle(
     return None
 
 
-def _run(step: Step, budget: Budget, start: Callable[[Step, float], Ended]) -> Result:
-    left = budget.left_s
-    ended = start(step, min(step.limit_s, left))
-    if ended.code is not None:
-        status, reason = step.judge(ended)
-    elif step.limit_s <= left:
-        status, reason = "failed", f"not finished after {step.limit_s:.0f} s"
-    else:
-        reason = f"no time: stopped after {ended.seconds:.0f} s, at the end of the budget"
-        status = "skipped"
-    seconds = round(ended.seconds, 1)
-    return Result(name=step.name, status=status, reason=reason, seconds=seconds, log=str(ended.log))
-
-
 def run_command(step: Step, limit_s: float, log: Path) -> Ended:
     """Runs the step's command with its output in `log`; none of its processes stays behind."""
     began = time.monotonic()
-    with log.open("wb") as output:
-        process = subprocess.Popen(
+    with (
+        log.open("wb") as output,
+        subprocess.Popen(
             step.command,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
             env={**os.environ, **step.env},
             start_new_session=True,
-        )
+        ) as process,
+    ):
         code: int | None = None
         try:
             code = process.wait(timeout=limit_s)
         except subprocess.TimeoutExpired:
-            _stop(process)
+            os.killpg(process.pid, signal.SIGTERM)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=GRACE_S)
         finally:
             # Also after Ctrl-C, and also what outlived the command itself.
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
     return Ended(code=code, seconds=time.monotonic() - began, log=log)
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGTERM)
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(timeout=GRACE_S)

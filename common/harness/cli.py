@@ -6,6 +6,7 @@ import argparse
 import json
 import signal
 import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -27,7 +28,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         options = _parse(list(arguments))
         options.arguments = arguments
-        return {"run": _run, "list": _list, "show": _show}[options.verb](options)
+        return {"run": _run, "list": _list, "show": commands.show}[options.verb](options)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return USER_ERROR
@@ -123,20 +124,9 @@ def _add_run(run: argparse.ArgumentParser) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    return commands.run(
-        experiment_path=options.experiment or commands.default_experiment(),
-        overrides=[*_cluster_overrides(options), *options.set],
-        filters=options.filter,
-        logs=options.logs,
-        dry_run=options.dry_run,
-        rerun=options.rerun,
-        fail_fast=options.fail_fast,
-        draw=None if options.no_plot else _draw,
-        stream=options.stream,
-        as_json=options.json,
-        quiet=options.quiet,
-        arguments=options.arguments,
-    )
+    options.experiment = options.experiment or commands.default_experiment()
+    options.set = [*_cluster_overrides(options), *options.set]
+    return commands.run(options, draw=None if options.no_plot else _draw)
 
 
 def _draw(folder: Path, learned: bool) -> list[Path]:
@@ -171,10 +161,5 @@ def _list(options: argparse.Namespace) -> int:
             for name, text in entries.items():
                 print(f"  {name:{width}}  {text}")
         else:
-            print(commands.wrapped(entries))
-    return OK
-
-
-def _show(options: argparse.Namespace) -> int:
-    commands.show(options.logs, options.sweep, options.json, options.breakdown)
+            print(textwrap.fill(" ".join(entries), 98, initial_indent="  ", subsequent_indent="  "))
     return OK

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import inspect
 import json
 import os
 import sys
-import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,70 +30,57 @@ ROOT = Path(__file__).parents[2]
 _ON_VIRTUAL_HOSTS = "(on virtual hosts: they live only while a sweep runs)"
 
 
-def run(
-    *,
-    experiment_path: Path,
-    overrides: Sequence[str],
-    filters: Sequence[str],
-    logs: Path,
-    dry_run: bool,
-    rerun: Any,
-    fail_fast: bool,
-    draw: Callable[[Path, bool], list[Path]] | None,
-    stream: bool,
-    as_json: bool,
-    quiet: bool,
-    arguments: Sequence[str],
-) -> int:
+def run(options: argparse.Namespace, draw: Callable[[Path, bool], list[Path]] | None = None) -> int:
     """Runs an experiment (or prints its plan); the exit status, 1 if a trial that can run did not.
 
     Args:
+        options: the flags of the verb, and as `arguments` all that started this process: an
+            experiment on virtual hosts runs in a process of its own, which is started with them.
         draw: draws a sweep's figure, given its folder and whether it has learned; None draws none.
-        arguments: what started this process. An experiment on virtual hosts runs in a process of
-            its own, which is started with them.
     """
-    experiment = load(experiment_path, overrides)
+    experiment = load(options.experiment, options.set)
     everything = experiment.trials()
-    if experiment.cluster is not None and not dry_run and not sandbox.inside():
-        return sandbox.run([sys.executable, str(ROOT / "benchmarks.py"), *arguments])
+    if experiment.cluster is not None and not options.dry_run and not sandbox.inside():
+        return sandbox.run([sys.executable, str(ROOT / "benchmarks.py"), *options.arguments])
 
     from common.harness.fabric import check_fit, make_fabric
     from common.harness.sweep import Sweep, to_run
     from common.machine import machine_card
 
-    trials = [trial for trial in everything if _selected(trial, filters)]
+    trials = [trial for trial in everything if _selected(trial, options.filter)]
     if not trials:
-        raise UserError(f"--filter {' '.join(filters)}: no trial of {experiment.name} matches")
+        wanted = " ".join(options.filter)
+        raise UserError(f"--filter {wanted}: no trial of {experiment.name} matches")
     check_fit(trials)
-    folder = logs / experiment.name
-    if dry_run:
-        todo = {trial.hash for trial in to_run(trials, folder / "records.jsonl", rerun)}
-        _print_plan(trials, todo, folder, experiment, as_json)
+    folder = options.logs / experiment.name
+    if options.dry_run:
+        todo = {trial.hash for trial in to_run(trials, folder / "records.jsonl", options.rerun)}
+        _print_plan(trials, todo, folder, experiment, options.json)
         return 0
 
-    progress = ui.ProgressLine(quiet=quiet)
+    progress = ui.ProgressLine(quiet=options.quiet)
     comparison = Comparison(
         compare_to=experiment.base, trials=tuple(trial.hash for trial in everything)
     )
     fabric = make_fabric(experiment, trials)
     sweep = Sweep(experiment, trials, comparison, folder, fabric, machine_card(), progress)
     try:
-        sweep.run(rerun, fail_fast)
+        sweep.run(options.rerun, options.fail_fast)
     finally:
         progress.clear()
     results = comparison.results(folder)
     _write_outputs(folder, results, experiment.base)
-    if stream:
+    if options.stream:
         logs_of_rank_0 = [p for t in trials for p in (folder / t.id).glob("log-*-rank0.txt")]
         text = "".join(path.read_text() for path in sorted(logs_of_rank_0))
-        print(text, file=sys.stderr if as_json else sys.stdout)
-    if as_json:
+        print(text, file=sys.stderr if options.json else sys.stdout)
+    if options.json:
         print(json.dumps([result.to_json() for result in results]))
     else:
         _print_results(folder, results, experiment.base)
     if draw is not None and any(result.ok for result in results):
         paths = draw(folder, is_learning(results))
-        if not (as_json or quiet):
+        if not (options.json or options.quiet):
             kinds = ", ".join(path.suffix[1:] for path in paths[1:])
             print(f"figure: {_short(str(paths[0]))} (and {kinds})")
     status = {result.hash: result.status for result in results}
@@ -111,12 +98,9 @@ def default_experiment() -> Path:
     return ROOT / "configs" / "experiments" / ("quick.yaml" if reason else "emulated-quick.yaml")
 
 
-def show(logs: Path, name: str | None, as_json: bool, breakdown: bool = False) -> None:
-    """Prints the table (or records) of a sweep that has run; without a name, of the newest.
-
-    Args:
-        breakdown: print where the time goes instead of the comparison.
-    """
+def show(options: argparse.Namespace) -> int:
+    """Prints the table (or records) of a sweep that has run; without a name, of the newest."""
+    logs, name = options.logs, options.sweep
     paths = sorted(logs.glob("*/records.jsonl"), key=lambda path: path.stat().st_mtime)
     if name is None and not paths:
         raise UserError(f"no records in {logs}: nothing has run yet")
@@ -126,12 +110,13 @@ def show(logs: Path, name: str | None, as_json: bool, breakdown: bool = False) -
         raise UserError(f"no records in {folder}; sweeps there: {', '.join(known) or 'none'}")
     comparison = Comparison.load(folder)
     results = comparison.results(folder)
-    if as_json:
+    if options.json:
         print(json.dumps([result.to_json() for result in results]))
-    elif breakdown:
+    elif options.breakdown:
         _print_breakdown(folder, results, comparison.compare_to)
     else:
         _print_results(folder, results, comparison.compare_to)
+    return 0
 
 
 def listing() -> dict[str, Any]:
@@ -148,11 +133,6 @@ def listing() -> dict[str, Any]:
             "description", ""
         )
     return {"algorithms": algorithms, "models": sorted(MODELS), "experiments": experiments}
-
-
-def wrapped(names: Sequence[str]) -> str:
-    """Names as an indented paragraph."""
-    return textwrap.fill(" ".join(names), 98, initial_indent="  ", subsequent_indent="  ")
 
 
 def _selected(trial: Trial, filters: Sequence[str]) -> bool:

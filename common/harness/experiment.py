@@ -97,6 +97,10 @@ class Experiment:
     """Longest duration of one repeat of one trial, in seconds; then it is killed."""
 
     def __post_init__(self) -> None:
+        for key, kind in (("algorithms", AlgorithmChoice), ("models", ModelChoice)):
+            given = getattr(self, key)
+            chosen = tuple(kind(name=one) if isinstance(one, str) else one for one in given)
+            object.__setattr__(self, key, chosen)
         if not self.name or any(c in self.name for c in "/\\ ") or self.name.startswith("."):
             raise UserError(f"name: must be usable as a folder's name, got {self.name!r}")
         for key in ("algorithms", "models"):
@@ -119,7 +123,7 @@ class Experiment:
         known = {n for a, _ in self._chosen for n in (a.name, a.label) if n is not None}
         if self.compare_to is not None and self.compare_to not in known:
             raise unknown("compare_to", self.compare_to, known)
-        for choice in self.model_choices():
+        for choice in self.models:
             sentence_len(choice.name, choice.sentence_len)
             if is_replay(choice.name):
                 if self.device != "cpu":
@@ -149,7 +153,7 @@ class Experiment:
                     f"measure.{key.name}: means nothing with learn; allowed: "
                     f"{', '.join(sorted(used))}"
                 )
-        for name in (choice.name for choice in self.model_choices()) if learn.data else ():
+        for name in (choice.name for choice in self.models) if learn.data else ():
             if is_replay(name) or not model_entry(name).learns:
                 raise UserError(
                     f"learn.data: {name} cannot learn {learn.data}; use model mnist_cnn"
@@ -187,7 +191,7 @@ class Experiment:
                 f"world_sizes: {max(self.worlds)} workers do not fit on {self.cluster.hosts} hosts "
                 f"with {self.cluster.ranks_per_host} ranks each"
             )
-        for choice in self.model_choices():
+        for choice in self.models:
             replayed = is_replay(choice.name)
             check_scale(replayed, self.cluster.time_scale)
             for fault in self.faults:
@@ -219,28 +223,22 @@ class Experiment:
             return None
         return datasets.folder_of(self.learn.data, self.data_dir)
 
-    def algorithm_choices(self) -> list[AlgorithmChoice]:
-        return [AlgorithmChoice(name=a) if isinstance(a, str) else a for a in self.algorithms]
-
     @functools.cached_property
     def _chosen(self) -> list[tuple[AlgorithmChoice, Options]]:
         """The algorithms with all of their options."""
-        return [(a, algorithm_options(a.name, a.options)) for a in self.algorithm_choices()]
-
-    def model_choices(self) -> list[ModelChoice]:
-        return [ModelChoice(name=m) if isinstance(m, str) else m for m in self.models]
+        return [(a, algorithm_options(a.name, a.options)) for a in self.algorithms]
 
     @property
     def base(self) -> str:
         """What speed-ups are relative to."""
-        first = self.algorithm_choices()[0]
+        first = self.algorithms[0]
         return self.compare_to or first.label or first.name
 
     def trials(self) -> list[Trial]:
         """Every combination, by model and network; the baseline comes first."""
         alone = AlgorithmChoice(name=BASELINE, label="single worker"), Options()
         trials = []
-        for model in self.model_choices():
+        for model in self.models:
             for network in self._networks():
                 if self.baseline:
                     trials.append(self._trial(*alone, model, 1, network, None))

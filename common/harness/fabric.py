@@ -130,7 +130,6 @@ class EmulatedFabric(Fabric):
             job.folder,
             job.repeat,
             self._choice.time_scale,
-            trial.world_size,
             self._config.ranks_per_host,
         )
         injector.start()
@@ -198,7 +197,7 @@ def check_fit(trials: Sequence[Trial]) -> None:
             hosts=trial.hosts,
             ranks_per_host=trial.ranks_per_host,
             # A delayed algorithm holds the gradients of several steps.
-            optimizer_copies=trial.optimizer.state_copies + trial.staleness,
+            optimizer_copies=trial.optimizer.state_copies + trial.options.staleness(),
         )
 
 

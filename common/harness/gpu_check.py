@@ -184,31 +184,24 @@ def refuse_without_gpu(facts: Mapping[str, Any]) -> None:
     """Raises `UserError` if there is a torch and it can use no GPU."""
     if facts["torch"] is None or facts["gpus"]:
         return
+    why = f"torch {facts['torch']} (CUDA {facts['cuda']}) finds none here"
     if facts["cuda"] is None:
         why = (
             f"torch {facts['torch']} is built without CUDA; remove .venv or name a Python whose "
             "torch has it (make PYTHON=/path/to/python3 gpu-check)"
         )
-    else:
-        why = f"torch {facts['torch']} (CUDA {facts['cuda']}) finds none here"
     raise UserError(f"gpu-check needs an NVIDIA GPU: {why}")
 
 
 def probe() -> dict[str, Any]:
     """This Python's torch and GPUs, and what is not installed, as JSON values."""
-    found: dict[str, Any] = {
-        "torch": None,
-        "cuda": None,
-        "nccl": None,
-        "gpus": [],
-        "missing": missing((ROOT / "requirements.txt").read_text()),
-    }
+    found: dict[str, Any] = {"torch": None, "cuda": None, "nccl": None, "gpus": []}
+    found["missing"] = missing((ROOT / "requirements.txt").read_text())
     try:
         import torch
     except ImportError:
         return found
-    found["torch"] = torch.__version__
-    found["cuda"] = torch.version.cuda
+    found |= {"torch": torch.__version__, "cuda": torch.version.cuda}
     if torch.cuda.is_available():
         found["gpus"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
         if torch.distributed.is_nccl_available():
@@ -223,19 +216,15 @@ def missing(requirements: str) -> dict[str, str]:
         requirement = line.partition("#")[0].strip()
         if requirement:
             name = re.split(r"[<>=!~ ]", requirement, maxsplit=1)[0]
-            if not _installed(name) and not (name in _PROGRAMS and shutil.which(name)):
+            try:
+                importlib.metadata.version(name)
+            except importlib.metadata.PackageNotFoundError:
+                if name in _PROGRAMS and shutil.which(name):
+                    continue
                 lacking[name] = f"pip install '{requirement}'"
     if not shutil.which(os.environ.get("CXX", "c++")):
         lacking["c++"] = "no C++ compiler"
     return lacking
-
-
-def _installed(name: str) -> bool:
-    try:
-        importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
 
 
 # What is run --------------------------------------------------------------------------------------
@@ -255,6 +244,7 @@ class Place:
 
 def plan(place: Place) -> list[Step]:
     """The steps after the environment is made."""
+    alone = place.gpus == 1
     build = Step(
         name="build the comm core",
         command=[str(ROOT / "scripts" / "build.sh"), str(place.venv)],
@@ -266,9 +256,41 @@ def plan(place: Place) -> list[Step]:
     return [
         build,
         _tests(place),
-        _shared(place, "comm_core", after=(build.name,)),
-        _shared(place, "gloo", after=()),
-        *(_over_nccl(place, model) for model in ("resnet50", "bert_base")),
+        *(
+            _sweep(
+                place,
+                f"2 ranks {'sharing the GPU' if alone else 'on a GPU each'}, over {backend}",
+                "resnet18",
+                {
+                    "name": f"gpu-2-ranks-{backend}",
+                    "backend": backend,
+                    "world_sizes": [2],
+                    "models": [{"name": "resnet18", "batch_size": 8}],
+                    "baseline": False,
+                    "measure": {
+                        "repeats": 1,
+                        "warmup_steps": 2,
+                        "check_steps": 3,
+                        "min_iter_s": 0.2,
+                    },
+                },
+                expected_s=25,
+                limit_s=120,
+                after=after,
+            )
+            for backend, after in (("comm_core", (build.name,)), ("gloo", ()))
+        ),
+        *(
+            _sweep(
+                place,
+                f"{model}, {place.gpus} rank{'' if alone else 's'} over NCCL",
+                model,
+                {"world_sizes": [place.gpus]},
+                expected_s=30,
+                limit_s=150,
+            )
+            for model in ("resnet50", "bert_base")
+        ),
         *(_profile(place, model, batch_size) for model, batch_size in PROFILES),
     ]
 
@@ -287,55 +309,21 @@ def _tests(place: Place) -> Step:
     )
 
 
-def _shared(place: Place, backend: str, after: tuple[str, ...]) -> Step:
-    how = "sharing the GPU" if place.gpus == 1 else "on a GPU each"
-    name = f"gpu-2-ranks-{backend}"
-    settings = {
-        "name": name,
-        "backend": backend,
-        "world_sizes": [2],
-        "models": [{"name": "resnet18", "batch_size": 8}],
-        "baseline": False,
-        "measure": {"repeats": 1, "warmup_steps": 2, "check_steps": 3, "min_iter_s": 0.2},
-    }
-    return _sweep(place, f"2 ranks {how}, over {backend}", name, settings, [], after, 25, 120)
-
-
-def _over_nccl(place: Place, model: str) -> Step:
-    ranks = f"{place.gpus} rank{'s' if place.gpus > 1 else ''}"
-    settings = {"world_sizes": [place.gpus]}
-    title = f"{model}, {ranks} over NCCL"
-    return _sweep(place, title, "gpu", settings, [f"model={model}"], (), 30, 150)
-
-
-def _sweep(
-    place: Place,
-    title: str,
-    folder: str,
-    settings: Mapping[str, Any],
-    filters: Sequence[str],
-    after: tuple[str, ...],
-    expected_s: float,
-    limit_s: float,
-) -> Step:
-    settings = {"algorithms": algorithms(place.device), "device": place.device, **settings}
+def _sweep(place: Place, title: str, model: str, changes: Mapping[str, Any], **limits: Any) -> Step:
+    """The trials of `model` in the experiment with these changes, by all algorithms."""
+    settings = {"algorithms": algorithms(place.device), "device": place.device, **changes}
     command = [place.python, "benchmarks.py", "run", EXPERIMENT, "--rerun", "all", "--no-plot"]
-    command += ["--quiet", "--logs", str(place.out / "sweeps")]
+    command += ["--quiet", "--logs", str(place.out / "sweeps"), "-k", f"model={model}"]
     for key, value in settings.items():
         command += ["--set", f"{key}={json.dumps(value)}"]
-    models = filters or [f"model={model['name']}" for model in settings["models"]]
-    names = {text.partition("=")[2] for text in models}
-    for text in filters:
-        command += ["-k", text]
+    folder = place.out / "sweeps" / settings.get("name", Path(EXPERIMENT).stem)
     return Step(
         name=title,
         command=command,
-        expected_s=expected_s,
-        limit_s=limit_s,
-        needs=(*_SWEEP, *(lib for name in names for lib in _LIBRARIES.get(name, ()))),
-        after=after,
+        needs=(*_SWEEP, *_LIBRARIES.get(model, ())),
         env=place.env,
-        judge=partial(judge_sweep, place.out / "sweeps" / folder, names),
+        judge=partial(judge_sweep, folder, {model}),
+        **limits,
     )
 
 
@@ -416,11 +404,7 @@ def write_summary(
 ) -> None:
     """Writes `summary.json` and `summary.md`; called after every step, so that nothing is lost."""
     summary = {
-        "gpus": facts["gpus"],
-        "torch": facts["torch"],
-        "cuda": facts["cuda"],
-        "nccl": facts["nccl"],
-        "missing": facts["missing"],
+        **{name: facts[name] for name in ("gpus", "torch", "cuda", "nccl", "missing")},
         "machine": machine,
         "budget_s": budget.seconds,
         "spent_s": round(budget.spent_s, 1),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -78,24 +78,10 @@ class Result:
     lost_ranks: list[int] = field(default_factory=list)
     """Ranks that were killed, where the others went on and did well."""
 
-    def to_json(self) -> dict[str, Any]:
-        """As it stands in the file between worker and driver."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Result:
-        """What `to_json` gave."""
-        return typed(cls, values)
-
     @property
     def steps(self) -> list[float]:
         """The step times of all blocks."""
         return [step for block in self.iters for step in block]
-
-    @property
-    def busy(self) -> float:
-        """CPU seconds that the whole machine spent per second."""
-        return self.cpu_s_per_s + self.foreign_cpu_s_per_s
 
     def rate(self, trial: Trial) -> float:
         """Samples per second of all workers together."""
@@ -140,7 +126,7 @@ def make_record(
     ok = outcome.status == "ok"
     first = results[0] if results else None
     throughput = _throughput(trial, results) if ok else None
-    busy = max((result.busy for result in results), default=0.0)
+    busy = max((one.cpu_s_per_s + one.foreign_cpu_s_per_s for one in results), default=0.0)
     unfaithful = None
     if fabric.fabric == "emulated":
         # All virtual hosts share its cores: ranks that wait for a core wait for something that the

@@ -11,6 +11,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
@@ -23,6 +24,7 @@ from common.harness.ui import Progress
 from common.launch.job import Job, Outcome
 from common.results import records
 from common.results.comparison import Comparison
+from common.results.records import typed
 from dear.cost.collectives import AlphaBeta
 from dear.errors import UserError
 from dear.training.algorithm import algorithm_class
@@ -30,34 +32,30 @@ from dear.training.algorithm import algorithm_class
 Rerun = Literal["failed", "all"]
 
 
+@dataclass
 class Sweep:
     """One experiment with its folder of records.
 
-    Args:
+    Attributes:
         folder: `logs/<name>`; made if it is not there.
         report: called whenever the progress has changed.
     """
 
-    def __init__(
-        self,
-        experiment: Experiment,
-        trials: list[Trial],
-        comparison: Comparison,
-        folder: Path,
-        fabric: Fabric,
-        machine: dict[str, Any],
-        report: Callable[[Progress], None],
-    ) -> None:
-        self._experiment = experiment
-        self._trials = trials
-        self._comparison = comparison
-        self._folder = folder
-        self._fabric = fabric
-        self._machine = machine
-        self._report = report
-        self._path = folder / "records.jsonl"
+    experiment: Experiment
+    trials: list[Trial]
+    comparison: Comparison
+    folder: Path
+    fabric: Fabric
+    machine: dict[str, Any]
+    report: Callable[[Progress], None]
+
+    def __post_init__(self) -> None:
+        self._path = self.folder / "records.jsonl"
         self._run_id = f"{_now()}-{os.getpid()}"
         self._costs: dict[tuple[Any, ...], dict[str, AlphaBeta]] = {}
+        self._progress = Progress(total=0)
+        self._running: list[_Turn] = []  # of the cell under way
+        self._best_rate = 0.0
 
     def run(self, rerun: Rerun = "failed", fail_fast: bool = False) -> None:
         """Runs what has no `ok` record (or everything), and records each trial as it ends.
@@ -66,106 +64,41 @@ class Sweep:
             UserError: the folder cannot be written, or another sweep is using it.
             KeyboardInterrupt: after the trial under way has been recorded as interrupted.
         """
-        with _exclusive(self._folder):
+        with _exclusive(self.folder):
             records.mend(self._path)
-            self._comparison.save(self._folder)
-            (self._folder / "machine.json").write_text(json.dumps(self._machine, indent=2))
-            todo = to_run(self._trials, self._path, rerun)
-            launches = [(trial.cell, r) for trial in todo for r in range(trial.measure.repeats)]
-            progress = Progress(total=len(launches), left=[cell for cell, _ in launches])
+            self.comparison.save(self.folder)
+            (self.folder / "machine.json").write_text(json.dumps(self.machine, indent=2))
+            todo = to_run(self.trials, self._path, rerun)
+            launches = [trial.cell for trial in todo for _ in range(trial.measure.repeats)]
+            self._progress = Progress(total=len(launches), left=launches)
             if not todo:
                 return
-            with self._fabric:
+            with self.fabric:
                 for _, cell in groupby(todo, key=lambda trial: trial.cell):
-                    turns = [_Turn(trial, self._folder) for trial in cell]
-                    block = _Block(self, turns, progress)
-                    try:
-                        self._fabric.enter_cell([turn.trial for turn in turns])
-                    except RuntimeError as error:  # the network is not what it should be
-                        block.fail(f"the cluster could not be prepared: {error}")
-                        going_on = not fail_fast
-                    else:
-                        going_on = block.run(fail_fast)
-                    if not going_on:
+                    if not self._run_cell([_Turn(trial) for trial in cell], fail_fast):
                         return
 
-    def launch(self, trial: Trial, folder: Path, repeat: int) -> tuple[Outcome, Result | None]:
-        """Runs one repeat; the workers are told what collectives cost, if another trial knows."""
-        job = Job(
-            folder=folder,
-            repeat=repeat,
-            world_size=trial.world_size,
-            timeout_s=self._experiment.timeout_s,
-            worker_module=WORKER,
-            env=self._experiment.worker_env,
-            may_lose_ranks=trial.own_pace,
-        )
-        briefing = self._fabric.briefing(trial, folder)
-        place = cost_place(trial, briefing.time_scale)
-        dataclasses.replace(briefing, costs=self._costs.get(place)).save()
-        outcome = self._fabric.run(trial, job)
-        result = Result.from_json(outcome.result) if outcome.result is not None else None
-        if result is not None and result.costs:
-            self._costs[place] = result.costs
-        return outcome, result
+    def _run_cell(self, turns: list[_Turn], fail_fast: bool) -> bool:
+        """Every repeat runs all trials, in turn; False if one failed and `fail_fast` says to stop.
 
-    def report(self, progress: Progress) -> None:
-        self._report(progress)
-
-    def record(self, turn: _Turn, outcome: Outcome) -> None:
-        record = make_record(
-            turn.trial,
-            turn.results,
-            outcome,
-            self._machine,
-            turn.started,
-            turn.duration_s,
-            self._fabric.describe(turn.trial),
-            self._run_id,
-        )
-        records.append(self._path, record)
-
-
-class _Turn:
-    """A trial under way: its repeats so far."""
-
-    def __init__(self, trial: Trial, sweep_folder: Path) -> None:
-        self.trial = trial
-        self.folder = sweep_folder / trial.id
-        self.results: list[Result] = []
-        self.started = _now()
-        self.duration_s = 0.0
-
-    def prepare(self) -> None:
-        """Makes the folder that the workers read."""
-        shutil.rmtree(self.folder, ignore_errors=True)
-        self.folder.mkdir(parents=True)
-        self.trial.save(self.folder)
-
-
-class _Block:
-    """The compared trials of one cell: every repeat runs all of them, in turn."""
-
-    def __init__(self, sweep: Sweep, turns: list[_Turn], progress: Progress) -> None:
-        self._sweep = sweep
-        self._running = turns
-        self._progress = progress
-        self._best: tuple[float, str] | None = None
-
-    def fail(self, message: str) -> None:
-        """Records all of them as failed, without a start."""
-        error = {"kind": "failed", "message": message, "rank": None, "where": None}
-        for turn in list(self._running):
-            self._end(turn, Outcome(status="failed", error=error), 0)
-
-    def run(self, fail_fast: bool) -> bool:
-        """False if a trial failed and `fail_fast` says to stop."""
-        for turn in list(self._running):
-            turn.prepare()
+        Trials of a cell are compared with each other.
+        """
+        self._running, self._best_rate = turns, 0.0
+        try:
+            self.fabric.enter_cell([turn.trial for turn in turns])
+        except RuntimeError as error:  # the network is not what it should be
+            outcome = Outcome.of("failed", f"the cluster could not be prepared: {error}")
+            for turn in turns:
+                self._end(turn, outcome, 0)
+            return not fail_fast
+        for turn in turns:
+            folder = self.folder / turn.trial.id
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+            turn.trial.save(folder)
             reason = _unavailable(turn.trial)
             if reason:
-                error = {"kind": "unsupported", "message": reason, "rank": None, "where": None}
-                self._end(turn, Outcome(status="unsupported", error=error), 0)
+                self._end(turn, Outcome.of("unsupported", reason), 0)
         most = max((turn.trial.measure.repeats for turn in self._running), default=0)
         for repeat in range(most):
             # Another one goes first in every round, so that no trial always has the same neighbour.
@@ -177,46 +110,87 @@ class _Block:
         return True
 
     def _take_turn(self, turn: _Turn, repeat: int) -> str:
-        self._progress.title = turn.trial.title
-        self._sweep.report(self._progress)
+        trial, progress = turn.trial, self._progress
+        progress.title = trial.title
+        self.report(progress)
         began = time.monotonic()
         try:
-            outcome, result = self._sweep.launch(turn.trial, turn.folder, repeat)
+            outcome, result = self._launch(trial, repeat)
         except KeyboardInterrupt:
-            error = {"kind": "interrupted", "message": "Ctrl-C", "rank": None, "where": None}
             for other in self._running:
-                if other is not turn and not other.results:
-                    continue
-                self._sweep.record(other, Outcome(status="interrupted", error=error))
+                if other is turn or other.results:
+                    self._record(other, Outcome.of("interrupted", "Ctrl-C"))
             raise
         spent = time.monotonic() - began
         turn.duration_s += spent
-        self._progress.spent_s.setdefault(turn.trial.cell, []).append(spent)
-        self._progress.done += 1
-        self._progress.left.remove(turn.trial.cell)
-        if outcome.status != "ok":
+        progress.spent_s.setdefault(trial.cell, []).append(spent)
+        progress.done += 1
+        progress.left.remove(trial.cell)
+        if result is None:
             self._end(turn, outcome, repeat + 1)
             return outcome.status
-        assert result is not None
         turn.results.append(result)
-        self._note_best(turn)
-        if repeat + 1 == turn.trial.measure.repeats:
+        rate = result.rate(trial)
+        if trial.algorithm != BASELINE and rate > self._best_rate:
+            self._best_rate = rate
+            progress.best = f"{trial.label} {rate:.3g}/s"
+        if repeat + 1 == trial.measure.repeats:
             self._end(turn, outcome, repeat + 1)
         return "ok"
 
+    def _launch(self, trial: Trial, repeat: int) -> tuple[Outcome, Result | None]:
+        """Runs one repeat; the workers are told what collectives cost, if another trial knows."""
+        job = Job(
+            folder=self.folder / trial.id,
+            repeat=repeat,
+            world_size=trial.world_size,
+            timeout_s=self.experiment.timeout_s,
+            worker_module=WORKER,
+            env=self.experiment.worker_env,
+            may_lose_ranks=trial.own_pace,
+        )
+        briefing = self.fabric.briefing(trial, job.folder)
+        place = cost_place(trial, briefing.time_scale)
+        dataclasses.replace(briefing, costs=self._costs.get(place)).save()
+        outcome = self.fabric.run(trial, job)
+        if outcome.status != "ok":
+            return outcome, None
+        assert outcome.result is not None
+        result = typed(Result, outcome.result)
+        if result.costs:
+            self._costs[place] = result.costs
+        return outcome, result
+
     def _end(self, turn: _Turn, outcome: Outcome, launched: int) -> None:
-        self._sweep.record(turn, outcome)
+        self._record(turn, outcome)
         self._running = [other for other in self._running if other is not turn]
         for _ in range(turn.trial.measure.repeats - launched):
             self._progress.done += 1
             self._progress.left.remove(turn.trial.cell)
-        self._sweep.report(self._progress)
+        self.report(self._progress)
 
-    def _note_best(self, turn: _Turn) -> None:
-        rate = turn.results[-1].rate(turn.trial)
-        if turn.trial.algorithm != BASELINE and (self._best is None or rate > self._best[0]):
-            self._best = (rate, turn.trial.label)
-            self._progress.best = f"{turn.trial.label} {rate:.3g}/s"
+    def _record(self, turn: _Turn, outcome: Outcome) -> None:
+        record = make_record(
+            turn.trial,
+            turn.results,
+            outcome,
+            self.machine,
+            turn.started,
+            turn.duration_s,
+            self.fabric.describe(turn.trial),
+            self._run_id,
+        )
+        records.append(self._path, record)
+
+
+class _Turn:
+    """A trial under way: its repeats so far."""
+
+    def __init__(self, trial: Trial) -> None:
+        self.trial = trial
+        self.results: list[Result] = []
+        self.started = _now()
+        self.duration_s = 0.0
 
 
 def to_run(trials: list[Trial], path: Path, rerun: Rerun) -> list[Trial]:

@@ -98,8 +98,6 @@ class LearnConfig:
 
     def __post_init__(self) -> None:
         if self.batch_sizes is not None:
-            # JSON has lists; a trial equals itself read back.
-            object.__setattr__(self, "batch_sizes", tuple(self.batch_sizes))
             for rank, size in enumerate(self.batch_sizes):
                 at_least(f"learn.batch_sizes.{rank}", size, 1)
         positive("learn.budget_s", self.budget_s)
@@ -126,11 +124,7 @@ class LearnConfig:
 
 
 def options_of(algorithm: str, given: Mapping[str, Any]) -> Options:
-    """Typed options of an algorithm, or of the baseline, which has none.
-
-    Raises:
-        UserError: an unknown algorithm or option, or a bad value.
-    """
+    """The typed `algorithm_options`; the baseline has none."""
     return Options() if algorithm == BASELINE else algorithm_options(algorithm, given)
 
 
@@ -223,11 +217,6 @@ class Trial:
         return -(-self.world_size // self.ranks_per_host)
 
     @property
-    def staleness(self) -> int:
-        """By how many steps gradients are older than the update that applies them."""
-        return self.options.staleness()
-
-    @property
     def own_pace(self) -> bool:
         """Whether ranks wait for nobody, and may make different numbers of steps."""
         if self.learn is None or self.algorithm == BASELINE:
@@ -251,16 +240,8 @@ class Trial:
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Trial:
         """What `to_json` gave."""
-        return cls(
-            **{
-                **values,
-                "options": options_of(values["algorithm"], values["options"]),
-                "optimizer": OptimizerConfig(**values["optimizer"]),
-                "measure": MeasureConfig(**values["measure"]),
-                "learn": LearnConfig(**values["learn"]) if values.get("learn") else None,
-                "fault": Fault(**values["fault"]) if values.get("fault") else None,
-            }
-        )
+        options = options_of(values["algorithm"], values["options"])
+        return typed(cls, {**values, "options": options})
 
     def save(self, folder: Path) -> None:
         """Into the folder that its workers read."""

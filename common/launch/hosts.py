@@ -10,27 +10,14 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
+from common.emulation.cluster import VirtualHost
 from dear.errors import UserError, unknown
 
 ROOT = Path(__file__).parents[2]
 ENVS = ROOT / "configs" / "envs.conf"
 _HERE = ("localhost", "127.0.0.1", "::1")
-
-
-class Virtual(Protocol):
-    """What a launcher needs of a virtual host."""
-
-    name: str
-    ifname: str
-    pid: int
-
-    def command(self, argv: Sequence[str]) -> list[str]:
-        """`argv` as it must be started to run on this host."""
-
-    def enter(self) -> None:
-        """Moves this process to the host."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +28,7 @@ class Host:
     slots: int
     address: str | None = None
     """Where the others reach it; None: by its name. Virtual hosts always have a name."""
-    virtual: Virtual | None = None
+    virtual: VirtualHost | None = None
     """Set if this is a host of an emulated cluster."""
 
     @property

@@ -66,6 +66,14 @@ class Outcome:
     result: dict[str, Any] | None = None
     """What rank 0 wrote; with `lost_ranks` where some were killed and the others did well."""
 
+    @classmethod
+    def of(
+        cls, kind: str, message: str, rank: int | None = None, where: str | None = None
+    ) -> Outcome:
+        """That of a job, or of a rank of it, that went wrong."""
+        error = {"kind": kind, "message": message, "rank": rank, "where": where}
+        return cls(status=kind, error=error)
+
 
 class Launcher(ABC):
     """Starts the workers of a job and returns when none of them is left.
@@ -95,7 +103,7 @@ class Launcher(ABC):
         self._preload = preload
 
     def check(self) -> None:
-        """Asks the hosts whether they are there, all at once; before the first job at the latest.
+        """Asks the hosts whether they are there, all at once; to be called before the first job.
 
         Raises:
             UserError: a host that does not answer, by name.
@@ -141,46 +149,36 @@ def outcome_of(
     """
     errors = rank_errors(job)
     killed = [rank for rank, code in exit_codes.items() if code is not None and code < 0]
-    if killed and job.may_lose_ranks and _others_ended_well(job, exit_codes, killed):
+    others = [code for rank, code in exit_codes.items() if rank not in killed]
+    well = others != [] and not any(code != 0 for code in others) and job.result_path.exists()
+    if killed and job.may_lose_ranks and well:
         result = json.loads(job.result_path.read_text())
         return Outcome(status="ok", result={**result, "lost_ranks": killed})
     if killed:
         # The others fail because this one is gone; it is the cause even if they were noticed first.
         rank = killed[0]
         message = f"rank {rank} was killed by signal {-exit_codes[rank]}"
-        return _failed(job, "failed", message, rank)
+        return Outcome.of("failed", message, rank, ranks_phase(job, rank))
     for kind in ("unsupported", "oom", "failed"):
         for error in errors.values():
             if error["kind"] == kind:
                 return Outcome(status=kind, error=error)
     for rank, code in exit_codes.items():
         if code:
-            return _failed(job, "failed", f"rank {rank} exited with status {code}", rank)
+            message = f"rank {rank} exited with status {code}"
+            return Outcome.of("failed", message, rank, ranks_phase(job, rank))
+    if otherwise is None and not job.result_path.exists():
+        otherwise = "the workers ended without a result"
     if otherwise is not None:
-        return _failed(job, "failed", otherwise, None)
-    if not job.result_path.exists():
-        return _failed(job, "failed", "the workers ended without a result", None)
+        return Outcome.of("failed", otherwise)
     return Outcome(status="ok", result=json.loads(job.result_path.read_text()))
-
-
-def _others_ended_well(
-    job: Job, exit_codes: Mapping[int, int | None], killed: Sequence[int]
-) -> bool:
-    others = [code for rank, code in exit_codes.items() if rank not in killed]
-    return job.result_path.exists() and others != [] and not any(code != 0 for code in others)
 
 
 def timed_out(job: Job) -> Outcome:
     """The outcome of a job that the launcher stopped at its time limit."""
     phases = "; ".join(f"rank {r}: {ranks_phase(job, r)}" for r in range(job.world_size))
     message = f"not finished after {job.timeout_s:g} s ({phases}); stacks are in the logs"
-    return _failed(job, "timeout", message, None)
-
-
-def _failed(job: Job, status: str, message: str, rank: int | None) -> Outcome:
-    where = None if rank is None else ranks_phase(job, rank)
-    error = {"kind": status, "message": message, "rank": rank, "where": where}
-    return Outcome(status=status, error=error)
+    return Outcome.of("timeout", message)
 
 
 def launcher_names() -> list[str]:

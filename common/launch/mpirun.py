@@ -51,34 +51,33 @@ class MpirunLauncher(RemoteLauncher):
     def command(self, job: Job) -> str:
         return shlex.join(self._command(job, self._options.port or PRINTED_PORT))
 
-    def _run(self, job: Job) -> Outcome:
-        self._write_hostfile(job)
+    def run(self, job: Job) -> Outcome:
+        command = self._command(job, self._options.port)
+        if self._hosts is not None:
+            lines = [f"{host.reached_at} slots={host.slots}\n" for host in self._hosts]
+            _hostfile(job).write_text("".join(lines))
+            if self._hosts[0].virtual is not None:  # mpirun itself runs on the first host
+                command = self._hosts[0].virtual.command(command)
         # Open MPI's files get a folder that is gone afterwards, even if mpirun has to be killed.
-        with tempfile.TemporaryDirectory(prefix="dear-mpi-") as folder:
-            code = self._mpirun_status(job, folder)
-        if code is None:
+        with tempfile.TemporaryDirectory(prefix="dear-mpi-") as folder, Ranks() as mpirun:
+            # Other machines do not have the folder.
+            env = {"TMPDIR": folder} if self._hosts is None or are_virtual(self._hosts) else {}
+            mpirun.command(command, cwd=ROOT, env=env, log=job.log_path(0))
+            try:
+                in_time = mpirun.wait(job.timeout_s)
+                if not in_time:
+                    mpirun.signal(signal.SIGUSR1)  # mpirun passes it on
+                    mpirun.wait(STACKS_S)
+            finally:
+                # mpirun passes SIGTERM on to the ranks of all hosts; SIGKILL would leave them.
+                mpirun.stop(STOP_S, ask=signal.SIGTERM)
+        if not in_time:
             return timed_out(job)
+        code = mpirun.codes[0]
         # mpirun ends the other ranks itself.
         log = job.log_path(0).read_text(errors="replace")
         otherwise = f"mpirun ended with status {code}: {_said(log)}" if code else None
         return outcome_of(job, _first_failure(log) if code else {}, otherwise=otherwise)
-
-    def _mpirun_status(self, job: Job, folder: str) -> int | None:
-        """mpirun's exit status, or None if it ran out of time; nothing is left running."""
-        # Other machines do not have the folder.
-        env = {"TMPDIR": folder} if self._hosts is None or are_virtual(self._hosts) else {}
-        command = self._entered(self._command(job, self._options.port))
-        with Ranks() as mpirun:
-            mpirun.command(command, cwd=ROOT, env=env, log=job.log_path(0))
-            try:
-                if not mpirun.wait(job.timeout_s):
-                    mpirun.signal(signal.SIGUSR1)  # mpirun passes it on
-                    mpirun.wait(STACKS_S)
-                    return None
-            finally:
-                # mpirun passes SIGTERM on to the ranks of all hosts; SIGKILL would leave them.
-                mpirun.stop(STOP_S, ask=signal.SIGTERM)
-        return mpirun.codes[0]
 
     def _command(self, job: Job, port: int | None) -> list[str]:
         options = self._options
@@ -90,7 +89,7 @@ class MpirunLauncher(RemoteLauncher):
             placed = blocks(self._hosts, job.world_size)
             several = len(placed) > 1
             remote = not all(block.host.here for block in placed)
-            hosts = ["--hostfile", str(self._hostfile(job))]
+            hosts = ["--hostfile", str(_hostfile(job))]
         if several:
             env = {**network_env(options, self._interface), **meeting_point(placed, port), **env}
         if several or options.rdma:
@@ -99,7 +98,8 @@ class MpirunLauncher(RemoteLauncher):
                 include = self._envs.ETH_MPI_BTC_TCP_IF_INCLUDE or include
             chosen = settings(self._mpirun, options.rdma, include)
         if remote:
-            chosen[self._mpirun.agent_setting] = shlex.join(self._agent)
+            remote_shell = "plm_ssh_agent" if self._mpirun.major >= 5 else "plm_rsh_agent"
+            chosen[remote_shell] = shlex.join(self._agent)
         chosen |= {name: str(value) for name, value in options.mca.items()}
         command = [self._mpirun.path, *self._mpirun.placement, *hosts, "-np", str(job.world_size)]
         if os.geteuid() == 0:
@@ -113,19 +113,9 @@ class MpirunLauncher(RemoteLauncher):
     def _agent_for(self, host: Host) -> list[str] | None:
         return None if host.here else self._agent
 
-    def _entered(self, command: list[str]) -> list[str]:
-        """On virtual hosts mpirun itself runs on the first one."""
-        virtual = self._hosts[0].virtual if self._hosts else None
-        return command if virtual is None else virtual.command(command)
 
-    @staticmethod
-    def _hostfile(job: Job) -> Path:
-        return job.folder.resolve() / "hostfile"
-
-    def _write_hostfile(self, job: Job) -> None:
-        if self._hosts is not None:
-            lines = [f"{host.reached_at} slots={host.slots}\n" for host in self._hosts]
-            self._hostfile(job).write_text("".join(lines))
+def _hostfile(job: Job) -> Path:
+    return job.folder.resolve() / "hostfile"
 
 
 def _first_failure(log: str) -> dict[int, int]:
@@ -158,11 +148,6 @@ class Mpirun:
         if self.major >= 5:
             return ["--map-by", "slot:OVERSUBSCRIBE", "--bind-to", "none"]
         return ["--oversubscribe", "--map-by", "slot", "--bind-to", "none"]
-
-    @property
-    def agent_setting(self) -> str:
-        """The setting that names the remote shell."""
-        return "plm_ssh_agent" if self.major >= 5 else "plm_rsh_agent"
 
     def flag(self, setting: str) -> str:
         """The option by which a setting is given: from 5 on, the starter has its own."""

@@ -66,21 +66,10 @@ class RemoteLauncher(Launcher):
         self._envs = read_envs()
         self._interface = interface(self._options, self._envs, self._hosts)
         self._agent = agent_of(self._options.agent, self._hosts)
-        self._checked = False
 
     def check(self) -> None:
-        self._checked = True
         if self._hosts is not None and not are_virtual(self._hosts):
             probe([host for host in self._hosts if self._agent_for(host)], self._agent)
-
-    def run(self, job: Job) -> Outcome:
-        if not self._checked:
-            self.check()
-        return self._run(job)
-
-    @abstractmethod
-    def _run(self, job: Job) -> Outcome:
-        """Runs the job on hosts that are there."""
 
     def _agent_for(self, host: Host) -> list[str] | None:
         """The remote shell for this host, None if it needs none."""
@@ -94,11 +83,9 @@ class PerHostLauncher(RemoteLauncher):
         commands = self._commands(job, self._options.port or PRINTED_PORT, tied=False)
         return " & ".join(shlex.join(command.argv) for command in commands)
 
-    def _run(self, job: Job) -> Outcome:
+    def run(self, job: Job) -> Outcome:
         with Fleet(self._commands(job, self._options.port, tied=True)) as fleet:
-            in_time = fleet.wait(job.timeout_s)
-            if not in_time:
-                fleet.ask_for_stacks()
+            in_time = fleet.ends_within(job.timeout_s)
         return self._outcome(job, fleet) if in_time else timed_out(job)
 
     @abstractmethod
@@ -150,11 +137,11 @@ class Fleet(Ranks):
 
     def __init__(self, commands: Sequence[HostCommand]) -> None:
         super().__init__()
-        self._commands = commands
+        self.commands = commands
 
     def __enter__(self) -> Fleet:
         try:
-            for command in self._commands:
+            for command in self.commands:
                 self.command(command.argv, cwd=ROOT, log=command.log, tied=True)
         except BaseException:
             self.stop()
@@ -166,19 +153,17 @@ class Fleet(Ranks):
         self.say(None)
         super().stop(patience_s, ask)
 
-    def ask_for_stacks(self) -> None:
-        """Has the workers print their stacks into their logs, if they still can."""
+    def ends_within(self, timeout_s: float) -> bool:
+        """False if some need longer; their workers then print their stacks, if they still can."""
+        if self.wait(timeout_s):
+            return True
         self.say(b"stacks\n")
         self.wait(STACKS_S)
-
-    @property
-    def logs(self) -> list[Path]:
-        """What the commands printed, a file per host."""
-        return [command.log for command in self._commands]
+        return False
 
     def failure(self) -> str | None:
         """What the host whose command failed said last, or None if none failed."""
-        for place, command in enumerate(self._commands):
+        for place, command in enumerate(self.commands):
             code = self.codes.get(place)
             if code:
                 lines = command.log.read_text(errors="replace").strip().splitlines()

@@ -92,9 +92,7 @@ class SlurmLauncher(Launcher):
             mark.unlink(missing_ok=True)
         if self._allocated:
             with Fleet([self._tied(job, self._srun(job), [])]) as fleet:
-                in_time = fleet.wait(job.timeout_s)
-                if not in_time:
-                    fleet.ask_for_stacks()
+                in_time = fleet.ends_within(job.timeout_s)
             return self._judged(job, fleet) if in_time else timed_out(job)
         name = f"dear-{uuid.uuid4().hex[:12]}"
         undo = ["sh", "-c", _CANCEL, name]
@@ -117,9 +115,8 @@ class SlurmLauncher(Launcher):
                     subprocess.run(["scancel", "--quiet", "--signal=USR1", "--name", name])
                     fleet.wait(STACKS_S)
                     return timed_out(job)
-                message = f"still in Slurm's queue after {self._options.queue_s:g} s"
-                error = {"kind": "timeout", "message": message, "rank": None, "where": None}
-                return Outcome(status="timeout", error=error)
+                queue_s = self._options.queue_s
+                return Outcome.of("timeout", f"still in Slurm's queue after {queue_s:g} s")
         return None
 
     def _judged(self, job: Job, fleet: Fleet) -> Outcome:

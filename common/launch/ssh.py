@@ -23,10 +23,10 @@ class SshLauncher(PerHostLauncher):
         if self._hosts is None:
             raise UserError("launcher ssh needs hosts: give hostfile=FILE, lines HOST slots=N")
 
-    def _run(self, job: Job) -> Outcome:
+    def run(self, job: Job) -> Outcome:
         for rank in range(job.world_size):
             job.exit_path(rank).unlink(missing_ok=True)
-        return super()._run(job)
+        return super().run(job)
 
     def _argv(
         self, job: Job, place: int, placed: Sequence[Block], meet: Mapping[str, str], tied: bool

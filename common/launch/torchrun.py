@@ -34,8 +34,8 @@ class TorchrunLauncher(PerHostLauncher):
 
     def _outcome(self, job: Job, fleet: Fleet) -> Outcome:
         killed: dict[int, int] = {}
-        for log in fleet.logs:
-            killed |= _killed(log.read_text(errors="replace"))
+        for command in fleet.commands:
+            killed |= _killed(command.log.read_text(errors="replace"))
         return outcome_of(job, killed, otherwise=fleet.failure())
 
 

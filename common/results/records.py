@@ -268,11 +268,11 @@ def typed(hint: Any, value: Any) -> Any:
     origin, inner = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         return typed(next(one for one in inner if one is not types.NoneType), value)
-    if origin is list:
-        return [typed(inner[0], item) for item in value]
+    if origin in (list, tuple):
+        return origin(typed(inner[0], item) for item in value)
     if origin is dict:
         return {key: typed(inner[1], item) for key, item in value.items()}
-    if dataclasses.is_dataclass(hint):
+    if dataclasses.is_dataclass(hint) and not isinstance(value, hint):
         hints = _hints(hint)
         return hint(**{key: typed(hints[key], value[key]) for key in hints if key in value})
     return value

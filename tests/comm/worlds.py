@@ -52,8 +52,7 @@ def pool(name: str, timeout_s: float = 20.0) -> Iterator[RankPool]:
     try:
         yield ranks
     finally:
-        if not ranks.broken:
-            ranks.close()
+        ranks.close()
 
 
 @dataclass

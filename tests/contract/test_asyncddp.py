@@ -284,14 +284,14 @@ def _dies(victim: int) -> list:
 
 def test_when_a_rank_is_killed_the_others_finish_and_know_which(own_pool):
     pool = own_pool(4)
-    for pipe in pool._pipes:
+    for pipe in pool.pipes.values():
         pipe.send((_dies, (2,)))
     for rank in (0, 1, 3):
-        assert pool._pipes[rank].poll(30)
-        ok, value = pool._pipes[rank].recv()
+        assert pool.pipes[rank].poll(30)
+        ok, value = pool.pipes[rank].recv()
         assert (ok, value) == (True, [[2], True])
     with pytest.raises((EOFError, ConnectionResetError)):
-        pool._pipes[2].recv()
+        pool.pipes[2].recv()
 
 
 def _slow_peer() -> dict:

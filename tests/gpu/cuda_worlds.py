@@ -82,8 +82,7 @@ class Pools:
 
     def close(self) -> None:
         for pool in self._pools.values():
-            if not pool.broken:
-                pool.close()
+            pool.close()
 
 
 def _call(body: Callable[..., Any], place: str, args: tuple[Any, ...]) -> Any:

@@ -7,16 +7,15 @@ import re
 import shutil
 import subprocess
 import sys
-from contextlib import redirect_stdout
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import dear
+from common.launch.ranks import Ranks, rank_env
 from common.models.datasets import load_digits, load_mnist, read_idx
 from dear.training.algorithm import algorithm_class, algorithm_names
-from tests.ranks import CONTEXT
 from tests.system.made_mnist import idx, write_mnist
 
 ROOT = Path(__file__).parents[2]
@@ -45,32 +44,24 @@ def run(*command: str, **options) -> subprocess.CompletedProcess:
 def train_in_ranks(folder: Path, *flags: str) -> str:
     """Runs the script's `main` in two ranks forked from a warm Python; returns what rank 0 says."""
     output = folder / "output"
-    ranks = [
-        CONTEXT.Process(target=_train, args=(rank, folder / "store", output, flags), daemon=True)
-        for rank in range(2)
-    ]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(timeout=110)
-    codes = [process.exitcode for process in ranks]
-    for process in ranks:
-        process.kill()
-    assert codes == [0, 0], output.read_text()
+    with Ranks() as ranks:
+        for rank in range(2):
+            env = rank_env(rank, 2, store=folder / "store")
+            log = output if rank == 0 else folder / "other"
+            ranks.function(_train, flags, env=env, log=log)
+        ranks.wait(110)
+    assert ranks.codes == {0: 0, 1: 0}, output.read_text()
     return output.read_text()
 
 
-def _train(rank: int, store: Path, output: Path, flags: tuple[str, ...]) -> None:
+def _train(flags: tuple[str, ...]) -> None:
     import torch
 
     sys.path.insert(0, str(SCRIPT.parent))
     import train
 
     torch.set_num_threads(1)
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "DEAR_STORE": str(store)}
-    path = output if rank == 0 else Path(os.devnull)
-    with path.open("w", buffering=1) as file, redirect_stdout(file):
-        train.main(flags)
+    train.main(flags)
 
 
 def bar(algorithm: str) -> float:

@@ -57,7 +57,7 @@ class Trial:
         phases: Sequence[str] = ("measuring",),
     ) -> None:
         self.folder, self.cluster = folder, StandIn(broken)
-        self.injector = FaultInjector(fault, self.cluster, folder, 1, time_scale, 4, 2)
+        self.injector = FaultInjector(fault, self.cluster, folder, 1, time_scale, 2)
         left = list(phases)
         (folder / "phase-1-rank0").write_text(f"{os.getpid()} warming up")
         look = self.injector._phase
@@ -268,7 +268,7 @@ def cut_and_slow_links(folder: Path) -> None:
 
 def start(cluster: EmulatedCluster, folder: Path, fault: Fault) -> FaultInjector:
     (folder / "phase-0-rank0").write_text("2 measuring")
-    injector = FaultInjector(fault, cluster, folder, 0, 1.0, 2, 1)
+    injector = FaultInjector(fault, cluster, folder, 0, 1.0, 1)
     injector.start()
     return injector
 

@@ -47,7 +47,7 @@ TOO_SLOW = Outcome(
 
 def ended_well(result: Result = GOOD) -> Outcome:
     """As a launcher says it: the result has been through a file."""
-    return Outcome(status="ok", result=json.loads(json.dumps(result.to_json())))
+    return Outcome(status="ok", result=json.loads(json.dumps(dataclasses.asdict(result))))
 
 
 class Made(Fabric):

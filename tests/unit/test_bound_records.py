@@ -11,7 +11,7 @@ from common.harness.record import REAL, FabricFacts, Result, make_record
 from common.harness.worker.training import step_parts, typical
 from common.launch.job import Outcome
 from common.results import rows
-from common.results.records import Breakdown, Network, Record
+from common.results.records import Breakdown, Network, Record, typed
 from common.results.table import csv_text
 from dear.training.algorithm import algorithm_class
 from tests.system.made_trials import make_trial
@@ -60,7 +60,7 @@ def record(algorithm="dear", step_s=0.5, world=4, *, fabric=REAL, trial=None, **
     }
     later = {key: first[key] for key in first if key not in ("compute", "costs")}
     trial = make_trial(algorithm, world, **(trial or {}))
-    repeats = [Result.from_json(each) for each in (first, later)]
+    repeats = [typed(Result, each) for each in (first, later)]
     return make_record(trial, repeats, Outcome(status="ok"), {"cores": 64}, "now", 1.0, fabric)
 
 
@@ -223,7 +223,7 @@ def test_the_recorded_breakdown_is_that_of_the_repeat_in_the_middle():
     facts = {"iters": [[0.5]], "loss": 1.0, "check": CHECK}
     facts |= {"cpu_s_per_s": 1.0, "foreign_cpu_s_per_s": 0.0}
     results = [
-        Result.from_json({**facts, "breakdown": {**PARTS, "step_s": step_s}})
+        typed(Result, {**facts, "breakdown": {**PARTS, "step_s": step_s}})
         for step_s in (0.9, 0.4, 0.5)
     ]
     outcome = Outcome(status="ok")

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
-
-import pytest
 
 from common.harness import budget
 from common.harness.budget import Budget, Ended, Step, run_command, run_steps
+from tests.system.processes import alive, wait_for
 
 
 class Clock:
@@ -104,15 +102,4 @@ def test_nothing_of_a_command_over_its_time_stays_behind(tmp_path, monkeypatch):
     text = f"trap '' TERM; (trap '' TERM; echo $BASHPID > {tmp_path}/pid; exec sleep 600) & wait"
     assert run_command(_shell(text), 2, tmp_path / "log").code is None
     pid = int((tmp_path / "pid").read_text())
-    for _ in range(100):
-        if not _alive(pid):
-            return
-        time.sleep(0.1)
-    pytest.fail("it still runs")
-
-
-def _alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
+    wait_for(lambda: not alive(pid))

@@ -201,8 +201,8 @@ def test_overrides_change_nested_keys_and_list_items(read):
     )
     assert experiment.measure.repeats == 5
     assert experiment.optimizer.lr == 1e-3
-    assert experiment.model_choices()[0].batch_size == 16
-    assert [a.name for a in experiment.algorithm_choices()] == ["wfbp", "ddp"]
+    assert experiment.models[0].batch_size == 16
+    assert [a.name for a in experiment.algorithms] == ["wfbp", "ddp"]
     assert experiment.world_sizes == (4,)
     assert experiment.seed == 7
 

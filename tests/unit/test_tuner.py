@@ -133,15 +133,15 @@ def test_the_death_of_rank_0_is_an_error_everywhere(step, tmp_path):
 
     paths = [tmp_path / f"said-{rank}" for rank in range(3)]
     pool = RankPool(3, backend="comm_core", environments=[{"SAID": str(path)} for path in paths])
-    for pipe in pool._pipes:
+    for pipe in pool.pipes.values():
         pipe.send((_silent, (_rank_0_dies, step)))
-    for pipe, path in list(zip(pool._pipes, paths, strict=True))[1:]:
+    for pipe, path in list(zip(pool.pipes.values(), paths, strict=True))[1:]:
         assert pipe.poll(60)
         pipe.recv()
         assert path.read_text() != ""
     with pytest.raises((RankError, OSError, EOFError)):
-        if pool._pipes[0].poll(60):
-            pool._pipes[0].recv()
+        if pool.pipes[0].poll(60):
+            pool.pipes[0].recv()
     pool.close()
 
 

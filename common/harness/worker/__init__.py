@@ -43,24 +43,23 @@ from dear.errors import Unavailable, UserError
 
 def main(folder: Path, repeat: int) -> int:
     """Runs the repeat; returns the exit status of the process."""
-    rank = 0
     phase = Phase(folder, repeat)
     try:
-        rank = rank_facts().rank
-        phase.enter(rank, "start")
+        phase.rank = rank_facts().rank
+        phase("start")
         faulthandler.register(signal.SIGUSR1)  # a launcher that loses patience asks for the stack
         result = _run(Trial.load(folder), Briefing.load(folder), repeat, phase)
-        if rank == 0:
+        if phase.rank == 0:
             assert result is not None
-            _write(folder / f"repeat-{repeat}.json", result.to_json())
+            _write(folder / f"repeat-{repeat}.json", dataclasses.asdict(result))
     except BaseException as error:
         traceback.print_exc()
         _write(
-            folder / f"error-{repeat}-rank{rank}.json",
+            folder / f"error-{repeat}-rank{phase.rank}.json",
             {
                 "kind": _kind(error),
                 "message": " ".join(f"{type(error).__name__}: {error}".split())[:500],
-                "rank": rank,
+                "rank": phase.rank,
                 "where": phase.name,
             },
         )
@@ -77,15 +76,13 @@ class Phase:
     def __init__(self, folder: Path, repeat: int) -> None:
         self._folder = folder
         self._repeat = repeat
-        self._rank = 0
+        self.rank = 0
         self.name = "start"
 
-    def enter(self, rank: int, name: str) -> None:
-        self._rank, self.name = rank, name
-        (self._folder / f"phase-{self._repeat}-rank{rank}").write_text(f"{os.getpid()} {name}")
-
     def __call__(self, name: str) -> None:
-        self.enter(self._rank, name)
+        self.name = name
+        path = self._folder / f"phase-{self._repeat}-rank{self.rank}"
+        path.write_text(f"{os.getpid()} {name}")
 
 
 def _run(trial: Trial, briefing: Briefing, repeat: int, phase: Phase) -> Result | None:

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from itertools import chain, count, repeat
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +51,12 @@ def learn(
     assert trial.learn is not None
     train, test = _data(trial)
     phase("warming up")
-    _warm_up(trial, workload)
+    if trial.learn.data is not None:
+        # Once without an update, so that libraries are loaded and memory is there.
+        workload.loss().backward()
+        workload.model.zero_grad()
+    # Dropout then draws the same masks whatever the algorithm; each rank has its own.
+    torch.manual_seed(trial.seed * 1000 + dear.rank())
     training = Training(trial, workload)
     if trial.learn.data is None:
         # Nothing is learned, so windows, buckets and settings can be made before the clock runs.
@@ -68,7 +75,9 @@ def learn(
         return None
     phase("judging")
     paths = [_path(briefing.folder, repeat, other) for other in range(size)]
-    result = judge.result(trial, [_load(path) for path in paths], test)
+    # One that is not there is of a rank that has died before.
+    saved = [torch.load(path, weights_only=True) if path.exists() else None for path in paths]
+    result = judge.result(trial, saved, test)
     for path in paths:
         path.unlink(missing_ok=True)
     return result
@@ -174,22 +183,8 @@ def _data(trial: Trial) -> tuple[Split | None, Split | None]:
     return datasets.load(trial.learn.data, folder)
 
 
-def _warm_up(trial: Trial, workload: Workload) -> None:
-    """Computes once without an update, so that libraries are loaded and memory is there."""
-    if trial.learn is not None and trial.learn.data is not None:
-        workload.loss().backward()
-        workload.model.zero_grad()
-    # Dropout then draws the same masks whatever the algorithm; each rank has its own.
-    torch.manual_seed(trial.seed * 1000 + dear.rank())
-
-
 def _path(folder: Path, repeat: int, rank: int) -> Path:
     return folder / f"learned-{repeat}-rank{rank}.pt"
-
-
-def _load(path: Path) -> dict[str, Any] | None:
-    """What a rank saved; None if it has died before."""
-    return torch.load(path, weights_only=True) if path.exists() else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,27 +240,21 @@ class Loop:
             steps += block
             self.settle()
             self.communicator.barrier()  # a rank that is behind takes its time on the clock
-            self.clock.pause()
-            step_s = (self.clock.now() - block_began_s) / block
-            # Not much more at once than there were: the first steps tell little.
-            said = self.clock.now(), self._next_block(step_s, most=2 * steps)
-            now_s, block = self.communicator.broadcast_object(said)
-            self._copy(now_s, steps)
-            self.communicator.barrier()
-            self.clock.resume()
+            with self.clock.stopped():
+                step_s = (self.clock.now() - block_began_s) / block
+                # Not much more at once than there were: the first steps tell little.
+                said = self.clock.now(), self._next_block(step_s, most=2 * steps)
+                now_s, block = self.communicator.broadcast_object(said)
+                self._copy(now_s, steps)
+                self.communicator.barrier()
             block_began_s = self.clock.now()
         return Pace(steps=steps, samples=samples, elapsed_s=now_s)
 
     def _copy(self, now_s: float, steps: int) -> None:
         passed = self.schedule.passed(now_s)
-        if not passed:
-            return
-        paused = self.clock.paused
-        if not paused:
-            self.clock.pause()
-        self.take(passed, now_s, steps)
-        if not paused:
-            self.clock.resume()
+        if passed:
+            with self.clock.stopped():
+                self.take(passed, now_s, steps)
 
     def _next_block(self, step_s: float, most: int) -> int:
         now_s = self.clock.now()
@@ -276,7 +265,7 @@ class Loop:
 
 
 class TrainingClock:
-    """Seconds of training since `start`, without what lies between `pause` and `resume`.
+    """Seconds of training since `start`, without those in which it is `stopped`.
 
     Args:
         clock: seconds of this machine.
@@ -287,29 +276,26 @@ class TrainingClock:
         self._clock = clock
         self._time_scale = time_scale
         self._began = 0.0
-        self._paused_at: float | None = None
+        self._stopped_at: float | None = None
 
     def start(self) -> None:
         """Training begins now, at 0."""
         self._began = self._clock()
 
     def now(self) -> float:
-        """Stands still while paused."""
-        at = self._clock() if self._paused_at is None else self._paused_at
+        at = self._clock() if self._stopped_at is None else self._stopped_at
         return (at - self._began) / self._time_scale
 
-    @property
-    def paused(self) -> bool:
-        return self._paused_at is not None
-
-    def pause(self) -> None:
-        self._paused_at = self._clock()
-
-    def resume(self) -> None:
-        """Goes on from where it was paused."""
-        assert self._paused_at is not None
-        self._began += self._clock() - self._paused_at
-        self._paused_at = None
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """It stands still meanwhile; within another such block it does so already."""
+        if self._stopped_at is not None:
+            yield
+            return
+        self._stopped_at = self._clock()
+        yield
+        self._began += self._clock() - self._stopped_at
+        self._stopped_at = None
 
 
 class Schedule:
@@ -360,7 +346,7 @@ class Batches:
             own = LocalStepRandomBatchSampler(
                 self._labels, batch_size, seed, rank=rank, drop_last=True
             )
-            self._orders = _endless(own)
+            self._orders = chain.from_iterable(repeat(own))  # each time in another order
         else:
             shared = DistributedSampler(self._labels, size, rank, seed=seed, drop_last=True)
             self._orders = _in_batches(shared, batch_size)
@@ -374,16 +360,9 @@ class Batches:
         return len(order)
 
 
-def _endless(sampler: LocalStepRandomBatchSampler) -> Iterator[list[int]]:
-    while True:
-        yield from sampler
-
-
 def _in_batches(sampler: DistributedSampler, batch_size: int) -> Iterator[list[int]]:
-    round_ = 0
-    while True:
+    for round_ in count():
         sampler.set_epoch(round_)
         order = list(sampler)
         for start in range(0, len(order) - batch_size + 1, batch_size):
             yield order[start : start + batch_size]
-        round_ += 1

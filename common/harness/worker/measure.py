@@ -5,16 +5,14 @@ Steps: a barrier, steps, and for each step when the last rank has done it.
 
 from __future__ import annotations
 
-import os
-import resource
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 
 import torch
 
+from common.emulation.flow import cpu_s
 from common.harness.trial import MeasureConfig
 from dear.comm.communicator import Communicator
 from dear.cost.collectives import OPERATIONS, AlphaBeta, measure_collective
@@ -102,23 +100,13 @@ class Usage:
     """CPU time of this process and of the whole host since construction."""
 
     def __init__(self) -> None:
-        self._began = (self._own(), self._busy(), time.perf_counter())
+        self._began = (*cpu_s()[:2], time.perf_counter())
 
     def since(self) -> tuple[float, float, float]:
         """CPU seconds of this process, of the host, and elapsed seconds."""
         own, busy, clock = self._began
-        return self._own() - own, self._busy() - busy, time.perf_counter() - clock
-
-    @staticmethod
-    def _own() -> float:
-        usage = resource.getrusage(resource.RUSAGE_SELF)
-        return usage.ru_utime + usage.ru_stime
-
-    @staticmethod
-    def _busy() -> float:
-        # user, nice, system, idle, iowait, irq, softirq, in clock ticks; idle and iowait are rest.
-        values = [int(v) for v in Path("/proc/stat").read_text().split("\n")[0].split()[1:8]]
-        return (sum(values) - values[3] - values[4]) / os.sysconf("SC_CLK_TCK")
+        now = cpu_s()
+        return now[0] - own, now[1] - busy, time.perf_counter() - clock
 
 
 def measure_costs(

@@ -66,16 +66,15 @@ class Reference:
     """
 
     def __init__(self, trial: Trial, workload: Workload, steps: int) -> None:
-        self._trial, self._workload, self._steps = trial, workload, steps + trial.staleness
+        staleness = trial.options.staleness()
+        self._trial, self._workload, self._steps = trial, workload, steps + staleness
         self._start = correctness.snapshot(workload.model)
         optimizer = make_optimizer(trial.optimizer, workload.model)
         self._seed()
         communicator = runtime.communicator()
         # Gradients stay until all steps are timed: new memory for them would take longer.
-        self._wanted, times = plain_steps(
-            workload, optimizer, communicator, self._steps, trial.staleness
-        )
-        updated = times[trial.staleness :]
+        self._wanted, times = plain_steps(workload, optimizer, communicator, self._steps, staleness)
+        updated = times[staleness:]
         self.compute = slowest_rank(workload, optimizer, communicator, updated)
         """Seconds of this machine that a step takes without communication."""
         optimizer.zero_grad()

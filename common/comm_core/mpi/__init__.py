@@ -33,7 +33,7 @@ def register() -> str:
     """
     library()
     if NAME not in dist.Backend.backend_list:
-        dist.Backend.register_backend(NAME, create_backend, extended_api=True, devices=["cpu"])
+        dist.Backend.register_backend(NAME, MpiGroup, extended_api=True, devices=["cpu"])
     return NAME
 
 
@@ -49,23 +49,6 @@ def unavailable() -> str | None:
 def library_version() -> str:
     """The MPI library and its version, as it describes itself."""
     return library().Get_library_version().split("\0")[0].strip()
-
-
-def create_backend(options: Any, process_group_options: Any = None) -> MpiGroup:
-    """The creator that torch.distributed calls on every member of a new group.
-
-    Args:
-        options: torch's `_DistributedBackendOptions`.
-        process_group_options: must be None; there is nothing to choose.
-
-    Raises:
-        ValueError: `process_group_options` were given.
-        torch.distributed.DistBackendError: torch's ranks are not MPI's, MPI does not start, or a
-            member does not come within the group's timeout.
-    """
-    if process_group_options is not None:
-        raise ValueError(f"{NAME} has no process group options")
-    return MpiGroup(options)
 
 
 class Row:
@@ -188,11 +171,22 @@ class MpiGroup(dist.ProcessGroup):
     ValueError (device, rank, sizes) or DistBackendError (group destroyed or failed); what goes
     wrong later is raised by the work's `wait`.
 
+    Args:
+        options: torch's `_DistributedBackendOptions`; torch.distributed makes one on every member.
+        process_group_options: must be None; there is nothing to choose.
+
+    Raises:
+        ValueError: `process_group_options` were given.
+        torch.distributed.DistBackendError: torch's ranks are not MPI's, MPI does not start, or a
+            member does not come within the group's timeout.
+
     Where ranks may have blocks of different lengths it is always MPI's "v" operation that runs:
     equal blocks here do not mean equal blocks on every rank, and all must make the same call.
     """
 
-    def __init__(self, options: Any) -> None:
+    def __init__(self, options: Any, process_group_options: Any = None) -> None:
+        if process_group_options is not None:
+            raise ValueError(f"{NAME} has no process group options")
         self._engine = the_engine()
         self._label = options.group_id
         self._rank, self._size = options.group_rank, options.group_size
@@ -201,32 +195,25 @@ class MpiGroup(dist.ProcessGroup):
         self._closed = False
         self._sequence = 0
         ranks = list(options.global_ranks_in_group)
-        self._check_ranks(ranks)
-        super().__init__(self._rank, self._size)
-        self._meet(options.store)
-        self._comm = self._engine.call(self._communicator, ranks)
-
-    def _check_ranks(self, ranks: list[int]) -> None:
         rank, size = self._engine.rank, self._engine.size
-        same = ranks[self._rank] == rank if ranks else (self._rank, self._size) == (rank, size)
-        if not same:
-            said = ranks[self._rank] if ranks else f"{self._rank} of {self._size}"
+        said = (ranks[self._rank], size) if ranks else (self._rank, self._size)
+        if said != (rank, size):
             raise dist.DistBackendError(
-                f"group '{self._label}': torch.distributed says rank {said}, MPI says rank {rank} "
-                f"of {size}; started without mpirun?"
+                f"group '{self._label}': torch.distributed says rank {said[0]} of {said[1]}, MPI "
+                f"says rank {rank} of {size}; started without mpirun?"
             )
-
-    def _meet(self, store: dist.Store) -> None:
+        super().__init__(self._rank, self._size)
         # MPI has no timeout while it makes a communicator, and would hold up all other groups.
         keys = [f"mpi-member-{rank}" for rank in range(self._size)]
         try:
-            store.set(keys[self._rank], "1")
-            store.wait(keys, self._timeout)
+            options.store.set(keys[self._rank], "1")
+            options.store.wait(keys, self._timeout)
         except Exception as error:
             raise dist.DistBackendError(
                 f"group '{self._label}': not all of its {self._size} members came within "
                 f"{self._timeout.total_seconds():g} s: {error}"
             ) from error
+        self._comm = self._engine.call(self._communicator, ranks)
 
     def _communicator(self, ranks: list[int]) -> Any:
         mpi = self._engine.mpi
@@ -279,18 +266,15 @@ class MpiGroup(dist.ProcessGroup):
         return self._sequence
 
     def allreduce(self, tensors: Tensors, options: Any) -> Work:
-        return self._all_reduce(Row("all_reduce", _only("all_reduce", tensors)), options)
-
-    def allreduce_coalesced(self, tensors: Tensors, options: Any) -> Work:
-        return self._all_reduce(Row("all_reduce_coalesced", tensors), options)
-
-    def _all_reduce(self, row: Row, options: Any) -> Work:
+        row = Row("all_reduce", tensors)
         ends = (self._engine.mpi.IN_PLACE, row.message())
         op = self._engine.reduction(options.reduceOp, row.dtype)
         return self._submit(row.name, row, row, options, self._comm.Iallreduce, *ends, op)
 
+    allreduce_coalesced = allreduce
+
     def reduce(self, tensors: Tensors, options: Any) -> Work:
-        row = Row("reduce", _only("reduce", tensors))
+        row = Row("reduce", tensors)
         root, mine = self._root("reduce", options)
         ends = (self._engine.mpi.IN_PLACE, row.message()) if mine else (row.message(), None)
         op = self._engine.reduction(options.reduceOp, row.dtype)
@@ -306,7 +290,7 @@ class MpiGroup(dist.ProcessGroup):
         return self._reduce_scatter(out, row, options)
 
     def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], options: Any) -> Work:
-        out = Row("reduce_scatter", _only("reduce_scatter", outputs))
+        out = Row("reduce_scatter", outputs)
         return self._reduce_scatter(out, self._list("reduce_scatter", inputs, out), options)
 
     def _reduce_scatter(self, out: Row, row: Row, options: Any) -> Work:
@@ -316,7 +300,7 @@ class MpiGroup(dist.ProcessGroup):
         return self._submit(row.name, row, out, options, self._comm.Ireduce_scatter, *arguments)
 
     def broadcast(self, tensors: Tensors, options: Any) -> Work:
-        row = Row("broadcast", _only("broadcast", tensors))
+        row = Row("broadcast", tensors)
         root, mine = self._root("broadcast", options)
         ends = (row, None) if mine else (None, row)
         return self._submit("broadcast", *ends, options, self._comm.Ibcast, row.message(), root)
@@ -329,7 +313,7 @@ class MpiGroup(dist.ProcessGroup):
 
     def allgather(self, outputs: list[Tensors], inputs: Tensors, options: Any) -> Work:
         out = self._list("all_gather", outputs)
-        return self._all_gather(out, Row(out.name, _only(out.name, inputs), out), options)
+        return self._all_gather(out, Row(out.name, inputs, out), options)
 
     def _all_gather(self, out: Row, row: Row, options: Any) -> Work:
         self._check_own(row.elements, "input", out)
@@ -338,21 +322,21 @@ class MpiGroup(dist.ProcessGroup):
 
     def gather(self, outputs: list[Tensors], inputs: Tensors, options: Any) -> Work:
         root, mine = self._root("gather", options)
-        out = self._list("gather", outputs, equal=True) if mine else None
-        row = Row("gather", _only("gather", inputs), out)
+        out = self._list("gather", outputs) if mine else None
+        row = Row("gather", inputs, out)
         if out is not None:
             self._check_own(row.elements, "input", out)
-        arguments = (row.message(), out and out.message(), root)
-        return self._submit("gather", row, out, options, self._comm.Igather, *arguments)
+        arguments = (row.message(), out and out.blocks(), root)
+        return self._submit("gather", row, out, options, self._comm.Igatherv, *arguments)
 
     def scatter(self, outputs: Tensors, inputs: list[Tensors], options: Any) -> Work:
         root, mine = self._root("scatter", options)
-        out = Row("scatter", _only("scatter", outputs))
-        row = self._list("scatter", inputs, out, equal=True) if mine else None
+        out = Row("scatter", outputs)
+        row = self._list("scatter", inputs, out) if mine else None
         if row is not None:
             self._check_own(out.elements, "output", row)
-        arguments = (row and row.message(), out.message(), root)
-        return self._submit("scatter", row, out, options, self._comm.Iscatter, *arguments)
+        arguments = (row and row.blocks(), out.message(), root)
+        return self._submit("scatter", row, out, options, self._comm.Iscatterv, *arguments)
 
     def all_to_all_single(
         self,
@@ -378,7 +362,7 @@ class MpiGroup(dist.ProcessGroup):
         return self._submit(row.name, row, out, options, self._comm.Ialltoallv, *ends)
 
     def send(self, tensors: Tensors, to: int, tag: int) -> Work:
-        row = Row("send", _only("send", tensors))
+        row = Row("send", tensors)
         arguments = (row.message(), self._peer("send", to), self._tag("send", tag))
         return self._submit("send", row, None, None, self._comm.Isend, *arguments)
 
@@ -389,7 +373,7 @@ class MpiGroup(dist.ProcessGroup):
         return self._receive("recv_any_source", tensors, self._engine.mpi.ANY_SOURCE, tag)
 
     def _receive(self, name: str, tensors: Tensors, source: int, tag: int) -> Work:
-        row = Row(name, _only(name, tensors))
+        row = Row(name, tensors)
         arguments = (row.message(), source, self._tag(name, tag))
         return self._submit(name, None, row, None, self._comm.Irecv, *arguments)
 
@@ -415,14 +399,10 @@ class MpiGroup(dist.ProcessGroup):
             raise ValueError(f"{name}: tag {tag} is not in MPI's range 0 .. {self._largest_tag}")
         return tag
 
-    def _list(
-        self, name: str, lists: Sequence[Tensors], other: Row | None = None, equal: bool = False
-    ) -> Row:
-        (tensors,) = _only(name, lists)
+    def _list(self, name: str, lists: Sequence[Tensors], other: Row | None = None) -> Row:
+        (tensors,) = lists  # torch passes one list per device
         if len(tensors) != self._size:
             raise ValueError(f"{name}: a list of {len(tensors)} tensors for {self._size} ranks")
-        if equal and len({tensor.numel() for tensor in tensors}) > 1:
-            raise ValueError(f"{name}: the tensors of the list differ in size")
         return Row(name, tensors, other)
 
     def _check_own(self, elements: int, kind: str, blocks: Row) -> None:
@@ -482,10 +462,3 @@ class MpiGroup(dist.ProcessGroup):
         # No further operation is taken, for the ranks may not agree on which is next. The first
         # reason is kept.
         self._failure = self._failure or reason
-
-
-def _only(name: str, items: Sequence[Any]) -> Sequence[Any]:
-    # torch passes one per device.
-    if len(items) != 1:
-        raise ValueError(f"{name}: the MPI backend takes one tensor, got {len(items)}")
-    return items

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 log = logging.getLogger("dear")
 
-_SPIN_S, _SHORTEST_S, _LONGEST_S = 200e-6, 20e-6, 2e-3
+_SPIN_S, _SHORTEST_S, _LONGEST_S = 200e-6, 20e-6, 5e-3
 _PAUSE_PART = 16  # a pause is this part of the time since the last news: it delays little
 _BUSY_POLL_S = 10e-6  # a poll that took more of the processor's time has moved data
 _ASIDE_S = 500e-6  # the thread stands aside so long when it sees somebody poll who waits
@@ -102,11 +102,11 @@ class Work(dist.Work):
         self._timeout_s = min(timeout.total_seconds(), _FOR_EVER_S)
         self._deadline = time.monotonic() + self._timeout_s
         self._outputs, self._finish, self._broke = outputs, finish, broke
-        self._lock = threading.Lock()
+        self._future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
         self._ended = threading.Event()
+        self._ending = threading.Lock()  # of those who end it, the first does
         self._error: Exception | None = None
         self._source: int | None = None
-        self._future: torch.futures.Future[list[torch.Tensor]] | None = None
 
     def __str__(self) -> str:
         return self._title
@@ -153,13 +153,6 @@ class Work(dist.Work):
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         """Ends with the operation, with the list of its outputs."""
-        with self._lock:
-            if self._future is not None:
-                return self._future
-            self._future = torch.futures.Future()
-            ended = self._ended.is_set()
-        if ended:
-            self._settle_future()
         return self._future
 
     def retire(self, error: str | None, status: Any) -> None:
@@ -171,39 +164,28 @@ class Work(dist.Work):
                 raise dist.DistBackendError(error)
             self._source = self._finish(status)
         except Exception as reason:
-            self.fail(dist.DistBackendError(f"{self}: {reason}"))
+            self._end(dist.DistBackendError(f"{self}: {reason}"))
         else:
-            self._end(None)
+            self._end()
 
     def expire(self, now: float) -> None:
         """Fails the operation if its time is over, though MPI goes on with it."""
         if self._deadline <= now and not self._ended.is_set():
-            self.fail(
-                dist.DistBackendError(
-                    f"{self} has not ended in {self._timeout_s:g} s; a rank died, or did not call "
-                    "it"
-                )
-            )
+            over = f"{self} has not ended in {self._timeout_s:g} s"
+            self._end(dist.DistBackendError(f"{over}; a rank died, or did not call it"))
 
-    def fail(self, error: Exception) -> None:
-        self._broke(f"{self} failed")
-        self._end(error)
-
-    def _end(self, error: Exception | None) -> None:
-        with self._lock:
-            if self._ended.is_set():
-                return
-            self._error = error
-            self._finish = None  # has the tensors; a caller may keep this work
-            self._ended.set()
-        if self._future is not None:
-            self._settle_future()
-
-    def _settle_future(self) -> None:
-        if self._error is not None:
-            self._future.set_exception(self._error)
-        else:
+    def _end(self, error: Exception | None = None) -> None:
+        if not self._ending.acquire(blocking=False):
+            return
+        if error is not None:
+            self._broke(f"{self} failed")
+        self._error = error
+        self._finish = None  # has the tensors; a caller may keep this work
+        self._ended.set()
+        if error is None:
             self._future.set_result(self._outputs)
+        else:
+            self._future.set_exception(error)
 
 
 class Engine:
@@ -219,15 +201,13 @@ class Engine:
         level = mpi.Init_thread(mpi.THREAD_MULTIPLE) if self._owns else mpi.Query_thread()
         levels = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
         name = next(name for name in levels if getattr(mpi, f"THREAD_{name}") == level)
-        if self._owns and level < mpi.THREAD_SERIALIZED:
+        # Among themselves our threads take turns; of another user's calls this knows nothing.
+        needed = "SERIALIZED" if self._owns else "MULTIPLE"
+        if level < getattr(mpi, f"THREAD_{needed}"):
             raise dist.DistBackendError(
-                f"this MPI library gives only MPI_THREAD_{name}; calls from a thread need "
-                "MPI_THREAD_SERIALIZED"
-            )
-        if not self._owns and level < mpi.THREAD_MULTIPLE:
-            raise dist.DistBackendError(
-                f"another library initialised MPI with MPI_THREAD_{name}, but a second user of MPI "
-                "in the process needs MPI_THREAD_MULTIPLE"
+                f"MPI_THREAD_{name} is all that "
+                + ("this MPI library gives" if self._owns else "another library initialised")
+                + f", but the MPI backend needs MPI_THREAD_{needed}"
             )
         mpi.COMM_WORLD.Set_errhandler(mpi.ERRORS_RETURN)
         self.rank, self.size = mpi.COMM_WORLD.Get_rank(), mpi.COMM_WORLD.Get_size()
@@ -297,23 +277,24 @@ class Engine:
     ) -> None:
         """Gets operations on until `done` or the time `until`; `nap` pauses, true if for news."""
         waits = threading.current_thread() is not self._thread
-        news = time.monotonic()
+        news, pause = time.monotonic(), 0.0
         while not done():
             if waits:
                 self._waited = time.monotonic()
             elif time.monotonic() - self._waited < _ASIDE_S:
                 time.sleep(_ASIDE_S)  # two that poll would take Python's lock from each other
                 continue
-            moved = self._poll()
+            # After a pause a poll finds its memory cold and takes longer, though nothing moves.
+            moved = self._poll(_BUSY_POLL_S + pause / _PAUSE_PART)
             now = time.monotonic()
             if now >= until:
                 break
             if moved:
-                news = now
+                news, pause = now, 0.0
             elif now - news >= _SPIN_S:
                 pause = min(max((now - news) / _PAUSE_PART, _SHORTEST_S), _LONGEST_S, until - now)
                 if nap(pause):
-                    news = now
+                    news, pause = now, 0.0
 
     def _run(self) -> None:
         while not self._ended:
@@ -326,8 +307,8 @@ class Engine:
         self._begun.clear()
         return news
 
-    def _poll(self) -> bool:
-        """Asks MPI what has ended; whether anything has, or has moved."""
+    def _poll(self, busy_s: float) -> bool:
+        """Asks MPI what has ended; whether anything has, or it took longer than `busy_s`."""
         mpi = self.mpi
         began = time.thread_time()
         with self._lock:
@@ -343,7 +324,7 @@ class Engine:
                 # Else MPI did not say which request it was, so none can be trusted any more.
                 if code == mpi.ERR_IN_STATUS:
                     indices = [i for i in indices if self._requests[i] == mpi.REQUEST_NULL]
-            moved = time.thread_time() - began > _BUSY_POLL_S
+            moved = time.thread_time() - began > busy_s
             works = [work for work, _ in self._works]
             gone = set(indices)
             if gone:

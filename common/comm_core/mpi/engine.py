@@ -153,7 +153,10 @@ class Work(dist.Work):
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         """Ends with the operation, with the list of its outputs."""
-        return self._future
+        if not self._ended.is_set():
+            return self._future
+        # The thread that ended the operation may not have come to settle the first one yet.
+        return self._settled(torch.futures.Future())
 
     def retire(self, error: str | None, status: Any) -> None:
         """The call has ended: brings the result home, or fails."""
@@ -182,10 +185,14 @@ class Work(dist.Work):
         self._error = error
         self._finish = None  # has the tensors; a caller may keep this work
         self._ended.set()
-        if error is None:
-            self._future.set_result(self._outputs)
+        self._settled(self._future)
+
+    def _settled(self, future: torch.futures.Future) -> torch.futures.Future:
+        if self._error is None:
+            future.set_result(self._outputs)
         else:
-            self._future.set_exception(error)
+            future.set_exception(self._error)
+        return future
 
 
 class Engine:

@@ -88,10 +88,15 @@ def idle_costs_no_processor() -> None:
     if SIZE > 1 and RANK == 0:
         work = dist.irecv(tensor, 1, tag=9)
     dist.barrier()
-    before = time.process_time()
-    time.sleep(0.5)
-    used = time.process_time() - before
-    assert used < 0.1, f"{used} s of processor time in 0.5 s"
+    # Of several spans the best: in the first ones threads of other cases may still come to rest.
+    used = 1.0
+    for _ in range(20):
+        before = time.process_time()
+        time.sleep(0.25)
+        used = min(used, time.process_time() - before)
+        if used < 0.025:
+            break
+    assert used < 0.025, f"{used} s of processor time in 0.25 s"
     dist.barrier()
     if SIZE > 1 and RANK == 1:
         dist.send(tensor, 0, tag=9)

@@ -17,7 +17,7 @@ BUILD = Path(__file__).parents[2] / "build" / "comm_core"
         "kernels_test",
         "messages_test",
         "group_test",
-        "collectives_test",
+        pytest.param("collectives_test", marks=pytest.mark.full),
         pytest.param("collectives_test random 2000", marks=pytest.mark.full),
     ],
 )

@@ -55,11 +55,12 @@ def _cases() -> list[Any]:
             return meaning.fits(options, case["world"], {axis: case[axis] for axis in AXES})
 
         own = {"world": [2, 3, 4, 1], "options": list(range(len(meaning.options)))}
-        for case in pairwise({**own, **axes}, fits):
+        for number, case in enumerate(pairwise({**own, **axes}, fits)):
             options, size = meaning.options[case["options"]], case["world"]
             script = Script(**{axis: case[axis] for axis in AXES})
             told = _id(name, options, case)
-            cases.setdefault(told, pytest.param(name, options, size, script, id=told, marks=marks))
+            left = pytest.mark.full if number % meaning.quick_of else marks
+            cases.setdefault(told, pytest.param(name, options, size, script, id=told, marks=left))
     return list(cases.values())
 
 

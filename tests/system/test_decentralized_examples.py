@@ -66,6 +66,7 @@ def test_consensus_is_exact_and_as_fast_as_the_spectral_gap_says(tmp_path):
     assert measured["one-peer exponential"][2] < 1e-12
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("script", ["linear_regression.py", "logistic_regression.py"])
 def test_corrected_methods_converge_linearly_and_plain_averaging_stalls(tmp_path, script):
     said, found = results(script, tmp_path)

@@ -74,6 +74,7 @@ def executed(tmp_path_factory):
             os.kill(process, signal.SIGKILL)
 
 
+@pytest.mark.full
 def test_four_ranks_find_the_mean(executed):
     notebook, _ = executed
     assert not outputs(notebook, "error")
@@ -83,10 +84,12 @@ def test_four_ranks_find_the_mean(executed):
     assert len(pictures(notebook)) == 2
 
 
+@pytest.mark.full
 def test_it_leaves_no_process_behind(executed):
     assert executed[1] == []
 
 
+@pytest.mark.full
 def test_what_readers_see_is_what_it_gives(executed):
     committed, notebook = json.loads(NOTEBOOK.read_text()), executed[0]
     assert sorted(printed(committed).splitlines()) == sorted(printed(notebook).splitlines())

@@ -348,7 +348,7 @@ def neighbor_all_reduce(
 
 
 def neighbor_all_gather(
-    channel: Channel, tensor: torch.Tensor, outputs: Sequence[torch.Tensor], near: Neighbors
+    channel: Channel, tensor: torch.Tensor, near: Neighbors, *outputs: torch.Tensor
 ) -> Body:
     """Receives the message of each source, in the caller's order, into its output."""
     own = flat(tensor)

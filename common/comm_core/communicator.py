@@ -16,12 +16,13 @@ import logging
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import TracebackType
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from . import collectives
-from .collectives import Body, Channel, Neighbors, Ranks, check_pair, check_rank, check_tensor
+from .collectives import Body, Neighbors, Ranks, check_pair, check_rank, check_tensor
 from .job import barriar, barrier, copy_of, init, rank, size
 from .streams import Handles, Lane, Operation
 
@@ -169,20 +170,21 @@ class Communicator:
 
     def reduce(self, tensor: torch.Tensor, root: int) -> int:
         """Sums `tensor` over the ranks into that of rank `root`; the others' become undefined."""
-        tensor, body = self._checked("reduce", tensor), collectives.reduce
+        tensor = self._checked("reduce", tensor)
         check_rank("reduce: root", root, self.size)
-        return self._in_turn("reduce", lambda c: body(c, tensor, root), [tensor], lone=True)
+        return self._in_turn("reduce", collectives.reduce, tensor, root)
 
     def bcast(self, tensor: torch.Tensor, root: int) -> int:
         """Copies rank `root`'s `tensor` into everybody's."""
-        tensor, body = self._checked("bcast", tensor), collectives.broadcast
+        tensor = self._checked("bcast", tensor)
         check_rank("bcast: root", root, self.size)
-        return self._in_turn("bcast", lambda c: body(c, tensor, root), [tensor], lone=True)
+        return self._in_turn("bcast", collectives.broadcast, tensor, root)
 
     def all_reduce(self, tensor: torch.Tensor) -> int:
         """Sums `tensor` over the ranks, in place; everybody gets the sum."""
-        tensor, body = self._checked("allReduce", tensor), collectives.all_reduce
-        return self._in_turn("allReduce", lambda c: body(c, tensor), [tensor], lone=True)
+        return self._in_turn(
+            "allReduce", collectives.all_reduce, self._checked("allReduce", tensor)
+        )
 
     def reduce_scatter(self, send: torch.Tensor, recv: torch.Tensor) -> int:
         """Sums `send` `[size * n]` over the ranks; rank r's `recv` `[n]` gets part r of the sum."""
@@ -192,10 +194,7 @@ class Communicator:
                 f"reduceScatter: send has {send.numel()} elements, must be {self.size} ranks x "
                 f"{recv.numel()} of recv"
             )
-        body = collectives.reduce_scatter
-        return self._in_turn(
-            "reduceScatter", lambda c: body(c, send, recv), [send, recv], lone=True
-        )
+        return self._in_turn("reduceScatter", collectives.reduce_scatter, send, recv)
 
     def all_gather(self, send: torch.Tensor, recv: torch.Tensor) -> int:
         """Concatenates everybody's `send` `[n]` into `recv` `[size * n]`, in rank order."""
@@ -205,8 +204,7 @@ class Communicator:
                 f"allGather: recv has {recv.numel()} elements, must be {self.size} ranks x "
                 f"{send.numel()} of send"
             )
-        body = collectives.all_gather
-        return self._in_turn("allGather", lambda c: body(c, send, recv), [send, recv], lone=True)
+        return self._in_turn("allGather", collectives.all_gather, send, recv)
 
     def all_reduce_rsag(self, tensor: torch.Tensor) -> int:
         """`allReduce` as a reduce-scatter and an all-gather.
@@ -214,16 +212,16 @@ class Communicator:
         Pads with zeros to a multiple of the ranks (then one copy in and one out); a tensor with
         fewer elements than ranks is all-reduced.
         """
-        tensor, body = self._checked("allReduceRSAG", tensor), collectives.all_reduce_rsag
+        tensor = self._checked("allReduceRSAG", tensor)
         if tensor.numel() < self.size:
             return self.all_reduce(tensor)
-        lone = tensor.numel() % self.size == 0
-        return self._composed("allReduceRSAG", lambda c: body(c, tensor), tensor, lone)
+        lone = self._composed_as_one and tensor.numel() % self.size == 0
+        return self._in_turn("allReduceRSAG", collectives.all_reduce_rsag, tensor, lone=lone)
 
     def all_reduce_rb(self, tensor: torch.Tensor) -> int:
         """`allReduce` as a reduce to rank 0 and a broadcast from it."""
-        tensor, body = self._checked("allReduceRB", tensor), collectives.all_reduce_rb
-        return self._composed("allReduceRB", lambda c: body(c, tensor), tensor, lone=True)
+        tensor, lone = self._checked("allReduceRB", tensor), self._composed_as_one
+        return self._in_turn("allReduceRB", collectives.all_reduce_rb, tensor, lone=lone)
 
     def multi_bcast(
         self,
@@ -328,9 +326,7 @@ class Communicator:
         if check:
             self._check_graph(near, tensor, [tensor.numel()] * len(near.sources))
         body = collectives.neighbor_all_reduce
-        return self._in_turn(
-            name, lambda c: body(c, tensor, target, near), [tensor, target], lone=False
-        )
+        return self._in_turn(name, body, tensor, target, near, lone=False)
 
     def neighbor_all_gather(
         self,
@@ -359,9 +355,7 @@ class Communicator:
         if check:
             self._check_graph(near, tensor, [output.numel() for output in outputs])
         body = collectives.neighbor_all_gather
-        return self._in_turn(
-            name, lambda c: body(c, tensor, outputs, near), [tensor, *outputs], lone=False
-        )
+        return self._in_turn(name, body, tensor, near, *outputs, lone=False)
 
     def check_neighbors(self, sources: Ranks, destinations: Ranks) -> None:
         """Compares all ranks' neighbour lists; a blocking collective call.
@@ -394,24 +388,20 @@ class Communicator:
         return lane
 
     def _in_turn(
-        self,
-        name: str,
-        body: Callable[[Channel], Body],
-        tensors: Sequence[torch.Tensor],
-        lone: bool,
+        self, name: str, body: Callable[..., Body], *arguments: Any, lone: bool = True
     ) -> int:
         lane = self._next_lane()
+        tensors = [a for a in arguments if isinstance(a, torch.Tensor)]
         lone = lone and all(collectives.plain(tensor) for tensor in tensors)
         stream = lane.stream(tensors[0].device)
         return self._handles.new(
-            stream.submit(name, body(lane.channel), tensors=tensors, lone=lone)
+            stream.submit(name, body(lane.channel, *arguments), tensors=tensors, lone=lone)
         )
 
-    def _composed(
-        self, name: str, body: Callable[[Channel], Body], tensor: torch.Tensor, lone: bool
-    ) -> int:
+    @property
+    def _composed_as_one(self) -> bool:
         # Two collectives are as good as one where the backend itself keeps them in order.
-        return self._in_turn(name, body, [tensor], lone and self._lanes[0].channel.ordered)
+        return self._lanes[0].channel.ordered
 
     def _check_graph(
         self, near: Neighbors, tensor: torch.Tensor | None, wanted: Sequence[int]
@@ -422,10 +412,7 @@ class Communicator:
         if "cpu" not in self._lanes[0].backends:
             row = row.cuda()
         rows = row.new_empty(self.size, row.numel())
-        body = collectives.all_gather
-        self.sync_stream(
-            self._in_turn("allGather", lambda c: body(c, row, rows), [row, rows], lone=True)
-        )
+        self.sync_stream(self._in_turn("allGather", collectives.all_gather, row, rows))
         if problem := collectives.disagreement(rows.cpu()):
             raise ValueError(f"neighbours contradict each other: {problem}")
 

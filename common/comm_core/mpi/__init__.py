@@ -55,14 +55,16 @@ class Row:
     """The elements of one or more CPU tensors, one after the other, with a count for each rank.
 
     One plain tensor is its own memory. Several, one with strides of its own, and one that shares
-    memory with `other` (MPI lets no two arguments overlap) are copied: `fill` writes the copy,
-    `spill` reads it back.
+    memory with `other` (MPI lets no two arguments overlap; `output` says which of them this is) are
+    copied: `fill` writes the copy, `spill` reads it back.
 
     Raises:
         ValueError, TypeError: MPI cannot carry the tensors, or `other` has another type.
     """
 
-    def __init__(self, name: str, tensors: Tensors, other: Row | None = None) -> None:
+    def __init__(
+        self, name: str, tensors: Tensors, other: Row | None = None, *, output: bool = False
+    ) -> None:
         if not tensors:
             raise ValueError(f"{name}: no tensor was given")
         self.name, self.tensors, self.dtype = name, list(tensors), tensors[0].dtype
@@ -84,7 +86,8 @@ class Row:
             names = ", ".join(str(dtype).removeprefix("torch.") for dtype in TYPES)
             raise TypeError(f"the MPI backend does not carry {self.dtype}; it has {names}")
         if other is not None and other.dtype != self.dtype:
-            raise TypeError(f"{name}: output of {other.dtype}, input of {self.dtype}")
+            there, here = (self, other) if output else (other, self)
+            raise TypeError(f"{name}: output of {there.dtype}, input of {here.dtype}")
         self.counts = [tensor.numel() for tensor in tensors]
         self.elements = sum(self.counts)
         if self.elements > _LIMIT:
@@ -284,8 +287,8 @@ class MpiGroup(dist.ProcessGroup):
     def reduce_scatter_single(
         self, output: torch.Tensor, input: torch.Tensor, options: Any
     ) -> Work:
-        out = Row("reduce_scatter_tensor", [output])
-        row = Row("reduce_scatter_tensor", [input], out)
+        row = Row("reduce_scatter_tensor", [input])
+        out = Row("reduce_scatter_tensor", [output], row, output=True)  # the smaller is copied
         row.share(self._size, out)
         return self._reduce_scatter(out, row, options)
 

@@ -1,10 +1,8 @@
 #include "checked_ops.h"
 
-#include <cmath>
-#include <cstring>
-
 #include "reduce/kernels.h"
 #include "shm/buffers.h"
+#include "typed.h"
 
 namespace comm_core::testing {
 
@@ -31,68 +29,27 @@ double folded(ReduceOp op, double a, double b) {
   return 0;
 }
 
-template <typename T>
-void put_as(char* data, size_t i, double v) {
-  reinterpret_cast<T*>(data)[i] = T(v);
-}
-template <typename T>
-double get_as(const char* data, size_t i) {
-  return double(reinterpret_cast<const T*>(data)[i]);
-}
-
-void put(DType dtype, char* data, size_t i, double v) {
-  switch (dtype) {
-    case DType::f32: return put_as<float>(data, i, v);
-    case DType::f64: return put_as<double>(data, i, v);
-    case DType::i32: return put_as<int32_t>(data, i, v);
-    case DType::i64: return put_as<int64_t>(data, i, v);
-    case DType::i8: return put_as<int8_t>(data, i, v);
-    case DType::u8: return put_as<uint8_t>(data, i, v);
-    default: throw std::logic_error("no such type in this test");
-  }
-}
-
-double get(DType dtype, const char* data, size_t i) {
-  switch (dtype) {
-    case DType::f32: return get_as<float>(data, i);
-    case DType::f64: return get_as<double>(data, i);
-    case DType::i32: return get_as<int32_t>(data, i);
-    case DType::i64: return get_as<int64_t>(data, i);
-    case DType::i8: return get_as<int8_t>(data, i);
-    case DType::u8: return get_as<uint8_t>(data, i);
-    default: throw std::logic_error("no such type in this test");
-  }
-}
-
-// A vector of bytes, in the heap or where other processes can map it.
+// Bytes in the heap or where other processes can map them.
 class Memory {
  public:
   explicit Memory(bool shared) : shared_(shared) {}
-  ~Memory() { release(); }
-  Memory(const Memory&) = delete;
-  Memory& operator=(const Memory&) = delete;
-  char* data() const { return data_; }
-  size_t size() const { return size_; }
-  void resize(size_t size) {
-    if (size <= size_) return;
-    char* grown = shared_ ? SharedBuffers::instance().allocate(size) : new char[size]();
-    if (size_ > 0) std::memcpy(grown, data_, size_);
-    release();
-    data_ = grown;
-    size_ = size;
-  }
-
- private:
-  void release() {
+  ~Memory() {
     if (shared_ && data_ != nullptr) {
       SharedBuffers::instance().free(data_);
     } else {
       delete[] data_;
     }
   }
+  Memory(const Memory&) = delete;
+  Memory& operator=(const Memory&) = delete;
+  Span allocate(size_t size) {
+    if (size > 0) data_ = shared_ ? SharedBuffers::instance().allocate(size) : new char[size]();
+    return {data_, size};
+  }
+
+ private:
   const bool shared_;
   char* data_ = nullptr;
-  size_t size_ = 0;
 };
 
 class Checked : public Running {
@@ -102,7 +59,6 @@ class Checked : public Running {
         c_(c),
         n_(group.size()),
         me_(group.rank()),
-        element_(size_of(c.dtype)),
         in_(c.shared >> me_ & 1),
         out_(c.shared >> me_ & 1) {
     OpSpec spec;
@@ -112,74 +68,64 @@ class Checked : public Running {
     spec.root = c.root;
     spec.priority = c.priority;
     const bool root = me_ == c.root;
-    const size_t n = size_t(n_);
+    const size_t me = size_t(me_), bytes = c.count * size_of(c.dtype);
     switch (c.kind) {
-      case OpKind::all_reduce: whole(spec, c.in_place); break;
-      case OpKind::reduce:
-        whole(spec, c.in_place);
-        if (!root) spec.outputs.clear();
+      case OpKind::all_reduce:
+      case OpKind::reduce: {
+        const Span in = in_.allocate(bytes), out = out_.allocate(bytes);
+        fill(in, me_, 0);
+        spec.inputs = {in};
+        if (c.kind == OpKind::reduce && !root) break;
+        spec.outputs = {c.in_place ? in : out};
+        expect_in(spec.outputs[0], kFolded, 0);
         break;
+      }
       case OpKind::broadcast:
-        out_.resize(c.count * element_);
-        if (root) fill(out_.data(), c.count, me_, 0);
-        spec.outputs = {{out_.data(), out_.size()}};
+        spec.outputs = {out_.allocate(bytes)};
+        if (root) fill(spec.outputs[0], me_, 0);
+        expect_in(spec.outputs[0], c.root, 0);
         break;
       case OpKind::reduce_scatter: {
-        for (int to = 0; to < n_; ++to) offsets_.push_back(grow(in_, block(to, to)));
-        offsets_.push_back(in_.size());
-        for (int to = 0; to < n_; ++to) {
-          fill(in_.data() + offsets_[size_t(to)], block(to, to), me_, to);
-          spec.inputs.push_back({in_.data() + offsets_[size_t(to)], block(to, to) * element_});
-        }
-        out_.resize(block(me_, me_) * element_);
-        char* out = c.in_place ? in_.data() + offsets_[size_t(me_)] : out_.data();
-        result_ = out;
-        spec.outputs = {{out, out_.size()}};
+        const auto blocks = lay_out(in_, [&](int to) { return block(to, to); });
+        for (int to = 0; to < n_; ++to) fill(blocks[size_t(to)], me_, to);
+        spec.inputs = {blocks.begin(), blocks.end()};
+        spec.outputs = {c.in_place ? blocks[me] : out_.allocate(blocks[me].bytes)};
+        expect_in(spec.outputs[0], kFolded, me_);
         break;
       }
       case OpKind::all_gather: {
-        for (int from = 0; from < n_; ++from) offsets_.push_back(grow(out_, block(from, from)));
-        in_.resize(block(me_, me_) * element_);
-        char* in = c.in_place ? out_.data() + offsets_[size_t(me_)] : in_.data();
-        fill(in, block(me_, me_), me_, 0);
-        spec.inputs = {{in, in_.size()}};
-        for (int from = 0; from < n_; ++from) {
-          spec.outputs.push_back(
-              {out_.data() + offsets_[size_t(from)], block(from, from) * element_});
-        }
+        spec.outputs = lay_out(out_, [&](int from) { return block(from, from); });
+        const Span own = spec.outputs[me];
+        const Span in = c.in_place ? own : in_.allocate(own.bytes);
+        fill(in, me_, 0);
+        spec.inputs = {in};
+        for (int from = 0; from < n_; ++from) expect_in(spec.outputs[size_t(from)], from, 0);
         break;
       }
-      case OpKind::gather:
-        in_.resize(c.count * element_);
-        fill(in_.data(), c.count, me_, 0);
-        spec.inputs = {{in_.data(), in_.size()}};
-        if (root) {
-          out_.resize(n * c.count * element_);
-          for (size_t from = 0; from < n; ++from) {
-            spec.outputs.push_back({out_.data() + from * in_.size(), in_.size()});
-          }
-        }
+      case OpKind::gather: {
+        const Span in = in_.allocate(bytes);
+        fill(in, me_, 0);
+        spec.inputs = {in};
+        if (!root) break;
+        spec.outputs = lay_out(out_, [&](int) { return c.count; });
+        for (int from = 0; from < n_; ++from) expect_in(spec.outputs[size_t(from)], from, 0);
         break;
-      case OpKind::scatter:
-        out_.resize(c.count * element_);
-        spec.outputs = {{out_.data(), out_.size()}};
-        if (root) {
-          in_.resize(n * out_.size());
-          for (size_t to = 0; to < n; ++to) {
-            fill(in_.data() + to * out_.size(), c.count, me_, int(to));
-            spec.inputs.push_back({in_.data() + to * out_.size(), out_.size()});
-          }
-        }
+      }
+      case OpKind::scatter: {
+        spec.outputs = {out_.allocate(bytes)};
+        expect_in(spec.outputs[0], c.root, me_);
+        if (!root) break;
+        const auto blocks = lay_out(in_, [&](int) { return c.count; });
+        for (int to = 0; to < n_; ++to) fill(blocks[size_t(to)], me_, to);
+        spec.inputs = {blocks.begin(), blocks.end()};
         break;
+      }
       case OpKind::all_to_all: {
-        for (int to = 0; to < n_; ++to) offsets_.push_back(grow(in_, block(me_, to)));
-        for (int from = 0; from < n_; ++from) out_offsets_.push_back(grow(out_, block(from, me_)));
-        for (int to = 0; to < n_; ++to) {
-          fill(in_.data() + offsets_[size_t(to)], block(me_, to), me_, to);
-          spec.inputs.push_back({in_.data() + offsets_[size_t(to)], block(me_, to) * element_});
-          spec.outputs.push_back(
-              {out_.data() + out_offsets_[size_t(to)], block(to, me_) * element_});
-        }
+        const auto blocks = lay_out(in_, [&](int to) { return block(me_, to); });
+        for (int to = 0; to < n_; ++to) fill(blocks[size_t(to)], me_, to);
+        spec.inputs = {blocks.begin(), blocks.end()};
+        spec.outputs = lay_out(out_, [&](int from) { return block(from, me_); });
+        for (int from = 0; from < n_; ++from) expect_in(spec.outputs[size_t(from)], from, me_);
         break;
       }
       default: break;
@@ -190,89 +136,74 @@ class Checked : public Running {
   void check() override {
     op_->wait();
     if (op_->error()) std::rethrow_exception(op_->error());
-    switch (c_.kind) {
-      case OpKind::all_reduce: return same(result_, c_.count, [&](size_t i) { return fold(0, i); });
-      case OpKind::reduce:
-        if (me_ == c_.root) same(result_, c_.count, [&](size_t i) { return fold(0, i); });
-        return;
-      case OpKind::broadcast:
-        return same(out_.data(), c_.count, [&](size_t i) { return value(c_, c_.root, 0, i); });
-      case OpKind::reduce_scatter:
-        return same(result_, block(me_, me_), [&](size_t i) { return fold(me_, i); });
-      case OpKind::all_gather:
-        for (int from = 0; from < n_; ++from) {
-          same(out_.data() + offsets_[size_t(from)], block(from, from),
-               [&](size_t i) { return value(c_, from, 0, i); });
+    as_type(c_.dtype, [&](auto zero) {
+      using T = decltype(zero);
+      if constexpr (std::is_arithmetic_v<T>) {
+        for (const Expected& e : expected_) {
+          for (size_t i = 0; i < e.memory.bytes / sizeof(T); ++i) {
+            const double got = double(load<T>(e.memory.data, i));
+            const double wanted =
+                e.from == kFolded ? fold_all(e.to, i) : value(c_, e.from, e.to, i);
+            if (std::fabs(got - wanted) <= 1e-5 * std::fabs(wanted)) continue;
+            throw std::runtime_error(describe(c_) + ": element " + std::to_string(i) + " is " +
+                                     std::to_string(got) + ", not " + std::to_string(wanted) +
+                                     " (" + group_.describe(*op_) + ")");
+          }
         }
-        return;
-      case OpKind::gather:
-        for (int from = 0; from < n_ && me_ == c_.root; ++from) {
-          same(out_.data() + size_t(from) * in_.size(), c_.count,
-               [&](size_t i) { return value(c_, from, 0, i); });
-        }
-        return;
-      case OpKind::scatter:
-        return same(out_.data(), c_.count, [&](size_t i) { return value(c_, c_.root, me_, i); });
-      case OpKind::all_to_all:
-        for (int from = 0; from < n_; ++from) {
-          same(out_.data() + out_offsets_[size_t(from)], block(from, me_),
-               [&](size_t i) { return value(c_, from, me_, i); });
-        }
-        return;
-      default: return;
-    }
+      }
+    });
   }
 
  private:
+  static constexpr int kFolded = -1;
+  // What `from` contributes for `to`, or all ranks' contributions folded.
+  struct Expected {
+    Span memory;
+    int from, to;
+  };
+  void expect_in(Span memory, int from, int to) { expected_.push_back({memory, from, to}); }
+
   // Elements that `from` has for `to`.
   size_t block(int from, int to) const {
     return c_.uneven ? (c_.count * size_t(from + 2 * to + 1)) % (c_.count + 3) : c_.count;
   }
 
-  size_t grow(Memory& memory, size_t count) {
-    const size_t at = memory.size();
-    memory.resize(at + count * element_);
-    return at;
+  // A block for each rank, of `count(rank)` elements, one after the other.
+  template <typename F>
+  std::vector<Span> lay_out(Memory& memory, F count) {
+    std::vector<Span> blocks;
+    size_t total = 0;
+    for (int r = 0; r < n_; ++r) {
+      blocks.push_back({nullptr, count(r) * size_of(c_.dtype)});
+      total += blocks.back().bytes;
+    }
+    char* next = memory.allocate(total).data;
+    for (Span& block : blocks) block.data = std::exchange(next, next + block.bytes);
+    return blocks;
   }
 
-  void whole(OpSpec& spec, bool in_place) {
-    in_.resize(c_.count * element_);
-    out_.resize(in_.size());
-    fill(in_.data(), c_.count, me_, 0);
-    spec.inputs = {{in_.data(), in_.size()}};
-    result_ = in_place ? in_.data() : out_.data();
-    spec.outputs = {{result_, in_.size()}};
+  void fill(Span memory, int from, int to) {
+    as_type(c_.dtype, [&](auto zero) {
+      using T = decltype(zero);
+      if constexpr (std::is_arithmetic_v<T>) {
+        for (size_t i = 0; i < memory.bytes / sizeof(T); ++i) {
+          store(memory.data, i, T(value(c_, from, to, i)));
+        }
+      }
+    });
   }
 
-  void fill(char* data, size_t count, int from, int to) {
-    for (size_t i = 0; i < count; ++i) put(c_.dtype, data, i, value(c_, from, to, i));
-  }
-
-  double fold(int to, size_t i) const {
+  double fold_all(int to, size_t i) const {
     double v = value(c_, 0, to, i);
     for (int from = 1; from < n_; ++from) v = folded(c_.op, v, value(c_, from, to, i));
     return c_.op == ReduceOp::avg ? v / n_ : v;
   }
 
-  template <typename F>
-  void same(const char* data, size_t count, F expected) {
-    for (size_t i = 0; i < count; ++i) {
-      const double got = get(c_.dtype, data, i), wanted = expected(i);
-      if (std::fabs(got - wanted) > 1e-5 * std::fabs(wanted)) {
-        throw std::runtime_error(describe(c_) + ": element " + std::to_string(i) + " is " +
-                                 std::to_string(got) + ", not " + std::to_string(wanted) + " (" +
-                                 group_.describe(*op_) + ")");
-      }
-    }
-  }
-
   Group& group_;
   const Case c_;
   const int n_, me_;
-  const size_t element_;
   Memory in_, out_;
-  std::vector<size_t> offsets_, out_offsets_;
-  char* result_ = nullptr;
+  std::vector<Expected> expected_;
   OpPtr op_;
 };
 

@@ -1,4 +1,4 @@
-// How groups fail and end: mismatches, time-outs, aborts, ranks that leave, strangers.
+// How groups fail and end: time-outs, aborts, ranks that leave, strangers.
 #include <poll.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -18,7 +18,7 @@ struct Data {
   std::vector<char> in, out;
 };
 
-OpPtr all_reduce(Group& group, Data& data, size_t bytes, double timeout_s = 0, int priority = 0) {
+OpPtr all_reduce(Group& group, Data& data, size_t bytes, double timeout_s = 0) {
   data.in.assign(bytes, 1);
   data.out.assign(bytes, 0);
   OpSpec spec;
@@ -26,7 +26,6 @@ OpPtr all_reduce(Group& group, Data& data, size_t bytes, double timeout_s = 0, i
   spec.inputs = {{data.in.data(), bytes}};
   spec.outputs = {{data.out.data(), bytes}};
   spec.timeout_s = timeout_s;
-  spec.priority = priority;
   return group.submit(std::move(spec));
 }
 
@@ -38,74 +37,6 @@ void expect_sum(Group& group) {
 }
 
 void sleep_ms(int ms) { std::this_thread::sleep_for(std::chrono::milliseconds(ms)); }
-
-// Rank 2 calls something else than the others: all get an error, one of them the reason.
-void mismatches() {
-  struct Call {
-    OpKind kind;
-    size_t bytes;
-    DType dtype;
-    ReduceOp op;
-  };
-  const auto submit = [](Group& group, const Call& call, std::vector<char>& memory) {
-    const size_t n = size_t(group.size());
-    memory.assign(2 * n * call.bytes, 0);
-    OpSpec spec;
-    spec.kind = call.kind;
-    spec.dtype = call.dtype;
-    spec.op = call.op;
-    const bool many_in = call.kind == OpKind::reduce_scatter || call.kind == OpKind::all_to_all;
-    const bool many_out = call.kind == OpKind::all_gather || call.kind == OpKind::all_to_all;
-    char* next = memory.data();
-    for (size_t i = 0; i < (many_in ? n : 1); ++i, next += call.bytes) {
-      spec.inputs.push_back({next, call.bytes});
-    }
-    for (size_t i = 0; i < (many_out ? n : 1); ++i, next += call.bytes) {
-      spec.outputs.push_back({next, call.bytes});
-    }
-    return group.submit(std::move(spec));
-  };
-  const auto sum = ReduceOp::sum;
-  const auto f32 = DType::f32;
-  const Call usual{OpKind::all_reduce, 4096, f32, sum};
-  const std::pair<Call, Call> pairs[] = {
-      {usual, {OpKind::all_reduce, 4100, f32, sum}},
-      {usual, {OpKind::all_reduce, 0, f32, sum}},
-      {usual, {OpKind::all_reduce, 4 << 20, f32, sum}},
-      {usual, {OpKind::all_reduce, 4096, DType::i32, sum}},
-      {usual, {OpKind::all_reduce, 4096, f32, ReduceOp::max}},
-      {usual, {OpKind::reduce_scatter, 1024, f32, sum}},
-      {usual, {OpKind::all_gather, 1024, f32, sum}},
-      {usual, {OpKind::all_to_all, 1024, f32, sum}},
-      {usual, {OpKind::barrier, 0, f32, sum}},
-      {{OpKind::all_reduce, 1 << 20, f32, sum}, {OpKind::all_reduce, 2 << 20, f32, sum}},
-      {{OpKind::all_reduce, 1 << 20, f32, sum}, {OpKind::all_gather, 1 << 20, f32, sum}},
-      {{OpKind::reduce_scatter, 1 << 20, f32, sum}, {OpKind::reduce_scatter, 1 << 18, f32, sum}},
-      {{OpKind::all_gather, 100, f32, sum}, {OpKind::all_gather, 104, f32, sum}},
-      {{OpKind::all_to_all, 100, f32, sum}, {OpKind::all_to_all, 104, f32, sum}},
-      {{OpKind::all_to_all, 1 << 20, f32, sum}, {OpKind::all_to_all, 1 << 10, f32, sum}},
-      {{OpKind::barrier, 0, f32, sum}, {OpKind::all_gather, 0, f32, sum}},
-  };
-  for (const Wiring& wiring : kWirings) {
-    for (const auto& [most, one] : pairs) {
-      std::atomic<int> reasons{0};
-      Together all(4);
-      run_ranks(wired(wiring, 4), [&](Rank& rank) {
-        all.wait();
-        std::vector<char> memory;
-        const Call& call = rank.rank == 2 ? one : most;
-        const OpPtr op = submit(*rank.channels[0], call, memory);
-        const std::string error = error_of(op), what = op->describe() + ": ";
-        expect(!error.empty(), what + "no error");
-        expect(!is<TimeoutError>(op->error()), what + error);
-        expect_text(error, "disagree");
-        if (is<MismatchError>(op->error())) ++reasons;
-        all.wait();  // nobody leaves before all have heard it
-      });
-      expect(reasons > 0, "nobody said why");
-    }
-  }
-}
 
 void time_outs() {
   for (const Wiring& wiring : kWirings) {
@@ -318,67 +249,15 @@ void strangers() {
   });
 }
 
-// An urgent small operation overtakes a large one of another channel.
-void priorities() {
-  for (const Wiring& wiring : kWirings) {
-    World world = wired(wiring, 2);
-    world.channels = 2;
-    Together all(2);
-    run_ranks(world, [&](Rank& rank) {
-      expect_sum(*rank.channels[0]);
-      expect_sum(*rank.channels[1]);
-      all.wait();
-      // A rank that is not scheduled between its calls may let the large one end first.
-      bool overtaken = false;
-      for (int i = 0; i < 5; ++i) {
-        Data large, small;
-        const OpPtr slow = all_reduce(*rank.channels[0], large, 32 << 20);
-        const OpPtr urgent = all_reduce(*rank.channels[1], small, 4096, 0, 1);
-        expect(error_of(slow).empty() && error_of(urgent).empty(), "failed");
-        overtaken = overtaken || urgent->times().finished_s < slow->times().finished_s;
-      }
-      expect(overtaken, "it was not overtaken");
-    });
-  }
-}
-
-void alone() {
-  World world;
-  world.size = 1;
-  run_ranks(world, [&](Rank& rank) {
-    Group& group = *rank.channels[0];
-    for (OpKind kind :
-         {OpKind::all_reduce, OpKind::reduce_scatter, OpKind::all_gather, OpKind::broadcast,
-          OpKind::reduce, OpKind::gather, OpKind::scatter, OpKind::all_to_all, OpKind::barrier}) {
-      std::vector<char> in(100, 'a'), out(100, 'b');
-      OpSpec spec;
-      spec.kind = kind;
-      if (kind != OpKind::broadcast) spec.inputs = {{in.data(), in.size()}};
-      spec.outputs = {{out.data(), out.size()}};
-      const OpPtr op = group.submit(std::move(spec));
-      const std::string error = error_of(op);
-      expect(error.empty(), error);
-      const bool copies = kind != OpKind::broadcast && kind != OpKind::barrier;
-      expect(!copies || in == out, std::string(name(kind)) + " alone is no copy");
-    }
-    group.abort("over");
-    Data data;
-    expect_text(error_of(all_reduce(group, data, 4)), "over");
-  });
-}
-
 }  // namespace
 
 int main(int argc, char** argv) {
   return run_tests(argc, argv,
-                   {{"mismatches", mismatches},
-                    {"time-outs", time_outs},
+                   {{"time-outs", time_outs},
                     {"aborts", aborts},
                     {"closes in any order", closes_in_any_order},
                     {"closes under way", closes_under_way},
                     {"dropped under way", dropped_under_way},
                     {"peer leaves", peer_leaves},
-                    {"strangers", strangers},
-                    {"priorities", priorities},
-                    {"alone", alone}});
+                    {"strangers", strangers}});
 }

@@ -1,23 +1,18 @@
 // The kernels against naive code: every type and operation, aliasing, odd lengths and alignments.
-#include <algorithm>
 #include <bit>
-#include <cmath>
-#include <complex>
 #include <cstdarg>
 #include <cstdio>
-#include <cstring>
 #include <limits>
 #include <random>
-#include <string>
-#include <type_traits>
-#include <utility>
 #include <vector>
 
 #include "base/errors.h"
 #include "reduce/fold.h"
 #include "reduce/kernels.h"
+#include "typed.h"
 
 using namespace comm_core;
+using namespace comm_core::testing;
 
 namespace {
 
@@ -42,47 +37,6 @@ bool is_complex(DType dtype) { return dtype == DType::c64 || dtype == DType::c12
 bool is_half(DType dtype) { return dtype == DType::f16 || dtype == DType::bf16; }
 bool is_floating(DType dtype) {
   return is_half(dtype) || dtype == DType::f32 || dtype == DType::f64;
-}
-
-// --- Naive conversions: arithmetic on the definition of the formats, no bit tricks.
-
-struct HalfFormat {
-  int fraction_bits;
-  int bias;
-};
-
-HalfFormat format_of(DType dtype) {
-  return dtype == DType::f16 ? HalfFormat{10, 15} : HalfFormat{7, 127};
-}
-
-double naive_widen(DType dtype, uint16_t x) {
-  const HalfFormat f = format_of(dtype);
-  const int fraction = x & ((1 << f.fraction_bits) - 1);
-  const int exponent = (x & 0x7fff) >> f.fraction_bits;
-  double value;
-  if (exponent == (1 << (15 - f.fraction_bits)) - 1) {
-    value = fraction == 0 ? INFINITY : NAN;
-  } else if (exponent == 0) {
-    value = std::ldexp(fraction, 1 - f.bias - f.fraction_bits);
-  } else {
-    value = std::ldexp(fraction + (1 << f.fraction_bits), exponent - f.bias - f.fraction_bits);
-  }
-  return (x & 0x8000) ? -value : value;
-}
-
-uint16_t naive_narrow(DType dtype, float x) {
-  const HalfFormat f = format_of(dtype);
-  const uint16_t sign = std::signbit(x) ? 0x8000 : 0;
-  const uint16_t infinity = 0x7fff >> f.fraction_bits << f.fraction_bits;
-  if (std::isnan(x)) return sign | infinity | 1;
-  if (std::isinf(x)) return sign | infinity;
-  // The last place of a value of this size, then to the nearest even multiple of it. One more
-  // in magnitude is the next pattern, also across exponents and from the largest to infinity.
-  int exponent = 1 - f.bias;
-  if (x != 0) exponent = std::max(exponent, std::ilogb(x));
-  const double steps = std::nearbyint(std::ldexp(std::fabs(x), f.fraction_bits - exponent));
-  const int pattern = static_cast<int>(steps) + ((exponent + f.bias - 1) << f.fraction_bits);
-  return sign | static_cast<uint16_t>(std::min<int>(pattern, infinity));
 }
 
 bool same_half(DType dtype, uint16_t a, uint16_t b) {
@@ -120,92 +74,30 @@ T naive_apply(ReduceOp op, T a, T b) {
   }
 }
 
-template <class T>
-void naive_reduce_as(ReduceOp op, char* dst, const void* const* srcs, int n, size_t count) {
-  for (size_t i = 0; i < count; ++i) {
-    T result;
-    std::memcpy(&result, static_cast<const char*>(srcs[0]) + i * sizeof(T), sizeof(T));
-    for (int k = 1; k < n; ++k) {
-      T next;
-      std::memcpy(&next, static_cast<const char*>(srcs[k]) + i * sizeof(T), sizeof(T));
-      result = naive_apply(op, result, next);
-    }
-    std::memcpy(dst + i * sizeof(T), &result, sizeof(T));
-  }
-}
-
-void naive_reduce_half(DType dtype, ReduceOp op, char* dst, const void* const* srcs, int n,
-                       size_t count) {
-  for (size_t i = 0; i < count; ++i) {
-    float result = 0;
-    for (int k = 0; k < n; ++k) {
-      const uint16_t stored = static_cast<const uint16_t*>(srcs[k])[i];
-      const float next = static_cast<float>(naive_widen(dtype, stored));
-      result = k == 0 ? next : naive_apply(op, result, next);
-    }
-    const uint16_t narrowed = naive_narrow(dtype, result);
-    std::memcpy(dst + 2 * i, &narrowed, 2);
-  }
-}
-
 void naive_reduce(DType dtype, ReduceOp op, char* dst, const void* const* srcs, int n,
                   size_t count) {
   if (n == 1) {
     std::memcpy(dst, srcs[0], count * size_of(dtype));
     return;
   }
-  switch (dtype) {
-    case DType::f32: return naive_reduce_as<float>(op, dst, srcs, n, count);
-    case DType::f64: return naive_reduce_as<double>(op, dst, srcs, n, count);
-    case DType::f16:
-    case DType::bf16: return naive_reduce_half(dtype, op, dst, srcs, n, count);
-    case DType::i8: return naive_reduce_as<int8_t>(op, dst, srcs, n, count);
-    case DType::i16: return naive_reduce_as<int16_t>(op, dst, srcs, n, count);
-    case DType::i32: return naive_reduce_as<int32_t>(op, dst, srcs, n, count);
-    case DType::i64: return naive_reduce_as<int64_t>(op, dst, srcs, n, count);
-    case DType::u8: return naive_reduce_as<uint8_t>(op, dst, srcs, n, count);
-    case DType::b8: return naive_reduce_as<bool>(op, dst, srcs, n, count);
-    case DType::c64: return naive_reduce_as<std::complex<float>>(op, dst, srcs, n, count);
-    case DType::c128: return naive_reduce_as<std::complex<double>>(op, dst, srcs, n, count);
-  }
+  as_type(dtype, [&](auto zero) {
+    using T = decltype(zero);
+    for (size_t i = 0; i < count; ++i) {
+      Wide<T> result(load<T>(srcs[0], i));
+      for (int k = 1; k < n; ++k) result = naive_apply(op, result, Wide<T>(load<T>(srcs[k], i)));
+      store(dst, i, T(result));
+    }
+  });
 }
 
-// Bit for bit, except that a NaN is a NaN.
+// Bit for bit, except that a NaN is a NaN, and that complex zeros may differ in sign.
 bool same(DType dtype, const char* a, const char* b) {
   if (std::memcmp(a, b, size_of(dtype)) == 0) return true;
-  if (is_half(dtype)) {
-    uint16_t x, y;
-    std::memcpy(&x, a, 2);
-    std::memcpy(&y, b, 2);
-    return same_half(dtype, x, y);
-  }
-  if (dtype == DType::f32) {
-    float x, y;
-    std::memcpy(&x, a, 4);
-    std::memcpy(&y, b, 4);
-    return std::isnan(x) && std::isnan(y);
-  }
-  if (dtype == DType::f64) {
-    double x, y;
-    std::memcpy(&x, a, 8);
-    std::memcpy(&y, b, 8);
-    return std::isnan(x) && std::isnan(y);
-  }
-  if (is_complex(dtype)) {  // Equal zeros of different signs.
-    std::complex<double> x, y;
-    if (dtype == DType::c64) {
-      std::complex<float> u, v;
-      std::memcpy(&u, a, 8);
-      std::memcpy(&v, b, 8);
-      x = u;
-      y = v;
-    } else {
-      std::memcpy(&x, a, 16);
-      std::memcpy(&y, b, 16);
-    }
-    return x == y;
-  }
-  return false;
+  return as_type(dtype, [&](auto zero) {
+    using T = decltype(zero);
+    const Wide<T> x(load<T>(a, 0)), y(load<T>(b, 0));
+    return kComplex<T> ? x == y : x != x && y != y;
+  });
 }
 
 // --- Data.
@@ -216,24 +108,21 @@ std::mt19937 generator(12345);
 // numbers of a size that adds up; small whole numbers for the complex types, exact in any order
 // of evaluation.
 void fill(DType dtype, char* data, size_t count) {
-  const size_t size = size_of(dtype);
-  for (size_t i = 0; i < count; ++i) {
-    char* p = data + i * size;
-    for (size_t b = 0; b < size; ++b) p[b] = static_cast<char>(generator());
-    const float number = (static_cast<float>(generator() % 20001) - 10000.0f) * 0.000317f;
-    const float parts[] = {static_cast<float>(generator() % 7) - 3,
-                           static_cast<float>(generator() % 7) - 3};
-    const double wide_parts[] = {parts[0], parts[1]};
-    if (dtype == DType::b8) *p = *p & 1;
-    if (dtype == DType::c64) std::memcpy(p, parts, sizeof(parts));
-    if (dtype == DType::c128) std::memcpy(p, wide_parts, sizeof(wide_parts));
-    if (!is_floating(dtype) || generator() % 2 == 0) continue;
-    const double wide_number = number;
-    const uint16_t half = is_half(dtype) ? naive_narrow(dtype, number) : 0;
-    if (is_half(dtype)) std::memcpy(p, &half, 2);
-    if (dtype == DType::f32) std::memcpy(p, &number, 4);
-    if (dtype == DType::f64) std::memcpy(p, &wide_number, 8);
-  }
+  for (size_t i = 0; i < count * size_of(dtype); ++i) data[i] = static_cast<char>(generator());
+  as_type(dtype, [&](auto zero) {
+    using T = decltype(zero);
+    for (size_t i = 0; i < count; ++i) {
+      const float number = (static_cast<float>(generator() % 20001) - 10000.0f) * 0.000317f;
+      if constexpr (kComplex<T>) {
+        using Part = typename T::value_type;
+        store(data, i, T(Part(generator() % 7) - 3, Part(generator() % 7) - 3));
+      } else if constexpr (std::is_same_v<T, bool>) {
+        store(data, i, generator() % 2 == 0);
+      } else if constexpr (!std::is_integral_v<T>) {
+        if (generator() % 2 == 0) store(data, i, T(number));
+      }
+    }
+  });
 }
 
 // A buffer for `count` elements that starts `offset` elements off a vector boundary.
@@ -442,31 +331,22 @@ void test_divide() {
       if (!whole) fail("division of %s: refused\n", name(dtype));
     }
     if (whole) continue;
-    const DType part = dtype == DType::c64 ? DType::f32 : dtype == DType::c128 ? DType::f64 : dtype;
-    const size_t size = size_of(part);
-    for (size_t at = 0; at < before.size(); at += size) {
-      char* p = before.data() + at;
-      if (is_half(part)) {
-        uint16_t x;
-        std::memcpy(&x, p, 2);
-        x = naive_narrow(part, static_cast<float>(naive_widen(part, x)) / 3);
-        std::memcpy(p, &x, 2);
-      } else if (part == DType::f32) {
-        float x;
-        std::memcpy(&x, p, 4);
-        x /= 3;
-        std::memcpy(p, &x, 4);
-      } else {
-        double x;
-        std::memcpy(&x, p, 8);
-        x /= 3;
-        std::memcpy(p, &x, 8);
-      }
-      if (!same(part, p, data.data() + at)) {
-        fail("division of %s, byte %zu\n", name(dtype), at);
+    as_type(dtype, [&](auto zero) {
+      using T = decltype(zero);
+      for (size_t i = 0; i < count; ++i) {
+        T wanted(load<T>(before.data(), i));
+        if constexpr (kComplex<T>) {
+          wanted = {wanted.real() / 3, wanted.imag() / 3};
+        } else {
+          wanted = T(Wide<T>(wanted) / 3);
+        }
+        store(before.data(), i, wanted);
+        const size_t at = i * sizeof(T);
+        if (same(dtype, before.data() + at, data.data() + at)) continue;
+        fail("division of %s, element %zu\n", name(dtype), i);
         break;
       }
-    }
+    });
     if (!data.intact()) fail("division of %s wrote outside\n", name(dtype));
   }
 }
@@ -487,16 +367,9 @@ void test_copy() {
   }
 }
 
-void test_names() {
-  if (size_of(DType::bf16) != 2 || size_of(DType::c128) != 16) fail("size_of\n");
-  if (std::string(name(DType::b8)) != "bool") fail("name of bool\n");
-  if (std::string(name(ReduceOp::product)) != "product") fail("name of product\n");
-}
-
 }  // namespace
 
 int main() {
-  test_names();
   test_supports();
   test_bool_bytes();
   test_half();

@@ -113,53 +113,6 @@ void one_tag_in_order() {
   });
 }
 
-void tags_out_of_order() {
-  run_ranks(wired({"tcp", 1}, 2), [&](Rank& rank) {
-    Group& group = *rank.channels[0];
-    std::vector<std::vector<char>> data(12);
-    if (rank.rank == 0) {
-      std::vector<OpPtr> sends;
-      for (size_t i = 0; i < data.size(); ++i) {
-        sends.push_back(send(group, data[i], {0, 1, i, kSizes[i % std::size(kSizes)]}));
-      }
-      for (const OpPtr& op : sends) expect_right(op);
-    } else {
-      for (size_t i = data.size(); i-- > 0;) {
-        const Message m{0, 1, i, kSizes[i % std::size(kSizes)]};
-        expect_right(receive(group, data[i], 0, i, m.bytes));
-        expect_content(data[i], m);
-      }
-    }
-  });
-}
-
-void any_source() {
-  for (size_t bytes : {size_t(64), size_t(100000)}) {
-    run_ranks(wired({"", 1}, 4), [&](Rank& rank) {
-      constexpr int kEach = 20;
-      Group& group = *rank.channels[0];
-      std::vector<std::vector<char>> data(3 * kEach);
-      std::vector<OpPtr> ops;
-      const int count = rank.rank == 0 ? 3 * kEach : kEach;
-      for (int i = 0; i < count; ++i) {
-        std::vector<char>& at = data[size_t(i)];
-        ops.push_back(rank.rank == 0 ? receive(group, at, -1, 5, bytes)
-                                     : send(group, at, {rank.rank, 0, 5, bytes}));
-      }
-      std::vector<int> from(4);
-      for (size_t i = 0; i < ops.size(); ++i) {
-        expect_right(ops[i]);
-        if (rank.rank != 0) continue;
-        const int source = ops[i]->source();
-        expect(source > 0 && source < 4, "source " + std::to_string(source));
-        ++from[size_t(source)];
-        expect_content(data[i], {source, 0, 5, bytes});
-      }
-      for (int r = 1; r < 4 && rank.rank == 0; ++r) expect(from[size_t(r)] == kEach, "sources");
-    });
-  }
-}
-
 // A small message passes the large ones that are under way on its connection. The receiver's engine
 // stands still, halfway through the large ones, until the small one has been sent, so that what is
 // left of them is far more than the connection's buffers hold; were they served in order, the last
@@ -202,32 +155,6 @@ void small_ones_overtake() {
     for (size_t i = 0; i < kLarge; ++i) expect_content(data[i], {0, 1, i, data[i].size()});
   });
   expect(overtaken, "the small message came after the large ones");
-}
-
-void wrong_size_or_type() {
-  for (size_t bytes : {size_t(64), size_t(100000)}) {
-    for (bool announced_first : {false, true}) {
-      run_ranks(wired({"", 1}, 2), [&](Rank& rank) {
-        Group& group = *rank.channels[0];
-        std::vector<char> data;
-        if ((rank.rank == 1) == announced_first) {
-          std::this_thread::sleep_for(std::chrono::milliseconds(50));
-        }
-        if (rank.rank == 1) {
-          const OpPtr op = receive(group, data, 0, 1, bytes + 1);
-          const std::string error = error_of(op);
-          expect(is<MismatchError>(op->error()), "wrong error: " + error);
-          expect_text(error, std::to_string(bytes + 1) + " bytes");
-          expect_text(error, "sends " + std::to_string(bytes) + " bytes");
-        } else {
-          const OpPtr op = send(group, data, {0, 1, 1, bytes});
-          const std::string error = error_of(op);
-          // A small one was gone before anybody could object.
-          if (bytes > 1000) expect_text(error, "the ranks disagree");
-        }
-      });
-    }
-  }
 }
 
 void times_out() {
@@ -301,10 +228,7 @@ int main(int argc, char** argv) {
   return run_tests(argc, argv,
                    {{"many in flight", many_in_flight},
                     {"one tag in order", one_tag_in_order},
-                    {"tags out of order", tags_out_of_order},
                     {"small ones overtake", small_ones_overtake},
-                    {"any source", any_source},
-                    {"wrong size", wrong_size_or_type},
                     {"times out", times_out},
                     {"sender leaves", sender_leaves},
                     {"refused", refused}});

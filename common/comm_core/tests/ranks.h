@@ -1,14 +1,38 @@
 // Ranks as threads of one process, each with an engine and groups ("channels") of its own.
 #pragma once
 
+#include <condition_variable>
 #include <functional>
+#include <map>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
 #include "group/group.h"
 
 namespace comm_core::testing {
+
+// Notes of ranks that are threads of one process.
+class MemoryStore : public Store {
+ public:
+  void set(const std::string& key, const std::string& value) override {
+    std::lock_guard lock(mutex_);
+    values_[key] = value;
+    changed_.notify_all();
+  }
+
+  std::string get(const std::string& key) override {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [&] { return values_.count(key) > 0; });
+    return values_[key];
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::map<std::string, std::string> values_;
+};
 
 struct World {
   int size = 2;

@@ -30,6 +30,14 @@ class TorchStore : public Store {
 
 thread_local int current_priority = 0;
 
+// While it lives, the operations that this thread submits are parts of one.
+struct Parts {
+  Parts() { under_way = true; }
+  ~Parts() { under_way = false; }
+  static thread_local bool under_way;
+};
+thread_local bool Parts::under_way = false;
+
 std::mutex engine_mutex;
 std::shared_ptr<Engine>& engine_slot() {
   // Never destroyed by the static order: Python's atexit ends it while that is safe.
@@ -46,8 +54,6 @@ void release_when_ready(std::shared_ptr<Group> group, OpPtr op, std::function<vo
 }
 
 }  // namespace
-
-thread_local bool CoreBackend::Parts::under_way = false;
 
 void set_priority(int priority) { current_priority = priority; }
 int priority() { return current_priority; }
@@ -113,12 +119,21 @@ WorkPtr CoreBackend::together(std::vector<WorkPtr> works, const char* kind, cons
                                        shown, std::move(ops), std::move(result), synchronize);
 }
 
-WorkPtr CoreBackend::submit(OpSpec spec, Tensors&& tensors, OpType type, TensorList result,
-                            Milliseconds timeout, bool async) {
+WorkPtr CoreBackend::each(size_t count, const std::function<WorkPtr(size_t)>& one, const char* kind,
+                          const TensorList& shown, OpType type, const TensorList& result) {
+  const Parts parts;
+  std::vector<WorkPtr> works;
+  for (size_t i = 0; i < count; ++i) works.push_back(one(i));
+  return together(std::move(works), kind, shown, type, result);
+}
+
+WorkPtr CoreBackend::submit(Call call, OpType type, TensorList result, Milliseconds timeout,
+                            bool async) {
+  OpSpec& spec = call.spec;
   // torch's profiler tests and tools know the one without a peer by this name.
   const std::string title = std::string("comm_core:") +
                             (type == OpType::RECVANYSOURCE ? "recvAnySource" : name(spec.kind));
-  tensors.prepare(spec);
+  call.prepare(spec);
   spec.priority = current_priority;
   if (timeout.count() > 0) spec.timeout_s = std::chrono::duration<double>(timeout).count();
   // Who waits at once does the work himself.
@@ -130,19 +145,16 @@ WorkPtr CoreBackend::submit(OpSpec spec, Tensors&& tensors, OpType type, TensorL
   } catch (const CommError&) {
     throw_as_torch(std::current_exception());
   }
-  if (held) release_when_ready(group_, op, tensors.ready());
+  if (held) release_when_ready(group_, op, call.ready());
   auto work = c10::make_intrusive<CoreWork>(rank_, type, Parts::under_way ? nullptr : title.c_str(),
-                                            tensors.shown(), std::vector<OpPtr>{op},
-                                            std::move(result), tensors.synchronize());
+                                            call.shown(), std::vector<OpPtr>{op}, std::move(result),
+                                            call.synchronize());
   if (coalescing_) coalesced_.push_back(work);
   return work;
 }
 
 WorkPtr CoreBackend::barrier(const c10d::BarrierOptions& options) {
-  OpSpec spec;
-  spec.kind = OpKind::barrier;
-  return submit(std::move(spec), Tensors("barrier"), OpType::BARRIER, {}, options.timeout,
-                options.asyncOp);
+  return submit(Call("barrier", OpKind::barrier), OpType::BARRIER, {}, options);
 }
 
 void CoreBackend::abort() { group_->abort("abort() was called"); }

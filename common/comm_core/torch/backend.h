@@ -87,20 +87,25 @@ class CoreBackend : public c10d::Backend {
   const std::shared_ptr<Group>& group() const { return group_; }
 
  private:
-  // While it lives, the operations that this thread submits are parts of one: a profiler shows
-  // that.
-  struct Parts {
-    Parts() { under_way = true; }
-    ~Parts() { under_way = false; }
-    static thread_local bool under_way;
+  // An operation before it is sent off: what is asked for, and the memory of its tensors.
+  struct Call : Tensors {
+    Call(const char* what, OpKind kind) : Tensors(what) { spec.kind = kind; }
+    OpSpec spec;
   };
 
   // Sends the operation off; `result` is what the work's future yields.
-  WorkPtr submit(OpSpec spec, Tensors&& tensors, c10d::OpType type, TensorList result,
-                 Milliseconds timeout, bool async);
+  WorkPtr submit(Call call, c10d::OpType type, TensorList result, Milliseconds timeout, bool async);
+  template <typename CallOptions>
+  WorkPtr submit(Call call, c10d::OpType type, TensorList result, const CallOptions& options) {
+    return submit(std::move(call), type, std::move(result), options.timeout, options.asyncOp);
+  }
+  WorkPtr message(OpKind kind, c10d::OpType type, TensorList& tensors, int peer, int tag);
   // One work for several; `kind` and `shown`: for the profiler, null: the parts have events.
   WorkPtr together(std::vector<WorkPtr> works, const char* kind, const TensorList& shown,
                    c10d::OpType type, TensorList result);
+  // The same for what `one` starts, `count` times, of which a profiler shows only the whole.
+  WorkPtr each(size_t count, const std::function<WorkPtr(size_t)>& one, const char* kind,
+               const TensorList& shown, c10d::OpType type, const TensorList& result);
 
   void on_windows(const std::function<void(Windows&)>& work);
 

@@ -8,8 +8,7 @@ using namespace comm_core;
 
 namespace {
 
-template <typename T>
-using intrusive_class = py::class_<T, c10::intrusive_ptr<T>>;
+using Unlocked = py::call_guard<py::gil_scoped_release>;
 
 }  // namespace
 
@@ -32,23 +31,22 @@ PYBIND11_MODULE(_core, m) {
              return c10::make_intrusive<CoreBackend>(store, rank, size, name, towards, timeout_s);
            }),
            py::arg("store"), py::arg("rank"), py::arg("size"), py::arg("name"), py::arg("towards"),
-           py::arg("timeout_s"), py::call_guard<py::gil_scoped_release>())
-      .def("add_window", &CoreBackend::add_window, py::call_guard<py::gil_scoped_release>())
-      .def("remove_window", &CoreBackend::remove_window, py::call_guard<py::gil_scoped_release>())
-      .def("window_versions", &CoreBackend::window_versions,
-           py::call_guard<py::gil_scoped_release>())
-      .def("read_window", &CoreBackend::read_window, py::call_guard<py::gil_scoped_release>())
+           py::arg("timeout_s"), Unlocked())
+      .def("add_window", &CoreBackend::add_window, Unlocked())
+      .def("remove_window", &CoreBackend::remove_window, Unlocked())
+      .def("window_versions", &CoreBackend::window_versions, Unlocked())
+      .def("read_window", &CoreBackend::read_window, Unlocked())
       .def(
           "window_operation",
           [](CoreBackend& b, const std::string& kind, int64_t number, int peer, int64_t slot,
              int64_t offset, const std::optional<at::Tensor>& tensor, const c10d::ReduceOp& op) {
             return b.window_operation(kind, number, peer, slot, offset, tensor, op.op_);
           },
-          py::call_guard<py::gil_scoped_release>())
+          Unlocked())
       .def("summary", [](CoreBackend& b) { return b.group()->summary(); })
       .def(
           "dropped_connections", [](CoreBackend& b) { return b.group()->dropped_connections(); },
-          py::call_guard<py::gil_scoped_release>());
+          Unlocked());
 
   m.def("shared_bytes", [](int64_t bytes) {
     try {
@@ -77,5 +75,5 @@ PYBIND11_MODULE(_core, m) {
     }
     return all;
   });
-  m.def("shut_down", &shut_down_engine, py::call_guard<py::gil_scoped_release>());
+  m.def("shut_down", &shut_down_engine, Unlocked());
 }

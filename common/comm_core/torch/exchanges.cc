@@ -8,151 +8,111 @@ using c10d::OpType;
 WorkPtr CoreBackend::gather(TensorLists& outputs, TensorList& inputs,
                             const c10d::GatherOptions& options) {
   const at::Tensor& input = only(inputs, "gather");
-  Tensors memory("gather");
-  OpSpec spec;
-  spec.kind = OpKind::gather;
-  spec.root = int(options.rootRank);
-  spec.inputs = {memory.input(input)};
+  Call call("gather", OpKind::gather);
+  call.spec.root = int(options.rootRank);
+  call.spec.inputs = {call.input(input)};
   TensorList result;
-  if (spec.root == rank_) {
+  if (call.spec.root == rank_) {
     expect_count(outputs.size(), 1, "gather: output lists");
     expect_count(outputs[0].size(), size_, "gather");
     result = outputs[0];
     for (const at::Tensor& output : result) {
-      if (output.numel() != input.numel()) {
-        C10_THROW_ERROR(ValueError, "gather: the tensors must all be of one size");
-      }
-      spec.outputs.push_back(memory.output(output));
+      TORCH_CHECK_VALUE(output.numel() == input.numel(),
+                        "gather: the tensors must all be of one size");
+      call.spec.outputs.push_back(call.output(output));
     }
-  } else if (!outputs.empty() && !outputs[0].empty()) {
-    C10_THROW_ERROR(ValueError, "gather: only the root has outputs");
+  } else {
+    TORCH_CHECK_VALUE(outputs.empty() || outputs[0].empty(), "gather: only the root has outputs");
   }
-  return submit(std::move(spec), std::move(memory), OpType::GATHER, result, options.timeout,
-                options.asyncOp);
+  return submit(std::move(call), OpType::GATHER, result, options);
 }
 
 WorkPtr CoreBackend::scatter(TensorList& outputs, TensorLists& inputs,
                              const c10d::ScatterOptions& options) {
   const at::Tensor& output = only(outputs, "scatter");
-  Tensors memory("scatter");
-  OpSpec spec;
-  spec.kind = OpKind::scatter;
-  spec.root = int(options.rootRank);
-  spec.outputs = {memory.output(output)};
-  if (spec.root == rank_) {
+  Call call("scatter", OpKind::scatter);
+  call.spec.root = int(options.rootRank);
+  call.spec.outputs = {call.output(output)};
+  if (call.spec.root == rank_) {
     expect_count(inputs.size(), 1, "scatter: input lists");
     expect_count(inputs[0].size(), size_, "scatter");
     for (const at::Tensor& input : inputs[0]) {
-      if (input.numel() != output.numel()) {
-        C10_THROW_ERROR(ValueError, "scatter: the tensors must all be of one size");
-      }
-      spec.inputs.push_back(memory.input(input));
+      TORCH_CHECK_VALUE(input.numel() == output.numel(),
+                        "scatter: the tensors must all be of one size");
+      call.spec.inputs.push_back(call.input(input));
     }
-  } else if (!inputs.empty() && !inputs[0].empty()) {
-    C10_THROW_ERROR(ValueError, "scatter: only the root has inputs");
+  } else {
+    TORCH_CHECK_VALUE(inputs.empty() || inputs[0].empty(), "scatter: only the root has inputs");
   }
-  return submit(std::move(spec), std::move(memory), OpType::SCATTER, outputs, options.timeout,
-                options.asyncOp);
+  return submit(std::move(call), OpType::SCATTER, outputs, options);
 }
 
 WorkPtr CoreBackend::alltoall_base(at::Tensor& output, at::Tensor& input,
                                    std::vector<int64_t>& output_sizes,
                                    std::vector<int64_t>& input_sizes,
                                    const c10d::AllToAllOptions& options) {
-  Tensors memory("all_to_all_single");
-  OpSpec spec;
-  spec.kind = OpKind::all_to_all;
-  const ConstSpan in = memory.input(input);
-  const Span out = memory.output(output);
-  // Bytes of each rank's rows; no sizes: equal parts.
-  const auto parts = [&](const at::Tensor& tensor, const std::vector<int64_t>& sizes) {
-    std::vector<size_t> bytes;
+  Call call("all_to_all_single", OpKind::all_to_all);
+  const ConstSpan in = call.input(input);
+  const Span out = call.output(output);
+  // Each rank's rows, of which `sizes` are the numbers; no sizes: equal parts.
+  const auto parts = [&](const auto& whole, const at::Tensor& tensor, std::vector<int64_t> sizes) {
     const int64_t rows = tensor.dim() == 0 ? tensor.numel() : tensor.size(0);
     if (sizes.empty()) {
-      if (rows % size_ != 0) {
-        C10_THROW_ERROR(ValueError, "all_to_all_single: " + std::to_string(rows) +
-                                        " rows cannot be cut into " + std::to_string(size_) +
-                                        " equal parts");
-      }
-      bytes.assign(size_t(size_), tensor.nbytes() / size_t(size_));
-      return bytes;
+      TORCH_CHECK_VALUE(rows % size_ == 0, "all_to_all_single: ", rows, " rows cannot be cut into ",
+                        size_, " equal parts");
+      sizes.assign(size_t(size_), rows / size_);
     }
     expect_count(sizes.size(), size_, "all_to_all_single: split sizes");
+    std::vector<std::decay_t<decltype(whole)>> blocks;
     int64_t total = 0;
+    const size_t row_bytes = rows == 0 ? 0 : tensor.nbytes() / size_t(rows);
     for (int64_t size : sizes) {
-      if (size < 0) {
-        C10_THROW_ERROR(ValueError,
-                        "all_to_all_single: a split size is negative: " + std::to_string(size));
-      }
+      TORCH_CHECK_VALUE(size >= 0, "all_to_all_single: a split size is negative: ", size);
+      blocks.push_back({whole.data + size_t(total) * row_bytes, size_t(size) * row_bytes});
       total += size;
-      bytes.push_back(rows == 0 ? 0 : tensor.nbytes() / size_t(rows) * size_t(size));
     }
-    if (total != rows) {
-      C10_THROW_ERROR(ValueError, "all_to_all_single: the split sizes add up to " +
-                                      std::to_string(total) + ", not to the " +
-                                      std::to_string(rows) + " rows");
-    }
-    return bytes;
+    TORCH_CHECK_VALUE(total == rows, "all_to_all_single: the split sizes add up to ", total,
+                      ", not to the ", rows, " rows");
+    return blocks;
   };
-  size_t at = 0;
-  for (size_t bytes : parts(input, input_sizes)) {
-    spec.inputs.emplace_back(in.data + at, bytes);
-    at += bytes;
-  }
-  at = 0;
-  for (size_t bytes : parts(output, output_sizes)) {
-    spec.outputs.push_back({out.data + at, bytes});
-    at += bytes;
-  }
-  return submit(std::move(spec), std::move(memory), OpType::ALLTOALL_BASE, {output},
-                options.timeout, options.asyncOp);
+  call.spec.inputs = parts(in, input, input_sizes);
+  call.spec.outputs = parts(out, output, output_sizes);
+  return submit(std::move(call), OpType::ALLTOALL_BASE, {output}, options);
 }
 
 WorkPtr CoreBackend::alltoall(TensorList& outputs, TensorList& inputs,
                               const c10d::AllToAllOptions& options) {
   expect_count(outputs.size(), size_, "all_to_all");
   expect_count(inputs.size(), size_, "all_to_all");
-  Tensors memory("all_to_all");
-  OpSpec spec;
-  spec.kind = OpKind::all_to_all;
-  for (const at::Tensor& input : inputs) spec.inputs.push_back(memory.input(input));
-  for (const at::Tensor& output : outputs) spec.outputs.push_back(memory.output(output));
-  return submit(std::move(spec), std::move(memory), OpType::ALLTOALL, outputs, options.timeout,
-                options.asyncOp);
+  Call call("all_to_all", OpKind::all_to_all);
+  for (const at::Tensor& input : inputs) call.spec.inputs.push_back(call.input(input));
+  for (const at::Tensor& output : outputs) call.spec.outputs.push_back(call.output(output));
+  return submit(std::move(call), OpType::ALLTOALL, outputs, options);
+}
+
+WorkPtr CoreBackend::message(OpKind kind, OpType type, TensorList& tensors, int peer, int tag) {
+  Call call(name(kind), kind);
+  const at::Tensor& tensor = only(tensors, name(kind));
+  call.spec.peer = peer;
+  call.spec.tag = uint64_t(tag);
+  if (kind == OpKind::send) {
+    call.spec.inputs = {call.input(tensor)};
+  } else {
+    call.spec.outputs = {call.output(tensor)};
+  }
+  return submit(std::move(call), type, tensors, Milliseconds(0), true);
 }
 
 WorkPtr CoreBackend::send(TensorList& tensors, int peer, int tag) {
-  const at::Tensor& tensor = only(tensors, "send");
-  Tensors memory("send");
-  OpSpec spec;
-  spec.kind = OpKind::send;
-  spec.peer = peer;
-  spec.tag = uint64_t(tag);
-  spec.inputs = {memory.input(tensor)};
-  return submit(std::move(spec), std::move(memory), OpType::SEND, tensors, Milliseconds(0), true);
+  return message(OpKind::send, OpType::SEND, tensors, peer, tag);
 }
 
 WorkPtr CoreBackend::recv(TensorList& tensors, int peer, int tag) {
-  const at::Tensor& tensor = only(tensors, "recv");
-  Tensors memory("recv");
-  OpSpec spec;
-  spec.kind = OpKind::recv;
-  spec.peer = peer;
-  spec.tag = uint64_t(tag);
-  spec.outputs = {memory.output(tensor)};
-  return submit(std::move(spec), std::move(memory), OpType::RECV, tensors, Milliseconds(0), true);
+  return message(OpKind::recv, OpType::RECV, tensors, peer, tag);
 }
 
 WorkPtr CoreBackend::recvAnysource(TensorList& tensors, int tag) {
-  const at::Tensor& tensor = only(tensors, "recv");
-  Tensors memory("recv");
-  OpSpec spec;
-  spec.kind = OpKind::recv;
-  spec.peer = -1;
-  spec.tag = uint64_t(tag);
-  spec.outputs = {memory.output(tensor)};
-  return submit(std::move(spec), std::move(memory), OpType::RECVANYSOURCE, tensors, Milliseconds(0),
-                true);
+  return message(OpKind::recv, OpType::RECVANYSOURCE, tensors, -1, tag);
 }
 
 }  // namespace comm_core

@@ -16,6 +16,14 @@ struct NoAutograd {
   at::AutoDispatchBelowADInplaceOrView below;
 };
 
+template <typename Bytes>
+std::vector<Bytes> equal_parts(const Bytes& whole, size_t n) {
+  std::vector<Bytes> parts;
+  const size_t bytes = whole.bytes / n;
+  for (size_t i = 0; i < n; ++i) parts.push_back({whole.data + i * bytes, bytes});
+  return parts;
+}
+
 }  // namespace
 
 DType dtype_of(const at::Tensor& tensor, const std::string& what) {
@@ -48,15 +56,11 @@ at::Tensor shared_bytes(int64_t bytes) {
 }
 
 void Tensors::check(const at::Tensor& tensor) {
-  if (tensor.layout() != at::kStrided) {
-    C10_THROW_ERROR(TypeError,
-                    what_ + ": comm_core needs dense tensors, not " + c10::str(tensor.layout()));
-  }
+  TORCH_CHECK_TYPE(tensor.layout() == at::kStrided, what_, ": comm_core needs dense tensors, not ",
+                   tensor.layout());
   const c10::DeviceType kind = tensor.device().type();
-  if (kind != c10::DeviceType::CPU && kind != c10::DeviceType::CUDA) {
-    C10_THROW_ERROR(ValueError, what_ + ": comm_core moves CPU and CUDA tensors, this one is on " +
-                                    tensor.device().str());
-  }
+  TORCH_CHECK_VALUE(kind == c10::DeviceType::CPU || kind == c10::DeviceType::CUDA, what_,
+                    ": comm_core moves CPU and CUDA tensors, this one is on ", tensor.device());
   if (!type_) {
     dtype_of(tensor, what_);
     type_ = tensor.scalar_type();
@@ -70,13 +74,11 @@ void Tensors::check(const at::Tensor& tensor) {
       made.block(*stream_);
       kept_->stream = stream_;
     }
-  } else if (*type_ != tensor.scalar_type()) {
-    C10_THROW_ERROR(TypeError, what_ + ": the tensors differ in type: " + toString(*type_) +
-                                   " and " + toString(tensor.scalar_type()));
-  } else if (*device_ != tensor.device()) {
-    C10_THROW_ERROR(ValueError, what_ + ": the tensors are on different devices: " +
-                                    device_->str() + " and " + tensor.device().str());
   }
+  TORCH_CHECK_TYPE(*type_ == tensor.scalar_type(), what_, ": the tensors differ in type: ", *type_,
+                   " and ", tensor.scalar_type());
+  TORCH_CHECK_VALUE(*device_ == tensor.device(), what_,
+                    ": the tensors are on different devices: ", *device_, " and ", tensor.device());
 }
 
 at::Tensor Tensors::host_copy(const at::Tensor& tensor, bool with_values) {
@@ -116,19 +118,11 @@ Span Tensors::output(const at::Tensor& tensor, bool keeps) {
 }
 
 std::vector<ConstSpan> Tensors::input_blocks(const at::Tensor& tensor, int n) {
-  const ConstSpan whole = input(tensor);
-  std::vector<ConstSpan> blocks;
-  const size_t bytes = whole.bytes / size_t(n);
-  for (size_t i = 0; i < size_t(n); ++i) blocks.emplace_back(whole.data + i * bytes, bytes);
-  return blocks;
+  return equal_parts(input(tensor), size_t(n));
 }
 
 std::vector<Span> Tensors::output_blocks(const at::Tensor& tensor, int n) {
-  const Span whole = output(tensor);
-  std::vector<Span> blocks;
-  const size_t bytes = whole.bytes / size_t(n);
-  for (size_t i = 0; i < size_t(n); ++i) blocks.push_back({whole.data + i * bytes, bytes});
-  return blocks;
+  return equal_parts(output(tensor), size_t(n));
 }
 
 DType Tensors::dtype() const { return type_ ? dtype_of(kept_->tensors.front(), what_) : DType::u8; }

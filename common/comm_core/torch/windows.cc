@@ -4,17 +4,9 @@
 
 namespace comm_core {
 
-namespace {
-
-void check_window(const at::Tensor& memory) {
+void CoreBackend::add_window(int64_t number, const at::Tensor& memory) {
   TORCH_CHECK_VALUE(memory.dim() == 2 && memory.is_contiguous() && memory.device().is_cpu(),
                     "a window's memory is a contiguous CPU tensor [slots, elements]");
-}
-
-}  // namespace
-
-void CoreBackend::add_window(int64_t number, const at::Tensor& memory) {
-  check_window(memory);
   const DType dtype = dtype_of(memory, "window");
   const Span span{static_cast<char*>(memory.mutable_data_ptr()), memory.nbytes()};
   on_windows([&](Windows& windows) {
@@ -52,13 +44,12 @@ WorkPtr CoreBackend::window_operation(const std::string& kind, int64_t number, i
                                       int64_t slot, int64_t offset,
                                       const std::optional<at::Tensor>& tensor,
                                       c10d::ReduceOp::RedOpType op) {
-  OpSpec spec;
-  Tensors memory(kind);
-  if (kind == "put") spec.kind = OpKind::put;
-  if (kind == "accumulate") spec.kind = OpKind::accumulate;
-  if (kind == "get") spec.kind = OpKind::get;
-  if (kind == "lock") spec.kind = OpKind::lock;
-  if (kind == "unlock") spec.kind = OpKind::unlock;
+  Call call(kind.c_str(), OpKind::barrier);
+  OpSpec& spec = call.spec;
+  for (OpKind known :
+       {OpKind::put, OpKind::accumulate, OpKind::get, OpKind::lock, OpKind::unlock}) {
+    if (kind == name(known)) spec.kind = known;
+  }
   TORCH_CHECK_VALUE(slot >= 0 && offset >= 0, kind, ": slot and offset must not be negative");
   spec.op = op_of(op, kind);
   spec.window = uint32_t(number);
@@ -69,13 +60,12 @@ WorkPtr CoreBackend::window_operation(const std::string& kind, int64_t number, i
     result = {*tensor};
     spec.offset = uint64_t(offset) * tensor->element_size();
     if (spec.kind == OpKind::get) {
-      spec.outputs = {memory.output(*tensor)};
+      spec.outputs = {call.output(*tensor)};
     } else {
-      spec.inputs = {memory.input(*tensor)};
+      spec.inputs = {call.input(*tensor)};
     }
   }
-  return submit(std::move(spec), std::move(memory), c10d::OpType::UNKNOWN, result, Milliseconds(0),
-                true);
+  return submit(std::move(call), c10d::OpType::UNKNOWN, result, Milliseconds(0), true);
 }
 
 void CoreBackend::on_windows(const std::function<void(Windows&)>& work) {

@@ -1,8 +1,7 @@
 #include "base/sha256.h"
 
-#include <algorithm>
 #include <bit>
-#include <cstring>
+#include <string>
 
 namespace comm_core {
 namespace {
@@ -20,108 +19,66 @@ constexpr uint32_t kRound[64] = {
     0x19a4c116, 0x1e376c08, 0x2748774c, 0x34b0bcb5, 0x391c0cb3, 0x4ed8aa4a, 0x5b9cca4f, 0x682e6ff3,
     0x748f82ee, 0x78a5636f, 0x84c87814, 0x8cc70208, 0x90befffa, 0xa4506ceb, 0xbef9a3f7, 0xc67178f2};
 
-class Sha256 {
- public:
-  void update(const void* data, size_t size) {
-    const uint8_t* from = static_cast<const uint8_t*>(data);
-    total_ += size;
-    while (size > 0) {
-      const size_t n = std::min(size, kBlock - filled_);
-      std::memcpy(block_ + filled_, from, n);
-      filled_ += n;
-      from += n;
-      size -= n;
-      if (filled_ == kBlock) {
-        compress();
-        filled_ = 0;
-      }
-    }
+void compress(std::array<uint32_t, 8>& state, const char* block) {
+  uint32_t w[64];
+  for (int i = 0; i < 16; ++i) {
+    w[i] = 0;
+    for (int k = 0; k < 4; ++k) w[i] = w[i] << 8 | uint8_t(block[4 * i + k]);
   }
-
-  Digest finish() {
-    const uint64_t bits = total_ * 8;
-    const uint8_t padding[kBlock] = {0x80};
-    uint8_t length[8];
-    for (int i = 0; i < 8; ++i) length[i] = static_cast<uint8_t>(bits >> (56 - 8 * i));
-    const size_t room = kBlock - sizeof(length);
-    update(padding, filled_ < room ? room - filled_ : kBlock + room - filled_);
-    update(length, sizeof(length));
-    Digest digest;
-    for (size_t i = 0; i < digest.size(); ++i) {
-      digest[i] = static_cast<uint8_t>(state_[i / 4] >> (24 - 8 * (i % 4)));
-    }
-    return digest;
+  for (int i = 16; i < 64; ++i) {
+    const uint32_t x = w[i - 15];
+    const uint32_t y = w[i - 2];
+    w[i] = w[i - 16] + (std::rotr(x, 7) ^ std::rotr(x, 18) ^ (x >> 3)) + w[i - 7] +
+           (std::rotr(y, 17) ^ std::rotr(y, 19) ^ (y >> 10));
   }
-
- private:
-  void compress() {
-    uint32_t w[64];
-    for (int i = 0; i < 16; ++i) {
-      const uint8_t* p = block_ + 4 * i;
-      w[i] = uint32_t{p[0]} << 24 | uint32_t{p[1]} << 16 | uint32_t{p[2]} << 8 | p[3];
-    }
-    for (int i = 16; i < 64; ++i) {
-      const uint32_t x = w[i - 15];
-      const uint32_t y = w[i - 2];
-      w[i] = w[i - 16] + (std::rotr(x, 7) ^ std::rotr(x, 18) ^ (x >> 3)) + w[i - 7] +
-             (std::rotr(y, 17) ^ std::rotr(y, 19) ^ (y >> 10));
-    }
-    auto [a, b, c, d, e, f, g, h] = state_;
-    for (int i = 0; i < 64; ++i) {
-      const uint32_t choice = (e & f) ^ (~e & g);
-      const uint32_t majority = (a & b) ^ (a & c) ^ (b & c);
-      const uint32_t t1 =
-          h + (std::rotr(e, 6) ^ std::rotr(e, 11) ^ std::rotr(e, 25)) + choice + kRound[i] + w[i];
-      const uint32_t t2 = (std::rotr(a, 2) ^ std::rotr(a, 13) ^ std::rotr(a, 22)) + majority;
-      h = g;
-      g = f;
-      f = e;
-      e = d + t1;
-      d = c;
-      c = b;
-      b = a;
-      a = t1 + t2;
-    }
-    const uint32_t mixed[8] = {a, b, c, d, e, f, g, h};
-    for (int i = 0; i < 8; ++i) state_[i] += mixed[i];
+  auto [a, b, c, d, e, f, g, h] = state;
+  for (int i = 0; i < 64; ++i) {
+    const uint32_t choice = (e & f) ^ (~e & g);
+    const uint32_t majority = (a & b) ^ (a & c) ^ (b & c);
+    const uint32_t t1 =
+        h + (std::rotr(e, 6) ^ std::rotr(e, 11) ^ std::rotr(e, 25)) + choice + kRound[i] + w[i];
+    const uint32_t t2 = (std::rotr(a, 2) ^ std::rotr(a, 13) ^ std::rotr(a, 22)) + majority;
+    h = g;
+    g = f;
+    f = e;
+    e = d + t1;
+    d = c;
+    c = b;
+    b = a;
+    a = t1 + t2;
   }
-
-  // The first 32 bits of the fractional parts of the square roots of the first 8 primes.
-  std::array<uint32_t, 8> state_ = {0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a,
-                                    0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19};
-  uint8_t block_[kBlock];
-  size_t filled_ = 0;
-  uint64_t total_ = 0;
-};
+  const uint32_t mixed[8] = {a, b, c, d, e, f, g, h};
+  for (size_t i = 0; i < 8; ++i) state[i] += mixed[i];
+}
 
 }  // namespace
 
 Digest sha256(std::string_view message) {
-  Sha256 hash;
-  hash.update(message.data(), message.size());
-  return hash.finish();
+  std::string padded(message);
+  padded += '\x80';
+  padded.resize((padded.size() + 8 + kBlock - 1) / kBlock * kBlock - 8);
+  const uint64_t bits = message.size() * 8;
+  for (int shift = 56; shift >= 0; shift -= 8) padded += char(bits >> shift);
+
+  // The first 32 bits of the fractional parts of the square roots of the first 8 primes.
+  std::array<uint32_t, 8> state = {0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a,
+                                   0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19};
+  for (size_t at = 0; at < padded.size(); at += kBlock) compress(state, padded.data() + at);
+  Digest digest;
+  for (size_t i = 0; i < digest.size(); ++i) {
+    digest[i] = static_cast<uint8_t>(state[i / 4] >> (24 - 8 * (i % 4)));
+  }
+  return digest;
 }
 
 Digest hmac_sha256(std::string_view key, std::string_view message) {
-  uint8_t pad[kBlock] = {};
-  if (key.size() > kBlock) {
-    const Digest shorter = sha256(key);
-    std::copy(shorter.begin(), shorter.end(), pad);
-  } else {
-    std::copy(key.begin(), key.end(), pad);
-  }
-
-  for (uint8_t& byte : pad) byte ^= 0x36;
-  Sha256 inner;
-  inner.update(pad, kBlock);
-  inner.update(message.data(), message.size());
-  const Digest digest = inner.finish();
-
-  for (uint8_t& byte : pad) byte ^= 0x36 ^ 0x5c;
-  Sha256 outer;
-  outer.update(pad, kBlock);
-  outer.update(digest.data(), digest.size());
-  return outer.finish();
+  const auto text = [](const Digest& digest) { return std::string(digest.begin(), digest.end()); };
+  std::string inner = key.size() > kBlock ? text(sha256(key)) : std::string(key);
+  inner.resize(kBlock);
+  std::string outer = inner;
+  for (char& byte : inner) byte ^= 0x36;
+  for (char& byte : outer) byte ^= 0x5c;
+  return sha256(outer + text(sha256(inner.append(message))));
 }
 
 bool equal_constant_time(const Digest& a, const Digest& b) {

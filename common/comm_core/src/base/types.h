@@ -35,4 +35,12 @@ struct ConstSpan {
   ConstSpan(const Span& span) : data(span.data), bytes(span.bytes) {}  // NOLINT: a widening
 };
 
+// Bytes of all blocks.
+template <typename Blocks>
+uint64_t total(const Blocks& blocks) {
+  uint64_t bytes = 0;
+  for (const auto& block : blocks) bytes += block.bytes;
+  return bytes;
+}
+
 }  // namespace comm_core

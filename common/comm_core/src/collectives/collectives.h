@@ -1,20 +1,21 @@
 // The stages of every collective, over each kind of connection.
 #pragma once
 
+#include <algorithm>
+#include <functional>
+#include <memory>
+#include <vector>
+
 #include "collectives/stage.h"
-#include "engine/op.h"
-#include "tcp/wire.h"
+#include "collectives/tcp/stages.h"
+#include "group/group.h"
 
 namespace comm_core {
 
-class Group;
-
 // Chooses the stages of a collective by its kind, its size and who is where. All ranks of the group
 // come to the same choice. Only in the engine.
-Stages plan(Group& group, const OpSpec& spec, uint64_t sequence);
+Stages plan(Group& group, const OpSpec& spec, const FrameHeader& frame);
 
-// One rank: a copy.
-Stages alone(const OpSpec& spec);
 // All ranks on one host.
 Stages over_shm(Group& group, const OpSpec& spec, const FrameHeader& frame);
 // Every rank connected with every other by TCP, wherever it is.
@@ -22,11 +23,50 @@ Stages over_tcp(Group& group, const OpSpec& spec, const FrameHeader& frame);
 // The same number of ranks on each host: shared memory inside, a ring of hosts for each local rank.
 Stages over_both(Group& group, const OpSpec& spec, const FrameHeader& frame);
 
-// `total` elements cut into n blocks as equal as can be.
-struct Cut {
-  size_t begin = 0;  // bytes
-  size_t bytes = 0;
+// Element-wise over `sources`, as `frame` says, then divided by `divisor` if that is > 0.
+void fold(const FrameHeader& frame, int64_t divisor, char* out, const void* const* sources,
+          int num_sources, size_t bytes, bool streaming = false);
+
+// A stage for the part that stays on this rank.
+std::unique_ptr<Stage> own_copy(ConstSpan from, Span to);
+
+// `whole` cut into n parts as equal as can be, of whole elements.
+std::vector<Span> cuts(const Span& whole, DType dtype, int n);
+std::vector<ConstSpan> cuts(const ConstSpan& whole, DType dtype, int n);
+
+// The stages of one collective so far; those that send over TCP are numbered in their frames.
+class Planner {
+ protected:
+  Planner(Group& group, const OpSpec& spec, const FrameHeader& frame)
+      : group_(group),
+        spec_(spec),
+        divisor_(spec.op == ReduceOp::avg ? group.size() : 0),
+        frame_(frame) {}
+
+  FrameHeader next_frame() {
+    frame_.stage = uint8_t(stages_.size());
+    return frame_;
+  }
+  void add(std::unique_ptr<Stage> stage) { stages_.push_back(std::move(stage)); }
+  void add_local(std::function<void()> work) { add(std::make_unique<LocalStage>(std::move(work))); }
+  // Memory for `bytes` that goes with the last stage that holds it.
+  std::shared_ptr<Scratch> scratch(size_t bytes) {
+    return std::make_shared<Scratch>(group_.scratch(), std::max<size_t>(bytes, 64));
+  }
+
+  // inputs[i]: this rank's contribution to the block of place i of the ring; the block of this
+  // rank's place ends in `output`.
+  void add_ring_reduce(const Ring& ring, std::vector<ConstSpan> inputs, Span output) {
+    add(ring_reduce(group_, ring, next_frame(), std::move(inputs), output, divisor_));
+  }
+  // blocks[i]: of place i; this rank's is there.
+  void add_ring_gather(const Ring& ring, const std::vector<Span>& blocks);
+
+  Group& group_;
+  const OpSpec& spec_;
+  const int64_t divisor_;
+  FrameHeader frame_;
+  Stages stages_;
 };
-Cut cut(size_t total_bytes, size_t element, int n, int i);
 
 }  // namespace comm_core

@@ -11,6 +11,10 @@ namespace comm_core {
 
 enum class Progress { blocked, moved, done };
 
+inline Progress progress(bool done, bool moved) {
+  return done ? Progress::done : moved ? Progress::moved : Progress::blocked;
+}
+
 class Stage {
  public:
   virtual ~Stage() = default;

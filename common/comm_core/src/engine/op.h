@@ -44,6 +44,10 @@ const char* name(OpKind kind);
 // Between two ranks, and so without a place in the order of the collectives.
 inline bool point_to_point(OpKind kind) { return kind >= OpKind::send; }
 
+inline bool reduces(OpKind kind) {
+  return kind == OpKind::all_reduce || kind == OpKind::reduce_scatter || kind == OpKind::reduce;
+}
+
 // inputs and outputs by kind, for a group of n ranks (spans of zero bytes are allowed everywhere):
 //   all_reduce      inputs[0], outputs[0] of the same size; may be the same memory
 //   reduce_scatter  inputs[n] (block i goes to rank i), outputs[0]; outputs[0] may be inputs[rank]

@@ -16,7 +16,6 @@ struct Options {
   std::string host_id;          // empty: host name + boot + network namespace
   bool allow_loopback = false;  // several "hosts" on one machine, for tests
   SocketOptions sockets;
-  double timeout_s = 1800;
   // Sizes from which a larger-message algorithm is taken, and chunk sizes; all in bytes.
   size_t tcp_small = 32 << 10;   // all_reduce, reduce_scatter, ...: below this, direct exchange
   size_t tcp_chunk = 256 << 10;  // moved per step and direction

@@ -6,7 +6,6 @@
 #include "base/clock.h"
 #include "collectives/collectives.h"
 #include "collectives/stage.h"
-#include "group/connection.h"
 #include "messages/messenger.h"
 #include "reduce/kernels.h"
 #include "tcp/control.h"
@@ -70,10 +69,14 @@ std::exception_ptr Group::error() {
   return error;
 }
 
+void Group::begin(Op& op) const {
+  op.times_.started_s = now_s();
+  const double timeout_s = op.spec_.timeout_s > 0 ? op.spec_.timeout_s : timeout_s_.load();
+  op.deadline_s_ = op.times_.started_s + timeout_s;
+}
+
 void Group::start_message(const OpPtr& op) {
-  op->times_.started_s = now_s();
-  op->deadline_s_ =
-      op->times_.started_s + (op->spec_.timeout_s > 0 ? op->spec_.timeout_s : timeout_s_.load());
+  begin(*op);
   messenger_->start(op);
 }
 
@@ -120,10 +123,8 @@ bool Group::step() {
   try {
     if (op->times_.started_s == 0) {
       expect_everybody(*op);
-      op->times_.started_s = now_s();
-      op->deadline_s_ = op->times_.started_s +
-                        (op->spec_.timeout_s > 0 ? op->spec_.timeout_s : timeout_s_.load());
-      op->stages_ = plan(*this, op->spec_, op->sequence_);
+      begin(*op);
+      op->stages_ = plan(*this, op->spec_, frame(*op));
       moved = true;
     }
     while (op->stage_ < op->stages_.size()) {
@@ -274,22 +275,9 @@ uint64_t Group::dropped_connections() {
   return dropped;
 }
 
-namespace {
-
-template <typename Blocks>
-uint64_t total(const Blocks& blocks) {
-  uint64_t bytes = 0;
-  for (const auto& block : blocks) bytes += block.bytes;
-  return bytes;
-}
-
-}  // namespace
-
 void Group::check(const OpSpec& spec) const {
   const std::string what = comm_core::name(spec.kind);
-  const bool reduces = spec.kind == OpKind::all_reduce || spec.kind == OpKind::reduce_scatter ||
-                       spec.kind == OpKind::reduce;
-  if (reduces && !supports(spec.dtype, spec.op)) {
+  if (reduces(spec.kind) && !supports(spec.dtype, spec.op)) {
     throw InvalidRequestError(what + ": there is no " + comm_core::name(spec.op) + " of " +
                               comm_core::name(spec.dtype));
   }
@@ -343,11 +331,11 @@ uint64_t Group::total_bytes(const OpSpec& spec) const {
   switch (spec.kind) {
     case OpKind::all_reduce:
     case OpKind::reduce:
+    case OpKind::reduce_scatter:
+    case OpKind::all_to_all:
     case OpKind::send:
     case OpKind::put:
     case OpKind::accumulate: return total(spec.inputs);
-    case OpKind::reduce_scatter:
-    case OpKind::all_to_all: return total(spec.inputs);
     case OpKind::all_gather:
     case OpKind::broadcast:
     case OpKind::recv:

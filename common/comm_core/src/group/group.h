@@ -18,9 +18,18 @@
 namespace comm_core {
 
 class Control;
-struct Connection;
 class Messenger;
 class Windows;
+
+// A connection, watched while a collective runs.
+struct Connection {
+  Connection(Poller& p, std::unique_ptr<Link> l)
+      : poller(p), link(std::move(l)), id(p.add(link->fd(), Watch::when_active, nullptr)) {}
+  ~Connection() { poller.remove(id, link->fd(), Watch::when_active); }
+  Poller& poller;
+  std::unique_ptr<Link> link;
+  uint64_t id;
+};
 
 class Group : public std::enable_shared_from_this<Group> {
  public:
@@ -100,6 +109,7 @@ class Group : public std::enable_shared_from_this<Group> {
   SocketOptions sockets_towards(int peer) const;
   void leave();
   void expect_everybody(const Op& op) const;
+  void begin(Op& op) const;
   void start_message(const OpPtr& op);
   void check(const OpSpec& spec) const;
   FrameHeader frame(const Op& op) const;

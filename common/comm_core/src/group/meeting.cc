@@ -5,7 +5,6 @@
 #include <thread>
 
 #include "base/clock.h"
-#include "group/connection.h"
 #include "group/group.h"
 #include "messages/messenger.h"
 #include "tcp/control.h"
@@ -100,7 +99,7 @@ void Group::meet(Store& store, const std::string& towards) {
                                 "(here:" +
                                 known + ")");
     }
-    const auto& local = topology.hosts[size_t(topology.host_of[size_t(rank_)])];
+    const auto& local = topology.beside(rank_);
     if (options.transport == TransportChoice::shm && !topology.one_host()) {
       throw InvalidRequestError("COMM_CORE_TRANSPORT=shm, but the ranks are on " +
                                 std::to_string(topology.hosts.size()) + " hosts");

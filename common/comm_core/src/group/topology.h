@@ -26,6 +26,8 @@ struct Topology {
   std::vector<int> local_rank;          // rank -> place within its host
 
   static Topology of(const std::vector<PeerInfo>& peers);
+  // The ranks of the host that `rank` is on, itself among them.
+  const std::vector<int>& beside(int rank) const { return hosts[size_t(host_of[size_t(rank)])]; }
   bool one_host() const { return hosts.size() == 1; }
   // Every host has the same number of ranks, more than one.
   bool regular() const;

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "group/group.h"
+#include "messages/messenger.h"
 
 namespace comm_core {
 
@@ -33,26 +34,16 @@ bool overtakes(const MessageHeader& header) {
 
 }  // namespace
 
-MessageSender::MessageSender(Group& group, MessageHandler& handler, int peer)
-    : group_(group), handler_(handler), peer_(peer), link_(group.target(peer, LinkKind::messages)) {
+MessageSender::MessageSender(Group& group, Messenger& messenger, int peer)
+    : group_(group),
+      messenger_(messenger),
+      peer_(peer),
+      link_(group.target(peer, LinkKind::messages)) {
   link_.limit_unsent(kUnsent);
   id_ = group_.engine().poller().add(link_.fd(), Watch::always, this);
 }
 
 MessageSender::~MessageSender() { group_.engine().poller().remove(id_, link_.fd(), Watch::always); }
-
-void MessageSender::add(const MessageHeader& header, OpPtr op) {
-  const bool ends = op != nullptr;
-  enqueue({header, std::move(op), "", ends});
-}
-
-void MessageSender::add(const MessageHeader& header, std::string payload) {
-  enqueue({header, nullptr, std::move(payload), false});
-}
-
-void MessageSender::add_request(const MessageHeader& header, OpPtr op) {
-  enqueue({header, std::move(op), "", false});
-}
 
 void MessageSender::enqueue(Item item) {
   if (broken_) return;
@@ -76,7 +67,7 @@ void MessageSender::on_event() {
     }
   } catch (const CommError&) {
     break_off();
-    handler_.lost(peer_, std::current_exception());
+    messenger_.lost(peer_, std::current_exception());
   }
 }
 
@@ -119,12 +110,15 @@ bool MessageSender::advance() {
   if (item.done < payload_of(item.header)) return true;
   const OpPtr op = item.ends ? std::move(item.op) : nullptr;
   from.pop_front();
-  if (op != nullptr) handler_.moved(op);
+  if (op != nullptr) messenger_.finished(op);
   return true;
 }
 
-MessageReceiver::MessageReceiver(Group& group, MessageHandler& handler, int peer, Fd fd)
-    : group_(group), handler_(handler), peer_(peer), link_(std::move(fd), group.peer(peer).label) {
+MessageReceiver::MessageReceiver(Group& group, Messenger& messenger, int peer, Fd fd)
+    : group_(group),
+      messenger_(messenger),
+      peer_(peer),
+      link_(std::move(fd), group.peer(peer).label) {
   id_ = group_.engine().poller().add(link_.fd(), Watch::always, this);
 }
 
@@ -149,7 +143,7 @@ void MessageReceiver::on_event() {
     }
   } catch (const CommError&) {
     break_off();
-    handler_.lost(peer_, std::current_exception());
+    messenger_.lost(peer_, std::current_exception());
   }
 }
 
@@ -164,7 +158,7 @@ bool MessageReceiver::begin_frame() {
     if (!small && large_.done < large_.bytes) malformed();
     reading_ = small ? &small_ : &large_;
     *reading_ = {frame_, nullptr, false, "", 0, 0};
-    handler_.arrived(peer_, frame_, *this);
+    messenger_.arrived(peer_, frame_, *this);
     if (broken_) return false;
     reading_->bytes = payload_of(frame_);
     if (reading_->holding) reading_->held.resize(reading_->bytes);
@@ -177,12 +171,7 @@ bool MessageReceiver::begin_frame() {
 
 bool MessageReceiver::advance() {
   if (reading_ == nullptr) {
-    const size_t got =
-        link_.read(reinterpret_cast<char*>(&frame_) + frame_done_, sizeof frame_ - frame_done_);
-    frame_done_ += got;
-    if (frame_done_ < sizeof frame_) return got > 0;
-    frame_done_ = 0;
-    if (!begin_frame()) return false;
+    if (!link_.fill(&frame_, sizeof frame_, frame_done_) || !begin_frame()) return false;
   }
   Incoming& message = *reading_;
   if (piece_left_ > 0) {
@@ -193,16 +182,14 @@ bool MessageReceiver::advance() {
     if (piece_left_ > 0) return got > 0;
   }
   reading_ = nullptr;
-  if (message.done == message.bytes) end(std::exchange(message, {}));
-  return !broken_;
-}
-
-void MessageReceiver::end(Incoming message) {
-  if (message.op != nullptr) {
-    handler_.moved(message.op);
-  } else if (message.holding) {
-    handler_.held(peer_, message.header, std::move(message.held));
+  if (message.done < message.bytes) return true;
+  Incoming whole = std::exchange(message, {});
+  if (whole.op != nullptr) {
+    messenger_.finished(whole.op);
+  } else if (whole.holding) {
+    messenger_.held(peer_, whole.header, std::move(whole.held));
   }
+  return !broken_;
 }
 
 }  // namespace comm_core

@@ -45,34 +45,23 @@ struct MessageHeader {
 };
 static_assert(sizeof(MessageHeader) == 48);
 
-class MessageReceiver;
-
-class MessageHandler {
- public:
-  virtual ~MessageHandler() = default;
-  // A header has come: tells the receiver where the payload goes, if there is one.
-  virtual void arrived(int peer, const MessageHeader& header, MessageReceiver& receiver) = 0;
-  // A payload that was held has come completely.
-  virtual void held(int peer, const MessageHeader& header, std::string payload) = 0;
-  // The operation's payload has been sent, or has arrived.
-  virtual void moved(const OpPtr& op) = 0;
-  // The connection broke.
-  virtual void lost(int peer, const std::exception_ptr& error) = 0;
-};
+class Messenger;
 
 // Writes the messages for one peer. Those that may overtake keep their order among themselves, as
 // do the others.
 class MessageSender : public Watcher {
  public:
-  MessageSender(Group& group, MessageHandler& handler, int peer);
+  MessageSender(Group& group, Messenger& messenger, int peer);
   ~MessageSender() override;
 
-  // The payload is the operation's first input; `moved` is called for it.
-  void add(const MessageHeader& header, OpPtr op);
-  // The payload is `payload`; nothing is called.
-  void add(const MessageHeader& header, std::string payload);
-  // The payload is the operation's first input, but its end comes with a reply.
-  void add_request(const MessageHeader& header, OpPtr op);
+  // A message without a payload, or with the text.
+  void add(const MessageHeader& header, std::string payload = "") {
+    enqueue({header, nullptr, std::move(payload)});
+  }
+  // The payload is the operation's first input. It `ends` when that is sent, or with a reply.
+  void add(const MessageHeader& header, OpPtr op, bool ends) {
+    enqueue({header, std::move(op), "", ends});
+  }
   // Touches no operation's memory any more.
   void break_off();
   void on_event() override;
@@ -90,7 +79,7 @@ class MessageSender : public Watcher {
   std::deque<Item>& begin_frame();
 
   Group& group_;
-  MessageHandler& handler_;
+  Messenger& messenger_;
   int peer_;
   OutLink link_;
   uint64_t id_;
@@ -105,7 +94,7 @@ class MessageSender : public Watcher {
 // Reads the messages of one peer.
 class MessageReceiver : public Watcher {
  public:
-  MessageReceiver(Group& group, MessageHandler& handler, int peer, Fd fd);
+  MessageReceiver(Group& group, Messenger& messenger, int peer, Fd fd);
   ~MessageReceiver() override;
 
   // Where the payload of the message that has just arrived goes: into an operation's output, or
@@ -125,11 +114,10 @@ class MessageReceiver : public Watcher {
   };
   bool advance();
   bool begin_frame();
-  void end(Incoming message);
   [[noreturn]] void malformed() const;
 
   Group& group_;
-  MessageHandler& handler_;
+  Messenger& messenger_;
   int peer_;
   Link link_;
   uint64_t id_;

@@ -59,13 +59,13 @@ void Messenger::send(const OpPtr& op) {
   header.tag = spec.tag;
   header.bytes = spec.inputs[0].bytes;
   if (header.bytes <= group_.options().tcp_eager) {
-    out->add(header, op);
+    out->add(header, op, true);
     return;
   }
   header.kind = MessageKind::announce;
   header.id = next_id_++;
   announced_[header.id] = op;
-  out->add(header, std::string());
+  out->add(header);
 }
 
 void Messenger::receive(const OpPtr& op) {
@@ -153,7 +153,7 @@ void Messenger::arrived(int peer, const MessageHeader& header, MessageReceiver& 
       data.dtype = op->spec().dtype;
       data.id = header.id;
       data.bytes = op->spec().inputs[0].bytes;
-      if (MessageSender* out = sender(peer)) out->add(data, op);
+      if (MessageSender* out = sender(peer)) out->add(data, op, true);
       return;
     }
     case MessageKind::data: {
@@ -197,7 +197,7 @@ void Messenger::matched(const OpPtr& op, int peer, const MessageHeader& announce
   MessageHeader request;
   request.kind = MessageKind::request;
   request.id = announcement.id;
-  if (MessageSender* out = sender(peer)) out->add(request, std::string());
+  if (MessageSender* out = sender(peer)) out->add(request);
 }
 
 void Messenger::finished(const OpPtr& op, std::exception_ptr error) {

@@ -15,10 +15,10 @@
 
 namespace comm_core {
 
-class Messenger : public MessageHandler {
+class Messenger {
  public:
   explicit Messenger(Group& group);
-  ~Messenger() override;
+  ~Messenger();
 
   void accept(int peer, Fd fd);
   // Starts a send, a receive or a one-sided operation.
@@ -32,15 +32,14 @@ class Messenger : public MessageHandler {
   // The peer said goodbye.
   void left(int peer);
 
-  // For the connections:
-  void arrived(int peer, const MessageHeader& header, MessageReceiver& receiver) override;
-  void held(int peer, const MessageHeader& header, std::string payload) override;
-  void moved(const OpPtr& op) override { finished(op); }
-  void lost(int peer, const std::exception_ptr& error) override;
-
-  // For the windows:
-  MessageSender* sender(int peer);  // null if the peer cannot be reached any more
+  // For the connections. A header has come: tells the receiver where the payload goes.
+  void arrived(int peer, const MessageHeader& header, MessageReceiver& receiver);
+  // A payload that was held has come completely.
+  void held(int peer, const MessageHeader& header, std::string payload);
+  void lost(int peer, const std::exception_ptr& error);
+  // The operation's payload has been sent or has arrived, a window has answered, or it failed.
   void finished(const OpPtr& op, std::exception_ptr error = nullptr);
+  MessageSender* sender(int peer);  // null if the peer cannot be reached any more
 
  private:
   struct Arrived {  // before anybody asked for it

@@ -24,25 +24,18 @@ MessageKind kind_of(OpKind kind) {
 }  // namespace
 
 void Windows::add(uint32_t number, Span memory, size_t slots, DType dtype) {
-  windows_[number] = {memory,
-                      memory.bytes / std::max<size_t>(1, slots),
-                      slots,
-                      dtype,
-                      std::vector<uint64_t>(slots),
-                      -1,
-                      {}};
+  const size_t slot_bytes = memory.bytes / std::max<size_t>(1, slots);
+  windows_[number] = {memory, slot_bytes, slots, dtype, std::vector<uint64_t>(slots), -1, {}};
 }
 
-std::vector<uint64_t> Windows::versions(uint32_t number) {
+Windows::Window& Windows::at(uint32_t number) {
   const auto found = windows_.find(number);
   if (found == windows_.end()) throw InvalidRequestError("the window was freed");
-  return found->second.versions;
+  return found->second;
 }
 
 void Windows::read(uint32_t number, size_t first, size_t count, char* to, bool reset, bool clear) {
-  const auto found = windows_.find(number);
-  if (found == windows_.end()) throw InvalidRequestError("the window was freed");
-  Window& window = found->second;
+  Window& window = at(number);
   if (first + count > window.slots) throw InvalidRequestError("the window has no such slot");
   char* from = window.memory.data + first * window.slot_bytes;
   memcpy(to, from, count * window.slot_bytes);
@@ -68,7 +61,7 @@ void Windows::start(const OpPtr& op) {
     serve(spec.peer, header, spec.inputs.empty() ? nullptr : spec.inputs[0].data);
     return;
   }
-  if (MessageSender* sender = messenger_.sender(spec.peer)) sender->add_request(header, op);
+  if (MessageSender* sender = messenger_.sender(spec.peer)) sender->add(header, op, false);
 }
 
 std::string Windows::problem(const MessageHeader& header) const {

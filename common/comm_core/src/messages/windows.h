@@ -23,7 +23,7 @@ class Windows {
   void add(uint32_t number, Span memory, size_t slots, DType dtype);
   void remove(uint32_t number) { windows_.erase(number); }
   // How often each slot was put or added to since `read` last reset it.
-  std::vector<uint64_t> versions(uint32_t number);
+  std::vector<uint64_t> versions(uint32_t number) { return at(number).versions; }
   // Copies slots [first, first + count) out as they are at one moment; may reset their versions,
   // and set them to zero.
   void read(uint32_t number, size_t first, size_t count, char* to, bool reset, bool clear);
@@ -47,6 +47,7 @@ class Windows {
     int holder = -1;  // of the lock
     std::deque<std::pair<int, uint64_t>> waiters;
   };
+  Window& at(uint32_t number);
   // The refusal, or an empty text.
   std::string problem(const MessageHeader& header) const;
   // Does what a request asks; returns what a get yields.

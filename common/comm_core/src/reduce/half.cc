@@ -58,21 +58,13 @@ void sum_f16_avx512(void* out, const void* const* srcs, int num_srcs, size_t sta
   size_t i = 0;
   for (; i + 64 <= count; i += 64) {
     const uint16_t* p = source<uint16_t>(srcs, 0, start + i);
-    __m512 a = load_avx512(p);
-    __m512 b = load_avx512(p + 16);
-    __m512 c = load_avx512(p + 32);
-    __m512 d = load_avx512(p + 48);
+    __m512 sums[4];  // enough that no addition waits for the one before
+    for (int j = 0; j < 4; ++j) sums[j] = load_avx512(p + 16 * j);
     for (int k = 1; k < num_srcs; ++k) {
       p = source<uint16_t>(srcs, k, start + i);
-      a = _mm512_add_ps(a, load_avx512(p));
-      b = _mm512_add_ps(b, load_avx512(p + 16));
-      c = _mm512_add_ps(c, load_avx512(p + 32));
-      d = _mm512_add_ps(d, load_avx512(p + 48));
+      for (int j = 0; j < 4; ++j) sums[j] = _mm512_add_ps(sums[j], load_avx512(p + 16 * j));
     }
-    store_avx512(result + i, a);
-    store_avx512(result + i + 16, b);
-    store_avx512(result + i + 32, c);
-    store_avx512(result + i + 48, d);
+    for (int j = 0; j < 4; ++j) store_avx512(result + i + 16 * j, sums[j]);
   }
   sum_f16(result + i, srcs, num_srcs, start + i, count - i);
 }
@@ -107,21 +99,13 @@ void sum_f16_f16c(void* out, const void* const* srcs, int num_srcs, size_t start
   size_t i = 0;
   for (; i + 32 <= count; i += 32) {
     const uint16_t* p = source<uint16_t>(srcs, 0, start + i);
-    __m256 a = load_f16c(p);
-    __m256 b = load_f16c(p + 8);
-    __m256 c = load_f16c(p + 16);
-    __m256 d = load_f16c(p + 24);
+    __m256 sums[4];  // enough that no addition waits for the one before
+    for (int j = 0; j < 4; ++j) sums[j] = load_f16c(p + 8 * j);
     for (int k = 1; k < num_srcs; ++k) {
       p = source<uint16_t>(srcs, k, start + i);
-      a = _mm256_add_ps(a, load_f16c(p));
-      b = _mm256_add_ps(b, load_f16c(p + 8));
-      c = _mm256_add_ps(c, load_f16c(p + 16));
-      d = _mm256_add_ps(d, load_f16c(p + 24));
+      for (int j = 0; j < 4; ++j) sums[j] = _mm256_add_ps(sums[j], load_f16c(p + 8 * j));
     }
-    store_f16c(result + i, a);
-    store_f16c(result + i + 8, b);
-    store_f16c(result + i + 16, c);
-    store_f16c(result + i + 24, d);
+    for (int j = 0; j < 4; ++j) store_f16c(result + i + 8 * j, sums[j]);
   }
   sum_f16(result + i, srcs, num_srcs, start + i, count - i);
 }

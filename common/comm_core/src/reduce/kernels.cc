@@ -46,28 +46,27 @@ void fold_half(void* out, const void* const* srcs, int num_srcs, size_t start, s
   }
 }
 
-template <const HalfKernels& (*kernels)()>
-Fold find_half(ReduceOp op) {
+// Of a type that has no bits to reduce by: the four that there may be.
+Fold find_number(ReduceOp op, Fold sum, Fold product, Fold min = nullptr, Fold max = nullptr) {
   switch (op) {
     case ReduceOp::sum:
-    case ReduceOp::avg: return kernels().sum;
-    case ReduceOp::min: return fold_half<kernels, Min>;
-    case ReduceOp::max: return fold_half<kernels, Max>;
-    case ReduceOp::product: return fold_half<kernels, Product>;
+    case ReduceOp::avg: return sum;
+    case ReduceOp::product: return product;
+    case ReduceOp::min: return min;
+    case ReduceOp::max: return max;
     default: return nullptr;
   }
 }
 
 template <class T>
 Fold find_floating(ReduceOp op, Fold sum) {
-  switch (op) {
-    case ReduceOp::sum:
-    case ReduceOp::avg: return sum;
-    case ReduceOp::min: return fold<T, Min>;
-    case ReduceOp::max: return fold<T, Max>;
-    case ReduceOp::product: return fold<T, Product>;
-    default: return nullptr;
-  }
+  return find_number(op, sum, fold<T, Product>, fold<T, Min>, fold<T, Max>);
+}
+
+template <const HalfKernels& (*kernels)()>
+Fold find_half(ReduceOp op) {
+  return find_number(op, kernels().sum, fold_half<kernels, Product>, fold_half<kernels, Min>,
+                     fold_half<kernels, Max>);
 }
 
 template <class T>
@@ -99,16 +98,6 @@ Fold find_bool(ReduceOp op) {
   }
 }
 
-template <class T>
-Fold find_complex(ReduceOp op, Fold sum_of_parts) {
-  switch (op) {
-    case ReduceOp::sum:
-    case ReduceOp::avg: return sum_of_parts;
-    case ReduceOp::product: return fold<Complex<T>, ComplexProduct>;
-    default: return nullptr;
-  }
-}
-
 Fold find(DType dtype, ReduceOp op) {
   switch (dtype) {
     case DType::f32: return find_floating<float>(op, sum_f32);
@@ -121,18 +110,10 @@ Fold find(DType dtype, ReduceOp op) {
     case DType::i64: return find_integer<int64_t>(op);
     case DType::u8: return find_integer<uint8_t>(op);
     case DType::b8: return find_bool(op);
-    case DType::c64: return find_complex<float>(op, sum_f32);
-    case DType::c128: return find_complex<double>(op, sum_f64);
+    case DType::c64: return find_number(op, sum_f32, fold<Complex<float>, ComplexProduct>);
+    case DType::c128: return find_number(op, sum_f64, fold<Complex<double>, ComplexProduct>);
   }
   return nullptr;
-}
-
-bool is_complex(DType dtype) { return dtype == DType::c64 || dtype == DType::c128; }
-
-DType part_of(DType dtype) { return dtype == DType::c64 ? DType::f32 : DType::f64; }
-
-bool aliases(const void* dst, const void* const* srcs, int num_srcs) {
-  return std::find(srcs, srcs + num_srcs, dst) != srcs + num_srcs;
 }
 
 // Elements in front of the first vector boundary of dst: stores that straddle lines cost twice.
@@ -171,20 +152,16 @@ void reduce(DType dtype, ReduceOp op, void* dst, const void* const* srcs, int nu
   if (fold == nullptr) {
     throw InvalidRequestError(std::string(name(op)) + " has no meaning for " + name(dtype));
   }
-  if (is_complex(dtype) && op != ReduceOp::product) {
-    dtype = part_of(dtype);
+  size_t size = size_of(dtype);
+  if (num_srcs == 1) return copy(dst, srcs[0], count * size, streaming);
+  if ((dtype == DType::c64 || dtype == DType::c128) && op != ReduceOp::product) {
+    size /= 2;  // the parts of a complex number are added each for itself
     count *= 2;
   }
-  const size_t size = size_of(dtype);
-  const bool in_place = aliases(dst, srcs, num_srcs);
-  if (num_srcs == 1) {
-    copy(dst, srcs[0], count * size, streaming);
-    return;
-  }
+  streaming = streaming && std::find(srcs, srcs + num_srcs, dst) == srcs + num_srcs;
   char* const out = static_cast<char*>(dst);
-  if (num_srcs > kMaxFused || (streaming && !in_place)) {
-    reduce_by_block(fold, size, out, srcs, num_srcs, count, streaming && !in_place);
-    return;
+  if (num_srcs > kMaxFused || streaming) {
+    return reduce_by_block(fold, size, out, srcs, num_srcs, count, streaming);
   }
   const size_t head = elements_to_boundary(dst, size, count);
   if (head > 0) fold(out, srcs, num_srcs, 0, head);
@@ -203,14 +180,9 @@ void stream_lines(char* dst, const char* src, size_t bytes) {
   for (size_t i = 0; i < bytes; i += kLine) {
     const __m128i* from = reinterpret_cast<const __m128i*>(src + i);
     __m128i* to = reinterpret_cast<__m128i*>(dst + i);
-    const __m128i a = _mm_loadu_si128(from);
-    const __m128i b = _mm_loadu_si128(from + 1);
-    const __m128i c = _mm_loadu_si128(from + 2);
-    const __m128i d = _mm_loadu_si128(from + 3);
-    _mm_stream_si128(to, a);
-    _mm_stream_si128(to + 1, b);
-    _mm_stream_si128(to + 2, c);
-    _mm_stream_si128(to + 3, d);
+    __m128i line[4];
+    for (int k = 0; k < 4; ++k) line[k] = _mm_loadu_si128(from + k);
+    for (int k = 0; k < 4; ++k) _mm_stream_si128(to + k, line[k]);
   }
 }
 

@@ -17,13 +17,6 @@ struct WrappingSum {
   }
 };
 
-struct Product {
-  template <class T>
-  static T apply(T a, T b) {
-    return a * b;
-  }
-};
-
 struct WrappingProduct {
   template <class T>
   static T apply(T a, T b) {
@@ -31,40 +24,29 @@ struct WrappingProduct {
   }
 };
 
+struct Product {
+  static auto apply(auto a, decltype(a) b) { return a * b; }
+};
+
 // A NaN on either side wins: on the right no comparison holds, on the left a != a does.
 struct Min {
-  template <class T>
-  static T apply(T a, T b) {
-    return (a < b || a != a) ? a : b;
-  }
+  static auto apply(auto a, decltype(a) b) { return (a < b || a != a) ? a : b; }
 };
 
 struct Max {
-  template <class T>
-  static T apply(T a, T b) {
-    return (a > b || a != a) ? a : b;
-  }
+  static auto apply(auto a, decltype(a) b) { return (a > b || a != a) ? a : b; }
 };
 
 struct And {
-  template <class T>
-  static T apply(T a, T b) {
-    return static_cast<T>(a & b);
-  }
+  static auto apply(auto a, decltype(a) b) { return static_cast<decltype(a)>(a & b); }
 };
 
 struct Or {
-  template <class T>
-  static T apply(T a, T b) {
-    return static_cast<T>(a | b);
-  }
+  static auto apply(auto a, decltype(a) b) { return static_cast<decltype(a)>(a | b); }
 };
 
 struct Xor {
-  template <class T>
-  static T apply(T a, T b) {
-    return static_cast<T>(a ^ b);
-  }
+  static auto apply(auto a, decltype(a) b) { return static_cast<decltype(a)>(a ^ b); }
 };
 
 // Any byte but 0 is true.

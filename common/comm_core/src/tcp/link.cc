@@ -55,12 +55,30 @@ void Link::limit_unsent(size_t bytes) {
   }
 }
 
-bool InLink::read_header() {
-  while (have_ < sizeof header_) {
-    const size_t got = read(reinterpret_cast<char*>(&header_) + have_, sizeof header_ - have_);
-    if (got == 0) return false;
-    have_ += got;
+bool Link::flush(const void* data, size_t bytes, size_t& done) {
+  while (done < bytes) {
+    const size_t sent = write(static_cast<const char*>(data) + done, bytes - done);
+    if (sent == 0) return false;
+    done += sent;
   }
+  done = 0;
+  return true;
+}
+
+bool Link::fill(void* data, size_t bytes, size_t& done) {
+  while (done < bytes) {
+    const size_t got = read(static_cast<char*>(data) + done, bytes - done);
+    if (got == 0) return false;
+    done += got;
+  }
+  done = 0;
+  return true;
+}
+
+bool InLink::expect(FrameHeader mine, uint64_t bytes) {
+  if (!fill(&header_, sizeof header_, have_)) return false;
+  mine.payload_bytes = bytes;
+  check_header(mine, header_, peer_);
   return true;
 }
 
@@ -74,26 +92,6 @@ OutLink::OutLink(const LinkTarget& target) : Link(Fd(), target.peer), target_(ta
       errno != EINPROGRESS) {
     throw PeerLostError("cannot connect to " + peer_ + ": " + strerror(errno));
   }
-}
-
-bool OutLink::flush(const void* data, size_t bytes) {
-  while (done_ < bytes) {
-    const size_t sent = write(static_cast<const char*>(data) + done_, bytes - done_);
-    if (sent == 0) return false;
-    done_ += sent;
-  }
-  done_ = 0;
-  return true;
-}
-
-bool OutLink::fill(void* data, size_t bytes) {
-  while (done_ < bytes) {
-    const size_t got = read(static_cast<char*>(data) + done_, bytes - done_);
-    if (got == 0) return false;
-    done_ += got;
-  }
-  done_ = 0;
-  return true;
 }
 
 bool OutLink::ready() {
@@ -111,27 +109,20 @@ bool OutLink::ready() {
     state_ = State::greeting;
   }
   if (state_ == State::greeting) {
-    if (!flush(&target_.hello, sizeof target_.hello)) return false;
+    if (!flush(&target_.hello, sizeof target_.hello, done_)) return false;
     state_ = State::challenged;
   }
   if (state_ == State::challenged) {
-    if (!fill(challenge_.data(), challenge_.size())) return false;
+    if (!fill(challenge_.data(), challenge_.size(), done_)) return false;
     proof_ = proof(target_.secret, 'c', target_.hello, challenge_);
     state_ = State::proving;
   }
   if (state_ == State::proving) {
-    // Done in two halves: `done_` counts on through the proof and then the answer.
-    if (done_ < proof_.size()) {
-      const size_t sent = write(proof_.data() + done_, proof_.size() - done_);
-      done_ += sent;
-      if (done_ < proof_.size()) return false;
-    }
-    while (done_ < proof_.size() + answer_.size()) {
-      const size_t have = done_ - proof_.size();
-      const size_t got = read(answer_.data() + have, answer_.size() - have);
-      if (got == 0) return false;
-      done_ += got;
-    }
+    if (!flush(proof_.data(), proof_.size(), done_)) return false;
+    state_ = State::doubting;
+  }
+  if (state_ == State::doubting) {
+    if (!fill(answer_.data(), answer_.size(), done_)) return false;
     if (!equal_constant_time(answer_, proof(target_.secret, 's', target_.hello, challenge_))) {
       throw PeerLostError(peer_ + " does not know the job's secret");
     }

@@ -22,12 +22,16 @@ class Link {
   size_t write(const iovec* parts, int num_parts);
   size_t write(const void* data, size_t bytes);
   size_t read(void* data, size_t bytes);
+  // All of `bytes`, of which `done` have passed in earlier calls: true at the end, with `done` 0.
+  bool flush(const void* data, size_t bytes, size_t& done);
+  bool fill(void* data, size_t bytes, size_t& done);
 
   // Wakes a waiting engine only when so many bytes are there (SO_RCVLOWAT): fewer context switches.
   void set_low_water(size_t bytes);
   // The kernel takes about so many bytes that it cannot send yet, not all that its buffer would
   // hold (TCP_NOTSENT_LOWAT): what is urgent waits for those only.
   void limit_unsent(size_t bytes);
+  Fd take() && { return std::move(fd_); }
 
  protected:
   Fd fd_;
@@ -39,10 +43,9 @@ class Link {
 class InLink : public Link {
  public:
   using Link::Link;
-  // True once the next frame's header is complete; it stays until `next_frame`.
-  bool read_header();
-  const FrameHeader& header() const { return header_; }
-  void next_frame() { have_ = 0; }
+  // True once the next frame's header is there, of which the payload is next. Throws MismatchError
+  // unless it is `mine` with a payload of `bytes`.
+  bool expect(FrameHeader mine, uint64_t bytes);
 
  private:
   FrameHeader header_;
@@ -65,9 +68,7 @@ class OutLink : public Link {
   bool ready();
 
  private:
-  enum class State { connecting, greeting, challenged, proving, ready };
-  bool flush(const void* data, size_t bytes);
-  bool fill(void* data, size_t bytes);
+  enum class State { connecting, greeting, challenged, proving, doubting, ready };
 
   LinkTarget target_;
   State state_ = State::connecting;

@@ -46,16 +46,10 @@ class Listener::Guest : public Watcher {
   }
 
  private:
-  class TakeableLink : public Link {
-   public:
-    using Link::Link;
-    Fd take() && { return std::move(fd_); }
-  };
-
   // True when the guest has proved itself and was answered.
   bool advance() {
     if (!greeted_) {
-      if (!fill(&hello_, sizeof hello_)) return false;
+      if (!link_.fill(&hello_, sizeof hello_, have_)) return false;
       const auto group = listener_.groups_.find(hello_.group);
       const bool known = hello_.magic == kHelloMagic && group != listener_.groups_.end() &&
                          hello_.from >= 0 && hello_.from < group->second.size &&
@@ -66,27 +60,15 @@ class Listener::Guest : public Watcher {
       send(challenge_.data(), challenge_.size());
       greeted_ = true;
     }
-    Digest given;
-    if (!fill(proof_.data(), proof_.size())) return false;
-    given = proof_;
+    if (!link_.fill(proof_.data(), proof_.size(), have_)) return false;
     const auto group = listener_.groups_.find(hello_.group);
     if (group == listener_.groups_.end()) throw CommError("the group is gone");
     const std::string& secret = group->second.secret;
-    if (!equal_constant_time(given, proof(secret, 'c', hello_, challenge_))) {
+    if (!equal_constant_time(proof_, proof(secret, 'c', hello_, challenge_))) {
       throw CommError("wrong secret");
     }
     const Digest answer = proof(secret, 's', hello_, challenge_);
     send(answer.data(), answer.size());
-    return true;
-  }
-
-  bool fill(void* data, size_t bytes) {
-    while (have_ < bytes) {
-      const size_t got = link_.read(static_cast<char*>(data) + have_, bytes - have_);
-      if (got == 0) return false;
-      have_ += got;
-    }
-    have_ = 0;
     return true;
   }
 
@@ -96,7 +78,7 @@ class Listener::Guest : public Watcher {
   }
 
   Listener& listener_;
-  TakeableLink link_;
+  Link link_;
   uint64_t id_;
   double deadline_s_;
   bool fd_owned_ = true;

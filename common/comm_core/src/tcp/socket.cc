@@ -1,7 +1,6 @@
 #include "tcp/socket.h"
 
 #include <arpa/inet.h>
-#include <fcntl.h>
 #include <ifaddrs.h>
 #include <net/if.h>
 #include <netdb.h>
@@ -134,11 +133,6 @@ Fd listen_on(Address& address, const SocketOptions& options) {
   if (listen(fd.get(), 1024) != 0) throw_errno("listen " + address.text());
   if (getsockname(fd.get(), address.get(), &address.length) != 0) throw_errno("getsockname");
   return fd;
-}
-
-void set_non_blocking(int fd) {
-  const int flags = fcntl(fd, F_GETFL);
-  if (flags < 0 || fcntl(fd, F_SETFL, flags | O_NONBLOCK) != 0) throw_errno("fcntl");
 }
 
 void tune_socket(int fd, const SocketOptions& options) {

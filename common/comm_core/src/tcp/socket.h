@@ -59,8 +59,6 @@ std::string address_of_interface(const std::string& name);
 // The address of this host that packets to `host` (a name or an address) leave from. Sends nothing.
 std::string address_towards(const std::string& host);
 
-void set_non_blocking(int fd);
-
 struct SocketOptions {
   std::string congestion;  // empty: the system's
   int send_buffer = 0;     // bytes; 0: the system's, which grows by itself

@@ -6,10 +6,6 @@ namespace comm_core {
 
 namespace {
 
-bool reduces(OpKind kind) {
-  return kind == OpKind::all_reduce || kind == OpKind::reduce_scatter || kind == OpKind::reduce;
-}
-
 bool has_root(OpKind kind) {
   return kind == OpKind::broadcast || kind == OpKind::reduce || kind == OpKind::gather ||
          kind == OpKind::scatter;

@@ -1,15 +1,10 @@
 #include <algorithm>
 
 #include "collectives/collectives.h"
-#include "collectives/shm/all_reduce_stage.h"
-#include "collectives/shm/copy_stage.h"
-#include "collectives/shm/direct_stage.h"
-#include "collectives/shm/reduce_stage.h"
-#include "group/group.h"
+#include "collectives/shm/stages.h"
 #include "reduce/kernels.h"
 
 namespace comm_core {
-
 namespace {
 
 // To ask whether all buffers are shared costs a hand-over; staging an all_reduce in place of it
@@ -18,23 +13,6 @@ constexpr size_t kAllReduceAsks = 8;
 
 // What all ranks' pieces of a share take of a core's second-level cache while they are folded.
 constexpr size_t kInCache = 256 << 10;
-
-std::vector<std::string> labels(Group& group) {
-  const auto& ranks =
-      group.topology().hosts[size_t(group.topology().host_of[size_t(group.rank())])];
-  std::vector<std::string> names;
-  for (int rank : ranks) names.push_back(group.peer(rank).label);
-  return names;
-}
-
-void copy_own(const ConstSpan& from, const Span& to) {
-  if (from.data != to.data) copy(to.data, from.data, from.bytes);
-}
-
-// A stage for the part that stays on this rank.
-std::unique_ptr<Stage> own_copy(ConstSpan from, Span to) {
-  return std::make_unique<LocalStage>([from, to] { copy_own(from, to); });
-}
 
 // The blocks as one piece of memory; empty if they are not.
 ConstSpan one_piece(const std::vector<ConstSpan>& blocks) {
@@ -46,238 +24,204 @@ ConstSpan one_piece(const std::vector<ConstSpan>& blocks) {
   return whole;
 }
 
-std::unique_ptr<Stage> direct(Group& group, const FrameHeader& frame, ConstSpan input,
-                              std::vector<ShmDirectStage::Pass> passes,
-                              std::function<std::unique_ptr<Stage>()> otherwise) {
-  ShmDirectStage::Plan plan{frame, input, std::move(passes), std::move(otherwise)};
-  return std::make_unique<ShmDirectStage>(*group.shm(), group.peer_buffers(), std::move(plan),
-                                          labels(group));
-}
+class OverShm : Planner {
+ public:
+  OverShm(Group& group, const OpSpec& spec, const FrameHeader& frame)
+      : Planner(group, spec, frame),
+        n_(size_t(group.size())),
+        me_(size_t(group.rank())),
+        slot_(group.shm()->slot_bytes()) {}
 
-// Folds what everybody has at `first` bytes from the beginning of his input.
-ShmDirectStage::Pass fold_pass(Group& group, const OpSpec& spec, size_t first, Span output,
-                               bool streaming) {
-  const int n = group.size();
-  const int64_t divisor = spec.op == ReduceOp::avg ? n : 0;
-  ShmDirectStage::Pass pass;
-  pass.total = output.bytes;
-  pass.work = [=, dtype = spec.dtype, op = spec.op](const std::vector<char*>& inputs, size_t begin,
-                                                    size_t end) {
-    std::vector<const void*> sources;
-    for (const char* input : inputs) sources.push_back(input + first + begin);
-    const size_t count = (end - begin) / size_of(dtype);
-    reduce(dtype, op, output.data + begin, sources.data(), n, count, streaming);
-    if (divisor > 0) divide(dtype, output.data + begin, count, divisor);
-  };
-  return pass;
-}
-
-// Copies blocks[r] from rank r, where it is offsets[r] bytes from the beginning of his input.
-ShmDirectStage::Pass copy_pass(Group& group, std::vector<Span> blocks, std::vector<size_t> offsets,
-                               bool streaming) {
-  ShmDirectStage::Pass pass;
-  for (const Span& block : blocks) pass.total = std::max(pass.total, block.bytes);
-  pass.chunk = std::max<size_t>(16 << 10, pass.chunk / blocks.size() / 4096 * 4096);
-  pass.work = [=, me = size_t(group.rank())](const std::vector<char*>& inputs, size_t begin,
-                                             size_t end) {
-    for (size_t k = 0; k < blocks.size(); ++k) {
-      // Neighbours first: not everybody reads the same rank's memory at once.
-      const size_t r = (me + k) % blocks.size();
-      const size_t to = std::min(end, blocks[r].bytes);
-      const char* from = inputs[r] + offsets[r];
-      if (begin >= to || blocks[r].data == from) continue;
-      copy(blocks[r].data + begin, from + begin, to - begin, streaming);
+  Stages build() {
+    switch (spec_.kind) {
+      case OpKind::all_reduce: all_reduce(); break;
+      case OpKind::reduce_scatter:
+      case OpKind::reduce: reduce(); break;
+      case OpKind::all_gather: all_gather(); break;
+      default: exchange();
     }
-  };
-  return pass;
-}
+    return std::move(stages_);
+  }
 
-std::unique_ptr<Stage> direct_reduce_scatter(Group& group, const OpSpec& spec,
-                                             const FrameHeader& frame, bool streaming,
-                                             std::function<std::unique_ptr<Stage>()> otherwise) {
-  const size_t first = size_t(spec.inputs[size_t(group.rank())].data - spec.inputs[0].data);
-  return direct(group, frame, one_piece(spec.inputs),
-                {fold_pass(group, spec, first, spec.outputs[0], streaming)}, std::move(otherwise));
-}
-
-std::unique_ptr<Stage> direct_all_gather(Group& group, const OpSpec& spec, const FrameHeader& frame,
-                                         std::function<std::unique_ptr<Stage>()> otherwise) {
-  const bool streaming = frame.total_bytes >= group.options().shm_stream;
-  const std::vector<size_t> offsets(spec.outputs.size(), 0);
-  return direct(group, frame, spec.inputs[0], {copy_pass(group, spec.outputs, offsets, streaming)},
-                std::move(otherwise));
-}
-
-// In place only: everybody folds his share of all buffers and, while it is in his cache, writes it
-// into all of them; nobody else looks at it there.
-std::unique_ptr<Stage> direct_all_reduce(Group& group, const OpSpec& spec, const FrameHeader& frame,
-                                         std::function<std::unique_ptr<Stage>()> otherwise) {
-  const bool in_place = spec.inputs[0].data == spec.outputs[0].data;
-  const int n = group.size();
-  const size_t me = size_t(group.rank());
-  const Cut share = cut(spec.outputs[0].bytes, size_of(spec.dtype), n, int(me));
-  const int64_t divisor = spec.op == ReduceOp::avg ? n : 0;
-  ShmDirectStage::Pass pass;
-  pass.total = share.bytes;
-  pass.chunk = std::max<size_t>(4 << 10, kInCache / size_t(n) / 4096 * 4096);
-  pass.work = [=, dtype = spec.dtype, op = spec.op](const std::vector<char*>& inputs, size_t begin,
-                                                    size_t end) {
+ private:
+  using Staged = std::function<std::unique_ptr<Stage>()>;
+  // What everybody has at `offset` bytes from the beginning of his input.
+  static std::vector<const void*> at(const std::vector<char*>& inputs, size_t offset) {
     std::vector<const void*> sources;
-    for (const char* input : inputs) sources.push_back(input + share.begin + begin);
-    char* folded = inputs[me] + share.begin + begin;
-    const size_t count = (end - begin) / size_of(dtype);
-    reduce(dtype, op, folded, sources.data(), n, count, false);
-    if (divisor > 0) divide(dtype, folded, count, divisor);
-    for (size_t k = 1; k < inputs.size(); ++k) {
-      copy(inputs[(me + k) % inputs.size()] + share.begin + begin, folded, end - begin, false);
+    for (const char* input : inputs) sources.push_back(input + offset);
+    return sources;
+  }
+
+  // In place only: everybody folds his share of all buffers and, while it is in his cache, writes
+  // it into all of them.
+  void all_reduce() {
+    const ConstSpan in = spec_.inputs[0];
+    const Span out = spec_.outputs[0];
+    const ShmAllReducePlan staged{in, out, divisor_, in.bytes <= group_.options().shm_flat};
+    if (frame_.total_bytes < kAllReduceAsks * group_.options().shm_direct) {
+      return add(shm_all_reduce(group_, frame_, staged));
     }
-  };
-  return direct(group, frame, in_place ? spec.inputs[0] : ConstSpan{}, {std::move(pass)},
-                std::move(otherwise));
-}
+    const Span share = cuts(out, spec_.dtype, int(n_))[me_];
+    ShmDirectPlan plan;
+    if (in.data == out.data) plan.input = in;
+    plan.total = share.bytes;
+    plan.chunk = std::max<size_t>(4 << 10, kInCache / n_ / 4096 * 4096);
+    plan.work = [frame = frame_, divisor = divisor_, me = me_,
+                 first = size_t(share.data - out.data)](const std::vector<char*>& inputs,
+                                                        size_t begin, size_t end) {
+      char* folded = inputs[me] + first + begin;
+      fold(frame, divisor, folded, at(inputs, first + begin).data(), int(inputs.size()),
+           end - begin);
+      for (size_t k = 1; k < inputs.size(); ++k) {
+        copy(inputs[(me + k) % inputs.size()] + first + begin, folded, end - begin);
+      }
+    };
+    plan.otherwise = [&group = group_, frame = frame_, staged] {
+      return shm_all_reduce(group, frame, staged);
+    };
+    add(shm_direct(group_, frame_, std::move(plan)));
+  }
+
+  void reduce() {
+    ShmReducePlan staged;
+    staged.divisor = divisor_;
+    if (spec_.kind == OpKind::reduce) {
+      const size_t root = size_t(spec_.root);
+      staged.inputs.resize(n_);
+      staged.bytes.resize(n_);
+      staged.inputs[root] = spec_.inputs[0];
+      staged.bytes[root] = spec_.inputs[0].bytes;
+      if (me_ == root) staged.output = spec_.outputs[0];
+    } else {
+      staged.inputs = spec_.inputs;
+      for (const ConstSpan& block : spec_.inputs) staged.bytes.push_back(block.bytes);
+      staged.output = spec_.outputs[0];
+    }
+    const Span output = staged.output;
+    // With more sources than two, the loads are what it waits for.
+    const bool streaming = n_ == 2 && output.bytes >= group_.options().shm_stream;
+    staged.streaming = streaming;
+    // Whether the inputs are shared buffers only their owners know: asked where it is worth it.
+    if (spec_.kind == OpKind::reduce || frame_.total_bytes < group_.options().shm_direct) {
+      return add(shm_reduce(group_, frame_, std::move(staged)));
+    }
+    ShmDirectPlan plan;
+    plan.input = one_piece(spec_.inputs);
+    plan.total = output.bytes;
+    plan.work = [frame = frame_, divisor = divisor_, output, streaming,
+                 first = size_t(spec_.inputs[me_].data - spec_.inputs[0].data)](
+                    const std::vector<char*>& inputs, size_t begin, size_t end) {
+      fold(frame, divisor, output.data + begin, at(inputs, first + begin).data(),
+           int(inputs.size()), end - begin, streaming);
+    };
+    plan.otherwise = [&group = group_, frame = frame_, staged = std::move(staged)] {
+      return shm_reduce(group, frame, staged);
+    };
+    add(shm_direct(group_, frame_, std::move(plan)));
+  }
+
+  void all_gather() {
+    const std::vector<Span>& blocks = spec_.outputs;
+    ShmCopyPlan staged = copy_plan();
+    staged.outgoing[0] = spec_.inputs[0];
+    staged.incoming = blocks;
+    size_t received = 0, longest = 0;
+    for (size_t r = 0; r < n_; ++r) {
+      staged.rounds[r] = rounds_for(blocks[r].bytes, slot_);
+      received += blocks[r].bytes;
+      longest = std::max(longest, blocks[r].bytes);
+    }
+    staged.streaming = received >= group_.options().shm_stream;
+    if (frame_.total_bytes < group_.options().shm_direct) {
+      add(own_copy(spec_.inputs[0], blocks[me_]));
+      return add(shm_copy(group_, frame_, std::move(staged)));
+    }
+    ShmDirectPlan plan;
+    plan.input = spec_.inputs[0];
+    plan.total = longest;
+    plan.chunk = std::max<size_t>(16 << 10, plan.chunk / n_ / 4096 * 4096);
+    plan.work = [blocks, me = me_, streaming = staged.streaming](const std::vector<char*>& inputs,
+                                                                 size_t begin, size_t end) {
+      for (size_t k = 0; k < blocks.size(); ++k) {
+        // Neighbours first: not everybody reads the same rank's memory at once.
+        const size_t r = (me + k) % blocks.size();
+        const size_t to = std::min(end, blocks[r].bytes);
+        if (begin < to && blocks[r].data != inputs[r]) {
+          copy(blocks[r].data + begin, inputs[r] + begin, to - begin, streaming);
+        }
+      }
+    };
+    plan.otherwise = [&group = group_, frame = frame_, from = plan.input, to = blocks[me_],
+                      staged = std::move(staged)] {
+      copy(to.data, from.data, from.bytes);
+      return shm_copy(group, frame, staged);
+    };
+    add(shm_direct(group_, frame_, std::move(plan)));
+  }
+
+  ShmCopyPlan copy_plan() const {
+    ShmCopyPlan plan;
+    plan.outgoing.resize(n_);
+    plan.incoming.resize(n_);
+    plan.rounds.resize(n_);
+    plan.listens.assign(n_, true);
+    plan.portion = slot_;
+    return plan;
+  }
+
+  // What only moves blocks.
+  void exchange() {
+    ShmCopyPlan plan = copy_plan();
+    const size_t root = size_t(spec_.root);
+    const bool is_root = me_ == root;
+    if (spec_.kind == OpKind::scatter || spec_.kind == OpKind::all_to_all) {
+      plan.portion = shared_portion(*group_.shm());
+    }
+    switch (spec_.kind) {
+      case OpKind::broadcast:
+      case OpKind::scatter:
+        plan.multicast = spec_.kind == OpKind::broadcast;
+        plan.incoming[root] = spec_.outputs[0];
+        plan.rounds[root] = rounds_for(spec_.outputs[0].bytes, plan.portion);
+        for (size_t r = 0; r < n_; ++r) plan.listens[r] = r == root;
+        if (plan.multicast) {
+          plan.outgoing[0] = spec_.outputs[0];
+        } else if (is_root) {
+          plan.outgoing = spec_.inputs;
+          add(own_copy(spec_.inputs[me_], spec_.outputs[0]));
+        }
+        break;
+      case OpKind::gather:
+        plan.multicast = false;
+        plan.outgoing[root] = spec_.inputs[0];
+        plan.rounds.assign(n_, rounds_for(spec_.inputs[0].bytes, slot_));
+        plan.rounds[root] = 0;
+        plan.listens.assign(n_, is_root);
+        if (is_root) {
+          plan.incoming = spec_.outputs;
+          add(own_copy(spec_.inputs[0], spec_.outputs[me_]));
+        }
+        break;
+      case OpKind::all_to_all:
+        plan.multicast = false;
+        plan.outgoing = spec_.inputs;
+        plan.incoming = spec_.outputs;
+        plan.rounds.assign(n_, ShmCopyPlan::kUntilLast);
+        add(own_copy(spec_.inputs[me_], spec_.outputs[me_]));
+        break;
+      case OpKind::barrier: plan.rounds.assign(n_, 1); break;
+      default: throw InvalidRequestError(std::string(name(spec_.kind)) + " is no collective");
+    }
+    add(shm_copy(group_, frame_, std::move(plan)));
+  }
+
+  const size_t n_, me_, slot_;
+};
 
 }  // namespace
 
-Cut cut(size_t total_bytes, size_t element, int n, int i) {
-  const size_t count = total_bytes / element, parts = size_t(n), at = size_t(i);
-  const size_t begin = count / parts * at + std::min(at, count % parts);
-  const size_t size = count / parts + (at < count % parts ? 1 : 0);
-  return {begin * element, size * element};
-}
-
-Stages alone(const OpSpec& spec) {
-  Stages stages;
-  for (size_t i = 0; i < std::min(spec.inputs.size(), spec.outputs.size()); ++i) {
-    stages.push_back(own_copy(spec.inputs[i], spec.outputs[i]));
-  }
-  return stages;
-}
-
 Stages over_shm(Group& group, const OpSpec& spec, const FrameHeader& frame) {
-  ShmStreams& streams = *group.shm();
-  const size_t n = size_t(streams.size()), me = size_t(streams.me());
-  const size_t slot = streams.slot_bytes();
-  const size_t share = std::max<size_t>(64, slot / std::max<size_t>(1, n - 1) / 64 * 64);
-  const bool is_root = int(me) == spec.root;
-  const int64_t divisor = spec.op == ReduceOp::avg ? int64_t(n) : 0;
-  Stages stages;
-
-  if (spec.kind == OpKind::all_reduce) {
-    ShmAllReducePlan plan{frame,
-                          spec.dtype,
-                          spec.op,
-                          spec.inputs[0],
-                          spec.outputs[0],
-                          divisor,
-                          spec.inputs[0].bytes <= group.options().shm_flat};
-    const auto staged = [&group, plan]() -> std::unique_ptr<Stage> {
-      return std::make_unique<ShmAllReduceStage>(*group.shm(), plan, labels(group));
-    };
-    const bool ask = frame.total_bytes >= kAllReduceAsks * group.options().shm_direct;
-    stages.push_back(ask ? direct_all_reduce(group, spec, frame, staged) : staged());
-    return stages;
-  }
-  if (spec.kind == OpKind::reduce_scatter || spec.kind == OpKind::reduce) {
-    ShmReducePlan plan;
-    plan.frame = frame;
-    plan.dtype = spec.dtype;
-    plan.op = spec.op;
-    plan.divisor = divisor;
-    plan.inputs.resize(n);
-    plan.bytes.resize(n);
-    if (spec.kind == OpKind::reduce) {
-      plan.inputs[size_t(spec.root)] = spec.inputs[0];
-      plan.bytes[size_t(spec.root)] = spec.inputs[0].bytes;
-      if (is_root) plan.output = spec.outputs[0];
-    } else {
-      plan.inputs = spec.inputs;
-      for (size_t i = 0; i < n; ++i) plan.bytes[i] = spec.inputs[i].bytes;
-      plan.output = spec.outputs[0];
-    }
-    // With more sources than two, the loads are what it waits for.
-    plan.streaming = n == 2 && plan.output.bytes >= group.options().shm_stream;
-    const auto staged = [&group, plan]() -> std::unique_ptr<Stage> {
-      return std::make_unique<ShmReduceStage>(*group.shm(), plan, labels(group));
-    };
-    // Whether the inputs are shared buffers only their owners know: asked where it is worth it.
-    const bool ask =
-        spec.kind == OpKind::reduce_scatter && frame.total_bytes >= group.options().shm_direct;
-    stages.push_back(ask ? direct_reduce_scatter(group, spec, frame, plan.streaming, staged)
-                         : staged());
-    return stages;
-  }
-
-  ShmCopyPlan plan;
-  plan.frame = frame;
-  plan.outgoing.resize(n);
-  plan.incoming.resize(n);
-  plan.rounds.resize(n);
-  plan.listens.assign(n, true);
-  plan.portion = slot;
-  size_t received = 0;
-  switch (spec.kind) {
-    case OpKind::all_gather:
-      plan.outgoing[0] = spec.inputs[0];
-      plan.incoming = spec.outputs;
-      for (size_t r = 0; r < n; ++r) {
-        plan.rounds[r] = ShmCopyStage::rounds_for(spec.outputs[r].bytes, slot);
-        received += spec.outputs[r].bytes;
-      }
-      stages.push_back(own_copy(spec.inputs[0], spec.outputs[me]));
-      break;
-    case OpKind::broadcast:
-      plan.outgoing[0] = spec.outputs[0];
-      plan.incoming[size_t(spec.root)] = spec.outputs[0];
-      plan.rounds[size_t(spec.root)] = ShmCopyStage::rounds_for(spec.outputs[0].bytes, slot);
-      for (size_t r = 0; r < n; ++r) plan.listens[r] = int(r) == spec.root;
-      break;
-    case OpKind::gather:
-      plan.multicast = false;
-      plan.outgoing[size_t(spec.root)] = spec.inputs[0];
-      for (size_t r = 0; r < n; ++r) {
-        plan.listens[r] = is_root;
-        if (int(r) == spec.root) continue;
-        plan.rounds[r] = ShmCopyStage::rounds_for(spec.inputs[0].bytes, slot);
-        if (is_root) plan.incoming[r] = spec.outputs[r];
-      }
-      if (is_root) stages.push_back(own_copy(spec.inputs[0], spec.outputs[me]));
-      break;
-    case OpKind::scatter:
-      plan.multicast = false;
-      plan.portion = share;
-      plan.incoming[size_t(spec.root)] = spec.outputs[0];
-      plan.rounds[size_t(spec.root)] = ShmCopyStage::rounds_for(spec.outputs[0].bytes, share);
-      for (size_t r = 0; r < n; ++r) plan.listens[r] = int(r) == spec.root;
-      if (is_root) {
-        plan.outgoing = spec.inputs;
-        stages.push_back(own_copy(spec.inputs[me], spec.outputs[0]));
-      }
-      break;
-    case OpKind::all_to_all:
-      plan.multicast = false;
-      plan.portion = share;
-      plan.outgoing = spec.inputs;
-      plan.incoming = spec.outputs;
-      plan.rounds.assign(n, ShmCopyPlan::kUntilLast);
-      stages.push_back(own_copy(spec.inputs[me], spec.outputs[me]));
-      break;
-    case OpKind::barrier: plan.rounds.assign(n, 1); break;
-    default: throw InvalidRequestError(std::string(name(spec.kind)) + " is no collective");
-  }
-  plan.streaming = received >= group.options().shm_stream;
-  const bool ask =
-      spec.kind == OpKind::all_gather && frame.total_bytes >= group.options().shm_direct;
-  if (!ask) {
-    stages.push_back(std::make_unique<ShmCopyStage>(streams, plan, labels(group)));
-    return stages;
-  }
-  stages.clear();
-  const auto staged = [&group, plan, from = spec.inputs[0], to = spec.outputs[me]] {
-    copy_own(from, to);
-    return std::make_unique<ShmCopyStage>(*group.shm(), plan, labels(group));
-  };
-  stages.push_back(direct_all_gather(group, spec, frame, staged));
-  return stages;
+  return OverShm(group, spec, frame).build();
 }
 
 }  // namespace comm_core

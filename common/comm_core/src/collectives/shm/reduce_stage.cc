@@ -1,112 +1,103 @@
-#include "collectives/shm/reduce_stage.h"
-
 #include <algorithm>
 
-#include "collectives/shm/copy_stage.h"
+#include "collectives/collectives.h"
+#include "collectives/shm/stages.h"
 #include "reduce/kernels.h"
 
 namespace comm_core {
+namespace {
 
-ShmReduceStage::ShmReduceStage(ShmStreams& streams, ShmReducePlan plan,
-                               std::vector<std::string> peers)
-    : streams_(streams), plan_(std::move(plan)), peers_(std::move(peers)) {
-  const int n = streams_.size(), me = streams_.me();
-  // A slot is shared by the readers; an only one (the root of a reduce) has it for himself.
-  const auto owners =
-      std::count_if(plan_.bytes.begin(), plan_.bytes.end(), [](size_t bytes) { return bytes > 0; });
-  portion_ = owners <= 1 ? streams_.slot_bytes()
-                         : std::max<size_t>(64, streams_.slot_bytes() / size_t(n - 1) / 64 * 64);
-  my_rounds_ = rounds_of(me);
-  rounds_in_ = ShmCopyStage::rounds_for(plan_.bytes[size_t(me)], portion_);
-}
-
-int64_t ShmReduceStage::rounds_of(int writer) const {
-  size_t most = 0;
-  for (int r = 0; r < streams_.size(); ++r) {
-    if (r != writer) most = std::max(most, plan_.bytes[size_t(r)]);
+class ShmReduceStage : public ShmStage {
+ public:
+  ShmReduceStage(Group& group, const FrameHeader& frame, ShmReducePlan plan)
+      : ShmStage(group, frame), plan_(std::move(plan)), bytes_(plan_.bytes[size_t(me_)]) {
+    // A slot is shared by the readers; an only one (the root of a reduce) has it for himself.
+    const auto owners =
+        std::count_if(plan_.bytes.begin(), plan_.bytes.end(), [](size_t b) { return b > 0; });
+    portion_ = owners <= 1 ? streams_.slot_bytes() : shared_portion(streams_);
+    my_rounds_ = rounds_of(me_);
+    rounds_in_ = rounds_for(bytes_, portion_);
   }
-  return ShmCopyStage::rounds_for(most, portion_);
-}
 
-Progress ShmReduceStage::step() {
-  bool moved = consume();
-  moved = produce() || moved;
-  if (consumed_ == rounds_in_ && produced_ == my_rounds_) return Progress::done;
-  return moved ? Progress::moved : Progress::blocked;
-}
+  Progress step() override {
+    bool moved = consume();
+    moved = produce() || moved;
+    return progress(consumed_ == rounds_in_ && produced_ == my_rounds_, moved);
+  }
 
-bool ShmReduceStage::produce() {
-  const int me = streams_.me();
-  const int stream = streams_.inputs(me);
-  if (produced_ == my_rounds_ || !streams_.room(stream)) return false;
-  SlotHeader& header = streams_.header(stream);
-  header.frame = plan_.frame;
-  uint64_t* lengths = streams_.lengths(stream);
-  const size_t begin = size_t(produced_) * portion_;
-  for (int r = 0; r < streams_.size(); ++r) {
-    if (r == me) continue;
-    const ConstSpan& block = plan_.inputs[size_t(r)];
-    lengths[r] = block.bytes;
-    if (begin < block.bytes) {
-      copy(streams_.data(stream) + place(r, me), block.data + begin,
-           std::min(portion_, block.bytes - begin));
+  std::string status() const override {
+    return "waiting for the ranks of this host (" +
+           std::to_string(std::min(size_t(consumed_) * portion_, bytes_)) + " of " +
+           std::to_string(bytes_) + " bytes reduced)";
+  }
+
+ private:
+  int64_t rounds_of(int writer) const {
+    size_t most = 0;
+    for (int r = 0; r < n_; ++r) {
+      if (r != writer) most = std::max(most, plan_.bytes[size_t(r)]);
     }
+    return rounds_for(most, portion_);
   }
-  header.last = ++produced_ == my_rounds_;
-  streams_.publish(stream);
-  return true;
-}
 
-bool ShmReduceStage::consume() {
-  if (consumed_ == rounds_in_) return false;
-  const int n = streams_.size(), me = streams_.me();
-  for (int w = 0; w < n; ++w) {
-    if (w == me || streams_.ready(streams_.inputs(w))) continue;
-    if (streams_.left(w) && !streams_.ready(streams_.inputs(w))) {
-      throw PeerLostError("lost " + peers_[size_t(w)] + ": it left the group");
+  bool produce() {
+    const int stream = streams_.inputs(me_);
+    if (produced_ == my_rounds_ || !streams_.room(stream)) return false;
+    SlotHeader& header = streams_.header(stream);
+    header.frame = frame_;
+    uint64_t* lengths = streams_.lengths(stream);
+    const size_t begin = size_t(produced_) * portion_;
+    for (int r = 0; r < n_; ++r) {
+      if (r == me_) continue;
+      const ConstSpan& block = plan_.inputs[size_t(r)];
+      lengths[r] = block.bytes;
+      if (begin < block.bytes) {
+        copy(streams_.data(stream) + place(r, me_, portion_), block.data + begin,
+             std::min(portion_, block.bytes - begin));
+      }
     }
-    return false;
+    header.last = ++produced_ == my_rounds_;
+    streams_.publish(stream);
+    return true;
   }
-  const size_t begin = size_t(consumed_) * portion_;
-  const size_t bytes = plan_.bytes[size_t(me)];
-  const size_t now = begin < bytes ? std::min(portion_, bytes - begin) : 0;
-  std::vector<const void*> sources(size_t(n), nullptr);
-  for (int w = 0; w < n; ++w) {
-    if (w == me) {
-      sources[size_t(w)] = plan_.inputs[size_t(me)].data + begin;
-      continue;
-    }
-    const int stream = streams_.inputs(w);
-    if (consumed_ == 0) {
-      FrameHeader theirs = streams_.front(stream).frame;
-      theirs.payload_bytes = streams_.front_lengths(stream)[me];
-      FrameHeader mine = plan_.frame;
-      mine.payload_bytes = bytes;
-      check_header(mine, theirs, peers_[size_t(w)]);
-    }
-    sources[size_t(w)] = streams_.front_data(stream) + place(me, w);
-  }
-  if (now > 0) {
-    const size_t count = now / size_of(plan_.dtype);
-    char* out = plan_.output.data + begin;
-    reduce(plan_.dtype, plan_.op, out, sources.data(), n, count, plan_.streaming);
-    if (plan_.divisor > 0) divide(plan_.dtype, out, count, plan_.divisor);
-  }
-  ++consumed_;
-  for (int w = 0; w < n; ++w) {
-    if (w == me) continue;
-    // Rounds with larger blocks of others than mine do not concern me, but they count.
-    const bool last = consumed_ == rounds_in_;
-    streams_.release(streams_.inputs(w), last ? uint64_t(1 + rounds_of(w) - rounds_in_) : 1);
-  }
-  return true;
-}
 
-std::string ShmReduceStage::status() const {
-  return "waiting for the ranks of this host (" +
-         std::to_string(
-             std::min(size_t(consumed_) * portion_, plan_.bytes[size_t(streams_.me())])) +
-         " of " + std::to_string(plan_.bytes[size_t(streams_.me())]) + " bytes reduced)";
+  bool consume() {
+    if (consumed_ == rounds_in_) return false;
+    for (int w = 0; w < n_; ++w) {
+      if (w != me_ && !arrived(w, streams_.inputs(w))) return false;
+    }
+    const size_t begin = size_t(consumed_) * portion_;
+    std::vector<const void*> sources(size_t(n_), plan_.inputs[size_t(me_)].data + begin);
+    for (int w = 0; w < n_; ++w) {
+      if (w == me_) continue;
+      if (consumed_ == 0) check(w, bytes_);
+      sources[size_t(w)] = streams_.front_data(streams_.inputs(w)) + place(me_, w, portion_);
+    }
+    if (begin < bytes_) {
+      fold(frame_, plan_.divisor, plan_.output.data + begin, sources.data(), n_,
+           std::min(portion_, bytes_ - begin), plan_.streaming);
+    }
+    ++consumed_;
+    for (int w = 0; w < n_; ++w) {
+      if (w == me_) continue;
+      // Rounds with larger blocks of others than mine do not concern me, but they count.
+      const bool last = consumed_ == rounds_in_;
+      streams_.release(streams_.inputs(w), last ? uint64_t(1 + rounds_of(w) - rounds_in_) : 1);
+    }
+    return true;
+  }
+
+  const ShmReducePlan plan_;
+  const size_t bytes_;  // of this rank's block
+  size_t portion_;
+  int64_t my_rounds_, produced_ = 0;
+  int64_t rounds_in_, consumed_ = 0;
+};
+
+}  // namespace
+
+std::unique_ptr<Stage> shm_reduce(Group& group, const FrameHeader& frame, ShmReducePlan plan) {
+  return std::make_unique<ShmReduceStage>(group, frame, std::move(plan));
 }
 
 }  // namespace comm_core

@@ -1,92 +1,107 @@
-#include "collectives/tcp/exchange_stage.h"
-
 #include <algorithm>
 
+#include "collectives/tcp/stages.h"
 #include "group/group.h"
 
 namespace comm_core {
+namespace {
 
-ExchangeStage::ExchangeStage(Group& group, FrameHeader frame, std::vector<Sending> sending,
-                             std::vector<Receiving> receiving)
-    : group_(group), frame_(frame) {
-  for (const Sending& s : sending) {
-    out_.push_back({s.peer, const_cast<char*>(s.block.data), s.block.bytes});
-  }
-  for (const Receiving& r : receiving) in_.push_back({r.peer, r.block.data, r.block.bytes});
-}
+constexpr size_t kHeader = sizeof(FrameHeader);
 
-Progress ExchangeStage::step() {
-  bool moved = false, all = true;
-  for (Transfer& transfer : out_) {
-    if (!transfer.finished) moved = send(transfer) || moved;
-    all = all && transfer.finished;
-  }
-  for (Transfer& transfer : in_) {
-    if (!transfer.finished) moved = receive(transfer) || moved;
-    all = all && transfer.finished;
-  }
-  if (all) return Progress::done;
-  return moved ? Progress::moved : Progress::blocked;
-}
+struct Transfer {
+  int peer;
+  char* data;
+  size_t bytes;
+  size_t done = 0;  // header included
+  bool finished = false;
+};
 
-bool ExchangeStage::send(Transfer& t) {
-  OutLink& link = group_.out(t.peer);
-  if (!link.ready()) return false;
-  FrameHeader header = frame_;
-  header.payload_bytes = t.bytes;
-  constexpr size_t kHeader = sizeof header;
-  iovec parts[2];
-  int num_parts = 0;
-  if (t.done < kHeader) {
-    parts[num_parts++] = {reinterpret_cast<char*>(&header) + t.done, kHeader - t.done};
+class ExchangeStage : public Stage {
+ public:
+  ExchangeStage(Group& group, const FrameHeader& frame, const std::vector<Sending>& sending,
+                const std::vector<Receiving>& receiving)
+      : group_(group), frame_(frame) {
+    for (const Sending& s : sending) {
+      out_.push_back({s.peer, const_cast<char*>(s.block.data), s.block.bytes});
+    }
+    for (const Receiving& r : receiving) in_.push_back({r.peer, r.block.data, r.block.bytes});
   }
-  const size_t body = t.done < kHeader ? 0 : t.done - kHeader;
-  if (body < t.bytes) {
-    parts[num_parts++] = {t.data + body, std::min(t.bytes - body, group_.options().tcp_chunk)};
-  }
-  const size_t sent = link.write(parts, num_parts);
-  t.done += sent;
-  t.finished = t.done == kHeader + t.bytes;
-  return sent > 0;
-}
 
-bool ExchangeStage::receive(Transfer& t) {
-  InLink* link = group_.in(t.peer);
-  if (link == nullptr) return false;
-  constexpr size_t kHeader = sizeof(FrameHeader);
-  const bool begins = t.done < kHeader;
-  if (begins) {
-    if (!link->read_header()) return false;
-    FrameHeader mine = frame_;
-    mine.payload_bytes = t.bytes;
-    check_header(mine, link->header(), link->peer());
-    link->next_frame();
-    t.done = kHeader;
-    t.finished = t.bytes == 0;
-    if (t.finished) return true;
+  Progress step() override {
+    bool moved = false, all = true;
+    for (Transfer& transfer : out_) {
+      if (!transfer.finished) moved = send(transfer) || moved;
+      all = all && transfer.finished;
+    }
+    for (Transfer& transfer : in_) {
+      if (!transfer.finished) moved = receive(transfer) || moved;
+      all = all && transfer.finished;
+    }
+    return progress(all, moved);
   }
-  const size_t body = t.done - kHeader;
-  const size_t got =
-      link->read(t.data + body, std::min(t.bytes - body, group_.options().tcp_chunk));
-  t.done += got;
-  t.finished = t.done == kHeader + t.bytes;
-  return got > 0 || begins;
-}
 
-std::string ExchangeStage::status() const {
-  for (const Transfer& t : in_) {
-    if (t.finished) continue;
-    return "waiting for " + group_.peer(t.peer).label + " (" +
-           std::to_string(t.done - std::min(t.done, sizeof(FrameHeader))) + " of " +
-           std::to_string(t.bytes) + " bytes received)";
+  std::string status() const override {
+    for (const std::vector<Transfer>* transfers : {&in_, &out_}) {
+      for (const Transfer& t : *transfers) {
+        if (t.finished) continue;
+        return "waiting for " + group_.peer(t.peer).label + " (" +
+               std::to_string(t.done - std::min(t.done, kHeader)) + " of " +
+               std::to_string(t.bytes) + " bytes " + (transfers == &in_ ? "received)" : "sent)");
+      }
+    }
+    return "nobody";
   }
-  for (const Transfer& t : out_) {
-    if (t.finished) continue;
-    return "waiting for " + group_.peer(t.peer).label + " (" +
-           std::to_string(t.done - std::min(t.done, sizeof(FrameHeader))) + " of " +
-           std::to_string(t.bytes) + " bytes sent)";
+
+ private:
+  bool send(Transfer& t) {
+    OutLink& link = group_.out(t.peer);
+    if (!link.ready()) return false;
+    FrameHeader header = frame_;
+    header.payload_bytes = t.bytes;
+    iovec parts[2];
+    int num_parts = 0;
+    if (t.done < kHeader) {
+      parts[num_parts++] = {reinterpret_cast<char*>(&header) + t.done, kHeader - t.done};
+    }
+    const size_t body = t.done < kHeader ? 0 : t.done - kHeader;
+    if (body < t.bytes) {
+      parts[num_parts++] = {t.data + body, std::min(t.bytes - body, group_.options().tcp_chunk)};
+    }
+    const size_t sent = link.write(parts, num_parts);
+    t.done += sent;
+    t.finished = t.done == kHeader + t.bytes;
+    return sent > 0;
   }
-  return "nobody";
+
+  bool receive(Transfer& t) {
+    InLink* link = group_.in(t.peer);
+    if (link == nullptr) return false;
+    const bool begins = t.done < kHeader;
+    if (begins) {
+      if (!link->expect(frame_, t.bytes)) return false;
+      t.done = kHeader;
+      t.finished = t.bytes == 0;
+      if (t.finished) return true;
+    }
+    const size_t body = t.done - kHeader;
+    const size_t got =
+        link->read(t.data + body, std::min(t.bytes - body, group_.options().tcp_chunk));
+    t.done += got;
+    t.finished = t.done == kHeader + t.bytes;
+    return got > 0 || begins;
+  }
+
+  Group& group_;
+  const FrameHeader frame_;
+  std::vector<Transfer> out_, in_;
+};
+
+}  // namespace
+
+std::unique_ptr<Stage> exchange(Group& group, const FrameHeader& frame,
+                                const std::vector<Sending>& sending,
+                                const std::vector<Receiving>& receiving) {
+  return std::make_unique<ExchangeStage>(group, frame, sending, receiving);
 }
 
 }  // namespace comm_core

@@ -1,0 +1,45 @@
+#include "collectives/shm/stages.h"
+
+#include <algorithm>
+
+namespace comm_core {
+
+int64_t rounds_for(size_t bytes, size_t portion) {
+  return std::max<int64_t>(1, int64_t((bytes + portion - 1) / portion));
+}
+
+size_t shared_portion(const ShmStreams& streams) {
+  const size_t others = size_t(std::max(1, streams.size() - 1));
+  return std::max<size_t>(64, streams.slot_bytes() / others / 64 * 64);
+}
+
+const std::string& ShmStage::label(int r) const {
+  return group_.peer(group_.topology().beside(group_.rank())[size_t(r)]).label;
+}
+
+std::string ShmStage::late(const std::function<bool(int r)>& come) const {
+  std::string names;
+  for (int r = 0; r < n_; ++r) {
+    if (r != me_ && !come(r)) names += (names.empty() ? "" : ", ") + label(r);
+  }
+  return names;
+}
+
+bool ShmStage::arrived(int r, int stream) const {
+  if (streams_.ready(stream)) return true;
+  // What it published before it left is there to be read; look again after seeing the flag.
+  if (streams_.left(r) && !streams_.ready(stream)) {
+    throw PeerLostError("lost " + label(r) + ": it left the group");
+  }
+  return false;
+}
+
+void ShmStage::check(int r, size_t bytes) const {
+  const int stream = streams_.inputs(r);
+  FrameHeader theirs = streams_.front(stream).frame, mine = frame_;
+  theirs.payload_bytes = streams_.front_lengths(stream)[me_];
+  mine.payload_bytes = bytes;
+  check_header(mine, theirs, label(r));
+}
+
+}  // namespace comm_core

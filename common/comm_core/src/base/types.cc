@@ -11,15 +11,14 @@ size_t size_of(DType dtype) {
 }
 
 const char* name(DType dtype) {
-  constexpr const char* kNames[] = {"float32", "float64", "float16", "bfloat16",
-                                    "int8",    "int16",   "int32",   "int64",
+  constexpr const char* kNames[] = {"float32", "float64", "float16",   "bfloat16",
+                                    "int8",    "int16",   "int32",     "int64",
                                     "uint8",   "bool",    "complex64", "complex128"};
   return size_t(dtype) < std::size(kNames) ? kNames[size_t(dtype)] : "unknown";
 }
 
 const char* name(ReduceOp op) {
-  constexpr const char* kNames[] = {"sum",     "avg",  "min", "max",
-                                    "product", "band", "bor", "bxor"};
+  constexpr const char* kNames[] = {"sum", "avg", "min", "max", "product", "band", "bor", "bxor"};
   return size_t(op) < std::size(kNames) ? kNames[size_t(op)] : "unknown";
 }
 

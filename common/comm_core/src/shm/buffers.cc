@@ -30,23 +30,19 @@ char* SharedBuffers::allocate(size_t bytes) {
   if (!fd) throw_errno("memfd_create");
   const size_t mapped = whole_pages(bytes + sizeof(uint64_t));
   if (ftruncate(fd.get(), off_t(mapped)) != 0) throw_errno("ftruncate");
-  void* data =
-      mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd.get(), 0);
-  if (data == MAP_FAILED) throw_errno("cannot map " + std::to_string(mapped) + " shared bytes");
+  Mapping mapping(fd, mapped, std::to_string(mapped) + " shared bytes");
+  char* const data = mapping.data();
   uint64_t id = 0;
   random_bytes(&id, sizeof id);
-  memcpy(static_cast<char*>(data) + mapped - sizeof id, &id, sizeof id);
+  memcpy(data + mapped - sizeof id, &id, sizeof id);
   std::lock_guard<std::mutex> lock(mutex_);
-  buffers_[static_cast<char*>(data)] = {std::move(fd), bytes, mapped, id};
-  return static_cast<char*>(data);
+  buffers_[data] = {std::move(fd), bytes, std::move(mapping), id};
+  return data;
 }
 
 void SharedBuffers::free(char* data) {
   std::lock_guard<std::mutex> lock(mutex_);
-  const auto found = buffers_.find(data);
-  if (found == buffers_.end()) return;
-  munmap(data, found->second.mapped_bytes);
-  buffers_.erase(found);
+  buffers_.erase(data);
 }
 
 std::optional<BufferPlace> SharedBuffers::find(const char* data, size_t bytes) {
@@ -57,40 +53,31 @@ std::optional<BufferPlace> SharedBuffers::find(const char* data, size_t bytes) {
   const Buffer& buffer = found->second;
   const size_t offset = size_t(data - found->first);
   if (offset + bytes > buffer.bytes) return std::nullopt;
-  return BufferPlace{int32_t(getpid()), buffer.fd.get(), buffer.id, buffer.mapped_bytes, offset};
-}
-
-PeerBuffers::~PeerBuffers() {
-  for (const Mapped& m : mapped_) munmap(m.data, m.bytes);
+  return BufferPlace{int32_t(getpid()), buffer.fd.get(), buffer.id, buffer.mapping.bytes(), offset};
 }
 
 char* PeerBuffers::map(const BufferPlace& place) {
   for (auto it = mapped_.begin(); it != mapped_.end(); ++it) {
     if (it->place.pid == place.pid && it->place.id == place.id) {
       mapped_.splice(mapped_.begin(), mapped_, it);
-      return mapped_.front().data + place.offset;
+      return mapped_.front().mapping.data() + place.offset;
     }
   }
   const std::string path = "/proc/" + std::to_string(place.pid) + "/fd/" + std::to_string(place.fd);
   Fd fd(open(path.c_str(), O_RDWR | O_CLOEXEC));
   if (!fd || place.bytes < sizeof(uint64_t)) return nullptr;
   if (lseek(fd.get(), 0, SEEK_END) != off_t(place.bytes)) return nullptr;
-  void* data =
-      mmap(nullptr, place.bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd.get(), 0);
-  if (data == MAP_FAILED) return nullptr;
-  char* bytes = static_cast<char*>(data);
-  uint64_t id = 0;
-  memcpy(&id, bytes + place.bytes - sizeof id, sizeof id);
-  if (id != place.id) {
-    munmap(data, place.bytes);
+  try {
+    Mapping mapping(fd, place.bytes, path);
+    uint64_t id = 0;
+    memcpy(&id, mapping.data() + place.bytes - sizeof id, sizeof id);
+    if (id != place.id) return nullptr;
+    mapped_.push_front({place, std::move(mapping)});
+  } catch (const SystemError&) {
     return nullptr;
   }
-  mapped_.push_front({place, bytes, place.bytes});
-  if (mapped_.size() > kMost) {
-    munmap(mapped_.back().data, mapped_.back().bytes);
-    mapped_.pop_back();
-  }
-  return bytes + place.offset;
+  if (mapped_.size() > kMost) mapped_.pop_back();
+  return mapped_.front().mapping.data() + place.offset;
 }
 
 }  // namespace comm_core

@@ -9,7 +9,7 @@
 #include <optional>
 #include <utility>
 
-#include "tcp/socket.h"
+#include "shm/segment.h"
 
 namespace comm_core {
 
@@ -36,8 +36,8 @@ class SharedBuffers {
  private:
   struct Buffer {
     Fd fd;
-    size_t bytes;         // as asked for
-    size_t mapped_bytes;  // with the identity behind it
+    size_t bytes;     // as asked for
+    Mapping mapping;  // with the identity behind it
     uint64_t id;
   };
   std::mutex mutex_;
@@ -47,15 +47,13 @@ class SharedBuffers {
 // Buffers of other processes, mapped here when first needed.
 class PeerBuffers {
  public:
-  ~PeerBuffers();
   // Null if it cannot be mapped: another user's, another container's, or gone.
   char* map(const BufferPlace& place);
 
  private:
   struct Mapped {
     BufferPlace place;
-    char* data;
-    size_t bytes;
+    Mapping mapping;
   };
   static constexpr size_t kMost = 64;
   std::list<Mapped> mapped_;  // the last used first

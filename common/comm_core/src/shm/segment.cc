@@ -15,6 +15,13 @@
 
 namespace comm_core {
 
+Mapping::Mapping(const Fd& fd, size_t bytes, const std::string& what) {
+  void* data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd.get(), 0);
+  if (data == MAP_FAILED) throw_errno("cannot map " + what);
+  data_ = static_cast<char*>(data);
+  bytes_ = bytes;
+}
+
 Mapping Mapping::create(const std::string& path, size_t bytes) {
   Fd fd(::open(path.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600));
   if (!fd) throw_errno("cannot create " + path);
@@ -34,13 +41,7 @@ Mapping Mapping::open(const std::string& path) {
   if (!fd) throw_errno("cannot open " + path);
   struct stat facts{};
   if (fstat(fd.get(), &facts) != 0) throw_errno("cannot stat " + path);
-  void* data = mmap(nullptr, size_t(facts.st_size), PROT_READ | PROT_WRITE,
-                    MAP_SHARED | MAP_POPULATE, fd.get(), 0);
-  if (data == MAP_FAILED) throw_errno("cannot map " + path);
-  Mapping mapping;
-  mapping.data_ = static_cast<char*>(data);
-  mapping.bytes_ = size_t(facts.st_size);
-  return mapping;
+  return Mapping(fd, size_t(facts.st_size), path);
 }
 
 Mapping::Mapping(Mapping&& other) noexcept

@@ -1,14 +1,18 @@
-// Shared memory of the ranks of one host: a mapped file in /dev/shm, gone with its last user.
+// Shared memory: a file that is mapped as long as this lives.
 #pragma once
 
 #include <cstddef>
 #include <string>
+
+#include "tcp/socket.h"
 
 namespace comm_core {
 
 class Mapping {
  public:
   Mapping() = default;
+  // Throws SystemError, which names `what`.
+  Mapping(const Fd& fd, size_t bytes, const std::string& what);
   // A new file of `bytes`, all of it backed by memory. Throws SystemError if there is too little.
   static Mapping create(const std::string& path, size_t bytes);
   // The whole of an existing file. Throws SystemError.

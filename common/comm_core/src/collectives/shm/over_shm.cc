@@ -44,7 +44,6 @@ class OverShm : Planner {
   }
 
  private:
-  using Staged = std::function<std::unique_ptr<Stage>()>;
   // What everybody has at `offset` bytes from the beginning of his input.
   static std::vector<const void*> at(const std::vector<char*>& inputs, size_t offset) {
     std::vector<const void*> sources;
@@ -88,13 +87,10 @@ class OverShm : Planner {
     if (spec_.kind == OpKind::reduce) {
       const size_t root = size_t(spec_.root);
       staged.inputs.resize(n_);
-      staged.bytes.resize(n_);
       staged.inputs[root] = spec_.inputs[0];
-      staged.bytes[root] = spec_.inputs[0].bytes;
       if (me_ == root) staged.output = spec_.outputs[0];
     } else {
       staged.inputs = spec_.inputs;
-      for (const ConstSpan& block : spec_.inputs) staged.bytes.push_back(block.bytes);
       staged.output = spec_.outputs[0];
     }
     const Span output = staged.output;

@@ -10,10 +10,10 @@ namespace {
 class ShmReduceStage : public ShmStage {
  public:
   ShmReduceStage(Group& group, const FrameHeader& frame, ShmReducePlan plan)
-      : ShmStage(group, frame), plan_(std::move(plan)), bytes_(plan_.bytes[size_t(me_)]) {
+      : ShmStage(group, frame), plan_(std::move(plan)), bytes_(plan_.inputs[size_t(me_)].bytes) {
     // A slot is shared by the readers; an only one (the root of a reduce) has it for himself.
-    const auto owners =
-        std::count_if(plan_.bytes.begin(), plan_.bytes.end(), [](size_t b) { return b > 0; });
+    const auto owners = std::count_if(plan_.inputs.begin(), plan_.inputs.end(),
+                                      [](const ConstSpan& block) { return block.bytes > 0; });
     portion_ = owners <= 1 ? streams_.slot_bytes() : shared_portion(streams_);
     my_rounds_ = rounds_of(me_);
     rounds_in_ = rounds_for(bytes_, portion_);
@@ -35,7 +35,7 @@ class ShmReduceStage : public ShmStage {
   int64_t rounds_of(int writer) const {
     size_t most = 0;
     for (int r = 0; r < n_; ++r) {
-      if (r != writer) most = std::max(most, plan_.bytes[size_t(r)]);
+      if (r != writer) most = std::max(most, plan_.inputs[size_t(r)].bytes);
     }
     return rounds_for(most, portion_);
   }

@@ -26,10 +26,10 @@ std::unique_ptr<Stage> shm_all_reduce(Group& group, const FrameHeader& frame,
 // reduce_scatter and reduce: each rank stages the blocks of others in its stream; the owner of a
 // block folds all of them, in rank order, into his output.
 struct ShmReducePlan {
-  std::vector<ConstSpan> inputs;  // of this rank: the block of each local rank; empty for nobody's
-  std::vector<size_t> bytes;      // of each block, the same on all ranks
-  Span output;                    // this rank's block, reduced; may be inputs[me]
-  int64_t divisor = 0;            // > 0: divide the result by it
+  // Of this rank: the block of each local rank, as long as the others' for him; empty for nobody's.
+  std::vector<ConstSpan> inputs;
+  Span output;          // this rank's block, reduced; may be inputs[me]
+  int64_t divisor = 0;  // > 0: divide the result by it
   bool streaming = false;
 };
 std::unique_ptr<Stage> shm_reduce(Group& group, const FrameHeader& frame, ShmReducePlan plan);

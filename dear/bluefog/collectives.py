@@ -21,7 +21,7 @@ from dear.bluefog.job import blocking, job, started, synchronize
 from dear.comm.neighbors import Exchange, Round
 from dear.errors import UserError
 from dear.lazy import np, torch
-from dear.topology.graphs import from_matrix, matrix, uniform
+from dear.topology import from_matrix, matrix, uniform
 
 Targets = Mapping[int, float] | Sequence[int]
 Parameters = Mapping[str, Any] | Iterable[Any]

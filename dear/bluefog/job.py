@@ -24,7 +24,7 @@ from dear.comm.neighbors import Exchange, Machines, Round
 from dear.comm.runtime import ranks_per_machine
 from dear.errors import UserError
 from dear.lazy import dist, nx
-from dear.topology.graphs import (
+from dear.topology import (
     check_connected,
     check_graph,
     check_nodes,

@@ -16,7 +16,7 @@ from typing import Any
 from dear.comm.communicator import Communicator
 from dear.errors import Unavailable, UserError
 from dear.lazy import dist, nx, torch
-from dear.topology.graphs import in_neighbors, out_neighbors, recv_weights
+from dear.topology import in_neighbors, out_neighbors, recv_weights
 
 PIECE = 1 << 20
 

@@ -12,7 +12,7 @@ from typing import Any
 from dear.comm.communicator import Communicator
 from dear.comm.neighbors import core_module
 from dear.lazy import dist, nx
-from dear.topology.graphs import check_nodes, in_neighbors, out_neighbors
+from dear.topology import check_nodes, in_neighbors, out_neighbors
 
 log = logging.getLogger("dear")
 

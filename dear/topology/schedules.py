@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from dear.errors import UserError, unknown
 from dear.lazy import nx
-from dear.topology.graphs import exponential, out_neighbors, powers
+from dear.topology import exponential, out_neighbors, powers
 
 Peers = tuple[list[int], list[int]]
 """Ranks to send to, ranks to receive from."""

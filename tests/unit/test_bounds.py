@@ -14,7 +14,6 @@ from dear.cost.bounds import (
     StepTimes,
     comm_times,
     compute_limit_s,
-    half_wire_limit_s,
     reached,
     step_bound_s,
     wire_limit_s,
@@ -97,7 +96,6 @@ def test_communication_by_its_fits():
 
 def test_wire_limits():
     assert wire_limit_s(1000, 4, 100) == pytest.approx(15)
-    assert half_wire_limit_s(1000, 4, 100) == pytest.approx(7.5)
     assert wire_limit_s(1000, 1, 100) == 0
 
 

@@ -13,14 +13,15 @@ tensors returned are the caller's.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import socket
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -44,6 +45,7 @@ from dear.options import at_least, positive
 from dear.training.trace import Timeline
 
 BUFFER_BYTES = 64 * MIB
+T = TypeVar("T")
 
 EXECUTORS = {name: name for name in ("mpi", "nccl", "gloo", "comm_core")} | {"mpicuda": "nccl"}
 """What moves the bytes, by the names of DADT; the backend here. `mpicuda`, of its older versions,
@@ -105,9 +107,8 @@ class Session:
                 small = "gloo"
         control = Communicator(dist.new_group(timeout=timeout, backend=small))
         execution = Execution(data, settings.all_reduce_buffer_size)
-        self.timeline: Timeline | None = None
-        if settings.timeline is not None:
-            self.timeline = Timeline(settings.timeline, world.rank)
+        path = settings.timeline
+        self.timeline = None if path is None else Timeline(path, world.rank)
         self._clock = world.clock
         self.local = self._host_group(world, timeout)
         self.cycles = Cycles(control, execution, settings.cycle_duration_ms / 1e3)
@@ -233,10 +234,8 @@ def initialize(
     """
     global _session
     if group_buffer_size is not None:
-        raise UserError(
-            "dadt.init: group_buffer_size never had an effect in DADT and has none here: leave it "
-            "out"
-        )
+        never = "never had an effect in DADT and has none here: leave it out"
+        raise UserError(f"dadt.init: group_buffer_size {never}")
     named = {executor_type, broad_cast_executor, all_reduce_executor} - {None}
     if len({EXECUTORS.get(name, name) for name in named}) > 1:
         raise UserError(f"dadt.init: one executor does everything, got {', '.join(sorted(named))}")
@@ -282,33 +281,26 @@ def current() -> Session:
     return _session
 
 
-def size() -> int:
-    """Number of processes in the job."""
-    current()
-    return runtime.size()
+def _in_session(fact: Callable[[], T]) -> Callable[[], T]:
+    """The same between `initialize` and `shutdown`; raises `UserError` outside."""
+
+    @functools.wraps(fact)
+    def call() -> T:
+        current()
+        return fact()
+
+    return call
 
 
-def rank() -> int:
-    """This process's number in the job, 0 .. size()-1."""
-    current()
-    return runtime.rank()
+size = _in_session(runtime.size)
+rank = _in_session(runtime.rank)
+local_size = _in_session(runtime.local_size)
+local_rank = _in_session(runtime.local_rank)
 
 
-def local_size() -> int:
-    """Number of the job's processes on this host."""
-    current()
-    return runtime.local_size()
-
-
-def local_rank() -> int:
-    """This process's number among those of its host."""
-    current()
-    return runtime.local_rank()
-
-
+@_in_session
 def barrier() -> None:
     """Returns once every rank has called it."""
-    current()
     runtime.communicator().barrier()
 
 

@@ -53,14 +53,10 @@ class Request:
         """For messages."""
         self.key = key
         self._clock = clock
-        copied = tensor.detach()
-        # Both are memory of the request's own.
-        self.tensor = (
-            copied.coalesce().clone()
-            if copied.is_sparse
-            else copied.clone(memory_format=torch.contiguous_format)
-        )
-        self.written = torch.cuda.Event() if copied.is_cuda else None
+        own = tensor.detach()
+        dense = {} if sparse else {"memory_format": torch.contiguous_format}
+        self.tensor = (own.coalesce() if sparse else own).clone(**dense)
+        self.written = torch.cuda.Event() if own.is_cuda else None
         if self.written is not None:
             self.written.record()
         self._result: torch.Tensor | None = None
@@ -138,10 +134,10 @@ class Execution:
         """Ends each request of `batch`, with its result or the error that its group met."""
         running: list[tuple[list[Request], Work | None, Callable[[], None]]] = []
         for group in self._groups(batch):
-            with self._failing(group), self._on_stream(group):
+            with self._working_on(group):
                 running.append((group, *self._start(group)))
         for group, work, finish in running:
-            with self._failing(group), self._on_stream(group):
+            with self._working_on(group):
                 if work is not None:
                     work.wait()
                 finish()
@@ -191,27 +187,24 @@ class Execution:
         return work, finish
 
     @contextlib.contextmanager
-    def _failing(self, group: list[Request]) -> Iterator[None]:
+    def _working_on(self, group: list[Request]) -> Iterator[None]:
+        """Errors are the group's. On CUDA: a stream of this thread's own, after what has written
+        the tensors."""
+        device = group[0].tensor.device
         try:
-            yield
+            if device.type != "cuda":
+                yield
+                return
+            stream = self._streams.setdefault(device, torch.cuda.Stream(device))
+            with torch.cuda.device(device), torch.cuda.stream(stream):
+                for request in group:
+                    stream.wait_event(request.written)
+                    if not request.tensor.is_sparse:
+                        request.tensor.record_stream(stream)
+                yield
         except Exception as error:  # the callers raise it, each from its own wait
             for request in group:
                 request.fail(error)
-
-    @contextlib.contextmanager
-    def _on_stream(self, group: list[Request]) -> Iterator[None]:
-        """On CUDA: a stream of this thread's own, after what has written the tensors."""
-        device = group[0].tensor.device
-        if device.type != "cuda":
-            yield
-            return
-        stream = self._streams.setdefault(device, torch.cuda.Stream(device))
-        with torch.cuda.device(device), torch.cuda.stream(stream):
-            for request in group:
-                stream.wait_event(request.written)
-                if not request.tensor.is_sparse:
-                    request.tensor.record_stream(stream)
-            yield
 
 
 class Cycles:
@@ -241,7 +234,7 @@ class Cycles:
         self._thread.start()
 
     def submit(self, request: Request) -> None:
-        """Takes a request; its answer comes when all ranks have given one of the same key.
+        """Takes a request, which is answered when all ranks have given one of the same key.
 
         Raises:
             UserError: `close` has been called.

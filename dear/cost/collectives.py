@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 from weakref import WeakKeyDictionary
 
-from dear.comm.communicator import (
-    Communicator,
-    SubCommunicator,
-    Work,
-    buffer,
-    sub_communicators,
-)
+from dear.comm.communicator import Communicator, Work, buffer, sub_communicators
 from dear.errors import UserError, unknown
 from dear.lazy import torch
 from dear.options import at_least
@@ -145,7 +139,7 @@ EXCHANGE = "exchange"
 Operation = Literal["all_reduce", "reduce_scatter", "all_gather", "exchange"]
 """`exchange`: pairs of ranks, far apart by their numbers, swap buffers, all pairs at once (of an
 odd number one rank rests)."""
-OPERATIONS: tuple[Operation, ...] = ("all_reduce", "reduce_scatter", "all_gather", EXCHANGE)
+OPERATIONS: tuple[Operation, ...] = get_args(Operation)
 
 SIZES = tuple(2**power for power in range(12, 25, 2))
 """4 KiB to 16 MiB, in bytes of the full buffer."""
@@ -200,12 +194,9 @@ def measure_collective(
     unit = 4 * communicator.size
     nbytes: list[int] = []
     own: list[list[float]] = []
-    pairs = _pairs(communicator) if operation == EXCHANGE else {}
-    for size in sizes:
-        count = -(-size // unit) * communicator.size
-        if nbytes and nbytes[-1] == count * 4:
-            continue
-        call = _caller(communicator, operation, count, device, shared, pairs)
+    pair = _pair(communicator) if operation == EXCHANGE else None
+    for count in sorted({-(-size // unit) * communicator.size for size in sizes}):
+        call = _caller(communicator, operation, count, device, shared, pair)
         times = [_timed(communicator, call, device) for _ in range(repeats + 1)][1:]
         nbytes.append(count * 4)
         own.append(times)
@@ -214,7 +205,7 @@ def measure_collective(
         # One rank decides, or the ranks would go on to different sizes.
         if communicator.broadcast_object(enough):
             break
-    for pair in pairs.values():
+    if pair is not None and pair is not communicator:
         pair.close()
     ranks = communicator.gather_objects(own)
     seconds = [
@@ -267,26 +258,24 @@ def _caller(
     count: int,
     device: torch.device,
     shared: bool,
-    pairs: Mapping[tuple[int, ...], Communicator],
+    pair: Communicator | None,
 ) -> Callable[[], Work | None]:
     like = torch.empty(0, device=device)
 
     def zeros(numel: int) -> torch.Tensor:
-        if shared:
-            return buffer(like, numel, communicator)
-        return torch.zeros(numel, device=device)
+        return buffer(like, numel, communicator) if shared else like.new_zeros(numel)
 
     full = zeros(count)
     if operation == "all_reduce":
         return lambda: communicator.all_reduce(full, op="sum")
     if operation == EXCHANGE:
-        peer = _opposite(communicator.rank, communicator.size)
-        if peer is None:
+        # The rank half the world away, which is on another host if there are several.
+        half = communicator.size // 2
+        if communicator.rank >= 2 * half:
             return lambda: None
-        pair = communicator if communicator.size == 2 else next(iter(pairs.values()), None)
-        if communicator.native and pair is not None:
+        if pair is not None:
             return lambda: pair.all_reduce(full, op="sum")
-        received = zeros(count)
+        peer, received = (communicator.rank + half) % (2 * half), zeros(count)
         return lambda: communicator.exchange(received, full, peer=peer)
     shard = zeros(count // communicator.size)
     if operation == "reduce_scatter":
@@ -294,18 +283,13 @@ def _caller(
     return lambda: communicator.all_gather(full, shard)
 
 
-def _pairs(communicator: Communicator) -> dict[tuple[int, ...], SubCommunicator]:
+def _pair(communicator: Communicator) -> Communicator | None:
     """The pair of this rank, where its all-reduce does the same as a swap and takes less time."""
-    ranks = range(communicator.size // 2)
+    half = communicator.size // 2
     if not communicator.native or communicator.size == 2:
-        return {}
-    return sub_communicators(communicator, [(rank, rank + len(ranks)) for rank in ranks])
-
-
-def _opposite(rank: int, size: int) -> int | None:
-    """The rank half the world away, which is on another host if there are several."""
-    half = size // 2
-    return None if rank >= 2 * half else (rank + half) % (2 * half)
+        return communicator if communicator.native else None
+    made = sub_communicators(communicator, [(rank, rank + half) for rank in range(half)])
+    return next(iter(made.values()), None)
 
 
 def _timed(

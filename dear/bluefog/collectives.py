@@ -224,9 +224,8 @@ def chosen_part(
 ) -> Round:
     """The round that a call's weights ask for; those left out are of `default`.
 
-    Raises:
-        UserError: weights given by halves, or a source that the topology does not have while
-            no destinations are given.
+    Raises `UserError` for weights by halves, or, without destinations, a source that the topology
+    does not have.
     """
     check_weights(self_weight, sources, destinations, what)
     if sources is None:

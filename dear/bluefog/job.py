@@ -295,11 +295,7 @@ def started(
     wait: Callable[[], Any],
     result: Callable[[], Any] = lambda: True,
 ) -> int:
-    """A handle; `done` never blocks, `wait` waits for the operation, then `result` is called.
-
-    Args:
-        operation, name: as traces call it.
-    """
+    """A handle; `done` never blocks, `result` is called after `wait`. Traces show the names."""
 
     def ended() -> Any:
         with timeline_context(name or operation, f"wait {operation}"):
@@ -319,9 +315,7 @@ def poll(handle: int) -> bool:
 def synchronize(handle: int) -> Any:
     """Waits for the operation of `handle` and returns its result; then the handle is used up.
 
-    Raises:
-        UserError: there is no such handle (any more).
-        RuntimeError: the operation failed.
+    Raises `UserError` if there is no such handle (any more), RuntimeError if the operation failed.
     """
     _, result = _found(handle)
     del job().running[handle]

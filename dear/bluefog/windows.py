@@ -64,8 +64,7 @@ def win_create(tensor: torch.Tensor, name: str, zero_init: bool = False) -> bool
         tensor: floating-point; `win_update` writes to it.
         zero_init: slots start as zeros instead of this rank's own values.
 
-    Raises:
-        UserError: the name is taken, or the tensor is not of floating point.
+    Raises `UserError` if the name is taken, or the tensor is not of floating point.
     """
     current = job()
     if name in current.windows:
@@ -213,8 +212,7 @@ def win_update_then_collect(name: str, require_mutex: bool = True) -> torch.Tens
 def win_mutex(name: str, for_self: bool = False, ranks: list[int] | None = None) -> Iterator[None]:
     """Holds the mutexes of the window at `ranks` (default: the out-neighbours) in a `with` block.
 
-    Args:
-        for_self: and this rank's own.
+    With `for_self` also this rank's own.
     """
     window = named(name).window
     wanted = list(window.targets if ranks is None else ranks)

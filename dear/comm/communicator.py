@@ -82,11 +82,7 @@ class Work:
         return self._handle.get_future()
 
     def times(self) -> WorkTimes:
-        """The three times of a finished collective.
-
-        Raises:
-            UserError: the communicator was not made with `record_times`, or it is still running.
-        """
+        """The times of a finished collective; raises `UserError` if they were not recorded."""
         if self._communicator.native_times and self._handle.is_completed():
             return self._handle.times()
         if self._recorded is not None and self._handle.is_completed():
@@ -172,11 +168,9 @@ class Communicator:
         channel: int = 0,
         priority: int = 0,
     ) -> Work:
-        """Rank r gets slice r of the reduced `input`.
+        """Rank r gets slice r of the reduced `input` `[size * n]` as `output` `[n]`.
 
-        Args:
-            output: contiguous, `[n]`.
-            input: contiguous, `[size * n]`; scratch afterwards (`mean` scales it in place).
+        Both are contiguous; `input` is scratch afterwards (`mean` scales it in place).
         """
         queue, how = self._queue(channel, priority), _reduce_op(op)
         if input.numel() != output.numel() * self.size:
@@ -344,11 +338,7 @@ def _reduce_op(op: Op) -> Any:
 
 
 class Exchange:
-    """Sends `send` to a rank that sends as much into `recv`; like a work of torch.distributed.
-
-    Args:
-        peer: its rank in the whole job.
-    """
+    """Sends `send` to rank `peer` of the job, which sends as much; like a work of torch's."""
 
     def __init__(
         self, send: torch.Tensor, recv: torch.Tensor, peer: int, group: dist.ProcessGroup
@@ -444,9 +434,7 @@ def prepare(backend: str) -> str:
     Args:
         backend: `comm_core`, `mpi`, a name that torch knows, or pairs (`cpu:comm_core,cuda:nccl`).
 
-    Raises:
-        Unavailable: it is not built.
-        UserError: `mpi` within pairs.
+    Raises `Unavailable` if it is not built, and `UserError` for `mpi` within pairs.
     """
     if "comm_core" in backend:
         _imported("comm_core")

@@ -267,14 +267,11 @@ class GlobalAverage:
         return self._kept is not None
 
     def apply(self, *, keep: bool = True, measure: bool = True) -> float | None:
-        """Averages in place.
+        """Averages in place; raises `UserError` if they are averaged already, and not reverted yet.
 
         Args:
             keep: make a copy to revert to.
             measure: return this rank's distance to the mean (the norm of the difference).
-
-        Raises:
-            UserError: they are averaged already, and not reverted yet.
         """
         if self.applied:
             raise UserError("the models are averaged already; revert first")

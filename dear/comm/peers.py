@@ -108,12 +108,11 @@ class Peers:
         if dist.get_backend(self.group) != "comm_core":
             self.group = self._new_group(dist.get_process_group_ranks(self.group))
         for other in sorted({*self.sources, *self.targets}):
-            slot = slot_there = None
-            if other in self.sources:
-                slot = 1 + self.sources.index(other)
+            slot = 1 + self.sources.index(other) if other in self.sources else None
+            there = None
             if other in self.targets:
-                slot_there = 1 + in_neighbors(graph, other).index(self.rank)
-            self.near[other] = Peer(other, self.group, other, self.rank, slot, slot_there)
+                there = 1 + in_neighbors(graph, other).index(self.rank)
+            self.near[other] = Peer(other, self.group, other, self.rank, slot, there)
 
     def _reach_apart(self, graph: nx.DiGraph) -> None:
         """A group for each pair of neighbours, with one slot each way."""
@@ -208,13 +207,10 @@ class Departures:
         return self._store.check([f"done{rank}"]) or self._store.check([f"lost{rank}"])
 
     def wait(self, timeout_s: float, look: Callable[[], None]) -> None:
-        """Returns when all ranks are done or lost.
+        """Returns when all ranks are done or lost; RuntimeError names those that are not in time.
 
         Args:
             look: called now and then; may say that somebody is lost.
-
-        Raises:
-            RuntimeError: some are neither after `timeout_s`; it names them.
         """
         deadline = self._clock() + timeout_s
         waiting = list(range(self._size))

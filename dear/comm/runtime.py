@@ -129,11 +129,7 @@ def is_initialized() -> bool:
 
 
 def communicator() -> Communicator:
-    """The communicator of all ranks.
-
-    Raises:
-        UserError: `init` has not been called.
-    """
+    """The communicator of all ranks; raises `UserError` before `init`."""
     if _communicator is None:
         raise UserError("call dear.init() first")
     return _communicator
@@ -169,8 +165,7 @@ def local_size() -> int:
 def ranks_per_machine(communicator: Communicator) -> int:
     """How many ranks each machine runs; a blocking collective call.
 
-    Raises:
-        UserError: machines run different numbers of ranks, or not neighbouring ones.
+    Raises `UserError` if machines run different numbers of ranks, or not neighbouring ones.
     """
     found = communicator.gather_objects((local_rank(), local_size()))
     sizes = {size for _, size in found}

@@ -26,9 +26,7 @@ LINE_BYTES = 64
 class Row:
     """A message in host memory: values, p where it fits, and the steps in them, in one piece.
 
-    Args:
-        numel: number of values.
-        pinned: memory that a GPU copies to directly.
+    A GPU copies to memory that is `pinned` directly.
     """
 
     def __init__(self, numel: int, dtype: torch.dtype, *, pinned: bool = False) -> None:
@@ -150,11 +148,7 @@ class NeighborWindow:
     def idle(self, *, wait: bool) -> list[int]:
         """Targets that have taken the last message of this window; the others count as skipped.
 
-        Args:
-            wait: for all of them.
-
-        Raises:
-            RuntimeError: a message has failed, for example since its target has died.
+        Waits for all of them with `wait`; raises RuntimeError if a message has failed.
         """
         found = []
         for target in self.targets:

@@ -298,11 +298,7 @@ def step_bound_s(kind: Bound, compute: StepTimes, comm: CommTimes, world_size: i
 
 
 def compute_limit_s(compute: StepTimes, world_size: int = 1) -> float:
-    """Seconds per step if communication were free: no synchronous algorithm is faster.
-
-    Args:
-        world_size: ranks that could share the update.
-    """
+    """Seconds per step if communication were free and `world_size` ranks shared the update."""
     at_least("world_size", world_size, 1)
     return compute.forward_s + compute.backward_s + compute.update_s / world_size
 
@@ -325,9 +321,7 @@ def exchange_wire_limit_s(
 ) -> float:
     """Seconds per step that a schedule keeps the busiest host's link busy, at least.
 
-    Args:
-        nbytes: of all parameters.
-        loads: by host and step (`Traffic.loads`).
+    `nbytes` is of all parameters, `loads` are by host and step (`Traffic.loads`).
     """
     hosts = len(loads)
 

@@ -356,13 +356,11 @@ def coo_all_reduce_async(id: int, tensor: torch.Tensor) -> torch.Tensor:
 def flush(id: int, *, coo: bool = False) -> torch.Tensor:
     """The sum of the tensors of the last asynchronous call of this `id`; waits.
 
-    The next call of the `id` is a first one again.
+    The next call of the `id` is a first one again. Raises `UserError` if there was none since the
+    last flush.
 
     Args:
         coo: of `coo_all_reduce_async` instead of `all_reduce_async`.
-
-    Raises:
-        UserError: there was no such call since the last flush.
     """
     return current().last(COO_ALL_REDUCE if coo else ALL_REDUCE, id)
 

@@ -29,10 +29,7 @@ NAMES = {COO_ALL_REDUCE: "coo_all_reduce", ALL_REDUCE: "all_reduce", BROADCAST: 
 class Request:
     """One rank's part of one collective: a copy of its tensor, and later the result.
 
-    Args:
-        key: type, id and the form of the call; ranks' requests of one key belong together.
-        tensor: is left alone.
-        clock: returns seconds.
+    Ranks' requests of one `key` (type, id and the form of the call) belong together.
 
     Raises:
         UserError: the id is no whole number, or the tensor none of the layout of the type.
@@ -95,11 +92,9 @@ class Request:
             self._ended.set()
 
     def wait(self, timeout_s: float) -> torch.Tensor:
-        """The result, a tensor of the caller's own.
+        """The result, a tensor of the caller's own; raises whatever failed.
 
-        Raises:
-            RuntimeError: no answer in time; it says which ranks have not asked.
-            Exception: whatever failed.
+        If there is none in time, a RuntimeError says which ranks have not asked.
         """
         if not self._ended.wait(timeout_s):
             asked = f"; ranks {self.missing} have not asked for it" if self.missing else ""
@@ -236,9 +231,7 @@ class Cycles:
     def submit(self, request: Request) -> None:
         """Takes a request, which is answered when all ranks have given one of the same key.
 
-        Raises:
-            UserError: `close` has been called.
-            Exception: what has ended the thread.
+        Raises `UserError` after `close`, and what has ended the thread.
         """
         with self._changed:
             if self._dead is not None:

@@ -313,11 +313,7 @@ class DecentralizedDataParallel(Module):
         }
 
     def load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Goes on from this rank's `checkpoint()`; all ranks do so.
-
-        Raises:
-            UserError: it is from another world, topology or model.
-        """
+        """Goes on from this rank's `checkpoint()` of such a model and world; all ranks do so."""
         for field, here in (
             ("world_size", self._engine.communicator.size),
             ("topology", self._topology_name),

@@ -54,11 +54,7 @@ def complete(world_size: int) -> nx.DiGraph:
 
 
 def ring(world_size: int, style: RingStyle = "both") -> nx.DiGraph:
-    """Neighbours on a circle, equal weights.
-
-    Args:
-        style: `both` directions; `left`: i sends to i - 1 only; `right`: i sends to i + 1 only.
-    """
+    """Neighbours on a circle, equal weights; `left`: i sends to i - 1 only, `right`: to i + 1."""
     offsets = {"both": (1, -1), "left": (-1,), "right": (1,)}
     if style not in offsets:
         raise unknown("ring style", style, offsets)
@@ -77,12 +73,10 @@ def symmetric_exponential(world_size: int, base: int = 4) -> nx.DiGraph:
 
 
 def metropolis(neighbors: Iterable[tuple[int, int]], world_size: int) -> nx.DiGraph:
-    """Symmetric doubly stochastic weights for any undirected graph (Metropolis-Hastings).
+    """Symmetric doubly stochastic weights for any undirected graph, given as pairs of ranks.
 
-    The weight of an edge is 1 / (1 + the larger degree of its two ends); ranks keep the rest.
-
-    Args:
-        neighbors: pairs of ranks.
+    Metropolis-Hastings: the weight of an edge is 1 / (1 + the larger degree of its two ends); ranks
+    keep the rest.
     """
     at_least("world size of a topology", world_size, 1)
     near = nx.empty_graph(world_size)
@@ -109,8 +103,7 @@ def star(world_size: int, center: int = 0) -> nx.DiGraph:
 def mesh(world_size: int, shape: tuple[int, int] | None = None) -> nx.DiGraph:
     """A grid (not a torus) whose ranks exchange with up to four neighbours; Metropolis weights.
 
-    Args:
-        shape: rows and columns; default: as square as the world size allows.
+    `shape`: rows and columns; by default as square as the world size allows.
     """
     at_least("world size of a topology", world_size, 1)
     if shape is None:
@@ -301,11 +294,7 @@ def spectral_gap(graph: nx.DiGraph) -> float:
 
 
 def rounds_to(reduction: float, graph: nx.DiGraph) -> float:
-    """Rounds of averaging after which a disagreement is `reduction` times what it was.
-
-    Args:
-        reduction: between 0 and 1.
-    """
+    """Rounds after which a disagreement is `reduction` (between 0 and 1) times what it was."""
     if not 0 < reduction < 1:
         raise UserError(f"reduction must lie between 0 and 1, got {reduction}")
     rate = mixing_rate(graph)

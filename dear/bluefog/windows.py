@@ -17,7 +17,7 @@ from dear.bluefog.collectives import Targets, check_weights, factors
 from dear.bluefog.job import blocking, called, job, poll, started, synchronize
 from dear.comm.peers import Peers
 from dear.comm.windows import NeighborWindow
-from dear.errors import UserError, unknown
+from dear.errors import UserError, one_of
 from dear.lazy import torch
 
 win_poll = poll
@@ -52,9 +52,7 @@ class Named:
 
 def named(name: str) -> Named:
     """The window `name`; raises `UserError` if there is none."""
-    if name not in job().windows:
-        raise unknown("window", name, job().windows)
-    return job().windows[name]
+    return one_of("window", name, job().windows)
 
 
 def win_create(tensor: torch.Tensor, name: str, zero_init: bool = False) -> bool:

@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any, Literal, TypeVar
 
 from dear.comm.environment import RankFacts
-from dear.errors import Unavailable, UserError, unknown
+from dear.errors import Unavailable, UserError, one_of
 from dear.lazy import dist, torch
 
 Op = Literal["mean", "sum", "min", "max"]
@@ -130,7 +130,9 @@ class Communicator:
         self.timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
-        self.backend = shown(dist.get_backend(group))
+        name = dist.get_backend(group)
+        self.backend = "mpi" if name == _MPI else name
+        """As users choose it."""
         self.native = self.backend == "comm_core"
         """The backend knows priorities."""
         # It also takes times, on the clock that time.perf_counter reads on Linux.
@@ -332,9 +334,7 @@ def buffer(like: torch.Tensor, numel: int, communicator: Communicator) -> torch.
 def _reduce_op(op: Op) -> Any:
     kinds = dist.ReduceOp
     known = {"mean": kinds.SUM, "sum": kinds.SUM, "min": kinds.MIN, "max": kinds.MAX}
-    if op not in known:
-        raise unknown("op", op, known)
-    return known[op]
+    return one_of("op", op, known)
 
 
 class Exchange:
@@ -447,11 +447,6 @@ def prepare(backend: str) -> str:
     if ":mpi" in backend:
         raise UserError(f"backend {backend!r}: mpi stands alone, not in pairs")
     return backend
-
-
-def shown(backend: str) -> str:
-    """The name by which users choose a backend of this torch name."""
-    return "mpi" if backend == _MPI else backend
 
 
 def _imported(module: str) -> ModuleType:

@@ -9,7 +9,7 @@ from typing import Literal, get_args
 from weakref import WeakKeyDictionary
 
 from dear.comm.communicator import Communicator, Work, buffer, sub_communicators
-from dear.errors import UserError, unknown
+from dear.errors import UserError, one_of, unknown
 from dear.lazy import torch
 from dear.options import at_least
 
@@ -116,10 +116,8 @@ def table_costs(network: str, world_size: int) -> AlphaBeta:
     alpha grows like the steps of a ring, P - 1, and beta like its bytes, (P - 1) / P. One worker
     pays nothing. A fall-back: measured costs are of the network that is really there.
     """
-    if network not in TABLES:
-        raise unknown("cost table", network, TABLES)
+    table = one_of("cost table", network, TABLES)
     at_least("world_size", world_size, 1)
-    table = TABLES[network]
     if world_size == 1:
         return AlphaBeta(alpha_s=0.0, beta_s_per_byte=0.0)
     last = max(table)

@@ -17,6 +17,7 @@ import functools
 import itertools
 import socket
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -173,14 +174,13 @@ class Session:
         """The ranks of this host; a collective call, in which groups are made for every host."""
         facts = runtime.facts()
         host = "" if facts.one_host else socket.gethostname()
-        hosts: list[tuple[str, dict[int, int]]] = []
-        for rank, (name, local_rank) in enumerate(world.gather_objects((host, facts.local_rank))):
+        hosts: dict[tuple[str, int], list[int]] = {}
+        seen: Counter[tuple[str, int]] = Counter()
+        for rank, place in enumerate(world.gather_objects((host, facts.local_rank))):
             # Hosts may share a name; on one host no two ranks have the same place.
-            fitting = (ranks for n, ranks in hosts if n == name and local_rank not in ranks)
-            if (ranks := next(fitting, None)) is None:
-                hosts.append((name, ranks := {}))
-            ranks[local_rank] = rank
-        made = [dist.new_group(sorted(ranks.values()), timeout=timeout) for _, ranks in hosts]
+            hosts.setdefault((place[0], seen[place]), []).append(rank)
+            seen[place] += 1
+        made = [dist.new_group(ranks, timeout=timeout) for ranks in hosts.values()]
         return next(group for group in made if dist.get_rank(group) >= 0)
 
     def _draw(self, timeline: Timeline, request: Request) -> None:

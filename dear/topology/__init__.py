@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Literal
 
-from dear.errors import UserError, unknown
+from dear.errors import UserError, one_of
 from dear.lazy import np, nx
 from dear.options import at_least
 
@@ -56,9 +56,7 @@ def complete(world_size: int) -> nx.DiGraph:
 def ring(world_size: int, style: RingStyle = "both") -> nx.DiGraph:
     """Neighbours on a circle, equal weights; `left`: i sends to i - 1 only, `right`: to i + 1."""
     offsets = {"both": (1, -1), "left": (-1,), "right": (1,)}
-    if style not in offsets:
-        raise unknown("ring style", style, offsets)
-    return circulant(world_size, offsets[style])
+    return circulant(world_size, one_of("ring style", style, offsets))
 
 
 def exponential(world_size: int, base: int = 2) -> nx.DiGraph:
@@ -145,9 +143,7 @@ Name = Literal[tuple(TOPOLOGIES)]
 
 def graph(name: str, world_size: int) -> nx.DiGraph:
     """The static topology `name` for so many ranks; raises `UserError` for an unknown name."""
-    if name not in TOPOLOGIES:
-        raise unknown("topology", name, TOPOLOGIES)
-    return TOPOLOGIES[name](world_size)
+    return one_of("topology", name, TOPOLOGIES)(world_size)
 
 
 def uniform(graph: nx.DiGraph) -> nx.DiGraph:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from dear.errors import UserError, unknown
+from dear.errors import UserError, one_of
 from dear.lazy import nx
 from dear.topology import exponential, out_neighbors, powers
 
@@ -124,9 +124,7 @@ def schedule(name: str, world_size: int, rank: int, local_size: int) -> Schedule
 
     Raises `UserError` for an unknown name, or a world that the schedule does not fit.
     """
-    if name not in DYNAMIC:
-        raise unknown("dynamic topology", name, DYNAMIC)
-    return DYNAMIC[name](world_size, local_size, rank)
+    return one_of("dynamic topology", name, DYNAMIC)(world_size, local_size, rank)
 
 
 def forever(schedule: Schedule) -> Iterator[Peers]:
@@ -228,14 +226,13 @@ class TopologyReg:
     @classmethod
     def check_name(cls, name: str) -> None:
         """Raises `UserError` unless a topology is registered as `name`."""
-        if name not in cls.registry:
-            raise unknown("topology", name, cls.registry)
+        one_of("topology", name, cls.registry)
 
     @classmethod
     def make(cls, name: str, *, world_size: int, rank: int, local_world_size: int = 1) -> Topology:
         """The topology `name` in this world; raises `UserError` if it is unknown or impossible."""
-        cls.check_name(name)
-        return cls.registry[name](local_world_size, world_size=world_size, rank=rank)
+        kind = one_of("topology", name, cls.registry)
+        return kind(local_world_size, world_size=world_size, rank=rank)
 
 
 def _validate(name: str, steps: Sequence[Sequence[Edge]], world_size: int) -> None:

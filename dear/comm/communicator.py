@@ -51,22 +51,18 @@ class Work:
         self.nbytes = nbytes
         """Payload in bytes: the larger of input and output on this rank."""
         self._recorded: threading.Event | None = None
-        if communicator.record_times and not communicator.native_times:
+        if communicator.record_times and not communicator.native:
             self._recorded = threading.Event()
             enqueued = communicator.clock()
             handle.get_future().add_done_callback(lambda _: self._finished(enqueued))
 
-    def wait(self, timeout_s: float | None = None) -> None:
+    def wait(self) -> None:
         """Blocks until the result may be used (on CUDA: by the current stream).
 
-        Args:
-            timeout_s: longest wait in seconds; None means the process group's own timeout.
-
-        Raises:
-            RuntimeError: a peer died, disagreed, or did not answer in time.
+        Raises RuntimeError if a peer died, disagreed, or did not answer in the time of the group.
         """
         began = self._communicator.clock()
-        self._handle.wait(*() if timeout_s is None else (timedelta(seconds=timeout_s),))
+        self._handle.wait()
         self._communicator.blocked_s += self._communicator.clock() - began
 
     def done(self) -> bool:
@@ -83,7 +79,7 @@ class Work:
 
     def times(self) -> WorkTimes:
         """The times of a finished collective; raises `UserError` if they were not recorded."""
-        if self._communicator.native_times and self._handle.is_completed():
+        if self._communicator.native and self._handle.is_completed():
             return self._handle.times()
         if self._recorded is not None and self._handle.is_completed():
             self._recorded.wait(CALLBACK_S)  # the callback may be a moment behind the end
@@ -112,8 +108,6 @@ class Communicator:
         channels: number of independent queues; each further one is a process group of its own, so
             constructing with more than one is itself a collective call.
         record_times: keep `Work.times()`; costs a callback per collective.
-        clock: returns seconds; the virtual fabric passes its own,
-        pause: and what lets so many seconds of it pass.
         timeout_s: the longest that a collective of a further channel may take; None: torch's
             default. (Those of the first have the limit that `group` was made with.)
     """
@@ -123,8 +117,6 @@ class Communicator:
         group: dist.ProcessGroup,
         channels: int = 1,
         record_times: bool = False,
-        clock: Callable[[], float] = time.perf_counter,
-        pause: Callable[[float], None] = time.sleep,
         timeout_s: float | None = None,
     ) -> None:
         self.timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
@@ -134,12 +126,10 @@ class Communicator:
         self.backend = "mpi" if name == _MPI else name
         """As users choose it."""
         self.native = self.backend == "comm_core"
-        """The backend knows priorities."""
-        # It also takes times, on the clock that time.perf_counter reads on Linux.
-        self.native_times = self.native and clock is time.perf_counter
+        """The backend knows priorities, and takes times, on the same clock (on Linux)."""
         self.record_times = record_times
-        self.clock = clock
-        self.pause = pause
+        self.clock, self.pause = time.perf_counter, time.sleep
+        """In seconds; all that measures or waits uses these."""
         self.channel_free_s: dict[int, float] = {}
         self.blocked_s = 0.0
         """Seconds that callers of `Work.wait` were held up: exposed communication."""
@@ -354,10 +344,10 @@ class Exchange:
         else:
             self._works += [dist.irecv(recv, peer, group), dist.isend(send, peer, group)]
 
-    def wait(self, *timeout: timedelta) -> None:
+    def wait(self) -> None:
         """Blocks until both have ended (CUDA: makes the current stream wait)."""
         for work in list(self._works):
-            work.wait(*timeout)
+            work.wait()
             if not self._tensors[0].is_cuda:
                 self._works.remove(work)  # Gloo's messages can be waited for only once
 
@@ -374,9 +364,7 @@ class SubCommunicator(Communicator):
     """A communicator of some ranks of another, which counts their bytes and waits as its own."""
 
     def __init__(self, parent: Communicator, group: dist.ProcessGroup) -> None:
-        super().__init__(
-            group, record_times=parent.record_times, clock=parent.clock, pause=parent.pause
-        )
+        super().__init__(group)
         self._parent = parent
 
     def _work(self, handle: Any, channel: int, nbytes: int, sent: int) -> Work:

@@ -186,7 +186,7 @@ class Machines:
         blocks = [range(first, first + local_size) for first in range(0, size, local_size)]
         groups = [dist.new_group(block, timeout=communicator.timeout) for block in blocks]
         self._group = groups[self.machine]
-        self.local = Communicator(self._group, clock=communicator.clock, pause=communicator.pause)
+        self.local = Communicator(self._group)
         """The ranks of this machine."""
         self._between = Exchange(communicator)
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="dear machines")

@@ -35,10 +35,8 @@ class Staleness:
 
     def note(self, behind: int) -> None:
         """One use of values that are so many steps behind."""
-        self.uses += 1
-        self.total += behind
+        self.uses, self.total, self.last = self.uses + 1, self.total + behind, behind
         self.highest = behind if self.highest is None else max(self.highest, behind)
-        self.last = behind
 
     def summary(self) -> dict[str, Any]:
         """`uses`, and `mean`, `max`, `last` in steps (None before the first use)."""
@@ -143,7 +141,7 @@ class Peers:
             # A failed operation leaves the group of the two, and only that, useless.
             peer.lost = True
             log.warning("rank %d has died; training goes on without it", peer.rank)
-            self.departures.lost(peer.rank)
+            self.departures.note(peer.rank)
             return None
 
     def leave(self, timeout_s: float) -> None:
@@ -151,7 +149,7 @@ class Peers:
 
         For peers that are `apart`. Raises RuntimeError if some do not leave within `timeout_s`.
         """
-        self.departures.done()
+        self.departures.note(self.rank)
         self.departures.wait(timeout_s, lambda: [window.look() for window in self.windows[:1]])
 
     def statistics(self) -> dict[str, Any]:
@@ -194,17 +192,13 @@ class Departures:
         # A private function of torch; the group's own store would be one, too.
         self._store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
 
-    def done(self) -> None:
-        """This rank makes no further steps."""
-        self._store.set(f"done{self._rank}", "")
-
-    def lost(self, rank: int) -> None:
-        """Rank `rank` has died: nobody needs to wait for it."""
-        self._store.set(f"lost{rank}", "")
+    def note(self, rank: int) -> None:
+        """Rank `rank` makes no further steps: it is done, or lost."""
+        self._store.set(str(rank), "")
 
     def gone(self, rank: int) -> bool:
         """True if rank `rank` is done or lost."""
-        return self._store.check([f"done{rank}"]) or self._store.check([f"lost{rank}"])
+        return self._store.check([str(rank)])
 
     def wait(self, timeout_s: float, look: Callable[[], None]) -> None:
         """Returns when all ranks are done or lost; RuntimeError names those that are not in time.
@@ -221,7 +215,7 @@ class Departures:
                     f"rank {self._rank} is done, but after {timeout_s:g} s rank {names} is not"
                 )
             try:
-                self._store.wait([f"done{waiting[0]}"], timedelta(seconds=LOOK_S))
+                self._store.wait([str(waiting[0])], timedelta(seconds=LOOK_S))
             except RuntimeError as error:  # a FileStore has no kind of error of its own for it
                 if "timeout" not in str(error).lower():
                     raise

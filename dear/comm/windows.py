@@ -126,19 +126,17 @@ class NeighborWindow:
     def show(self, values: torch.Tensor, *, steps: int = 0) -> None:
         """Lets others read `values` (and p) from now on, where peers are not `apart`."""
         if self._whole is not None:
-            row = self._row(values, 1.0, self.p, steps)
-            self._whole.put(row.memory, self.rank, OWN).wait()
-            self._give_back(row)
+            with self._message(values, 1.0, self.p, steps) as row:
+                self._whole.put(row.memory, self.rank, OWN).wait()
 
     def fill(self, values: torch.Tensor, *, steps: int = 0) -> None:
         """Puts `values`, with a p of 0, into every slot of this rank's own window.
 
         This does not count as a write: versions are 0 afterwards.
         """
-        row = self._row(values, 1.0, 0.0, steps)
-        for source in self.sources:
-            self._own(source, row.memory)
-        self._give_back(row)
+        with self._message(values, 1.0, 0.0, steps) as row:
+            for source in self.sources:
+                self._own(source, row.memory)
         self._read(self.sources)
 
     def clear(self) -> None:
@@ -190,36 +188,34 @@ class NeighborWindow:
             p: what goes with the values while `weighted`; default: the present p.
             steps: in the values.
         """
-        for target in weights:
-            self._check(target, self.targets, "send to", "receives from this rank")
+        self._check(weights, self.targets, "send to", "receives from this rank")
         p = self.p if p is None else p
         works = []
         for weight in dict.fromkeys(weights.values()):
-            row = self._row(values, weight, p, steps)
-            for target in (to for to, factor in weights.items() if factor == weight):
-                peer, core = self.peers.near[target], self._core[target]
-                call = core.accumulate if add else core.put
-                message = row.memory[: self._numel + 1] if add else row.memory
-                work = self.peers.attempt(peer, call, message, peer.place, peer.slot_there)
-                if work is None:
-                    continue
-                if add and steps:
-                    # Steps do not add up; applied after the values, as all is in order.
-                    tag = row.memory[self._steps_at :]
-                    work = core.put(tag, peer.place, peer.slot_there, self._steps_at)
-                row.works.append(work)
-                works.append(work)
-                self._under_way[target] = work
-                peer.sent += 1
-                self.peers.communicator.bytes_sent += self._payload()
-            self._give_back(row)
+            with self._message(values, weight, p, steps) as row:
+                for target in (to for to, factor in weights.items() if factor == weight):
+                    peer, core = self.peers.near[target], self._core[target]
+                    call = core.accumulate if add else core.put
+                    message = row.memory[: self._numel + 1] if add else row.memory
+                    work = self.peers.attempt(peer, call, message, peer.place, peer.slot_there)
+                    if work is None:
+                        continue
+                    if add and steps:
+                        # Steps do not add up; applied after the values, as all is in order.
+                        tag = row.memory[self._steps_at :]
+                        work = core.put(tag, peer.place, peer.slot_there, self._steps_at)
+                    row.works.append(work)
+                    works.append(work)
+                    self._under_way[target] = work
+                    peer.sent += 1
+                    self.peers.communicator.bytes_sent += self._payload()
         return works
 
     def fetch(self, sources: Iterable[int]) -> list[tuple[int, torch.Tensor, Any]]:
         """Starts to read what each source shows: `(rank, row, work)` for `store` or `mix`."""
-        started = []
+        started, sources = [], list(sources)
+        self._check(sources, self.sources, "read from", "sends to this rank")
         for source in sources:
-            self._check(source, self.sources, "read from", "sends to this rank")
             row = torch.empty(self._room, dtype=self.dtype)
             self.peers.communicator.bytes_sent += self._payload()  # counted where it is read
             started.append((source, row, self._whole.get(row, source, OWN)))
@@ -253,8 +249,7 @@ class NeighborWindow:
             reset: leave zeros in these slots.
             steps: that `values` hold; counts staleness.
         """
-        for source in weights:
-            self._check(source, self.sources, "collect from", "sends to this rank")
+        self._check(weights, self.sources, "collect from", "sends to this rank")
         self.mix(values, self_weight, weights, self._read(weights, reset), steps=steps)
 
     def mix(
@@ -327,8 +322,9 @@ class NeighborWindow:
                 self.peers.attempt(peer, self._core[peer.rank].free)
         self.peers.freed(self)
 
-    def _row(self, values: torch.Tensor, weight: float, p: float, steps: int) -> Row:
-        """A message that no operation reads, until `_give_back`; from any thread."""
+    @contextlib.contextmanager
+    def _message(self, values: torch.Tensor, weight: float, p: float, steps: int) -> Iterator[Row]:
+        """A message that no operation reads, to be sent in the `with` block; in any thread."""
         self._check_kind(values)
         with self._lock:
             row = next((row for row in self._rows if not row.busy()), None)
@@ -341,9 +337,7 @@ class NeighborWindow:
             row.values.mul_(weight)
         row.memory[self._numel] = p * weight if self._weighted else 0.0
         row.steps.fill_(steps)
-        return row
-
-    def _give_back(self, row: Row) -> None:
+        yield row
         with self._lock:
             self._rows.append(row)
 
@@ -376,8 +370,8 @@ class NeighborWindow:
                 f"{tuple(values.shape)} {values.dtype}"
             )
 
-    def _check(self, rank: int, known: list[int], doing: str, what: str) -> None:
-        if rank not in known:
+    def _check(self, ranks: Iterable[int], known: list[int], doing: str, what: str) -> None:
+        for rank in (rank for rank in ranks if rank not in known):
             raise UserError(
                 f"rank {self.rank} cannot {doing} rank {rank}: in the window's topology "
                 f"{known or 'nobody'} {what}"

@@ -226,16 +226,15 @@ class CommTimes:
                 at_least(name, seconds, 0)
 
 
-def comm_times(nbytes: float, costs: Mapping[str, AlphaBeta], messages: int = 1) -> CommTimes:
-    """What a model of `nbytes` of gradients (or parameters) costs by the fits of its collectives.
+def comm_times(nbytes: float, costs: Mapping[str, AlphaBeta]) -> CommTimes:
+    """What `nbytes` of gradients (or parameters) cost in one message by the fits of collectives.
 
     Args:
         costs: by operation (`all_reduce`, `reduce_scatter`, `all_gather`); one that is missing
             costs nothing, so give those that the bound reads.
-        messages: per collective; 1 gives the least, which a bound wants.
     """
-    fits = {f"{name}_s": cost for name, cost in costs.items() if name != EXCHANGE}
-    return CommTimes(**{name: cost.total_s(nbytes, messages) for name, cost in fits.items()})
+    fits = [(name, cost) for name, cost in costs.items() if name != EXCHANGE]
+    return CommTimes(**{f"{name}_s": cost(nbytes) for name, cost in fits})
 
 
 def exchange_times(
@@ -298,7 +297,10 @@ def step_bound_s(kind: Bound, compute: StepTimes, comm: CommTimes, world_size: i
 
 
 def compute_limit_s(compute: StepTimes, world_size: int = 1) -> float:
-    """Seconds per step if communication were free and `world_size` ranks shared the update."""
+    """Seconds per step if communication were free: no synchronous algorithm is faster.
+
+    `world_size` ranks could share the update.
+    """
     at_least("world_size", world_size, 1)
     return compute.forward_s + compute.backward_s + compute.update_s / world_size
 

@@ -33,10 +33,6 @@ class AlphaBeta:
         """Seconds for a buffer of `nbytes`; nothing costs nothing."""
         return self.alpha_s + self.beta_s_per_byte * nbytes if nbytes else 0.0
 
-    def total_s(self, nbytes: float, messages: int = 1) -> float:
-        """Seconds for `nbytes` in so many messages, one after another."""
-        return messages * self.alpha_s + self.beta_s_per_byte * nbytes
-
 
 def fit_alpha_beta(nbytes: Sequence[float], seconds: Sequence[float]) -> AlphaBeta:
     """The line through the measurements, by robust least squares of the relative errors.
@@ -175,7 +171,6 @@ def measure_collective(
     *,
     sizes: Sequence[int] = SIZES,
     repeats: int = REPEATS,
-    enough_s: float = ENOUGH_S,
     shared: bool = False,
 ) -> Measurement:
     """Times `operation` on float32 buffers; every rank calls it, and nothing else runs meanwhile.
@@ -183,8 +178,6 @@ def measure_collective(
     Args:
         sizes: bytes of the full buffer, ascending; rounded up to a multiple of the world size.
         repeats: timed calls per size; one more is made first and left out.
-        enough_s: stops after the first size beyond the second whose calls take longer, and several
-            times longer than the smallest size's.
         shared: the buffers lie in memory that the backend reads in place, where it has such.
     """
     if operation not in OPERATIONS:
@@ -199,7 +192,7 @@ def measure_collective(
         nbytes.append(count * 4)
         own.append(times)
         typical, least = statistics.median(times), statistics.median(own[0])
-        enough = len(own) > 2 and typical > max(enough_s, MOSTLY * least)
+        enough = len(own) > 2 and typical > max(ENOUGH_S, MOSTLY * least)
         # One rank decides, or the ranks would go on to different sizes.
         if communicator.broadcast_object(enough):
             break

@@ -195,17 +195,16 @@ def check_graph(
     *,
     doubly_stochastic: bool = False,
     symmetric: bool = False,
-    connected: bool = True,
 ) -> None:
     """Refuses weights that do not average.
 
-    Every rank's receive weights (a column of the matrix) must be finite, not negative and sum to 1.
+    Every rank's receive weights (a column of the matrix) must be finite, not negative and sum to 1,
+    and every rank must reach every other.
 
     Args:
         doubly_stochastic: send weights (rows) must sum to 1 too, so that the mean over the ranks is
             kept; otherwise ranks agree on a weighted mean.
         symmetric: weights must be the same in both directions.
-        connected: every rank must reach every other; without that they never agree.
 
     Raises:
         UserError: naming the first rank, edge or pair that is wrong.
@@ -229,8 +228,7 @@ def check_graph(
             f"topology: weights must be symmetric, but {source} -> {target} has "
             f"{weights[source, target]:g} and {target} -> {source} has {weights[target, source]:g}"
         )
-    if connected:
-        check_connected(graph)
+    check_connected(graph)
 
 
 def check_nodes(graph: nx.DiGraph, world_size: int) -> None:

@@ -20,10 +20,11 @@ from typing import Any, Literal, TypeVar
 
 from dear.comm.environment import RankFacts
 from dear.errors import Unavailable, UserError, one_of
-from dear.lazy import dist, torch
+from dear.lazy import LazyModule, dist, torch
 
 Op = Literal["mean", "sum", "min", "max"]
 T = TypeVar("T")
+comm_core = LazyModule("comm_core")  # other backends do without it
 
 CALLBACK_S = 5.0
 
@@ -216,8 +217,7 @@ class Communicator:
     def broadcast_object(self, value: T, *, root: int = 0) -> T:
         """Returns rank `root`'s picklable `value` on every rank; blocking, for set-up only."""
         box: list[Any] = [value]
-        group = self.groups[0]
-        dist.broadcast_object_list(box, src=self._global_rank(root), group=group)
+        dist.broadcast_object_list(box, src=self._global_rank(root), group=self.groups[0])
         return box[0]
 
     def gather_objects(self, value: T) -> list[T]:
@@ -283,11 +283,7 @@ def _renamed(former: str, name: str) -> Callable[..., Any]:
 
 
 def _at(priority: int) -> contextlib.AbstractContextManager[None]:
-    if not priority:
-        return contextlib.nullcontext()
-    import comm_core  # not at the top: other backends do without it
-
-    return comm_core.priority(priority)
+    return comm_core.priority(priority) if priority else contextlib.nullcontext()
 
 
 def flat_view(tensor: torch.Tensor) -> torch.Tensor:
@@ -315,8 +311,6 @@ def padded(numel: int, step: int) -> int:
 def buffer(like: torch.Tensor, numel: int, communicator: Communicator) -> torch.Tensor:
     """A zeroed flat buffer of the kind of `like`, in memory that the backend reads in place."""
     if communicator.native and like.device.type == "cpu":
-        import comm_core  # not at the top: other backends do without it
-
         return comm_core.empty(numel, dtype=like.dtype)
     return torch.zeros(numel, dtype=like.dtype, device=like.device)
 
@@ -440,9 +434,7 @@ def prepare(backend: str) -> str:
 def _imported(module: str) -> ModuleType:
     try:
         return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name != "comm_core":
-            raise Unavailable(str(error)) from None
-        raise Unavailable("the comm core is not installed: build it with `make core`") from None
     except ImportError as error:
-        raise Unavailable(str(error)) from None
+        missing = isinstance(error, ModuleNotFoundError) and error.name == "comm_core"
+        how = "the comm core is not installed: build it with `make core`"
+        raise Unavailable(how if missing else str(error)) from None

@@ -12,10 +12,10 @@ import dataclasses
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 from dear.cost.collectives import EXCHANGE, AlphaBeta
-from dear.errors import unknown
+from dear.errors import one_of
 from dear.lazy import nx
 from dear.options import at_least, positive
 from dear.topology.schedules import Schedule, Topology
@@ -275,25 +275,21 @@ def step_bound_s(kind: Bound, compute: StepTimes, comm: CommTimes, world_size: i
     reduce, scatter, gather = comm.all_reduce_s, comm.reduce_scatter_s, comm.all_gather_s
     share = update / world_size
     exchanges = comm.exchange_s or (0.0,)
-    if kind == "sequential":
-        return forward + backward + reduce + statistics.fmean(exchanges) + update
-    if kind == "wfbp":
-        return forward + max(backward, reduce) + update
-    if kind in ("cross_iteration", "delayed"):
-        return max(forward + backward + update, reduce)
-    if kind == "dear":
-        return max(forward, gather) + max(backward + share, scatter)
-    if kind == "sharded":
-        return max(forward, gather) + max(backward, gather + scatter) + share
-    if kind == "decentralized":
-        return max(forward + backward + update, statistics.fmean(exchanges))
-    if kind == "beside_passes":
-        return statistics.fmean(max(forward + backward, each) for each in exchanges) + update
-    if kind == "after_update":
-        return statistics.fmean(max(update + forward, each) for each in exchanges) + backward
-    if kind == "asynchronous":
-        return forward + backward + update
-    raise unknown("bound", kind, get_args(Bound))
+    mean = statistics.fmean
+    computed = forward + backward + update
+    bounds = {
+        "sequential": forward + backward + reduce + mean(exchanges) + update,
+        "wfbp": forward + max(backward, reduce) + update,
+        "cross_iteration": max(computed, reduce),
+        "delayed": max(computed, reduce),
+        "dear": max(forward, gather) + max(backward + share, scatter),
+        "sharded": max(forward, gather) + max(backward, gather + scatter) + share,
+        "decentralized": max(computed, mean(exchanges)),
+        "beside_passes": mean(max(forward + backward, each) for each in exchanges) + update,
+        "after_update": mean(max(update + forward, each) for each in exchanges) + backward,
+        "asynchronous": computed,
+    }
+    return one_of("bound", kind, bounds)
 
 
 def compute_limit_s(compute: StepTimes, world_size: int = 1) -> float:

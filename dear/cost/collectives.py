@@ -5,10 +5,11 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, get_args
 from weakref import WeakKeyDictionary
 
-from dear.comm.communicator import Communicator, Work, buffer, sub_communicators
+from dear.comm.communicator import Communicator, buffer, sub_communicators
 from dear.errors import UserError, one_of, unknown
 from dear.lazy import torch
 from dear.options import at_least
@@ -188,7 +189,11 @@ def measure_collective(
     pair = _pair(communicator) if operation == EXCHANGE else None
     for count in sorted({-(-size // unit) * communicator.size for size in sizes}):
         call = _caller(communicator, operation, count, device, shared, pair)
-        times = [_timed(communicator, call, device) for _ in range(repeats + 1)][1:]
+        times = []
+        for _ in range(repeats + 1):
+            communicator.barrier()
+            times.append(_timed(communicator.clock, call, device))
+        del times[0]
         nbytes.append(count * 4)
         own.append(times)
         typical, least = statistics.median(times), statistics.median(own[0])
@@ -230,14 +235,9 @@ def measured_call(
     """The fit of what `call` takes for a float32 tensor by its bytes; rank 0's, on all ranks."""
     seconds = []
     for size in sizes:
-        tensor = torch.randn(size // 4, device=device)
-        times = []
-        for _ in range(REPEATS + 1):
-            began = communicator.clock()
-            call(tensor)
-            _end_of(device)
-            times.append(communicator.clock() - began)
-        seconds.append(max(statistics.median(times[1:]), 1e-9))
+        run = partial(call, torch.randn(size // 4, device=device))
+        times = [_timed(communicator.clock, run, device) for _ in range(REPEATS + 1)][1:]
+        seconds.append(statistics.median(times))
         if seconds[-1] > ENOUGH_S and len(seconds) > 1:
             break
     return communicator.broadcast_object(fit_alpha_beta(sizes[: len(seconds)], seconds))
@@ -250,7 +250,7 @@ def _caller(
     device: torch.device,
     shared: bool,
     pair: Communicator | None,
-) -> Callable[[], Work | None]:
+) -> Callable[[], object]:
     like = torch.empty(0, device=device)
 
     def zeros(numel: int) -> torch.Tensor:
@@ -258,20 +258,20 @@ def _caller(
 
     full = zeros(count)
     if operation == "all_reduce":
-        return lambda: communicator.all_reduce(full, op="sum")
+        return lambda: communicator.all_reduce(full, op="sum").wait()
     if operation == EXCHANGE:
         # The rank half the world away, which is on another host if there are several.
         half = communicator.size // 2
         if communicator.rank >= 2 * half:
             return lambda: None
         if pair is not None:
-            return lambda: pair.all_reduce(full, op="sum")
+            return lambda: pair.all_reduce(full, op="sum").wait()
         peer, received = (communicator.rank + half) % (2 * half), zeros(count)
-        return lambda: communicator.exchange(received, full, peer=peer)
+        return lambda: communicator.exchange(received, full, peer=peer).wait()
     shard = zeros(count // communicator.size)
     if operation == "reduce_scatter":
-        return lambda: communicator.reduce_scatter(shard, full, op="sum")
-    return lambda: communicator.all_gather(full, shard)
+        return lambda: communicator.reduce_scatter(shard, full, op="sum").wait()
+    return lambda: communicator.all_gather(full, shard).wait()
 
 
 def _pair(communicator: Communicator) -> Communicator | None:
@@ -283,19 +283,10 @@ def _pair(communicator: Communicator) -> Communicator | None:
     return next(iter(made.values()), None)
 
 
-def _timed(
-    communicator: Communicator, call: Callable[[], Work | None], device: torch.device
-) -> float:
-    communicator.barrier()
-    began = communicator.clock()
-    work = call()
-    if work is not None:
-        work.wait()
-    _end_of(device)
-    # A clock may be too coarse for the smallest.
-    return max(communicator.clock() - began, 1e-9)
-
-
-def _end_of(device: torch.device) -> None:
+def _timed(clock: Callable[[], float], call: Callable[[], object], device: torch.device) -> float:
+    began = clock()
+    call()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+    # A clock may be too coarse for the smallest.
+    return max(clock() - began, 1e-9)

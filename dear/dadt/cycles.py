@@ -6,6 +6,7 @@ import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent import futures
 from typing import Any
 
 import torch
@@ -56,10 +57,8 @@ class Request:
         self.written = torch.cuda.Event() if own.is_cuda else None
         if self.written is not None:
             self.written.record()
-        self._result: torch.Tensor | None = None
+        self._answer: futures.Future[torch.Tensor] = futures.Future()
         self._read: Any = None
-        self._error: Exception | None = None
-        self._ended = threading.Event()
         self.missing: list[int] = []
         """Ranks that have not asked for it yet, as far as is known."""
         self.moments: list[tuple[str, float]] = [("StayInQueue", clock())]
@@ -82,33 +81,29 @@ class Request:
             self._read = torch.cuda.Event()
             self._read.record()
         self.enter("WaitForFetch")
-        self._result = result
-        self._ended.set()
+        self._answer.set_result(result)
 
     def fail(self, error: Exception) -> None:
         """There will be no answer."""
-        if not self._ended.is_set():
-            self._error = error
-            self._ended.set()
+        if not self._answer.done():
+            self._answer.set_exception(error)
 
     def wait(self, timeout_s: float) -> torch.Tensor:
         """The result, a tensor of the caller's own; raises whatever failed.
 
         If there is none in time, a RuntimeError says which ranks have not asked.
         """
-        if not self._ended.wait(timeout_s):
+        if not futures.wait([self._answer], timeout_s).done:
             asked = f"; ranks {self.missing} have not asked for it" if self.missing else ""
             raise RuntimeError(f"{self.name}: no result within {timeout_s:g} s{asked}")
-        if self._error is not None:
-            raise self._error
+        result = self._answer.result()
         if self._read is not None:
             self._read.wait()
-            result = self._result
             held = [result._indices(), result._values()] if result.is_sparse else [result]
             for part in held:
                 part.record_stream(torch.cuda.current_stream(part.device))
         self.enter("Fetched")
-        return self._result
+        return result
 
 
 class Execution:

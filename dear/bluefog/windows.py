@@ -240,5 +240,5 @@ def turn_off_win_ops_with_associated_p() -> None:
 
 def _set_p(on: bool) -> None:
     for each in job().windows.values():
-        each.window.weighted = on
+        each.window.weigh(on)
     job().with_p = on

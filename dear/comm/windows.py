@@ -61,8 +61,7 @@ class NeighborWindow:
         peers: who sends to whom.
         like: shape, dtype and device of the values; its values are what the rank shows at first.
         zero_slots: slots start as zeros; otherwise as this rank's own values.
-        weighted: values carry `p`. It starts as 1, and as 0 in the slots. May be changed later,
-            on all ranks between two barriers.
+        weighted: values carry `p`. It starts as 1, and as 0 in the slots.
 
     Raises:
         UserError: the values are no floating-point ones, or `weighted` with a dtype in which p
@@ -81,7 +80,7 @@ class NeighborWindow:
         if not like.dtype.is_floating_point:
             raise UserError(f"a window needs floating-point values, got {like.dtype}")
         self.shape, self.dtype, self._pinned = like.shape, like.dtype, like.is_cuda
-        self.weighted = weighted
+        self.weigh(weighted)
         self.peers = peers
         self.rank, self.sources, self.targets = peers.rank, peers.sources, peers.targets
         self.p = 1.0
@@ -112,16 +111,11 @@ class NeighborWindow:
         for group in [peer.group for peer in peers.near.values()] if peers.apart else [peers.group]:
             dist.barrier(group)
 
-    @property
-    def weighted(self) -> bool:
-        """Whether p travels with the values."""
-        return self._weighted
-
-    @weighted.setter
-    def weighted(self, on: bool) -> None:
+    def weigh(self, on: bool) -> None:
+        """Whether p travels with the values from now on; all ranks call it, between barriers."""
         if on and self.dtype not in (torch.float32, torch.float64):
             raise UserError("a weighted window needs float32 or float64 values")
-        self._weighted = on
+        self.weighted = on
 
     def show(self, values: torch.Tensor, *, steps: int = 0) -> None:
         """Lets others read `values` (and p) from now on, where peers are not `apart`."""
@@ -275,13 +269,13 @@ class NeighborWindow:
                 for source, weight in weights.items()
             ]
             weighted_sum(values, self_weight, terms)
-        if self._weighted:
+        if self.weighted:
             self.p *= self_weight
             self.p += sum(w * rows[source][self._numel].item() for source, w in weights.items())
         if steps is not None:
             for source, row in rows.items():
                 held = int(row[self._steps_at :].view(torch.int64)[0].item())
-                if held or not self._weighted:  # else nothing has come since it was emptied
+                if held or not self.weighted:  # else nothing has come since it was emptied
                     self._heard[source] = held
                 self.peers.near[source].staleness.note(steps - self._heard.get(source, 0))
 
@@ -335,14 +329,14 @@ class NeighborWindow:
         row.values.copy_(values.detach().reshape(-1))
         if weight != 1:
             row.values.mul_(weight)
-        row.memory[self._numel] = p * weight if self._weighted else 0.0
+        row.memory[self._numel] = p * weight if self.weighted else 0.0
         row.steps.fill_(steps)
         yield row
         with self._lock:
             self._rows.append(row)
 
     def _payload(self) -> int:
-        return (self._numel + int(self._weighted)) * self.dtype.itemsize
+        return (self._numel + int(self.weighted)) * self.dtype.itemsize
 
     def _own(self, source: int, message: torch.Tensor) -> None:
         peer = self.peers.near[source]

@@ -19,13 +19,7 @@ from dear.algorithms.asynchronous.pull_get import PullGetEngine
 from dear.algorithms.asynchronous.push_sum import PushSumEngine
 from dear.algorithms.asynchronous.win_put import WinPutEngine
 from dear.algorithms.synchronous.wfbp import AveragingEngine, Wfbp
-from dear.bluefog.collectives import (
-    Targets,
-    check_neighbors,
-    check_weights,
-    chosen_part,
-    factors,
-)
+from dear.bluefog.collectives import Targets, check_neighbors, check_weights, chosen_part, factors
 from dear.bluefog.job import called, job
 from dear.bluefog.windows import Named
 from dear.comm.neighbors import Exchange, Pending, Round

@@ -35,33 +35,24 @@ class Round:
     def of(cls, graph: nx.DiGraph, rank: int) -> Round:
         """The part of `rank` in averaging by the weights of `graph`."""
         own, sources = recv_weights(graph, rank)
-        return cls(
-            self_weight=own,
-            sources=sources,
-            destinations=dict.fromkeys(out_neighbors(graph, rank), 1.0),
-        )
+        targets = dict.fromkeys(out_neighbors(graph, rank), 1.0)
+        return cls(self_weight=own, sources=sources, destinations=targets)
 
     @classmethod
     def splitting(cls, graph: nx.DiGraph, rank: int) -> Round:
         """The sender decides: each rank shares itself out equally to itself and its k targets."""
         targets = out_neighbors(graph, rank)
         share = 1.0 / (len(targets) + 1)
-        return cls(
-            self_weight=share,
-            sources=dict.fromkeys(in_neighbors(graph, rank), 1.0),
-            destinations=dict.fromkeys(targets, share),
-        )
+        sources = dict.fromkeys(in_neighbors(graph, rank), 1.0)
+        return cls(self_weight=share, sources=sources, destinations=dict.fromkeys(targets, share))
 
     @classmethod
     def uniform(cls, destinations: Iterable[int], sources: Iterable[int]) -> Round:
         """Equal weights for this rank and what it receives."""
         sources = list(sources)
         share = 1.0 / (len(sources) + 1)
-        return cls(
-            self_weight=share,
-            sources=dict.fromkeys(sources, share),
-            destinations=dict.fromkeys(destinations, 1.0),
-        )
+        weights, targets = dict.fromkeys(sources, share), dict.fromkeys(destinations, 1.0)
+        return cls(self_weight=share, sources=weights, destinations=targets)
 
 
 class Pending:

@@ -190,11 +190,7 @@ def _weight(graph: nx.DiGraph, source: int, target: int) -> float:
 
 
 def check_graph(
-    graph: nx.DiGraph,
-    world_size: int,
-    *,
-    doubly_stochastic: bool = False,
-    symmetric: bool = False,
+    graph: nx.DiGraph, world_size: int, *, doubly_stochastic: bool = False, symmetric: bool = False
 ) -> None:
     """Refuses weights that do not average.
 

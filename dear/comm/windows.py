@@ -206,7 +206,7 @@ class NeighborWindow:
         return works
 
     def fetch(self, sources: Iterable[int]) -> list[tuple[int, torch.Tensor, Any]]:
-        """Starts to read what each source shows: `(rank, row, work)` for `store` or `mix`."""
+        """Starts to read what each source shows: `(rank, row, work)` for `store` or `collect`."""
         started, sources = [], list(sources)
         self._check(sources, self.sources, "read from", "sends to this rank")
         for source in sources:
@@ -229,6 +229,7 @@ class NeighborWindow:
         values: torch.Tensor,
         self_weight: float,
         weights: Mapping[int, float],
+        rows: Mapping[int, torch.Tensor] | None = None,
         *,
         reset: bool = False,
         steps: int | None = None,
@@ -240,22 +241,12 @@ class NeighborWindow:
         Args:
             weights: source rank -> weight. Of peers that are `apart` those that are lost are left
                 out, and the others take their share.
+            rows: what was fetched, by source, in place of the slots.
             reset: leave zeros in these slots.
             steps: that `values` hold; counts staleness.
         """
         self._check(weights, self.sources, "collect from", "sends to this rank")
-        self.mix(values, self_weight, weights, self._read(weights, reset), steps=steps)
-
-    def mix(
-        self,
-        values: torch.Tensor,
-        self_weight: float,
-        weights: Mapping[int, float],
-        rows: Mapping[int, torch.Tensor],
-        *,
-        steps: int | None = None,
-    ) -> None:
-        """`collect` of rows that are read already, by source."""
+        rows = self._read(weights, reset) if rows is None else rows
         self._check_kind(values)
         if self.peers.apart:
             if not rows:

@@ -174,9 +174,7 @@ class Machines:
         self.count = size // local_size
         self.machine, self._local_rank = divmod(communicator.rank, local_size)
         self._communicator = communicator
-        blocks = [range(first, first + local_size) for first in range(0, size, local_size)]
-        groups = [dist.new_group(block, timeout=communicator.timeout) for block in blocks]
-        self._group = groups[self.machine]
+        self._group, _ = dist.new_subgroups(local_size, timeout=communicator.timeout)
         self.local = Communicator(self._group)
         """The ranks of this machine."""
         self._between = Exchange(communicator)

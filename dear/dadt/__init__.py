@@ -180,8 +180,7 @@ class Session:
             # Hosts may share a name; on one host no two ranks have the same place.
             hosts.setdefault((place[0], seen[place]), []).append(rank)
             seen[place] += 1
-        made = [dist.new_group(ranks, timeout=timeout) for ranks in hosts.values()]
-        return next(group for group in made if dist.get_rank(group) >= 0)
+        return dist.new_subgroups_by_enumeration(list(hosts.values()), timeout=timeout)[0]
 
     def _draw(self, timeline: Timeline, request: Request) -> None:
         moments, tensor = request.moments, request.tensor

@@ -141,7 +141,7 @@ class Peers:
             # A failed operation leaves the group of the two, and only that, useless.
             peer.lost = True
             log.warning("rank %d has died; training goes on without it", peer.rank)
-            self.departures.note(peer.rank)
+            self.departures.done(peer.rank)
             return None
 
     def leave(self, timeout_s: float) -> None:
@@ -149,7 +149,7 @@ class Peers:
 
         For peers that are `apart`. Raises RuntimeError if some do not leave within `timeout_s`.
         """
-        self.departures.note(self.rank)
+        self.departures.done()
         self.departures.wait(timeout_s, lambda: [window.look() for window in self.windows[:1]])
 
     def statistics(self) -> dict[str, Any]:
@@ -192,9 +192,9 @@ class Departures:
         # A private function of torch; the group's own store would be one, too.
         self._store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
 
-    def note(self, rank: int) -> None:
-        """Rank `rank` makes no further steps: it is done, or lost."""
-        self._store.set(str(rank), "")
+    def done(self, rank: int | None = None) -> None:
+        """This rank makes no further steps; or `rank`, which is lost."""
+        self._store.set(str(self._rank if rank is None else rank), "")
 
     def gone(self, rank: int) -> bool:
         """True if rank `rank` is done or lost."""

@@ -18,7 +18,7 @@ def _leave(late_s: float) -> tuple[float, int]:
     began = time.monotonic()
     if communicator.rank == 1:
         time.sleep(late_s)
-    leaving.note(communicator.rank)
+    leaving.done()
     leaving.wait(20.0, lambda: looks.append(1))
     return time.monotonic() - began, len(looks)
 
@@ -35,7 +35,7 @@ def _never() -> str:
     leaving = Departures(communicator)
     if communicator.rank == 1:
         return ""
-    leaving.note(communicator.rank)
+    leaving.done()
     with pytest.raises(RuntimeError) as caught:
         leaving.wait(1.2, lambda: None)
     return str(caught.value)

@@ -36,7 +36,7 @@ _HOME = {
 }
 
 _MODULES = {
-    "dear.mixing": "dear.topology.graphs",
+    "dear.mixing": "dear.topology",
     "dear.budget": "dear.training.pace",
     "dear.sampling": "dear.training.pace",
     "dear.consensus": "dear.comm.neighbors",

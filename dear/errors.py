@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 class UserError(Exception):
@@ -24,3 +27,10 @@ def unknown(kind: str, given: object, allowed: Iterable[str]) -> UserError:
     hint = f"; did you mean {near[0]!r}?" if near else ""
     listing = ", ".join(names) if len(names) <= 24 else f"{len(names)} names, see `list`"
     return UserError(f"unknown {kind} {given!r}{hint} (allowed: {listing})")
+
+
+def one_of(kind: str, given: str, known: Mapping[str, T]) -> T:
+    """`known[given]`; raises `unknown` if it is not there."""
+    if given not in known:
+        raise unknown(kind, given, known)
+    return known[given]

@@ -31,6 +31,7 @@ from common.results.records import (
 from dear.cost.bounds import (
     CommTimes,
     StepTimes,
+    Traffic,
     comm_times,
     compute_limit_s,
     exchange_times,
@@ -40,7 +41,6 @@ from dear.cost.bounds import (
     wire_limit_s,
 )
 from dear.cost.collectives import AlphaBeta
-from dear.topology.traffic import Traffic
 from dear.training.algorithm import algorithm_class
 
 ALONE = "compute"

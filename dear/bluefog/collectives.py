@@ -21,7 +21,7 @@ from dear.bluefog.job import blocking, job, started, synchronize
 from dear.comm.neighbors import Exchange, Round
 from dear.errors import UserError
 from dear.lazy import np, torch
-from dear.topology.graphs import from_matrix, matrix, uniform
+from dear.topology import from_matrix, matrix, uniform
 
 Targets = Mapping[int, float] | Sequence[int]
 Parameters = Mapping[str, Any] | Iterable[Any]
@@ -192,8 +192,7 @@ def pair_gossip_nonblocking(
         raise UserError("pair_gossip: give self_weight and pair_weight together, or neither")
     if target_rank == job().rank:
         raise UserError(f"pair_gossip: rank {target_rank} is this rank itself")
-    own = 0.5 if self_weight is None else self_weight
-    other = 0.5 if pair_weight is None else pair_weight
+    own, other = (0.5, 0.5) if self_weight is None else (self_weight, pair_weight)
     received = torch.empty_like(tensor)
     handle = _checked(job().pairs.core.sendrecv, tensor.detach(), received, target_rank)
     pending = job().pairs.pending(handle, tensor.nbytes)
@@ -224,30 +223,26 @@ def chosen_part(
 ) -> Round:
     """The round that a call's weights ask for; those left out are of `default`.
 
-    Raises:
-        UserError: weights given by halves, or a source that the topology does not have while
-            no destinations are given.
+    Raises `UserError` for weights by halves, or, without destinations, a source that the topology
+    does not have.
     """
     check_weights(self_weight, sources, destinations, what)
     if sources is None:
         return default()
     assert self_weight is not None
-    if destinations is not None:
-        return Round(
-            self_weight=float(self_weight),
-            sources=dict(sources),
-            destinations=factors(destinations),
-        )
-    known = default()
-    strangers = sorted(set(sources) - set(known.sources))
-    if strangers:
-        raise UserError(
-            f"{what}: rank {strangers[0]} in src_weights does not send to this one in the current "
-            "topology; give dst_weights too for edges of another"
-        )
-    # A source that is left out sends all the same.
-    weights = {source: sources.get(source, 0.0) for source in known.sources}
-    return Round(self_weight=float(self_weight), sources=weights, destinations=known.destinations)
+    if destinations is None:
+        known = default()
+        strangers = sorted(set(sources) - set(known.sources))
+        if strangers:
+            raise UserError(
+                f"{what}: rank {strangers[0]} in src_weights does not send to this one in the "
+                "current topology; give dst_weights too for edges of another"
+            )
+        # A source that is left out sends all the same.
+        sources = {source: sources.get(source, 0.0) for source in known.sources}
+        destinations = known.destinations
+    weights = {"sources": dict(sources), "destinations": factors(destinations)}
+    return Round(self_weight=float(self_weight), **weights)
 
 
 def check_weights(
@@ -255,9 +250,8 @@ def check_weights(
 ) -> None:
     """Refuses weights given by halves: those of this rank and of its sources belong together."""
     if (self_weight is None) != (sources is None):
-        given, missing = ("self_weight", "src_weights")
-        if self_weight is None:
-            given, missing = missing, given
+        both = ("self_weight", "src_weights")
+        given, missing = both if sources is None else both[::-1]
         raise UserError(f"{what}: {given} is given without {missing}; give both or neither")
     if destinations is not None and sources is None:
         raise UserError(

@@ -16,24 +16,14 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, ParamSpec
+from typing import Any, ParamSpec, TypeVar
 
+from dear import topology as graphs
 from dear.comm import runtime
 from dear.comm.communicator import Communicator
 from dear.comm.neighbors import Exchange, Machines, Round
-from dear.comm.runtime import ranks_per_machine
 from dear.errors import UserError
 from dear.lazy import dist, nx
-from dear.topology.graphs import (
-    check_connected,
-    check_graph,
-    check_nodes,
-    exponential,
-    in_neighbors,
-    matrix,
-    out_neighbors,
-    uniform,
-)
 from dear.training.trace import Timeline
 
 log = logging.getLogger("dear")
@@ -44,6 +34,7 @@ TIMELINE = "BLUEFOG_TIMELINE"
 """Environment variable: what the names of the traces begin with."""
 
 P = ParamSpec("P")
+T = TypeVar("T")
 _numbers = itertools.count()
 
 
@@ -55,7 +46,7 @@ class Job:
         self.rank, self.size = communicator.rank, communicator.size
         self.pairs = Exchange(communicator)
         """Of calls in which two ranks take part only; so it must be there before."""
-        self.topology = self.weights = exponential(communicator.size)
+        self.topology = self.weights = graphs.exponential(communicator.size)
         """As it was set, and with the weights to average by."""
         self.machine_topology: nx.DiGraph | None = None
         self.machine_weights: nx.DiGraph | None = None
@@ -78,7 +69,7 @@ class Job:
     def local_size(self) -> int:
         simulated = os.environ.get(NODES_PER_MACHINE)
         if simulated is None:
-            return ranks_per_machine(self.communicator)
+            return runtime.ranks_per_machine(self.communicator)
         if not simulated.isdigit() or not int(simulated):
             raise UserError(f"{NODES_PER_MACHINE} must be a whole number above 0, is {simulated!r}")
         size = self.communicator.size
@@ -142,7 +133,7 @@ def init(
         _job = Job(runtime.communicator())
         runtime.at_shutdown(_leave)
     if topology_fn is not None or is_weighted:
-        set_topology((topology_fn or exponential)(size()), is_weighted)
+        set_topology((topology_fn or graphs.exponential)(size()), is_weighted)
 
 
 def _leave() -> None:
@@ -227,7 +218,7 @@ def set_topology(topology: nx.DiGraph | None = None, is_weighted: bool = False) 
     if current.windows:
         log.warning("the topology stays: there are windows (%s)", ", ".join(current.windows))
         return False
-    chosen = exponential(size()) if topology is None else topology
+    chosen = graphs.exponential(size()) if topology is None else topology
     current.weights = _weighed(chosen, size(), is_weighted)
     current.topology = chosen
     return True
@@ -253,28 +244,28 @@ def load_machine_topology() -> nx.DiGraph | None:
 def _weighed(graph: nx.DiGraph, count: int, is_weighted: bool) -> nx.DiGraph:
     """The weights to average by on `graph`, which is checked and compared between the ranks."""
     if is_weighted:
-        check_graph(graph, count)
+        graphs.check_graph(graph, count)
     else:
-        check_nodes(graph, count)
-        check_connected(graph)
-    kinds = job().communicator.gather_objects((matrix(graph).tobytes(), is_weighted))
+        graphs.check_nodes(graph, count)
+        graphs.check_connected(graph)
+    kinds = job().communicator.gather_objects((graphs.matrix(graph).tobytes(), is_weighted))
     different = [rank for rank, kind in enumerate(kinds) if kind != kinds[0]]
     if different:
         raise UserError(
             f"topology: rank {different[0]} has another one than rank 0; all ranks must set the "
             "same"
         )
-    return graph if is_weighted else uniform(graph)
+    return graph if is_weighted else graphs.uniform(graph)
 
 
 def in_neighbor_ranks() -> list[int]:
     """Ranks that send to this one, ascending."""
-    return in_neighbors(job().topology, rank())
+    return graphs.in_neighbors(job().topology, rank())
 
 
 def out_neighbor_ranks() -> list[int]:
     """Ranks that this one sends to, ascending."""
-    return out_neighbors(job().topology, rank())
+    return graphs.out_neighbors(job().topology, rank())
 
 
 def in_neighbor_machine_ranks() -> list[int]:
@@ -304,11 +295,7 @@ def started(
     wait: Callable[[], Any],
     result: Callable[[], Any] = lambda: True,
 ) -> int:
-    """A handle; `done` never blocks, `wait` waits for the operation, then `result` is called.
-
-    Args:
-        operation, name: as traces call it.
-    """
+    """A handle; `done` never blocks, `result` is called after `wait`. Traces show the names."""
 
     def ended() -> Any:
         with timeline_context(name or operation, f"wait {operation}"):
@@ -328,9 +315,7 @@ def poll(handle: int) -> bool:
 def synchronize(handle: int) -> Any:
     """Waits for the operation of `handle` and returns its result; then the handle is used up.
 
-    Raises:
-        UserError: there is no such handle (any more).
-        RuntimeError: the operation failed.
+    Raises `UserError` if there is no such handle (any more), RuntimeError if the operation failed.
     """
     _, result = _found(handle)
     del job().running[handle]
@@ -353,8 +338,14 @@ def blocking(start: Callable[P, int]) -> Callable[P, Any]:
     def call(*args: P.args, **kwargs: P.kwargs) -> Any:
         return synchronize(start(*args, **kwargs))
 
-    call.__name__ = call.__qualname__ = start.__name__.replace("_nonblocking", "")
-    return call
+    return called(start.__name__.replace("_nonblocking", ""), start.__doc__, call)
+
+
+def called(name: str, doc: str | None, function: Callable[P, T]) -> Callable[P, T]:
+    """`function` by the name that BlueFog's users know, with its docstring."""
+    function.__name__ = function.__qualname__ = name
+    function.__doc__ = doc
+    return function
 
 
 def suspend() -> None:

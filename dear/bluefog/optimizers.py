@@ -19,14 +19,8 @@ from dear.algorithms.asynchronous.pull_get import PullGetEngine
 from dear.algorithms.asynchronous.push_sum import PushSumEngine
 from dear.algorithms.asynchronous.win_put import WinPutEngine
 from dear.algorithms.synchronous.wfbp import AveragingEngine, Wfbp
-from dear.bluefog.collectives import (
-    Targets,
-    check_neighbors,
-    check_weights,
-    chosen_part,
-    factors,
-)
-from dear.bluefog.job import job
+from dear.bluefog.collectives import Targets, check_neighbors, check_weights, chosen_part, factors
+from dear.bluefog.job import called, job
 from dear.bluefog.windows import Named
 from dear.comm.neighbors import Exchange, Pending, Round
 from dear.errors import UserError
@@ -89,48 +83,46 @@ def _start_mean(values: torch.Tensor, part: Round) -> Pending:
     return Pending(work.wait, work.done, lambda target: target.copy_(mixed))
 
 
-def DistributedAdaptWithCombineOptimizer(
-    optimizer: torch.optim.Optimizer,
-    model: torch.nn.Module,
-    communication_type: CommunicationType = CommunicationType.neighbor_allreduce,
-    num_steps_per_communication: int = 1,
-) -> torch.optim.Optimizer:
-    """AWC: `w <- average(w) - update(gradient at w)`; the exchange runs during both passes."""
-    every = num_steps_per_communication
-    return _combined("combine-then-adapt", optimizer, model, communication_type, every)
+def _combined(order: Order, words: str, doc: str) -> Callable[..., torch.optim.Optimizer]:
+    """The factory of optimizers that average and update in this order."""
+
+    def make(
+        optimizer: torch.optim.Optimizer,
+        model: torch.nn.Module,
+        communication_type: CommunicationType = CommunicationType.neighbor_allreduce,
+        num_steps_per_communication: int = 1,
+    ) -> torch.optim.Optimizer:
+        at_least("num_steps_per_communication", num_steps_per_communication, 1)
+        trained_parameters(model, optimizer)
+        optimizer.self_weight = optimizer.src_weights = optimizer.dst_weights = None
+        optimizer.src_machine_weights = optimizer.dst_machine_weights = None
+        optimizer.enable_topo_check = True
+        exchange, rounds = _averaging(communication_type, optimizer)
+        engine = ParameterEngine(
+            model,
+            optimizer,
+            job().communicator,
+            order=order,
+            bucket_mb=BUCKET_MB,
+            exchange=exchange,
+            rounds=rounds,
+            every=num_steps_per_communication,
+        )
+        return distribute(optimizer, engine)
+
+    return called(f"Distributed{words}Optimizer", doc, make)
 
 
-def DistributedAdaptThenCombineOptimizer(
-    optimizer: torch.optim.Optimizer,
-    model: torch.nn.Module,
-    communication_type: CommunicationType = CommunicationType.neighbor_allreduce,
-    num_steps_per_communication: int = 1,
-) -> torch.optim.Optimizer:
-    """ATC: `w <- average(w - update(gradient at w))`; the next forward pass awaits it by layers."""
-    every = num_steps_per_communication
-    return _combined("adapt-then-combine", optimizer, model, communication_type, every)
-
-
-def _combined(
-    order: Order, optimizer: Any, model: torch.nn.Module, kind: CommunicationType, every: int
-) -> torch.optim.Optimizer:
-    at_least("num_steps_per_communication", every, 1)
-    trained_parameters(model, optimizer)
-    optimizer.self_weight = optimizer.src_weights = optimizer.dst_weights = None
-    optimizer.src_machine_weights = optimizer.dst_machine_weights = None
-    optimizer.enable_topo_check = True
-    exchange, rounds = _averaging(kind, optimizer)
-    engine = ParameterEngine(
-        model,
-        optimizer,
-        job().communicator,
-        order=order,
-        bucket_mb=BUCKET_MB,
-        exchange=exchange,
-        rounds=rounds,
-        every=every,
-    )
-    return distribute(optimizer, engine)
+DistributedAdaptWithCombineOptimizer = _combined(
+    "combine-then-adapt",
+    "AdaptWithCombine",
+    "AWC: `w <- average(w) - update(gradient at w)`; the exchange runs during both passes.",
+)
+DistributedAdaptThenCombineOptimizer = _combined(
+    "adapt-then-combine",
+    "AdaptThenCombine",
+    "ATC: `w <- average(w - update(gradient at w))`; the next forward pass awaits it by layers.",
+)
 
 
 def _older_name(kind: CommunicationType) -> Callable[..., torch.optim.Optimizer]:
@@ -146,9 +138,7 @@ def _older_name(kind: CommunicationType) -> Callable[..., torch.optim.Optimizer]
         )
 
     words = kind.name.title().replace("_", "")
-    make.__name__ = make.__qualname__ = f"Distributed{words}Optimizer"
-    make.__doc__ = f"AWC by `{kind}` (BlueFog's older name)."
-    return make
+    return called(f"Distributed{words}Optimizer", f"AWC by `{kind}` (BlueFog's older name).", make)
 
 
 DistributedAllreduceOptimizer = _older_name(CommunicationType.allreduce)
@@ -285,9 +275,7 @@ def _windowed(kind: type[_Knobs]) -> Callable[..., torch.optim.Optimizer]:
             current.windows[f"{prefix}.{index}"] = Named(window, bucket.values)
         return distribute(optimizer, engine)
 
-    make.__name__ = make.__qualname__ = f"Distributed{stem}Optimizer"
-    make.__doc__ = kind.__doc__
-    return make
+    return called(f"Distributed{stem}Optimizer", kind.__doc__, make)
 
 
 DistributedWinPutOptimizer = _windowed(_WinPut)

@@ -14,10 +14,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from dear.bluefog.collectives import Targets, check_weights, factors
-from dear.bluefog.job import blocking, job, poll, started, synchronize
+from dear.bluefog.job import blocking, called, job, poll, started, synchronize
 from dear.comm.peers import Peers
 from dear.comm.windows import NeighborWindow
-from dear.errors import UserError, unknown
+from dear.errors import UserError, one_of
 from dear.lazy import torch
 
 win_poll = poll
@@ -52,9 +52,7 @@ class Named:
 
 def named(name: str) -> Named:
     """The window `name`; raises `UserError` if there is none."""
-    if name not in job().windows:
-        raise unknown("window", name, job().windows)
-    return job().windows[name]
+    return one_of("window", name, job().windows)
 
 
 def win_create(tensor: torch.Tensor, name: str, zero_init: bool = False) -> bool:
@@ -64,8 +62,7 @@ def win_create(tensor: torch.Tensor, name: str, zero_init: bool = False) -> bool
         tensor: floating-point; `win_update` writes to it.
         zero_init: slots start as zeros instead of this rank's own values.
 
-    Raises:
-        UserError: the name is taken, or the tensor is not of floating point.
+    Raises `UserError` if the name is taken, or the tensor is not of floating point.
     """
     current = job()
     if name in current.windows:
@@ -89,14 +86,41 @@ def get_current_created_window_names() -> list[str]:
     return sorted(job().windows)
 
 
-def win_put_nonblocking(
-    tensor: torch.Tensor,
-    name: str,
-    self_weight: float | None = None,
-    dst_weights: Targets | None = None,
-    require_mutex: bool = False,
-) -> int:
-    """Writes `dst_weight * tensor` into this rank's slot at its out-neighbours.
+def _sender(operation: str, does: str) -> Callable[..., int]:
+    """`win_put_nonblocking` or `win_accumulate_nonblocking`."""
+    add = operation == "win_accumulate"
+
+    def start(
+        tensor: torch.Tensor,
+        name: str,
+        self_weight: float | None = None,
+        dst_weights: Targets | None = None,
+        require_mutex: bool = False,
+    ) -> int:
+        found = named(name)
+        window = found.window
+        weights = factors(window.targets if dst_weights is None else dst_weights)
+        if require_mutex:
+            frozen, p = tensor.detach().clone(), window.p
+
+            def locked() -> None:
+                with window.mutex(weights):
+                    _wait(window.put(frozen, weights, add=add, p=p))
+
+            handle = found.in_background(locked)
+        else:
+            works = window.put(tensor, weights, add=add)
+            done = lambda: all(work.is_completed() for work in works)  # noqa: E731
+            handle = started(operation, name, done, lambda: _wait(works))
+        if self_weight is not None:
+            with torch.no_grad():
+                tensor.mul_(self_weight)
+            if window.weighted:
+                window.p *= self_weight
+        window.show(tensor)
+        return handle
+
+    doc = f"""{does} this rank's slot at its out-neighbours.
 
     Args:
         tensor: may be changed at once.
@@ -104,54 +128,11 @@ def win_put_nonblocking(
         dst_weights: rank -> factor, or ranks; default: 1 for all out-neighbours.
         require_mutex: hold the targets' mutexes meanwhile.
     """
-    return _send(False, tensor, name, self_weight, dst_weights, require_mutex)
+    return called(f"{operation}_nonblocking", doc, start)
 
 
-def win_accumulate_nonblocking(
-    tensor: torch.Tensor,
-    name: str,
-    self_weight: float | None = None,
-    dst_weights: Targets | None = None,
-    require_mutex: bool = False,
-) -> int:
-    """Adds `dst_weight * tensor` to this rank's slot at its out-neighbours; see `win_put`."""
-    return _send(True, tensor, name, self_weight, dst_weights, require_mutex)
-
-
-def _send(
-    add: bool,
-    tensor: torch.Tensor,
-    name: str,
-    self_weight: float | None,
-    dst_weights: Targets | None,
-    require_mutex: bool,
-) -> int:
-    found = named(name)
-    window = found.window
-    weights = factors(window.targets if dst_weights is None else dst_weights)
-    if require_mutex:
-        frozen, p = tensor.detach().clone(), window.p
-
-        def locked() -> None:
-            with window.mutex(weights):
-                _wait(window.put(frozen, weights, add=add, p=p))
-
-        handle = found.in_background(locked)
-    else:
-        works = window.put(tensor, weights, add=add)
-        handle = started(
-            "win_accumulate" if add else "win_put",
-            name,
-            lambda: all(work.is_completed() for work in works),
-            lambda: _wait(works),
-        )
-    if self_weight is not None:
-        with torch.no_grad():
-            tensor.mul_(self_weight)
-        if window.weighted:
-            window.p *= self_weight
-    window.show(tensor)
-    return handle
+win_put_nonblocking = _sender("win_put", "Writes `dst_weight * tensor` into")
+win_accumulate_nonblocking = _sender("win_accumulate", "Adds `dst_weight * tensor` to")
 
 
 def _wait(works: list[Any]) -> None:
@@ -229,8 +210,7 @@ def win_update_then_collect(name: str, require_mutex: bool = True) -> torch.Tens
 def win_mutex(name: str, for_self: bool = False, ranks: list[int] | None = None) -> Iterator[None]:
     """Holds the mutexes of the window at `ranks` (default: the out-neighbours) in a `with` block.
 
-    Args:
-        for_self: and this rank's own.
+    With `for_self` also this rank's own.
     """
     window = named(name).window
     wanted = list(window.targets if ranks is None else ranks)
@@ -260,5 +240,5 @@ def turn_off_win_ops_with_associated_p() -> None:
 
 def _set_p(on: bool) -> None:
     for each in job().windows.values():
-        each.window.weighted = on
+        each.window.weigh(on)
     job().with_p = on

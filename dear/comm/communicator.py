@@ -15,15 +15,16 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any, Literal, TypeVar
 
 from dear.comm.environment import RankFacts
-from dear.errors import Unavailable, UserError, unknown
-from dear.lazy import dist, torch
+from dear.errors import Unavailable, UserError, one_of
+from dear.lazy import LazyModule, dist, torch
 
 Op = Literal["mean", "sum", "min", "max"]
 T = TypeVar("T")
+comm_core = LazyModule("comm_core")  # other backends do without it
 
 CALLBACK_S = 5.0
 
@@ -51,25 +52,18 @@ class Work:
         self.nbytes = nbytes
         """Payload in bytes: the larger of input and output on this rank."""
         self._recorded: threading.Event | None = None
-        if communicator.record_times and not communicator.native_times:
+        if communicator.record_times and not communicator.native:
             self._recorded = threading.Event()
             enqueued = communicator.clock()
             handle.get_future().add_done_callback(lambda _: self._finished(enqueued))
 
-    def wait(self, timeout_s: float | None = None) -> None:
+    def wait(self) -> None:
         """Blocks until the result may be used (on CUDA: by the current stream).
 
-        Args:
-            timeout_s: longest wait in seconds; None means the process group's own timeout.
-
-        Raises:
-            RuntimeError: a peer died, disagreed, or did not answer in time.
+        Raises RuntimeError if a peer died, disagreed, or did not answer in the time of the group.
         """
         began = self._communicator.clock()
-        if timeout_s is None:
-            self._handle.wait()
-        else:
-            self._handle.wait(timedelta(seconds=timeout_s))
+        self._handle.wait()
         self._communicator.blocked_s += self._communicator.clock() - began
 
     def done(self) -> bool:
@@ -85,18 +79,9 @@ class Work:
         return self._handle.get_future()
 
     def times(self) -> WorkTimes:
-        """The three times of a finished collective.
-
-        Raises:
-            UserError: the communicator was not made with `record_times`, or it is still running.
-        """
-        if self._communicator.native_times and self._handle.is_completed():
-            times = self._handle.times()
-            return WorkTimes(
-                enqueued_s=times.enqueued_s,
-                started_s=times.started_s,
-                finished_s=times.finished_s,
-            )
+        """The times of a finished collective; raises `UserError` if they were not recorded."""
+        if self._communicator.native and self._handle.is_completed():
+            return self._handle.times()
         if self._recorded is not None and self._handle.is_completed():
             self._recorded.wait(CALLBACK_S)  # the callback may be a moment behind the end
         if self._times is None:
@@ -124,8 +109,6 @@ class Communicator:
         channels: number of independent queues; each further one is a process group of its own, so
             constructing with more than one is itself a collective call.
         record_times: keep `Work.times()`; costs a callback per collective.
-        clock: returns seconds; the virtual fabric passes its own,
-        pause: and what lets so many seconds of it pass.
         timeout_s: the longest that a collective of a further channel may take; None: torch's
             default. (Those of the first have the limit that `group` was made with.)
     """
@@ -135,21 +118,19 @@ class Communicator:
         group: dist.ProcessGroup,
         channels: int = 1,
         record_times: bool = False,
-        clock: Callable[[], float] = time.perf_counter,
-        pause: Callable[[float], None] = time.sleep,
         timeout_s: float | None = None,
     ) -> None:
         self.timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
-        self.backend = shown(dist.get_backend(group))
+        name = dist.get_backend(group)
+        self.backend = "mpi" if name == _MPI else name
+        """As users choose it."""
         self.native = self.backend == "comm_core"
-        """The backend knows priorities."""
-        # It also takes times, on the clock that time.perf_counter reads on Linux.
-        self.native_times = self.native and clock is time.perf_counter
+        """The backend knows priorities, and takes times, on the same clock (on Linux)."""
         self.record_times = record_times
-        self.clock = clock
-        self.pause = pause
+        self.clock, self.pause = time.perf_counter, time.sleep
+        """In seconds; all that measures or waits uses these."""
         self.channel_free_s: dict[int, float] = {}
         self.blocked_s = 0.0
         """Seconds that callers of `Work.wait` were held up: exposed communication."""
@@ -168,13 +149,8 @@ class Communicator:
         self, tensor: torch.Tensor, *, op: Op, channel: int = 0, priority: int = 0
     ) -> Work:
         """Reduces `tensor` (any shape) over all ranks, in place; every rank gets the result."""
-        group, reduce_op = self._queue(channel, priority), _reduce_op(op)
-        flat = flat_view(tensor)
-        if op == "mean":
-            flat = _scaled(flat, self.size)
-        with _at(priority):
-            handle = dist.all_reduce(flat, op=reduce_op, group=group, async_op=True)
-        return self._work(handle, channel, tensor.nbytes, tensor.nbytes)
+        queue, how = self._queue(channel, priority), _reduce_op(op)
+        return self._start(queue, dist.all_reduce, self._summand(flat_view(tensor), op), op=how)
 
     def reduce_scatter(
         self,
@@ -185,63 +161,46 @@ class Communicator:
         channel: int = 0,
         priority: int = 0,
     ) -> Work:
-        """Rank r gets slice r of the reduced `input`.
+        """Rank r gets slice r of the reduced `input` `[size * n]` as `output` `[n]`.
 
-        Args:
-            output: contiguous, `[n]`.
-            input: contiguous, `[size * n]`; scratch afterwards (`mean` scales it in place).
+        Both are contiguous; `input` is scratch afterwards (`mean` scales it in place).
         """
-        group, reduce_op = self._queue(channel, priority), _reduce_op(op)
+        queue, how = self._queue(channel, priority), _reduce_op(op)
         if input.numel() != output.numel() * self.size:
             raise UserError(
                 f"reduce_scatter: input has {input.numel()} elements, must be {self.size} x "
                 f"{output.numel()}"
             )
-        if op == "mean":
-            input = _scaled(input, self.size)
-        with _at(priority):
-            handle = _renamed("reduce_scatter_tensor", "reduce_scatter_single")(
-                output, input, op=reduce_op, group=group, async_op=True
-            )
-        return self._work(handle, channel, input.nbytes, input.nbytes)
+        call = _renamed("reduce_scatter_tensor", "reduce_scatter_single")
+        return self._start(queue, call, output, self._summand(input, op), op=how)
 
     def all_gather(
         self, output: torch.Tensor, input: torch.Tensor, *, channel: int = 0, priority: int = 0
     ) -> Work:
         """Concatenates every rank's `input` `[n]` into `output` `[size * n]`, in rank order."""
-        group = self._queue(channel, priority)
+        queue = self._queue(channel, priority)
         if output.numel() != input.numel() * self.size:
             raise UserError(
                 f"all_gather: output has {output.numel()} elements, must be {self.size} x "
                 f"{input.numel()}"
             )
-        with _at(priority):
-            handle = _renamed("all_gather_into_tensor", "all_gather_single")(
-                output, input, group=group, async_op=True
-            )
-        return self._work(handle, channel, output.nbytes, input.nbytes)
+        call = _renamed("all_gather_into_tensor", "all_gather_single")
+        return self._start(queue, call, output, input)
 
     def reduce(
         self, tensor: torch.Tensor, *, root: int, op: Op, channel: int = 0, priority: int = 0
     ) -> Work:
         """Rank `root` gets the reduction of everybody's `tensor`, in place; scratch elsewhere."""
-        group, reduce_op = self._queue(channel, priority), _reduce_op(op)
+        queue, how = self._queue(channel, priority), _reduce_op(op)
         flat, target = flat_view(tensor), self._global_rank(root)
-        if op == "mean":
-            flat = _scaled(flat, self.size)
-        with _at(priority):
-            handle = dist.reduce(flat, dst=target, op=reduce_op, group=group, async_op=True)
-        return self._work(handle, channel, tensor.nbytes, tensor.nbytes)
+        return self._start(queue, dist.reduce, self._summand(flat, op), dst=target, op=how)
 
     def broadcast(
         self, tensor: torch.Tensor, *, root: int, channel: int = 0, priority: int = 0
     ) -> Work:
         """Copies rank `root`'s `tensor` into everybody's, in place."""
-        group = self._queue(channel, priority)
-        source = self._global_rank(root)
-        with _at(priority):
-            handle = dist.broadcast(flat_view(tensor), src=source, group=group, async_op=True)
-        return self._work(handle, channel, tensor.nbytes, tensor.nbytes)
+        queue, source = self._queue(channel, priority), self._global_rank(root)
+        return self._start(queue, dist.broadcast, flat_view(tensor), src=source)
 
     def exchange(
         self, recv: torch.Tensor, send: torch.Tensor, *, peer: int, channel: int = 0
@@ -251,15 +210,14 @@ class Communicator:
         Both are contiguous, of the same size and dtype on both ranks. Exchanges of two ranks on one
         channel go in the order of the calls.
         """
-        group = self._queue(channel, 0)
-        handle = Exchange(send, recv, self._global_rank(peer), group)
+        self._queue(channel, 0)
+        handle = Exchange(send, recv, self._global_rank(peer), self.groups[channel])
         return self._work(handle, channel, recv.nbytes, send.nbytes)
 
     def broadcast_object(self, value: T, *, root: int = 0) -> T:
         """Returns rank `root`'s picklable `value` on every rank; blocking, for set-up only."""
         box: list[Any] = [value]
-        group = self.groups[0]
-        dist.broadcast_object_list(box, src=self._global_rank(root), group=group)
+        dist.broadcast_object_list(box, src=self._global_rank(root), group=self.groups[0])
         return box[0]
 
     def gather_objects(self, value: T) -> list[T]:
@@ -276,7 +234,7 @@ class Communicator:
         """Lets go of the process groups; no call is possible afterwards."""
         self.groups.clear()
 
-    def _queue(self, channel: int, priority: int) -> dist.ProcessGroup:
+    def _queue(self, channel: int, priority: int) -> tuple[int, int]:
         if not self.groups:
             raise UserError("this communicator is closed: the job has been left by shutdown()")
         if not 0 <= channel < len(self.groups):
@@ -285,12 +243,33 @@ class Communicator:
             )
         if priority and not self.native:
             raise UserError(f"backend {self.backend} has no priorities; use priority=0")
-        return self.groups[channel]
+        return channel, priority
 
     def _global_rank(self, root: int) -> int:
         if not 0 <= root < self.size:
             raise UserError(f"root {root} is no rank of a world of {self.size}")
         return dist.get_global_rank(self.groups[0], root)
+
+    def _summand(self, tensor: torch.Tensor, op: Op) -> torch.Tensor:
+        # Dividing before the sum, as DDP does: the sum of a half-precision gradient then overflows
+        # no sooner than the gradient itself.
+        if op != "mean":
+            return tensor
+        if not (tensor.is_floating_point() or tensor.is_complex()):
+            raise UserError(
+                f"op 'mean' needs a floating-point tensor, got {tensor.dtype}; use 'sum'"
+            )
+        return tensor.div_(self.size) if self.size > 1 else tensor
+
+    def _start(
+        self, queue: tuple[int, int], call: Callable[..., Any], *tensors: torch.Tensor, **how: Any
+    ) -> Work:
+        """Starts `call` on `tensors`: the output where it is another one, and the input."""
+        channel, priority = queue
+        with _at(priority):
+            handle = call(*tensors, group=self.groups[channel], async_op=True, **how)
+        nbytes = max(tensor.nbytes for tensor in tensors)
+        return self._work(handle, channel, nbytes, tensors[-1].nbytes)
 
     def _work(self, handle: Any, channel: int, nbytes: int, sent: int) -> Work:
         self.bytes_sent += sent
@@ -304,11 +283,7 @@ def _renamed(former: str, name: str) -> Callable[..., Any]:
 
 
 def _at(priority: int) -> contextlib.AbstractContextManager[None]:
-    if not priority:
-        return contextlib.nullcontext()
-    import comm_core  # not at the top: other backends do without it
-
-    return comm_core.priority(priority)
+    return comm_core.priority(priority) if priority else contextlib.nullcontext()
 
 
 def flat_view(tensor: torch.Tensor) -> torch.Tensor:
@@ -336,86 +311,54 @@ def padded(numel: int, step: int) -> int:
 def buffer(like: torch.Tensor, numel: int, communicator: Communicator) -> torch.Tensor:
     """A zeroed flat buffer of the kind of `like`, in memory that the backend reads in place."""
     if communicator.native and like.device.type == "cpu":
-        import comm_core  # not at the top: other backends do without it
-
         return comm_core.empty(numel, dtype=like.dtype)
     return torch.zeros(numel, dtype=like.dtype, device=like.device)
-
-
-def _scaled(tensor: torch.Tensor, size: int) -> torch.Tensor:
-    # Dividing before the sum, as DDP does: the sum of a half-precision gradient then overflows no
-    # sooner than the gradient itself.
-    if not (tensor.is_floating_point() or tensor.is_complex()):
-        raise UserError(f"op 'mean' needs a floating-point tensor, got {tensor.dtype}; use 'sum'")
-    return tensor.div_(size) if size > 1 else tensor
 
 
 def _reduce_op(op: Op) -> Any:
     kinds = dist.ReduceOp
     known = {"mean": kinds.SUM, "sum": kinds.SUM, "min": kinds.MIN, "max": kinds.MAX}
-    if op not in known:
-        raise unknown("op", op, known)
-    return known[op]
+    return one_of("op", op, known)
 
 
 class Exchange:
-    """Sends `send` to a rank that sends as much into `recv`; like a work of torch.distributed.
-
-    Args:
-        peer: its rank in the whole job.
-    """
+    """Sends `send` to rank `peer` of the job, which sends as much; like a work of torch's."""
 
     def __init__(
         self, send: torch.Tensor, recv: torch.Tensor, peer: int, group: dist.ProcessGroup
     ) -> None:
         self._tensors = send, recv
-        self._ended: set[int] = set()  # places in the list of works
+        self._works: list[Any] = []
+        """Those that have not been waited for, or all (CUDA: each stream that asks must wait)."""
         if recv.is_cuda:
             # NCCL makes progress on a send only beside the receive that its peer waits for.
             ops = [dist.P2POp(dist.irecv, recv, peer, group)]
             ops.append(dist.P2POp(dist.isend, send, peer, group))
-            self._works: list[Any] = dist.batch_isend_irecv(ops)
+            self._works += dist.batch_isend_irecv(ops)
         else:
-            self._works = [dist.irecv(recv, peer, group), dist.isend(send, peer, group)]
+            self._works += [dist.irecv(recv, peer, group), dist.isend(send, peer, group)]
 
-    def wait(self, timeout: timedelta | None = None) -> None:
+    def wait(self) -> None:
         """Blocks until both have ended (CUDA: makes the current stream wait)."""
-        for place, work in enumerate(self._works):
-            if place in self._ended:
-                continue  # Gloo's messages can be waited for only once
-            if timeout is None:
-                work.wait()
-            else:
-                work.wait(timeout)
-            if not self._tensors[0].is_cuda:  # there each stream that asks must wait
-                self._ended.add(place)
+        for work in list(self._works):
+            work.wait()
+            if not self._tensors[0].is_cuda:
+                self._works.remove(work)  # Gloo's messages can be waited for only once
 
     def is_completed(self) -> bool:
         """True once both have ended."""
-        works = enumerate(self._works)
-        return all(place in self._ended or work.is_completed() for place, work in works)
+        return all(work.is_completed() for work in self._works)
 
     def get_future(self) -> torch.futures.Future:
         """Completes with both; Gloo has none for messages and raises."""
         return torch.futures.collect_all([work.get_future() for work in self._works])
-
-    def times(self) -> Any:
-        """From the first one's start to the last one's end, where the backend takes times."""
-        times = [work.times() for work in self._works]
-        return SimpleNamespace(
-            enqueued_s=min(t.enqueued_s for t in times),
-            started_s=min(t.started_s for t in times),
-            finished_s=max(t.finished_s for t in times),
-        )
 
 
 class SubCommunicator(Communicator):
     """A communicator of some ranks of another, which counts their bytes and waits as its own."""
 
     def __init__(self, parent: Communicator, group: dist.ProcessGroup) -> None:
-        super().__init__(
-            group, record_times=parent.record_times, clock=parent.clock, pause=parent.pause
-        )
+        super().__init__(group)
         self._parent = parent
 
     def _work(self, handle: Any, channel: int, nbytes: int, sent: int) -> Work:
@@ -473,9 +416,7 @@ def prepare(backend: str) -> str:
     Args:
         backend: `comm_core`, `mpi`, a name that torch knows, or pairs (`cpu:comm_core,cuda:nccl`).
 
-    Raises:
-        Unavailable: it is not built.
-        UserError: `mpi` within pairs.
+    Raises `Unavailable` if it is not built, and `UserError` for `mpi` within pairs.
     """
     if "comm_core" in backend:
         _imported("comm_core")
@@ -490,17 +431,10 @@ def prepare(backend: str) -> str:
     return backend
 
 
-def shown(backend: str) -> str:
-    """The name by which users choose a backend of this torch name."""
-    return "mpi" if backend == _MPI else backend
-
-
 def _imported(module: str) -> ModuleType:
     try:
         return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name != "comm_core":
-            raise Unavailable(str(error)) from None
-        raise Unavailable("the comm core is not installed: build it with `make core`") from None
     except ImportError as error:
-        raise Unavailable(str(error)) from None
+        missing = isinstance(error, ModuleNotFoundError) and error.name == "comm_core"
+        how = "the comm core is not installed: build it with `make core`"
+        raise Unavailable(how if missing else str(error)) from None

@@ -15,13 +15,7 @@ from dear.errors import UserError
 # launcher, then the variables of: rank, world size, rank on this host, ranks on this host.
 _VARIABLES = (
     ("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-    (
-        "Open MPI",
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-    ),
+    ("Open MPI", *(f"OMPI_COMM_WORLD_{n}" for n in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))),
     ("MPICH", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     ("Slurm", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
 )
@@ -106,11 +100,8 @@ def _refuse_to_be_alone(env: Mapping[str, str]) -> None:
 
 def _tasks_on_this_node(env: Mapping[str, str]) -> str:
     """From Slurm's list of tasks per node of the step, e.g. `4(x2),3` for 4, 4 and 3."""
-    counts: list[str] = []
-    for count, times in re.findall(
-        r"(\d+)(?:\(x(\d+)\))?", env.get("SLURM_STEP_TASKS_PER_NODE", "")
-    ):
-        counts += [count] * int(times or 1)
+    listed = re.findall(r"(\d+)(?:\(x(\d+)\))?", env.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    counts: list[str] = [count for count, times in listed for _ in range(int(times or 1))]
     node = env.get("SLURM_NODEID", "0")
     if node.isdecimal() and int(node) < len(counts):
         return counts[int(node)]

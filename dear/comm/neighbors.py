@@ -16,7 +16,7 @@ from typing import Any
 from dear.comm.communicator import Communicator
 from dear.errors import Unavailable, UserError
 from dear.lazy import dist, nx, torch
-from dear.topology.graphs import in_neighbors, out_neighbors, recv_weights
+from dear.topology import in_neighbors, out_neighbors, recv_weights
 
 PIECE = 1 << 20
 
@@ -35,33 +35,24 @@ class Round:
     def of(cls, graph: nx.DiGraph, rank: int) -> Round:
         """The part of `rank` in averaging by the weights of `graph`."""
         own, sources = recv_weights(graph, rank)
-        return cls(
-            self_weight=own,
-            sources=sources,
-            destinations=dict.fromkeys(out_neighbors(graph, rank), 1.0),
-        )
+        targets = dict.fromkeys(out_neighbors(graph, rank), 1.0)
+        return cls(self_weight=own, sources=sources, destinations=targets)
 
     @classmethod
     def splitting(cls, graph: nx.DiGraph, rank: int) -> Round:
         """The sender decides: each rank shares itself out equally to itself and its k targets."""
         targets = out_neighbors(graph, rank)
         share = 1.0 / (len(targets) + 1)
-        return cls(
-            self_weight=share,
-            sources=dict.fromkeys(in_neighbors(graph, rank), 1.0),
-            destinations=dict.fromkeys(targets, share),
-        )
+        sources = dict.fromkeys(in_neighbors(graph, rank), 1.0)
+        return cls(self_weight=share, sources=sources, destinations=dict.fromkeys(targets, share))
 
     @classmethod
     def uniform(cls, destinations: Iterable[int], sources: Iterable[int]) -> Round:
         """Equal weights for this rank and what it receives."""
         sources = list(sources)
         share = 1.0 / (len(sources) + 1)
-        return cls(
-            self_weight=share,
-            sources=dict.fromkeys(sources, share),
-            destinations=dict.fromkeys(destinations, 1.0),
-        )
+        weights, targets = dict.fromkeys(sources, share), dict.fromkeys(destinations, 1.0)
+        return cls(self_weight=share, sources=weights, destinations=targets)
 
 
 class Pending:
@@ -183,10 +174,8 @@ class Machines:
         self.count = size // local_size
         self.machine, self._local_rank = divmod(communicator.rank, local_size)
         self._communicator = communicator
-        blocks = [range(first, first + local_size) for first in range(0, size, local_size)]
-        groups = [dist.new_group(block, timeout=communicator.timeout) for block in blocks]
-        self._group = groups[self.machine]
-        self.local = Communicator(self._group, clock=communicator.clock, pause=communicator.pause)
+        self._group, _ = dist.new_subgroups(local_size, timeout=communicator.timeout)
+        self.local = Communicator(self._group)
         """The ranks of this machine."""
         self._between = Exchange(communicator)
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="dear machines")
@@ -267,14 +256,11 @@ class GlobalAverage:
         return self._kept is not None
 
     def apply(self, *, keep: bool = True, measure: bool = True) -> float | None:
-        """Averages in place.
+        """Averages in place; raises `UserError` if they are averaged already, and not reverted yet.
 
         Args:
             keep: make a copy to revert to.
             measure: return this rank's distance to the mean (the norm of the difference).
-
-        Raises:
-            UserError: they are averaged already, and not reverted yet.
         """
         if self.applied:
             raise UserError("the models are averaged already; revert first")

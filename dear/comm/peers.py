@@ -12,7 +12,7 @@ from typing import Any
 from dear.comm.communicator import Communicator
 from dear.comm.neighbors import core_module
 from dear.lazy import dist, nx
-from dear.topology.graphs import check_nodes, in_neighbors, out_neighbors
+from dear.topology import check_nodes, in_neighbors, out_neighbors
 
 log = logging.getLogger("dear")
 
@@ -35,10 +35,8 @@ class Staleness:
 
     def note(self, behind: int) -> None:
         """One use of values that are so many steps behind."""
-        self.uses += 1
-        self.total += behind
+        self.uses, self.total, self.last = self.uses + 1, self.total + behind, behind
         self.highest = behind if self.highest is None else max(self.highest, behind)
-        self.last = behind
 
     def summary(self) -> dict[str, Any]:
         """`uses`, and `mean`, `max`, `last` in steps (None before the first use)."""
@@ -108,12 +106,11 @@ class Peers:
         if dist.get_backend(self.group) != "comm_core":
             self.group = self._new_group(dist.get_process_group_ranks(self.group))
         for other in sorted({*self.sources, *self.targets}):
-            slot = slot_there = None
-            if other in self.sources:
-                slot = 1 + self.sources.index(other)
+            slot = 1 + self.sources.index(other) if other in self.sources else None
+            there = None
             if other in self.targets:
-                slot_there = 1 + in_neighbors(graph, other).index(self.rank)
-            self.near[other] = Peer(other, self.group, other, self.rank, slot, slot_there)
+                there = 1 + in_neighbors(graph, other).index(self.rank)
+            self.near[other] = Peer(other, self.group, other, self.rank, slot, there)
 
     def _reach_apart(self, graph: nx.DiGraph) -> None:
         """A group for each pair of neighbours, with one slot each way."""
@@ -144,7 +141,7 @@ class Peers:
             # A failed operation leaves the group of the two, and only that, useless.
             peer.lost = True
             log.warning("rank %d has died; training goes on without it", peer.rank)
-            self.departures.lost(peer.rank)
+            self.departures.done(peer.rank)
             return None
 
     def leave(self, timeout_s: float) -> None:
@@ -195,26 +192,19 @@ class Departures:
         # A private function of torch; the group's own store would be one, too.
         self._store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
 
-    def done(self) -> None:
-        """This rank makes no further steps."""
-        self._store.set(f"done{self._rank}", "")
-
-    def lost(self, rank: int) -> None:
-        """Rank `rank` has died: nobody needs to wait for it."""
-        self._store.set(f"lost{rank}", "")
+    def done(self, rank: int | None = None) -> None:
+        """This rank makes no further steps; or `rank`, which is lost."""
+        self._store.set(str(self._rank if rank is None else rank), "")
 
     def gone(self, rank: int) -> bool:
         """True if rank `rank` is done or lost."""
-        return self._store.check([f"done{rank}"]) or self._store.check([f"lost{rank}"])
+        return self._store.check([str(rank)])
 
     def wait(self, timeout_s: float, look: Callable[[], None]) -> None:
-        """Returns when all ranks are done or lost.
+        """Returns when all ranks are done or lost; RuntimeError names those that are not in time.
 
         Args:
             look: called now and then; may say that somebody is lost.
-
-        Raises:
-            RuntimeError: some are neither after `timeout_s`; it names them.
         """
         deadline = self._clock() + timeout_s
         waiting = list(range(self._size))
@@ -225,7 +215,7 @@ class Departures:
                     f"rank {self._rank} is done, but after {timeout_s:g} s rank {names} is not"
                 )
             try:
-                self._store.wait([f"done{waiting[0]}"], timedelta(seconds=LOOK_S))
+                self._store.wait([str(waiting[0])], timedelta(seconds=LOOK_S))
             except RuntimeError as error:  # a FileStore has no kind of error of its own for it
                 if "timeout" not in str(error).lower():
                     raise

@@ -33,11 +33,7 @@ class MeetingPoint:
 
 
 def meeting_point(facts: RankFacts, env: Mapping[str, str] = os.environ) -> MeetingPoint:
-    """Reads it from the environment.
-
-    Raises:
-        UserError: there is none, or MASTER_PORT is no port.
-    """
+    """Reads it from the environment; raises `UserError` if there is none, or a wrong port."""
     if "DEAR_STORE" in env:
         return MeetingPoint(path=env["DEAR_STORE"])
     if "MASTER_ADDR" in env and "MASTER_PORT" in env:
@@ -183,11 +179,7 @@ _FAREWELL_S = 5.0
 
 
 def call_roll(store: dist.Store, facts: RankFacts, timeout_s: float) -> None:
-    """Waits until all ranks have answered once.
-
-    Raises:
-        UserError: as `meet` does.
-    """
+    """Waits until all ranks have answered once; raises as `meet` does."""
     times = store.add(f"rank{facts.rank}", 1)
     store.set(f"who{facts.rank}.{times}", f"{socket.gethostname()} process {os.getpid()}")
     if times > 1:
@@ -223,19 +215,14 @@ def _twice(store: dist.Store, facts: RankFacts) -> str:
 
 
 def _missing(store: dist.Store, facts: RankFacts, timeout_s: float) -> str:
-    present = [(rank, _who(store, rank)) for rank in range(facts.world_size)]
-    missing = ", ".join(str(rank) for rank, who in present if not who)
-    here = "; ".join(f"{rank} on {who}" for rank, who in present[:64] if who)
+    ranks = range(facts.world_size)
+    who = {r: store.get(f"who{r}.1").decode() for r in ranks if store.check([f"who{r}.1"])}
+    missing = ", ".join(str(rank) for rank in ranks if rank not in who)
+    here = "; ".join(f"{rank} on {name}" for rank, name in who.items() if rank < 64)
     return (
         f"rank {missing} of {facts.world_size} did not come within {timeout_s:g} s (there are: "
         f"{here}); was each started, with the same MASTER_ADDR, MASTER_PORT and world size?"
     )
-
-
-def _who(store: dist.Store, rank: int) -> str | None:
-    """Host and process that has come as this rank, if one has."""
-    key = f"who{rank}.1"
-    return store.get(key).decode() if store.check([key]) else None
 
 
 def _let_the_others_read(store: dist.Store, facts: RankFacts) -> None:

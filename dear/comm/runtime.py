@@ -50,14 +50,9 @@ def init(backend: str | None = None, timeout_s: float = DEFAULT_TIMEOUT_S) -> No
     if not dist.is_initialized():
         _join(facts, prepare(backend or default_backend(facts)), timeout_s)
     elif facts.launcher == "none":
-        size = dist.get_world_size()
-        facts = RankFacts(
-            launcher="torch.distributed",
-            rank=dist.get_rank(),
-            world_size=size,
-            local_rank=dist.get_rank(),
-            local_world_size=size,
-        )
+        rank, size = dist.get_rank(), dist.get_world_size()
+        place = {"rank": rank, "world_size": size, "local_rank": rank, "local_world_size": size}
+        facts = RankFacts(launcher="torch.distributed", **place)
     if dist.get_world_size() != facts.world_size or dist.get_rank() != facts.rank:
         raise UserError(
             f"{facts.launcher} started rank {facts.rank} of {facts.world_size}, but the process "
@@ -129,11 +124,7 @@ def is_initialized() -> bool:
 
 
 def communicator() -> Communicator:
-    """The communicator of all ranks.
-
-    Raises:
-        UserError: `init` has not been called.
-    """
+    """The communicator of all ranks; raises `UserError` before `init`."""
     if _communicator is None:
         raise UserError("call dear.init() first")
     return _communicator
@@ -169,8 +160,7 @@ def local_size() -> int:
 def ranks_per_machine(communicator: Communicator) -> int:
     """How many ranks each machine runs; a blocking collective call.
 
-    Raises:
-        UserError: machines run different numbers of ranks, or not neighbouring ones.
+    Raises `UserError` if machines run different numbers of ranks, or not neighbouring ones.
     """
     found = communicator.gather_objects((local_rank(), local_size()))
     sizes = {size for _, size in found}

@@ -26,9 +26,7 @@ LINE_BYTES = 64
 class Row:
     """A message in host memory: values, p where it fits, and the steps in them, in one piece.
 
-    Args:
-        numel: number of values.
-        pinned: memory that a GPU copies to directly.
+    A GPU copies to memory that is `pinned` directly.
     """
 
     def __init__(self, numel: int, dtype: torch.dtype, *, pinned: bool = False) -> None:
@@ -63,8 +61,7 @@ class NeighborWindow:
         peers: who sends to whom.
         like: shape, dtype and device of the values; its values are what the rank shows at first.
         zero_slots: slots start as zeros; otherwise as this rank's own values.
-        weighted: values carry `p`. It starts as 1, and as 0 in the slots. May be changed later,
-            on all ranks between two barriers.
+        weighted: values carry `p`. It starts as 1, and as 0 in the slots.
 
     Raises:
         UserError: the values are no floating-point ones, or `weighted` with a dtype in which p
@@ -83,7 +80,7 @@ class NeighborWindow:
         if not like.dtype.is_floating_point:
             raise UserError(f"a window needs floating-point values, got {like.dtype}")
         self.shape, self.dtype, self._pinned = like.shape, like.dtype, like.is_cuda
-        self.weighted = weighted
+        self.weigh(weighted)
         self.peers = peers
         self.rank, self.sources, self.targets = peers.rank, peers.sources, peers.targets
         self.p = 1.0
@@ -114,33 +111,26 @@ class NeighborWindow:
         for group in [peer.group for peer in peers.near.values()] if peers.apart else [peers.group]:
             dist.barrier(group)
 
-    @property
-    def weighted(self) -> bool:
-        """Whether p travels with the values."""
-        return self._weighted
-
-    @weighted.setter
-    def weighted(self, on: bool) -> None:
+    def weigh(self, on: bool) -> None:
+        """Whether p travels with the values from now on; all ranks call it, between barriers."""
         if on and self.dtype not in (torch.float32, torch.float64):
             raise UserError("a weighted window needs float32 or float64 values")
-        self._weighted = on
+        self.weighted = on
 
     def show(self, values: torch.Tensor, *, steps: int = 0) -> None:
         """Lets others read `values` (and p) from now on, where peers are not `apart`."""
         if self._whole is not None:
-            row = self._row(values, 1.0, self.p, steps)
-            self._whole.put(row.memory, self.rank, OWN).wait()
-            self._give_back(row)
+            with self._message(values, 1.0, self.p, steps) as row:
+                self._whole.put(row.memory, self.rank, OWN).wait()
 
     def fill(self, values: torch.Tensor, *, steps: int = 0) -> None:
         """Puts `values`, with a p of 0, into every slot of this rank's own window.
 
         This does not count as a write: versions are 0 afterwards.
         """
-        row = self._row(values, 1.0, 0.0, steps)
-        for source in self.sources:
-            self._own(source, row.memory)
-        self._give_back(row)
+        with self._message(values, 1.0, 0.0, steps) as row:
+            for source in self.sources:
+                self._own(source, row.memory)
         self._read(self.sources)
 
     def clear(self) -> None:
@@ -150,11 +140,7 @@ class NeighborWindow:
     def idle(self, *, wait: bool) -> list[int]:
         """Targets that have taken the last message of this window; the others count as skipped.
 
-        Args:
-            wait: for all of them.
-
-        Raises:
-            RuntimeError: a message has failed, for example since its target has died.
+        Waits for all of them with `wait`; raises RuntimeError if a message has failed.
         """
         found = []
         for target in self.targets:
@@ -196,36 +182,34 @@ class NeighborWindow:
             p: what goes with the values while `weighted`; default: the present p.
             steps: in the values.
         """
-        for target in weights:
-            self._check(target, self.targets, "send to", "receives from this rank")
+        self._check(weights, self.targets, "send to", "receives from this rank")
         p = self.p if p is None else p
         works = []
         for weight in dict.fromkeys(weights.values()):
-            row = self._row(values, weight, p, steps)
-            for target in (to for to, factor in weights.items() if factor == weight):
-                peer, core = self.peers.near[target], self._core[target]
-                call = core.accumulate if add else core.put
-                message = row.memory[: self._numel + 1] if add else row.memory
-                work = self.peers.attempt(peer, call, message, peer.place, peer.slot_there)
-                if work is None:
-                    continue
-                if add and steps:
-                    # Steps do not add up; applied after the values, as all is in order.
-                    tag = row.memory[self._steps_at :]
-                    work = core.put(tag, peer.place, peer.slot_there, self._steps_at)
-                row.works.append(work)
-                works.append(work)
-                self._under_way[target] = work
-                peer.sent += 1
-                self.peers.communicator.bytes_sent += self._payload()
-            self._give_back(row)
+            with self._message(values, weight, p, steps) as row:
+                for target in (to for to, factor in weights.items() if factor == weight):
+                    peer, core = self.peers.near[target], self._core[target]
+                    call = core.accumulate if add else core.put
+                    message = row.memory[: self._numel + 1] if add else row.memory
+                    work = self.peers.attempt(peer, call, message, peer.place, peer.slot_there)
+                    if work is None:
+                        continue
+                    if add and steps:
+                        # Steps do not add up; applied after the values, as all is in order.
+                        tag = row.memory[self._steps_at :]
+                        work = core.put(tag, peer.place, peer.slot_there, self._steps_at)
+                    row.works.append(work)
+                    works.append(work)
+                    self._under_way[target] = work
+                    peer.sent += 1
+                    self.peers.communicator.bytes_sent += self._payload()
         return works
 
     def fetch(self, sources: Iterable[int]) -> list[tuple[int, torch.Tensor, Any]]:
-        """Starts to read what each source shows: `(rank, row, work)` for `store` or `mix`."""
-        started = []
+        """Starts to read what each source shows: `(rank, row, work)` for `store` or `collect`."""
+        started, sources = [], list(sources)
+        self._check(sources, self.sources, "read from", "sends to this rank")
         for source in sources:
-            self._check(source, self.sources, "read from", "sends to this rank")
             row = torch.empty(self._room, dtype=self.dtype)
             self.peers.communicator.bytes_sent += self._payload()  # counted where it is read
             started.append((source, row, self._whole.get(row, source, OWN)))
@@ -245,6 +229,7 @@ class NeighborWindow:
         values: torch.Tensor,
         self_weight: float,
         weights: Mapping[int, float],
+        rows: Mapping[int, torch.Tensor] | None = None,
         *,
         reset: bool = False,
         steps: int | None = None,
@@ -256,23 +241,12 @@ class NeighborWindow:
         Args:
             weights: source rank -> weight. Of peers that are `apart` those that are lost are left
                 out, and the others take their share.
+            rows: what was fetched, by source, in place of the slots.
             reset: leave zeros in these slots.
             steps: that `values` hold; counts staleness.
         """
-        for source in weights:
-            self._check(source, self.sources, "collect from", "sends to this rank")
-        self.mix(values, self_weight, weights, self._read(weights, reset), steps=steps)
-
-    def mix(
-        self,
-        values: torch.Tensor,
-        self_weight: float,
-        weights: Mapping[int, float],
-        rows: Mapping[int, torch.Tensor],
-        *,
-        steps: int | None = None,
-    ) -> None:
-        """`collect` of rows that are read already, by source."""
+        self._check(weights, self.sources, "collect from", "sends to this rank")
+        rows = self._read(weights, reset) if rows is None else rows
         self._check_kind(values)
         if self.peers.apart:
             if not rows:
@@ -286,13 +260,13 @@ class NeighborWindow:
                 for source, weight in weights.items()
             ]
             weighted_sum(values, self_weight, terms)
-        if self._weighted:
+        if self.weighted:
             self.p *= self_weight
             self.p += sum(w * rows[source][self._numel].item() for source, w in weights.items())
         if steps is not None:
             for source, row in rows.items():
                 held = int(row[self._steps_at :].view(torch.int64)[0].item())
-                if held or not self._weighted:  # else nothing has come since it was emptied
+                if held or not self.weighted:  # else nothing has come since it was emptied
                     self._heard[source] = held
                 self.peers.near[source].staleness.note(steps - self._heard.get(source, 0))
 
@@ -333,8 +307,9 @@ class NeighborWindow:
                 self.peers.attempt(peer, self._core[peer.rank].free)
         self.peers.freed(self)
 
-    def _row(self, values: torch.Tensor, weight: float, p: float, steps: int) -> Row:
-        """A message that no operation reads, until `_give_back`; from any thread."""
+    @contextlib.contextmanager
+    def _message(self, values: torch.Tensor, weight: float, p: float, steps: int) -> Iterator[Row]:
+        """A message that no operation reads, to be sent in the `with` block; in any thread."""
         self._check_kind(values)
         with self._lock:
             row = next((row for row in self._rows if not row.busy()), None)
@@ -345,16 +320,14 @@ class NeighborWindow:
         row.values.copy_(values.detach().reshape(-1))
         if weight != 1:
             row.values.mul_(weight)
-        row.memory[self._numel] = p * weight if self._weighted else 0.0
+        row.memory[self._numel] = p * weight if self.weighted else 0.0
         row.steps.fill_(steps)
-        return row
-
-    def _give_back(self, row: Row) -> None:
+        yield row
         with self._lock:
             self._rows.append(row)
 
     def _payload(self) -> int:
-        return (self._numel + int(self._weighted)) * self.dtype.itemsize
+        return (self._numel + int(self.weighted)) * self.dtype.itemsize
 
     def _own(self, source: int, message: torch.Tensor) -> None:
         peer = self.peers.near[source]
@@ -382,8 +355,8 @@ class NeighborWindow:
                 f"{tuple(values.shape)} {values.dtype}"
             )
 
-    def _check(self, rank: int, known: list[int], doing: str, what: str) -> None:
-        if rank not in known:
+    def _check(self, ranks: Iterable[int], known: list[int], doing: str, what: str) -> None:
+        for rank in (rank for rank in ranks if rank not in known):
             raise UserError(
                 f"rank {self.rank} cannot {doing} rank {rank}: in the window's topology "
                 f"{known or 'nobody'} {what}"

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
+from typing import Literal, get_args
 from weakref import WeakKeyDictionary
 
-from dear.comm.communicator import (
-    Communicator,
-    SubCommunicator,
-    Work,
-    buffer,
-    sub_communicators,
-)
-from dear.errors import UserError, unknown
+from dear.comm.communicator import Communicator, buffer, sub_communicators
+from dear.errors import UserError, one_of, unknown
 from dear.lazy import torch
 from dear.options import at_least
 
@@ -38,10 +33,6 @@ class AlphaBeta:
     def __call__(self, nbytes: float) -> float:
         """Seconds for a buffer of `nbytes`; nothing costs nothing."""
         return self.alpha_s + self.beta_s_per_byte * nbytes if nbytes else 0.0
-
-    def total_s(self, nbytes: float, messages: int = 1) -> float:
-        """Seconds for `nbytes` in so many messages, one after another."""
-        return messages * self.alpha_s + self.beta_s_per_byte * nbytes
 
 
 def fit_alpha_beta(nbytes: Sequence[float], seconds: Sequence[float]) -> AlphaBeta:
@@ -122,10 +113,8 @@ def table_costs(network: str, world_size: int) -> AlphaBeta:
     alpha grows like the steps of a ring, P - 1, and beta like its bytes, (P - 1) / P. One worker
     pays nothing. A fall-back: measured costs are of the network that is really there.
     """
-    if network not in TABLES:
-        raise unknown("cost table", network, TABLES)
+    table = one_of("cost table", network, TABLES)
     at_least("world_size", world_size, 1)
-    table = TABLES[network]
     if world_size == 1:
         return AlphaBeta(alpha_s=0.0, beta_s_per_byte=0.0)
     last = max(table)
@@ -145,7 +134,7 @@ EXCHANGE = "exchange"
 Operation = Literal["all_reduce", "reduce_scatter", "all_gather", "exchange"]
 """`exchange`: pairs of ranks, far apart by their numbers, swap buffers, all pairs at once (of an
 odd number one rank rests)."""
-OPERATIONS: tuple[Operation, ...] = ("all_reduce", "reduce_scatter", "all_gather", EXCHANGE)
+OPERATIONS: tuple[Operation, ...] = get_args(Operation)
 
 SIZES = tuple(2**power for power in range(12, 25, 2))
 """4 KiB to 16 MiB, in bytes of the full buffer."""
@@ -183,7 +172,6 @@ def measure_collective(
     *,
     sizes: Sequence[int] = SIZES,
     repeats: int = REPEATS,
-    enough_s: float = ENOUGH_S,
     shared: bool = False,
 ) -> Measurement:
     """Times `operation` on float32 buffers; every rank calls it, and nothing else runs meanwhile.
@@ -191,8 +179,6 @@ def measure_collective(
     Args:
         sizes: bytes of the full buffer, ascending; rounded up to a multiple of the world size.
         repeats: timed calls per size; one more is made first and left out.
-        enough_s: stops after the first size beyond the second whose calls take longer, and several
-            times longer than the smallest size's.
         shared: the buffers lie in memory that the backend reads in place, where it has such.
     """
     if operation not in OPERATIONS:
@@ -200,21 +186,22 @@ def measure_collective(
     unit = 4 * communicator.size
     nbytes: list[int] = []
     own: list[list[float]] = []
-    pairs = _pairs(communicator) if operation == EXCHANGE else {}
-    for size in sizes:
-        count = -(-size // unit) * communicator.size
-        if nbytes and nbytes[-1] == count * 4:
-            continue
-        call = _caller(communicator, operation, count, device, shared, pairs)
-        times = [_timed(communicator, call, device) for _ in range(repeats + 1)][1:]
+    pair = _pair(communicator) if operation == EXCHANGE else None
+    for count in sorted({-(-size // unit) * communicator.size for size in sizes}):
+        call = _caller(communicator, operation, count, device, shared, pair)
+        times = []
+        for _ in range(repeats + 1):
+            communicator.barrier()
+            times.append(_timed(communicator.clock, call, device))
+        del times[0]
         nbytes.append(count * 4)
         own.append(times)
         typical, least = statistics.median(times), statistics.median(own[0])
-        enough = len(own) > 2 and typical > max(enough_s, MOSTLY * least)
+        enough = len(own) > 2 and typical > max(ENOUGH_S, MOSTLY * least)
         # One rank decides, or the ranks would go on to different sizes.
         if communicator.broadcast_object(enough):
             break
-    for pair in pairs.values():
+    if pair is not None and pair is not communicator:
         pair.close()
     ranks = communicator.gather_objects(own)
     seconds = [
@@ -248,14 +235,9 @@ def measured_call(
     """The fit of what `call` takes for a float32 tensor by its bytes; rank 0's, on all ranks."""
     seconds = []
     for size in sizes:
-        tensor = torch.randn(size // 4, device=device)
-        times = []
-        for _ in range(REPEATS + 1):
-            began = communicator.clock()
-            call(tensor)
-            _end_of(device)
-            times.append(communicator.clock() - began)
-        seconds.append(max(statistics.median(times[1:]), 1e-9))
+        run = partial(call, torch.randn(size // 4, device=device))
+        times = [_timed(communicator.clock, run, device) for _ in range(REPEATS + 1)][1:]
+        seconds.append(statistics.median(times))
         if seconds[-1] > ENOUGH_S and len(seconds) > 1:
             break
     return communicator.broadcast_object(fit_alpha_beta(sizes[: len(seconds)], seconds))
@@ -267,60 +249,44 @@ def _caller(
     count: int,
     device: torch.device,
     shared: bool,
-    pairs: Mapping[tuple[int, ...], Communicator],
-) -> Callable[[], Work | None]:
+    pair: Communicator | None,
+) -> Callable[[], object]:
     like = torch.empty(0, device=device)
 
     def zeros(numel: int) -> torch.Tensor:
-        if shared:
-            return buffer(like, numel, communicator)
-        return torch.zeros(numel, device=device)
+        return buffer(like, numel, communicator) if shared else like.new_zeros(numel)
 
     full = zeros(count)
     if operation == "all_reduce":
-        return lambda: communicator.all_reduce(full, op="sum")
+        return lambda: communicator.all_reduce(full, op="sum").wait()
     if operation == EXCHANGE:
-        peer = _opposite(communicator.rank, communicator.size)
-        if peer is None:
+        # The rank half the world away, which is on another host if there are several.
+        half = communicator.size // 2
+        if communicator.rank >= 2 * half:
             return lambda: None
-        pair = communicator if communicator.size == 2 else next(iter(pairs.values()), None)
-        if communicator.native and pair is not None:
-            return lambda: pair.all_reduce(full, op="sum")
-        received = zeros(count)
-        return lambda: communicator.exchange(received, full, peer=peer)
+        if pair is not None:
+            return lambda: pair.all_reduce(full, op="sum").wait()
+        peer, received = (communicator.rank + half) % (2 * half), zeros(count)
+        return lambda: communicator.exchange(received, full, peer=peer).wait()
     shard = zeros(count // communicator.size)
     if operation == "reduce_scatter":
-        return lambda: communicator.reduce_scatter(shard, full, op="sum")
-    return lambda: communicator.all_gather(full, shard)
+        return lambda: communicator.reduce_scatter(shard, full, op="sum").wait()
+    return lambda: communicator.all_gather(full, shard).wait()
 
 
-def _pairs(communicator: Communicator) -> dict[tuple[int, ...], SubCommunicator]:
+def _pair(communicator: Communicator) -> Communicator | None:
     """The pair of this rank, where its all-reduce does the same as a swap and takes less time."""
-    ranks = range(communicator.size // 2)
+    half = communicator.size // 2
     if not communicator.native or communicator.size == 2:
-        return {}
-    return sub_communicators(communicator, [(rank, rank + len(ranks)) for rank in ranks])
+        return communicator if communicator.native else None
+    made = sub_communicators(communicator, [(rank, rank + half) for rank in range(half)])
+    return next(iter(made.values()), None)
 
 
-def _opposite(rank: int, size: int) -> int | None:
-    """The rank half the world away, which is on another host if there are several."""
-    half = size // 2
-    return None if rank >= 2 * half else (rank + half) % (2 * half)
-
-
-def _timed(
-    communicator: Communicator, call: Callable[[], Work | None], device: torch.device
-) -> float:
-    communicator.barrier()
-    began = communicator.clock()
-    work = call()
-    if work is not None:
-        work.wait()
-    _end_of(device)
-    # A clock may be too coarse for the smallest.
-    return max(communicator.clock() - began, 1e-9)
-
-
-def _end_of(device: torch.device) -> None:
+def _timed(clock: Callable[[], float], call: Callable[[], object], device: torch.device) -> float:
+    began = clock()
+    call()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+    # A clock may be too coarse for the smallest.
+    return max(clock() - began, 1e-9)

@@ -13,7 +13,16 @@ tensors returned are the caller's.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+import itertools
+import socket
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,32 +30,168 @@ import torch.distributed as dist
 from dear.algorithms.delayed.dadt import Dadt
 from dear.buckets.grouping import MIB
 from dear.comm import runtime
-from dear.dadt.cycles import ALL_REDUCE, BROADCAST, COO_ALL_REDUCE
-from dear.dadt.session import EXECUTORS, Session, Settings
-from dear.errors import UserError
+from dear.comm.communicator import Communicator, prepare
+from dear.dadt.cycles import (
+    ALL_REDUCE,
+    BROADCAST,
+    COO_ALL_REDUCE,
+    NAMES,
+    Cycles,
+    Execution,
+    Request,
+)
+from dear.errors import Unavailable, UserError, unknown
 from dear.optimizer import broadcast_parameters
-
-__all__ = [
-    "DistributedOptimizer",
-    "all_reduce",
-    "all_reduce_async",
-    "barrier",
-    "broad_cast",
-    "coo_all_reduce",
-    "coo_all_reduce_async",
-    "flush",
-    "init",
-    "initialize",
-    "initialized",
-    "local_barrier",
-    "local_rank",
-    "local_size",
-    "rank",
-    "shutdown",
-    "size",
-]
+from dear.options import at_least, positive
+from dear.training.trace import Timeline
 
 BUFFER_BYTES = 64 * MIB
+T = TypeVar("T")
+
+EXECUTORS = {name: name for name in ("mpi", "nccl", "gloo", "comm_core")} | {"mpicuda": "nccl"}
+"""What moves the bytes, by the names of DADT; the backend here. `mpicuda`, of its older versions,
+moved CUDA tensors."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The arguments of `dear.dadt.init`, which documents them."""
+
+    cycle_duration_ms: float
+    executor: str | None
+    all_reduce_buffer_size: int
+    gpu_device_id: int
+    timeline: str | None
+    timeout_s: float
+
+    def __post_init__(self) -> None:
+        at_least("dadt.init: cycle_duration_ms", self.cycle_duration_ms, 0)
+        at_least("dadt.init: all_reduce_buffer_size", self.all_reduce_buffer_size, 0)
+        positive("dadt.init: timeout_s", self.timeout_s)
+        if self.executor is not None and self.executor not in EXECUTORS:
+            raise unknown("executor", self.executor, EXECUTORS)
+        if self.gpu_device_id != -1 and not (0 <= self.gpu_device_id < torch.cuda.device_count()):
+            raise UserError(
+                f"dadt.init: gpu_device_id={self.gpu_device_id}: this host has "
+                f"{torch.cuda.device_count()} GPUs, and -1 takes that of the local rank"
+            )
+
+
+class Session:
+    """What is held between `initialize` and `shutdown`; made by all ranks.
+
+    Joins the job if the script has not, and starts the thread.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self._joined = not runtime.is_initialized()
+        backend = EXECUTORS.get(settings.executor)
+        if self._joined:
+            runtime.init(backend=backend, timeout_s=settings.timeout_s)
+        world = runtime.communicator()
+        if backend is not None and world.backend != backend:
+            raise UserError(
+                f"dadt.init: executor {settings.executor!r} moves bytes by {backend}, but this job "
+                f"uses {world.backend} already"
+            )
+        if settings.gpu_device_id >= 0:
+            torch.cuda.set_device(settings.gpu_device_id)
+        timeout = timedelta(seconds=settings.timeout_s)
+        # The thread's own, so that its calls and the script's need not be in one order.
+        data = Communicator(dist.new_group(timeout=timeout))
+        small = None
+        if world.backend == "nccl":
+            try:
+                small = prepare("comm_core")
+            except Unavailable:
+                small = "gloo"
+        control = Communicator(dist.new_group(timeout=timeout, backend=small))
+        execution = Execution(data, settings.all_reduce_buffer_size)
+        path = settings.timeline
+        self.timeline = None if path is None else Timeline(path, world.rank)
+        self._clock = world.clock
+        self.local = self._host_group(world, timeout)
+        self.cycles = Cycles(control, execution, settings.cycle_duration_ms / 1e3)
+        self._delayed: dict[tuple[int, int], Request] = {}
+        self._fetched_s: dict[Any, float] = {}
+        self.optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
+        """`close` applies what they hold back."""
+        self.open = True
+        """Until `close`, or until the script leaves the job by `dear.shutdown()`."""
+        runtime.at_shutdown(self._drain)
+
+    def submit(self, kind: int, number: int, tensor: torch.Tensor, form: str = "") -> Request:
+        """Asks for a collective; raises as `Request`."""
+        request = Request((kind, number, form), tensor, self._clock)
+        self.cycles.submit(request)
+        return request
+
+    def fetch(self, request: Request) -> torch.Tensor:
+        """The answer to it; waits."""
+        result = request.wait(self.settings.timeout_s)
+        if self.timeline is not None:
+            self._draw(self.timeline, request)
+        return result
+
+    def exchange(self, kind: int, number: int, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Asks, and returns the answer to the call of the same id before; None: the first."""
+        before = self._delayed.get((kind, number))
+        self._delayed[kind, number] = self.submit(kind, number, tensor, "_async")
+        return None if before is None else self.fetch(before)
+
+    def last(self, kind: int, number: int) -> torch.Tensor:
+        """The answer to the last `exchange`, after which the next one is the first."""
+        request = self._delayed.pop((kind, number), None)
+        if request is None:
+            raise UserError(
+                f"flush: there is no {NAMES[kind]}_async(id {number}) whose result is outstanding"
+            )
+        return self.fetch(request)
+
+    def close(self) -> None:
+        """Ends when all ranks have called it; leaves the job if this has joined it."""
+        if self._joined:
+            runtime.shutdown()
+        self._drain()
+
+    def _drain(self) -> None:
+        if not self.open:
+            return
+        self.open = False
+        for optimizer in filter(None, (known() for known in self.optimizers)):
+            if hasattr(optimizer, "_engine"):  # it may have been closed
+                optimizer.flush()
+                optimizer._engine.write_timeline()
+        self.cycles.close()
+        self._delayed.clear()
+        if self.timeline is not None:
+            self.timeline.write()
+        if self.cycles.error is not None:
+            raise self.cycles.error
+
+    def _host_group(self, world: Communicator, timeout: timedelta) -> dist.ProcessGroup:
+        """The ranks of this host; a collective call, in which groups are made for every host."""
+        facts = runtime.facts()
+        host = "" if facts.one_host else socket.gethostname()
+        hosts: dict[tuple[str, int], list[int]] = {}
+        seen: Counter[tuple[str, int]] = Counter()
+        for rank, place in enumerate(world.gather_objects((host, facts.local_rank))):
+            # Hosts may share a name; on one host no two ranks have the same place.
+            hosts.setdefault((place[0], seen[place]), []).append(rank)
+            seen[place] += 1
+        return dist.new_subgroups_by_enumeration(list(hosts.values()), timeout=timeout)[0]
+
+    def _draw(self, timeline: Timeline, request: Request) -> None:
+        moments, tensor = request.moments, request.tensor
+        nbytes = (tensor._values() if tensor.is_sparse else tensor).nbytes
+        left = self._fetched_s.get(request.key)
+        if left is not None:
+            timeline.add(request.name, "InTraining", left, max(left, moments[0][1]))
+        for (phase, began), (_, ended) in itertools.pairwise(moments):
+            timeline.add(request.name, phase, began, ended, bytes=nbytes)
+        self._fetched_s[request.key] = moments[-1][1]
+
 
 _session: Session | None = None
 
@@ -88,10 +233,8 @@ def initialize(
     """
     global _session
     if group_buffer_size is not None:
-        raise UserError(
-            "dadt.init: group_buffer_size never had an effect in DADT and has none here: leave it "
-            "out"
-        )
+        never = "never had an effect in DADT and has none here: leave it out"
+        raise UserError(f"dadt.init: group_buffer_size {never}")
     named = {executor_type, broad_cast_executor, all_reduce_executor} - {None}
     if len({EXECUTORS.get(name, name) for name in named}) > 1:
         raise UserError(f"dadt.init: one executor does everything, got {', '.join(sorted(named))}")
@@ -132,39 +275,31 @@ def initialized() -> bool:
 
 def current() -> Session:
     """What is held between `initialize` and `shutdown`; raises `UserError` outside."""
-    if not initialized():
+    if _session is None or not _session.open:
         raise UserError("call dadt.init() first")
-    assert _session is not None
     return _session
 
 
-def size() -> int:
-    """Number of processes in the job."""
-    current()
-    return runtime.size()
+def _in_session(fact: Callable[[], T]) -> Callable[[], T]:
+    """The same between `initialize` and `shutdown`; raises `UserError` outside."""
+
+    @functools.wraps(fact)
+    def call() -> T:
+        current()
+        return fact()
+
+    return call
 
 
-def rank() -> int:
-    """This process's number in the job, 0 .. size()-1."""
-    current()
-    return runtime.rank()
+size = _in_session(runtime.size)
+rank = _in_session(runtime.rank)
+local_size = _in_session(runtime.local_size)
+local_rank = _in_session(runtime.local_rank)
 
 
-def local_size() -> int:
-    """Number of the job's processes on this host."""
-    current()
-    return runtime.local_size()
-
-
-def local_rank() -> int:
-    """This process's number among those of its host."""
-    current()
-    return runtime.local_rank()
-
-
+@_in_session
 def barrier() -> None:
     """Returns once every rank has called it."""
-    current()
     runtime.communicator().barrier()
 
 
@@ -220,13 +355,11 @@ def coo_all_reduce_async(id: int, tensor: torch.Tensor) -> torch.Tensor:
 def flush(id: int, *, coo: bool = False) -> torch.Tensor:
     """The sum of the tensors of the last asynchronous call of this `id`; waits.
 
-    The next call of the `id` is a first one again.
+    The next call of the `id` is a first one again. Raises `UserError` if there was none since the
+    last flush.
 
     Args:
         coo: of `coo_all_reduce_async` instead of `all_reduce_async`.
-
-    Raises:
-        UserError: there was no such call since the last flush.
     """
     return current().last(COO_ALL_REDUCE if coo else ALL_REDUCE, id)
 
@@ -247,18 +380,22 @@ def DistributedOptimizer(  # noqa: N802 (DADT's name)
         delay: in steps, at least 1.
     """
     session = current()
-    settings = session.settings
+    settings, timeline = session.settings, None
+    if settings.timeline is not None:
+        path = Path(settings.timeline)
+        name = f"{path.stem}-optimizer{len(session.optimizers)}{path.suffix or '.json'}"
+        timeline = str(path.with_name(name))
     held = _Held(optimizer)
     options = Dadt.Options(
         delay=delay,
         buffer_mb=settings.all_reduce_buffer_size / MIB,
         cycle_time_ms=settings.cycle_duration_ms or None,
         average=avg,
-        timeline=session.timeline_of_optimizer(),
+        timeline=timeline,
     )
     _, wrapped = Dadt().wrap(held, optimizer, runtime.communicator(), options)
     broadcast_parameters((str(i), param) for i, param in enumerate(held.parameters()))
-    session.add_optimizer(wrapped)
+    session.optimizers.append(weakref.ref(wrapped))
     return wrapped
 
 

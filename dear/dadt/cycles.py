@@ -6,6 +6,7 @@ import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent import futures
 from typing import Any
 
 import torch
@@ -29,10 +30,7 @@ NAMES = {COO_ALL_REDUCE: "coo_all_reduce", ALL_REDUCE: "all_reduce", BROADCAST: 
 class Request:
     """One rank's part of one collective: a copy of its tensor, and later the result.
 
-    Args:
-        key: type, id and the form of the call; ranks' requests of one key belong together.
-        tensor: is left alone.
-        clock: returns seconds.
+    Ranks' requests of one `key` (type, id and the form of the call) belong together.
 
     Raises:
         UserError: the id is no whole number, or the tensor none of the layout of the type.
@@ -53,20 +51,14 @@ class Request:
         """For messages."""
         self.key = key
         self._clock = clock
-        copied = tensor.detach()
-        # Both are memory of the request's own.
-        self.tensor = (
-            copied.coalesce().clone()
-            if copied.is_sparse
-            else copied.clone(memory_format=torch.contiguous_format)
-        )
-        self.written = torch.cuda.Event() if copied.is_cuda else None
+        own = tensor.detach()
+        dense = {} if sparse else {"memory_format": torch.contiguous_format}
+        self.tensor = (own.coalesce() if sparse else own).clone(**dense)
+        self.written = torch.cuda.Event() if own.is_cuda else None
         if self.written is not None:
             self.written.record()
-        self._result: torch.Tensor | None = None
+        self._answer: futures.Future[torch.Tensor] = futures.Future()
         self._read: Any = None
-        self._error: Exception | None = None
-        self._ended = threading.Event()
         self.missing: list[int] = []
         """Ranks that have not asked for it yet, as far as is known."""
         self.moments: list[tuple[str, float]] = [("StayInQueue", clock())]
@@ -89,35 +81,29 @@ class Request:
             self._read = torch.cuda.Event()
             self._read.record()
         self.enter("WaitForFetch")
-        self._result = result
-        self._ended.set()
+        self._answer.set_result(result)
 
     def fail(self, error: Exception) -> None:
         """There will be no answer."""
-        if not self._ended.is_set():
-            self._error = error
-            self._ended.set()
+        if not self._answer.done():
+            self._answer.set_exception(error)
 
     def wait(self, timeout_s: float) -> torch.Tensor:
-        """The result, a tensor of the caller's own.
+        """The result, a tensor of the caller's own; raises whatever failed.
 
-        Raises:
-            RuntimeError: no answer in time; it says which ranks have not asked.
-            Exception: whatever failed.
+        If there is none in time, a RuntimeError says which ranks have not asked.
         """
-        if not self._ended.wait(timeout_s):
+        if not futures.wait([self._answer], timeout_s).done:
             asked = f"; ranks {self.missing} have not asked for it" if self.missing else ""
             raise RuntimeError(f"{self.name}: no result within {timeout_s:g} s{asked}")
-        if self._error is not None:
-            raise self._error
+        result = self._answer.result()
         if self._read is not None:
             self._read.wait()
-            result = self._result
             held = [result._indices(), result._values()] if result.is_sparse else [result]
             for part in held:
                 part.record_stream(torch.cuda.current_stream(part.device))
         self.enter("Fetched")
-        return self._result
+        return result
 
 
 class Execution:
@@ -138,10 +124,10 @@ class Execution:
         """Ends each request of `batch`, with its result or the error that its group met."""
         running: list[tuple[list[Request], Work | None, Callable[[], None]]] = []
         for group in self._groups(batch):
-            with self._failing(group), self._on_stream(group):
+            with self._working_on(group):
                 running.append((group, *self._start(group)))
         for group, work, finish in running:
-            with self._failing(group), self._on_stream(group):
+            with self._working_on(group):
                 if work is not None:
                     work.wait()
                 finish()
@@ -191,27 +177,24 @@ class Execution:
         return work, finish
 
     @contextlib.contextmanager
-    def _failing(self, group: list[Request]) -> Iterator[None]:
+    def _working_on(self, group: list[Request]) -> Iterator[None]:
+        """Errors are the group's. On CUDA: a stream of this thread's own, after what has written
+        the tensors."""
+        device = group[0].tensor.device
         try:
-            yield
+            if device.type != "cuda":
+                yield
+                return
+            stream = self._streams.setdefault(device, torch.cuda.Stream(device))
+            with torch.cuda.device(device), torch.cuda.stream(stream):
+                for request in group:
+                    stream.wait_event(request.written)
+                    if not request.tensor.is_sparse:
+                        request.tensor.record_stream(stream)
+                yield
         except Exception as error:  # the callers raise it, each from its own wait
             for request in group:
                 request.fail(error)
-
-    @contextlib.contextmanager
-    def _on_stream(self, group: list[Request]) -> Iterator[None]:
-        """On CUDA: a stream of this thread's own, after what has written the tensors."""
-        device = group[0].tensor.device
-        if device.type != "cuda":
-            yield
-            return
-        stream = self._streams.setdefault(device, torch.cuda.Stream(device))
-        with torch.cuda.device(device), torch.cuda.stream(stream):
-            for request in group:
-                stream.wait_event(request.written)
-                if not request.tensor.is_sparse:
-                    request.tensor.record_stream(stream)
-            yield
 
 
 class Cycles:
@@ -241,11 +224,9 @@ class Cycles:
         self._thread.start()
 
     def submit(self, request: Request) -> None:
-        """Takes a request; its answer comes when all ranks have given one of the same key.
+        """Takes a request, which is answered when all ranks have given one of the same key.
 
-        Raises:
-            UserError: `close` has been called.
-            Exception: what has ended the thread.
+        Raises `UserError` after `close`, and what has ended the thread.
         """
         with self._changed:
             if self._dead is not None:

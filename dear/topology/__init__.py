@@ -1,58 +1,293 @@
-"""Who talks to whom, and when: graphs with mixing weights, and schedules that change."""
+"""Who talks to whom, and when: graphs of ranks with mixing weights.
 
-from dear.topology.graphs import (
-    TOPOLOGIES,
-    RingStyle,
-    circulant,
-    complete,
-    exponential,
-    from_matrix,
-    graph,
-    in_neighbors,
-    is_equivalent,
-    is_regular,
-    matrix,
-    mesh,
-    metropolis,
-    out_neighbors,
-    powers,
-    recv_weights,
-    ring,
-    send_weights,
-    splitting,
-    star,
-    symmetric_exponential,
-    uniform,
-)
-from dear.topology.schedules import DYNAMIC, Edge, Topology, TopologyError, TopologyReg, schedule
+A graph is a `networkx.DiGraph` over ranks 0 .. n-1. Its edge i -> j says that i sends to j and has
+as `weight` the factor that j gives to what comes from i; an edge i -> i is what i gives itself. As
+a matrix `W` (`matrix`), `W[i, j]` is that weight: column j is what rank j receives, and one round
+of averaging is `x_j <- sum_i W[i, j] x_i`.
 
-__all__ = [
-    "DYNAMIC",
-    "TOPOLOGIES",
-    "Edge",
-    "RingStyle",
-    "Topology",
-    "TopologyError",
-    "TopologyReg",
-    "circulant",
-    "complete",
-    "exponential",
-    "from_matrix",
-    "graph",
-    "in_neighbors",
-    "is_equivalent",
-    "is_regular",
-    "matrix",
-    "mesh",
-    "metropolis",
-    "out_neighbors",
-    "powers",
-    "recv_weights",
-    "ring",
-    "schedule",
-    "send_weights",
-    "splitting",
-    "star",
-    "symmetric_exponential",
-    "uniform",
-]
+The second half of the file says what weights must fulfil, and how fast averaging with them
+converges (also importable as `dear.mixing`). Schedules that change from step to step are in
+`dear.topology.schedules`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Literal
+
+from dear.errors import UserError, one_of
+from dear.lazy import np, nx
+from dear.options import at_least
+
+RingStyle = Literal["both", "left", "right"]
+TOLERANCE = 1e-6
+
+
+def from_matrix(weights: np.ndarray) -> nx.DiGraph:
+    """The graph of a weight matrix `[n, n]`; entries that are zero are no edges."""
+    weights = np.asarray(weights, dtype=float)
+    if weights.ndim != 2 or weights.shape[0] != weights.shape[1]:
+        raise UserError(f"mixing weights must be a square matrix, got shape {weights.shape}")
+    return nx.from_numpy_array(weights, create_using=nx.DiGraph)
+
+
+def matrix(graph: nx.DiGraph) -> np.ndarray:
+    """Weights as float64 `[n, n]`: row = sender, column = receiver."""
+    return nx.to_numpy_array(graph, nodelist=range(graph.number_of_nodes()))
+
+
+def circulant(world_size: int, offsets: Iterable[int]) -> nx.DiGraph:
+    """Every rank r sends to r + each of `offsets` (modulo the world); all weights are equal."""
+    at_least("world size of a topology", world_size, 1)
+    reached = {0, *(offset % world_size for offset in offsets)}
+    weights = np.zeros((world_size, world_size))
+    for rank in range(world_size):
+        for offset in reached:
+            weights[rank, (rank + offset) % world_size] = 1.0 / len(reached)
+    return from_matrix(weights)
+
+
+def complete(world_size: int) -> nx.DiGraph:
+    """Everybody with everybody, weights 1 / n."""
+    return circulant(world_size, range(world_size))
+
+
+def ring(world_size: int, style: RingStyle = "both") -> nx.DiGraph:
+    """Neighbours on a circle, equal weights; `left`: i sends to i - 1 only, `right`: to i + 1."""
+    offsets = {"both": (1, -1), "left": (-1,), "right": (1,)}
+    return circulant(world_size, one_of("ring style", style, offsets))
+
+
+def exponential(world_size: int, base: int = 2) -> nx.DiGraph:
+    """r sends to r + base^k for every power below the world size, equal weights."""
+    return circulant(world_size, powers(base, world_size))
+
+
+def symmetric_exponential(world_size: int, base: int = 4) -> nx.DiGraph:
+    """r exchanges with r + base^k and r - base^k for every power up to half the world size."""
+    half = [power for power in powers(base, world_size) if power <= world_size // 2]
+    return circulant(world_size, [*half, *(-power for power in half)])
+
+
+def metropolis(neighbors: Iterable[tuple[int, int]], world_size: int) -> nx.DiGraph:
+    """Symmetric doubly stochastic weights for any undirected graph, given as pairs of ranks.
+
+    Metropolis-Hastings: the weight of an edge is 1 / (1 + the larger degree of its two ends); ranks
+    keep the rest.
+    """
+    at_least("world size of a topology", world_size, 1)
+    near = nx.empty_graph(world_size)
+    near.add_edges_from(pair for pair in neighbors if pair[0] != pair[1])
+    strangers = sorted(set(near) - set(range(world_size)))
+    if strangers:
+        raise UserError(f"rank {strangers[0]} is not in a world of {world_size}")
+    weights = np.zeros((world_size, world_size))
+    for one, other in near.edges:
+        weights[one, other] = 1.0 / (1 + max(near.degree[one], near.degree[other]))
+        weights[other, one] = weights[one, other]
+    weights[np.diag_indices(world_size)] = 1.0 - weights.sum(axis=0)
+    return from_matrix(weights)
+
+
+def star(world_size: int, center: int = 0) -> nx.DiGraph:
+    """Everybody exchanges with rank `center`; Metropolis weights."""
+    at_least("world size of a topology", world_size, 1)
+    if not 0 <= center < world_size:
+        raise UserError(f"center {center} is no rank of a world of {world_size}")
+    return metropolis([(center, rank) for rank in range(world_size)], world_size)
+
+
+def mesh(world_size: int, shape: tuple[int, int] | None = None) -> nx.DiGraph:
+    """A grid (not a torus) whose ranks exchange with up to four neighbours; Metropolis weights.
+
+    `shape`: rows and columns; by default as square as the world size allows.
+    """
+    at_least("world size of a topology", world_size, 1)
+    if shape is None:
+        rows = max(d for d in range(1, math.isqrt(world_size) + 1) if world_size % d == 0)
+        shape = rows, world_size // rows
+    rows, columns = shape
+    if rows * columns != world_size or rows < 1:
+        raise UserError(f"a mesh of {rows} x {columns} does not hold {world_size} ranks")
+    grid = nx.grid_2d_graph(rows, columns)
+    pairs = [(a * columns + b, c * columns + d) for (a, b), (c, d) in grid.edges]
+    return metropolis(pairs, world_size)
+
+
+def powers(base: int, limit: int) -> list[int]:
+    """1, base, base^2, ... below `limit`; in whole numbers, for logarithms round."""
+    at_least("base of an exponential topology", base, 2)
+    result, power = [], 1
+    while power < limit:
+        result.append(power)
+        power *= base
+    return result
+
+
+TOPOLOGIES: dict[str, Callable[[int], nx.DiGraph]] = {
+    "complete": complete,
+    "ring": ring,
+    "ring-left": lambda world_size: ring(world_size, "left"),
+    "ring-right": lambda world_size: ring(world_size, "right"),
+    "star": star,
+    "mesh": mesh,
+    "exp2": exponential,
+    "symmetric-exp": symmetric_exponential,
+}
+"""Static topologies by the names that options and experiments use."""
+
+Name = Literal[tuple(TOPOLOGIES)]
+"""The type of an option that names one of them."""
+
+
+def graph(name: str, world_size: int) -> nx.DiGraph:
+    """The static topology `name` for so many ranks; raises `UserError` for an unknown name."""
+    return one_of("topology", name, TOPOLOGIES)(world_size)
+
+
+def uniform(graph: nx.DiGraph) -> nx.DiGraph:
+    """The same edges; every rank weighs itself and each of its k sources with 1 / (k + 1)."""
+    weights = np.zeros((graph.number_of_nodes(),) * 2)
+    for rank in graph.nodes:
+        members = [rank, *in_neighbors(graph, rank)]
+        weights[members, rank] = 1.0 / len(members)
+    return from_matrix(weights)
+
+
+def splitting(graph: nx.DiGraph) -> nx.DiGraph:
+    """The same edges; every rank shares itself out equally: 1 / (k + 1) to each of k and itself.
+
+    Rows sum to 1, so the sum over the ranks is kept: what push-sum methods need.
+    """
+    return from_matrix(matrix(uniform(graph.reverse())).T)
+
+
+def in_neighbors(graph: nx.DiGraph, rank: int) -> list[int]:
+    """The ranks that send to `rank`, ascending, without itself."""
+    return sorted(other for other in graph.predecessors(rank) if other != rank)
+
+
+def out_neighbors(graph: nx.DiGraph, rank: int) -> list[int]:
+    """The ranks that `rank` sends to, ascending, without itself."""
+    return sorted(other for other in graph.successors(rank) if other != rank)
+
+
+def recv_weights(graph: nx.DiGraph, rank: int) -> tuple[float, dict[int, float]]:
+    """What `rank` weighs itself with, and each of its sources (ascending)."""
+    sources = in_neighbors(graph, rank)
+    return _weight(graph, rank, rank), {other: _weight(graph, other, rank) for other in sources}
+
+
+def send_weights(graph: nx.DiGraph, rank: int) -> tuple[float, dict[int, float]]:
+    """What `rank` weighs itself with, and what each of its destinations weighs it with."""
+    targets = out_neighbors(graph, rank)
+    return _weight(graph, rank, rank), {other: _weight(graph, rank, other) for other in targets}
+
+
+def _weight(graph: nx.DiGraph, source: int, target: int) -> float:
+    return float(graph.edges[source, target]["weight"]) if graph.has_edge(source, target) else 0.0
+
+
+def check_graph(
+    graph: nx.DiGraph, world_size: int, *, doubly_stochastic: bool = False, symmetric: bool = False
+) -> None:
+    """Refuses weights that do not average.
+
+    Every rank's receive weights (a column of the matrix) must be finite, not negative and sum to 1,
+    and every rank must reach every other.
+
+    Args:
+        doubly_stochastic: send weights (rows) must sum to 1 too, so that the mean over the ranks is
+            kept; otherwise ranks agree on a weighted mean.
+        symmetric: weights must be the same in both directions.
+
+    Raises:
+        UserError: naming the first rank, edge or pair that is wrong.
+    """
+    check_nodes(graph, world_size)
+    weights = matrix(graph)
+    wrong = np.argwhere(~np.isfinite(weights) | (weights < 0))
+    if len(wrong):
+        source, target = (int(rank) for rank in wrong[0])
+        raise UserError(
+            f"topology: the weight {weights[source, target]} of edge {source} -> {target} must be "
+            "finite and not negative"
+        )
+    _sums_to_one(weights.sum(axis=0), "receive")
+    if doubly_stochastic or symmetric:
+        _sums_to_one(weights.sum(axis=1), "send")
+    uneven = np.argwhere(np.abs(weights - weights.T) > TOLERANCE)
+    if symmetric and len(uneven):
+        source, target = (int(rank) for rank in uneven[0])
+        raise UserError(
+            f"topology: weights must be symmetric, but {source} -> {target} has "
+            f"{weights[source, target]:g} and {target} -> {source} has {weights[target, source]:g}"
+        )
+    check_connected(graph)
+
+
+def check_nodes(graph: nx.DiGraph, world_size: int) -> None:
+    """Refuses what is no directed graph over ranks 0 .. world_size - 1."""
+    if not isinstance(graph, nx.DiGraph):
+        raise UserError(f"a topology must be a networkx.DiGraph, got {type(graph).__name__}")
+    if set(graph.nodes) != set(range(world_size)):
+        raise UserError(
+            f"topology: its nodes must be the ranks 0 to {world_size - 1}, got "
+            f"{graph.number_of_nodes()} nodes {sorted(graph.nodes)[:8]}"
+        )
+
+
+def check_connected(graph: nx.DiGraph) -> None:
+    """Refuses a graph in which some rank does not reach some other."""
+    for rank in graph.nodes:
+        missing = set(graph.nodes) - {rank} - nx.descendants(graph, rank)
+        if missing:
+            raise UserError(
+                f"topology: nothing of rank {rank} ever reaches rank {min(missing)}, so the ranks "
+                "cannot agree; add edges until the graph is strongly connected"
+            )
+
+
+def _sums_to_one(sums: np.ndarray, kind: str) -> None:
+    rank = int(np.argmax(np.abs(sums - 1)))
+    if abs(sums[rank] - 1) > TOLERANCE:
+        raise UserError(
+            f"topology: the {kind} weights of rank {rank} sum to {sums[rank]:g}, must be 1"
+        )
+
+
+def is_regular(graph: nx.DiGraph) -> bool:
+    """True if all ranks have as many sources, and as many destinations (self not counted)."""
+    kinds = {(len(in_neighbors(graph, r)), len(out_neighbors(graph, r))) for r in graph.nodes}
+    return len(kinds) <= 1
+
+
+def is_equivalent(one: nx.DiGraph | None, other: nx.DiGraph | None) -> bool:
+    """True if both have the same ranks, edges and weights."""
+    if one is None or other is None:
+        return one is other
+    if set(one.nodes) != set(other.nodes):
+        return False
+    return bool(np.allclose(matrix(one), matrix(other), rtol=0, atol=1e-12))
+
+
+def mixing_rate(graph: nx.DiGraph) -> float:
+    """Second largest magnitude of an eigenvalue: what is left of a disagreement after a round."""
+    magnitudes = np.sort(np.abs(np.linalg.eigvals(matrix(graph))))
+    return float(magnitudes[-2]) if len(magnitudes) > 1 else 0.0
+
+
+def spectral_gap(graph: nx.DiGraph) -> float:
+    """1 - `mixing_rate`: 1 averages at once, 0 never."""
+    return 1.0 - mixing_rate(graph)
+
+
+def rounds_to(reduction: float, graph: nx.DiGraph) -> float:
+    """Rounds after which a disagreement is `reduction` (between 0 and 1) times what it was."""
+    if not 0 < reduction < 1:
+        raise UserError(f"reduction must lie between 0 and 1, got {reduction}")
+    rate = mixing_rate(graph)
+    if rate >= 1.0 - 1e-12:
+        return math.inf
+    return max(1.0, math.log(reduction) / math.log(rate)) if rate > 1e-12 else 1.0

@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from dear.errors import UserError, unknown
+from dear.errors import UserError, one_of
 from dear.lazy import nx
-from dear.topology.graphs import exponential, out_neighbors, powers
+from dear.topology import exponential, out_neighbors, powers
 
 Peers = tuple[list[int], list[int]]
 """Ranks to send to, ranks to receive from."""
@@ -120,17 +120,11 @@ DynamicName = Literal[("none", *DYNAMIC)]
 
 
 def schedule(name: str, world_size: int, rank: int, local_size: int) -> Schedule:
-    """The schedule `name` for one rank.
+    """The schedule `name` for one rank; `one-peer-exp` needs no `local_size`, ranks per machine.
 
-    Args:
-        local_size: ranks per machine; `one-peer-exp` has no use for it.
-
-    Raises:
-        UserError: an unknown name, or a world that the schedule does not fit.
+    Raises `UserError` for an unknown name, or a world that the schedule does not fit.
     """
-    if name not in DYNAMIC:
-        raise unknown("dynamic topology", name, DYNAMIC)
-    return DYNAMIC[name](world_size, local_size, rank)
+    return one_of("dynamic topology", name, DYNAMIC)(world_size, local_size, rank)
 
 
 def forever(schedule: Schedule) -> Iterator[Peers]:
@@ -179,13 +173,8 @@ class Topology(ABC):
         self._world_size = world_size
         self._local_world_size = local_world_size
         self._n_nodes = world_size // local_world_size
-        if world_size == 1:
-            self._steps: list[list[Edge]] = [[Edge([0], 1.0)]]
-        else:
-            self._steps = [
-                [Edge(sorted(edge.ranks), edge.weight) for edge in edges]
-                for edges in self._get_topo_edges()
-            ]
+        steps = [[Edge([0], 1.0)]] if world_size == 1 else self._get_topo_edges()
+        self._steps = [[Edge(sorted(e.ranks), e.weight) for e in edges] for edges in steps]
         _validate(self.name, self._steps, world_size)
         self._own = [next(edge for edge in edges if rank in edge.ranks) for edges in self._steps]
 
@@ -221,11 +210,7 @@ class TopologyReg:
 
     @classmethod
     def register(cls, name: str) -> Callable[[type[Topology]], type[Topology]]:
-        """Registers the decorated class as `name`.
-
-        Raises:
-            TopologyError: the name is taken, or the class is no subclass of `Topology`.
-        """
+        """Registers the decorated subclass of `Topology`; TopologyError if the name is taken."""
 
         def add(topology: type[Topology]) -> type[Topology]:
             if name in cls.registry:
@@ -241,14 +226,13 @@ class TopologyReg:
     @classmethod
     def check_name(cls, name: str) -> None:
         """Raises `UserError` unless a topology is registered as `name`."""
-        if name not in cls.registry:
-            raise unknown("topology", name, cls.registry)
+        one_of("topology", name, cls.registry)
 
     @classmethod
     def make(cls, name: str, *, world_size: int, rank: int, local_world_size: int = 1) -> Topology:
         """The topology `name` in this world; raises `UserError` if it is unknown or impossible."""
-        cls.check_name(name)
-        return cls.registry[name](local_world_size, world_size=world_size, rank=rank)
+        kind = one_of("topology", name, cls.registry)
+        return kind(local_world_size, world_size=world_size, rank=rank)
 
 
 def _validate(name: str, steps: Sequence[Sequence[Edge]], world_size: int) -> None:
@@ -292,12 +276,11 @@ def _validate_edge(where: str, edge: Edge, world_size: int) -> None:
         )
 
 
-def _exponent(name: str, count: int, what: str, least: int) -> int:
-    """k for `count` = 2^k, where k >= `least`."""
+def _exponent(name: str, count: int, what: str) -> int:
+    """k for `count` = 2^k, where k >= 1."""
     k = count.bit_length() - 1
-    if count != 2**k or k < least:
-        possible = ", ".join(str(2**i) for i in range(least, least + 4))
-        raise TopologyError(f"topology {name} needs 2^k {what} ({possible}, ...), not {count}")
+    if count != 2**k or k < 1:
+        raise TopologyError(f"topology {name} needs 2^k {what} (2, 4, 8, 16, ...), not {count}")
     return k
 
 
@@ -316,10 +299,8 @@ class RingTopology(Topology):
     def _get_topo_edges(self) -> list[list[Edge]]:
         n = self._world_size
         if n % 2:
-            raise TopologyError(
-                f"topology ring needs an even number of ranks, not {n}: they pair off; use "
-                "'complete'"
-            )
+            odd = f"not {n}: they pair off; use 'complete'"
+            raise TopologyError(f"topology ring needs an even number of ranks, {odd}")
         first = [Edge([i, i + 1], 0.5) for i in range(0, n, 2)]
         return [first, [Edge([i, (i - 1) % n], 0.5) for i in range(0, n, 2)]]
 
@@ -332,7 +313,7 @@ class OnePeerExpTopology(Topology):
     """
 
     def _get_topo_edges(self) -> list[list[Edge]]:
-        rounds = _exponent(self.name, self._world_size, "ranks", 1)
+        rounds = _exponent(self.name, self._world_size, "ranks")
         ranks = range(self._world_size)
         return [
             [Edge([j, j ^ (1 << i)], 0.5) for j in ranks if not j & (1 << i)] for i in range(rounds)
@@ -347,7 +328,7 @@ class AlternatingExpRingTopology(Topology):
     """
 
     def _get_topo_edges(self) -> list[list[Edge]]:
-        rounds = _exponent(self.name, self._n_nodes, "nodes", 1)
+        rounds = _exponent(self.name, self._n_nodes, "nodes")
         size = self._local_world_size
 
         def apart(*nodes: int) -> list[Edge]:

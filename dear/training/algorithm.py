@@ -16,11 +16,10 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from dear.comm.communicator import Communicator
-from dear.cost.bounds import Bound
+from dear.cost.bounds import Bound, Traffic
 from dear.errors import unknown
 from dear.lazy import torch
 from dear.options import Options, build_options
-from dear.topology.traffic import Traffic
 
 FOLDER = Path(__file__).parents[1] / "algorithms"
 

@@ -10,10 +10,9 @@ from dear.comm.communicator import Communicator
 from dear.comm.neighbors import Round, timed
 from dear.comm.peers import Peers
 from dear.comm.windows import NeighborWindow
-from dear.cost.bounds import Bound
+from dear.cost.bounds import Bound, Traffic
 from dear.lazy import nx, torch
 from dear.options import at_least, option_of
-from dear.topology.traffic import Traffic
 from dear.training.algorithm import Algorithm
 from dear.training.engine import distribute
 from dear.training.parameters import GraphOptions, Order, ParameterEngine

@@ -12,11 +12,11 @@ from dear.buckets.grouping import MIB, fuse, layers
 from dear.buckets.updates import PartialUpdate
 from dear.comm.communicator import Communicator
 from dear.comm.neighbors import Round
+from dear.cost.bounds import Traffic
 from dear.errors import UserError, unknown
 from dear.lazy import torch
 from dear.options import Options, option_of, positive
-from dear.topology.graphs import TOPOLOGIES, Name, check_graph, graph, nx
-from dear.topology.traffic import Traffic
+from dear.topology import TOPOLOGIES, Name, check_graph, graph, nx
 from dear.training.engine import Engine, GradScaling, refuse_lbfgs, trained_parameters
 from dear.training.gradients import BackwardSchedule
 from dear.training.hooks import ReaderMap
@@ -478,7 +478,7 @@ class GraphOptions(Options):
         positive(option_of(self, "bucket_mb"), self.bucket_mb)
 
     def graph(self, communicator: Communicator, **needs: Any) -> nx.DiGraph:
-        """The static graph of all ranks, checked; `needs` as in `topology.graphs.check_graph`."""
+        """The static graph of all ranks, checked; `needs` as in `topology.check_graph`."""
         made = graph(self.topology, communicator.size)
         check_graph(made, communicator.size, **needs)
         return made

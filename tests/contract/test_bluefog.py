@@ -309,9 +309,11 @@ def _push_sum():
     bf.win_create(value, "s", zero_init=True)
     share = 1 / (len(bf.out_neighbor_ranks()) + 1)
     targets = dict.fromkeys(bf.out_neighbor_ranks(), share)
-    for _ in range(60):
+    for turn in range(60):
         bf.win_accumulate(value, "s", self_weight=share, dst_weights=targets)
         bf.win_update_then_collect("s")
+        if turn % 2:
+            bf.barrier()  # on a busy machine a rank might be done before another has begun
     bf.barrier()
     bf.win_update_then_collect("s")
     p = bf.win_associated_p("s")

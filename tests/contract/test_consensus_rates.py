@@ -17,8 +17,7 @@ from torch import nn
 
 import dear
 from dear.comm import runtime
-from dear.topology import graph, matrix, splitting
-from dear.topology.graphs import mixing_rate
+from dear.topology import graph, matrix, mixing_rate, splitting
 from dear.topology.schedules import TopologyReg, one_peer_machines, schedule
 
 NUMEL = 6

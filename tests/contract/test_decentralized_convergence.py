@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 import dear
-from dear.topology import graph
-from dear.topology.graphs import rounds_to
+from dear.topology import graph, rounds_to
 
 NUMEL = 5
 

@@ -14,7 +14,6 @@ from dear.cost.bounds import (
     StepTimes,
     comm_times,
     compute_limit_s,
-    half_wire_limit_s,
     reached,
     step_bound_s,
     wire_limit_s,
@@ -92,12 +91,10 @@ def test_exchanges_hide_where_they_may():
 def test_communication_by_its_fits():
     fit = AlphaBeta(alpha_s=0.1, beta_s_per_byte=0.01)
     assert comm_times(100, {"all_gather": fit}) == CommTimes(all_gather_s=1.1)
-    assert comm_times(100, {"all_reduce": fit}, messages=3).all_reduce_s == pytest.approx(1.3)
 
 
 def test_wire_limits():
     assert wire_limit_s(1000, 4, 100) == pytest.approx(15)
-    assert half_wire_limit_s(1000, 4, 100) == pytest.approx(7.5)
     assert wire_limit_s(1000, 1, 100) == 0
 
 

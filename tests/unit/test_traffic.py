@@ -7,10 +7,18 @@ import torch
 
 import dear
 from dear.comm import runtime
-from dear.cost.bounds import StepTimes, exchange_times, exchange_wire_limit_s, step_bound_s
+from dear.cost.bounds import (
+    GroupMean,
+    Load,
+    Message,
+    StepTimes,
+    Traffic,
+    exchange_times,
+    exchange_wire_limit_s,
+    step_bound_s,
+)
 from dear.cost.collectives import AlphaBeta
 from dear.errors import UserError
-from dear.topology.traffic import GroupMean, Load, Message, Traffic
 from dear.training.algorithm import algorithm_class, algorithm_names, algorithm_options
 
 COSTS = {

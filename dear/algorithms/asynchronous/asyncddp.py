@@ -10,10 +10,9 @@ from typing import Any
 from dear.buckets.flat import Bucket
 from dear.comm.communicator import Communicator
 from dear.comm.neighbors import core_module
-from dear.cost.bounds import Bound
+from dear.cost.bounds import Bound, Traffic
 from dear.lazy import torch
 from dear.options import at_least, positive
-from dear.topology.traffic import Traffic
 from dear.training.algorithm import Algorithm, Capabilities
 from dear.training.engine import distribute, trained_parameters
 from dear.training.one_sided import WindowEngine

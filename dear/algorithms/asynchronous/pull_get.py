@@ -42,7 +42,7 @@ class PullGetEngine(WindowEngine):
 
         timed(self.communicator, wait)()
         rows = {source: row for source, row, _ in reading}
-        self.windows[bucket].mix(bucket.values, *self.mix_weights(), rows, steps=self.steps)
+        self.windows[bucket].collect(bucket.values, *self.mix_weights(), rows, steps=self.steps)
         bucket.touched()
 
 

@@ -10,12 +10,12 @@ from typing import Any
 from dear.buckets.flat import Bucket, value_bucket
 from dear.comm import runtime
 from dear.comm.communicator import Communicator, sub_communicators
+from dear.cost.bounds import Traffic
 from dear.errors import UserError
 from dear.lazy import torch
 from dear.options import Options as AlgorithmOptions
 from dear.options import at_least, positive
 from dear.topology.schedules import Edge, Topology, TopologyReg
-from dear.topology.traffic import Traffic
 from dear.training.algorithm import Algorithm, Capabilities
 from dear.training.engine import distribute, trained_parameters
 from dear.training.parameters import BUCKET_MB, ParameterEngine, UpdateIn

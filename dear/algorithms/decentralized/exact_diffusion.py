@@ -8,11 +8,11 @@ from typing import Any
 
 from dear.comm.communicator import Communicator
 from dear.comm.neighbors import Exchange, Round
+from dear.cost.bounds import Traffic
 from dear.errors import UserError
 from dear.lazy import torch
 from dear.options import option_of
-from dear.topology.graphs import from_matrix, matrix
-from dear.topology.traffic import Traffic
+from dear.topology import from_matrix, matrix
 from dear.training.algorithm import Algorithm, Capabilities
 from dear.training.engine import distribute
 from dear.training.parameters import STREAMS, GraphOptions, ParameterEngine, always

@@ -10,8 +10,8 @@ from dear.buckets.flat import Bucket
 from dear.buckets.updates import with_gradients
 from dear.comm.communicator import Communicator
 from dear.comm.neighbors import Exchange, Round
+from dear.cost.bounds import Traffic
 from dear.lazy import torch
-from dear.topology.traffic import Traffic
 from dear.training.algorithm import Algorithm, Capabilities
 from dear.training.engine import distribute
 from dear.training.parameters import STREAMS, GraphOptions, ParameterEngine, always

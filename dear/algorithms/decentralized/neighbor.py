@@ -9,13 +9,12 @@ from typing import Literal
 from dear.comm.communicator import Communicator
 from dear.comm.neighbors import Exchange, Machines, Round
 from dear.comm.runtime import ranks_per_machine
-from dear.cost.bounds import Bound
+from dear.cost.bounds import Bound, Traffic
 from dear.errors import UserError
 from dear.lazy import torch
 from dear.options import at_least, option_of
-from dear.topology.graphs import check_graph, graph
+from dear.topology import check_graph, graph
 from dear.topology.schedules import DynamicName, one_peer_machines, schedule
-from dear.topology.traffic import Traffic
 from dear.training.algorithm import Algorithm, Capabilities
 from dear.training.engine import distribute
 from dear.training.parameters import STREAMS, GraphOptions, ParameterEngine, Rounds, always

@@ -13,8 +13,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from dear.errors import UserError
 
 _PACKAGES = ("torch", "torchvision", "timm", "transformers", "horovod", "numpy")
@@ -157,6 +155,8 @@ def check_memory(
 
 def available_bytes() -> int:
     """What this process and its children may still use: the machine's rest or its group's."""
+    import psutil  # only here: the check of a GPU machine has the standard library alone
+
     return min([psutil.virtual_memory().available, *_group_rests()])
 
 

@@ -253,46 +253,19 @@ def plan(place: Place) -> list[Step]:
         needs=("c++", "cmake", "ninja"),
         env=place.env,
     )
-    return [
-        build,
-        _tests(place),
-        *(
-            _sweep(
-                place,
-                f"2 ranks {'sharing the GPU' if alone else 'on a GPU each'}, over {backend}",
-                "resnet18",
-                {
-                    "name": f"gpu-2-ranks-{backend}",
-                    "backend": backend,
-                    "world_sizes": [2],
-                    "models": [{"name": "resnet18", "batch_size": 8}],
-                    "baseline": False,
-                    "measure": {
-                        "repeats": 1,
-                        "warmup_steps": 2,
-                        "check_steps": 3,
-                        "min_iter_s": 0.2,
-                    },
-                },
-                expected_s=25,
-                limit_s=120,
-                after=after,
-            )
-            for backend, after in (("comm_core", (build.name,)), ("gloo", ()))
-        ),
-        *(
-            _sweep(
-                place,
-                f"{model}, {place.gpus} rank{'' if alone else 's'} over NCCL",
-                model,
-                {"world_sizes": [place.gpus]},
-                expected_s=30,
-                limit_s=150,
-            )
-            for model in ("resnet50", "bert_base")
-        ),
-        *(_profile(place, model, batch_size) for model, batch_size in PROFILES),
-    ]
+    few = {"repeats": 1, "warmup_steps": 2, "check_steps": 3, "min_iter_s": 0.2}
+    steps = [build, _tests(place)]
+    for backend, after in (("comm_core", (build.name,)), ("gloo", ())):
+        title = f"2 ranks {'sharing the GPU' if alone else 'on a GPU each'}, over {backend}"
+        changes = {"name": f"gpu-2-ranks-{backend}", "backend": backend, "world_sizes": [2]}
+        changes |= {"models": [{"name": "resnet18", "batch_size": 8}], "baseline": False}
+        limits = {"expected_s": 25, "limit_s": 120, "after": after}
+        steps.append(_sweep(place, title, "resnet18", changes | {"measure": few}, **limits))
+    for model in ("resnet50", "bert_base"):
+        title = f"{model}, {place.gpus} rank{'' if alone else 's'} over NCCL"
+        worlds = {"world_sizes": [place.gpus]}
+        steps.append(_sweep(place, title, model, worlds, expected_s=30, limit_s=150))
+    return [*steps, *(_profile(place, *profile) for profile in PROFILES)]
 
 
 def _tests(place: Place) -> Step:
@@ -368,11 +341,9 @@ def judge_sweep(folder: Path, models: set[str], ended: Ended) -> Verdict:
     """From the sweep's records of `models`: every trial must be right, not only finish."""
     from common.results import records
 
-    newest = records.latest(records.load(folder / "records.jsonl")).values()
     good, bad, without = [], [], []
-    for record in newest:
-        if record.trial["model"] not in models:
-            continue
+    newest = records.latest(records.load(folder / "records.jsonl")).values()
+    for record in (one for one in newest if one.trial["model"] in models):
         label, check = record.label, record.check
         if record.status == "unsupported":
             without.append(f"{label}: {record.error.message}")

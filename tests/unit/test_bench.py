@@ -12,16 +12,13 @@ from bench import (
     decentralized_peer,
     fidelity,
     latency,
-    loss_curves,
-    memory,
-    overhead,
     overlap,
     preempt,
+    wrappers,
 )
 from bench.rig import hosts, session, table
 from bench.rig.limits import Limits
 from bench.rig.output import Output
-from bench.rig.trainings import parsed_algorithm
 from common.emulation import sandbox
 from dear.errors import UserError
 
@@ -166,14 +163,14 @@ def test_overhead_is_the_median_of_differences_in_each_round():
         {"algorithm": "plain", "ranks": 1, "tensors": 10, "seconds_per_step": [1e-4, 2e-4, 1e-4]},
         {"algorithm": "ddp", "ranks": 1, "tensors": 10, "seconds_per_step": [2e-4, 3e-4, 9e-4]},
     ]
-    lines = overhead.render(rows).split("\n")
+    lines = wrappers.overhead_table(rows).split("\n")
     assert lines[2].split() == ["ddp", "1", "10", "300", "100", "100..800", "10.0"]
 
 
 def test_memory_is_that_of_the_largest_rank_beside_the_first_algorithm():
     ranks = [{"before_bytes": 0, "peak_bytes": n << 20, "parameter_bytes": 1 << 20} for n in (2, 4)]
     rows = [{"algorithm": "ddp", "ranks": ranks}, {"algorithm": "dear", "ranks": ranks[:1]}]
-    lines = memory.render(rows).splitlines()
+    lines = wrappers.memory_table(rows).splitlines()
     assert lines[2].split() == ["dear", "2", "2.00", "0.500"]
 
 
@@ -182,15 +179,15 @@ def test_loss_curves_are_compared_step_by_step_within_a_task():
         {"task": task, "algorithm": name, "losses": [first, 1.0]}
         for task, name, first in (("m", "ddp", 2.0), ("b", "ddp", 9.0), ("m", "dear", 2.5))
     ]
-    row = loss_curves.render(curves).splitlines()[3].split()
+    row = wrappers.loss_table(curves).splitlines()[3].split()
     assert row == ["m", "dear", "2", "2.50000", "1.00000", "5.00e-01", "2.50e-01"]
 
 
 def test_an_algorithm_is_named_with_its_options():
-    name, options = parsed_algorithm("dear:fusion=none,update=replicated")
+    name, options = wrappers.parsed_algorithm("dear:fusion=none,update=replicated")
     assert (name, options.fusion, options.update) == ("dear", "none", "replicated")
     with pytest.raises(UserError, match="fusoin"):
-        parsed_algorithm("dear:fusoin=none")
+        wrappers.parsed_algorithm("dear:fusoin=none")
 
 
 def test_a_deviation_counts_in_both_directions():
@@ -275,12 +272,12 @@ def test_both_scales_run_the_same_trial():
         (fidelity, "links --repeats 0", "--repeats 0: must be at least 1"),
         (fidelity, "scales --time-scale 0", "--time-scale must be greater than 0"),
         (fidelity, "scales --algorithms ddp ddp", "--algorithms names one twice"),
-        (overhead, "--steps 0", "--steps must be at least 1"),
-        (overhead, "--ranks 0", "--ranks must be at least 1"),
-        (overhead, "--tensors -1", "--tensors must be at least 1"),
-        (overhead, "--algorithms wfb", "unknown algorithm 'wfb'; did you mean 'wfbp'"),
-        (memory, "--batch-size 0", "--batch-size must be at least 1"),
-        (loss_curves, "--tasks mnits", "unknown task 'mnits'; did you mean 'mnist'"),
+        (wrappers, "overhead --steps 0", "--steps must be at least 1"),
+        (wrappers, "overhead --ranks 0", "--ranks must be at least 1"),
+        (wrappers, "overhead --tensors -1", "--tensors must be at least 1"),
+        (wrappers, "overhead --algorithms wfb", "unknown algorithm 'wfb'; did you mean 'wfbp'"),
+        (wrappers, "memory --batch-size 0", "--batch-size must be at least 1"),
+        (wrappers, "loss_curves --tasks mnits", "unknown task 'mnits'; did you mean 'mnist'"),
     ],
 )
 def test_a_mistake_is_named_in_one_line_before_anything_starts(script, arguments, said):

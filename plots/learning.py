@@ -14,8 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
 from common.results import learning
-from common.results.comparison import Comparison
-from common.results.records import Evaluation, Record
+from common.results.records import Comparison, Evaluation, Record
 from common.results.table import significant
 from plots import style
 

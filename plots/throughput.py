@@ -9,8 +9,7 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
 from common.results import rows
-from common.results.comparison import Comparison
-from common.results.records import Record
+from common.results.records import Comparison, Record
 from common.results.rows import Row
 from common.results.table import csv_text, significant
 from plots import style

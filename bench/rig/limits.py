@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from bench.rig import table
-from bench.rig.hosts import Host
 from bench.rig.output import note
 from bench.rig.session import Session
 from bench.rig.table import Ratio
+from bench.rig.team import Host
 from common.launch.ranks import Ranks
 
 # Below this a wire's token bucket and a memory's caches hold the whole operation.

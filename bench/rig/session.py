@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.rig import engines, hosts
+from bench.rig import engines
 from bench.rig.output import Output
-from bench.rig.team import Layout, Teams
+from bench.rig.team import Layout, Teams, built
 from common.emulation import network, sandbox
 from dear.errors import UserError, unknown
 
@@ -162,7 +162,7 @@ def started(tool: str, args: argparse.Namespace) -> Iterator[Session]:
     """
     with (
         Output(args.json) as output,
-        hosts.built(args.num_hosts, args.rate, args.congestion, args.ifname) as there,
+        built(args.num_hosts, args.rate, args.congestion, args.ifname) as there,
     ):
         layout = Layout(
             hosts=there,

@@ -23,8 +23,7 @@ from common.harness.trial import BASELINE, Trial
 from common.harness.ui import Progress
 from common.launch.job import Job, Outcome
 from common.results import records
-from common.results.comparison import Comparison
-from common.results.records import typed
+from common.results.records import Comparison, typed
 from dear.cost.collectives import AlphaBeta
 from dear.errors import UserError
 from dear.training.algorithm import algorithm_class

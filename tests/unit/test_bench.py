@@ -16,7 +16,7 @@ from bench import (
     preempt,
     wrappers,
 )
-from bench.rig import hosts, session, table
+from bench.rig import session, table, team
 from bench.rig.limits import Limits
 from bench.rig.output import Output
 from common.emulation import sandbox
@@ -293,7 +293,7 @@ def test_virtual_hosts_where_none_can_be_made_are_a_users_mistake(monkeypatch):
     assert session.parse(parser, []).num_hosts == 0
     with pytest.raises(UserError, match="forbidden here; or use --hosts local"):
         session.parse(parser, ["--hosts", "netns"])
-    with pytest.raises(RuntimeError, match="sandbox"), hosts.built(0, "none", "reno"):
+    with pytest.raises(RuntimeError, match="sandbox"), team.built(0, "none", "reno"):
         pass
 
 

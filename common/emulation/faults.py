@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,7 @@ def blame(outcome_error: Mapping[str, Any] | None, events: Sequence[Event]) -> s
     return None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class _Change:
     """What a fault does to a trial, in words and in deed; and the way back, if there is one."""
 
@@ -94,11 +95,8 @@ class FaultInjector:
         time_scale: float,
         ranks_per_host: int,
     ) -> None:
-        self._fault = fault
-        self._cluster = cluster
-        self._folder = folder
-        self._repeat = repeat
-        self._time_scale = time_scale
+        self._fault, self._cluster = fault, cluster
+        self._folder, self._repeat, self._time_scale = folder, repeat, time_scale
         self._host = fault.host if fault.rank is None else fault.rank // ranks_per_host
         self._change = self._make_change()
         self._events: list[Event] = []
@@ -191,40 +189,25 @@ class FaultInjector:
     def _make_change(self) -> _Change:
         fault, cluster, host = self._fault, self._cluster, self._host
         if fault.kind == "link_down":
-            return _Change(
-                what="link cut",
-                do=lambda: cluster.set_link(host, False),
-                undone="link restored",
-                undo=cluster.restore,
-            )
+            cut = partial(cluster.set_link, host, False)
+            return _Change("link cut", cut, "link restored", cluster.restore)
         if fault.kind == "link_rate":
             assert fault.rate is not None
-            gbps = network_profile(fault.rate).gbps
-            return _Change(
-                what=f"link changed to {fault.rate}",
-                do=lambda: cluster.set_rate(host, gbps),
-                undone="link back at its rate",
-                undo=cluster.restore,
-            )
+            change = partial(cluster.set_rate, host, network_profile(fault.rate).gbps)
+            what = f"link changed to {fault.rate}"
+            return _Change(what, change, "link back at its rate", cluster.restore)
         if fault.kind == "slow_host":
-            assert fault.factor is not None
-            factor = fault.factor
-            return _Change(
-                what=f"compute {factor:g} times slower",
-                do=lambda: self._set_slowdown(factor),
-                undone="compute back at its speed",
-                undo=lambda: self._set_slowdown(1.0),
-            )
-        return _Change(what=f"rank {fault.rank} killed", do=self._kill)
+            slow, restore = (partial(self._set_slowdown, by) for by in (fault.factor or 1.0, 1.0))
+            what = f"compute {fault.factor:g} times slower"
+            return _Change(what, slow, "compute back at its speed", restore)
+        return _Change(f"rank {fault.rank} killed", self._kill)
 
     def _set_slowdown(self, factor: float) -> None:
         # In place, because the ranks have the file mapped.
         path = self._folder / f"pace-h{self._host}"
-        file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
-        try:
-            os.pwrite(file, _SLOWDOWN.pack(factor), 0)
-        finally:
-            os.close(file)
+        path.touch()
+        with path.open("r+b", buffering=0) as file:
+            file.write(_SLOWDOWN.pack(factor))
 
     def _kill(self) -> None:
         rank = self._fault.rank

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -81,21 +82,14 @@ class EmulatedFabric(Fabric):
         self._events: dict[str, list[dict[str, Any]]] = {}
 
     def __enter__(self) -> EmulatedFabric:
-        self._cluster.__enter__()
-        try:
+        slots = self._config.ranks_per_host
+        with ExitStack() as stack:
             hosts = [
-                Host(
-                    name=host.name,
-                    slots=self._config.ranks_per_host,
-                    address=host.address,
-                    virtual=host,
-                )
-                for host in self._cluster.hosts
+                Host(name=host.name, slots=slots, address=host.address, virtual=host)
+                for host in stack.enter_context(self._cluster).hosts
             ]
             self._launcher = launcher_for(self._experiment, self._trials, hosts)
-        except BaseException:
-            self._cluster.__exit__(None, None, None)
-            raise
+            stack.pop_all()
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -124,14 +118,8 @@ class EmulatedFabric(Fabric):
     def run(self, trial: Trial, job: Job) -> Outcome:
         if trial.fault is None:
             return super().run(trial, job)
-        injector = FaultInjector(
-            trial.fault,
-            self._cluster,
-            job.folder,
-            job.repeat,
-            self._choice.time_scale,
-            self._config.ranks_per_host,
-        )
+        place = (job.folder, job.repeat, self._choice.time_scale, self._config.ranks_per_host)
+        injector = FaultInjector(trial.fault, self._cluster, *place)
         injector.start()
         try:
             outcome = super().run(trial, job)

@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from common.results.records import Record
+
 _COLOURS = {"FASTER": "green", "SLOWER": "red", "NO": "bold red", "failed": "red", "timeout": "red"}
 
 
@@ -109,6 +111,14 @@ class Table:
             before = row
             grid.add_row(*(Text(line[i], style=_COLOURS.get(line[i], "")) for i in used))
         console.print(grid)
+
+
+def identity(record: Record) -> dict[str, Any]:
+    """What every row says of its trial."""
+    trial = record.trial
+    known = {"model": trial["model"], "world_size": trial["world_size"], "fault": record.fault}
+    known |= {"network": trial.get("network"), "algorithm": record.label}
+    return known | {"status": record.status}
 
 
 def csv_text(kind: type, rows: Sequence[Any]) -> str:

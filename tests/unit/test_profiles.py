@@ -211,7 +211,7 @@ def test_hooks_are_removed(small):
 
 
 def test_wall_time_of_the_stretches_is_that_of_the_step(small):
-    stretches = Stretches(small.model, recorder.WallClock())
+    stretches = Stretches(small.model, recorder.Clock())
     began = time.perf_counter()
     step = recorder.hooked_step(small, stretches)
     wall_s = time.perf_counter() - began

@@ -110,10 +110,7 @@ def _commit() -> str | None:
 def required_bytes(parameter_bytes: int, world_size: int, optimizer_copies: int = 0) -> int:
     """Memory that one rank needs for itself.
 
-    Args:
-        parameter_bytes: of all parameters.
-        optimizer_copies: tensors of state per parameter: 0 for plain SGD, 1 with momentum, 2 for
-            AdamW.
+    The state of the optimizer is so many tensors per parameter: 0 of plain SGD, 2 of AdamW.
     """
     copies = _COPIES + optimizer_copies
     return _PER_RANK + copies * parameter_bytes + _PER_PEER * (world_size - 1)

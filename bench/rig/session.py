@@ -27,10 +27,7 @@ _SETUP += ("ifname", "timeout_s")
 def parser_of(doc: str, names: Sequence[str], world: int) -> argparse.ArgumentParser:
     """A parser with the options that say who is measured, and where, and with `--json`.
 
-    Args:
-        doc: the script's, of which the first line describes it.
-        names: the engines that it compares by default.
-        world: its default number of ranks.
+    Its defaults: the engines `names`, and `world` ranks. The script's `doc` begins with what it is.
     """
     shape = argparse.ArgumentDefaultsHelpFormatter
     parser = argparse.ArgumentParser(description=doc.split("\n")[0], formatter_class=shape)
@@ -154,11 +151,7 @@ class Session:
 @contextlib.contextmanager
 def started(tool: str, args: argparse.Namespace) -> Iterator[Session]:
     """Claims the file of results, starts the ranks of every engine and prints where the numbers
-    come from; afterwards no process or host is left.
-
-    Args:
-        tool: what the file calls the script.
-        args: of `parse`.
+    come from; afterwards no process or host is left. The file calls the script `tool`.
     """
     with (
         Output(args.json) as output,

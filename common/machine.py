@@ -50,8 +50,8 @@ def machine_card() -> dict[str, Any]:
         "gpus": _gpus(),
         "kernel": platform.release(),
         "os": platform.freedesktop_os_release().get("PRETTY_NAME", platform.system()),
-        "python": platform.python_version(),
-        "packages": {name: _version(name) for name in _PACKAGES},
+        "python": platform.pythonversion(),
+        "packages": {name: version(name) for name in _PACKAGES},
         "commit": _commit(),
         "environment": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
     }
@@ -85,7 +85,8 @@ def _gpus() -> list[str]:
     return listing.stdout.strip().splitlines()
 
 
-def _version(package: str) -> str | None:
+def version(package: str) -> str | None:
+    """That is installed, or None."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import dataclasses
-import importlib.metadata
 import json
 import os
 import re
@@ -35,7 +34,7 @@ from common.harness.budget import (
     run_command,
     run_steps,
 )
-from common.machine import machine_card
+from common.machine import machine_card, version
 from dear.errors import UserError
 from dear.training.algorithm import algorithm_class, algorithm_names
 
@@ -161,9 +160,8 @@ def collect_profiles(profiles: Path, out: Path, since: float) -> None:
 def ask(python: Path, env: Mapping[str, str]) -> dict[str, Any]:
     """What `probe` finds out with that Python."""
     command = [str(python), "-m", "common.harness.gpu_check", "--probe"]
-    done = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, **env}, capture_output=True, text=True
-    )
+    how = {"cwd": ROOT, "env": {**os.environ, **env}, "capture_output": True, "text": True}
+    done = subprocess.run(command, **how)
     if done.returncode != 0:
         last = (done.stderr.strip().split("\n") or [""])[-1]
         raise UserError(f"gpu-check: {python} cannot look for GPUs: {last}")
@@ -212,16 +210,11 @@ def probe() -> dict[str, Any]:
 def missing(requirements: str) -> dict[str, str]:
     """Names in `requirements` that are not installed, and the compiler, each with how to get it."""
     lacking = {}
-    for line in requirements.splitlines():
-        requirement = line.partition("#")[0].strip()
-        if requirement:
-            name = re.split(r"[<>=!~ ]", requirement, maxsplit=1)[0]
-            try:
-                importlib.metadata.version(name)
-            except importlib.metadata.PackageNotFoundError:
-                if name in _PROGRAMS and shutil.which(name):
-                    continue
-                lacking[name] = f"pip install '{requirement}'"
+    for requirement in (line.partition("#")[0].strip() for line in requirements.splitlines()):
+        name = re.split(r"[<>=!~ ]", requirement, maxsplit=1)[0]
+        there = not name or version(name) or (name in _PROGRAMS and shutil.which(name))
+        if not there:
+            lacking[name] = f"pip install '{requirement}'"
     if not shutil.which(os.environ.get("CXX", "c++")):
         lacking["c++"] = "no C++ compiler"
     return lacking

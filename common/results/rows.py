@@ -172,9 +172,9 @@ _JUDGED = (
 )
 
 
-def _milliseconds(title: str, field: str) -> Column:
+def _milliseconds(title: str) -> Column:
     def text(row: Row) -> str:
-        seconds = getattr(row, field)
+        seconds = getattr(row, f"{title.replace(' ', '_')}_s")
         if seconds is None:
             return UNKNOWN
         return significant(seconds * 1000) if seconds else "0"
@@ -183,14 +183,8 @@ def _milliseconds(title: str, field: str) -> Column:
 
 
 _TIMES = (
-    _milliseconds("step", "step_s"),
-    _milliseconds("forward", "forward_s"),
-    _milliseconds("backward", "backward_s"),
-    _milliseconds("update", "update_s"),
-    _milliseconds("exposed comm", "exposed_comm_s"),
-    _milliseconds("bound", "bound_s"),
-    _milliseconds("compute limit", "compute_limit_s"),
-    _milliseconds("wire limit", "wire_limit_s"),
+    *(_milliseconds(part) for part in ("step", "forward", "backward", "update", "exposed comm")),
+    *(_milliseconds(limit) for limit in ("bound", "compute limit", "wire limit")),
     Column(title="of bound", text=given("of_bound", ".0%", UNKNOWN)),
 )
 
@@ -237,7 +231,7 @@ def reference_reports(records: Iterable[Record], rdma: int = 0) -> dict[str, Any
 
     One number per world size, ascending, as text with three decimals; mean rate as they take it.
     """
-    speeds: dict[str, dict[str, dict[int, float]]] = {}
+    speeds: dict[str, dict[str, Any]] = {}
     for record in records:
         trial = record.trial
         if not record.ok or trial["algorithm"] == "none":
@@ -250,12 +244,7 @@ def reference_reports(records: Iterable[Record], rdma: int = 0) -> dict[str, Any
         ]
         by_world = speeds.setdefault(task, {}).setdefault(trial["label"], {})
         by_world[trial["world_size"]] = sum(rates) / len(rates)
-    return {
-        str(rdma): {
-            task: {
-                method: [f"{by_world[world]:.3f}" for world in sorted(by_world)]
-                for method, by_world in methods.items()
-            }
-            for task, methods in speeds.items()
-        }
-    }
+    for methods in speeds.values():
+        for method, by_world in methods.items():
+            methods[method] = [f"{by_world[world]:.3f}" for world in sorted(by_world)]
+    return {str(rdma): speeds}

@@ -100,11 +100,9 @@ class _Session:
         self._communicator = runtime.communicator()
         self._batches: Batches | None = None
         if train is not None:
-            size, place = (
-                trial.rank_batches[dear.rank()],
-                {"rank": dear.rank(), "size": dear.size()},
-            )
-            self._batches = Batches(trial.learn, train, batch_size=size, seed=trial.seed, **place)
+            size = trial.rank_batches[dear.rank()]
+            place = {"rank": dear.rank(), "size": dear.size(), "seed": trial.seed}
+            self._batches = Batches(trial.learn, train, batch_size=size, **place)
         self._snapshots = judge.Snapshots(self._state(), len(trial.learn.marks))
         self._clock = TrainingClock(self._communicator.clock, briefing.time_scale)
         self._pace = Pace(steps=0, samples=0, elapsed_s=0.0)

@@ -50,7 +50,7 @@ def machine_card() -> dict[str, Any]:
         "gpus": _gpus(),
         "kernel": platform.release(),
         "os": platform.freedesktop_os_release().get("PRETTY_NAME", platform.system()),
-        "python": platform.pythonversion(),
+        "python": platform.python_version(),
         "packages": {name: version(name) for name in _PACKAGES},
         "commit": _commit(),
         "environment": {name: os.environ[name] for name in _VARIABLES if name in os.environ},

@@ -192,7 +192,6 @@ class FaultInjector:
             cut = partial(cluster.set_link, host, False)
             return _Change("link cut", cut, "link restored", cluster.restore)
         if fault.kind == "link_rate":
-            assert fault.rate is not None
             change = partial(cluster.set_rate, host, network_profile(fault.rate).gbps)
             what = f"link changed to {fault.rate}"
             return _Change(what, change, "link back at its rate", cluster.restore)

@@ -85,7 +85,6 @@ def transfer_cost(sender: OnHost, receiver: OnHost) -> float:
     """
     receiving = _start(receiver, "listen", receiver.address)
     try:
-        assert receiving.stdout is not None
         port = receiving.stdout.readline().strip()
         if not port:
             _answer(receiving)  # raises with its last words

@@ -70,7 +70,6 @@ class EmulatedFabric(Fabric):
     """Virtual hosts of this machine, built once for all trials; only inside a sandbox."""
 
     def __init__(self, experiment: Experiment, trials: Sequence[Trial]) -> None:
-        assert experiment.cluster is not None
         self._experiment, self._trials, self._config = experiment, trials, experiment.cluster
         self._cluster = EmulatedCluster(
             hosts=max(trial.hosts or 1 for trial in trials),
@@ -97,7 +96,6 @@ class EmulatedFabric(Fabric):
 
     def enter_cell(self, trials: Sequence[Trial]) -> None:
         largest = max(trials, key=lambda trial: trial.world_size)
-        assert largest.network is not None
         profile = network_profile(largest.network)
         self._choice = self._choose(largest)
         self._cluster.set_profile(profile, self._choice.time_scale)

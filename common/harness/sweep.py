@@ -154,7 +154,6 @@ class Sweep:
         outcome = self.fabric.run(trial, job)
         if outcome.status != "ok":
             return outcome, None
-        assert outcome.result is not None
         result = typed(Result, outcome.result)
         if result.costs:
             self._costs[place] = result.costs

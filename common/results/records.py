@@ -248,7 +248,6 @@ class Record:
     @property
     def step_s(self) -> float:
         """Median step of the slowest rank."""
-        assert self.throughput is not None
         return self.trial["batch_size"] * self.trial["world_size"] / self.throughput.value
 
     def to_json(self) -> dict[str, Any]:

@@ -48,7 +48,6 @@ def learn(
     Raises:
         UserError: the data is not there, not that of the trial, or too much for memory.
     """
-    assert trial.learn is not None
     train, test = _data(trial)
     phase("warming up")
     if trial.learn.data is not None:
@@ -94,7 +93,6 @@ class _Session:
         training: Training,
         train: Split | None,
     ) -> None:
-        assert trial.learn is not None
         self._trial, self._learn, self._workload = trial, trial.learn, workload
         self._training = training
         self._communicator = runtime.communicator()
@@ -165,7 +163,6 @@ class _Session:
 
 
 def _data(trial: Trial) -> tuple[Split | None, Split | None]:
-    assert trial.learn is not None
     if trial.learn.data is None:
         return None, None
     folder = datasets.folder_of(trial.learn.data, None)

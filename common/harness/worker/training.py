@@ -256,14 +256,9 @@ def slowest_rank(
     while communicator.broadcast_object(_too_few(counted)):
         communicator.barrier()
         counted.append(timed_step(workload, optimizer))
-    own = StepTimes(
-        **{
-            # Of two the lower: what disturbs only adds.
-            name: statistics.median_low(getattr(step, name) for step in counted)
-            for name in ("forward_s", "backward_s", "update_s")
-        }
-    )
-    return max(communicator.gather_objects(own), key=compute_limit_s)
+    # Of two the lower: what disturbs only adds.
+    low = {n: statistics.median_low(getattr(one, n) for one in counted) for n in vars(counted[0])}
+    return max(communicator.gather_objects(StepTimes(**low)), key=compute_limit_s)
 
 
 def _too_few(counted: Sequence[StepTimes]) -> bool:

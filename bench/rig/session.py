@@ -18,7 +18,6 @@ from bench.rig.team import Layout, Teams, built
 from common.emulation import network, sandbox
 from dear.errors import UserError, unknown
 
-_CONGESTION = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
 _VARIABLES = ("COMM_CORE_", "GLOO_", "HOROVOD_", "OMPI_MCA_", "OMP_NUM_THREADS")
 _SETUP = ("engines", "world", "hosts", "ranks_per_host", "rate", "transport", "congestion")
 _SETUP += ("ifname", "timeout_s")
@@ -71,9 +70,7 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Name
         )
     if not re.fullmatch(r"none|\d+(\.\d+)?[kmg]bit", args.rate):
         raise UserError(f"--rate {args.rate!r} is not none or a speed such as 1gbit, 500mbit")
-    known = _CONGESTION.read_text().split()
-    if args.congestion is not None and args.congestion not in known:
-        raise unknown("congestion control", args.congestion, known)
+    network.choose_congestion(args.congestion)  # an unknown one is named
     if (args.num_hosts or args.congestion) and not sandbox.inside():
         if reason := sandbox.unable():
             raise UserError(

@@ -20,6 +20,8 @@ from bench.rig import session, table, team
 from bench.rig.limits import Limits
 from bench.rig.output import Output
 from common.emulation import sandbox
+from common.emulation.cluster import VirtualHost
+from common.launch.mpirun import Mpirun
 from dear.errors import UserError
 
 
@@ -295,6 +297,19 @@ def test_virtual_hosts_where_none_can_be_made_are_a_users_mistake(monkeypatch):
         session.parse(parser, ["--hosts", "netns"])
     with pytest.raises(RuntimeError, match="sandbox"), team.built(0, "none", "reno"):
         pass
+
+
+def test_mpi_reaches_virtual_hosts_by_the_stand_in_of_ssh(monkeypatch):
+    monkeypatch.setattr(team.shutil, "which", lambda name: name)
+    monkeypatch.setattr(team, "find_mpirun", lambda: Mpirun(path="mpirun", major=4))
+    hosts = [
+        VirtualHost(name=f"h{i}", address=f"10.78.0.{i}", ifname="eth0", pid=i) for i in (1, 2)
+    ]
+    made = object.__new__(team.Team)
+    made.name, made._layout = "mpi", team.Layout(hosts=hosts, per_host=1)
+    words = made._mpirun()
+    assert words[words.index("-H") + 1] == "10.78.0.1:1,10.78.0.2:1"
+    assert words[words.index("plm_rsh_agent") + 1].endswith("-m common.emulation.rsh")
 
 
 def test_results_are_never_overwritten_and_a_name_is_given_back(tmp_path):

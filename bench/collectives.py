@@ -101,12 +101,9 @@ class _Buffers:
 def measure(
     place: Place, op: str, nbytes: int, budget_s: float, iterations: tuple[int, int]
 ) -> dict[str, Any]:
-    """One round of one operation.
+    """One round of one operation on a bucket of `nbytes` in all.
 
-    Args:
-        nbytes: size of the whole bucket.
-        budget_s: how long the timed iterations should take together.
-        iterations: least and greatest number of them.
+    The timed iterations should take `budget_s` together, and are in the range `iterations`.
 
     Returns:
         `times_s` of this rank per iteration, its `cpu_s` for all of them, `wrong` elements.

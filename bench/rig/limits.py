@@ -103,10 +103,8 @@ class Limits:
 def memory_bound_s(folder: Path, world: int, nbytes: int, repeats: int = 9) -> dict[str, float]:
     """Seconds that memory alone needs for a collective among ranks of this machine, by operation.
 
-    An all-reduce (or the pair of the two others) needs the sum of both.
-
-    Args:
-        folder: where the small program that measures is compiled on first use.
+    An all-reduce (or the pair of the two others) needs the sum of both. The small program that
+    measures is compiled in `folder` on first use.
     """
     program = folder / "memory_bound"
     if not program.exists():

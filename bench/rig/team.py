@@ -163,13 +163,9 @@ class Teams:
     ) -> Iterator[tuple[Any, str, list[Any]]]:
         """Calls the function on the ranks of every engine in turn, with each case's arguments.
 
-        An engine that fails is asked no more.
-
-        Args:
-            function: of a module's top level; its first argument is the rank's `Place`.
-
-        Yields:
-            The case's key, the engine, and what its ranks return, in their order.
+        It is of a module's top level; its first argument is the rank's `Place`. An engine that
+        fails is asked no more. Yields the case's key, the engine, and what its ranks return, in
+        their order.
         """
         for key, arguments in cases.items():
             for name in reversed(self._names) if backwards else self._names:

@@ -124,10 +124,8 @@ def readable_scales() -> Iterator[float]:
 
 
 def check_scale(model_is_replayed: bool, time_scale: float | None) -> None:
-    """Raises `UserError` for a scale that a model which really computes cannot have.
-
-    Args:
-        time_scale: as the user gave it; None if it is chosen automatically.
+    """Raises `UserError` for a scale, unless it is to be chosen (None), that a model which really
+    computes cannot have.
     """
     if time_scale is None or time_scale == 1 or model_is_replayed:
         return

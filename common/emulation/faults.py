@@ -46,14 +46,8 @@ def check_fault(
 
 
 def blame(outcome_error: Mapping[str, Any] | None, events: Sequence[Event]) -> str | None:
-    """What of the faults that did happen may explain a trial's failure; None for no failure.
-
-    Args:
-        outcome_error: the `error` of the trial's outcome.
-        events: what `FaultInjector.stop` gave.
-
-    Returns:
-        For example `host h2: link cut at 1.0 s for good`.
+    """What of the events that `FaultInjector.stop` gave may explain the `error` of an outcome, such
+    as `host h2: link cut at 1.0 s for good`; None for no failure.
     """
     if outcome_error is None or outcome_error["kind"] not in ("failed", "timeout"):
         return None

@@ -47,10 +47,8 @@ def measure_link(host: OnHost, address: str, seconds: float, skip_s: float) -> t
     """What the link of `host` carries from and to it: Gb/s of Ethernet frames (see network.py).
 
     Args:
-        host: where the far end runs.
         address: of this end.
-        seconds: for each direction.
-        skip_s: of these, at the beginning, do not count.
+        seconds: for each direction, of which the first `skip_s` do not count.
 
     Raises:
         RuntimeError: nothing, or next to nothing, comes through.

@@ -28,9 +28,7 @@ Saved = dict[str, Any]
 class Snapshots:
     """Room for a copy per mark, in host memory; two marks that one step passes share a copy.
 
-    Args:
-        state: what is copied: all floating-point tensors of a state dict; may be empty.
-        marks: their number.
+    Copied are all floating-point tensors of a state dict, of which there may be none.
 
     Raises:
         UserError: they would take more than `MOST_BYTES`.

@@ -59,10 +59,8 @@ def untimed_steps(trial: Trial) -> int:
 class Reference:
     """Where plain training leads from the same start with the same data, and what it computes.
 
-    The model is left as it was. Everything goes on all ranks at once.
-
-    Args:
-        steps: to train and to compare; at least one. Of a delayed algorithm so many updates.
+    The model is left as it was. Everything goes on all ranks at once. At least one step is trained
+    and compared, of a delayed algorithm so many updates.
     """
 
     def __init__(self, trial: Trial, workload: Workload, steps: int) -> None:
@@ -298,11 +296,8 @@ def _unblocked_s(start: Mark, end: Mark) -> float:
 def typical(steps: Sequence[Breakdown], time_scale: float, *, waits_seen: bool) -> Breakdown:
     """The mean of the middle half by duration, in seconds of what the fabric stands for.
 
-    Its parts add up, and no straggler counts.
-
-    Args:
-        waits_seen: False where an algorithm waits in code of its own: that is then contained in
-            the other parts.
+    Its parts add up, and no straggler counts. Where an algorithm waits in code of its own, which is
+    not seen, the other parts contain that.
     """
     ordered = sorted(steps, key=lambda step: step.step_s)
     cut = (len(ordered) + 1) // 4

@@ -88,15 +88,12 @@ class Limits:
 
     def record(self) -> dict[str, Any]:
         """The same for the file."""
+        rounds = [(case, *one) for case, found in self.bound_s.items() for one in found.items()]
         return {
             "iperf3_bytes_per_s": self.iperf,
             "limit": self.kind,
             "limit_failure": self.failure,
-            "bounds_s": [
-                [*case, index, value]
-                for case, by_round in self.bound_s.items()
-                for index, value in by_round.items()
-            ],
+            "bounds_s": [[*case, index, value] for case, index, value in rounds],
         }
 
 

@@ -114,19 +114,12 @@ class Session:
 
     def save(self, **values: Any) -> None:
         """Keeps everything measured so far, `values`, with where it was."""
+        about = self._output.about(self._tool)
+        about["setup"] = {name: getattr(self.args, name) for name in _SETUP}
+        about |= {"tcp_congestion": self._congestion, "versions": self._versions}
         chosen = {name: os.environ[name] for name in os.environ if name.startswith(_VARIABLES)}
-        self._output.save(
-            {
-                **self._output.about(self._tool),
-                "setup": {name: getattr(self.args, name) for name in _SETUP},
-                "tcp_congestion": self._congestion,
-                "environment": chosen,
-                "versions": self._versions,
-                "ranks": self._ranks,
-                "failures": self.failures,
-                **values,
-            }
-        )
+        about |= {"environment": chosen, "ranks": self._ranks, "failures": self.failures}
+        self._output.save(about | values)
 
     def heading(self) -> list[str]:
         """Lines that say where the numbers come from."""

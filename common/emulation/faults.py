@@ -204,7 +204,6 @@ class FaultInjector:
 
     def _kill(self) -> None:
         rank = self._fault.rank
-        assert rank is not None
         pid, _ = self._phase(rank)
         if pid <= 1:
             raise RuntimeError(f"rank {rank} has not said which process it is")

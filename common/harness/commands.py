@@ -167,15 +167,10 @@ def _print_plan(
             timeout_s=experiment.timeout_s,
             worker_module=WORKER,
         )
-        plan.append(
-            {
-                "id": trial.id,
-                "run": trial.hash in todo,
-                "last_duration_s": known[trial.hash].duration_s if trial.hash in known else None,
-                "command": launcher.command(job) if launcher else _ON_VIRTUAL_HOSTS,
-                "trial": trial.to_json(),
-            }
-        )
+        entry = {"id": trial.id, "run": trial.hash in todo}
+        entry["last_duration_s"] = known[trial.hash].duration_s if trial.hash in known else None
+        entry["command"] = launcher.command(job) if launcher else _ON_VIRTUAL_HOSTS
+        plan.append(entry | {"trial": trial.to_json()})
     if as_json:
         print(json.dumps(plan, indent=2))
         return

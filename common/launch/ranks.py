@@ -93,18 +93,11 @@ class Ranks:
             tied: its standard input, else empty, is a pipe that `say` writes to and closes; the
                 caller's end closes it, too.
         """
-        with contextlib.ExitStack() as stack:
-            file = None if log is None else stack.enter_context(log.open("wb"))
-            process = _Command(
-                argv,
-                cwd=cwd,
-                env={**os.environ, **(env or {})},
-                stdin=subprocess.PIPE if tied else subprocess.DEVNULL,
-                stdout=file,
-                stderr=file,
-                start_new_session=True,
-                preexec_fn=_prepare_command,
-            )
+        stdin = subprocess.PIPE if tied else subprocess.DEVNULL
+        how = {"cwd": cwd, "env": {**os.environ, **(env or {})}, "stdin": stdin}
+        how |= {"start_new_session": True, "preexec_fn": _prepare_command}
+        with contextlib.nullcontext() if log is None else log.open("wb") as file:
+            process = _Command(argv, stdout=file, stderr=file, **how)
         process.sentinel = os.pidfd_open(process.pid)
         self._processes.append(process)
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import itertools
 import statistics
 import sys
 import time
@@ -100,12 +101,9 @@ class _Buffers:
 def measure(
     place: Place, op: str, nbytes: int, budget_s: float, iterations: tuple[int, int]
 ) -> dict[str, Any]:
-    """One round of one operation.
+    """One round of one operation on a bucket of `nbytes` in all.
 
-    Args:
-        nbytes: size of the whole bucket.
-        budget_s: how long the timed iterations should take together.
-        iterations: least and greatest number of them.
+    The timed iterations should take `budget_s` together, and are in the range `iterations`.
 
     Returns:
         `times_s` of this rank per iteration, its `cpu_s` for all of them, `wrong` elements.
@@ -158,31 +156,20 @@ def main(argv: list[str]) -> int:
             raise unknown("operation", op, table.OPS)
     if args.repeats < 1 or not 1 <= args.min_iterations <= args.max_iterations:
         raise UserError("--repeats and the numbers of iterations must be at least 1, min <= max")
-    measurement = {
-        "budget_s": args.seconds,
-        "iterations": (args.min_iterations, args.max_iterations),
-    }
+    iterations = (args.min_iterations, args.max_iterations)
+    measurement = {"budget_s": args.seconds, "iterations": iterations}
     sizes = [table.bucket_bytes(table.parse_size(text), args.world) for text in args.sizes]
-    cases = {
-        (op, nbytes): {"op": op, "nbytes": nbytes, **measurement}
-        for nbytes in sizes
-        for op in args.ops
-    }
+    pairs = itertools.product(sizes, args.ops)
+    cases = {(op, n): {"op": op, "nbytes": n, **measurement} for n, op in pairs}
     limits = Limits("wire" if args.num_hosts else "memory", cases)
     samples: list[Sample] = []
     with session.started("bench/collectives", args) as running:
         for index in range(args.repeats):
             limits.measure(running, index)
             for (op, nbytes), engine, results in running.round(measure, cases):
-                sample = Sample(
-                    engine=engine,
-                    op=op,
-                    nbytes=nbytes,
-                    round=index,
-                    times_s=[result["times_s"] for result in results],
-                    cpu_s=[result["cpu_s"] for result in results],
-                    wrong=sum(result["wrong"] for result in results),
-                )
+                found = {key: [one[key] for one in results] for key in ("times_s", "cpu_s")}
+                found["wrong"] = sum(one["wrong"] for one in results)
+                sample = Sample(engine=engine, op=op, nbytes=nbytes, round=index, **found)
                 samples.append(sample)
                 what = f"{op} {table.human_bytes(nbytes)} {engine}"
                 note(f"round {index + 1}: {what} {sample.median_s() * 1e3:.3f} ms")
@@ -259,14 +246,10 @@ def report(
         ]
 
     rounds: dict[tuple[str, ...], list[Sample]] = {
-        (op, engine, str(nbytes)): [
-            sample
-            for sample in samples
-            if (sample.op, sample.engine, sample.nbytes) == (op, engine, nbytes)
-        ]
-        for op, nbytes in limits.bound_s
-        for engine in engines
+        (op, engine, str(nbytes)): [] for op, nbytes in limits.bound_s for engine in engines
     }
+    for sample in samples:
+        rounds[sample.op, sample.engine, str(sample.nbytes)].append(sample)
     header = [*HEADER, "of wire" if limits.kind == "wire" else "x memory"]
     lines = [table.of_engines(header, rounds, failures, cells), *limits.lines(), ""]
     core = [name for name in engines if name.startswith("comm_core")]

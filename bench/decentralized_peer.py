@@ -53,12 +53,6 @@ class Case:
         ours, theirs = self.step_s.values()
         return Ratio.of(theirs, ours)
 
-    def compare(self, ends: list[list[np.ndarray]]) -> None:
-        """Notes how far the parameters of two systems, by rank, are apart."""
-        if len(ends) == 2:
-            norm = np.linalg.norm
-            self.difference = max(float(norm(a - b) / norm(b)) for a, b in zip(*ends, strict=True))
-
     def record(self, topology: str, local: int) -> dict[str, Any]:
         """The case in the file."""
         return {
@@ -181,7 +175,11 @@ def main(argv: list[str]) -> int:
         for name, system, ranks in running.round(train, {n: jobs[n] | once for n in jobs}):
             ends[name, system] = [ended for ended, *_ in ranks]
         for name, case in cases.items():
-            case.compare([ends[name, system] for system in args.engines if (name, system) in ends])
+            both = [ends[name, system] for system in args.engines if (name, system) in ends]
+            if len(both) == 2:
+                norm = np.linalg.norm
+                apart = (norm(a - b) / norm(b) for a, b in zip(*both, strict=True))
+                case.difference = float(max(apart))
         often = {"steps": args.steps + _WARM_UP, "compare": False}
         timed = {name: job | often for name, job in jobs.items()}
         for index in range(args.repeats):
@@ -198,8 +196,8 @@ def main(argv: list[str]) -> int:
         print(rendered(cases))
         for system, reason in running.failures.items():
             print(f"{SYSTEMS[system]}: {reason}")
-        apart = any((case.difference or 0) > TOLERANCE for case in cases.values())
-        return 1 if running.failures or apart else 0
+        differs = any((case.difference or 0) > TOLERANCE for case in cases.values())
+        return 1 if running.failures or differs else 0
 
 
 def rendered(cases: dict[str, Case]) -> str:

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -43,16 +43,17 @@ from dear.options import positive
 
 
 class Case:
-    """One thing that is asked for, what was measured of it, and how far that is off."""
+    """One thing that is asked for, what was measured of it, and how far that is off.
+
+    Attributes:
+        cells: of the row below `header`.
+    """
 
     bar_percent: ClassVar[float]
     header: ClassVar[tuple[str, ...]]
     judged = True
     off_percent: float
-
-    def cells(self) -> list[str]:
-        """The row below `header`."""
-        raise NotImplementedError
+    cells: Callable[[], list[str]]
 
     @property
     def verdict(self) -> str:
@@ -106,10 +107,8 @@ class Link(Case):
     def links(self) -> dict[str, float]:
         """Median over the rounds of every link's rate, in emulated Gb/s."""
         return {
-            f"{self.rounds[0][host]['host']} {way}": statistics.median(
-                measured[host][f"{way}_gbps"] for measured in self.rounds
-            )
-            for host in range(len(self.rounds[0]))
+            f"{host[0]['host']} {way}": statistics.median(one[f"{way}_gbps"] for one in host)
+            for host in zip(*self.rounds, strict=True)
             for way in ("up", "down")
         }
 
@@ -196,14 +195,12 @@ def compute(args: argparse.Namespace, check: Check) -> int:
 
     cases = []
     for model, sizes in profile.batch_sizes().items():
-        for batch_size in sizes:
-            step_s = registry.profile_of(model, batch_size).step_s
-            for scale in (Replay.judged_from, 1.0):
-                if scale < Replay.judged_from and step_s * scale < _SHORTEST_STEP_S:
-                    continue
-                k = max(scale, _SHORTEST_STEP_S / step_s)
+        for size in sizes:
+            step_s = registry.profile_of(model, size).step_s
+            k = max(Replay.judged_from, _SHORTEST_STEP_S / step_s)
+            for scale in (k, 1.0) if step_s >= _SHORTEST_STEP_S else (k,):
                 cases.append(
-                    Replay(model=model, batch_size=batch_size, time_scale=k, profile_s=step_s)
+                    Replay(model=model, batch_size=size, time_scale=scale, profile_s=step_s)
                 )
     torch.set_num_threads(1)
     try:
@@ -380,6 +377,7 @@ def scales(args: argparse.Namespace, check: Check) -> int:
 
 def experiment(args: argparse.Namespace, scale: float, name: str) -> dict[str, Any]:
     """The keys of the experiment file of one sweep."""
+    steps = {"steps_per_iter": args.steps}
     return {
         "name": name,
         "algorithms": list(args.algorithms),
@@ -387,12 +385,7 @@ def experiment(args: argparse.Namespace, scale: float, name: str) -> dict[str, A
         "world_sizes": [args.hosts],
         "baseline": False,
         "cluster": {"hosts": args.hosts, "network": args.network, "time_scale": scale},
-        "measure": {
-            "repeats": 1,
-            "warmup_steps": 2,
-            "steps_per_iter": args.steps,
-            "check_steps": 1,
-        },
+        "measure": {"repeats": 1, "warmup_steps": 2, "check_steps": 1, **steps},
         "timeout_s": 1800.0,
     }
 
@@ -423,11 +416,12 @@ def _step_s(record: dict[str, Any], index: int) -> float:
 
 
 CHECKS = {
-    "links": (links, Link),
-    "compute": (compute, Replay),
-    "collective": (all_reduce, AllReduce),
-    "scales": (scales, Scales),
+    "links": (links, Link, 5, "rates of the links, asked and measured"),
+    "compute": (compute, Replay, 5, "replayed steps against their profiles"),
+    "collective": (all_reduce, AllReduce, 7, "an all-reduce against the wire"),
+    "scales": (scales, Scales, 3, "the same trial at time scales k and 2k"),
 }
+"""What runs, its cases, rounds by default, and what it compares."""
 
 
 def main(argv: list[str]) -> int:
@@ -441,7 +435,7 @@ def main(argv: list[str]) -> int:
         if len(set(args.algorithms)) != len(args.algorithms):
             raise UserError(f"--algorithms names one twice: {' '.join(args.algorithms)}")
     with Output(args.json) as output:
-        check, kind = CHECKS[args.what]
+        check, kind, *_ = CHECKS[args.what]
         return check(args, Check(args.what, kind, output))
 
 
@@ -450,24 +444,18 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     whats = parser.add_subparsers(dest="what", required=True)
     made = {}
-    for name, repeats, text in (
-        ("links", 5, "rates of the links, asked and measured"),
-        ("compute", 5, "replayed steps against their profiles"),
-        ("collective", 7, "an all-reduce against the wire"),
-        ("scales", 3, "the same trial at time scales k and 2k"),
-    ):
-        made[name] = whats.add_parser(name, help=text, description=text, formatter_class=shape)
-        made[name].add_argument("--repeats", type=int, default=repeats, help="rounds")
-        made[name].add_argument(
-            "--json", type=Path, default=None, help="keep raw numbers in this new file"
-        )
-    add = made["collective"].add_argument
+    for name, (_, _, repeats, text) in CHECKS.items():
+        parsers = whats.add_parser(name, help=text, description=text, formatter_class=shape)
+        made[name] = add = parsers.add_argument
+        add("--repeats", type=int, default=repeats, help="rounds")
+        add("--json", type=Path, default=None, help="keep raw numbers in this new file")
+    add = made["collective"]
     add("--engines", nargs="+", default=["comm_core"], metavar="NAME", help="comm_core, gloo")
     add("--hosts", type=int, default=4, help="virtual hosts, one rank each")
     add("--gbps", type=float, default=1.0, help="rate of the links in Gb/s")
     add("--size", default="25Mi", help="bytes to reduce")
     add("--mtu", nargs="+", type=int, default=[1500], help="packet sizes of the links, in bytes")
-    add = made["scales"].add_argument
+    add = made["scales"]
     add("--time-scale", type=float, default=10.0, help="k; the other scale is 2k")
     add("--algorithms", nargs="+", default=["ddp", "dear"], metavar="NAME", help="algorithms")
     add("--model", default="bert_base@rtx2080ti-modelled", help="a replayed model")

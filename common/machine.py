@@ -13,20 +13,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from dear.errors import UserError
 
 _PACKAGES = ("torch", "torchvision", "timm", "transformers", "horovod", "numpy")
 # Variables that change what the libraries do; never the whole environment, which holds secrets.
-_VARIABLES = (
-    "OMP_NUM_THREADS",
-    "MKL_NUM_THREADS",
-    "GLOO_SOCKET_IFNAME",
-    "NCCL_SOCKET_IFNAME",
-    "NCCL_IB_DISABLE",
-    "CUDA_VISIBLE_DEVICES",
-)
+_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+_VARIABLES += ("NCCL_IB_DISABLE", "CUDA_VISIBLE_DEVICES")
 
 # Measured with smaps_rollup on trials of 4 and 16 ranks, torch 2.13 for CPUs.
 _SHARED = 350 << 20
@@ -53,7 +45,7 @@ def machine_card() -> dict[str, Any]:
         "kernel": platform.release(),
         "os": platform.freedesktop_os_release().get("PRETTY_NAME", platform.system()),
         "python": platform.python_version(),
-        "packages": {name: _version(name) for name in _PACKAGES},
+        "packages": {name: version(name) for name in _PACKAGES},
         "commit": _commit(),
         "environment": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
     }
@@ -74,20 +66,16 @@ def _first_line(path: str) -> str | None:
 
 
 def _gpus() -> list[str]:
+    query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
     try:
-        listing = subprocess.run(
-            ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"],
-            capture_output=True,
-            text=True,
-            timeout=10,
-            check=True,
-        )
+        listing = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):  # no NVIDIA driver here
         return []
     return listing.stdout.strip().splitlines()
 
 
-def _version(package: str) -> str | None:
+def version(package: str) -> str | None:
+    """That is installed, or None."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -112,10 +100,7 @@ def _commit() -> str | None:
 def required_bytes(parameter_bytes: int, world_size: int, optimizer_copies: int = 0) -> int:
     """Memory that one rank needs for itself.
 
-    Args:
-        parameter_bytes: of all parameters.
-        optimizer_copies: tensors of state per parameter: 0 for plain SGD, 1 with momentum, 2 for
-            AdamW.
+    The state of the optimizer is so many tensors per parameter: 0 of plain SGD, 2 of AdamW.
     """
     copies = _COPIES + optimizer_copies
     return _PER_RANK + copies * parameter_bytes + _PER_PEER * (world_size - 1)
@@ -157,6 +142,8 @@ def check_memory(
 
 def available_bytes() -> int:
     """What this process and its children may still use: the machine's rest or its group's."""
+    import psutil  # only here: the check of a GPU machine has the standard library alone
+
     return min([psutil.virtual_memory().available, *_group_rests()])
 
 

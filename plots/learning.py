@@ -14,30 +14,16 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
 from common.results import learning
-from common.results.comparison import Comparison
-from common.results.records import Evaluation, Record
+from common.results.records import Comparison, Evaluation, Record
 from common.results.table import significant
 from plots import style
 
 Curve = tuple[Record, list[Evaluation]]
 """A trial and the evaluations of its first repeat."""
 
-_FIELDS = (
-    "fault",
-    "algorithm",
-    "repeat",
-    "at_s",
-    "seconds",
-    "steps",
-    "accuracy",
-    "accuracy_min",
-    "accuracy_max",
-    "loss",
-    "loss_min",
-    "loss_max",
-    "consensus_distance",
-    "staleness",
-)
+_FIELDS = ["fault", "algorithm", "repeat", "at_s", "seconds", "steps"]
+_FIELDS += [f"{what}{end}" for what in ("accuracy", "loss") for end in ("", "_min", "_max")]
+_FIELDS += ["consensus_distance", "staleness"]
 
 
 def draw(folder: Path, out: Path) -> list[Path]:
@@ -96,21 +82,16 @@ def _title(place: Sequence[Any]) -> str:
 def _curves(columns: dict[tuple[Any, ...], list[Record]], colour: dict[str, str]) -> Figure:
     panels = [partial(y, x=x) for y in (_accuracy, _loss) for x in ("seconds", "steps")]
     panels += [_consensus, _staleness]
-    count = len(panels)
-    figure, axes = plt.subplots(
-        count,
-        len(columns),
-        figsize=(1.2 + 3.9 * len(columns), 2.1 * count),
-        squeeze=False,
-        sharey="row",
-        layout="constrained",
-    )
+    shape = (len(panels), len(columns))
+    size = (1.2 + 3.9 * shape[1], 2.1 * shape[0])
+    how = {"squeeze": False, "sharey": "row", "layout": "constrained"}
+    figure, axes = plt.subplots(*shape, figsize=size, **how)
     handles: dict[str, Any] = {}
     for column, (place, records) in enumerate(columns.items()):
         curves = [(record, record.learning[0].evaluations) for record in records]
         for row, panel in enumerate(panels):
             handles |= panel(axes[row, column], curves, colour)
-        axes[0, column].set_title(_title(place), loc="left", fontsize=9, fontweight="bold")
+        style.title(axes[0, column], _title(place))
     figure.legend(
         handles.values(), handles.keys(), loc="outside right upper", frameon=False, fontsize=8
     )
@@ -119,19 +100,11 @@ def _curves(columns: dict[tuple[Any, ...], list[Record]], colour: dict[str, str]
 
 def _paces(columns: dict[tuple[Any, ...], list[Record]], colour: dict[str, str]) -> Figure:
     """Steps per second where nothing is learned: of undisturbed ranks, and of the slowed host."""
-    heights = [len(records) + 1.2 for records in columns.values()]
-    figure, axes = plt.subplots(
-        len(columns),
-        1,
-        figsize=(6.8, 0.42 * sum(heights) + 0.6),
-        height_ratios=heights,
-        squeeze=False,
-        sharex=True,
-        layout="constrained",
-    )
+    counts = [len(records) for records in columns.values()]
+    figure, axes = style.stacked(counts, 6.8, 0.42, sharex=True)
     everything = [record for records in columns.values() for record in records]
     table = dict(zip(map(id, everything), learning.make_rows(everything), strict=True))
-    for axis, (place, records) in zip(axes[:, 0], columns.items(), strict=True):
+    for axis, (place, records) in zip(axes, columns.items(), strict=True):
         for at, record in enumerate(records):
             row, label = table[id(record)], record.label
             text = significant(row.steps_per_s)
@@ -144,9 +117,9 @@ def _paces(columns: dict[tuple[Any, ...], list[Record]], colour: dict[str, str])
                 axis.plot([row.slowed_steps_per_s], [at], marker="D", color="#222222", ms=5)
         axis.set_yticks(range(len(records)), [record.label for record in records])
         axis.invert_yaxis()
-        axis.set_title(_title(place).replace("\n", ", "), loc="left", fontsize=9, weight="bold")
-    axes[0, 0].set_xlim(0, axes[0, 0].get_xlim()[1] * 1.25)
-    axes[-1, 0].set_xlabel(
+        style.title(axis, _title(place).replace("\n", ", "))
+    axes[0].set_xlim(0, axes[0].get_xlim()[1] * 1.25)
+    axes[-1].set_xlabel(
         "steps per second of the slowest rank that is not slowed; diamonds: of the slowed host",
         fontsize=8,
     )
@@ -200,11 +173,9 @@ def _loss(axis: Axes, curves: Sequence[Curve], colour: dict[str, str], *, x: str
 
 
 def _consensus(axis: Axes, curves: Sequence[Curve], colour: dict[str, str]) -> dict[str, Any]:
-    shown = [
-        (record, [e for e in evaluations if e.consensus_distance])  # 0 has no logarithm
-        for record, evaluations in curves
-        if any(e.consensus_distance for e in evaluations)
-    ]
+    # 0 has no logarithm.
+    found = [(record, [e for e in all_ if e.consensus_distance]) for record, all_ in curves]
+    shown = [(record, evaluations) for record, evaluations in found if evaluations]
     if shown:
         axis.set_yscale("log")
     title = "consensus distance\n(unless equal)"
@@ -213,11 +184,8 @@ def _consensus(axis: Axes, curves: Sequence[Curve], colour: dict[str, str]) -> d
 
 def _staleness(axis: Axes, curves: Sequence[Curve], colour: dict[str, str]) -> dict[str, Any]:
     """The stalest neighbour's since the evaluation before, and at the end the most of any value."""
-    shown = [
-        (record, [e for e in evaluations if e.staleness is not None])
-        for record, evaluations in curves
-        if any(e.staleness is not None for e in evaluations)
-    ]
+    found = [(record, [e for e in all_ if e.staleness is not None]) for record, all_ in curves]
+    shown = [(record, evaluations) for record, evaluations in found if evaluations]
     title = "steps that the stalest\nneighbour is behind"
     handles = _lines(axis, shown, colour, "staleness", title)
     for record, evaluations in shown:

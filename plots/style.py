@@ -6,12 +6,14 @@ import sys
 import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
 matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from common.results.records import Record, fabric_words
@@ -54,6 +56,25 @@ def setup() -> None:
             "pdf.fonttype": 42,  # text stays text
         }
     )
+
+
+def stacked(counts: Sequence[int], width: float, bar: float, **more: Any) -> tuple[Figure, Any]:
+    """A figure of panels below each other, and their axes.
+
+    Args:
+        counts: bars of each panel, each `bar` inches high.
+        more: of `plt.subplots`.
+    """
+    heights = [count + 1.2 for count in counts]
+    size = (width, bar * sum(heights) + 0.6)
+    more |= {"height_ratios": heights, "squeeze": False, "layout": "constrained"}
+    figure, axes = plt.subplots(len(counts), 1, figsize=size, **more)
+    return figure, axes[:, 0]
+
+
+def title(axis: Axes, text: str) -> None:
+    """What a panel shows."""
+    axis.set_title(text, loc="left", fontsize=9, fontweight="bold")
 
 
 def caption(figure: Figure, text: str, records: Sequence[Record], width: int) -> None:

@@ -5,12 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
 from common.results import rows
-from common.results.comparison import Comparison
-from common.results.records import Record
+from common.results.records import Comparison, Record
 from common.results.rows import Row
 from common.results.table import csv_text, significant
 from plots import style
@@ -34,16 +32,8 @@ def draw(folder: Path, out: Path) -> list[Path]:
     for row in singles:  # an experiment of single workers only has panels too
         if not any(key[:2] == (row.model, row.batch_size) for key in panels):
             panels[row.place] = [(row, "none")]
-    heights = [len(panel) + 1.2 for panel in panels.values()]
-    figure, axes = plt.subplots(
-        len(panels),
-        1,
-        figsize=(6.4, 0.34 * sum(heights) + 0.6),
-        height_ratios=heights,
-        squeeze=False,
-        layout="constrained",
-    )
-    for axis, panel in zip(axes[:, 0], panels.values(), strict=True):
+    figure, axes = style.stacked([len(panel) for panel in panels.values()], 6.4, 0.34)
+    for axis, panel in zip(axes, panels.values(), strict=True):
         # The single worker that the panel's efficiency is relative to.
         own = [row for row in singles if _task(row) == _task(panel[0][0])]
         _panel(axis, panel, colour, own[0] if own else None)
@@ -92,12 +82,8 @@ def _panel(
     axis.set_xlim(0, most * 1.13)
     axis.set_ylim(len(rows) - 0.5, -1.0)
     where = "".join(f", {name}" for name in (first.network, first.fault) if name)
-    axis.set_title(
-        f"{first.model}, batch {first.batch_size} per worker, {first.world_size} workers{where}",
-        loc="left",
-        fontsize=9,
-        fontweight="bold",
-    )
+    feed = f"batch {first.batch_size} per worker, {first.world_size} workers"
+    style.title(axis, f"{first.model}, {feed}{where}")
     axis.set_xlabel(f"{first.unit}, all workers together", fontsize=8)
 
 

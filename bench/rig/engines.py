@@ -63,13 +63,8 @@ class TorchEngine(Engine):
             self.versions["comm_core"] = dear.__version__
         self._direct = direct
         self._dist = torch.distributed  # not by way of the lazy module in what is timed
-        self._dist.init_process_group(
-            backend,
-            store=self._dist.FileStore(str(store), size),
-            rank=rank,
-            world_size=size,
-            timeout=timedelta(seconds=60),
-        )
+        place = {"store": self._dist.FileStore(str(store), size), "rank": rank, "world_size": size}
+        self._dist.init_process_group(backend, timeout=timedelta(seconds=60), **place)
 
     def empty(self, count: int) -> torch.Tensor:
         if self._direct:

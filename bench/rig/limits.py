@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from bench.rig import table
-from bench.rig.hosts import Host
 from bench.rig.output import note
 from bench.rig.session import Session
 from bench.rig.table import Ratio
+from bench.rig.team import Host
 from common.launch.ranks import Ranks
 
 # Below this a wire's token bucket and a memory's caches hold the whole operation.
@@ -88,25 +88,20 @@ class Limits:
 
     def record(self) -> dict[str, Any]:
         """The same for the file."""
+        rounds = [(case, *one) for case, found in self.bound_s.items() for one in found.items()]
         return {
             "iperf3_bytes_per_s": self.iperf,
             "limit": self.kind,
             "limit_failure": self.failure,
-            "bounds_s": [
-                [*case, index, value]
-                for case, by_round in self.bound_s.items()
-                for index, value in by_round.items()
-            ],
+            "bounds_s": [[*case, index, value] for case, index, value in rounds],
         }
 
 
 def memory_bound_s(folder: Path, world: int, nbytes: int, repeats: int = 9) -> dict[str, float]:
     """Seconds that memory alone needs for a collective among ranks of this machine, by operation.
 
-    An all-reduce (or the pair of the two others) needs the sum of both.
-
-    Args:
-        folder: where the small program that measures is compiled on first use.
+    An all-reduce (or the pair of the two others) needs the sum of both. The small program that
+    measures is compiled in `folder` on first use.
     """
     program = folder / "memory_bound"
     if not program.exists():

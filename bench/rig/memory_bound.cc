@@ -51,9 +51,7 @@ Buffer allocate(size_t count, float value) {
 void store(float* to, const float* from, size_t count, bool non_temporal) {
 #if defined(__AVX__)
   if (non_temporal) {
-    size_t i = 0;
-    for (; i + 8 <= count; i += 8) _mm256_stream_ps(to + i, _mm256_loadu_ps(from + i));
-    for (; i < count; ++i) to[i] = from[i];
+    for (size_t i = 0; i < count; i += 8) _mm256_stream_ps(to + i, _mm256_loadu_ps(from + i));
     return;
   }
 #endif
@@ -63,33 +61,23 @@ void store(float* to, const float* from, size_t count, bool non_temporal) {
 struct Work {
   std::vector<Buffer> many;
   Buffer one;
-  size_t count;
+  size_t blocks;
   int threads;
 
-  // Slices begin at whole blocks, where the buffers are aligned for vector stores.
-  size_t bound(int thread) const {
-    return thread == threads ? count : count * thread / threads / kBlock * kBlock;
-  }
+  // Slices are of whole blocks, where the buffers are aligned for vector stores.
+  size_t bound(int thread) const { return blocks * thread / threads * kBlock; }
 
   // Summing in registers: with the sums in an array in L1 this took twice as long.
   void reduce(int thread, bool non_temporal) const {
     for (size_t at = bound(thread); at < bound(thread + 1); at += kBlock) {
-      float sum[kBlock];
-      const size_t length = std::min(kBlock, bound(thread + 1) - at);
-      if (length == kBlock) {
-        Vector sums[kBlock / kLanes];
-        for (size_t j = 0; j < kBlock / kLanes; ++j) sums[j] = load(many[0].get() + at, j);
-        for (size_t k = 1; k < many.size(); ++k) {
-          for (size_t j = 0; j < kBlock / kLanes; ++j) sums[j] += load(many[k].get() + at, j);
-        }
-        std::memcpy(sum, sums, sizeof(sum));
-      } else {
-        std::fill_n(sum, length, 0.0F);
-        for (const Buffer& more : many) {
-          for (size_t i = 0; i < length; ++i) sum[i] += more[at + i];
-        }
+      Vector sums[kBlock / kLanes];
+      for (size_t j = 0; j < kBlock / kLanes; ++j) sums[j] = load(many[0].get() + at, j);
+      for (size_t k = 1; k < many.size(); ++k) {
+        for (size_t j = 0; j < kBlock / kLanes; ++j) sums[j] += load(many[k].get() + at, j);
       }
-      store(one.get() + at, sum, length, non_temporal);
+      float sum[kBlock];
+      std::memcpy(sum, sums, sizeof(sum));
+      store(one.get() + at, sum, kBlock, non_temporal);
     }
   }
 
@@ -152,9 +140,11 @@ int main(int argc, char** argv) {
     return 2;
   }
   const int world = std::atoi(argv[1]), repeats = std::max(1, std::atoi(argv[3]));
-  const size_t count = std::strtoull(argv[2], nullptr, 10) / sizeof(float);
-  Work work{{}, allocate(count, 1.0F), count, std::max(1, std::atoi(argv[4]))};
-  for (int k = 0; k < world; ++k) work.many.push_back(allocate(count, 2.0F));
+  // Bytes are rounded up to whole blocks, which are far below the noise.
+  const size_t block_bytes = kBlock * sizeof(float);
+  const size_t blocks = (std::strtoull(argv[2], nullptr, 10) + block_bytes - 1) / block_bytes;
+  Work work{{}, allocate(blocks * kBlock, 1.0F), blocks, std::max(1, std::atoi(argv[4]))};
+  for (int k = 0; k < world; ++k) work.many.push_back(allocate(blocks * kBlock, 2.0F));
 
   double reduce = 1e9, copy = 1e9;
   for (const bool non_temporal : {false, true}) {

@@ -12,13 +12,12 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.rig import engines, hosts
+from bench.rig import engines
 from bench.rig.output import Output
-from bench.rig.team import Layout, Teams
+from bench.rig.team import Layout, Teams, built
 from common.emulation import network, sandbox
 from dear.errors import UserError, unknown
 
-_CONGESTION = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
 _VARIABLES = ("COMM_CORE_", "GLOO_", "HOROVOD_", "OMPI_MCA_", "OMP_NUM_THREADS")
 _SETUP = ("engines", "world", "hosts", "ranks_per_host", "rate", "transport", "congestion")
 _SETUP += ("ifname", "timeout_s")
@@ -27,10 +26,7 @@ _SETUP += ("ifname", "timeout_s")
 def parser_of(doc: str, names: Sequence[str], world: int) -> argparse.ArgumentParser:
     """A parser with the options that say who is measured, and where, and with `--json`.
 
-    Args:
-        doc: the script's, of which the first line describes it.
-        names: the engines that it compares by default.
-        world: its default number of ranks.
+    Its defaults: the engines `names`, and `world` ranks. The script's `doc` begins with what it is.
     """
     shape = argparse.ArgumentDefaultsHelpFormatter
     parser = argparse.ArgumentParser(description=doc.split("\n")[0], formatter_class=shape)
@@ -74,9 +70,7 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Name
         )
     if not re.fullmatch(r"none|\d+(\.\d+)?[kmg]bit", args.rate):
         raise UserError(f"--rate {args.rate!r} is not none or a speed such as 1gbit, 500mbit")
-    known = _CONGESTION.read_text().split()
-    if args.congestion is not None and args.congestion not in known:
-        raise unknown("congestion control", args.congestion, known)
+    network.choose_congestion(args.congestion)  # an unknown one is named
     if (args.num_hosts or args.congestion) and not sandbox.inside():
         if reason := sandbox.unable():
             raise UserError(
@@ -120,19 +114,12 @@ class Session:
 
     def save(self, **values: Any) -> None:
         """Keeps everything measured so far, `values`, with where it was."""
+        about = self._output.about(self._tool)
+        about["setup"] = {name: getattr(self.args, name) for name in _SETUP}
+        about |= {"tcp_congestion": self._congestion, "versions": self._versions}
         chosen = {name: os.environ[name] for name in os.environ if name.startswith(_VARIABLES)}
-        self._output.save(
-            {
-                **self._output.about(self._tool),
-                "setup": {name: getattr(self.args, name) for name in _SETUP},
-                "tcp_congestion": self._congestion,
-                "environment": chosen,
-                "versions": self._versions,
-                "ranks": self._ranks,
-                "failures": self.failures,
-                **values,
-            }
-        )
+        about |= {"environment": chosen, "ranks": self._ranks, "failures": self.failures}
+        self._output.save(about | values)
 
     def heading(self) -> list[str]:
         """Lines that say where the numbers come from."""
@@ -154,15 +141,11 @@ class Session:
 @contextlib.contextmanager
 def started(tool: str, args: argparse.Namespace) -> Iterator[Session]:
     """Claims the file of results, starts the ranks of every engine and prints where the numbers
-    come from; afterwards no process or host is left.
-
-    Args:
-        tool: what the file calls the script.
-        args: of `parse`.
+    come from; afterwards no process or host is left. The file calls the script `tool`.
     """
     with (
         Output(args.json) as output,
-        hosts.built(args.num_hosts, args.rate, args.congestion, args.ifname) as there,
+        built(args.num_hosts, args.rate, args.congestion, args.ifname) as there,
     ):
         layout = Layout(
             hosts=there,

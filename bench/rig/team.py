@@ -1,11 +1,13 @@
-"""The ranks of engines, kept by the parent: started once, asked often, stopped in between."""
+"""The ranks of engines, kept by the parent: started once, asked often, stopped in between.
+
+They run on this machine, or on virtual hosts joined by shaped links.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import re
-import shlex
 import shutil
 import signal
 import socket
@@ -19,8 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from bench.rig.engines import MPIRUN
-from bench.rig.hosts import Host
 from bench.rig.output import note
+from common.emulation import network, sandbox
+from common.emulation.cluster import EmulatedCluster, VirtualHost
+from common.emulation.config import network_profile
 from common.launch.mpirun import find_mpirun, settings
 from common.launch.ranks import RankLost, Ranks, gather
 from dear.errors import UserError
@@ -28,6 +32,60 @@ from dear.errors import UserError
 _ROOT = Path(__file__).parents[2]
 _STOP_S = 5.0
 _START_S = 120.0
+UNLIMITED = "none"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ThisMachine:
+    """The machine itself, spoken of as a virtual host is."""
+
+    ifname: str
+    name: str = "local"
+    address: str = "127.0.0.1"
+
+    def command(self, argv: Sequence[str]) -> list[str]:
+        return list(argv)
+
+
+Host = ThisMachine | VirtualHost
+
+
+@contextlib.contextmanager
+def built(
+    count: int, rate: str = UNLIMITED, congestion: str | None = None, ifname: str = "lo"
+) -> Iterator[list[Host]]:
+    """The hosts; on exit virtual ones are removed with whatever still runs on them.
+
+    Args:
+        count: number of virtual hosts, or 0 for this machine alone.
+        rate: speed of every link in both directions, as tc writes it, or "none".
+        congestion: TCP congestion control of every connection between ranks; None: the default.
+        ifname: interface to use on this machine (virtual hosts have only eth0).
+
+    Virtual hosts, and a congestion control of one's own, need a sandbox: there the setting reaches
+    every engine and nothing outside of the benchmark. On this machine it has only a loopback.
+
+    Raises:
+        RuntimeError: outside of a sandbox that would be needed.
+    """
+    if count == 0:
+        if congestion is not None:
+            if not sandbox.inside():
+                raise RuntimeError("a congestion control of one's own needs a sandbox")
+            network.batch("ip", network.loopback_commands(congestion))
+        yield [ThisMachine(ifname=ifname)]
+        return
+    with EmulatedCluster(
+        hosts=count,
+        profile=network_profile("1gbit" if rate == UNLIMITED else rate),
+        # Also without a choice every engine gets what the machine would give it.
+        congestion=congestion or network.default_congestion(),
+    ) as cluster:
+        if rate == UNLIMITED:
+            for index, host in enumerate(cluster.hosts):
+                network.batch("tc", [f"qdisc del dev {network.port_of(index)} root"])
+                network.batch("tc", [f"qdisc del dev {host.ifname} root"], host.pid)
+        yield list(cluster.hosts)
 
 
 class TeamError(Exception):
@@ -105,13 +163,9 @@ class Teams:
     ) -> Iterator[tuple[Any, str, list[Any]]]:
         """Calls the function on the ranks of every engine in turn, with each case's arguments.
 
-        An engine that fails is asked no more.
-
-        Args:
-            function: of a module's top level; its first argument is the rank's `Place`.
-
-        Yields:
-            The case's key, the engine, and what its ranks return, in their order.
+        It is of a module's top level; its first argument is the rank's `Place`. An engine that
+        fails is asked no more. Yields the case's key, the engine, and what its ranks return, in
+        their order.
         """
         for key, arguments in cases.items():
             for name in reversed(self._names) if backwards else self._names:
@@ -270,9 +324,6 @@ class Team:
             mpirun = find_mpirun()
         except UserError as error:
             raise TeamError(f"unavailable: {error}") from None
-        command = [mpirun.path, "-np", str(layout.size), "-wdir", str(_ROOT), *mpirun.placement]
-        if os.geteuid() == 0:
-            command.append("--allow-run-as-root")
         # Yielding takes the loss of a spinning rank from its neighbours on the same core.
         chosen = {"mpi_yield_when_idle": "0" if self.name == "mpi_spin" else "1"}
         tcp_only = layout.transport == "tcp" or layout.per_host == 1
@@ -280,15 +331,13 @@ class Team:
             chosen |= settings(mpirun, 0, layout.hosts[0].ifname)
         if tcp_only:
             chosen["btl"] = "tcp,self"
+        command = ["-wdir", str(_ROOT)]
+        agent = None
         if len(layout.hosts) > 1:
             slots = [f"{host.address}:{layout.per_host}" for host in layout.hosts]
             command += ["-H", ",".join(slots)]
-            chosen[mpirun.agent_setting] = shlex.join(
-                [sys.executable, "-m", "common.emulation.rsh"]
-            )
-        for name, value in chosen.items():
-            command += [mpirun.flag(name), name, value]
-        return command
+            agent = [sys.executable, "-m", "common.emulation.rsh"]
+        return [*mpirun.words(layout.size, chosen, agent), *command]
 
 
 def _module(function: Callable[..., Any]) -> str:

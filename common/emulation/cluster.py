@@ -221,10 +221,7 @@ class EmulatedCluster:
 def network_record(
     profile: NetworkProfile, measured: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """What was requested and measured, the worst deviation, and notes on what is doubtful.
-
-    Args:
-        measured: per host `host`, `up_gbps`, `down_gbps`, as `EmulatedCluster.measure` gives them.
+    """What was requested and `EmulatedCluster.measure` has measured, and notes on what is doubtful.
 
     Returns:
         `requested` (the profile), `measured`, `off_percent` (of the worst link; positive: too

@@ -100,25 +100,14 @@ def choose_time_scale(
     cpu = communication_cpu + overhead_cpu + touched_s * _GRADIENT_PASSES
     serial_s = overhead_cpu / min(cores, world)
     share = f"{BUSY_TARGET:.0%} of {cores} cores"
-    bounds = [
-        (
-            cpu / (BUSY_TARGET * cores * step_s),
-            f"{cpu:.2g} CPU seconds a step must fit into {share} in {step_s:.2g} s",
-        ),
-        (
-            serial_s / (SERIAL_TARGET * step_s),
-            f"{serial_s:.2g} s of update and Python must stay within {SERIAL_TARGET:.0%} of "
-            f"{step_s:.2g} s",
-        ),
-    ]
+    why = f"{cpu:.2g} CPU seconds a step must fit into {share} in {step_s:.2g} s"
+    bounds = [(cpu / (BUSY_TARGET * cores * step_s), why)]
+    why = f"{serial_s:.2g} s of update and Python must stay within {SERIAL_TARGET:.0%} of "
+    bounds.append((serial_s / (SERIAL_TARGET * step_s), f"{why}{step_s:.2g} s"))
     if wire_s:
-        bounds.append(
-            (
-                communication_cpu / (BUSY_TARGET * cores * wire_s),
-                f"{communication_cpu:.2g} CPU seconds of communication must fit into {share} in "
-                f"{wire_s:.2g} s of busy links",
-            )
-        )
+        why = f"{communication_cpu:.2g} CPU seconds of communication must fit into {share} in "
+        needed = communication_cpu / (BUSY_TARGET * cores * wire_s)
+        bounds.append((needed, f"{why}{wire_s:.2g} s of busy links"))
     needed, why = max(bounds)
     scale = next(scale for scale in readable_scales() if scale >= needed)
     reason = f"{why}, on this machine: at least {needed:.1f} times slower than real time"
@@ -135,10 +124,8 @@ def readable_scales() -> Iterator[float]:
 
 
 def check_scale(model_is_replayed: bool, time_scale: float | None) -> None:
-    """Raises `UserError` for a scale that a model which really computes cannot have.
-
-    Args:
-        time_scale: as the user gave it; None if it is chosen automatically.
+    """Raises `UserError` for a scale, unless it is to be chosen (None), that a model which really
+    computes cannot have.
     """
     if time_scale is None or time_scale == 1 or model_is_replayed:
         return

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,14 +46,8 @@ def check_fault(
 
 
 def blame(outcome_error: Mapping[str, Any] | None, events: Sequence[Event]) -> str | None:
-    """What of the faults that did happen may explain a trial's failure; None for no failure.
-
-    Args:
-        outcome_error: the `error` of the trial's outcome.
-        events: what `FaultInjector.stop` gave.
-
-    Returns:
-        For example `host h2: link cut at 1.0 s for good`.
+    """What of the events that `FaultInjector.stop` gave may explain the `error` of an outcome, such
+    as `host h2: link cut at 1.0 s for good`; None for no failure.
     """
     if outcome_error is None or outcome_error["kind"] not in ("failed", "timeout"):
         return None
@@ -65,7 +60,7 @@ def blame(outcome_error: Mapping[str, Any] | None, events: Sequence[Event]) -> s
     return None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class _Change:
     """What a fault does to a trial, in words and in deed; and the way back, if there is one."""
 
@@ -94,11 +89,8 @@ class FaultInjector:
         time_scale: float,
         ranks_per_host: int,
     ) -> None:
-        self._fault = fault
-        self._cluster = cluster
-        self._folder = folder
-        self._repeat = repeat
-        self._time_scale = time_scale
+        self._fault, self._cluster = fault, cluster
+        self._folder, self._repeat, self._time_scale = folder, repeat, time_scale
         self._host = fault.host if fault.rank is None else fault.rank // ranks_per_host
         self._change = self._make_change()
         self._events: list[Event] = []
@@ -191,44 +183,27 @@ class FaultInjector:
     def _make_change(self) -> _Change:
         fault, cluster, host = self._fault, self._cluster, self._host
         if fault.kind == "link_down":
-            return _Change(
-                what="link cut",
-                do=lambda: cluster.set_link(host, False),
-                undone="link restored",
-                undo=cluster.restore,
-            )
+            cut = partial(cluster.set_link, host, False)
+            return _Change("link cut", cut, "link restored", cluster.restore)
         if fault.kind == "link_rate":
-            assert fault.rate is not None
-            gbps = network_profile(fault.rate).gbps
-            return _Change(
-                what=f"link changed to {fault.rate}",
-                do=lambda: cluster.set_rate(host, gbps),
-                undone="link back at its rate",
-                undo=cluster.restore,
-            )
+            change = partial(cluster.set_rate, host, network_profile(fault.rate).gbps)
+            what = f"link changed to {fault.rate}"
+            return _Change(what, change, "link back at its rate", cluster.restore)
         if fault.kind == "slow_host":
-            assert fault.factor is not None
-            factor = fault.factor
-            return _Change(
-                what=f"compute {factor:g} times slower",
-                do=lambda: self._set_slowdown(factor),
-                undone="compute back at its speed",
-                undo=lambda: self._set_slowdown(1.0),
-            )
-        return _Change(what=f"rank {fault.rank} killed", do=self._kill)
+            slow, restore = (partial(self._set_slowdown, by) for by in (fault.factor or 1.0, 1.0))
+            what = f"compute {fault.factor:g} times slower"
+            return _Change(what, slow, "compute back at its speed", restore)
+        return _Change(f"rank {fault.rank} killed", self._kill)
 
     def _set_slowdown(self, factor: float) -> None:
         # In place, because the ranks have the file mapped.
         path = self._folder / f"pace-h{self._host}"
-        file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
-        try:
-            os.pwrite(file, _SLOWDOWN.pack(factor), 0)
-        finally:
-            os.close(file)
+        path.touch()
+        with path.open("r+b", buffering=0) as file:
+            file.write(_SLOWDOWN.pack(factor))
 
     def _kill(self) -> None:
         rank = self._fault.rank
-        assert rank is not None
         pid, _ = self._phase(rank)
         if pid <= 1:
             raise RuntimeError(f"rank {rank} has not said which process it is")

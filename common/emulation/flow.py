@@ -17,7 +17,8 @@ import subprocess
 import sys
 import time
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
@@ -46,10 +47,8 @@ def measure_link(host: OnHost, address: str, seconds: float, skip_s: float) -> t
     """What the link of `host` carries from and to it: Gb/s of Ethernet frames (see network.py).
 
     Args:
-        host: where the far end runs.
         address: of this end.
-        seconds: for each direction.
-        skip_s: of these, at the beginning, do not count.
+        seconds: for each direction, of which the first `skip_s` do not count.
 
     Raises:
         RuntimeError: nothing, or next to nothing, comes through.
@@ -57,22 +56,21 @@ def measure_link(host: OnHost, address: str, seconds: float, skip_s: float) -> t
     with socket.create_server((address, 0)) as server:
         server.settimeout(_TIMEOUT_S)
         numbers = (server.getsockname()[1], seconds, skip_s, _MAX_BYTES)
-        far = _start(host, "connect", address, *map(str, numbers))
-        try:
-            with server.accept()[0] as line:
-                line.settimeout(_TIMEOUT_S)
-                payload_bytes = line.getsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG)
-                up = _receive(line, skip_s)["bytes_per_s"]
-                _send(line, seconds, _MAX_BYTES)
-                down = json.loads(far.communicate(timeout=_TIMEOUT_S)[0])["bytes_per_s"]
-                if up is None or down is None:
-                    raise RuntimeError("too little data came to measure by")
-        except (OSError, ValueError, RuntimeError, subprocess.TimeoutExpired) as error:
-            far.kill()
-            words = far.communicate()[1].strip().splitlines()[-1:] or [str(error)]
-            raise RuntimeError(f"the link of {host.name} carries no data: {words[0]}") from error
-        finally:
-            _end(far)
+        with _started(host, "connect", address, *map(str, numbers)) as far:
+            try:
+                with server.accept()[0] as line:
+                    line.settimeout(_TIMEOUT_S)
+                    payload_bytes = line.getsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG)
+                    up = _receive(line, skip_s)["bytes_per_s"]
+                    _send(line, seconds, _MAX_BYTES)
+                    down = json.loads(far.communicate(timeout=_TIMEOUT_S)[0])["bytes_per_s"]
+                    if up is None or down is None:
+                        raise RuntimeError("too little data came to measure by")
+            except (OSError, ValueError, RuntimeError, subprocess.TimeoutExpired) as error:
+                far.kill()
+                words = far.communicate()[1].strip().splitlines()[-1:] or [str(error)]
+                reason = f"the link of {host.name} carries no data: {words[0]}"
+                raise RuntimeError(reason) from error
     factor = FRAME_BYTES / payload_bytes * 8e-9
     return up * factor, down * factor
 
@@ -83,30 +81,28 @@ def transfer_cost(sender: OnHost, receiver: OnHost) -> float:
     Raises:
         RuntimeError: the hosts cannot talk to each other.
     """
-    receiving = _start(receiver, "listen", receiver.address)
-    try:
-        assert receiving.stdout is not None
+    with _started(receiver, "listen", receiver.address) as receiving:
         port = receiving.stdout.readline().strip()
         if not port:
             _answer(receiving)  # raises with its last words
         numbers = (port, _TRANSFER_S, 0.0, math.inf)
-        sending = _start(sender, "connect", receiver.address, *map(str, numbers))
-        try:
+        with _started(sender, "connect", receiver.address, *map(str, numbers)) as sending:
             sent, received = _answer(sending), _answer(receiving)
-        finally:
-            _end(sending)
-    finally:
-        _end(receiving)
     # The kernel's part between the ends is charged to whoever is running: it shows in the
     # softirq time, some of it also in that of the ends. All busy time bounds it from above.
     spent = sent["cpu_s"] + received["cpu_s"] + sent["softirq_s"]
     return min(spent, max(sent["busy_s"], received["cpu_s"])) / received["bytes"]
 
 
-def _start(host: OnHost, *arguments: str) -> subprocess.Popen[str]:
-    pipe = subprocess.PIPE
-    command = host.command([*_SCRIPT, *arguments])
-    return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True)
+@contextmanager
+def _started(host: OnHost, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    how = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen(host.command([*_SCRIPT, *arguments]), text=True, **how)
+    try:
+        yield process
+    finally:
+        process.kill()  # without effect after a normal end
+        process.communicate()
 
 
 def _answer(process: subprocess.Popen[str]) -> dict[str, Any]:
@@ -117,11 +113,6 @@ def _answer(process: subprocess.Popen[str]) -> dict[str, Any]:
     if process.returncode:
         raise RuntimeError(f"calibration: {(errors.strip().splitlines() or ['no reason'])[-1]}")
     return json.loads(output)
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    process.kill()  # without effect after a normal end
-    process.communicate()
 
 
 def _send(line: socket.socket, seconds: float, max_bytes: float) -> None:

@@ -124,7 +124,6 @@ class Holders:
         )
         self.pids: list[int] = []
         self.proc_pids: list[int] = []
-        assert self._process.stdout is not None
         for _ in range(count):
             line = self._process.stdout.readline().split()
             if len(line) != 2:

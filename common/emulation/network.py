@@ -224,21 +224,15 @@ def start(tool: str, lines: Sequence[str], host: int | None = None) -> subproces
     with tempfile.TemporaryFile("w+") as file:
         file.write("".join(f"{line}\n" for line in lines))
         file.seek(0)
-        return subprocess.Popen(
-            [tool, "-batch", "-"],
-            stdin=file,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            preexec_fn=None if host is None else lambda: enter(host, ("net",)),
-        )
+        into = None if host is None else lambda: enter(host, ("net",))
+        how = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+        return subprocess.Popen([tool, "-batch", "-"], stdin=file, preexec_fn=into, **how)
 
 
 def finish(process: subprocess.Popen[str]) -> None:
     """Waits for what `start` has begun."""
     _, stderr = process.communicate()
     if process.returncode:
-        assert isinstance(process.args, list)
         reason = " ".join(stderr.split()) or f"exit status {process.returncode}"
         raise RuntimeError(f"{process.args[0]} -batch: {reason}")
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from common.launch.ranks import Ranks
 
 # What is told to stop may write down what it has; then it is killed.
 GRACE_S = 5.0
@@ -102,29 +103,20 @@ def run_steps(
     """
     not_ok: set[str] = set()
     for step in steps:
-        obstacle = _obstacle(step, budget, missing, not_ok)
-        if obstacle is not None:
-            result = Result(name=step.name, status="skipped", reason=obstacle)
-        else:
+        status, reason, spent = "skipped", _obstacle(step, budget, missing, not_ok), {}
+        if reason is None:
             left = budget.left_s
             ended = start(step, min(step.limit_s, left))
+            spent = {"seconds": round(ended.seconds, 1), "log": str(ended.log)}
             if ended.code is not None:
                 status, reason = step.judge(ended)
             elif step.limit_s <= left:
                 status, reason = "failed", f"not finished after {step.limit_s:.0f} s"
             else:
                 reason = f"no time: stopped after {ended.seconds:.0f} s, at the end of the budget"
-                status = "skipped"
-            result = Result(
-                name=step.name,
-                status=status,
-                reason=reason,
-                seconds=round(ended.seconds, 1),
-                log=str(ended.log),
-            )
-        if result.status != "ok":
+        if status != "ok":
             not_ok.add(step.name)
-        yield result
+        yield Result(name=step.name, status=status, reason=reason, **spent)
 
 
 def _obstacle(
@@ -147,26 +139,18 @@ def _obstacle(
 def run_command(step: Step, limit_s: float, log: Path) -> Ended:
     """Runs the step's command with its output in `log`; none of its processes stays behind."""
     began = time.monotonic()
-    with (
-        log.open("wb") as output,
-        subprocess.Popen(
-            step.command,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, **step.env},
-            start_new_session=True,
-        ) as process,
-    ):
-        code: int | None = None
+    code: int | None = None
+    with Ranks() as ranks:
+        ranks.command(step.command, env=step.env, log=log)
+        group = ranks.pid(0)
         try:
-            code = process.wait(timeout=limit_s)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGTERM)
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=GRACE_S)
+            if ranks.wait(limit_s):
+                code = ranks.codes[0]
+            else:
+                os.killpg(group, signal.SIGTERM)
+                ranks.wait(GRACE_S)
         finally:
             # Also after Ctrl-C, and also what outlived the command itself.
             with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+                os.killpg(group, signal.SIGKILL)
     return Ended(code=code, seconds=time.monotonic() - began, log=log)

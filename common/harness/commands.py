@@ -19,10 +19,9 @@ from common.harness.experiment import Experiment, load
 from common.harness.trial import Trial
 from common.models.registry import MODELS
 from common.results import learning, records
-from common.results.comparison import Comparison
 from common.results.learning import is_learning
-from common.results.records import Record, fabric_words
-from common.results.table import csv_text
+from common.results.records import Comparison, Record, fabric_words
+from common.results.table import Table, csv_text
 from dear.errors import UserError
 from dear.training.algorithm import algorithm_class, algorithm_names
 
@@ -168,15 +167,10 @@ def _print_plan(
             timeout_s=experiment.timeout_s,
             worker_module=WORKER,
         )
-        plan.append(
-            {
-                "id": trial.id,
-                "run": trial.hash in todo,
-                "last_duration_s": known[trial.hash].duration_s if trial.hash in known else None,
-                "command": launcher.command(job) if launcher else _ON_VIRTUAL_HOSTS,
-                "trial": trial.to_json(),
-            }
-        )
+        entry = {"id": trial.id, "run": trial.hash in todo}
+        entry["last_duration_s"] = known[trial.hash].duration_s if trial.hash in known else None
+        entry["command"] = launcher.command(job) if launcher else _ON_VIRTUAL_HOSTS
+        plan.append(entry | {"trial": trial.to_json()})
     if as_json:
         print(json.dumps(plan, indent=2))
         return
@@ -204,31 +198,31 @@ def _short(text: str) -> str:
 
 
 def _write_outputs(folder: Path, results: list[Record], compare_to: str) -> None:
-    if is_learning(results):
-        learned = learning.make_rows(results)
-        (folder / "table.md").write_text(learning.table(learned).markdown())
-        (folder / "table.csv").write_text(csv_text(learning.LearnRow, learned))
-        return
     from common.results import rows
 
-    table = rows.make_rows(results, compare_to)
-    (folder / "table.md").write_text(rows.comparison(table, compare_to).markdown())
-    (folder / "table.csv").write_text(csv_text(rows.Row, table))
-    (folder / "reports.json").write_text(json.dumps(rows.reference_reports(results), indent=2))
+    table, kind, _ = _summarized(results, compare_to)
+    (folder / "table.md").write_text(table.markdown())
+    (folder / "table.csv").write_text(csv_text(kind, table.rows))
+    if kind is rows.Row:
+        (folder / "reports.json").write_text(json.dumps(rows.reference_reports(results), indent=2))
+
+
+def _summarized(results: list[Record], compare_to: str) -> tuple[Table, type, list[str]]:
+    """The table of a sweep, the kind of its rows, and the answer in sentences."""
+    if is_learning(results):
+        learned = learning.make_rows(results)
+        return learning.table(learned), learning.LearnRow, learning.summary(learned)
+    from common.results import rows
+
+    found = rows.make_rows(results, compare_to)
+    return rows.comparison(found, compare_to), rows.Row, rows.summary(found, compare_to)
 
 
 def _print_results(folder: Path, results: list[Record], compare_to: str) -> None:
     from common.results import rows
-    from common.results.terminal import print_table
 
-    if is_learning(results):
-        learned = learning.make_rows(results)
-        print_table(learning.table(learned), _title(folder, results))
-        lines = learning.summary(learned)
-    else:
-        table = rows.make_rows(results, compare_to)
-        print_table(rows.comparison(table, compare_to), _title(folder, results))
-        lines = rows.summary(table, compare_to)
+    table, _, lines = _summarized(results, compare_to)
+    table.print(_title(folder, results))
     for line in [*lines, *rows.remarks(results)]:
         print(line)
     for result in results:
@@ -244,7 +238,6 @@ def _print_results(folder: Path, results: list[Record], compare_to: str) -> None
 
 def _print_breakdown(folder: Path, results: list[Record], compare_to: str) -> None:
     from common.results import rows
-    from common.results.terminal import print_table
 
     if is_learning(results):
         raise UserError(f"--breakdown: {folder.name} has timed no single steps, but learned")
@@ -252,7 +245,7 @@ def _print_breakdown(folder: Path, results: list[Record], compare_to: str) -> No
     if not table.rows:
         print(f"{folder.name}: no trial has a result")
         return
-    print_table(table, _title(folder, results))
+    table.print(_title(folder, results))
     print(rows.LEGEND)
 
 

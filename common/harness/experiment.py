@@ -18,12 +18,10 @@ from common.emulation.faults import check_fault
 from common.harness.trial import BASELINE, LearnConfig, MeasureConfig, OptimizerConfig, Trial
 from common.launch.job import launcher_options
 from common.models import datasets
-from common.models.registry import is_replay, model_entry, profile_of, sentence_len
+from common.models.registry import DTYPES, is_replay, model_entry, profile_of, sentence_len
 from dear.errors import UserError, unknown
 from dear.options import at_least, build_options, positive
 from dear.training.algorithm import Options, algorithm_options
-
-DTYPES = ("float32", "float64", "bfloat16")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -274,34 +272,31 @@ class Experiment:
         if learn is not None and algorithm.name == BASELINE:
             learn = dataclasses.replace(learn, batch_sizes=None)  # it has one worker
         digest = None
-        if self.learn is not None and self.learn.data is not None:
-            digest = datasets.digest(self.learn.data, self._data_folder())
+        if learn is not None and learn.data is not None:
+            digest = datasets.digest(learn.data, self._data_folder())
         shown = ",".join(f"{key}={value}" for key, value in algorithm.options.items())
         return Trial(
+            **{key: getattr(self, key) for key in _AS_GIVEN},
             algorithm=algorithm.name,
             options=options,
             model=model.name,
             batch_size=model.batch_size or entry.batch_size,
             sentence_len=sentence_len(model.name, model.sentence_len),
             world_size=world_size,
-            launcher=self.launcher,
             backend=self.backend or {"cpu": "comm_core", "cuda": "nccl"}[self.device],
-            device=self.device,
-            dtype=self.dtype,
-            seed=self.seed,
             threads_per_rank=threads,
-            optimizer=self.optimizer,
-            measure=self.measure,
             label=algorithm.label or algorithm.name + (f"({shown})" if shown else ""),
-            launcher_options=self.launcher_options,
             network=network,
             ranks_per_host=self.cluster.ranks_per_host if self.cluster else None,
             time_scale=self.cluster.time_scale if self.cluster else None,
-            collective_timeout_s=self.collective_timeout_s,
             fault=fault,
             learn=learn,
             data_digest=digest,
         )
+
+
+_AS_GIVEN = ("launcher", "launcher_options", "device", "dtype", "seed", "optimizer", "measure")
+_AS_GIVEN += ("collective_timeout_s",)
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> Experiment:

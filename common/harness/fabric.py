@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,6 @@ class EmulatedFabric(Fabric):
     """Virtual hosts of this machine, built once for all trials; only inside a sandbox."""
 
     def __init__(self, experiment: Experiment, trials: Sequence[Trial]) -> None:
-        assert experiment.cluster is not None
         self._experiment, self._trials, self._config = experiment, trials, experiment.cluster
         self._cluster = EmulatedCluster(
             hosts=max(trial.hosts or 1 for trial in trials),
@@ -81,21 +81,14 @@ class EmulatedFabric(Fabric):
         self._events: dict[str, list[dict[str, Any]]] = {}
 
     def __enter__(self) -> EmulatedFabric:
-        self._cluster.__enter__()
-        try:
+        slots = self._config.ranks_per_host
+        with ExitStack() as stack:
             hosts = [
-                Host(
-                    name=host.name,
-                    slots=self._config.ranks_per_host,
-                    address=host.address,
-                    virtual=host,
-                )
-                for host in self._cluster.hosts
+                Host(name=host.name, slots=slots, address=host.address, virtual=host)
+                for host in stack.enter_context(self._cluster).hosts
             ]
             self._launcher = launcher_for(self._experiment, self._trials, hosts)
-        except BaseException:
-            self._cluster.__exit__(None, None, None)
-            raise
+            stack.pop_all()
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -103,7 +96,6 @@ class EmulatedFabric(Fabric):
 
     def enter_cell(self, trials: Sequence[Trial]) -> None:
         largest = max(trials, key=lambda trial: trial.world_size)
-        assert largest.network is not None
         profile = network_profile(largest.network)
         self._choice = self._choose(largest)
         self._cluster.set_profile(profile, self._choice.time_scale)
@@ -124,14 +116,8 @@ class EmulatedFabric(Fabric):
     def run(self, trial: Trial, job: Job) -> Outcome:
         if trial.fault is None:
             return super().run(trial, job)
-        injector = FaultInjector(
-            trial.fault,
-            self._cluster,
-            job.folder,
-            job.repeat,
-            self._choice.time_scale,
-            self._config.ranks_per_host,
-        )
+        place = (job.folder, job.repeat, self._choice.time_scale, self._config.ranks_per_host)
+        injector = FaultInjector(trial.fault, self._cluster, *place)
         injector.start()
         try:
             outcome = super().run(trial, job)

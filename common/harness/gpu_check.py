@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import dataclasses
-import importlib.metadata
 import json
 import os
 import re
@@ -35,7 +34,7 @@ from common.harness.budget import (
     run_command,
     run_steps,
 )
-from common.machine import machine_card
+from common.machine import machine_card, version
 from dear.errors import UserError
 from dear.training.algorithm import algorithm_class, algorithm_names
 
@@ -44,15 +43,8 @@ OK, STEP_FAILED, USER_ERROR, INTERRUPTED = 0, 1, 2, 130
 BUDGET_S = 480.0
 TESTS_REPORT = "cuda-tests.xml"
 EXPERIMENT = "configs/experiments/gpu.yaml"
-PROFILES = (
-    ("resnet50", 64),
-    ("bert_base", 64),
-    ("bert", 8),
-    ("vgg16", 64),
-    ("densenet201", 32),
-    ("inceptionv4", 64),
-    ("bert", 32),
-)
+PROFILES = (("resnet50", 64), ("bert_base", 64), ("bert", 8), ("vgg16", 64))
+PROFILES += (("densenet201", 32), ("inceptionv4", 64), ("bert", 32))
 _LIBRARIES = {"bert": ("transformers",), "bert_base": ("transformers",), "inceptionv4": ("timm",)}
 _SWEEP = ("numpy", "scipy", "rich", "PyYAML", "torchvision")
 # A machine without network must not spend the check's minutes on finding that out.
@@ -161,9 +153,8 @@ def collect_profiles(profiles: Path, out: Path, since: float) -> None:
 def ask(python: Path, env: Mapping[str, str]) -> dict[str, Any]:
     """What `probe` finds out with that Python."""
     command = [str(python), "-m", "common.harness.gpu_check", "--probe"]
-    done = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, **env}, capture_output=True, text=True
-    )
+    how = {"cwd": ROOT, "env": {**os.environ, **env}, "capture_output": True, "text": True}
+    done = subprocess.run(command, **how)
     if done.returncode != 0:
         last = (done.stderr.strip().split("\n") or [""])[-1]
         raise UserError(f"gpu-check: {python} cannot look for GPUs: {last}")
@@ -212,16 +203,11 @@ def probe() -> dict[str, Any]:
 def missing(requirements: str) -> dict[str, str]:
     """Names in `requirements` that are not installed, and the compiler, each with how to get it."""
     lacking = {}
-    for line in requirements.splitlines():
-        requirement = line.partition("#")[0].strip()
-        if requirement:
-            name = re.split(r"[<>=!~ ]", requirement, maxsplit=1)[0]
-            try:
-                importlib.metadata.version(name)
-            except importlib.metadata.PackageNotFoundError:
-                if name in _PROGRAMS and shutil.which(name):
-                    continue
-                lacking[name] = f"pip install '{requirement}'"
+    for requirement in (line.partition("#")[0].strip() for line in requirements.splitlines()):
+        name = re.split(r"[<>=!~ ]", requirement, maxsplit=1)[0]
+        there = not name or version(name) or (name in _PROGRAMS and shutil.which(name))
+        if not there:
+            lacking[name] = f"pip install '{requirement}'"
     if not shutil.which(os.environ.get("CXX", "c++")):
         lacking["c++"] = "no C++ compiler"
     return lacking
@@ -253,46 +239,19 @@ def plan(place: Place) -> list[Step]:
         needs=("c++", "cmake", "ninja"),
         env=place.env,
     )
-    return [
-        build,
-        _tests(place),
-        *(
-            _sweep(
-                place,
-                f"2 ranks {'sharing the GPU' if alone else 'on a GPU each'}, over {backend}",
-                "resnet18",
-                {
-                    "name": f"gpu-2-ranks-{backend}",
-                    "backend": backend,
-                    "world_sizes": [2],
-                    "models": [{"name": "resnet18", "batch_size": 8}],
-                    "baseline": False,
-                    "measure": {
-                        "repeats": 1,
-                        "warmup_steps": 2,
-                        "check_steps": 3,
-                        "min_iter_s": 0.2,
-                    },
-                },
-                expected_s=25,
-                limit_s=120,
-                after=after,
-            )
-            for backend, after in (("comm_core", (build.name,)), ("gloo", ()))
-        ),
-        *(
-            _sweep(
-                place,
-                f"{model}, {place.gpus} rank{'' if alone else 's'} over NCCL",
-                model,
-                {"world_sizes": [place.gpus]},
-                expected_s=30,
-                limit_s=150,
-            )
-            for model in ("resnet50", "bert_base")
-        ),
-        *(_profile(place, model, batch_size) for model, batch_size in PROFILES),
-    ]
+    few = {"repeats": 1, "warmup_steps": 2, "check_steps": 3, "min_iter_s": 0.2}
+    steps = [build, _tests(place)]
+    for backend, after in (("comm_core", (build.name,)), ("gloo", ())):
+        title = f"2 ranks {'sharing the GPU' if alone else 'on a GPU each'}, over {backend}"
+        changes = {"name": f"gpu-2-ranks-{backend}", "backend": backend, "world_sizes": [2]}
+        changes |= {"models": [{"name": "resnet18", "batch_size": 8}], "baseline": False}
+        limits = {"expected_s": 25, "limit_s": 120, "after": after}
+        steps.append(_sweep(place, title, "resnet18", changes | {"measure": few}, **limits))
+    for model in ("resnet50", "bert_base"):
+        title = f"{model}, {place.gpus} rank{'' if alone else 's'} over NCCL"
+        worlds = {"world_sizes": [place.gpus]}
+        steps.append(_sweep(place, title, model, worlds, expected_s=30, limit_s=150))
+    return [*steps, *(_profile(place, *profile) for profile in PROFILES)]
 
 
 def _tests(place: Place) -> Step:
@@ -368,11 +327,9 @@ def judge_sweep(folder: Path, models: set[str], ended: Ended) -> Verdict:
     """From the sweep's records of `models`: every trial must be right, not only finish."""
     from common.results import records
 
-    newest = records.latest(records.load(folder / "records.jsonl")).values()
     good, bad, without = [], [], []
-    for record in newest:
-        if record.trial["model"] not in models:
-            continue
+    newest = records.latest(records.load(folder / "records.jsonl")).values()
+    for record in (one for one in newest if one.trial["model"] in models):
         label, check = record.label, record.check
         if record.status == "unsupported":
             without.append(f"{label}: {record.error.message}")

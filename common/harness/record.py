@@ -115,13 +115,9 @@ def make_record(
     fabric: FabricFacts = REAL,
     run: str = "",
 ) -> Record:
-    """The record of a trial that has ended.
+    """The record of a trial that has ended, with a result per finished repeat.
 
-    Args:
-        results: one per finished repeat.
-        started: ISO 8601, UTC.
-        duration_s: time spent on the trial, set-up of the workers included.
-        run: tells runs of the sweep apart.
+    The other arguments are fields of `Record`.
     """
     ok = outcome.status == "ok"
     first = results[0] if results else None

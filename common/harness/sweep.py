@@ -23,8 +23,7 @@ from common.harness.trial import BASELINE, Trial
 from common.harness.ui import Progress
 from common.launch.job import Job, Outcome
 from common.results import records
-from common.results.comparison import Comparison
-from common.results.records import typed
+from common.results.records import Comparison, typed
 from dear.cost.collectives import AlphaBeta
 from dear.errors import UserError
 from dear.training.algorithm import algorithm_class
@@ -155,7 +154,6 @@ class Sweep:
         outcome = self.fabric.run(trial, job)
         if outcome.status != "ok":
             return outcome, None
-        assert outcome.result is not None
         result = typed(Result, outcome.result)
         if result.costs:
             self._costs[place] = result.costs
@@ -170,17 +168,10 @@ class Sweep:
         self.report(self._progress)
 
     def _record(self, turn: _Turn, outcome: Outcome) -> None:
-        record = make_record(
-            turn.trial,
-            turn.results,
-            outcome,
-            self.machine,
-            turn.started,
-            turn.duration_s,
-            self.fabric.describe(turn.trial),
-            self._run_id,
-        )
-        records.append(self._path, record)
+        spent = (turn.started, turn.duration_s)
+        facts = self.fabric.describe(turn.trial)
+        done = (turn.trial, turn.results, outcome, self.machine)
+        records.append(self._path, make_record(*done, *spent, facts, self._run_id))
 
 
 class _Turn:
@@ -214,17 +205,9 @@ def _unavailable(trial: Trial) -> str | None:
 
 def cost_place(trial: Trial, time_scale: float) -> tuple[Any, ...]:
     """What the costs of collectives depend on; of the model, how large messages are."""
-    return (
-        trial.model,
-        trial.dtype,
-        trial.world_size,
-        trial.ranks_per_host,
-        trial.network,
-        time_scale,
-        trial.launcher,
-        trial.backend,
-        trial.device,
-    )
+    same = ("model", "dtype", "world_size", "ranks_per_host", "network")
+    same += ("launcher", "backend", "device")
+    return (time_scale, *(getattr(trial, key) for key in same))
 
 
 @contextmanager

@@ -35,12 +35,7 @@ class Progress:
         known = [seconds for spent in self.spent_s.values() for seconds in spent]
         if not known:
             return None
-        mean = sum(known) / len(known)
-        total = 0.0
-        for cell in self.left:
-            spent = self.spent_s.get(cell)
-            total += sum(spent) / len(spent) if spent else mean
-        return total
+        return sum(statistics.fmean(self.spent_s.get(cell) or known) for cell in self.left)
 
 
 class ProgressLine:

@@ -189,7 +189,6 @@ def interface(options: NetworkOptions, envs: Envs, hosts: Sequence[Host] | None)
     if are_virtual(hosts):
         if options.rdma:
             raise UserError(f"rdma={options.rdma}: virtual hosts have Ethernet only; use rdma=0")
-        assert hosts is not None and hosts[0].virtual is not None
         return options.interface or hosts[0].virtual.ifname
     name = options.interface or (envs.IB_INTERFACE if options.rdma else envs.ETH_INTERFACE)
     if options.rdma and not name:

@@ -5,6 +5,7 @@ A launcher is the class `NameLauncher` of the file `common/launch/NAME.py`.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import pkgutil
@@ -128,15 +129,6 @@ def ranks_phase(job: Job, rank: int) -> str:
     return path.read_text().partition(" ")[2] if path.exists() else "starting"
 
 
-def rank_errors(job: Job) -> dict[int, dict[str, Any]]:
-    """What failing ranks wrote before they left."""
-    errors = {}
-    for path in sorted(job.folder.glob(f"error-{job.repeat}-rank*.json")):
-        error = json.loads(path.read_text())
-        errors[error["rank"]] = error
-    return errors
-
-
 def outcome_of(
     job: Job, exit_codes: Mapping[int, int | None], otherwise: str | None = None
 ) -> Outcome:
@@ -147,7 +139,9 @@ def outcome_of(
             None where the launcher stopped the rank itself.
         otherwise: what went wrong, where no rank says so itself.
     """
-    errors = rank_errors(job)
+    # What failing ranks wrote before they left.
+    paths = sorted(job.folder.glob(f"error-{job.repeat}-rank*.json"))
+    errors = [json.loads(path.read_text()) for path in paths]
     killed = [rank for rank, code in exit_codes.items() if code is not None and code < 0]
     others = [code for rank, code in exit_codes.items() if rank not in killed]
     well = others != [] and not any(code != 0 for code in others) and job.result_path.exists()
@@ -160,7 +154,7 @@ def outcome_of(
         message = f"rank {rank} was killed by signal {-exit_codes[rank]}"
         return Outcome.of("failed", message, rank, ranks_phase(job, rank))
     for kind in ("unsupported", "oom", "failed"):
-        for error in errors.values():
+        for error in errors:
             if error["kind"] == kind:
                 return Outcome(status=kind, error=error)
     for rank, code in exit_codes.items():
@@ -183,8 +177,7 @@ def timed_out(job: Job) -> Outcome:
 
 def launcher_names() -> list[str]:
     """Names of the launchers there are, found by file name."""
-    modules = [module.name for module in pkgutil.iter_modules(common.launch.__path__)]
-    return sorted(name for name in modules if _class_in(name) is not None)
+    return sorted(_launchers())
 
 
 def launcher_options(name: str, options: Mapping[str, Any]) -> Any:
@@ -193,7 +186,9 @@ def launcher_options(name: str, options: Mapping[str, Any]) -> Any:
     Raises:
         UserError: an unknown launcher, an option that it does not have, or a bad value.
     """
-    return build_options(_launcher(name).Options, options, f"option of launcher {name}")
+    if name not in _launchers():
+        raise unknown("launcher", name, launcher_names())
+    return build_options(_launchers()[name].Options, options, f"option of launcher {name}")
 
 
 def make_launcher(
@@ -207,10 +202,8 @@ def make_launcher(
     """Makes a launcher; nothing is started or asked before `check` or `run`.
 
     Args:
-        hosts: of a hostfile or of an emulated cluster; None means this machine (slurm: whatever
-            hosts it gives).
+        hosts, preload: as of `Launcher`.
         world_size: the largest world that will be asked for.
-        preload: modules to import once for all jobs, where the launcher can.
         options: what differs from the defaults of the launcher's `Options`.
 
     Raises:
@@ -222,17 +215,12 @@ def make_launcher(
         if not hosts:
             raise UserError(f"launcher {name}: the list of hosts is empty")
         require_slots(hosts, world_size, "the hosts have")
-    return _launcher(name)(hosts=hosts, preload=preload, options=made)
+    return _launchers()[name](hosts=hosts, preload=preload, options=made)
 
 
-def _launcher(name: str) -> type[Launcher]:
-    if name not in launcher_names():
-        raise unknown("launcher", name, launcher_names())
-    found = _class_in(name)
-    assert found is not None
-    return found
-
-
-def _class_in(name: str) -> type[Launcher] | None:
-    module = importlib.import_module(f"common.launch.{name}")
-    return getattr(module, f"{name.capitalize()}Launcher", None)
+@functools.cache
+def _launchers() -> dict[str, type[Launcher]]:
+    names = [module.name for module in pkgutil.iter_modules(common.launch.__path__)]
+    found = {name: vars(importlib.import_module(f"common.launch.{name}")) for name in names}
+    classes = {name: words.get(f"{name.capitalize()}Launcher") for name, words in found.items()}
+    return {name: kind for name, kind in classes.items() if kind is not None}

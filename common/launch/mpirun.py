@@ -9,17 +9,12 @@ import shutil
 import signal
 import subprocess
 import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from common.launch.hosts import (
-    ROOT,
-    Host,
-    are_virtual,
-    blocks,
-    network_env,
-)
+from common.launch.hosts import ROOT, Host, are_virtual, blocks, network_env
 from common.launch.job import Job, Outcome, outcome_of, timed_out
 from common.launch.per_host import (
     PRINTED_PORT,
@@ -55,7 +50,7 @@ class MpirunLauncher(RemoteLauncher):
         command = self._command(job, self._options.port)
         if self._hosts is not None:
             lines = [f"{host.reached_at} slots={host.slots}\n" for host in self._hosts]
-            _hostfile(job).write_text("".join(lines))
+            (job.folder / "hostfile").write_text("".join(lines))
             if self._hosts[0].virtual is not None:  # mpirun itself runs on the first host
                 command = self._hosts[0].virtual.command(command)
         # Open MPI's files get a folder that is gone afterwards, even if mpirun has to be killed.
@@ -76,7 +71,9 @@ class MpirunLauncher(RemoteLauncher):
         code = mpirun.codes[0]
         # mpirun ends the other ranks itself.
         log = job.log_path(0).read_text(errors="replace")
-        otherwise = f"mpirun ended with status {code}: {_said(log)}" if code else None
+        lines = [line.strip() for line in log.splitlines() if line.strip(" -*")]  # no ornaments
+        said = lines[-1] if lines else "without a word"
+        otherwise = f"mpirun ended with status {code}: {said}" if code else None
         return outcome_of(job, _first_failure(log) if code else {}, otherwise=otherwise)
 
     def _command(self, job: Job, port: int | None) -> list[str]:
@@ -89,7 +86,7 @@ class MpirunLauncher(RemoteLauncher):
             placed = blocks(self._hosts, job.world_size)
             several = len(placed) > 1
             remote = not all(block.host.here for block in placed)
-            hosts = ["--hostfile", str(_hostfile(job))]
+            hosts = ["--hostfile", str(job.folder.resolve() / "hostfile")]
         if several:
             env = {**network_env(options, self._interface), **meeting_point(placed, port), **env}
         if several or options.rdma:
@@ -97,25 +94,15 @@ class MpirunLauncher(RemoteLauncher):
             if not options.rdma and not options.interface:
                 include = self._envs.ETH_MPI_BTC_TCP_IF_INCLUDE or include
             chosen = settings(self._mpirun, options.rdma, include)
-        if remote:
-            remote_shell = "plm_ssh_agent" if self._mpirun.major >= 5 else "plm_rsh_agent"
-            chosen[remote_shell] = shlex.join(self._agent)
         chosen |= {name: str(value) for name, value in options.mca.items()}
-        command = [self._mpirun.path, *self._mpirun.placement, *hosts, "-np", str(job.world_size)]
-        if os.geteuid() == 0:
-            command.append("--allow-run-as-root")
-        for name, value in chosen.items():
-            command += [self._mpirun.flag(name), name, value]
+        agent = self._agent if remote else None
+        command = [*self._mpirun.words(job.world_size, chosen, agent), *hosts]
         for name, value in env.items():
             command += ["-x", f"{name}={value}"]
         return [*command, self._envs.python, *job.worker]
 
     def _agent_for(self, host: Host) -> list[str] | None:
         return None if host.here else self._agent
-
-
-def _hostfile(job: Job) -> Path:
-    return job.folder.resolve() / "hostfile"
 
 
 def _first_failure(log: str) -> dict[int, int]:
@@ -129,12 +116,6 @@ def _first_failure(log: str) -> dict[int, int]:
     return {int(ended[1]): int(ended[2])} if ended else {}
 
 
-def _said(log: str) -> str:
-    """The last line that is no ornament."""
-    lines = [line.strip() for line in log.splitlines() if line.strip(" -*")]
-    return lines[-1] if lines else "without a word"
-
-
 @dataclass(frozen=True, kw_only=True)
 class Mpirun:
     """An installed mpirun."""
@@ -142,17 +123,29 @@ class Mpirun:
     path: str
     major: int
 
-    @property
-    def placement(self) -> list[str]:
-        """Ranks fill the hosts in their order, may be more than cores, and are not pinned."""
-        if self.major >= 5:
-            return ["--map-by", "slot:OVERSUBSCRIBE", "--bind-to", "none"]
-        return ["--oversubscribe", "--map-by", "slot", "--bind-to", "none"]
+    def words(
+        self, size: int, chosen: Mapping[str, str], agent: Sequence[str] | None = None
+    ) -> list[str]:
+        """It and its options: ranks fill the hosts in their order, may be more than cores, and are
+        not pinned.
 
-    def flag(self, setting: str) -> str:
-        """The option by which a setting is given: from 5 on, the starter has its own."""
+        Args:
+            size: number of ranks.
+            chosen: Open MPI's settings; from version 5 on, the starter has an option of its own.
+            agent: the remote shell, which `chosen` may overrule.
+        """
+        new = self.major >= 5
+        if agent is not None:
+            name = "plm_ssh_agent" if new else "plm_rsh_agent"
+            chosen = {name: shlex.join(agent), **chosen}
+        oversubscribed = ["--map-by", "slot:OVERSUBSCRIBE"]
+        place = oversubscribed if new else ["--oversubscribe", "--map-by", "slot"]
+        words = [self.path, *place, "--bind-to", "none", "-np", str(size)]
+        words += ["--allow-run-as-root"] if os.geteuid() == 0 else []
         starter = ("plm_", "prte_", "oob_", "ras_", "rmaps_")
-        return "--prtemca" if self.major >= 5 and setting.startswith(starter) else "--mca"
+        for name, value in chosen.items():
+            words += ["--prtemca" if new and name.startswith(starter) else "--mca", name, value]
+        return words
 
 
 def find_mpirun(prefix: str = "") -> Mpirun:

@@ -248,14 +248,8 @@ def probe(hosts: Sequence[Host], agent: Sequence[str]) -> None:
 
 def _ask(host: Host, agent: Sequence[str]) -> str | None:
     try:
-        done = subprocess.run(
-            [*agent, host.reached_at, "true"],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=PROBE_S,
-        )
+        how = {"stdin": subprocess.DEVNULL, "capture_output": True, "errors": "replace"}
+        done = subprocess.run([*agent, host.reached_at, "true"], timeout=PROBE_S, **how)
     except subprocess.TimeoutExpired:
         return f"not within {PROBE_S:g} s"
     if done.returncode == 0:

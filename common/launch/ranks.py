@@ -43,9 +43,8 @@ def rank_env(
         first: the first rank on this host.
         local_size: how many ranks this host has; 0: all of them.
     """
-    place = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank - first}
-    place["LOCAL_WORLD_SIZE"] = local_size or size
-    env = {name: str(number) for name, number in place.items()}
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    env = dict(zip(names, map(str, (rank, size, rank - first, local_size or size)), strict=True))
     return env if store is None else {**env, "DEAR_STORE": str(store)}
 
 
@@ -94,18 +93,11 @@ class Ranks:
             tied: its standard input, else empty, is a pipe that `say` writes to and closes; the
                 caller's end closes it, too.
         """
-        with contextlib.ExitStack() as stack:
-            file = None if log is None else stack.enter_context(log.open("wb"))
-            process = _Command(
-                argv,
-                cwd=cwd,
-                env={**os.environ, **(env or {})},
-                stdin=subprocess.PIPE if tied else subprocess.DEVNULL,
-                stdout=file,
-                stderr=file,
-                start_new_session=True,
-                preexec_fn=_prepare_command,
-            )
+        stdin = subprocess.PIPE if tied else subprocess.DEVNULL
+        how = {"cwd": cwd, "env": {**os.environ, **(env or {})}, "stdin": stdin}
+        how |= {"start_new_session": True, "preexec_fn": _prepare_command}
+        with contextlib.nullcontext() if log is None else log.open("wb") as file:
+            process = _Command(argv, stdout=file, stderr=file, **how)
         process.sentinel = os.pidfd_open(process.pid)
         self._processes.append(process)
 
@@ -258,8 +250,7 @@ def gather(pipes: Mapping[int, Connection], timeout_s: float) -> Iterator[tuple[
         ready = wait(list(silent.values()), max(0.0, deadline - time.monotonic()))
         if not ready:
             late = ", ".join(map(str, silent))
-            message = f"no answer from rank {late} in {timeout_s:.0f} s"
-            raise RankLost(message, died=False)
+            raise RankLost(f"no answer from rank {late} in {timeout_s:.0f} s", died=False)
         for rank in [rank for rank, pipe in silent.items() if pipe in ready]:
             try:
                 message = silent.pop(rank).recv()

@@ -17,27 +17,16 @@ from transformers import BertConfig, BertForPreTraining  # isort: skip
 # 30522 word pieces, padded to a multiple of 8 for the matrix units.
 VOCABULARY = 30528
 _TOKEN_IDS = 2000  # the references draw random ids below this
-_SIZES = {
-    "bert_base": {
-        "hidden_size": 768,
-        "num_hidden_layers": 12,
-        "num_attention_heads": 12,
-        "intermediate_size": 3072,
-    },
-    "bert": {
-        "hidden_size": 1024,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 16,
-        "intermediate_size": 4096,
-    },
-}
+_KEYS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+_SIZES = {"bert_base": (768, 12, 12, 3072), "bert": (1024, 24, 16, 4096)}
 
 
 def build(
     name: str, batch_size: int, sentence_len: int | None, generator: torch.Generator
 ) -> Workload:
     """BERT with random weights; token ids `[batch_size, sentence_len]`, every word a target."""
-    model = BertForPreTraining(BertConfig(vocab_size=VOCABULARY, **_SIZES[name]))
+    sizes = dict(zip(_KEYS, _SIZES[name], strict=True))
+    model = BertForPreTraining(BertConfig(vocab_size=VOCABULARY, **sizes))
     shape = (batch_size, sentence_len)
     tokens = torch.randint(_TOKEN_IDS, shape, generator=generator)
     words = torch.randint(_TOKEN_IDS, shape, generator=generator)

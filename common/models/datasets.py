@@ -24,7 +24,7 @@ _KINDS = ("images-idx3-ubyte", "labels-idx1-ubyte")
 _DTYPES = {0x08: "u1", 0x09: "i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
 
 
-def folder_of(data: str, given: str | None) -> Path | None:
+def folder_of(data: str, given: str | Path | None) -> Path | None:
     """Where the files of `data` are: `given`, else what the environment says; None: it has none.
 
     Raises:
@@ -49,6 +49,7 @@ def digest(data: str, folder: Path | None) -> str:
     Raises:
         UserError: they are not there, or cannot be read.
     """
+    folder = folder_of(data, folder)
     if folder is not None:
         return _digest_of_files(folder)
     found = importlib.util.find_spec("sklearn")
@@ -73,8 +74,9 @@ def load(data: str, folder: Path | None) -> tuple[Split, Split]:
     """Images and labels to train on, and those to judge by; imports torch.
 
     Raises:
-        UserError: a file is missing or damaged.
+        UserError: the folder is not that of `data`, or a file is missing or damaged.
     """
+    folder = folder_of(data, folder)
     return load_digits() if folder is None else load_mnist(folder)
 
 

@@ -9,7 +9,6 @@ import struct
 import threading
 import time
 from pathlib import Path
-from types import TracebackType
 
 from dear.errors import UserError
 
@@ -151,12 +150,7 @@ class Brake:
         if self._factor > 1:
             self._ran_s, self._waited_s = _ran_and_waited_s()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._factor > 1:
             ran_s, waited_s = _ran_and_waited_s()
             ran_s, waited_s = ran_s - self._ran_s, waited_s - self._waited_s

@@ -15,6 +15,9 @@ from common.models.workload import Workload
 from dear.errors import UserError, unknown
 from dear.lazy import torch
 
+DTYPES = ("float32", "float64", "bfloat16")
+"""What parameters and inputs can be of."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelEntry:

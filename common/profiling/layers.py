@@ -18,7 +18,6 @@ from common.models.profile import Profile, path_of
 from dear.errors import UserError, unknown
 from dear.options import at_least
 
-DTYPES = ("float32", "float64", "bfloat16")
 SEED = 1
 
 
@@ -34,8 +33,8 @@ def record_profile(options: argparse.Namespace) -> Profile:
     batch_size = options.batch if options.batch is not None else entry.batch_size
     if registry.is_replay(model):
         raise UserError(f"--model {model}: a replayed model computes nothing that could be timed")
-    if dtype not in DTYPES:
-        raise unknown("dtype", dtype, DTYPES)
+    if dtype not in registry.DTYPES:
+        raise unknown("dtype", dtype, registry.DTYPES)
     at_least("--batch", batch_size, 1)
     at_least("--warmup", warmup, 0)
     at_least("--steps", steps, 1)
@@ -87,7 +86,9 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, help="samples (default: the model's)")
     parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where there is")
     parser.add_argument("--sentence-len", type=int, help="tokens, for models of sentences")
-    parser.add_argument("--dtype", default="float32", help=f"of {', '.join(DTYPES)} (float32)")
+    parser.add_argument(
+        "--dtype", default="float32", help=f"of {', '.join(registry.DTYPES)} (float32)"
+    )
     parser.add_argument("--warmup", type=int, default=5, help="steps before the timed ones (5)")
     parser.add_argument("--steps", type=int, default=20, help="timed steps, twice (20)")
     parser.add_argument("--name", help="how to call the device (default: from its own name)")

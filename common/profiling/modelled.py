@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -140,26 +141,17 @@ def _rule(case: Case, factor: float, counted_s: float) -> str:
     )
 
 
-_factors: dict[str, float] = {}
-
-
+@functools.cache
 def _factor(case: Case) -> float:
     """By how much the published step is longer than the counted one."""
-    if case.name not in _factors:
-        layers = _count(case)
-        counted_s = layers.forward_s + layers.backward_s
-        _factors[case.name] = case.batch_size / case.published / counted_s
-    return _factors[case.name]
+    layers = _count(case)
+    return case.batch_size / case.published / (layers.forward_s + layers.backward_s)
 
 
 def _count(case: Case) -> Layers:
+    length = registry.model_entry(case.model).sentence_len
     with torch.device("meta"):
-        workload = registry.build(
-            case.model,
-            case.batch_size,
-            registry.model_entry(case.model).sentence_len,
-            torch.Generator(),
-        )
+        workload = registry.build(case.model, case.batch_size, length, torch.Generator())
     if isinstance(workload.inputs, dict):
         # All ones, which transformers would look up; without values the answer is to leave it out.
         workload.inputs.pop("attention_mask", None)

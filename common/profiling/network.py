@@ -101,13 +101,13 @@ def _measure(args: argparse.Namespace) -> None:
 
 def table(results: list[Measurement]) -> list[str]:
     """Lines for people: times by size, then the fits and how far they are off."""
-    fits = [result.fit() for result in results]
     lines = ["bytes".rjust(12) + "".join(f"{result.operation} us".rjust(20) for result in results)]
     columns = [dict(zip(result.nbytes, result.medians_s, strict=True)) for result in results]
     for nbytes in sorted({size for column in columns for size in column}):
         cells = [f"{column[nbytes] * 1e6:.1f}" if nbytes in column else "-" for column in columns]
         lines.append(str(nbytes).rjust(12) + "".join(cell.rjust(20) for cell in cells))
-    for result, fit in zip(results, fits, strict=True):
+    for result in results:
+        fit = result.fit()
         rate = f"{1e-9 / fit.beta_s_per_byte:.3f} GB/s" if fit.beta_s_per_byte else "no slope"
         lines.append(
             f"{result.operation}: alpha {fit.alpha_s * 1e6:.1f} us, beta "
@@ -132,8 +132,7 @@ def record(results: list[Measurement], ranks: int, backend: str) -> dict[str, An
         "backend": backend,
         "collectives": {
             result.operation: {
-                "alpha_s": result.fit().alpha_s,
-                "beta_s_per_byte": result.fit().beta_s_per_byte,
+                **vars(result.fit()),
                 "median_error": median_error(result, result.fit()),
                 "nbytes": result.nbytes,
                 "seconds": result.seconds,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.results.records import Record
-from common.results.table import PLACE, Column, Table, given, significant
+from common.results.table import PLACE, Column, Table, given, identity, significant
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,13 +91,8 @@ def _row(record: Record, records: Sequence[Record]) -> LearnRow:
     trial = record.trial
     learn = trial["learn"]
     known: dict[str, Any] = {
-        "model": trial["model"],
+        **identity(record),
         "batch": ",".join(map(str, learn.get("batch_sizes") or [trial["batch_size"]])),
-        "world_size": trial["world_size"],
-        "network": trial.get("network"),
-        "fault": record.fault,
-        "algorithm": record.label,
-        "status": record.status,
         "budget_s": learn["budget_s"],
         "target": learn["target_accuracy"],
     }
@@ -140,15 +135,8 @@ def _row(record: Record, records: Sequence[Record]) -> LearnRow:
 def _rate(record: Record, wanted: Callable[[int], bool]) -> float | None:
     """Steps per second of the slowest of the ranks that are `wanted`, in the median repeat."""
     return _median(
-        min(
-            (
-                pace.steps_per_s
-                for rank, pace in enumerate(repeat.ranks)
-                if pace is not None and wanted(rank)
-            ),
-            default=None,
-        )
-        for repeat in record.learning or ()
+        min((one.steps_per_s for i, one in enumerate(ranks) if one and wanted(i)), default=None)
+        for ranks in (repeat.ranks for repeat in record.learning or ())
     )
 
 

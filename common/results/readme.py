@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from common.results import rows
-from common.results.comparison import Comparison
+from common.results.records import Comparison
 
 ROOT = Path(__file__).parents[2]
 _PLACE = re.compile(r"(<!-- table of (\S+), .*-->\n).*?(<!-- end of table -->)", re.DOTALL)

@@ -248,7 +248,6 @@ class Record:
     @property
     def step_s(self) -> float:
         """Median step of the slowest rank."""
-        assert self.throughput is not None
         return self.trial["batch_size"] * self.trial["world_size"] / self.throughput.value
 
     def to_json(self) -> dict[str, Any]:
@@ -332,6 +331,39 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
 def latest(records: list[Record]) -> dict[str, Record]:
     """The newest record of each trial, by hash, in the order in which trials first appeared."""
     return {record.hash: record for record in records}
+
+
+_EXPERIMENT = "experiment.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """The trials of an experiment, by hash and in its order, and what they are relative to.
+
+    A folder's records may hold trials of earlier versions of its experiment; they stay, but are not
+    mixed with those of the current one.
+    """
+
+    compare_to: str
+    trials: tuple[str, ...]
+
+    def save(self, folder: Path) -> None:
+        """Writes it beside the records."""
+        (folder / _EXPERIMENT).write_text(json.dumps(dataclasses.asdict(self)))
+
+    @classmethod
+    def load(cls, folder: Path) -> Comparison:
+        """Reads what `save` wrote; raises `UserError` if the sweep has never got so far."""
+        path = folder / _EXPERIMENT
+        if not path.exists():
+            raise UserError(f"{folder} has no {_EXPERIMENT}: run the sweep again, it goes on")
+        values = json.loads(path.read_text())
+        return cls(compare_to=values["compare_to"], trials=tuple(values["trials"]))
+
+    def results(self, folder: Path) -> list[Record]:
+        """The newest record of each trial that has one."""
+        found = latest(load(folder / "records.jsonl"))
+        return [found[trial] for trial in self.trials if trial in found]
 
 
 def fabric_words(records: Iterable[Record]) -> str:

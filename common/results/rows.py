@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from common.results.records import Record
 from common.results.stats import speedup, verdict
-from common.results.table import PLACE, Column, Table, given, significant
+from common.results.table import PLACE, Column, Table, given, identity, significant
 
 # A bound comes from a short measurement: only more than this beyond it is worth a remark.
 _BEYOND = 1.02
@@ -87,34 +87,20 @@ def make_rows(records: Iterable[Record], compare_to: str) -> list[Row]:
 
 def _row(record: Record, records: list[Record], compare_to: str) -> Row:
     trial, found, check = record.trial, record.throughput, record.check
-    known: dict[str, Any] = {
-        "model": trial["model"],
-        "batch_size": trial["batch_size"],
-        "world_size": trial["world_size"],
-        "algorithm": record.label,
-        "status": record.status,
-        "network": trial.get("network"),
-        "fault": record.fault,
-    }
+    known: dict[str, Any] = {**identity(record), "batch_size": trial["batch_size"]}
     if found is None or check is None:
         return Row(**known, reason=record.error and record.error.message)
+    known |= {key: getattr(found, key) for key in ("unit", "ci_low", "ci_high", "n")}
     known |= {
         "throughput": found.value,
-        "unit": found.unit,
-        "ci_low": found.ci_low,
-        "ci_high": found.ci_high,
-        "n": found.n,
         "repeats": len(record.repeats),
         "correct": check.replicas_agree and check.matches_reference,
         "step_s": record.step_s,
     }
     notes = list(record.notes)
 
-    def is_base(other: dict[str, Any]) -> bool:
-        named = compare_to in (other["algorithm"], other["label"])
-        return named and other["world_size"] == trial["world_size"]
-
-    base = _peer(record, records, is_base)
+    peers = [one for one in records if one.ok and _settings(one.trial) == _settings(trial)]
+    base = next((one for one in peers if _is(one.trial, compare_to, trial["world_size"])), None)
     if base is not None and base is not record and trial["algorithm"] != "none":
         ratio = speedup(record.repeats, base.repeats)
         known |= {
@@ -125,33 +111,24 @@ def _row(record: Record, records: list[Record], compare_to: str) -> Row:
         }
         if record.run != base.run:
             notes.append(f"not measured together with {compare_to}")
-    single = _peer(record, records, lambda other: other["algorithm"] == "none")
+    single = next((one for one in peers if one.trial["algorithm"] == "none"), None)
     if single is not None and single.throughput is not None:
         known["efficiency"] = found.value / (trial["world_size"] * single.throughput.value)
     if record.breakdown is not None and record.breakdown.step_s is not None:
         known |= {name: getattr(record.breakdown, name) for name in _PARTS}
     if record.bound is not None:
-        known |= {
-            "bound": record.bound.kind,
-            "bound_s": record.bound.step_s,
-            "compute_limit_s": record.bound.compute_limit_s,
-            "wire_limit_s": record.bound.wire_limit_s,
-            "of_bound": record.bound.reached,
-        }
+        known |= {name: getattr(record.bound, name) for name in ("compute_limit_s", "wire_limit_s")}
+        known |= {"bound": record.bound.kind, "bound_s": record.bound.step_s}
+        known["of_bound"] = record.bound.reached
     return Row(**known, reason="; ".join(notes) or None)
 
 
 _PARTS = ("forward_s", "backward_s", "update_s", "exposed_comm_s")
 
 
-def _peer(
-    record: Record, records: list[Record], wanted: Callable[[dict[str, Any]], bool]
-) -> Record | None:
-    """The first good record of the same model and settings whose trial is `wanted`."""
-    for other in records:
-        if other.ok and _settings(other.trial) == _settings(record.trial) and wanted(other.trial):
-            return other
-    return None
+def _is(trial: dict[str, Any], algorithm: str, world_size: int) -> bool:
+    named = algorithm in (trial["algorithm"], trial["label"])
+    return named and trial["world_size"] == world_size
 
 
 def _settings(trial: dict[str, Any]) -> dict[str, Any]:
@@ -195,9 +172,9 @@ _JUDGED = (
 )
 
 
-def _milliseconds(title: str, field: str) -> Column:
+def _milliseconds(title: str) -> Column:
     def text(row: Row) -> str:
-        seconds = getattr(row, field)
+        seconds = getattr(row, f"{title.replace(' ', '_')}_s")
         if seconds is None:
             return UNKNOWN
         return significant(seconds * 1000) if seconds else "0"
@@ -206,14 +183,8 @@ def _milliseconds(title: str, field: str) -> Column:
 
 
 _TIMES = (
-    _milliseconds("step", "step_s"),
-    _milliseconds("forward", "forward_s"),
-    _milliseconds("backward", "backward_s"),
-    _milliseconds("update", "update_s"),
-    _milliseconds("exposed comm", "exposed_comm_s"),
-    _milliseconds("bound", "bound_s"),
-    _milliseconds("compute limit", "compute_limit_s"),
-    _milliseconds("wire limit", "wire_limit_s"),
+    *(_milliseconds(part) for part in ("step", "forward", "backward", "update", "exposed comm")),
+    *(_milliseconds(limit) for limit in ("bound", "compute limit", "wire limit")),
     Column(title="of bound", text=given("of_bound", ".0%", UNKNOWN)),
 )
 
@@ -260,7 +231,7 @@ def reference_reports(records: Iterable[Record], rdma: int = 0) -> dict[str, Any
 
     One number per world size, ascending, as text with three decimals; mean rate as they take it.
     """
-    speeds: dict[str, dict[str, dict[int, float]]] = {}
+    speeds: dict[str, dict[str, Any]] = {}
     for record in records:
         trial = record.trial
         if not record.ok or trial["algorithm"] == "none":
@@ -273,12 +244,7 @@ def reference_reports(records: Iterable[Record], rdma: int = 0) -> dict[str, Any
         ]
         by_world = speeds.setdefault(task, {}).setdefault(trial["label"], {})
         by_world[trial["world_size"]] = sum(rates) / len(rates)
-    return {
-        str(rdma): {
-            task: {
-                method: [f"{by_world[world]:.3f}" for world in sorted(by_world)]
-                for method, by_world in methods.items()
-            }
-            for task, methods in speeds.items()
-        }
-    }
+    for methods in speeds.values():
+        for method, by_world in methods.items():
+            methods[method] = [f"{by_world[world]:.3f}" for world in sorted(by_world)]
+    return {str(rdma): speeds}

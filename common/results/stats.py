@@ -49,12 +49,8 @@ def median_step_s(repeats: Repeats) -> Estimate:
 def throughput(repeats: Repeats, samples_per_step: int) -> Estimate:
     """Samples per second: samples of all workers in a step, over the median step time."""
     step = median_step_s(repeats)
-    return Estimate(
-        value=samples_per_step / step.value,
-        low=samples_per_step / step.high,
-        high=samples_per_step / step.low,
-        n=step.n,
-    )
+    value, low, high = (samples_per_step / one for one in (step.value, step.high, step.low))
+    return Estimate(value=value, low=low, high=high, n=step.n)
 
 
 def speedup(repeats: Repeats, base: Repeats) -> Estimate:
@@ -120,9 +116,5 @@ def _estimate(value: float, draws: np.ndarray, n: int, repeats: int) -> Estimate
     if repeats > 1:
         wider = (repeats / (repeats - 1)) ** 0.5 * stdtrit(repeats - 1, tail) / ndtri(tail)
         low, high = low * wider, high * wider
-    return Estimate(
-        value=value,
-        low=value * math.exp(min(low, 0.0)),
-        high=value * math.exp(max(high, 0.0)),
-        n=n,
-    )
+    low, high = (value * math.exp(end) for end in (min(low, 0.0), max(high, 0.0)))
+    return Estimate(value=value, low=low, high=high, n=n)

@@ -6,9 +6,14 @@ import csv
 import dataclasses
 import io
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from common.results.records import Record
+
+_COLOURS = {"FASTER": "green", "SLOWER": "red", "NO": "bold red", "failed": "red", "timeout": "red"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +88,37 @@ class Table:
             for width, aligned in zip(widths, right, strict=True)
         ]
         return "\n".join(map(shown, [lines[0], rule, *lines[1:]])) + "\n"
+
+    def print(self, title: str) -> None:
+        """To stdout, a block per model; colours only where they can be seen."""
+        from rich.console import Console
+        from rich.table import Table as Grid
+        from rich.text import Text
+
+        console = Console(file=sys.stdout)
+        if not console.is_terminal:
+            console = Console(file=sys.stdout, width=300)
+        console.print(Text(title, style="bold"))
+        grid, body = Grid(), self.body
+        used = [i for i in range(len(self.columns)) if any(line[i] for line in body)]
+        for i in used:
+            column = self.columns[i]
+            grid.add_column(column.title, justify="right" if column.numeric else "left")
+        before = None
+        for row, line in zip(self.rows, body, strict=True):
+            if before is not None and before.model != row.model:
+                grid.add_section()
+            before = row
+            grid.add_row(*(Text(line[i], style=_COLOURS.get(line[i], "")) for i in used))
+        console.print(grid)
+
+
+def identity(record: Record) -> dict[str, Any]:
+    """What every row says of its trial."""
+    trial = record.trial
+    known = {"model": trial["model"], "world_size": trial["world_size"], "fault": record.fault}
+    known |= {"network": trial.get("network"), "algorithm": record.label}
+    return known | {"status": record.status}
 
 
 def csv_text(kind: type, rows: Sequence[Any]) -> str:

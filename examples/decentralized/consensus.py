@@ -10,7 +10,9 @@ gap.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -38,28 +40,20 @@ STATIC = {
 ONE_PEER = "one-peer exponential"
 
 
-def static(x: torch.Tensor, iterations: int) -> list[torch.Tensor]:
-    """All iterates, where the current topology is that of each iteration."""
+def iterates(x: torch.Tensor, weights: Iterator[dict], iterations: int) -> list[torch.Tensor]:
+    """All of them, `x` first; in each the weights are the next, none: the current topology's."""
     history = [x]
-    for _ in range(iterations):
-        history.append(bf.neighbor_allreduce(history[-1]))
+    for given in itertools.islice(weights, iterations):
+        history.append(bf.neighbor_allreduce(history[-1], **given))
     return history
 
 
-def one_peer(x: torch.Tensor, iterations: int) -> list[torch.Tensor]:
-    """All iterates, where a rank sends to one other at distance 1, 2, 4, ... in turn."""
-    history = [x]
+def one_peer() -> Iterator[dict]:
+    """Weights where a rank sends to one other at distance 1, 2, 4, ... in turn."""
     peers = T.GetDynamicOnePeerSendRecvRanks(T.ExponentialTwoGraph(bf.size()), bf.rank())
-    for _, (to, sources) in zip(range(iterations), peers, strict=False):
-        history.append(
-            bf.neighbor_allreduce(
-                history[-1],
-                self_weight=0.5,
-                src_weights=dict.fromkeys(sources, 0.5),
-                dst_weights=to,
-            )
-        )
-    return history
+    for to, sources in peers:
+        theirs = dict.fromkeys(sources, 0.5)
+        yield {"self_weight": 0.5, "src_weights": theirs, "dst_weights": to}
 
 
 def distances(history: list[torch.Tensor]) -> list[float]:
@@ -112,9 +106,9 @@ def main() -> None:
     curves, rates = {}, {}
     for name, graph in STATIC.items():
         bf.set_topology(graph(bf.size()), is_weighted=True)
-        curves[name] = distances(static(start, options.iterations))
+        curves[name] = distances(iterates(start, itertools.repeat({}), options.iterations))
         rates[name] = rounded(mixing_rate(graph(bf.size())))
-    curves[ONE_PEER] = distances(one_peer(start, options.iterations))
+    curves[ONE_PEER] = distances(iterates(start, one_peer(), options.iterations))
     rates[ONE_PEER] = one_peer_rate(bf.size())
 
     if bf.rank() == 0:

@@ -106,31 +106,20 @@ def save(
     predicted: dict[str, list[float]] | None = None,
 ) -> None:
     """Writes `title` as .csv and .png: `curves`, and dashed what was `predicted` for them."""
-    folder.mkdir(parents=True, exist_ok=True)
-    stem = folder / title.lower().replace(" ", "_")
-    columns = curves | {f"{name} (predicted)": c for name, c in (predicted or {}).items()}
-    with stem.with_suffix(".csv").open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["iteration", *columns])
-        for number, values in enumerate(zip(*columns.values(), strict=True)):
-            writer.writerow([number, *(f"{value:.6e}" for value in values)])
-    draw(stem.with_suffix(".png"), title, what, curves, predicted or {})
-    print(f"wrote {stem}.csv and .png")
-
-
-def draw(
-    path: Path,
-    title: str,
-    what: str,
-    curves: dict[str, list[float]],
-    predicted: dict[str, list[float]],
-) -> None:
-    """One logarithmic plot."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    predicted = predicted or {}
+    folder.mkdir(parents=True, exist_ok=True)
+    stem = folder / title.lower().replace(" ", "_")
+    columns = curves | {f"{name} (predicted)": c for name, c in predicted.items()}
+    with stem.with_suffix(".csv").open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["iteration", *columns])
+        for number, values in enumerate(zip(*columns.values(), strict=True)):
+            writer.writerow([number, *(f"{value:.6e}" for value in values)])
     figure, axes = plt.subplots(figsize=(6.4, 3.6))
     widths = [2.2 - 0.2 * place for place in range(len(COLOURS))]  # what lies below stays visible
     for colour, width, (name, curve) in zip(COLOURS, widths, curves.items(), strict=False):
@@ -144,8 +133,9 @@ def draw(
     axes.grid(color="#dddddd", linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="center left", bbox_to_anchor=(1.01, 0.5))
-    figure.savefig(path, dpi=140, bbox_inches="tight")
+    figure.savefig(stem.with_suffix(".png"), dpi=140, bbox_inches="tight")
     plt.close(figure)
+    print(f"wrote {stem}.csv and .png")
 
 
 def above_floor(curve: list[float]) -> list[float]:

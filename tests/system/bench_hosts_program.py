@@ -5,17 +5,17 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from bench.rig import hosts
+from bench.rig import team
 
 LISTEN = "import socket, sys; socket.create_server((sys.argv[1], 7))"
 
 
-def succeeds(host: hosts.Host, command: list[str]) -> bool:
+def succeeds(host: team.Host, command: list[str]) -> bool:
     done = subprocess.run(host.command(command), capture_output=True, text=True, timeout=30)
     return done.returncode == 0
 
 
-def queues(host: hosts.Host) -> str:
+def queues(host: team.Host) -> str:
     command = host.command(["tc", "qdisc", "show", "dev", host.ifname])
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
@@ -23,7 +23,7 @@ def queues(host: hosts.Host) -> str:
 def virtual(rate: str) -> None:
     left = None
     try:
-        with hosts.built(2, rate, "reno") as there:
+        with team.built(2, rate, "reno") as there:
             assert [host.name for host in there] == ["h0", "h1"]
             first, second = there
             listen = [sys.executable, "-c", LISTEN, first.address]
@@ -38,7 +38,7 @@ def virtual(rate: str) -> None:
 
 
 def local() -> None:
-    with hosts.built(0, "none", "reno") as (host,):
+    with team.built(0, "none", "reno") as (host,):
         assert (host.name, host.address) == ("local", "127.0.0.1")
         route = subprocess.run(
             host.command(["ip", "route", "get", host.address]), capture_output=True, text=True

@@ -117,8 +117,12 @@ def test_hosts_are_removed_after_an_exception_with_what_runs_on_them(case):
         ("overlap.py", "--engines gloo --size 4K --flights 2 --calls 2 --repeats 1", "rounds"),
         ("preempt.py", "--engines gloo --hosts local -n 2 --large 4K --repeats 1", "rounds"),
         ("idle.py", "--engines gloo --seconds 0.1", "cpu_s"),
-        ("memory.py", "--model mnist_cnn --algorithms wfbp --ranks 1", "rows"),
-        ("loss_curves.py", "--tasks mnist --steps 2 --ranks 2 --algorithms wfbp", "curves"),
+        ("wrappers.py", "memory --model mnist_cnn --algorithms wfbp --ranks 1", "rows"),
+        (
+            "wrappers.py",
+            "loss_curves --tasks mnist --steps 2 --ranks 2 --algorithms wfbp",
+            "curves",
+        ),
     ],
 )
 def test_every_script_prints_a_table_and_keeps_its_numbers(script, arguments, kept, tmp_path):
@@ -149,7 +153,7 @@ def test_overhead_measures_each_wrapper_beside_plain_torch(tmp_path):
     path = tmp_path / "overhead.json"
     arguments = ["--algorithms", "wfbp", "mgwfbp", "--tensors", "3", "--ranks", "2"]
     arguments += ["--steps", "2", "--rounds", "3", "--warmup", "3", "--json", str(path)]
-    done = run("overhead.py", *arguments)
+    done = run("wrappers.py", "overhead", *arguments)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split("\n")[0].split()[0] == "algorithm"
     rows = json.loads(path.read_text())["rows"]

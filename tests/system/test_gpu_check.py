@@ -215,6 +215,11 @@ def test_the_script_says_in_one_line_that_there_is_no_gpu(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_the_check_needs_no_package():
+    command = [sys.executable, "-S", "-c", "import common.harness.gpu_check"]
+    assert subprocess.run(command, cwd=ROOT, timeout=60).returncode == 0
+
+
 def test_the_probe_names_what_is_missing_and_how_to_get_it(monkeypatch):
     monkeypatch.setenv("PATH", "/nonexistent")
     requirements = "# comment\ntorch==2.13.0\nnot-a-package>=1.0\n\nnumpy>=2.0  # why\n"

@@ -12,17 +12,16 @@ from bench import (
     decentralized_peer,
     fidelity,
     latency,
-    loss_curves,
-    memory,
-    overhead,
     overlap,
     preempt,
+    wrappers,
 )
-from bench.rig import hosts, session, table
+from bench.rig import session, table, team
 from bench.rig.limits import Limits
 from bench.rig.output import Output
-from bench.rig.trainings import parsed_algorithm
 from common.emulation import sandbox
+from common.emulation.cluster import VirtualHost
+from common.launch.mpirun import Mpirun
 from dear.errors import UserError
 
 
@@ -166,14 +165,14 @@ def test_overhead_is_the_median_of_differences_in_each_round():
         {"algorithm": "plain", "ranks": 1, "tensors": 10, "seconds_per_step": [1e-4, 2e-4, 1e-4]},
         {"algorithm": "ddp", "ranks": 1, "tensors": 10, "seconds_per_step": [2e-4, 3e-4, 9e-4]},
     ]
-    lines = overhead.render(rows).split("\n")
+    lines = wrappers.overhead_table(rows).split("\n")
     assert lines[2].split() == ["ddp", "1", "10", "300", "100", "100..800", "10.0"]
 
 
 def test_memory_is_that_of_the_largest_rank_beside_the_first_algorithm():
     ranks = [{"before_bytes": 0, "peak_bytes": n << 20, "parameter_bytes": 1 << 20} for n in (2, 4)]
     rows = [{"algorithm": "ddp", "ranks": ranks}, {"algorithm": "dear", "ranks": ranks[:1]}]
-    lines = memory.render(rows).splitlines()
+    lines = wrappers.memory_table(rows).splitlines()
     assert lines[2].split() == ["dear", "2", "2.00", "0.500"]
 
 
@@ -182,15 +181,15 @@ def test_loss_curves_are_compared_step_by_step_within_a_task():
         {"task": task, "algorithm": name, "losses": [first, 1.0]}
         for task, name, first in (("m", "ddp", 2.0), ("b", "ddp", 9.0), ("m", "dear", 2.5))
     ]
-    row = loss_curves.render(curves).splitlines()[3].split()
+    row = wrappers.loss_table(curves).splitlines()[3].split()
     assert row == ["m", "dear", "2", "2.50000", "1.00000", "5.00e-01", "2.50e-01"]
 
 
 def test_an_algorithm_is_named_with_its_options():
-    name, options = parsed_algorithm("dear:fusion=none,update=replicated")
+    name, options = wrappers.parsed_algorithm("dear:fusion=none,update=replicated")
     assert (name, options.fusion, options.update) == ("dear", "none", "replicated")
     with pytest.raises(UserError, match="fusoin"):
-        parsed_algorithm("dear:fusoin=none")
+        wrappers.parsed_algorithm("dear:fusoin=none")
 
 
 def test_a_deviation_counts_in_both_directions():
@@ -275,12 +274,12 @@ def test_both_scales_run_the_same_trial():
         (fidelity, "links --repeats 0", "--repeats 0: must be at least 1"),
         (fidelity, "scales --time-scale 0", "--time-scale must be greater than 0"),
         (fidelity, "scales --algorithms ddp ddp", "--algorithms names one twice"),
-        (overhead, "--steps 0", "--steps must be at least 1"),
-        (overhead, "--ranks 0", "--ranks must be at least 1"),
-        (overhead, "--tensors -1", "--tensors must be at least 1"),
-        (overhead, "--algorithms wfb", "unknown algorithm 'wfb'; did you mean 'wfbp'"),
-        (memory, "--batch-size 0", "--batch-size must be at least 1"),
-        (loss_curves, "--tasks mnits", "unknown task 'mnits'; did you mean 'mnist'"),
+        (wrappers, "overhead --steps 0", "--steps must be at least 1"),
+        (wrappers, "overhead --ranks 0", "--ranks must be at least 1"),
+        (wrappers, "overhead --tensors -1", "--tensors must be at least 1"),
+        (wrappers, "overhead --algorithms wfb", "unknown algorithm 'wfb'; did you mean 'wfbp'"),
+        (wrappers, "memory --batch-size 0", "--batch-size must be at least 1"),
+        (wrappers, "loss_curves --tasks mnits", "unknown task 'mnits'; did you mean 'mnist'"),
     ],
 )
 def test_a_mistake_is_named_in_one_line_before_anything_starts(script, arguments, said):
@@ -296,8 +295,21 @@ def test_virtual_hosts_where_none_can_be_made_are_a_users_mistake(monkeypatch):
     assert session.parse(parser, []).num_hosts == 0
     with pytest.raises(UserError, match="forbidden here; or use --hosts local"):
         session.parse(parser, ["--hosts", "netns"])
-    with pytest.raises(RuntimeError, match="sandbox"), hosts.built(0, "none", "reno"):
+    with pytest.raises(RuntimeError, match="sandbox"), team.built(0, "none", "reno"):
         pass
+
+
+def test_mpi_reaches_virtual_hosts_by_the_stand_in_of_ssh(monkeypatch):
+    monkeypatch.setattr(team.shutil, "which", lambda name: name)
+    monkeypatch.setattr(team, "find_mpirun", lambda: Mpirun(path="mpirun", major=4))
+    hosts = [
+        VirtualHost(name=f"h{i}", address=f"10.78.0.{i}", ifname="eth0", pid=i) for i in (1, 2)
+    ]
+    made = object.__new__(team.Team)
+    made.name, made._layout = "mpi", team.Layout(hosts=hosts, per_host=1)
+    words = made._mpirun()
+    assert words[words.index("-H") + 1] == "10.78.0.1:1,10.78.0.2:1"
+    assert words[words.index("plm_rsh_agent") + 1].endswith("-m common.emulation.rsh")
 
 
 def test_results_are_never_overwritten_and_a_name_is_given_back(tmp_path):

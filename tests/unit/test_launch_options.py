@@ -73,7 +73,7 @@ def conf(tmp_path, monkeypatch):
 def test_launchers_are_found_by_file_name():
     assert launcher_names() == NAMES
     for name in NAMES:
-        assert issubclass(job_module._launcher(name), Launcher)
+        assert issubclass(job_module._launchers()[name], Launcher)
 
 
 def test_an_unknown_launcher_is_refused_with_the_nearest():

@@ -269,6 +269,15 @@ def test_data_that_has_changed_is_noticed(tmp_path):
     assert len(images) == len(labels) == 18 and len(test_images) == 2
 
 
+@pytest.mark.parametrize("ask", [datasets.load, datasets.digest])
+def test_data_is_what_its_name_says_not_what_a_folder_suggests(ask, tmp_path, monkeypatch):
+    monkeypatch.delenv("MNIST_DIR", raising=False)
+    with pytest.raises(UserError, match="where is mnist"):
+        ask("mnist", None)
+    with pytest.raises(UserError, match="digits comes with scikit-learn and has no folder"):
+        ask("digits", write_mnist(tmp_path))
+
+
 @pytest.mark.parametrize(
     ("may_lose", "codes", "status"),
     [

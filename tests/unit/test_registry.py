@@ -34,13 +34,7 @@ def small_bert(monkeypatch):
     """bert_base with two thin layers, at its full vocabulary."""
     from common.models import bert
 
-    thin = {
-        "hidden_size": 16,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "intermediate_size": 32,
-    }
-    monkeypatch.setitem(bert._SIZES, "bert_base", thin)
+    monkeypatch.setitem(bert._SIZES, "bert_base", (16, 2, 2, 32))
     return registry.build("bert_base", 16, 64, generator())
 
 

@@ -50,19 +50,12 @@ def main(folder: Path, repeat: int) -> int:
         faulthandler.register(signal.SIGUSR1)  # a launcher that loses patience asks for the stack
         result = _run(Trial.load(folder), Briefing.load(folder), repeat, phase)
         if phase.rank == 0:
-            assert result is not None
             _write(folder / f"repeat-{repeat}.json", dataclasses.asdict(result))
     except BaseException as error:
         traceback.print_exc()
-        _write(
-            folder / f"error-{repeat}-rank{phase.rank}.json",
-            {
-                "kind": _kind(error),
-                "message": " ".join(f"{type(error).__name__}: {error}".split())[:500],
-                "rank": phase.rank,
-                "where": phase.name,
-            },
-        )
+        message = " ".join(f"{type(error).__name__}: {error}".split())[:500]
+        said = {"kind": _kind(error), "message": message, "rank": phase.rank, "where": phase.name}
+        _write(folder / f"error-{repeat}-rank{phase.rank}.json", said)
         sys.stdout.flush()
         sys.stderr.flush()
         # Peers may hold this process's collectives open for ever: leave without farewell.

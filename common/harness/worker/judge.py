@@ -28,9 +28,7 @@ Saved = dict[str, Any]
 class Snapshots:
     """Room for a copy per mark, in host memory; two marks that one step passes share a copy.
 
-    Args:
-        state: what is copied: all floating-point tensors of a state dict; may be empty.
-        marks: their number.
+    Copied are all floating-point tensors of a state dict, of which there may be none.
 
     Raises:
         UserError: they would take more than `MOST_BYTES`.
@@ -70,13 +68,9 @@ class Snapshots:
         for value in _floating(state).values():
             row[start : start + value.numel()].view_as(value).copy_(value.detach())
             start += value.numel()
+        taken = {"row": self._rows, "seconds": seconds, "steps": steps, "behind": dict(behind)}
         for mark in marks:
-            self._taken[mark] = {
-                "row": self._rows,
-                "seconds": seconds,
-                "steps": steps,
-                "behind": dict(behind),
-            }
+            self._taken[mark] = taken
         self._rows += 1
 
     def save(self, path: Path, more: Mapping[str, Any]) -> None:
@@ -101,7 +95,6 @@ def _floating(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def result(trial: Trial, saved: Sequence[Saved | None], test: Split | None) -> Result:
     """The result of a repeat, from what its ranks have saved (None: of one that has died)."""
-    assert trial.learn is not None
     alive = [rank for rank in saved if rank is not None]
     first = alive[0]
     found = [_at(mark, trial, saved) for mark in range(len(trial.learn.marks))]
@@ -131,7 +124,6 @@ def result(trial: Trial, saved: Sequence[Saved | None], test: Split | None) -> R
 
 def _at(mark: int, trial: Trial, saved: Sequence[Saved | None]) -> dict[str, Any]:
     """When the copies of a mark were made; `seconds` is when the last rank had its own."""
-    assert trial.learn is not None
     taken = [rank and rank["taken"][mark] for rank in saved]
     found = {
         "at_s": trial.learn.marks[mark],
@@ -188,15 +180,12 @@ def _verdict(
         own = [_accuracy_and_loss(workload, copy, images, labels) for copy in copies]
         norm = mean.norm().item()
         distance = max((copy.double() - mean).norm().item() for copy in copies) / (norm or 1.0)
-    return {
-        "accuracy": found[0],
-        "accuracy_min": min(accuracy for accuracy, _ in own),
-        "accuracy_max": max(accuracy for accuracy, _ in own),
-        "loss": found[1],
-        "loss_min": min(loss for _, loss in own),
-        "loss_max": max(loss for _, loss in own),
-        "consensus_distance": distance if math.isfinite(distance) else math.inf,
-    }
+    verdict = {"consensus_distance": distance if math.isfinite(distance) else math.inf}
+    for what, of_mean, each in zip(
+        ("accuracy", "loss"), found, zip(*own, strict=True), strict=True
+    ):
+        verdict |= {what: of_mean, f"{what}_min": min(each), f"{what}_max": max(each)}
+    return verdict
 
 
 @torch.inference_mode()

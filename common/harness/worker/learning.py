@@ -48,7 +48,6 @@ def learn(
     Raises:
         UserError: the data is not there, not that of the trial, or too much for memory.
     """
-    assert trial.learn is not None
     train, test = _data(trial)
     phase("warming up")
     if trial.learn.data is not None:
@@ -94,20 +93,14 @@ class _Session:
         training: Training,
         train: Split | None,
     ) -> None:
-        assert trial.learn is not None
         self._trial, self._learn, self._workload = trial, trial.learn, workload
         self._training = training
         self._communicator = runtime.communicator()
         self._batches: Batches | None = None
         if train is not None:
-            self._batches = Batches(
-                trial.learn,
-                train,
-                batch_size=trial.rank_batches[dear.rank()],
-                seed=trial.seed,
-                rank=dear.rank(),
-                size=dear.size(),
-            )
+            size = trial.rank_batches[dear.rank()]
+            place = {"rank": dear.rank(), "size": dear.size(), "seed": trial.seed}
+            self._batches = Batches(trial.learn, train, batch_size=size, **place)
         self._snapshots = judge.Snapshots(self._state(), len(trial.learn.marks))
         self._clock = TrainingClock(self._communicator.clock, briefing.time_scale)
         self._pace = Pace(steps=0, samples=0, elapsed_s=0.0)
@@ -170,7 +163,6 @@ class _Session:
 
 
 def _data(trial: Trial) -> tuple[Split | None, Split | None]:
-    assert trial.learn is not None
     if trial.learn.data is None:
         return None, None
     folder = datasets.folder_of(trial.learn.data, None)

@@ -56,7 +56,7 @@ def measure_steps(
         steps = communicator.broadcast_object(min(wanted, MAX_STEPS))
     iters = []
     sent = 0
-    own = busy = elapsed = 0.0
+    spent = [0.0, 0.0, 0.0]
     for _ in range(config.num_iters):
         communicator.barrier()
         # Not timed: behind a barrier nothing is under way, so that the step would be spared what
@@ -68,11 +68,10 @@ def measure_steps(
         for _ in range(steps):
             step()
             marks.append(time.perf_counter())
-        own, busy, elapsed = (
-            sum(pair) for pair in zip((own, busy, elapsed), usage.since(), strict=True)
-        )
+        spent = [sum(pair) for pair in zip(spent, usage.since(), strict=True)]
         sent += communicator.bytes_sent - before
         iters.append([mark - marks[0] for mark in marks])
+    own, busy, elapsed = spent
     ranks = communicator.gather_objects((iters, own))
     used = sum(cpu for _, cpu in ranks)
     return Measured(

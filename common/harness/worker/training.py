@@ -59,10 +59,8 @@ def untimed_steps(trial: Trial) -> int:
 class Reference:
     """Where plain training leads from the same start with the same data, and what it computes.
 
-    The model is left as it was. Everything goes on all ranks at once.
-
-    Args:
-        steps: to train and to compare; at least one. Of a delayed algorithm so many updates.
+    The model is left as it was. Everything goes on all ranks at once. At least one step is trained
+    and compared, of a delayed algorithm so many updates.
     """
 
     def __init__(self, trial: Trial, workload: Workload, steps: int) -> None:
@@ -256,14 +254,9 @@ def slowest_rank(
     while communicator.broadcast_object(_too_few(counted)):
         communicator.barrier()
         counted.append(timed_step(workload, optimizer))
-    own = StepTimes(
-        **{
-            # Of two the lower: what disturbs only adds.
-            name: statistics.median_low(getattr(step, name) for step in counted)
-            for name in ("forward_s", "backward_s", "update_s")
-        }
-    )
-    return max(communicator.gather_objects(own), key=compute_limit_s)
+    # Of two the lower: what disturbs only adds.
+    low = {n: statistics.median_low(getattr(one, n) for one in counted) for n in vars(counted[0])}
+    return max(communicator.gather_objects(StepTimes(**low)), key=compute_limit_s)
 
 
 def _too_few(counted: Sequence[StepTimes]) -> bool:
@@ -303,11 +296,8 @@ def _unblocked_s(start: Mark, end: Mark) -> float:
 def typical(steps: Sequence[Breakdown], time_scale: float, *, waits_seen: bool) -> Breakdown:
     """The mean of the middle half by duration, in seconds of what the fabric stands for.
 
-    Its parts add up, and no straggler counts.
-
-    Args:
-        waits_seen: False where an algorithm waits in code of its own: that is then contained in
-            the other parts.
+    Its parts add up, and no straggler counts. Where an algorithm waits in code of its own, which is
+    not seen, the other parts contain that.
     """
     ordered = sorted(steps, key=lambda step: step.step_s)
     cut = (len(ordered) + 1) // 4

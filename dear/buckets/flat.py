@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from dear.comm.communicator import Communicator, buffer, padded
 from dear.errors import UserError
@@ -253,6 +253,20 @@ def refuse_changed(param: torch.nn.Parameter | None) -> None:
             "backward() and step(); call optimizer.synchronize() before clipping or unscaling, so "
             "that the change applies to the averaged gradient"
         )
+
+
+def with_gradients(
+    gradients: Mapping[torch.nn.Parameter, torch.Tensor | None], update: Callable[[], Any]
+) -> Any:
+    """`update()` while each `p.grad` is what `gradients` says."""
+    kept = {param: param.grad for param in gradients}
+    try:
+        for param, gradient in gradients.items():
+            param.grad = gradient
+        return update()
+    finally:
+        for param, gradient in kept.items():
+            param.grad = gradient
 
 
 def flatten(

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any
 
 from dear.comm.communicator import Communicator
@@ -24,15 +25,33 @@ from dear.lazy import torch
 from dear.training.hooks import Hooks
 
 
+@dataclass
+class Replica:
+    """What one rank trains, and its way to the others."""
+
+    model: torch.nn.Module
+    optimizer: Any
+    """None: the owner of the engine updates."""
+    communicator: Communicator
+    options: Any
+    """Of the algorithm."""
+    params: list[torch.nn.Parameter] = field(init=False)
+    """Those that the optimizer updates and that need a gradient, in the model's order."""
+
+    def __post_init__(self) -> None:
+        self.params = _trained(self.model, self.optimizer)
+
+
 class Engine:
     """What an algorithm does at the moments when the training loop touches its optimizer.
 
     As it stands it is the engine of a world of one: the plain optimizer, without hooks.
     """
 
-    def __init__(self, model: torch.nn.Module, communicator: Communicator) -> None:
-        self.model = model
-        self.communicator = communicator
+    def __init__(self, replica: Replica) -> None:
+        self.model, self.params = replica.model, replica.params
+        self.optimizer, self.options = replica.optimizer, replica.options
+        self.communicator = replica.communicator
         self.hooks = Hooks()
 
     def step(self, update: Callable[[], Any]) -> Any:
@@ -70,7 +89,16 @@ class Engine:
     def state_dict(self, plain: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """What `plain`, the optimizer's own, returns when its state is whole and current."""
         self.settle()
-        return plain()
+        kept = self.optimizer.state
+        self.optimizer.state = self.whole_state()
+        try:
+            return plain()
+        finally:
+            self.optimizer.state = kept
+
+    def whole_state(self) -> dict[torch.nn.Parameter, Any]:
+        """The optimizer's state as plain training would have it, where ranks keep parts of it."""
+        return self.optimizer.state
 
     def load_state_dict(self, plain: Callable[[], None]) -> None:
         """Lets `plain`, the optimizer's own, take in a state."""
@@ -192,23 +220,12 @@ class _Distributed:
         )
 
 
-def distribute(
-    optimizer: torch.optim.Optimizer,
-    engine: Engine | Callable[[], Engine],
-    communicator: Communicator | None = None,
-) -> torch.optim.Optimizer:
+def distribute(optimizer: torch.optim.Optimizer, engine: Engine) -> torch.optim.Optimizer:
     """Puts `engine` between `optimizer` and its caller and returns the same object.
 
     Identity is kept, so that schedulers, scalers and loggers made before keep working. The class
     becomes a subclass of the optimizer's own.
-
-    Args:
-        engine: one for any world, or what makes it for a `communicator` of several ranks: with one
-            rank the algorithm has nothing to do, and the optimizer stays the plain one but for the
-            methods that it gets.
     """
-    if not isinstance(engine, Engine):
-        engine = engine() if communicator.size > 1 else Engine(None, communicator)
     plain = type(optimizer)
     name = f"Distributed{plain.__name__}"
     _change_class(optimizer, type(name, (_Distributed, plain), {"__doc__": plain.__doc__}))
@@ -283,15 +300,11 @@ def _change_class(optimizer: Any, to: type) -> None:
     optimizer.step = step
 
 
-def trained_parameters(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer
+def _trained(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer | None
 ) -> list[torch.nn.Parameter]:
-    """The parameters that the optimizer updates and that need a gradient, in the model's order.
-
-    Raises:
-        UserError: the optimizer holds a trainable parameter that the model does not have, there is
-            nothing to train, or the optimizer is distributed already.
-    """
+    if optimizer is None:
+        return [param for param in model.parameters() if param.requires_grad]
     if isinstance(optimizer, _Distributed):
         raise UserError("this optimizer is distributed already; close() it first")
     wanted = set(_trainable(optimizer))

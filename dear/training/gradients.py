@@ -22,7 +22,7 @@ from dear.buckets.flat import Bucket
 from dear.comm.communicator import Communicator
 from dear.errors import UserError
 from dear.lazy import torch
-from dear.training.engine import Engine, GradScaling
+from dear.training.engine import Engine, GradScaling, Replica
 from dear.training.hooks import Hooks, ReaderMap, at_end_of_backward
 
 
@@ -194,18 +194,17 @@ class GradientEngine(Engine):
 
     def __init__(
         self,
-        model: torch.nn.Module,
-        communicator: Communicator,
+        replica: Replica,
         units: Sequence[Sequence[torch.nn.Parameter]],
         *,
         learn: bool = False,
         sparse: bool = False,
     ) -> None:
-        super().__init__(model, communicator)
+        super().__init__(replica)
         self.schedule = BackwardSchedule(
             self.hooks,
             units,
-            communicator,
+            self.communicator,
             launch=self.ready,
             finish=self.passed,
             arrived=self.arrived,
@@ -264,32 +263,19 @@ class DeferredEngine(GradientEngine):
 
     Until then `p.grad` is this rank's own gradient, which nobody may change unnoticed: `buckets`
     watch. After `synchronize()` gradients are means, and final.
-
-    Args:
-        params: all that `units` hold, of `optimizer`.
     """
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
-        communicator: Communicator,
-        params: Sequence[torch.nn.Parameter],
-        units: Sequence[Sequence[torch.nn.Parameter]],
-        **schedule: bool,
-    ) -> None:
-        self.optimizer: Any = optimizer
-        self.params = list(params)
-        self.buckets: Sequence[Bucket] = [Bucket(params)]
+    def __init__(self, replica: Replica, units: Sequence[Sequence[torch.nn.Parameter]]) -> None:
+        self.buckets: Sequence[Bucket] = [Bucket(replica.params)]
         """What watches the gradients: at first one without flat memory."""
         self.averaged = False
         """`p.grad` are the means."""
         self.pending: set[int] = set()
         """What `finish` must still be called for."""
-        self.readers = ReaderMap(model, params)
-        super().__init__(model, communicator, units, **schedule)
-        self.scaling = GradScaling(optimizer)
-        self.hooks.before_state_dict(model, self.settle)
+        self.readers = ReaderMap(replica.model, replica.params)
+        super().__init__(replica, units)
+        self.scaling = GradScaling(self.optimizer)
+        self.hooks.before_state_dict(self.model, self.settle)
 
     def complete_pass(self) -> None:
         """Every transfer is under way afterwards."""

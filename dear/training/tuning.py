@@ -210,8 +210,13 @@ class BackwardProfile:
     """Parameters as their gradients arrive; those that never got one come last."""
     arrivals_s: list[float]
     """In that order, never falling: seconds from the start of the backward pass."""
-    forward_s: float
-    backward_s: float
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+
+    @classmethod
+    def unknown(cls, count: int) -> BackwardProfile:
+        """What a rank without a backward pass must take: the reverse order, all at once."""
+        return cls(order=list(reversed(range(count))), arrivals_s=[0.0] * count)
 
 
 class LayerTimes:

@@ -8,12 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dear.algorithms.synchronous.bytescheduler import (
-    CreditScheduler,
-    OrderedIssuer,
-    planned_order,
-    slices,
-)
+from dear.algorithms.synchronous.bytescheduler import OrderedIssuer, planned_order, slices
 from dear.cost.collectives import AlphaBeta
 
 
@@ -43,30 +38,19 @@ def test_partitions_are_few_even_and_complete(numel, limit):
     assert sizes == sorted(sizes)
 
 
+COST = AlphaBeta(alpha_s=0.0, beta_s_per_byte=1.0)
+
+
 def test_credit_of_the_worked_example():
-    scheduler: CreditScheduler[int] = CreditScheduler(10)
-    sizes = [4, 4, 8, 1]
-    for priority, size in ((2, 8), (0, 4), (1, 4), (3, 1)):
-        scheduler.ready(priority, priority, size)
-    assert scheduler.start() == [0, 1, 2]
-    assert scheduler.credit == -6
-    scheduler.finished(sizes[0])
-    assert scheduler.start() == []  # -2
-    scheduler.finished(sizes[1])
-    assert scheduler.start() == [3]
-    scheduler.finished(sizes[2])
-    scheduler.finished(sizes[3])
-    assert scheduler.credit == 10
+    # Three tasks start on 10, the last overdraws by 6: the fourth waits for both of the first, and
+    # is overtaken by what is urgent and ready by then.
+    order = planned_order([0, 0, 0, 0, 5], [2, 0, 1, 4, 3], [8, 4, 4, 1, 1], credit=10, cost=COST)
+    assert order == [1, 2, 0, 4, 3]
 
 
 def test_equal_priorities_go_in_order_of_readiness():
-    scheduler: CreditScheduler[str] = CreditScheduler(100)
-    for name in "abc":
-        scheduler.ready(name, 1, 1)
-    assert scheduler.start() == ["a", "b", "c"]
-
-
-COST = AlphaBeta(alpha_s=0.0, beta_s_per_byte=1.0)
+    assert planned_order([0, 0, 0], [1, 1, 1], [1, 1, 1], credit=100, cost=COST) == [0, 1, 2]
+    assert planned_order([2, 1, 0], [1, 1, 1], [5, 5, 5], credit=1, cost=COST) == [2, 1, 0]
 
 
 def test_planned_order_lets_urgent_tasks_overtake_what_waits():

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from dear.buckets.carriers import make_carrier
+from dear.buckets.carriers import Carrier, make_carrier
 from dear.buckets.compressors import HalfOptions
 from dear.buckets.flat import packed_bucket, with_gradients
 from dear.buckets.grouping import MIB, Cost, fuse, layers
@@ -95,10 +95,9 @@ class Partition:
     """A piece of a group's buffer."""
 
     group: int
-    offset: int
-    length: int
-    """Both in elements."""
-    nbytes: int
+    piece: torch.Tensor
+    carrier: Carrier
+    nbytes: float
     """As they travel."""
 
 
@@ -139,14 +138,13 @@ class PartitionedEngine(DeferredEngine):
             width = data.element_size() * options.share(data.element_size())
             limit = max(1, int(options.partition_mb * MIB // width))
             first = len(self._partitions)
-            self._partitions += [
-                Partition(group=index, offset=o, length=n, nbytes=int(n * width))
-                for o, n in slices(data.numel(), limit)
-            ]
+            for piece in data.split(lengths(data.numel(), limit)):
+                carrier = make_carrier(options, communicator, piece)
+                nbytes = float(int(piece.numel() * width))
+                self._partitions.append(
+                    Partition(group=index, piece=piece, carrier=carrier, nbytes=nbytes)
+                )
             self._tasks_of.append(list(range(first, len(self._partitions))))
-        self._carriers = [
-            make_carrier(options, communicator, self._piece(part)) for part in self._partitions
-        ]
         self._works: dict[int, Work] = {}
         """Started and not yet waited for."""
         self._queued = [False] * len(self.buckets)
@@ -156,7 +154,7 @@ class PartitionedEngine(DeferredEngine):
         """For each issuer its tasks, in the order in which they start."""
         self._level_of: list[int] = []
         """For each group its queue; 0 is the most urgent."""
-        self._sizes = {task: float(part.nbytes) for task, part in enumerate(self._partitions)}
+        self._sizes = {task: part.nbytes for task, part in enumerate(self._partitions)}
         # Queue 0 of the communicator is left to everything else.
         communicator.ensure_channels(self._levels + 1)
 
@@ -217,14 +215,20 @@ class PartitionedEngine(DeferredEngine):
         if self._times is not None:
             self._times.stop()
 
-    def _make_plan(self, profile: BackwardProfile | None) -> None:
+    def _make_plan(self, profile: BackwardProfile) -> None:
         communicator = self.communicator
         # The measurement must have the wire for itself.
         for index in range(len(self.buckets)):
             self._await(index)
         cost = measured_costs(communicator, "all_reduce", self.buckets[0].gradients.device)
-        uses = self._first_uses()
-        arrivals = self._group_arrivals(profile)
+        bucket_of = {param: i for i, bucket in enumerate(self.buckets) for param in bucket.params}
+        # Buckets as the first forward passes read them; those never seen come last.
+        read = [bucket_of[param] for param in self.readers.order()]
+        uses = list(dict.fromkeys([*read, *range(len(self.buckets))]))
+        arrivals = [0.0] * len(self.buckets)
+        for index, seconds in zip(profile.order, profile.arrivals_s, strict=True):
+            group = bucket_of[self._members[index]]
+            arrivals[group] = max(arrivals[group], seconds)
         priorities = [0.0] * len(self._partitions)
         for place, group in enumerate(uses):
             tasks = self._tasks_of[group]
@@ -249,22 +253,6 @@ class PartitionedEngine(DeferredEngine):
         self._units = [[index] for index in range(len(self.buckets))]
         self.schedule.regroup([bucket.params for bucket in self.buckets], launched)
 
-    def _first_uses(self) -> list[int]:
-        """Buckets as the first forward passes read them; those never seen come last."""
-        bucket_of = {param: i for i, bucket in enumerate(self.buckets) for param in bucket.params}
-        order = dict.fromkeys(bucket_of[param] for param in self.readers.order())
-        order.update(dict.fromkeys(range(len(self.buckets))))
-        return list(order)
-
-    def _group_arrivals(self, profile: BackwardProfile | None) -> list[float]:
-        if profile is None:  # this rank has not run a backward pass
-            return [0.0] * len(self.buckets)
-        arrival = {
-            self._members[index]: seconds
-            for index, seconds in zip(profile.order, profile.arrivals_s, strict=True)
-        }
-        return [max(arrival[param] for param in bucket.params) for bucket in self.buckets]
-
     def _shared_out(self, uses: Sequence[int]) -> list[int]:
         """The level of each group: neighbours in use share one; all have about equal bytes."""
         total = sum(self._sizes.values())
@@ -280,7 +268,8 @@ class PartitionedEngine(DeferredEngine):
     def _send(self, index: int) -> None:
         if not self._issuers:
             for task in self._tasks_of[index]:
-                self._works[task] = self._all_reduce(task, channel=0, priority=0)
+                part = self._partitions[task]
+                self._works[task] = part.carrier.send(part.piece, channel=0, priority=0)
             return
         self._queued[index] = True
         for task in self._tasks_of[index]:
@@ -289,18 +278,11 @@ class PartitionedEngine(DeferredEngine):
     def _issue(self, task: int) -> None:
         part = self._partitions[task]
         level = self._level_of[part.group]
-        work = self._all_reduce(task, channel=level + 1, priority=self._levels - 1 - level)
-        self._works[task] = work
+        queue = {"channel": level + 1, "priority": self._levels - 1 - level}
+        work = self._works[task] = part.carrier.send(part.piece, **queue)
         if self._credit < math.inf:
             issuer = self._issuers[level]
             work.on_complete(lambda: issuer.finished(part.nbytes))
-
-    def _all_reduce(self, task: int, *, channel: int, priority: int) -> Work:
-        piece = self._piece(self._partitions[task])
-        return self._carriers[task].send(piece, channel=channel, priority=priority)
-
-    def _piece(self, part: Partition) -> torch.Tensor:
-        return self.buckets[part.group].gradients.narrow(0, part.offset, part.length)
 
     def _await(self, index: int) -> None:
         for task in self._tasks_of[index]:
@@ -311,7 +293,8 @@ class PartitionedEngine(DeferredEngine):
             work = self._works.pop(task, None)
             if work is not None:
                 work.wait()
-                self._carriers[task].receive(self._piece(self._partitions[task]))
+                part = self._partitions[task]
+                part.carrier.receive(part.piece)
         self._queued[index] = False
 
     def _mean(self, index: int) -> dict[torch.nn.Parameter, torch.Tensor | None]:
@@ -329,20 +312,11 @@ class PartitionedEngine(DeferredEngine):
 Task = TypeVar("Task")
 
 
-def slices(numel: int, limit: int) -> list[tuple[int, int]]:
-    """Cuts `numel` elements into the fewest parts of at most `limit`: (offset, length) of each.
-
-    Lengths differ by one at most, the longer ones last.
-    """
+def lengths(numel: int, limit: int) -> list[int]:
+    """Of the fewest parts of at most `limit` elements; they differ by one, the longer ones last."""
     count = max(1, -(-numel // limit))
     short, longer = divmod(numel, count)
-    parts = []
-    offset = 0
-    for index in range(count):
-        length = short + (index >= count - longer)
-        parts.append((offset, length))
-        offset += length
-    return parts
+    return [short] * (count - longer) + [short + 1] * longer
 
 
 def planned_order(

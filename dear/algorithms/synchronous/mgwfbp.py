@@ -18,7 +18,7 @@ from dear.options import at_least, only_with
 from dear.training.algorithm import Algorithm, Capabilities
 from dear.training.engine import Replica
 from dear.training.gradients import GradientEngine
-from dear.training.tuning import BackwardProfile, LayerTimes
+from dear.training.tuning import LayerTimes
 
 PROFILING_MB = 25
 
@@ -171,7 +171,7 @@ class MergedEngine(GradientEngine):
         self._steps_left -= 1
         if self._steps_left > 0:
             return
-        profile = self._times.stop() or BackwardProfile.unknown(len(self.params))
+        profile = self._times.stop()
         self._times = None
         seen = [self.params[i] for i in profile.order]
         plan = self.plan(

@@ -279,19 +279,13 @@ def flatten(
     """
     result: list[Bucket] = []
     waiting: list[Sequence[torch.nn.Parameter]] = []
-
-    def lay_out_waiting() -> None:
-        result.extend(_lay_out(waiting, communicator, values))
-        waiting.clear()
-        _give_back()
-
-    for params in groups:
-        if waiting and _kind(waiting[0][0]) != _kind(params[0]):
-            lay_out_waiting()
+    for params, following in zip(groups, [*groups[1:], None], strict=True):
         waiting.append(params)
-        if sum(param.nbytes for group in waiting for param in group) >= ARENA_BYTES:
-            lay_out_waiting()
-    lay_out_waiting()
+        large = sum(param.nbytes for group in waiting for param in group) >= ARENA_BYTES
+        if large or following is None or _kind(following[0]) != _kind(params[0]):
+            result += _lay_out(waiting, communicator, values)
+            waiting.clear()
+            _give_back()
     return result
 
 
@@ -354,12 +348,10 @@ def value_bucket(
 def _lay_out(
     groups: Sequence[Sequence[torch.nn.Parameter]], communicator: Communicator, values: bool
 ) -> list[Bucket]:
-    if not groups:
-        return []
-    step = max(1, ALIGNMENT_BYTES // groups[0][0].element_size())
+    like = groups[0][0]
+    step = max(1, ALIGNMENT_BYTES // like.element_size())
     sizes = [padded(sum(p.numel() for p in group), communicator.size) for group in groups]
     room = [padded(size, step) for size in sizes]
-    like = groups[0][0]
     total = max(1, sum(room))
     gradients = buffer(like, total, communicator)
     data = buffer(like, total, communicator) if values else None

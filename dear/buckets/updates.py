@@ -428,7 +428,9 @@ class Sharded(Between):
             param, state = bucket.params[place], {}
             for key, value in keys.items():
                 by_element = isinstance(value, torch.dtype)
-                state[key] = whole[key, value][place].clone() if by_element else _own(value, param)
+                state[key] = (
+                    whole[key, value][place].clone() if by_element else beside(value, param)
+                )
             yield param, state
 
 
@@ -464,7 +466,8 @@ def _cut(key: str, value: Any, segment: Segment) -> Any:
     return flat[segment.start : segment.stop].clone()
 
 
-def _own(value: Any, param: torch.nn.Parameter) -> Any:
+def beside(value: Any, param: torch.nn.Parameter) -> Any:
+    """A copy of state of some rank, beside the parameter; counters on the CPU stay there."""
     if not torch.is_tensor(value):
         return value
     return value.clone() if value.device.type == "cpu" else value.to(param.device, copy=True)

@@ -54,6 +54,11 @@ class Engine:
         self.communicator = replica.communicator
         self.hooks = Hooks()
 
+    @property
+    def held(self) -> list[torch.nn.Parameter]:
+        """All parameters of the optimizer, in the order of its groups."""
+        return _held(self.optimizer)
+
     def step(self, update: Callable[[], Any]) -> Any:
         """Brings gradients together and calls `update`, the optimizer's own step, or defers it."""
         return update()
@@ -172,8 +177,7 @@ class _Distributed:
         Returns:
             The norm before, on all ranks.
         """
-        params = [param for group in self.param_groups for param in group["params"]]
-        return self._engine.clip_grad_norm(params, max_norm, norm_type)
+        return self._engine.clip_grad_norm(_held(self), max_norm, norm_type)
 
     def statistics(self) -> dict[str, Any]:
         """What the algorithm has counted so far on this rank, by name (JSON); `{}` if nothing."""
@@ -269,10 +273,9 @@ class GradScaling:
             return None
         asked = optimizer.found_inf, optimizer.grad_scale
         if optimizer.grad_scale is not None:
-            for group in optimizer.param_groups:
-                for param in group["params"]:
-                    if param.grad is not None:
-                        param.grad.div_(optimizer.grad_scale)
+            for param in _held(optimizer):
+                if param.grad is not None:
+                    param.grad.div_(optimizer.grad_scale)
         optimizer.found_inf = optimizer.grad_scale = None  # done; the optimizer cannot take them
         try:
             return update()
@@ -328,16 +331,18 @@ def refuse_lbfgs(optimizer: torch.optim.Optimizer, what: str) -> None:
         )
 
 
+def _held(optimizer: Any) -> list[torch.nn.Parameter]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
 def _trainable(optimizer: Any) -> list[torch.nn.Parameter]:
-    held = [param for group in optimizer.param_groups for param in group["params"]]
-    return [param for param in held if param.requires_grad]
+    return [param for param in _held(optimizer) if param.requires_grad]
 
 
 def _check_all_managed(optimizer: Any) -> None:
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            if param.grad is not None and param not in optimizer._managed:
-                raise UserError(
-                    f"a parameter of shape {tuple(param.shape)} was frozen when the optimizer was "
-                    "distributed and has a gradient now; close() and wrap again after unfreezing"
-                )
+    for param in _held(optimizer):
+        if param.grad is not None and param not in optimizer._managed:
+            raise UserError(
+                f"a parameter of shape {tuple(param.shape)} was frozen when the optimizer was "
+                "distributed and has a gradient now; close() and wrap again after unfreezing"
+            )

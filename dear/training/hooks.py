@@ -22,10 +22,7 @@ class _ModuleHook:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._call(*args, **kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
-        return _nothing
-
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> Any:  # for deepcopy, too
         return _return_nothing, ()
 
 

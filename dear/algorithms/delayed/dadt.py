@@ -227,8 +227,7 @@ class DelayedEngine(GradientEngine):
     step_closure = Engine.step_after_closure
 
     def synchronize(self) -> None:
-        if self.schedule.unsent:
-            self.schedule.run_if_missing()
+        super().synchronize()
         if not self.schedule.passed:
             self._wait()
         elif not self._presented:
@@ -243,15 +242,12 @@ class DelayedEngine(GradientEngine):
         self._presented = False
 
     def state_dict(self, plain: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        held = [(lap.gradients(), lap.scale) for lap in self._held]
-        order = self._all_params()
-        return {
-            **plain(),
-            PENDING: [
-                {"gradients": [_copied(own.get(p)) for p in order], "scale": _copied(scale)}
-                for own, scale in held
-            ],
-        }
+        pending = []
+        for lap in self._held:
+            own = lap.gradients()
+            gradients = [_copied(own.get(param)) for param in self.held]
+            pending.append({"gradients": gradients, "scale": _copied(lap.scale)})
+        return {**plain(), PENDING: pending}
 
     def resume(self, state: dict[str, Any]) -> None:
         given = state.get(PENDING, [])
@@ -262,7 +258,7 @@ class DelayedEngine(GradientEngine):
             )
         self._drop_held()
         for entry in given:
-            pairs = zip(self._all_params(), entry["gradients"], strict=True)
+            pairs = zip(self.held, entry["gradients"], strict=True)
             loaded = {param: _copied(value, like=param) for param, value in pairs}
             managed = {param: loaded[param] for param in self.params}
             self._held.append(_Lap(step=self._step, scale=_copied(entry["scale"]), loaded=managed))
@@ -273,8 +269,18 @@ class DelayedEngine(GradientEngine):
             return
         if self.params[0].is_cuda:
             torch.cuda.synchronize(self.params[0].device)
+        add = self._timeline.add
         while self._applied:
-            self._draw(*self._applied.pop())
+            facts, packed_s, work, applied_s = self._applied.pop()
+            name = f"step {facts['step']} group {facts['group']}"
+            if packed_s is not None:
+                add("pack", name, *packed_s, **facts)
+            if work is not None:
+                times = work.times()
+                add("in queue", name, times.enqueued_s, times.started_s, **facts)
+                add("transfer", name, times.started_s, times.finished_s, **facts)
+                if applied_s is not None:
+                    add("waits for update", name, times.finished_s, applied_s, **facts)
         self._timeline.write()
 
     def close(self) -> None:
@@ -486,27 +492,6 @@ class DelayedEngine(GradientEngine):
     def _drop_held(self) -> None:
         while self._held:
             self._release(self._held.popleft(), None)
-
-    def _all_params(self) -> list[torch.nn.Parameter]:
-        return [param for group in self.optimizer.param_groups for param in group["params"]]
-
-    def _draw(
-        self,
-        facts: dict[str, int],
-        packed_s: tuple[float, float] | None,
-        work: Work | None,
-        applied_s: float | None,
-    ) -> None:
-        add, name = self._timeline.add, f"step {facts['step']} group {facts['group']}"
-        if packed_s is not None:
-            add("pack", name, *packed_s, **facts)
-        if work is None:
-            return
-        times = work.times()
-        add("in queue", name, times.enqueued_s, times.started_s, **facts)
-        add("transfer", name, times.started_s, times.finished_s, **facts)
-        if applied_s is not None:
-            add("waits for update", name, times.finished_s, applied_s, **facts)
 
 
 def _copied(value: torch.Tensor | None, like: torch.Tensor | None = None) -> torch.Tensor | None:

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from dear.buckets.carriers import Payloads
-from dear.buckets.compressors import CompressedOptions, make_compressor
-from dear.buckets.updates import run_hooks
+from dear.buckets.carriers import Carrier, make_carrier
+from dear.buckets.compressors import CompressedOptions
+from dear.buckets.updates import beside, run_hooks
 from dear.comm.communicator import Communicator, Work
 from dear.errors import UserError
 from dear.lazy import torch
@@ -202,12 +202,16 @@ class BucketPayloads:
         self.communicator = communicator
         self._options = options
         self.passes = 0
-        self._carriers: dict[int, tuple[list[torch.nn.Parameter], Payloads]] = {}
+        self._carriers: dict[tuple[int, ...], Carrier] = {}
 
     def carry(self, bucket: Any, buffer: torch.Tensor) -> torch.futures.Future:
         """A future of the bucket's buffer with what stands for the mean over ranks."""
         params = bucket.parameters()
-        carrier = self._carrier(bucket.index(), params, buffer)
+        key = tuple(id(param) for param in params)
+        if key not in self._carriers:
+            sizes = [param.numel() for param in params]
+            self._carriers[key] = make_carrier(self._options, self.communicator, buffer, sizes)
+        carrier = self._carriers[key]
         work = carrier.send(buffer, [param.grad is not None for param in params])
 
         def received(_: Any) -> torch.Tensor:
@@ -215,19 +219,6 @@ class BucketPayloads:
             return buffer
 
         return work.future().then(received)
-
-    def _carrier(
-        self, index: int, params: list[torch.nn.Parameter], buffer: torch.Tensor
-    ) -> Payloads:
-        if index not in self._carriers or not _same(self._carriers[index][0], params):
-            compressor = make_compressor(self._options, buffer.numel(), buffer.dtype, buffer.device)
-            sizes = [param.numel() for param in params]
-            self._carriers[index] = params, Payloads(self.communicator, compressor, sizes)
-        return self._carriers[index][1]
-
-
-def _same(some: list[torch.nn.Parameter], others: list[torch.nn.Parameter]) -> bool:
-    return len(some) == len(others) and all(a is b for a, b in zip(some, others, strict=True))
 
 
 class ZeroUpdate:
@@ -304,7 +295,7 @@ class ZeroUpdate:
         for part in self._communicator.gather_objects(mine):
             for index, state in part.items():
                 result[params[index]] = {
-                    key: _beside(value, params[index]) for key, value in state.items()
+                    key: beside(value, params[index]) for key, value in state.items()
                 }
         return result
 
@@ -312,13 +303,6 @@ class ZeroUpdate:
 def _copy_settings(source: Sequence[dict[str, Any]], to: Sequence[dict[str, Any]]) -> None:
     for one, other in zip(source, to, strict=True):
         other.update({key: value for key, value in one.items() if key != "params"})
-
-
-def _beside(value: Any, param: Any) -> Any:
-    # Objects of other ranks come on their devices; counters stay on the CPU, as torch has them.
-    if torch.is_tensor(value) and value.device.type != "cpu":
-        return value.to(param.device)
-    return value
 
 
 class PowerSgd:

@@ -286,14 +286,9 @@ class DearEngine(DeferredEngine):
             bucket.forget()  # what watches holds the gradients, which move
         self.buckets = flatten(members, self.communicator, values=self._sharded)
         self._parts = [self._halves(bucket, index) for index, bucket in enumerate(self.buckets)]
-        kept = {
-            p: rest
-            for part in before
-            if isinstance(part, Gathered)
-            for p, rest in part.kept().items()
-        }
-        for part in self._parts:
-            if isinstance(part, Gathered):
+        if self.options.gathers:
+            kept = {param: rest for part in before for param, rest in part.kept().items()}
+            for part in self._parts:
                 part.keep(kept)
         former = self._update
         self._update = (Sharded if self._sharded else Replicated)(
@@ -373,9 +368,9 @@ class DearEngine(DeferredEngine):
     def whole_state(self) -> dict[torch.nn.Parameter, Any]:
         if not isinstance(self._update, Sharded):
             return super().whole_state()
-        held = {param for group in self.optimizer.param_groups for param in group["params"]}
         # Beside it state that is not sharded: that of parameters that nobody trains.
-        others = {param: state for param, state in self.optimizer.state.items() if param in held}
+        held, kept = set(self.held), self.optimizer.state
+        others = {param: state for param, state in kept.items() if param in held}
         try:
             return others | dict(self._update.whole_state())
         except RuntimeError as error:

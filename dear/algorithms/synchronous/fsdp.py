@@ -176,11 +176,10 @@ class _FsdpEngine(AveragingEngine):
                 }
 
     def whole_state(self) -> dict[torch.nn.Parameter, Any]:
-        held = [param for group in self.optimizer.param_groups for param in group["params"]]
         state = self.optimizer.state
         return {
             param: {key: full(value) for key, value in state[param].items()}
-            for param in held
+            for param in self.held
             if param in state
         }
 

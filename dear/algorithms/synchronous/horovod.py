@@ -116,16 +116,15 @@ class _HorovodEngine(GradientEngine):
         self._hvd, options = hvd, self.options
         # Horovod insists on a name for everything that the optimizer holds.
         names = {param: name for name, param in self.model.named_parameters()}
-        held = [param for group in self.optimizer.param_groups for param in group["params"]]
         # Names must differ between optimizers, too: several may be under way at a time.
         self._name = f"optimizer.{next(_counter)}"
         named = [
             (f"{self._name}.{names.get(param, f'outside.{i}')}", param)
-            for i, param in enumerate(held)
+            for i, param in enumerate(self.held)
         ]
         # Horovod makes a new optimizer of the class that it is given, with parameters alone. Only
         # its hooks and its waiting are used, so any class will do; the user's may need arguments.
-        carrier = torch.optim.SGD(held, lr=0.0)
+        carrier = torch.optim.SGD(self.held, lr=0.0)
         half = options.compression == "fp16"
         self._horovod = hvd.DistributedOptimizer(
             carrier,

@@ -182,7 +182,6 @@ class SparseSum:
         communicator: Communicator,
         *,
         divisor: int = 1,
-        channel: int = 0,
     ) -> None:
         self._like = like.detach()
         self._counts, self._places = entries
@@ -200,7 +199,7 @@ class SparseSum:
             values[: mine._nnz()] = own if divisor == 1 else own / divisor
         row = joined(indices.view(-1), values.view(-1))
         self._rows = row.new_empty(self._size * row.numel())
-        self.work = communicator.all_gather(self._rows, row, channel=channel)
+        self.work = communicator.all_gather(self._rows, row)
 
     def result(self) -> torch.Tensor | None:
         """The sum, coalesced; None if no rank has a tensor. The work must have ended."""

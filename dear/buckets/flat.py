@@ -148,7 +148,13 @@ class Bucket:
 
     def refuse_changed(self) -> None:
         """Raises `UserError` if a gradient has changed since `note`."""
-        refuse_changed(self.changed())
+        param = self.changed()
+        if param is not None:
+            raise UserError(
+                f"the gradient of a parameter of shape {tuple(param.shape)} was changed between "
+                "backward() and step(); call optimizer.synchronize() before clipping or unscaling, "
+                "so that the change applies to the averaged gradient"
+            )
 
     def scaled_in_place(self) -> bool:
         """True if a gradient's values are not those at `note`; waits for the device.
@@ -243,16 +249,6 @@ def shaped(flat: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Tensor:
     if torch.ops.aten.is_non_overlapping_and_dense(like):
         return piece.as_strided(like.shape, like.stride())
     return piece.view(like.shape)
-
-
-def refuse_changed(param: torch.nn.Parameter | None) -> None:
-    """Raises `UserError` if there is one: the parameter whose gradient has been changed."""
-    if param is not None:
-        raise UserError(
-            f"the gradient of a parameter of shape {tuple(param.shape)} was changed between "
-            "backward() and step(); call optimizer.synchronize() before clipping or unscaling, so "
-            "that the change applies to the averaged gradient"
-        )
 
 
 def with_gradients(

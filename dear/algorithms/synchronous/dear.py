@@ -204,8 +204,7 @@ class DearEngine(DeferredEngine):
     def complete_pass(self) -> None:
         super().complete_pass()
         if not self._parts:
-            self.refuse_scaled()
-            self.refuse_changed()
+            self.refuse_touched()
             self._lay_out(learn=True)
             for index in self._launched:
                 self.ready(index)
@@ -217,7 +216,7 @@ class DearEngine(DeferredEngine):
 
     def apply(self, update: Callable[[], Any]) -> Any:
         if self._sharded and has_hooks(self.optimizer):  # they expect to see all means
-            self.refuse_scaled()
+            self.refuse_touched()
             self.arrive()
             return self.step_averaged(update)
         self._update.unused = self._usage.unused()
@@ -247,8 +246,7 @@ class DearEngine(DeferredEngine):
             return super().clip_grad_norm(params, max_norm, norm_type)
         self.settle()
         self.complete_pass()
-        self.refuse_scaled()
-        self.refuse_changed()
+        self.refuse_touched()
         self._update.unused = self._usage.unused()
         return self._update.clip(max_norm, norm_type)
 

@@ -59,7 +59,7 @@ class SparsifyingEngine(MergedEngine):
 
     def plan(self, sizes: list[int], like: torch.Tensor, **given: Any) -> Groups:
         select = measured_call(self.communicator, self._select, like.device)
-        gather = self.gathering(like)
+        gather = self.cost(like)
         rule = optimal if self.options.merge == "optimal" else greedy
         return rule(sizes, cost=lambda nbytes: select(nbytes) + gather(nbytes), **given)
 

@@ -118,24 +118,23 @@ class MergedEngine(GradientEngine):
         options = self.options
         if options.threshold_mb is not None:
             return by_total(sizes, options.threshold_mb * MIB, kinds=given["kinds"])
-        cost = self.gathering(like) if options.gathers else self._reducing(like)
+        cost = self.cost(like)
         if options.merge == "optimal":
             return optimal(sizes, cost=cost, **given)
         least = options.small_elements * like.element_size()
         return greedy(sizes, cost=cost, wait=options.merge == "greedy", least=least, **given)
 
-    def gathering(self, like: torch.Tensor) -> Cost:
-        """Measured seconds of the all-gather of payloads, by bytes of gradients like `like`."""
-        gather = measured_costs(self.communicator, "all_gather", like.device)
-        share = self.options.share(like.element_size()) * self.communicator.size
-        return lambda nbytes: gather(nbytes * share)
-
-    def _reducing(self, like: torch.Tensor) -> Cost:
-        if self.options.costs == "measured":
-            cost: Cost = measured_costs(self.communicator, "all_reduce", like.device)
+    def cost(self, like: torch.Tensor) -> Cost:
+        """Seconds of a message by bytes of gradients like `like`: measured, or of a table."""
+        options, communicator = self.options, self.communicator
+        share = options.share(like.element_size())
+        if options.gathers:
+            share *= communicator.size
+            cost: Cost = measured_costs(communicator, "all_gather", like.device)
+        elif options.costs == "measured":
+            cost = measured_costs(communicator, "all_reduce", like.device)
         else:
-            cost = table_costs(self.options.costs, self.communicator.size)
-        share = self.options.share(like.element_size())
+            cost = table_costs(options.costs, communicator.size)
         return lambda nbytes: cost(nbytes * share)
 
     def ready(self, unit: int) -> None:

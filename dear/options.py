@@ -39,6 +39,9 @@ class Options:
         """
         return False
 
+    def refuse(self, params: Sequence[Any]) -> None:
+        """Raises `UserError` if one of the trained `params` cannot be had with these settings."""
+
 
 def build_options(cls: type[T], given: Mapping[str, Any], what: str) -> T:
     """Makes a `cls` from `given`; every key must be a field and every value of the field's type.
@@ -61,11 +64,8 @@ def build_options(cls: type[T], given: Mapping[str, Any], what: str) -> T:
             raise unknown(what, key, fields)
         values[key] = _convert(value, hints[key], f"{what} {key!r}")
     for name, field in fields.items():
-        if (
-            name not in values
-            and field.default is dataclasses.MISSING
-            and field.default_factory is dataclasses.MISSING
-        ):
+        missing = field.default is field.default_factory is dataclasses.MISSING
+        if missing and name not in values:
             raise UserError(f"{what}: {name!r} is missing")
     return cls(**values)
 
@@ -105,16 +105,13 @@ def _convert(value: Any, hint: Any, what: str) -> Any:
         if not isinstance(value, (list, tuple)):
             value = [value]
         return tuple(_convert(item, get_args(hint)[0], what) for item in value)
-    if origin is dict or hint is dict:
-        if not isinstance(value, Mapping):
-            raise _mismatch(what, value, "a mapping of names to values")
-        return dict(value)
     if hint is Any:
         return value
-    if dataclasses.is_dataclass(hint):
+    mapping = origin is dict or hint is dict
+    if mapping or dataclasses.is_dataclass(hint):
         if not isinstance(value, Mapping):
             raise _mismatch(what, value, "a mapping of names to values")
-        return build_options(hint, value, f"key of {what}")
+        return dict(value) if mapping else build_options(hint, value, f"key of {what}")
     return _convert_scalar(value, hint, what)
 
 
@@ -152,13 +149,13 @@ def _mismatch(what: str, value: Any, wanted: str) -> UserError:
     return UserError(f"{what}: must be {wanted}, got {value!r}")
 
 
-def at_least(name: str, value: float, least: float) -> None:
-    """Raises `UserError` unless `value >= least` and finite; for `__post_init__` checks."""
-    if not least <= value < math.inf:
+def at_least(name: str, value: float | None, least: float) -> None:
+    """Raises `UserError` unless `value` is None, or `>= least` and finite; for `__post_init__`."""
+    if value is not None and not least <= value < math.inf:
         raise UserError(f"{name} must be at least {least}, got {value}")
 
 
-def positive(name: str, value: float) -> None:
-    """Raises `UserError` unless `value > 0` and finite; for `__post_init__` checks."""
-    if not 0 < value < math.inf:
+def positive(name: str, value: float | None) -> None:
+    """Raises `UserError` unless `value` is None, or `> 0` and finite; for `__post_init__`."""
+    if value is not None and not 0 < value < math.inf:
         raise UserError(f"{name} must be greater than 0 and finite, got {value}")

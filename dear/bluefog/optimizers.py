@@ -18,6 +18,7 @@ from typing import Any
 from dear.algorithms.asynchronous.pull_get import PullGetEngine
 from dear.algorithms.asynchronous.push_sum import PushSumEngine
 from dear.algorithms.asynchronous.win_put import WinPutEngine
+from dear.algorithms.decentralized.neighbor import Neighbor
 from dear.algorithms.synchronous.wfbp import AveragingEngine, Wfbp
 from dear.bluefog.collectives import Targets, check_neighbors, check_weights, chosen_part, factors
 from dear.bluefog.job import called, job
@@ -26,10 +27,10 @@ from dear.comm.neighbors import Exchange, Pending, Round
 from dear.errors import UserError
 from dear.lazy import torch
 from dear.options import at_least
-from dear.training.engine import distribute, trained_parameters
+from dear.training.engine import Replica, distribute
 from dear.training.hooks import Hooks, at_end_of_backward
-from dear.training.one_sided import WindowEngine
-from dear.training.parameters import BUCKET_MB, STREAMS, Order, ParameterEngine, Rounds
+from dear.training.one_sided import WindowEngine, WindowOptions
+from dear.training.parameters import STREAMS, Order, ParameterEngine, Rounds
 
 
 class CommunicationType(enum.Enum):
@@ -92,23 +93,14 @@ def _combined(order: Order, words: str, doc: str) -> Callable[..., torch.optim.O
         communication_type: CommunicationType = CommunicationType.neighbor_allreduce,
         num_steps_per_communication: int = 1,
     ) -> torch.optim.Optimizer:
-        at_least("num_steps_per_communication", num_steps_per_communication, 1)
-        trained_parameters(model, optimizer)
+        every = num_steps_per_communication
+        at_least("num_steps_per_communication", every, 1)
+        replica = Replica(model, optimizer, job().communicator, Neighbor.Options(every=every))
         optimizer.self_weight = optimizer.src_weights = optimizer.dst_weights = None
         optimizer.src_machine_weights = optimizer.dst_machine_weights = None
         optimizer.enable_topo_check = True
         exchange, rounds = _averaging(communication_type, optimizer)
-        engine = ParameterEngine(
-            model,
-            optimizer,
-            job().communicator,
-            order=order,
-            bucket_mb=BUCKET_MB,
-            exchange=exchange,
-            rounds=rounds,
-            every=num_steps_per_communication,
-        )
-        return distribute(optimizer, engine)
+        return distribute(optimizer, ParameterEngine(replica, rounds, exchange, order))
 
     return called(f"Distributed{words}Optimizer", doc, make)
 
@@ -157,24 +149,22 @@ def DistributedGradientAllreduceOptimizer(
         num_steps_per_communication: backward passes per step; all but the last communicate nothing.
     """
     at_least("num_steps_per_communication", num_steps_per_communication, 1)
-    params = trained_parameters(model, optimizer)
-    return distribute(optimizer, AccumulatingEngine(num_steps_per_communication, model, params))
+    replica = Replica(model, optimizer, job().communicator, Wfbp.Options())
+    return distribute(optimizer, AccumulatingEngine(num_steps_per_communication, replica))
 
 
 class AccumulatingEngine(AveragingEngine):
     """Averages in every so many backward passes since `zero_grad()`, the sum of all of them."""
 
-    def __init__(
-        self, every: int, model: torch.nn.Module, params: list[torch.nn.Parameter]
-    ) -> None:
+    def __init__(self, every: int, replica: Replica) -> None:
         self._every = every
         self._passes = 0
         self._pausing = contextlib.ExitStack()
         self._in_pass = False
         # Before the hooks of the averaging, which must find the pass paused.
         self._first = Hooks()
-        self._first.on_gradient(params, self._arrived)
-        super().__init__(model, job().communicator, params, Wfbp.Options(), overlap=True)
+        self._first.on_gradient(replica.params, self._arrived)
+        super().__init__(replica, replica.params)
 
     def forget(self) -> None:
         self._end_pass()
@@ -262,15 +252,14 @@ def _windowed(kind: type[_Knobs]) -> Callable[..., torch.optim.Optimizer]:
     ) -> torch.optim.Optimizer:
         every, prefix = num_steps_per_communication, window_prefix or stem
         at_least("num_steps_per_communication", every, 1)
-        trained_parameters(model, optimizer)
         current = job()
+        replica = Replica(model, optimizer, current.communicator, WindowOptions(every=every))
         for knob in kind.knobs:
             setattr(optimizer, knob, None)
         optimizer.force_barrier = False
         if prefix in {name.rpartition(".")[0] for name in current.windows}:
             raise UserError(f"there are windows {prefix}.* already; give another window_prefix")
-        settings = {"bucket_mb": BUCKET_MB, "every": every}
-        engine = kind(model, optimizer, current.communicator, current.weights, **settings)
+        engine = kind(replica, current.weights)
         for index, (bucket, window) in enumerate(engine.windows.items()):
             current.windows[f"{prefix}.{index}"] = Named(window, bucket.values)
         return distribute(optimizer, engine)

@@ -7,15 +7,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from math import prod
 
-from dear.buckets.compressors import (
-    CompressedOptions,
-    Compressor,
-    HalfOptions,
-    joined,
-    make_compressor,
-    split,
-    wire_dtype,
-)
+from dear.buckets.compressors import Compressor, HalfOptions, joined, make_compressor, split
 from dear.comm.communicator import Communicator, Work, flat_view
 from dear.lazy import torch
 
@@ -124,7 +116,7 @@ class Payloads(Carrier):
 
 
 def make_carrier(
-    options: CompressedOptions | HalfOptions,
+    options: HalfOptions,
     communicator: Communicator,
     like: torch.Tensor,
     sizes: Sequence[int] | None = None,
@@ -134,14 +126,12 @@ def make_carrier(
     Args:
         sizes: of its pieces, in elements, if it has several.
     """
-    wire = wire_dtype(options.compression)
-    if options.compression == "none" or wire == like.dtype:
+    if options.gathers:
+        compressor = make_compressor(options, like.numel(), like.dtype, like.device)
+        return Payloads(communicator, compressor, sizes or [like.numel()])
+    if options.wire in (None, like.dtype):
         return Dense(communicator)
-    if wire is not None:
-        return Half(communicator, wire)
-    assert isinstance(options, CompressedOptions)
-    compressor = make_compressor(options, like.numel(), like.dtype, like.device)
-    return Payloads(communicator, compressor, sizes or [like.numel()])
+    return Half(communicator, options.wire)
 
 
 ABSENT = -1
@@ -192,7 +182,6 @@ class SparseSum:
         communicator: Communicator,
         *,
         divisor: int = 1,
-        channel: int = 0,
     ) -> None:
         self._like = like.detach()
         self._counts, self._places = entries
@@ -210,7 +199,7 @@ class SparseSum:
             values[: mine._nnz()] = own if divisor == 1 else own / divisor
         row = joined(indices.view(-1), values.view(-1))
         self._rows = row.new_empty(self._size * row.numel())
-        self.work = communicator.all_gather(self._rows, row, channel=channel)
+        self.work = communicator.all_gather(self._rows, row)
 
     def result(self) -> torch.Tensor | None:
         """The sum, coalesced; None if no rank has a tensor. The work must have ended."""

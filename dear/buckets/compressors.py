@@ -12,9 +12,6 @@ from dear.errors import UserError, unknown
 from dear.lazy import torch
 from dear.options import Options, at_least, only_with, option_of
 
-Half = Literal["none", "fp16", "bf16"]
-Compression = Literal["none", "fp16", "bf16", "topk", "eftopk", "gaussian", "signum", "efsignum"]
-
 SPARSE = ("topk", "eftopk", "gaussian")
 """Some elements travel, with their places."""
 SIGNS = ("signum", "efsignum")
@@ -34,17 +31,43 @@ WARM_UP_FROM = 0.25
 class HalfOptions(Options):
     """For algorithms that can only make each element smaller."""
 
-    compression: Half = "none"
+    compression: Literal["none", "fp16", "bf16"] = "none"
     """`fp16`, `bf16`: gradients travel in 16 bits per element, divided by the number of ranks
     before the sum, so that fp16 overflows no sooner than the gradient itself; everything else stays
     in its own type."""
 
+    def refuse(self, params: Sequence[torch.nn.Parameter]) -> None:
+        for param in params if self.compression != "none" else ():
+            if not param.is_floating_point():
+                raise UserError(
+                    f"{option_of(self, 'compression')}={self.compression!r} is for real "
+                    f"floating-point gradients; a parameter of shape {tuple(param.shape)} is "
+                    f"{param.dtype}"
+                )
+
+    @property
+    def wire(self) -> torch.dtype | None:
+        """The type in which gradients travel, None if it is their own."""
+        name = {"fp16": "float16", "bf16": "bfloat16"}.get(self.compression)
+        return getattr(torch, name) if name else None
+
+    @property
+    def gathers(self) -> bool:
+        """True if ranks gather each other's payloads, which no reduction can add up."""
+        return self.compression in SPARSE + SIGNS
+
+    def share(self, element_size: int) -> float:
+        """Bytes that a rank sends per byte of gradients with elements of `element_size` bytes."""
+        return self.wire.itemsize / element_size if self.wire else 1.0
+
 
 @dataclass(frozen=True, kw_only=True)
-class CompressedOptions(Options):
+class CompressedOptions(HalfOptions):
     """For algorithms that can carry everything."""
 
-    compression: Compression = "none"
+    compression: Literal[
+        "none", "fp16", "bf16", "topk", "eftopk", "gaussian", "signum", "efsignum"
+    ] = "none"
     """`fp16`, `bf16`: gradients travel in 16 bits per element. `topk`: the elements of largest
     magnitude. `eftopk`: the same, and the rest is added to the next gradient. `gaussian`: as
     `eftopk`, found faster, as if elements were normally distributed. `signum`: signs, by majority
@@ -77,45 +100,15 @@ class CompressedOptions(Options):
             return self.density
         return WARM_UP_FROM * (self.density / WARM_UP_FROM) ** (step / self.density_warmup_steps)
 
-    @property
-    def gathers(self) -> bool:
-        """True if ranks gather each other's payloads, which no reduction can add up."""
-        return self.compression in SPARSE + SIGNS
-
-
-def share_of(options: HalfOptions | CompressedOptions, element_size: int) -> float:
-    """Bytes that a rank sends per byte of gradients with elements of `element_size` bytes."""
-    if options.compression in SPARSE:
-        return options.density * (1 + PLACE_BYTES / element_size)
-    if options.compression in SIGNS:
-        return 1 / (8 * element_size)
-    wire = wire_dtype(options.compression)
-    return wire.itemsize / element_size if wire else 1.0
-
-
-def wire_name(compression: str) -> str | None:
-    """Name of the torch type in which gradients travel, None if it is their own."""
-    return {"fp16": "float16", "bf16": "bfloat16"}.get(compression)
-
-
-def wire_dtype(compression: str) -> torch.dtype | None:
-    """The torch type in which gradients travel, None if it is their own."""
-    name = wire_name(compression)
-    return getattr(torch, name) if name else None
-
-
-def refuse_types(params: Sequence[torch.nn.Parameter], options: Any) -> None:
-    """Raises `UserError` if a parameter is of a type that `options.compression` cannot carry."""
-    for param in params if options.compression != "none" else ():
-        if not param.is_floating_point():
-            raise UserError(
-                f"{option_of(options, 'compression')}={options.compression!r} is for real "
-                f"floating-point gradients; a parameter of shape {tuple(param.shape)} is "
-                f"{param.dtype}"
-            )
+    def share(self, element_size: int) -> float:
+        if self.compression in SPARSE:
+            return self.density * (1 + PLACE_BYTES / element_size)
+        return 1 / (8 * element_size) if self.compression in SIGNS else super().share(element_size)
 
 
 _ROUNDS = 3
+ALIGNMENT = 8
+"""Parts start at multiples of so many bytes, so that they can be viewed as any type."""
 
 
 class Compressor(ABC):
@@ -192,15 +185,9 @@ class TopK(Compressor):
     """
 
     def __init__(
-        self,
-        numel: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        density: Callable[[int], float],
-        *,
-        error_feedback: bool,
+        self, numel: int, dtype: Any, device: Any, density: Callable[[int], float], **feedback: bool
     ) -> None:
-        super().__init__(numel, dtype, device, error_feedback=error_feedback)
+        super().__init__(numel, dtype, device, **feedback)
         self._density = density
         self._index_dtype = torch.int32 if numel < 2**31 else torch.int64
 
@@ -324,24 +311,21 @@ def make_compressor(
     options: CompressedOptions, numel: int, dtype: torch.dtype, device: torch.device
 ) -> Compressor:
     """A compressor for one buffer; raises `UserError` if none has the name in `options`."""
-    feedback = options.compression in ERROR_FEEDBACK
-    if options.compression in ("topk", "eftopk"):
-        return TopK(numel, dtype, device, options.density_at, error_feedback=feedback)
-    if options.compression == "gaussian":
-        return Gaussian(numel, dtype, device, options.density_at, error_feedback=feedback)
-    kinds = {"signum": Signum, "efsignum": EfSignum}
-    if options.compression not in kinds:
-        raise unknown("compressor", options.compression, ["topk", "eftopk", "gaussian", *kinds])
-    return kinds[options.compression](numel, dtype, device, error_feedback=feedback)
-
-
-ALIGNMENT = 8
-"""Parts start at multiples of so many bytes, so that they can be viewed as any type."""
+    name, feedback = options.compression, options.compression in ERROR_FEEDBACK
+    kinds = {"topk": TopK, "eftopk": TopK, "gaussian": Gaussian}
+    if name in kinds:
+        return kinds[name](numel, dtype, device, options.density_at, error_feedback=feedback)
+    plain = {"signum": Signum, "efsignum": EfSignum}
+    if name not in plain:
+        raise unknown("compressor", name, [*kinds, *plain])
+    return plain[name](numel, dtype, device, error_feedback=feedback)
 
 
 def joined(*parts: torch.Tensor) -> torch.Tensor:
     """The bytes of 1-D tensors one after another, each padded to a multiple of 8."""
-    return torch.cat([_padded(part.view(torch.uint8)) for part in parts])
+    pad = torch.nn.functional.pad
+    whole = [part.view(torch.uint8) for part in parts]
+    return torch.cat([pad(part, (0, -part.numel() % ALIGNMENT)) for part in whole])
 
 
 def split(payload: torch.Tensor, *parts: tuple[int | None, torch.dtype]) -> list[torch.Tensor]:
@@ -374,7 +358,3 @@ def unpack_signs(packed: torch.Tensor, numel: int) -> torch.Tensor:
     shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
     bits = (packed.view(-1, 1) >> shifts) & 1
     return bits.view(-1)[:numel].to(torch.int8).mul_(2).sub_(1)
-
-
-def _padded(data: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.pad(data, (0, -data.numel() % ALIGNMENT))

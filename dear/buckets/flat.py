@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from dear.comm.communicator import Communicator, buffer, padded
 from dear.errors import UserError
@@ -148,7 +148,13 @@ class Bucket:
 
     def refuse_changed(self) -> None:
         """Raises `UserError` if a gradient has changed since `note`."""
-        refuse_changed(self.changed())
+        param = self.changed()
+        if param is not None:
+            raise UserError(
+                f"the gradient of a parameter of shape {tuple(param.shape)} was changed between "
+                "backward() and step(); call optimizer.synchronize() before clipping or unscaling, "
+                "so that the change applies to the averaged gradient"
+            )
 
     def scaled_in_place(self) -> bool:
         """True if a gradient's values are not those at `note`; waits for the device.
@@ -245,14 +251,18 @@ def shaped(flat: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Tensor:
     return piece.view(like.shape)
 
 
-def refuse_changed(param: torch.nn.Parameter | None) -> None:
-    """Raises `UserError` if there is one: the parameter whose gradient has been changed."""
-    if param is not None:
-        raise UserError(
-            f"the gradient of a parameter of shape {tuple(param.shape)} was changed between "
-            "backward() and step(); call optimizer.synchronize() before clipping or unscaling, so "
-            "that the change applies to the averaged gradient"
-        )
+def with_gradients(
+    gradients: Mapping[torch.nn.Parameter, torch.Tensor | None], update: Callable[[], Any]
+) -> Any:
+    """`update()` while each `p.grad` is what `gradients` says."""
+    kept = {param: param.grad for param in gradients}
+    try:
+        for param, gradient in gradients.items():
+            param.grad = gradient
+        return update()
+    finally:
+        for param, gradient in kept.items():
+            param.grad = gradient
 
 
 def flatten(
@@ -265,19 +275,13 @@ def flatten(
     """
     result: list[Bucket] = []
     waiting: list[Sequence[torch.nn.Parameter]] = []
-
-    def lay_out_waiting() -> None:
-        result.extend(_lay_out(waiting, communicator, values))
-        waiting.clear()
-        _give_back()
-
-    for params in groups:
-        if waiting and _kind(waiting[0][0]) != _kind(params[0]):
-            lay_out_waiting()
+    for params, following in zip(groups, [*groups[1:], None], strict=True):
         waiting.append(params)
-        if sum(param.nbytes for group in waiting for param in group) >= ARENA_BYTES:
-            lay_out_waiting()
-    lay_out_waiting()
+        large = sum(param.nbytes for group in waiting for param in group) >= ARENA_BYTES
+        if large or following is None or _kind(following[0]) != _kind(params[0]):
+            result += _lay_out(waiting, communicator, values)
+            waiting.clear()
+            _give_back()
     return result
 
 
@@ -340,12 +344,10 @@ def value_bucket(
 def _lay_out(
     groups: Sequence[Sequence[torch.nn.Parameter]], communicator: Communicator, values: bool
 ) -> list[Bucket]:
-    if not groups:
-        return []
-    step = max(1, ALIGNMENT_BYTES // groups[0][0].element_size())
+    like = groups[0][0]
+    step = max(1, ALIGNMENT_BYTES // like.element_size())
     sizes = [padded(sum(p.numel() for p in group), communicator.size) for group in groups]
     room = [padded(size, step) for size in sizes]
-    like = groups[0][0]
     total = max(1, sum(room))
     gradients = buffer(like, total, communicator)
     data = buffer(like, total, communicator) if values else None

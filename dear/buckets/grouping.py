@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from dear.comm.communicator import Communicator
@@ -227,16 +228,10 @@ def fuse(
     units: Sequence[Sequence[torch.nn.Parameter]], threshold: float
 ) -> list[list[torch.nn.Parameter]]:
     """Joins neighbouring units below `threshold` bytes; dtypes and devices are never mixed."""
-    runs: list[list[list[torch.nn.Parameter]]] = []
-    kind = None
-    for unit in units:
-        for same in _by_kind(unit):
-            if (same[0].dtype, same[0].device) != kind:
-                kind = (same[0].dtype, same[0].device)
-                runs.append([])
-            runs[-1].append(same)
+    alike = (same for unit in units for same in _split(unit).values())
     groups = []
-    for run in runs:
+    for _, neighbours in groupby(alike, key=lambda same: _kind(same[0])):
+        run = list(neighbours)
         sizes = [sum(param.nbytes for param in unit) for unit in run]
         for members in by_threshold(sizes, threshold):
             groups.append([param for index in members for param in run[index]])
@@ -278,10 +273,7 @@ def group(
     units = [[param] for param in params] if options.fusion == "none" else layers(model, params)
     kinds: dict[tuple, list[list[torch.nn.Parameter]]] = {}
     for unit in units:
-        split: dict[tuple, list[torch.nn.Parameter]] = {}
-        for param in unit:
-            split.setdefault((param.device, param.dtype, param in arrival), []).append(param)
-        for kind, alike in split.items():
+        for kind, alike in _split(unit, lambda param: (*_kind(param), param in arrival)).items():
             kinds.setdefault(kind, []).append(alike)
     groups = []
     for (*_, arrived), same in kinds.items():
@@ -348,7 +340,7 @@ def ready_groups(
     arrived = [params[i] for i in order.arrivals if params[i] in wanted]
     never = [param for param in dense if param not in waits]
     groups = []
-    for same in [*_by_kind(arrived), *_by_kind(never)]:
+    for same in [*_split(arrived).values(), *_split(never).values()]:
         for cycle in _cycles(same, [waits.get(param, 0.0) for param in same], cycle_s):
             sizes = [param.nbytes for param in cycle]
             groups += [[cycle[i] for i in group] for group in by_buffer(sizes, buffer_bytes)]
@@ -366,8 +358,14 @@ def _cycles(
     return [[params[last - i] for i in reversed(cycle)] for cycle in reversed(cycles)]
 
 
-def _by_kind(params: Sequence[torch.nn.Parameter]) -> list[list[torch.nn.Parameter]]:
+def _kind(param: torch.nn.Parameter) -> tuple:
+    return param.dtype, param.device
+
+
+def _split(
+    params: Sequence[torch.nn.Parameter], kind: Callable[[torch.nn.Parameter], tuple] = _kind
+) -> dict[tuple, list[torch.nn.Parameter]]:
     kinds: dict[tuple, list[torch.nn.Parameter]] = {}
     for param in params:
-        kinds.setdefault((param.dtype, param.device), []).append(param)
-    return list(kinds.values())
+        kinds.setdefault(kind(param), []).append(param)
+    return kinds

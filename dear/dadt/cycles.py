@@ -185,7 +185,9 @@ class Execution:
             if device.type != "cuda":
                 yield
                 return
-            stream = self._streams.setdefault(device, torch.cuda.Stream(device))
+            if device not in self._streams:
+                self._streams[device] = torch.cuda.Stream(device)
+            stream = self._streams[device]
             with torch.cuda.device(device), torch.cuda.stream(stream):
                 for request in group:
                     stream.wait_event(request.written)

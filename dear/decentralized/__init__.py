@@ -26,7 +26,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from dear.algorithms.decentralized.decentralized import GroupEngine
 from dear.buckets.flat import Bucket
 from dear.comm import runtime
-from dear.comm.communicator import Communicator
 from dear.comm.neighbors import GlobalAverage
 from dear.decentralized.optim import (  # noqa: F401 - names for users, as Edge is
     AccumAdam,
@@ -41,6 +40,8 @@ from dear.errors import UserError
 from dear.optimizer import broadcast_parameters
 from dear.options import at_least, positive
 from dear.topology.schedules import Edge, Topology, TopologyReg  # noqa: F401
+from dear.training.engine import Replica
+from dear.training.parameters import LocalOptions
 
 OptimFn = Callable[[list[tuple[str, torch.Tensor]]], Optimizer]
 SchedulerFn = Callable[[Optimizer], LRScheduler]
@@ -57,8 +58,7 @@ class _Engine(GroupEngine):
 
     def __init__(
         self,
-        model: Module,
-        communicator: Communicator,
+        replica: Replica,
         topology: Topology,
         average: GlobalAverage,
         *,
@@ -66,11 +66,11 @@ class _Engine(GroupEngine):
         lr_scheduler_fn: SchedulerFn | None,
         scaler: torch.amp.GradScaler | None,
         clip_norm: float,
-        **options: Any,
+        views: bool,
     ) -> None:
         at_least("grad_clip_norm", clip_norm, 0)
-        super().__init__(model, None, communicator, topology, **options)
-        self._names = {param: name for name, param in model.named_parameters()}
+        super().__init__(replica, topology, views=views)
+        self._names = {param: name for name, param in self.model.named_parameters()}
         self._average = average
         self._optim_fn = optim_fn
         self._lr_scheduler_fn = lr_scheduler_fn
@@ -245,8 +245,7 @@ class DecentralizedDataParallel(Module):
         averaged += list(model.buffers()) if sync_buffer_in_global_avg else []
         self._average = GlobalAverage(communicator, averaged)
         self._engine = _Engine(
-            model,
-            communicator,
+            Replica(model, None, communicator, LocalOptions(bucket_mb=bucket_size_in_mb)),
             TopologyReg.make(
                 topology,
                 world_size=communicator.size,
@@ -259,7 +258,6 @@ class DecentralizedDataParallel(Module):
             scaler=scaler,
             clip_norm=grad_clip_norm,
             views=param_as_bucket_view,
-            bucket_mb=bucket_size_in_mb,
         )
         broadcast_parameters(model.state_dict())
         self._accumulating = contextlib.ExitStack()

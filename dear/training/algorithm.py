@@ -17,9 +17,10 @@ from typing import Any, ClassVar, Literal
 
 from dear.comm.communicator import Communicator
 from dear.cost.bounds import Bound, Traffic
-from dear.errors import unknown
+from dear.errors import Unavailable, unknown
 from dear.lazy import torch
 from dear.options import Options, build_options
+from dear.training.engine import Engine, Replica, distribute
 
 FOLDER = Path(__file__).parents[1] / "algorithms"
 
@@ -66,7 +67,18 @@ class Algorithm(ABC):
         """Why the algorithm cannot run in this installation (no torch import), or None."""
         return None
 
+    def refuse(self, replica: Replica) -> None:
+        """Raises `UserError` for a model or optimizer that the algorithm cannot train."""
+        return
+
+    def alone(self, options: Any) -> bool:
+        """Whether the engine has something to do in a world of one; else training stays plain."""
+        return False
+
     @abstractmethod
+    def engine(self, replica: Replica) -> Engine:
+        """What hooks into the training loop of `replica`: an engine, with moments overridden."""
+
     def wrap(
         self,
         model: torch.nn.Module,
@@ -82,9 +94,18 @@ class Algorithm(ABC):
         removed). Replicas must start equal: see `dear.broadcast_parameters`.
 
         Raises:
-            UserError: the model or optimizer is of a kind that the algorithm cannot train.
+            UserError: the model or optimizer is of a kind that the algorithm cannot train, holds
+                nothing to train, or is distributed already.
             Unavailable: a library that the algorithm stands on is missing.
         """
+        missing = self.unavailable()
+        if missing:
+            raise Unavailable(missing)
+        replica = Replica(model, optimizer, communicator, options)
+        self.refuse(replica)
+        options.refuse(replica.params)
+        make = self.engine if communicator.size > 1 or self.alone(options) else Engine
+        return model, distribute(optimizer, make(replica))
 
 
 def _modules() -> dict[str, str]:

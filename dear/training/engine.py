@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any
 
 from dear.comm.communicator import Communicator
@@ -24,16 +25,39 @@ from dear.lazy import torch
 from dear.training.hooks import Hooks
 
 
+@dataclass
+class Replica:
+    """What one rank trains, and its way to the others."""
+
+    model: torch.nn.Module
+    optimizer: Any
+    """None: the owner of the engine updates."""
+    communicator: Communicator
+    options: Any
+    """Of the algorithm."""
+    params: list[torch.nn.Parameter] = field(init=False)
+    """Those that the optimizer updates and that need a gradient, in the model's order."""
+
+    def __post_init__(self) -> None:
+        self.params = _trained(self.model, self.optimizer)
+
+
 class Engine:
     """What an algorithm does at the moments when the training loop touches its optimizer.
 
     As it stands it is the engine of a world of one: the plain optimizer, without hooks.
     """
 
-    def __init__(self, model: torch.nn.Module, communicator: Communicator) -> None:
-        self.model = model
-        self.communicator = communicator
+    def __init__(self, replica: Replica) -> None:
+        self.model, self.params = replica.model, replica.params
+        self.optimizer, self.options = replica.optimizer, replica.options
+        self.communicator = replica.communicator
         self.hooks = Hooks()
+
+    @property
+    def held(self) -> list[torch.nn.Parameter]:
+        """All parameters of the optimizer, in the order of its groups."""
+        return _held(self.optimizer)
 
     def step(self, update: Callable[[], Any]) -> Any:
         """Brings gradients together and calls `update`, the optimizer's own step, or defers it."""
@@ -70,7 +94,16 @@ class Engine:
     def state_dict(self, plain: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """What `plain`, the optimizer's own, returns when its state is whole and current."""
         self.settle()
-        return plain()
+        kept = self.optimizer.state
+        self.optimizer.state = self.whole_state()
+        try:
+            return plain()
+        finally:
+            self.optimizer.state = kept
+
+    def whole_state(self) -> dict[torch.nn.Parameter, Any]:
+        """The optimizer's state as plain training would have it, where ranks keep parts of it."""
+        return self.optimizer.state
 
     def load_state_dict(self, plain: Callable[[], None]) -> None:
         """Lets `plain`, the optimizer's own, take in a state."""
@@ -144,8 +177,7 @@ class _Distributed:
         Returns:
             The norm before, on all ranks.
         """
-        params = [param for group in self.param_groups for param in group["params"]]
-        return self._engine.clip_grad_norm(params, max_norm, norm_type)
+        return self._engine.clip_grad_norm(_held(self), max_norm, norm_type)
 
     def statistics(self) -> dict[str, Any]:
         """What the algorithm has counted so far on this rank, by name (JSON); `{}` if nothing."""
@@ -192,23 +224,12 @@ class _Distributed:
         )
 
 
-def distribute(
-    optimizer: torch.optim.Optimizer,
-    engine: Engine | Callable[[], Engine],
-    communicator: Communicator | None = None,
-) -> torch.optim.Optimizer:
+def distribute(optimizer: torch.optim.Optimizer, engine: Engine) -> torch.optim.Optimizer:
     """Puts `engine` between `optimizer` and its caller and returns the same object.
 
     Identity is kept, so that schedulers, scalers and loggers made before keep working. The class
     becomes a subclass of the optimizer's own.
-
-    Args:
-        engine: one for any world, or what makes it for a `communicator` of several ranks: with one
-            rank the algorithm has nothing to do, and the optimizer stays the plain one but for the
-            methods that it gets.
     """
-    if not isinstance(engine, Engine):
-        engine = engine() if communicator.size > 1 else Engine(None, communicator)
     plain = type(optimizer)
     name = f"Distributed{plain.__name__}"
     _change_class(optimizer, type(name, (_Distributed, plain), {"__doc__": plain.__doc__}))
@@ -252,10 +273,9 @@ class GradScaling:
             return None
         asked = optimizer.found_inf, optimizer.grad_scale
         if optimizer.grad_scale is not None:
-            for group in optimizer.param_groups:
-                for param in group["params"]:
-                    if param.grad is not None:
-                        param.grad.div_(optimizer.grad_scale)
+            for param in _held(optimizer):
+                if param.grad is not None:
+                    param.grad.div_(optimizer.grad_scale)
         optimizer.found_inf = optimizer.grad_scale = None  # done; the optimizer cannot take them
         try:
             return update()
@@ -283,15 +303,11 @@ def _change_class(optimizer: Any, to: type) -> None:
     optimizer.step = step
 
 
-def trained_parameters(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer
+def _trained(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer | None
 ) -> list[torch.nn.Parameter]:
-    """The parameters that the optimizer updates and that need a gradient, in the model's order.
-
-    Raises:
-        UserError: the optimizer holds a trainable parameter that the model does not have, there is
-            nothing to train, or the optimizer is distributed already.
-    """
+    if optimizer is None:
+        return [param for param in model.parameters() if param.requires_grad]
     if isinstance(optimizer, _Distributed):
         raise UserError("this optimizer is distributed already; close() it first")
     wanted = set(_trainable(optimizer))
@@ -315,16 +331,18 @@ def refuse_lbfgs(optimizer: torch.optim.Optimizer, what: str) -> None:
         )
 
 
+def _held(optimizer: Any) -> list[torch.nn.Parameter]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
 def _trainable(optimizer: Any) -> list[torch.nn.Parameter]:
-    held = [param for group in optimizer.param_groups for param in group["params"]]
-    return [param for param in held if param.requires_grad]
+    return [param for param in _held(optimizer) if param.requires_grad]
 
 
 def _check_all_managed(optimizer: Any) -> None:
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            if param.grad is not None and param not in optimizer._managed:
-                raise UserError(
-                    f"a parameter of shape {tuple(param.shape)} was frozen when the optimizer was "
-                    "distributed and has a gradient now; close() and wrap again after unfreezing"
-                )
+    for param in _held(optimizer):
+        if param.grad is not None and param not in optimizer._managed:
+            raise UserError(
+                f"a parameter of shape {tuple(param.shape)} was frozen when the optimizer was "
+                "distributed and has a gradient now; close() and wrap again after unfreezing"
+            )

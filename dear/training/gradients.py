@@ -22,18 +22,8 @@ from dear.buckets.flat import Bucket
 from dear.comm.communicator import Communicator
 from dear.errors import UserError
 from dear.lazy import torch
-from dear.training.engine import Engine, GradScaling
+from dear.training.engine import Engine, GradScaling, Replica
 from dear.training.hooks import Hooks, ReaderMap, at_end_of_backward
-
-
-class _Slot:
-    """A parameter's unit, and the last pass in which its gradient arrived."""
-
-    __slots__ = ("seen", "unit")
-
-    def __init__(self, unit: int) -> None:
-        self.unit = unit
-        self.seen = 0
 
 
 class BackwardSchedule:
@@ -77,13 +67,14 @@ class BackwardSchedule:
         """Units as they are launched, on all ranks."""
         self._learnt = not learn
         self._in_pass = False
-        self._number = 0
+        self._seen: set[torch.nn.Parameter] = set()
+        """Whose gradients have arrived in this pass."""
         self._paused = False
         self.passed = False
         """True if a pass has ended since `restart`."""
         self.unsent = False
         """True if gradients have been added under `paused` since the last pass."""
-        hooks.on_gradient(self._slots, self._on_gradient)
+        hooks.on_gradient(self._unit_of, self._on_gradient)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -120,13 +111,13 @@ class BackwardSchedule:
 
     def _set_units(self, units: Sequence[Sequence[torch.nn.Parameter]]) -> None:
         self._units = units
-        self._slots = {param: _Slot(i) for i, unit in enumerate(units) for param in unit}
+        self._unit_of = {param: i for i, unit in enumerate(units) for param in unit}
 
     def _begin(self) -> None:
         self._in_pass = True
         self.unsent = False
         self._next = 0
-        self._number += 1
+        self._seen.clear()
         self._missing = [len(unit) for unit in self._units]
         self._completed: list[int] = []
 
@@ -144,16 +135,15 @@ class BackwardSchedule:
         if not self._in_pass:
             self._begin()
             at_end_of_backward(self._end)
-        slot = self._slots[param]
-        if slot.seen == self._number:
+        if param in self._seen:
             self._in_pass = False
             raise UserError(
                 f"a parameter of shape {tuple(param.shape)} got its gradient twice in one backward "
                 "pass (reentrant checkpointing?); use torch.utils.checkpoint with "
                 "use_reentrant=False"
             )
-        slot.seen = self._number
-        unit = slot.unit
+        self._seen.add(param)
+        unit = self._unit_of[param]
         self._missing[unit] -= 1
         if self._missing[unit] == 0:
             self._completed.append(unit)
@@ -194,18 +184,17 @@ class GradientEngine(Engine):
 
     def __init__(
         self,
-        model: torch.nn.Module,
-        communicator: Communicator,
+        replica: Replica,
         units: Sequence[Sequence[torch.nn.Parameter]],
         *,
         learn: bool = False,
         sparse: bool = False,
     ) -> None:
-        super().__init__(model, communicator)
+        super().__init__(replica)
         self.schedule = BackwardSchedule(
             self.hooks,
             units,
-            communicator,
+            self.communicator,
             launch=self.ready,
             finish=self.passed,
             arrived=self.arrived,
@@ -264,32 +253,19 @@ class DeferredEngine(GradientEngine):
 
     Until then `p.grad` is this rank's own gradient, which nobody may change unnoticed: `buckets`
     watch. After `synchronize()` gradients are means, and final.
-
-    Args:
-        params: all that `units` hold, of `optimizer`.
     """
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
-        communicator: Communicator,
-        params: Sequence[torch.nn.Parameter],
-        units: Sequence[Sequence[torch.nn.Parameter]],
-        **schedule: bool,
-    ) -> None:
-        self.optimizer: Any = optimizer
-        self.params = list(params)
-        self.buckets: Sequence[Bucket] = [Bucket(params)]
+    def __init__(self, replica: Replica, units: Sequence[Sequence[torch.nn.Parameter]]) -> None:
+        self.buckets: Sequence[Bucket] = [Bucket(replica.params)]
         """What watches the gradients: at first one without flat memory."""
         self.averaged = False
         """`p.grad` are the means."""
         self.pending: set[int] = set()
         """What `finish` must still be called for."""
-        self.readers = ReaderMap(model, params)
-        super().__init__(model, communicator, units, **schedule)
-        self.scaling = GradScaling(optimizer)
-        self.hooks.before_state_dict(model, self.settle)
+        self.readers = ReaderMap(replica.model, replica.params)
+        super().__init__(replica, units)
+        self.scaling = GradScaling(self.optimizer)
+        self.hooks.before_state_dict(self.model, self.settle)
 
     def complete_pass(self) -> None:
         """Every transfer is under way afterwards."""
@@ -319,7 +295,7 @@ class DeferredEngine(GradientEngine):
             self.complete_pass()
             self.schedule.restart()
             self.settle()
-            self.refuse_changed()
+            self.refuse_touched(waiting=False)
             result = self.apply(update)
         for bucket in self.buckets:
             bucket.forget()
@@ -345,8 +321,7 @@ class DeferredEngine(GradientEngine):
         super().synchronize()
         if self.schedule.passed and not self.averaged:
             self.complete_pass()
-            self.refuse_scaled()
-            self.refuse_changed()
+            self.refuse_touched()
             self.arrive()
             self.averaged = True
 
@@ -359,13 +334,14 @@ class DeferredEngine(GradientEngine):
         self.readers.freeze()
         self.scaling.close()
 
-    def refuse_scaled(self) -> None:
-        """Raises `UserError` if a GradScaler has been at gradients that are no means yet."""
-        if any(bucket.scaled_in_place() for bucket in self.buckets):
-            self.scaling.refuse_early_unscaling()
+    def refuse_touched(self, waiting: bool = True) -> None:
+        """Raises `UserError` if gradients are not those that have been sent.
 
-    def refuse_changed(self) -> None:
-        """Raises `UserError` if gradients are not those that have been sent."""
+        Args:
+            waiting: also if a GradScaler has been at them, which waits for the device to see.
+        """
+        if waiting and any(bucket.scaled_in_place() for bucket in self.buckets):
+            self.scaling.refuse_early_unscaling()
         for bucket in self.buckets:
             bucket.refuse_changed()
 

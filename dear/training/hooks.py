@@ -22,10 +22,7 @@ class _ModuleHook:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._call(*args, **kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
-        return _nothing
-
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> Any:  # for deepcopy, too
         return _return_nothing, ()
 
 
@@ -151,18 +148,14 @@ class ReaderMap:
         self._running.clear()
         self._stop_watching()
 
-    def called(self, module: torch.nn.Module) -> None:
-        """Notes that `module` runs; a module first called later narrows what others stand for."""
-        if module not in self._called:
-            self._called.add(module)
-            self._map = None
-
     def due(self, module: torch.nn.Module, pending: set[int]) -> list[int]:
         """Which of the `pending` groups must be current before `module` runs, which it is about to.
 
         In an evaluation it is all of them: that may read parameters where training never does.
         """
-        self.called(module)
+        if module not in self._called:  # then others stand for less
+            self._called.add(module)
+            self._map = None
         training = self._model.training and torch.is_grad_enabled()
         return sorted(self.groups_of(module) & pending if training else pending)
 

@@ -6,16 +6,13 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from dear.buckets.flat import Bucket
-from dear.comm.communicator import Communicator
 from dear.comm.neighbors import Round, timed
 from dear.comm.peers import Peers
 from dear.comm.windows import NeighborWindow
-from dear.cost.bounds import Bound, Traffic
-from dear.lazy import nx, torch
-from dear.options import at_least, option_of
-from dear.training.algorithm import Algorithm
-from dear.training.engine import distribute
-from dear.training.parameters import GraphOptions, Order, ParameterEngine
+from dear.cost.bounds import Bound
+from dear.lazy import nx
+from dear.training.engine import Replica
+from dear.training.parameters import GraphAlgorithm, GraphOptions, ParameterEngine
 
 
 class WindowEngine(ParameterEngine):
@@ -26,39 +23,26 @@ class WindowEngine(ParameterEngine):
     to the same neighbour is still under way is left out: the next one carries newer values.
 
     Args:
-        graph: who sends to whom, with weights.
-        barrier: wait for everybody's messages in each step, which makes the schedule that of a
-            synchronous method.
-        settings: as of `ParameterEngine`.
+        graph: who sends to whom, with weights; None: as the options say.
     """
 
-    order: Order = "combine-then-adapt"
     sends_in_place = False
     weighted: ClassVar[bool] = False
     """True if windows carry push-sum weights; then slots start empty."""
     apart: ClassVar[bool] = False
     """True if training goes on when a neighbour has died."""
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
-        communicator: Communicator,
-        graph: nx.DiGraph,
-        *,
-        barrier: bool = False,
-        **settings: Any,
-    ) -> None:
-        self.part = Round.of(graph, communicator.rank)
+    def __init__(self, replica: Replica, graph: nx.DiGraph | None = None) -> None:
+        communicator = replica.communicator
+        self._graph = replica.options.graph(communicator) if graph is None else graph
+        self.part = Round.of(self._graph, communicator.rank)
         self.windows: dict[Bucket, NeighborWindow] = {}
-        self._barrier = barrier
         self._refill = True
-        self._graph = graph
-        super().__init__(model, optimizer, communicator, order=self.order, **settings)
+        super().__init__(replica)
 
     def waits(self) -> bool:
         """Whether exchanges wait for all ranks."""
-        return self._barrier
+        return self.options.barrier
 
     def put_weights(self) -> dict[int, float]:
         """Target -> factor of what is put there."""
@@ -148,43 +132,16 @@ class WindowOptions(GraphOptions):
     every: int = 1
     """Exchanges in each so many steps only, the last of them."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        at_least(option_of(self, "every"), self.every, 1)
-
     def in_step(self) -> bool:
         return self.barrier
 
 
-class WindowAlgorithm(Algorithm):
-    """Base: trains with `engine`."""
+class WindowAlgorithm(GraphAlgorithm):
+    """Base: over windows, with `WindowOptions`."""
 
-    engine: ClassVar[type[WindowEngine]]
     barrier_bound: ClassVar[Bound]
     """As `bound`, where all ranks wait for each other."""
 
     @classmethod
     def bound_of(cls, options: WindowOptions) -> Bound | None:
         return cls.barrier_bound if options.barrier else cls.bound
-
-    @classmethod
-    def traffic(cls, options: WindowOptions, world_size: int, local_size: int) -> Traffic:
-        return options.along_graph(world_size).every(options.every)
-
-    def wrap(
-        self,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
-        communicator: Communicator,
-        options: WindowOptions,
-    ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-        engine = self.engine(
-            model,
-            optimizer,
-            communicator,
-            options.graph(communicator),
-            bucket_mb=options.bucket_mb,
-            barrier=options.barrier,
-            every=options.every,
-        )
-        return model, distribute(optimizer, engine)

@@ -11,13 +11,14 @@ from dear.buckets.flat import Bucket, value_bucket
 from dear.buckets.grouping import MIB, fuse, layers
 from dear.buckets.updates import PartialUpdate
 from dear.comm.communicator import Communicator
-from dear.comm.neighbors import Round
+from dear.comm.neighbors import Exchange, Round
 from dear.cost.bounds import Traffic
 from dear.errors import UserError, unknown
 from dear.lazy import torch
-from dear.options import Options, option_of, positive
+from dear.options import Options, at_least, option_of, positive
 from dear.topology import TOPOLOGIES, Name, check_graph, graph, nx
-from dear.training.engine import Engine, GradScaling, refuse_lbfgs, trained_parameters
+from dear.training.algorithm import Algorithm
+from dear.training.engine import Engine, GradScaling, Replica, refuse_lbfgs
 from dear.training.gradients import BackwardSchedule
 from dear.training.hooks import ReaderMap
 
@@ -79,16 +80,15 @@ class ParameterEngine(Engine):
         release()          lets go of what communicates
 
     Args:
-        optimizer: None: the owner updates, in `ready`.
-        bucket_mb: buckets have about so many MiB; overlapped, they stay below it.
-        exchange: `Exchange`, `Machines` or what else starts a round as they do.
-        rounds: number of a round -> this rank's part in it.
-        every: only each so many steps averages, the last of them; the others are local.
-        update: where buckets are updated whose averages are overlapped.
+        replica: without an optimizer the owner updates, in `ready`. The options are `LocalOptions`.
+        rounds: number of a round -> this rank's part in it; for those that average over a graph.
+        exchange: what starts these rounds, as `Exchange` does; None: an `Exchange`.
 
     Raises:
-        UserError: nothing is to be trained, or the optimizer cannot be stepped like this.
+        UserError: the optimizer cannot be stepped like this.
     """
+
+    order: Order = "combine-then-adapt"
 
     takes_scaler: ClassVar[bool] = True
     """False where sums of gradients are kept, which single ranks that skip steps would break."""
@@ -97,28 +97,18 @@ class ParameterEngine(Engine):
 
     def __init__(
         self,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer | None,
-        communicator: Communicator,
-        *,
-        order: Order,
-        bucket_mb: float,
-        exchange: Any = None,
+        replica: Replica,
         rounds: Rounds | None = None,
-        every: int = 1,
-        update: UpdateIn = "backward",
+        exchange: Any = None,
+        order: Order | None = None,
     ) -> None:
-        if optimizer is None:
-            params = [param for param in model.parameters() if param.requires_grad]
-        else:
-            params = trained_parameters(model, optimizer)
-            refuse_lbfgs(optimizer, "averaging parameters step by step")
-        super().__init__(model, communicator)
-        self.optimizer: Any = optimizer
-        self.order = order
-        self.exchange = exchange
+        super().__init__(replica)
+        refuse_lbfgs(self.optimizer, "averaging parameters step by step")
+        self.order = order or self.order
         self.rounds = rounds
-        self.every = every
+        if rounds is not None and exchange is None:
+            exchange = Exchange(self.communicator, STREAMS)
+        self.exchange = exchange
         self.steps = 0
         """Steps so far, where averages are overlapped with the present one; schedules go by it."""
         self.buckets: list[Bucket] = []
@@ -127,20 +117,20 @@ class ParameterEngine(Engine):
         self.unmixed: set[int] = set()
         """Buckets that are shared and not mixed yet, where averages are not overlapped."""
         self._schedule: BackwardSchedule | None = None
-        if order == "overlapped":
-            self._overlap(params, bucket_mb * MIB, update)
+        if self.order == "overlapped":
+            self._overlap()
         else:
-            members = fuse(layers(model, params), bucket_mb * MIB)
+            members = fuse(layers(self.model, self.params), self.options.bucket_mb * MIB)
             self.lay_out(members)
-            if order == "combine-then-adapt":
-                self.hooks.before_forward([model], self._before_model)
+            if self.order == "combine-then-adapt":
+                self.hooks.before_forward([self.model], self._before_model)
             else:
-                self._readers = ReaderMap(model, [param for group in members for param in group])
+                self._readers = ReaderMap(self.model, self.params)
                 self._readers.set_groups(members)
-                self.hooks.before_forward(model.modules(), self._before_module)
-                self.hooks.before_state_dict(model, self.settle)
-        if optimizer is not None:
-            self.scaling = GradScaling(optimizer)
+                self.hooks.before_forward(self.model.modules(), self._before_module)
+                self.hooks.before_state_dict(self.model, self.settle)
+        if self.optimizer is not None:
+            self.scaling = GradScaling(self.optimizer)
             self.resume({})
         else:
             self.restore(None)
@@ -162,7 +152,7 @@ class ParameterEngine(Engine):
                 self._partial.note()
 
     def share(self, bucket: Bucket) -> None:
-        part = self.rounds(self.steps // self.every)
+        part = self.rounds(self.steps // self.options.every)
         self.pending[bucket] = self.exchange.start(bucket.values, part)
 
     def shared(self) -> None:
@@ -288,7 +278,7 @@ class ParameterEngine(Engine):
 
     def due(self) -> bool:
         """True in steps that average."""
-        return self.steps % self.every == self.every - 1
+        return self.steps % self.options.every == self.options.every - 1
 
     def _share_all(self) -> None:
         with torch.no_grad():
@@ -356,13 +346,10 @@ class ParameterEngine(Engine):
     joint = False
     """True if no bucket is ready before the last gradient is there."""
 
-    def _overlap(
-        self, params: list[torch.nn.Parameter], bucket_bytes: float, update: UpdateIn
-    ) -> None:
-        self._params = params
-        self._bucket_bytes = bucket_bytes
+    def _overlap(self) -> None:
+        update = self.options.update
         self._arrived: dict[torch.nn.Parameter, None] = {}
-        self._gradients = Bucket(params)
+        self._gradients = Bucket(self.params)
         if self.optimizer is not None:
             self._partial = PartialUpdate(self.optimizer, type(self.optimizer))
             if update == "backward" and not self._partial.possible():
@@ -374,7 +361,7 @@ class ParameterEngine(Engine):
         if update == "backward":
             self._schedule = BackwardSchedule(
                 self.hooks,
-                [params],
+                [self.params],
                 self.communicator,
                 launch=self._unit_complete,
                 finish=self._pass_over,
@@ -394,11 +381,10 @@ class ParameterEngine(Engine):
 
     def _in_order_of_arrival(self) -> list[list[torch.nn.Parameter]]:
         """Rank 0's order holds on all ranks. Parameters without a gradient come last."""
-        place = {param: i for i, param in enumerate(self._params)}
-        seen = dict.fromkeys(self._arrived)
-        seen.update(dict.fromkeys(reversed(self._params)))
+        place = {param: i for i, param in enumerate(self.params)}
+        seen = dict.fromkeys([*self._arrived, *reversed(self.params)])
         order = self.communicator.broadcast_object([place[param] for param in seen])
-        return fuse([[self._params[i]] for i in order], self._bucket_bytes)
+        return fuse([[self.params[i]] for i in order], self.options.bucket_mb * MIB)
 
     def _gradient_arrived(self, param: torch.nn.Parameter) -> None:
         if not self.buckets:
@@ -461,21 +447,37 @@ class ParameterEngine(Engine):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GraphOptions(Options):
-    """Who averages with whom, and in what portions."""
+class LocalOptions(Options):
+    """Who averages with whom, in what portions, and when."""
+
+    every = 1
+    """Averages in each so many steps only, the last of them; the others are local."""
+    update = "backward"
+
+    topology: str = "complete"
+    bucket_mb: float = BUCKET_MB
+    """Parameters travel in buckets of about so many MB of 2^20 bytes; where averages are
+    overlapped, below so many."""
+
+    def __post_init__(self) -> None:
+        positive(option_of(self, "bucket_mb"), self.bucket_mb)
+        at_least(option_of(self, "every"), self.every, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraphOptions(LocalOptions):
+    """The graph that ranks average over."""
 
     topology: Name = "exp2"
     """Static graph of the ranks, a name from `dear.topology`. `complete`: everybody with everybody.
     `ring`: both neighbours on a circle (`ring-left`, `ring-right`: one direction only). `star`:
     rank 0 with all. `mesh`: a 2-D grid. `exp2`: rank r sends to r + 1, 2, 4, ...; `symmetric-exp`:
     r exchanges with r +- 1, 4, 16, ..."""
-    bucket_mb: float = BUCKET_MB
-    """Parameters travel in buffers of about so many MiB."""
 
     def __post_init__(self) -> None:
         if self.topology not in TOPOLOGIES:
             raise unknown(option_of(self, "topology"), self.topology, TOPOLOGIES)
-        positive(option_of(self, "bucket_mb"), self.bucket_mb)
+        super().__post_init__()
 
     def graph(self, communicator: Communicator, **needs: Any) -> nx.DiGraph:
         """The static graph of all ranks, checked; `needs` as in `topology.check_graph`."""
@@ -483,9 +485,20 @@ class GraphOptions(Options):
         check_graph(made, communicator.size, **needs)
         return made
 
-    def along_graph(self, world_size: int) -> Traffic:
-        """All parameters once along each edge of the static graph."""
-        return Traffic.along(graph(self.topology, world_size))
+
+class GraphAlgorithm(Algorithm):
+    """Base: averages over the static graph of `GraphOptions`, as often as these say."""
+
+    copies: ClassVar[int] = 1
+    """How often the size of the parameters goes along each edge."""
+
+    @classmethod
+    def traffic(cls, options: GraphOptions, world_size: int, local_size: int) -> Traffic:
+        whole = Traffic.along(graph(options.topology, world_size))
+        return whole.times(cls.copies).every(options.every)
+
+    def alone(self, options: GraphOptions) -> bool:
+        return True  # averages with itself
 
 
 def always(part: Round) -> Rounds:

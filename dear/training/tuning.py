@@ -210,8 +210,8 @@ class BackwardProfile:
     """Parameters as their gradients arrive; those that never got one come last."""
     arrivals_s: list[float]
     """In that order, never falling: seconds from the start of the backward pass."""
-    forward_s: float
-    backward_s: float
+    forward_s: float = 0.0
+    backward_s: float = 0.0
 
 
 class LayerTimes:
@@ -241,11 +241,12 @@ class LayerTimes:
         self._hooks.after_forward(model, self._after_forward)
         self._hooks.on_gradient(self._params, self._on_gradient)
 
-    def stop(self) -> BackwardProfile | None:
-        """Takes the hooks out; None if no backward pass has been seen."""
+    def stop(self) -> BackwardProfile:
+        """Takes the hooks out; without a backward pass: the reverse order, all at once."""
         self._hooks.remove()
+        count = len(self._params)
         if not self._passes:
-            return None
+            return BackwardProfile(order=list(range(count))[::-1], arrivals_s=[0.0] * count)
         if self._cuda:
             torch.cuda.synchronize(self._params[0].device)
         # The low median: of two passes the faster, since the first allocates.
@@ -253,15 +254,12 @@ class LayerTimes:
         forward = middle(between(began, turned) for began, turned, _, _ in passes)
         backward = middle(between(turned, end) for _, turned, _, end in passes)
         arrivals = []
-        for i in range(len(self._params)):
+        for i in range(count):
             seen = [between(turned, marks[i]) for _, turned, marks, _ in passes if i in marks]
             arrivals.append(middle(seen) if seen else None)
         never = max([backward, *(time for time in arrivals if time is not None)])
         # Among parameters that arrive together, the last registered came first, as in the pass.
-        order = sorted(
-            range(len(arrivals)),
-            key=lambda i: (arrivals[i] is None, arrivals[i] or 0.0, -i),
-        )
+        order = sorted(range(count), key=lambda i: (arrivals[i] is None, arrivals[i] or 0.0, -i))
         return BackwardProfile(
             order=order,
             arrivals_s=[never if arrivals[i] is None else arrivals[i] for i in order],

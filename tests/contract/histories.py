@@ -285,7 +285,7 @@ def algorithm(
                 group["lr"] = 0.0
             one_step(model, optimizer, 0)
             optimizer.synchronize()
-            barrier()  # or the first turn may come into it
+            barrier()  # or the first turn would begin in the first step of a rank that is late
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate
         return model, optimizer

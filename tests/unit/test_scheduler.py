@@ -8,17 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dear.algorithms.synchronous.bytescheduler import (
-    CreditScheduler,
-    OrderedIssuer,
-    planned_order,
-    slices,
-)
+from dear.algorithms.synchronous.bytescheduler import OrderedIssuer, lengths, planned_order
 from dear.cost.collectives import AlphaBeta
-
-
-def lengths(numel, limit):
-    return [length for _, length in slices(numel, limit)]
 
 
 def test_partitions_of_the_worked_example():
@@ -31,42 +22,27 @@ def test_partitions_of_the_worked_example():
 @given(st.integers(0, 10**7), st.integers(1, 10**6))
 def test_partitions_are_few_even_and_complete(numel, limit):
     numel = min(numel, limit * 50)
-    parts = slices(numel, limit)
-    assert [offset for offset, _ in parts] == [
-        sum(length for _, length in parts[:i]) for i in range(len(parts))
-    ]
-    sizes = [length for _, length in parts]
+    sizes = lengths(numel, limit)
     assert sum(sizes) == numel
     assert max(sizes) <= limit
-    assert len(parts) == max(1, -(-numel // limit))
+    assert len(sizes) == max(1, -(-numel // limit))
     assert max(sizes) - min(sizes) <= 1
     assert sizes == sorted(sizes)
 
 
+COST = AlphaBeta(alpha_s=0.0, beta_s_per_byte=1.0)
+
+
 def test_credit_of_the_worked_example():
-    scheduler: CreditScheduler[int] = CreditScheduler(10)
-    sizes = [4, 4, 8, 1]
-    for priority, size in ((2, 8), (0, 4), (1, 4), (3, 1)):
-        scheduler.ready(priority, priority, size)
-    assert scheduler.start() == [0, 1, 2]
-    assert scheduler.credit == -6
-    scheduler.finished(sizes[0])
-    assert scheduler.start() == []  # -2
-    scheduler.finished(sizes[1])
-    assert scheduler.start() == [3]
-    scheduler.finished(sizes[2])
-    scheduler.finished(sizes[3])
-    assert scheduler.credit == 10
+    # Three tasks start on 10, the last overdraws by 6: the fourth waits for both of the first, and
+    # is overtaken by what is urgent and ready by then.
+    order = planned_order([0, 0, 0, 0, 5], [2, 0, 1, 4, 3], [8, 4, 4, 1, 1], credit=10, cost=COST)
+    assert order == [1, 2, 0, 4, 3]
 
 
 def test_equal_priorities_go_in_order_of_readiness():
-    scheduler: CreditScheduler[str] = CreditScheduler(100)
-    for name in "abc":
-        scheduler.ready(name, 1, 1)
-    assert scheduler.start() == ["a", "b", "c"]
-
-
-COST = AlphaBeta(alpha_s=0.0, beta_s_per_byte=1.0)
+    assert planned_order([0, 0, 0], [1, 1, 1], [1, 1, 1], credit=100, cost=COST) == [0, 1, 2]
+    assert planned_order([2, 1, 0], [1, 1, 1], [5, 5, 5], credit=1, cost=COST) == [2, 1, 0]
 
 
 def test_planned_order_lets_urgent_tasks_overtake_what_waits():

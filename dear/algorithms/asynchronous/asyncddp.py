@@ -8,15 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from dear.buckets.flat import Bucket
-from dear.comm.communicator import Communicator
 from dear.comm.neighbors import core_module
-from dear.cost.bounds import Bound, Traffic
-from dear.lazy import torch
+from dear.cost.bounds import Bound
 from dear.options import at_least, positive
-from dear.training.algorithm import Algorithm, Capabilities
-from dear.training.engine import distribute, trained_parameters
+from dear.training.algorithm import Capabilities
+from dear.training.engine import Replica
 from dear.training.one_sided import WindowEngine
-from dear.training.parameters import GraphOptions, UpdateIn
+from dear.training.parameters import GraphAlgorithm, GraphOptions, UpdateIn
 
 POLL_S = (0.0005, 0.02)
 """Shortest and longest pause between two looks at a neighbour that is too far behind, on the
@@ -32,23 +30,15 @@ class AsyncEngine(WindowEngine):
     - is put into the neighbours' slots.
 
     A neighbour that has died is left out; the others' weights and the own one take its share.
-
-    Args:
-        max_staleness: before a step, wait for neighbours whose last values are more than so many
-            steps behind, unless they have ended; puts then wait for their predecessors. None: never
-            wait.
-        finish_timeout_s: longest that `close` waits for ranks that are not done.
     """
 
     order = "overlapped"
     apart = True
 
-    def __init__(
-        self, *args: Any, max_staleness: int | None, finish_timeout_s: float, **settings: Any
-    ) -> None:
-        self._max_staleness = max_staleness
-        self._finish_timeout_s = finish_timeout_s
-        super().__init__(*args, **settings)
+    def __init__(self, replica: Replica) -> None:
+        self._max_staleness = replica.options.max_staleness
+        core_module()  # before anything is changed; windows are made in the first step
+        super().__init__(replica)
 
     def lay_out(self, members: Any) -> None:
         super().lay_out(members)
@@ -74,7 +64,7 @@ class AsyncEngine(WindowEngine):
 
     def release(self) -> None:
         if self.windows:
-            self.peers.leave(self._finish_timeout_s)
+            self.peers.leave(self.options.finish_timeout_s)
         super().release()
 
     def _catch_up(self, source: int, least: int) -> None:
@@ -99,7 +89,7 @@ class AsyncEngine(WindowEngine):
         self.communicator.blocked_s += clock() - began
 
 
-class AsyncDdp(Algorithm):
+class AsyncDdp(GraphAlgorithm):
     """Asynchronous data parallelism over one-sided windows (after the asyncddp fork of BlueFog).
 
         x <- w x + sum of w_j (what j has put last) - update(gradient at x)
@@ -129,8 +119,7 @@ class AsyncDdp(Algorithm):
         def __post_init__(self) -> None:
             super().__post_init__()
             positive("option of asyncddp 'finish_timeout_s'", self.finish_timeout_s)
-            if self.max_staleness is not None:
-                at_least("option of asyncddp 'max_staleness'", self.max_staleness, 0)
+            at_least("option of asyncddp 'max_staleness'", self.max_staleness, 0)
 
     capabilities = Capabilities(consistency="asynchronous", needs_topology=True)
 
@@ -140,10 +129,6 @@ class AsyncDdp(Algorithm):
         return "asynchronous" if options.max_staleness is None else "decentralized"
 
     @classmethod
-    def traffic(cls, options: Options, world_size: int, local_size: int) -> Traffic:
-        return options.along_graph(world_size)
-
-    @classmethod
     def unavailable(cls) -> str | None:
         if importlib.util.find_spec("networkx") is None:
             return "networkx is not installed, which topologies are made of"
@@ -151,26 +136,7 @@ class AsyncDdp(Algorithm):
         built = core is not None and Path(core.origin or "").with_name("_built_for.json").exists()
         return None if built else "the comm core is not built: build it with scripts/build.sh"
 
-    def wrap(
-        self,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
-        communicator: Communicator,
-        options: Options,
-    ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-        trained_parameters(model, optimizer)
+    engine = AsyncEngine
 
-        def engine() -> AsyncEngine:
-            core_module()  # Before anything is changed; windows are made in the first step.
-            return AsyncEngine(
-                model,
-                optimizer,
-                communicator,
-                options.graph(communicator),
-                bucket_mb=options.bucket_mb,
-                update=options.update,
-                max_staleness=options.max_staleness,
-                finish_timeout_s=options.finish_timeout_s,
-            )
-
-        return model, distribute(optimizer, engine, communicator)
+    def alone(self, options: Options) -> bool:
+        return False

@@ -9,16 +9,15 @@ from typing import Any
 
 from dear.buckets.flat import Bucket, value_bucket
 from dear.comm import runtime
-from dear.comm.communicator import Communicator, sub_communicators
+from dear.comm.communicator import sub_communicators
 from dear.cost.bounds import Traffic
 from dear.errors import UserError
 from dear.lazy import torch
-from dear.options import Options as AlgorithmOptions
-from dear.options import at_least, positive
+from dear.options import at_least
 from dear.topology.schedules import Edge, Topology, TopologyReg
 from dear.training.algorithm import Algorithm, Capabilities
-from dear.training.engine import distribute, trained_parameters
-from dear.training.parameters import BUCKET_MB, ParameterEngine, UpdateIn
+from dear.training.engine import Replica
+from dear.training.parameters import LocalOptions, ParameterEngine, UpdateIn
 
 CHANNEL = 1
 """Of its own, so that what the training script communicates does not queue behind models."""
@@ -38,15 +37,13 @@ class Decentralized(Algorithm):
     """
 
     @dataclass(frozen=True, kw_only=True)
-    class Options(AlgorithmOptions):
+    class Options(LocalOptions):
         """Who averages with whom, and when each bucket is updated."""
 
         topology: str = "complete"
         """`complete` (any world), `ring` (even worlds), `one-peer-exp` (2^k ranks),
         `alternating-exp-ring` (2^k nodes), or a name registered with
         `dear.topology.schedules.TopologyReg`."""
-        bucket_mb: float = BUCKET_MB
-        """Parameters travel in buckets below so many MB of 2^20 bytes."""
         update: UpdateIn = "backward"
         """`backward`: each bucket is updated as soon as its last gradient is there; `step`: in
         `step()`, so that gradients can be clipped or unscaled before."""
@@ -57,57 +54,36 @@ class Decentralized(Algorithm):
 
         def __post_init__(self) -> None:
             TopologyReg.check_name(self.topology)
-            positive("option of decentralized 'bucket_mb'", self.bucket_mb)
+            super().__post_init__()
             at_least("option of decentralized 'adaptive_factor'", self.adaptive_factor, 0)
             if self.adaptive_factor > 1:
                 raise UserError(
                     "option of decentralized 'adaptive_factor' must be at most 1, got "
                     f"{self.adaptive_factor}"
                 )
-            if self.ranks_per_node is not None:
-                at_least("option of decentralized 'ranks_per_node'", self.ranks_per_node, 1)
+            at_least("option of decentralized 'ranks_per_node'", self.ranks_per_node, 1)
 
     capabilities = Capabilities(consistency="decentralized", needs_topology=True)
     bound = "decentralized"
 
     @classmethod
     def traffic(cls, options: Options, world_size: int, local_size: int) -> Traffic:
-        topology = TopologyReg.make(
-            options.topology,
-            world_size=world_size,
-            rank=0,
-            local_world_size=options.ranks_per_node or local_size,
-        )
+        topology = _topology(options, world_size, 0, options.ranks_per_node or local_size)
         return Traffic.in_groups(topology, world_size)
 
-    def wrap(
-        self,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
-        communicator: Communicator,
-        options: Options,
-    ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-        trained_parameters(model, optimizer)
+    def engine(self, replica: Replica) -> GroupEngine:
+        options, communicator = replica.options, replica.communicator
+        node = options.ranks_per_node or _ranks_per_node()
+        topology = _topology(options, communicator.size, communicator.rank, node)
+        made = GroupEngine(replica, topology)
+        made.set_factor(options.adaptive_factor)
+        return made
 
-        def engine() -> GroupEngine:
-            topology = TopologyReg.make(
-                options.topology,
-                world_size=communicator.size,
-                rank=communicator.rank,
-                local_world_size=options.ranks_per_node or _ranks_per_node(),
-            )
-            made = GroupEngine(
-                model,
-                optimizer,
-                communicator,
-                topology,
-                bucket_mb=options.bucket_mb,
-                update=options.update,
-            )
-            made.set_factor(options.adaptive_factor)
-            return made
 
-        return model, distribute(optimizer, engine, communicator)
+def _topology(options: Decentralized.Options, world_size: int, rank: int, node: int) -> Topology:
+    return TopologyReg.make(
+        options.topology, world_size=world_size, rank=rank, local_world_size=node
+    )
 
 
 class GroupEngine(ParameterEngine):
@@ -124,17 +100,11 @@ class GroupEngine(ParameterEngine):
         views: parameters are views of their buckets.
     """
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer | None,
-        communicator: Communicator,
-        topology: Topology,
-        *,
-        views: bool = True,
-        **options: Any,
-    ) -> None:
-        super().__init__(model, optimizer, communicator, order="overlapped", **options)
+    order = "overlapped"
+
+    def __init__(self, replica: Replica, topology: Topology, *, views: bool = True) -> None:
+        super().__init__(replica)
+        communicator = self.communicator
         self.topology = topology
         self.factor = 1.0
         """How much of the average is taken, 0 .. 1: `(1 - factor) * own + factor * average`."""

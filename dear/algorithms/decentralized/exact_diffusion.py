@@ -6,21 +6,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dear.comm.communicator import Communicator
-from dear.comm.neighbors import Exchange, Round
-from dear.cost.bounds import Traffic
+from dear.comm.neighbors import Round
 from dear.errors import UserError
-from dear.lazy import torch
+from dear.lazy import np, torch
 from dear.options import option_of
 from dear.topology import from_matrix, matrix
-from dear.training.algorithm import Algorithm, Capabilities
-from dear.training.engine import distribute
-from dear.training.parameters import STREAMS, GraphOptions, ParameterEngine, always
+from dear.training.algorithm import Capabilities
+from dear.training.engine import Replica
+from dear.training.parameters import GraphAlgorithm, GraphOptions, ParameterEngine, always
 
 _DIRECTED = ("ring-left", "ring-right", "exp2")
 
 
-class ExactDiffusion(Algorithm):
+class ExactDiffusion(GraphAlgorithm):
     """Exact diffusion (Yuan, Ying, Zhao and Sayed, IEEE Trans. Signal Process. 2019, 1702.05122).
 
     `psi = x - update; x <- W' (psi + x - last psi)`, W' = (W + 1) / 2: adapt, correct by what
@@ -49,35 +47,17 @@ class ExactDiffusion(Algorithm):
     capabilities = Capabilities(consistency="decentralized", needs_topology=True)
     bound = "after_update"
 
-    @classmethod
-    def traffic(cls, options: Options, world_size: int, local_size: int) -> Traffic:
-        return options.along_graph(world_size)
-
-    def wrap(
-        self,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
-        communicator: Communicator,
-        options: Options,
-    ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-        weights = matrix(options.graph(communicator, symmetric=True))
-        for rank in range(communicator.size):
-            weights[rank, rank] += 1
-        engine = ExactDiffusionEngine(
-            model,
-            optimizer,
-            communicator,
-            order="adapt-then-combine",
-            bucket_mb=options.bucket_mb,
-            exchange=Exchange(communicator, STREAMS),
-            rounds=always(Round.of(from_matrix(weights / 2), communicator.rank)),
-        )
-        return model, distribute(optimizer, engine)
+    def engine(self, replica: Replica) -> ExactDiffusionEngine:
+        weights = matrix(replica.options.graph(replica.communicator, symmetric=True))
+        halved = (weights + np.eye(len(weights))) / 2
+        part = Round.of(from_matrix(halved), replica.communicator.rank)
+        return ExactDiffusionEngine(replica, always(part))
 
 
 class ExactDiffusionEngine(ParameterEngine):
     """Keeps psi, what the last update made of the parameters before they were averaged."""
 
+    order = "adapt-then-combine"
     takes_scaler = False
 
     def lay_out(self, members: Sequence[Sequence[torch.nn.Parameter]]) -> None:

@@ -6,18 +6,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dear.buckets.flat import Bucket
-from dear.buckets.updates import with_gradients
-from dear.comm.communicator import Communicator
-from dear.comm.neighbors import Exchange, Round
-from dear.cost.bounds import Traffic
+from dear.buckets.flat import Bucket, with_gradients
+from dear.comm.neighbors import Round
 from dear.lazy import torch
-from dear.training.algorithm import Algorithm, Capabilities
-from dear.training.engine import distribute
-from dear.training.parameters import STREAMS, GraphOptions, ParameterEngine, always
+from dear.training.algorithm import Capabilities
+from dear.training.engine import Replica
+from dear.training.parameters import GraphAlgorithm, GraphOptions, ParameterEngine, always
 
 
-class GradientTracking(Algorithm):
+class GradientTracking(GraphAlgorithm):
     """DIGing (Nedic, Olshevsky and Shi, SIAM J. Optim. 2017, arXiv 1607.03218).
 
     `y <- W y + g - last g; x <- W x - update(y)`. Plain averaging with a constant step size stops
@@ -38,28 +35,12 @@ class GradientTracking(Algorithm):
     capabilities = Capabilities(consistency="decentralized", needs_topology=True)
     bound = "beside_passes"
 
-    @classmethod
-    def traffic(cls, options: Options, world_size: int, local_size: int) -> Traffic:
-        return options.along_graph(world_size).times(2)
+    copies = 2
 
-    def wrap(
-        self,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
-        communicator: Communicator,
-        options: Options,
-    ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-        graph = options.graph(communicator, doubly_stochastic=True)
-        engine = GradientTrackingEngine(
-            model,
-            optimizer,
-            communicator,
-            order="combine-then-adapt",
-            bucket_mb=options.bucket_mb,
-            exchange=Exchange(communicator, STREAMS),
-            rounds=always(Round.of(graph, communicator.rank)),
-        )
-        return model, distribute(optimizer, engine)
+    def engine(self, replica: Replica) -> GradientTrackingEngine:
+        graph = replica.options.graph(replica.communicator, doubly_stochastic=True)
+        part = Round.of(graph, replica.communicator.rank)
+        return GradientTrackingEngine(replica, always(part))
 
 
 class Trackers:

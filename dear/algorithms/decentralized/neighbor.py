@@ -7,20 +7,26 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dear.comm.communicator import Communicator
-from dear.comm.neighbors import Exchange, Machines, Round
+from dear.comm.neighbors import Machines, Round
 from dear.comm.runtime import ranks_per_machine
 from dear.cost.bounds import Bound, Traffic
 from dear.errors import UserError
-from dear.lazy import torch
 from dear.options import at_least, option_of
 from dear.topology import check_graph, graph
 from dear.topology.schedules import DynamicName, one_peer_machines, schedule
-from dear.training.algorithm import Algorithm, Capabilities
-from dear.training.engine import distribute
-from dear.training.parameters import STREAMS, GraphOptions, ParameterEngine, Rounds, always
+from dear.training.algorithm import Capabilities
+from dear.training.engine import Replica
+from dear.training.parameters import (
+    GraphAlgorithm,
+    GraphOptions,
+    Order,
+    ParameterEngine,
+    Rounds,
+    always,
+)
 
 
-class Neighbor(Algorithm):
+class Neighbor(GraphAlgorithm):
     """Decentralized SGD: each rank steps with its own gradient and averages with its neighbours.
 
     D-PSGD (Lian et al., NeurIPS 2017, arXiv 1705.09056); BlueFog (Ying et al. 2021, arXiv
@@ -56,7 +62,7 @@ class Neighbor(Algorithm):
 
         def __post_init__(self) -> None:
             super().__post_init__()
-            at_least(option_of(self, "every"), self.every, 1)
+            at_least(option_of(self, "local_size"), self.local_size, 1)
             inner_outer = self.dynamic.startswith("inner-outer")
             if self.hierarchical and inner_outer:
                 raise UserError(
@@ -67,13 +73,11 @@ class Neighbor(Algorithm):
                 raise UserError(
                     f"{option_of(self, 'topology')} is not used with dynamic={self.dynamic}"
                 )
-            if self.local_size is not None:
-                at_least(option_of(self, "local_size"), self.local_size, 1)
-                if not (self.hierarchical or inner_outer):
-                    raise UserError(
-                        f"{option_of(self, 'local_size')} goes with hierarchical or an inner-outer "
-                        "topology"
-                    )
+            if self.local_size is not None and not (self.hierarchical or inner_outer):
+                raise UserError(
+                    f"{option_of(self, 'local_size')} goes with hierarchical or an inner-outer "
+                    "topology"
+                )
 
     capabilities = Capabilities(consistency="decentralized", needs_topology=True)
 
@@ -85,44 +89,26 @@ class Neighbor(Algorithm):
     def traffic(cls, options: Options, world_size: int, local_size: int) -> Traffic:
         return _traffic(options, world_size, options.local_size or local_size).every(options.every)
 
-    def wrap(
-        self,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
-        communicator: Communicator,
-        options: Options,
-    ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-        exchange, rounds = _averaging(options, communicator)
-        engine = ParameterEngine(
-            model,
-            optimizer,
-            communicator,
-            order="adapt-then-combine" if options.combine == "atc" else "combine-then-adapt",
-            bucket_mb=options.bucket_mb,
-            exchange=exchange,
-            rounds=rounds,
-            every=options.every,
-        )
-        return model, distribute(optimizer, engine)
+    def engine(self, replica: Replica) -> ParameterEngine:
+        options, communicator = replica.options, replica.communicator
+        machines = None
+        if options.hierarchical:
+            machines = Machines(communicator, options.local_size or ranks_per_machine(communicator))
+            rounds = _machine_rounds(options, machines)
+        else:
+            rounds = _rounds(options, communicator)
+        order: Order = "adapt-then-combine" if options.combine == "atc" else "combine-then-adapt"
+        return ParameterEngine(replica, rounds, machines, order)
 
 
-def _averaging(
-    options: Neighbor.Options, communicator: Communicator
-) -> tuple[Exchange | Machines, Rounds]:
-    """What starts rounds, and this rank's part in each."""
-    rank, size = communicator.rank, communicator.size
-    if options.hierarchical:
-        machines = Machines(communicator, options.local_size or ranks_per_machine(communicator))
-        return machines, _machine_rounds(options, machines)
+def _rounds(options: Neighbor.Options, communicator: Communicator) -> Rounds:
     if options.dynamic == "none":
-        rounds = always(Round.of(options.graph(communicator), rank))
-    else:
-        local_size = 1
-        if options.dynamic != "one-peer-exp":
-            local_size = options.local_size or ranks_per_machine(communicator)
-        peers = schedule(options.dynamic, size, rank, local_size)
-        rounds = lambda turn: Round.uniform(*peers(turn))  # noqa: E731
-    return Exchange(communicator, STREAMS), rounds
+        return always(Round.of(options.graph(communicator), communicator.rank))
+    local_size = 1
+    if options.dynamic != "one-peer-exp":
+        local_size = options.local_size or ranks_per_machine(communicator)
+    peers = schedule(options.dynamic, communicator.size, communicator.rank, local_size)
+    return lambda turn: Round.uniform(*peers(turn))
 
 
 def _machine_rounds(options: Neighbor.Options, machines: Machines) -> Rounds:
@@ -143,6 +129,6 @@ def _traffic(options: Neighbor.Options, size: int, local_size: int) -> Traffic:
             dataclasses.replace(options, hierarchical=False, local_size=None), size // local_size, 1
         ).between_machines(local_size)
     if options.dynamic == "none":
-        return options.along_graph(size)
+        return Traffic.along(graph(options.topology, size))
     ranks = range(size)
     return Traffic.scheduled([schedule(options.dynamic, size, r, local_size) for r in ranks])

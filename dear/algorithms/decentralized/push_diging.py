@@ -8,16 +8,14 @@ from typing import Any
 
 from dear.algorithms.decentralized.gradient_tracking import Trackers
 from dear.buckets.flat import Bucket
-from dear.comm.communicator import Communicator
-from dear.comm.neighbors import Exchange, Round
-from dear.cost.bounds import Traffic
+from dear.comm.neighbors import Round
 from dear.lazy import torch
-from dear.training.algorithm import Algorithm, Capabilities
-from dear.training.engine import distribute
-from dear.training.parameters import STREAMS, GraphOptions, ParameterEngine, always
+from dear.training.algorithm import Capabilities
+from dear.training.engine import Replica
+from dear.training.parameters import GraphAlgorithm, GraphOptions, ParameterEngine, always
 
 
-class PushDiging(Algorithm):
+class PushDiging(GraphAlgorithm):
     """Push-DIGing (Nedic, Olshevsky and Shi, SIAM J. Optim. 2017, arXiv 1607.03218).
 
     `u <- C (u + update(y)); v <- C v; x = u / v; y <- C y + g - last g`: ranks share themselves out
@@ -37,33 +35,18 @@ class PushDiging(Algorithm):
     capabilities = Capabilities(consistency="decentralized", needs_topology=True)
     bound = "after_update"
 
-    @classmethod
-    def traffic(cls, options: Options, world_size: int, local_size: int) -> Traffic:
-        return options.along_graph(world_size).times(2)
+    copies = 2
 
-    def wrap(
-        self,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
-        communicator: Communicator,
-        options: Options,
-    ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-        part = Round.splitting(options.graph(communicator), communicator.rank)
-        engine = PushDigingEngine(
-            model,
-            optimizer,
-            communicator,
-            order="adapt-then-combine",
-            bucket_mb=options.bucket_mb,
-            exchange=Exchange(communicator, STREAMS),
-            rounds=always(part),
-        )
-        return model, distribute(optimizer, engine)
+    def engine(self, replica: Replica) -> PushDigingEngine:
+        graph = replica.options.graph(replica.communicator)
+        part = Round.splitting(graph, replica.communicator.rank)
+        return PushDigingEngine(replica, always(part))
 
 
 class PushDigingEngine(ParameterEngine):
     """Sends numerators, estimates of the mean gradient and weights; parameters are quotients."""
 
+    order = "adapt-then-combine"
     takes_scaler = False
 
     def lay_out(self, members: Sequence[Sequence[torch.nn.Parameter]]) -> None:

@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from dear.buckets.carriers import SparseSum, gather_entries
-from dear.buckets.flat import Bucket, packed_buckets
+from dear.buckets.flat import Bucket, packed_buckets, with_gradients
 from dear.buckets.grouping import MIB, RunOrder, agree, ready_groups
-from dear.buckets.updates import with_gradients
 from dear.comm.communicator import Communicator, Work
 from dear.errors import UserError
 from dear.lazy import torch
 from dear.options import Options as AlgorithmOptions
 from dear.options import at_least, positive
 from dear.training.algorithm import Algorithm, Capabilities
-from dear.training.engine import (
-    Engine,
-    GradScaling,
-    distribute,
-    refuse_lbfgs,
-    trained_parameters,
-)
+from dear.training.engine import Engine, GradScaling, Replica, refuse_lbfgs
 from dear.training.gradients import GradientEngine
 from dear.training.trace import Timeline
 
@@ -71,8 +64,7 @@ class Dadt(Algorithm):
         def __post_init__(self) -> None:
             at_least("option of dadt 'delay'", self.delay, 1)
             at_least("option of dadt 'buffer_mb'", self.buffer_mb, 0)
-            if self.cycle_time_ms is not None:
-                positive("option of dadt 'cycle_time_ms'", self.cycle_time_ms)
+            positive("option of dadt 'cycle_time_ms'", self.cycle_time_ms)
 
         def settling_steps(self) -> int:
             return self.delay
@@ -83,17 +75,14 @@ class Dadt(Algorithm):
     capabilities = Capabilities(consistency="delayed")
     bound = "delayed"
 
-    def wrap(
-        self,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
-        communicator: Communicator,
-        options: Options,
-    ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-        refuse_lbfgs(optimizer, "dadt")
-        params = trained_parameters(model, optimizer)
-        engine = DelayedEngine(model, optimizer, communicator, params, options)
-        return model, distribute(optimizer, engine)
+    def refuse(self, replica: Replica) -> None:
+        refuse_lbfgs(replica.optimizer, "dadt")
+
+    def alone(self, options: Options) -> bool:
+        return True  # one rank's updates come later, too
+
+    def engine(self, replica: Replica) -> DelayedEngine:
+        return DelayedEngine(replica)
 
 
 class _Dense(Bucket):
@@ -204,22 +193,13 @@ class DelayedEngine(GradientEngine):
     they are complete. `step()` waits for the transfers of `delay` steps before only.
     """
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
-        communicator: Communicator,
-        params: Sequence[torch.nn.Parameter],
-        options: Dadt.Options,
-    ) -> None:
-        self._optimizer: Any = optimizer
-        self._params = list(params)
-        self._options = options
-        self._scaling = GradScaling(optimizer)
+    def __init__(self, replica: Replica) -> None:
+        super().__init__(replica, [[param] for param in replica.params], sparse=True)
+        self._scaling = GradScaling(self.optimizer)
         self._timeline: Timeline | None = None
-        if options.timeline is not None:
-            self._timeline = Timeline(options.timeline, communicator.rank)
-            communicator.record_times = True
+        if self.options.timeline is not None:
+            self._timeline = Timeline(self.options.timeline, self.communicator.rank)
+            self.communicator.record_times = True
         self._step = 0
         self._arrivals: dict[torch.nn.Parameter, float] = {}
         self._groups: tuple[list[list[torch.nn.Parameter]], list[torch.nn.Parameter]] | None = None
@@ -232,8 +212,7 @@ class DelayedEngine(GradientEngine):
         self._applied: list[tuple[dict[str, int], Any, Work | None, float | None]] = []
         self._presented = False
         """True while `p.grad` is what the next update is to apply."""
-        self._watched = Bucket(self._params)
-        super().__init__(model, communicator, [[param] for param in params], sparse=True)
+        self._watched = Bucket(self.params)
 
     def step(self, update: Callable[[], Any]) -> Any:
         if self._presented:
@@ -248,8 +227,7 @@ class DelayedEngine(GradientEngine):
     step_closure = Engine.step_after_closure
 
     def synchronize(self) -> None:
-        if self.schedule.unsent:
-            self.schedule.run_if_missing()
+        super().synchronize()
         if not self.schedule.passed:
             self._wait()
         elif not self._presented:
@@ -264,38 +242,45 @@ class DelayedEngine(GradientEngine):
         self._presented = False
 
     def state_dict(self, plain: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        held = [(lap.gradients(), lap.scale) for lap in self._held]
-        order = self._all_params()
-        return {
-            **plain(),
-            PENDING: [
-                {"gradients": [_copied(own.get(p)) for p in order], "scale": _copied(scale)}
-                for own, scale in held
-            ],
-        }
+        pending = []
+        for lap in self._held:
+            own = lap.gradients()
+            gradients = [_copied(own.get(param)) for param in self.held]
+            pending.append({"gradients": gradients, "scale": _copied(lap.scale)})
+        return {**plain(), PENDING: pending}
 
     def resume(self, state: dict[str, Any]) -> None:
         given = state.get(PENDING, [])
-        if len(given) > self._options.delay:
+        if len(given) > self.options.delay:
             raise UserError(
                 f"the state holds back the gradients of {len(given)} steps, more than delay="
-                f"{self._options.delay}: flush() before saving, or use the same delay"
+                f"{self.options.delay}: flush() before saving, or use the same delay"
             )
         self._drop_held()
         for entry in given:
-            pairs = zip(self._all_params(), entry["gradients"], strict=True)
+            pairs = zip(self.held, entry["gradients"], strict=True)
             loaded = {param: _copied(value, like=param) for param, value in pairs}
-            managed = {param: loaded[param] for param in self._params}
+            managed = {param: loaded[param] for param in self.params}
             self._held.append(_Lap(step=self._step, scale=_copied(entry["scale"]), loaded=managed))
 
     def write_timeline(self) -> None:
         """Writes the file, if there is to be one, with all updates so far; waits for transfers."""
         if self._timeline is None:
             return
-        if self._params[0].is_cuda:
-            torch.cuda.synchronize(self._params[0].device)
+        if self.params[0].is_cuda:
+            torch.cuda.synchronize(self.params[0].device)
+        add = self._timeline.add
         while self._applied:
-            self._draw(*self._applied.pop())
+            facts, packed_s, work, applied_s = self._applied.pop()
+            name = f"step {facts['step']} group {facts['group']}"
+            if packed_s is not None:
+                add("pack", name, *packed_s, **facts)
+            if work is not None:
+                times = work.times()
+                add("in queue", name, times.enqueued_s, times.started_s, **facts)
+                add("transfer", name, times.started_s, times.finished_s, **facts)
+                if applied_s is not None:
+                    add("waits for update", name, times.finished_s, applied_s, **facts)
         self._timeline.write()
 
     def close(self) -> None:
@@ -330,7 +315,7 @@ class DelayedEngine(GradientEngine):
         if message.work is not None:
             message.work.wait()
         began = clock()
-        message.pack(1 if not self._options.average else self.communicator.size)
+        message.pack(1 if not self.options.average else self.communicator.size)
         message.packed_s = began, clock()
         if isinstance(message, _Dense):
             message.send(self.communicator)
@@ -363,8 +348,8 @@ class DelayedEngine(GradientEngine):
             UserError: a gradient is sparse on one rank and dense on another; on all ranks.
         """
         now = self.communicator.clock()
-        place = {param: i for i, param in enumerate(self._params)}
-        for param in self._params:
+        place = {param: i for i, param in enumerate(self.params)}
+        for param in self.params:
             if param.grad is not None and param not in self._arrivals:
                 self._arrivals[param] = now  # the script has set it
         seen = [param for param in self._arrivals if param.grad is not None]
@@ -381,13 +366,13 @@ class DelayedEngine(GradientEngine):
         )
         if sparse:
             self.communicator.ensure_channels(2)
-        dense = [param for param in self._params if param not in set(sparse)]
-        cycle_ms = self._options.cycle_time_ms
+        dense = [param for param in self.params if param not in set(sparse)]
+        cycle_ms = self.options.cycle_time_ms
         groups = ready_groups(
-            self._params,
+            self.params,
             dense,
             order,
-            buffer_bytes=self._options.buffer_mb * MIB,
+            buffer_bytes=self.options.buffer_mb * MIB,
             cycle_s=None if cycle_ms is None else cycle_ms / 1e3,
         )
         return groups, sparse
@@ -398,7 +383,7 @@ class DelayedEngine(GradientEngine):
             for index, kind in found.items():
                 if sparse.setdefault(index, kind) != kind:
                     raise UserError(
-                        f"the gradient of a parameter of shape {tuple(self._params[index].shape)} "
+                        f"the gradient of a parameter of shape {tuple(self.params[index].shape)} "
                         "is sparse on some ranks and dense on others"
                     )
         # Of an embedding that no rank has used yet.
@@ -407,7 +392,7 @@ class DelayedEngine(GradientEngine):
             for module in self.model.modules()
             if getattr(module, "sparse", None) is True
         }
-        return [p for i, p in enumerate(self._params) if sparse.get(i, p in declared)]
+        return [p for i, p in enumerate(self.params) if sparse.get(i, p in declared)]
 
     def _new_lap(self) -> _Lap:
         groups, sparse = self._groups
@@ -419,7 +404,7 @@ class DelayedEngine(GradientEngine):
     @property
     def _due(self) -> bool:
         """True if the oldest gradients are to be applied now."""
-        return len(self._held) > self._options.delay
+        return len(self._held) > self.options.delay
 
     def _hold(self, scale: torch.Tensor | None) -> None:
         """The gradients of this step, which are under way, join those that are held back."""
@@ -427,7 +412,7 @@ class DelayedEngine(GradientEngine):
         self._step += 1
         lap, self._filling = self._filling, None
         if lap is None:  # no rank has had a gradient
-            lap = _Lap(loaded=dict.fromkeys(self._params))
+            lap = _Lap(loaded=dict.fromkeys(self.params))
         lap.step, lap.scale = self._step, scale
         self._held.append(lap)
 
@@ -449,17 +434,17 @@ class DelayedEngine(GradientEngine):
             self._scaling.refuse_early_unscaling()
         self._watched.refuse_changed()
         self._watched.forget()
-        if len(self._held) == self._options.delay:
+        if len(self._held) == self.options.delay:
             for param, gradient in self._held[0].gradients().items():
                 param.grad = _copied(gradient)
         else:
-            for param in self._params:
+            for param in self.params:
                 if param.grad is not None:
                     param.grad = torch.zeros_like(param.grad)
         self._presented = True
 
     def _step_presented(self, update: Callable[[], Any]) -> Any:
-        optimizer = self._optimizer
+        optimizer = self.optimizer
         calling = hasattr(optimizer, "found_inf")
         if calling and optimizer.grad_scale is None:
             raise UserError(
@@ -477,7 +462,7 @@ class DelayedEngine(GradientEngine):
             if calling:
                 optimizer.grad_scale = lap.scale
             elif lap.scale is not None and not _unscale(
-                {param: param.grad for param in self._params}, lap.scale
+                {param: param.grad for param in self.params}, lap.scale
             ):
                 return None
             return self._scaling.step(update)
@@ -507,27 +492,6 @@ class DelayedEngine(GradientEngine):
     def _drop_held(self) -> None:
         while self._held:
             self._release(self._held.popleft(), None)
-
-    def _all_params(self) -> list[torch.nn.Parameter]:
-        return [param for group in self._optimizer.param_groups for param in group["params"]]
-
-    def _draw(
-        self,
-        facts: dict[str, int],
-        packed_s: tuple[float, float] | None,
-        work: Work | None,
-        applied_s: float | None,
-    ) -> None:
-        add, name = self._timeline.add, f"step {facts['step']} group {facts['group']}"
-        if packed_s is not None:
-            add("pack", name, *packed_s, **facts)
-        if work is None:
-            return
-        times = work.times()
-        add("in queue", name, times.enqueued_s, times.started_s, **facts)
-        add("transfer", name, times.started_s, times.finished_s, **facts)
-        if applied_s is not None:
-            add("waits for update", name, times.finished_s, applied_s, **facts)
 
 
 def _copied(value: torch.Tensor | None, like: torch.Tensor | None = None) -> torch.Tensor | None:

@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dear.algorithms.synchronous.wfbp import AveragingEngine
-from dear.buckets.compressors import CompressedOptions, refuse_types
-from dear.comm.communicator import Communicator
-from dear.lazy import torch
+from dear.buckets.compressors import CompressedOptions
 from dear.training.algorithm import Algorithm, Capabilities
-from dear.training.engine import distribute, trained_parameters
+from dear.training.engine import Replica
 
 
 class AllReduce(Algorithm):
@@ -29,17 +27,5 @@ class AllReduce(Algorithm):
     capabilities = Capabilities(consistency="synchronous")
     bound = "sequential"
 
-    def wrap(
-        self,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
-        communicator: Communicator,
-        options: Options,
-    ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-        params = trained_parameters(model, optimizer)
-        refuse_types(params, options)
-
-        def engine() -> AveragingEngine:
-            return AveragingEngine(model, communicator, params, options, overlap=False)
-
-        return model, distribute(optimizer, engine, communicator)
+    def engine(self, replica: Replica) -> AveragingEngine:
+        return AveragingEngine(replica, replica.params, overlap=False)

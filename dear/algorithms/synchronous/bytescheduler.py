@@ -5,31 +5,25 @@ from __future__ import annotations
 import heapq
 import math
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from dear.buckets.carriers import Carrier, make_carrier
-from dear.buckets.compressors import HalfOptions, refuse_types, share_of
-from dear.buckets.flat import packed_bucket
+from dear.buckets.compressors import HalfOptions
+from dear.buckets.flat import packed_bucket, with_gradients
 from dear.buckets.grouping import MIB, Cost, fuse, layers
-from dear.buckets.updates import PartialUpdate, with_gradients
+from dear.buckets.updates import PartialUpdate
+from dear.comm.communicator import Work
 from dear.cost.collectives import measured_costs
 from dear.errors import UserError
 from dear.lazy import torch
 from dear.options import at_least, positive
 from dear.training.algorithm import Algorithm, Capabilities
-from dear.training.engine import distribute, refuse_lbfgs, trained_parameters
+from dear.training.engine import Replica, refuse_lbfgs
 from dear.training.gradients import DeferredEngine
 from dear.training.tuning import BackwardProfile, LayerTimes
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch.nn import Module, Parameter
-    from torch.optim import Optimizer
-
-    from dear.comm.communicator import Communicator, Work
 
 CREDIT_MB = 16.0
 LEVELS = 4
@@ -69,15 +63,13 @@ class ByteScheduler(Algorithm):
         def __post_init__(self) -> None:
             positive("option of bytescheduler 'partition_mb'", self.partition_mb)
             at_least("option of bytescheduler 'profile_steps'", self.profile_steps, 1)
-            if self.credit_mb is not None:
-                positive("option of bytescheduler 'credit_mb'", self.credit_mb)
-            if self.levels is not None:
-                at_least("option of bytescheduler 'levels'", self.levels, 1)
-                if self.credit_mb is not None:
-                    raise UserError(
-                        "options of bytescheduler 'levels' and 'credit_mb' exclude each other: "
-                        "with a credit there is one queue"
-                    )
+            positive("option of bytescheduler 'credit_mb'", self.credit_mb)
+            at_least("option of bytescheduler 'levels'", self.levels, 1)
+            if self.levels is not None and self.credit_mb is not None:
+                raise UserError(
+                    "options of bytescheduler 'levels' and 'credit_mb' exclude each other: with a "
+                    "credit there is one queue"
+                )
 
         def settling_steps(self) -> int:
             return self.profile_steps
@@ -85,32 +77,17 @@ class ByteScheduler(Algorithm):
     capabilities = Capabilities(consistency="synchronous")
     bound = "cross_iteration"
 
-    def wrap(
-        self, model: Module, optimizer: Optimizer, communicator: Communicator, options: Options
-    ) -> tuple[Module, Optimizer]:
-        refuse_lbfgs(optimizer, "bytescheduler")
-        params = trained_parameters(model, optimizer)
-        refuse_types(params, options)
-        queues = _queues(options, communicator)
+    def refuse(self, replica: Replica) -> None:
+        refuse_lbfgs(replica.optimizer, "bytescheduler")
+        levels, communicator = replica.options.levels, replica.communicator
+        if levels is not None and not communicator.native:
+            raise UserError(
+                f"option of bytescheduler 'levels'={levels}: backend {communicator.backend} has no "
+                "priorities; use credit_mb"
+            )
 
-        def engine() -> PartitionedEngine:
-            groups = fuse(layers(model, params), threshold=0)
-            return PartitionedEngine(model, optimizer, communicator, groups, queues, options)
-
-        return model, distribute(optimizer, engine, communicator)
-
-
-def _queues(options: ByteScheduler.Options, communicator: Communicator) -> Queues:
-    if options.credit_mb is not None:
-        return Queues(credit=options.credit_mb * MIB)
-    if communicator.native:
-        return Queues(levels=options.levels or LEVELS)
-    if options.levels is not None:
-        raise UserError(
-            f"option of bytescheduler 'levels'={options.levels}: backend {communicator.backend} "
-            "has no priorities; use credit_mb"
-        )
-    return Queues(credit=CREDIT_MB * MIB)
+    def engine(self, replica: Replica) -> PartitionedEngine:
+        return PartitionedEngine(replica)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,24 +95,10 @@ class Partition:
     """A piece of a group's buffer."""
 
     group: int
-    offset: int
-    length: int
-    """Both in elements."""
-    nbytes: int
+    piece: torch.Tensor
+    carrier: Carrier
+    nbytes: float
     """As they travel."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Queues:
-    """How partitions wait for the wire.
-
-    Either one queue, with a credit of bytes under way; or several of different priority, of which
-    the backend lets one overtake another in mid-flight.
-    """
-
-    levels: int = 1
-    credit: float = math.inf
-    """Bytes."""
 
 
 class PartitionedEngine(DeferredEngine):
@@ -143,47 +106,45 @@ class PartitionedEngine(DeferredEngine):
 
     In the first `profile_steps` steps everything is sent at the end of the backward pass. Then
     every rank gets the order that rank 0 has found by playing the scheduler through with its times.
+
+    Partitions wait for the wire in one queue, with a credit of bytes under way; or in several of
+    different priority, of which the backend lets one overtake another in mid-flight.
     """
 
-    def __init__(
-        self,
-        model: Module,
-        optimizer: Optimizer,
-        communicator: Communicator,
-        groups: Sequence[Sequence[Parameter]],
-        queues: Queues,
-        options: ByteScheduler.Options,
-    ) -> None:
-        members = [param for params in groups for param in params]
+    def __init__(self, replica: Replica) -> None:
+        communicator, options = replica.communicator, replica.options
+        groups = fuse(layers(replica.model, replica.params), threshold=0)
+        self._members = [param for params in groups for param in params]
         # Before everything else that watches gradients, so that its times are of the pass alone.
-        self._times: LayerTimes | None = LayerTimes(model, members, communicator)
-        super().__init__(model, optimizer, communicator, members, [members])
+        self._times: LayerTimes | None = LayerTimes(replica.model, self._members, communicator)
+        super().__init__(replica, [self._members])
         self.buckets = [packed_bucket(params, communicator.size) for params in groups]
         self._units = [list(reversed(range(len(groups))))]
         """Buckets that are sent together."""
         self._in_pass = False
-        self._update = PartialUpdate(optimizer, type(optimizer))
+        self._update = PartialUpdate(self.optimizer, type(self.optimizer))
         self.readers.set_groups(groups)
-        self.hooks.before_forward(model.modules(), self.before_forward)
-        self._queues = queues
+        self.hooks.before_forward(self.model.modules(), self.before_forward)
+        one_queue = options.credit_mb is not None or not communicator.native
+        self._levels = 1 if one_queue else options.levels or LEVELS
+        self._credit = (options.credit_mb or CREDIT_MB) * MIB if one_queue else math.inf
+        """Bytes."""
         self._steps_left = options.profile_steps
         self._partitions: list[Partition] = []
         self._tasks_of: list[list[int]] = []
         """The partitions of each group."""
         for index, bucket in enumerate(self.buckets):
             data = bucket.gradients
-            width = data.element_size() * share_of(options, data.element_size())
+            width = data.element_size() * options.share(data.element_size())
             limit = max(1, int(options.partition_mb * MIB // width))
-            cut = [
-                Partition(group=index, offset=o, length=n, nbytes=int(n * width))
-                for o, n in slices(data.numel(), limit)
-            ]
             first = len(self._partitions)
-            self._tasks_of.append(list(range(first, first + len(cut))))
-            self._partitions += cut
-        self._carriers: list[Carrier] = [
-            make_carrier(options, communicator, self._piece(part)) for part in self._partitions
-        ]
+            for piece in data.split(lengths(data.numel(), limit)):
+                carrier = make_carrier(options, communicator, piece)
+                nbytes = float(int(piece.numel() * width))
+                self._partitions.append(
+                    Partition(group=index, piece=piece, carrier=carrier, nbytes=nbytes)
+                )
+            self._tasks_of.append(list(range(first, len(self._partitions))))
         self._works: dict[int, Work] = {}
         """Started and not yet waited for."""
         self._queued = [False] * len(self.buckets)
@@ -193,9 +154,9 @@ class PartitionedEngine(DeferredEngine):
         """For each issuer its tasks, in the order in which they start."""
         self._level_of: list[int] = []
         """For each group its queue; 0 is the most urgent."""
-        self._sizes = {task: float(part.nbytes) for task, part in enumerate(self._partitions)}
+        self._sizes = {task: part.nbytes for task, part in enumerate(self._partitions)}
         # Queue 0 of the communicator is left to everything else.
-        communicator.ensure_channels(queues.levels + 1)
+        communicator.ensure_channels(self._levels + 1)
 
     def ready(self, unit: int) -> None:
         if not self._in_pass:
@@ -254,14 +215,20 @@ class PartitionedEngine(DeferredEngine):
         if self._times is not None:
             self._times.stop()
 
-    def _make_plan(self, profile: BackwardProfile | None) -> None:
+    def _make_plan(self, profile: BackwardProfile) -> None:
         communicator = self.communicator
         # The measurement must have the wire for itself.
         for index in range(len(self.buckets)):
             self._await(index)
         cost = measured_costs(communicator, "all_reduce", self.buckets[0].gradients.device)
-        uses = self._first_uses()
-        arrivals = self._group_arrivals(profile)
+        bucket_of = {param: i for i, bucket in enumerate(self.buckets) for param in bucket.params}
+        # Buckets as the first forward passes read them; those never seen come last.
+        read = [bucket_of[param] for param in self.readers.order()]
+        uses = list(dict.fromkeys([*read, *range(len(self.buckets))]))
+        arrivals = [0.0] * len(self.buckets)
+        for index, seconds in zip(profile.order, profile.arrivals_s, strict=True):
+            group = bucket_of[self._members[index]]
+            arrivals[group] = max(arrivals[group], seconds)
         priorities = [0.0] * len(self._partitions)
         for place, group in enumerate(uses):
             tasks = self._tasks_of[group]
@@ -271,54 +238,38 @@ class PartitionedEngine(DeferredEngine):
             [arrivals[part.group] for part in self._partitions],
             priorities,
             list(self._sizes.values()),
-            credit=min(self._queues.credit, max(self._sizes.values())),
+            credit=min(self._credit, max(self._sizes.values())),
             cost=cost,
         )
         launched = sorted(range(len(self.buckets)), key=lambda group: (arrivals[group], -group))
         uses, order, launched = communicator.broadcast_object((uses, order, launched))
-        self._level_of = self._levels(uses)
-        for level in range(self._queues.levels):
+        self._level_of = self._shared_out(uses)
+        for level in range(self._levels):
             self._orders.append(
                 [task for task in order if self._level_of[self._partitions[task].group] == level]
             )
-            self._issuers.append(OrderedIssuer(self._issue, self._queues.credit))
+            self._issuers.append(OrderedIssuer(self._issue, self._credit))
         # From the next pass on, buckets are sent one by one as they are complete.
         self._units = [[index] for index in range(len(self.buckets))]
         self.schedule.regroup([bucket.params for bucket in self.buckets], launched)
 
-    def _first_uses(self) -> list[int]:
-        """Buckets as the first forward passes read them; those never seen come last."""
-        bucket_of = {param: i for i, bucket in enumerate(self.buckets) for param in bucket.params}
-        order = dict.fromkeys(bucket_of[param] for param in self.readers.order())
-        order.update(dict.fromkeys(range(len(self.buckets))))
-        return list(order)
-
-    def _group_arrivals(self, profile: BackwardProfile | None) -> list[float]:
-        if profile is None:  # this rank has not run a backward pass
-            return [0.0] * len(self.buckets)
-        arrival = {
-            self.params[index]: seconds
-            for index, seconds in zip(profile.order, profile.arrivals_s, strict=True)
-        }
-        return [max(arrival[param] for param in bucket.params) for bucket in self.buckets]
-
-    def _levels(self, uses: Sequence[int]) -> list[int]:
-        """Neighbours in the order of use share a level; levels have about equal bytes."""
+    def _shared_out(self, uses: Sequence[int]) -> list[int]:
+        """The level of each group: neighbours in use share one; all have about equal bytes."""
         total = sum(self._sizes.values())
         levels = [0] * len(uses)
         before = 0.0
         for group in uses:
             size = sum(self._sizes[task] for task in self._tasks_of[group])
-            levels[group] = min(
-                int((before + size / 2) / total * self._queues.levels), self._queues.levels - 1
-            )
+            level = int((before + size / 2) / total * self._levels)
+            levels[group] = min(level, self._levels - 1)
             before += size
         return levels
 
     def _send(self, index: int) -> None:
         if not self._issuers:
             for task in self._tasks_of[index]:
-                self._works[task] = self._all_reduce(task, channel=0, priority=0)
+                part = self._partitions[task]
+                self._works[task] = part.carrier.send(part.piece, channel=0, priority=0)
             return
         self._queued[index] = True
         for task in self._tasks_of[index]:
@@ -327,18 +278,11 @@ class PartitionedEngine(DeferredEngine):
     def _issue(self, task: int) -> None:
         part = self._partitions[task]
         level = self._level_of[part.group]
-        work = self._all_reduce(task, channel=level + 1, priority=self._queues.levels - 1 - level)
-        self._works[task] = work
-        if self._queues.credit < math.inf:
+        queue = {"channel": level + 1, "priority": self._levels - 1 - level}
+        work = self._works[task] = part.carrier.send(part.piece, **queue)
+        if self._credit < math.inf:
             issuer = self._issuers[level]
             work.on_complete(lambda: issuer.finished(part.nbytes))
-
-    def _all_reduce(self, task: int, *, channel: int, priority: int) -> Work:
-        piece = self._piece(self._partitions[task])
-        return self._carriers[task].send(piece, channel=channel, priority=priority)
-
-    def _piece(self, part: Partition) -> torch.Tensor:
-        return self.buckets[part.group].gradients.narrow(0, part.offset, part.length)
 
     def _await(self, index: int) -> None:
         for task in self._tasks_of[index]:
@@ -349,16 +293,17 @@ class PartitionedEngine(DeferredEngine):
             work = self._works.pop(task, None)
             if work is not None:
                 work.wait()
-                self._carriers[task].receive(self._piece(self._partitions[task]))
+                part = self._partitions[task]
+                part.carrier.receive(part.piece)
         self._queued[index] = False
 
-    def _mean(self, index: int) -> dict[Parameter, torch.Tensor | None]:
+    def _mean(self, index: int) -> dict[torch.nn.Parameter, torch.Tensor | None]:
         with torch.inference_mode(False):
             self._await(index)
             return self.buckets[index].means()
 
-    def _means(self) -> dict[Parameter, torch.Tensor | None]:
-        means: dict[Parameter, torch.Tensor | None] = {}
+    def _means(self) -> dict[torch.nn.Parameter, torch.Tensor | None]:
+        means: dict[torch.nn.Parameter, torch.Tensor | None] = {}
         for index in range(len(self.buckets)):
             means |= self._mean(index)
         return means
@@ -367,51 +312,11 @@ class PartitionedEngine(DeferredEngine):
 Task = TypeVar("Task")
 
 
-def slices(numel: int, limit: int) -> list[tuple[int, int]]:
-    """Cuts `numel` elements into the fewest parts of at most `limit`: (offset, length) of each.
-
-    Lengths differ by one at most, the longer ones last.
-    """
+def lengths(numel: int, limit: int) -> list[int]:
+    """Of the fewest parts of at most `limit` elements; they differ by one, the longer ones last."""
     count = max(1, -(-numel // limit))
     short, longer = divmod(numel, count)
-    parts = []
-    offset = 0
-    for index in range(count):
-        length = short + (index >= count - longer)
-        parts.append((offset, length))
-        offset += length
-    return parts
-
-
-class CreditScheduler(Generic[Task]):
-    """ByteScheduler's rule (SOSP 2019): the most urgent task that is ready, while credit lasts.
-
-    A task starts if any credit is left, which may so fall below 0; its size is taken then and given
-    back at its end. Small numbers are urgent; among equals the first that was ready goes first.
-    """
-
-    def __init__(self, credit: float) -> None:
-        self.credit = credit
-        self._ready: list[tuple[float, int, float, Task]] = []
-        self._count = 0
-
-    def ready(self, task: Task, priority: float, size: float) -> None:
-        """`task` may start from now on."""
-        heapq.heappush(self._ready, (priority, self._count, size, task))
-        self._count += 1
-
-    def start(self) -> list[Task]:
-        """Takes the tasks that start now, in order."""
-        started = []
-        while self._ready and self.credit > 0:
-            _, _, size, task = heapq.heappop(self._ready)
-            self.credit -= size
-            started.append(task)
-        return started
-
-    def finished(self, size: float) -> None:
-        """A started task of this size has ended."""
-        self.credit += size
+    return [short] * (count - longer) + [short + 1] * longer
 
 
 def planned_order(
@@ -422,7 +327,11 @@ def planned_order(
     credit: float,
     cost: Cost,
 ) -> list[int]:
-    """The order in which `CreditScheduler` would start tasks on a link that serves one at a time.
+    """The order in which ByteScheduler's rule (SOSP 2019) starts tasks on a link that is a queue.
+
+    The rule: the most urgent task that is ready, while credit lasts. A task starts if any credit is
+    left, which may so fall below 0; its size is taken then and given back at its end. Small numbers
+    are urgent; among equals the first that was ready goes first.
 
     The rule's choices depend on when tasks are ready and when others end, which no two ranks see
     alike; but collectives must start in one order everywhere. So the rule is played through once,
@@ -432,27 +341,21 @@ def planned_order(
         arrivals: when each task is ready, in seconds.
         cost: seconds of a task by its size.
     """
-    scheduler: CreditScheduler[int] = CreditScheduler(credit)
-    coming = sorted(range(len(arrivals)), key=lambda task: arrivals[task])
+    coming = deque(sorted(range(len(arrivals)), key=lambda task: arrivals[task]))
+    ready: list[tuple[float, int, int]] = []  # priority, how many were ready before, task
     order: list[int] = []
-    ends: list[tuple[float, int]] = []  # of started tasks, ascending: the link is a queue
-    free = now = 0.0
-    next_end = next_task = 0
-    while next_task < len(coming) or next_end < len(ends):
-        times = []
-        if next_task < len(coming):
-            times.append(arrivals[coming[next_task]])
-        if next_end < len(ends):
-            times.append(ends[next_end][0])
-        now = min(times)
-        while next_end < len(ends) and ends[next_end][0] <= now:
-            scheduler.finished(sizes[ends[next_end][1]])
-            next_end += 1
-        while next_task < len(coming) and arrivals[coming[next_task]] <= now:
-            task = coming[next_task]
-            scheduler.ready(task, priorities[task], sizes[task])
-            next_task += 1
-        for task in scheduler.start():
+    ends: deque[tuple[float, int]] = deque()  # of started tasks, ascending: the link is a queue
+    free = 0.0
+    while coming or ends:
+        now = min(arrivals[coming[0]] if coming else math.inf, ends[0][0] if ends else math.inf)
+        while ends and ends[0][0] <= now:
+            credit += sizes[ends.popleft()[1]]
+        while coming and arrivals[coming[0]] <= now:
+            task = coming.popleft()
+            heapq.heappush(ready, (priorities[task], -len(coming), task))
+        while ready and credit > 0:
+            *_, task = heapq.heappop(ready)
+            credit -= sizes[task]
             free = max(free, now) + cost(sizes[task])
             ends.append((free, task))
             order.append(task)

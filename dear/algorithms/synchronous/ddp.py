@@ -9,15 +9,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from dear.buckets.carriers import Payloads
-from dear.buckets.compressors import CompressedOptions, make_compressor, refuse_types
-from dear.buckets.updates import has_hooks, run_hooks
+from dear.buckets.carriers import Carrier, make_carrier
+from dear.buckets.compressors import CompressedOptions
+from dear.buckets.updates import beside, run_hooks
 from dear.comm.communicator import Communicator, Work
 from dear.errors import UserError
 from dear.lazy import torch
 from dear.options import at_least, only_with, option_of, positive
 from dear.training.algorithm import Algorithm, Capabilities
-from dear.training.engine import Engine, distribute, trained_parameters
+from dear.training.engine import Engine, Replica
 
 
 class Ddp(Algorithm):
@@ -35,15 +35,7 @@ class Ddp(Algorithm):
         """DDP's own arguments, with its own defaults; how buckets are compressed; ZeRO-1."""
 
         compression: Literal[
-            "none",
-            "fp16",
-            "bf16",
-            "topk",
-            "eftopk",
-            "gaussian",
-            "signum",
-            "efsignum",
-            "powersgd",
+            "none", "fp16", "bf16", "topk", "eftopk", "gaussian", "signum", "efsignum", "powersgd"
         ] = "none"
         """As elsewhere, by bucket, as communication hooks: all but fp16 and bf16 start after the
         first passes, which make the buckets. `powersgd`: PowerSGD (Vogels et al. 2019, arXiv
@@ -79,33 +71,20 @@ class Ddp(Algorithm):
     capabilities = Capabilities(consistency="synchronous")
     bound = "wfbp"
 
-    def wrap(
-        self,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
-        communicator: Communicator,
-        options: Options,
-    ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-        refuse_types(trained_parameters(model, optimizer), options)
-        zero = None
-        if options.zero and communicator.size > 1:
-            zero = ZeroUpdate(optimizer, communicator)
-        engine = _DdpEngine(model, optimizer, communicator, options, zero)
-        return model, distribute(optimizer, engine)
+    def alone(self, options: Options) -> bool:
+        return True  # DDP's reducer is there all the same
+
+    def engine(self, replica: Replica) -> _DdpEngine:
+        return _DdpEngine(replica)
 
 
 class _DdpEngine(Engine):
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
-        communicator: Communicator,
-        options: Ddp.Options,
-        zero: ZeroUpdate | None,
-    ) -> None:
-        super().__init__(model, communicator)
-        self._optimizer: Any = optimizer
-        self._zero = zero
+    def __init__(self, replica: Replica) -> None:
+        super().__init__(replica)
+        model, communicator, options = self.model, self.communicator, self.options
+        self._zero: ZeroUpdate | None = None
+        if options.zero and communicator.size > 1:
+            self._zero = ZeroUpdate(self.optimizer, communicator)
         # torch 2.13 renames this argument; 2.11 has the old name only.
         known = inspect.signature(torch.nn.parallel.DistributedDataParallel).parameters
         new = "forward_sync_buffers"
@@ -147,18 +126,11 @@ class _DdpEngine(Engine):
             return update(closure)
         return self.step_after_closure(update, closure)
 
-    def state_dict(self, plain: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        if self._zero is None:
-            return plain()
-        kept = self._optimizer.state
-        self._optimizer.state = {**kept, **self._zero.whole_state()}
-        try:
-            return plain()
-        finally:
-            self._optimizer.state = kept
+    def whole_state(self) -> dict[torch.nn.Parameter, Any]:
+        kept = self.optimizer.state
+        return kept if self._zero is None else {**kept, **self._zero.whole_state()}
 
-    def load_state_dict(self, plain: Callable[[], None]) -> None:
-        plain()
+    def resume(self, state: dict[str, Any]) -> None:
         if self._zero is not None:
             self._zero.take_state()
 
@@ -185,9 +157,8 @@ class _DdpEngine(Engine):
     def close(self) -> None:
         self._unsent = False
         super().close()
-        if self._zero is not None:
-            self._optimizer.state.update(self._zero.whole_state())
-            self._zero = None
+        self.optimizer.state.update(self.whole_state())
+        self._zero = None
         del self._ddp  # the reducer takes out its autograd hooks when it is destroyed
 
 
@@ -208,31 +179,39 @@ def add_hook(ddp: Any, communicator: Communicator, options: Ddp.Options) -> None
             group, lambda group, bucket: default_hooks.bf16_compress_hook(group, bucket)
         )
     elif options.compression == "powersgd":
-        ddp.register_comm_hook(
-            PowerSgd(communicator, options.powersgd_rank, options.powersgd_start_step), _carry
-        )
+        ddp.register_comm_hook(PowerSgd(communicator, options), _carry)
     elif options.gathers:
         ddp.register_comm_hook(BucketPayloads(communicator, options), _carry)
+
+
+def _carry(state, bucket):  # DDP looks at the annotations, which must not be texts
+    buffer, dense = bucket.buffer(), state.passes < state.start
+    state.passes += bucket.is_last()
+    if dense:
+        work = state.communicator.all_reduce(buffer, op="mean")
+        return work.future().then(lambda _: buffer)
+    return state.carry(bucket, buffer)
 
 
 class BucketPayloads:
     """Buckets as payloads that are all-gathered; dense until the buckets stay what they are."""
 
-    def __init__(self, communicator: Communicator, options: Ddp.Options) -> None:
-        self._communicator = communicator
-        self._options = options
-        self._passes = 0
-        self._carriers: dict[int, tuple[list[torch.nn.Parameter], Payloads]] = {}
+    start = FIRST
 
-    def carry(self, bucket: Any) -> torch.futures.Future:
+    def __init__(self, communicator: Communicator, options: Ddp.Options) -> None:
+        self.communicator = communicator
+        self._options = options
+        self.passes = 0
+        self._carriers: dict[tuple[int, ...], Carrier] = {}
+
+    def carry(self, bucket: Any, buffer: torch.Tensor) -> torch.futures.Future:
         """A future of the bucket's buffer with what stands for the mean over ranks."""
-        buffer, dense = bucket.buffer(), self._passes < FIRST
-        self._passes += bucket.is_last()
-        if dense:
-            work = self._communicator.all_reduce(buffer, op="mean")
-            return work.future().then(lambda _: buffer)
         params = bucket.parameters()
-        carrier = self._carrier(bucket.index(), params, buffer)
+        key = tuple(id(param) for param in params)
+        if key not in self._carriers:
+            sizes = [param.numel() for param in params]
+            self._carriers[key] = make_carrier(self._options, self.communicator, buffer, sizes)
+        carrier = self._carriers[key]
         work = carrier.send(buffer, [param.grad is not None for param in params])
 
         def received(_: Any) -> torch.Tensor:
@@ -240,23 +219,6 @@ class BucketPayloads:
             return buffer
 
         return work.future().then(received)
-
-    def _carrier(
-        self, index: int, params: list[torch.nn.Parameter], buffer: torch.Tensor
-    ) -> Payloads:
-        if index not in self._carriers or not _same(self._carriers[index][0], params):
-            compressor = make_compressor(self._options, buffer.numel(), buffer.dtype, buffer.device)
-            sizes = [param.numel() for param in params]
-            self._carriers[index] = params, Payloads(self._communicator, compressor, sizes)
-        return self._carriers[index][1]
-
-
-def _carry(state, bucket):  # DDP looks at the annotations, which must not be texts
-    return state.carry(bucket)
-
-
-def _same(some: list[torch.nn.Parameter], others: list[torch.nn.Parameter]) -> bool:
-    return len(some) == len(others) and all(a is b for a, b in zip(some, others, strict=True))
 
 
 class ZeroUpdate:
@@ -308,9 +270,7 @@ class ZeroUpdate:
 
     def step(self) -> Any:
         """One update from the gradients there are, with the optimizer's step hooks around it."""
-        if has_hooks(self._optimizer):
-            return run_hooks(self._optimizer, self._step)
-        return self._step()
+        return run_hooks(self._optimizer, self._step)
 
     def _step(self) -> Any:
         ours, given = self._zero.param_groups, self._optimizer.param_groups
@@ -335,7 +295,7 @@ class ZeroUpdate:
         for part in self._communicator.gather_objects(mine):
             for index, state in part.items():
                 result[params[index]] = {
-                    key: _beside(value, params[index]) for key, value in state.items()
+                    key: beside(value, params[index]) for key, value in state.items()
                 }
         return result
 
@@ -343,13 +303,6 @@ class ZeroUpdate:
 def _copy_settings(source: Sequence[dict[str, Any]], to: Sequence[dict[str, Any]]) -> None:
     for one, other in zip(source, to, strict=True):
         other.update({key: value for key, value in one.items() if key != "params"})
-
-
-def _beside(value: Any, param: Any) -> Any:
-    # Objects of other ranks come on their devices; counters stay on the CPU, as torch has them.
-    if torch.is_tensor(value) and value.device.type != "cpu":
-        return value.to(param.device)
-    return value
 
 
 class PowerSgd:
@@ -360,41 +313,33 @@ class PowerSgd:
     halves overlap the backward pass, the second ones follow it, bucket by bucket: so all ranks
     start them in one order, and no collective waits in another one's callback, which torch's own
     hook does and which only NCCL bears.
-
-    Args:
-        rank: columns of P and Q.
-        start: passes that are sent in full before; DDP makes its buckets anew after the first.
     """
 
-    def __init__(self, communicator: Communicator, rank: int, start: int) -> None:
-        self._communicator = communicator
-        self._rank = rank
-        self._start = start
-        self._passes = 0
+    def __init__(self, communicator: Communicator, options: Ddp.Options) -> None:
+        self.communicator = communicator
+        self._rank = options.powersgd_rank
+        """Columns of P and Q."""
+        self.start = options.powersgd_start_step
+        self.passes = 0
         self._buckets: dict[int, _Bucket] = {}
         self._running: list[tuple[_Bucket, torch.futures.Future, torch.Tensor]] = []
 
-    def carry(self, bucket: Any) -> torch.futures.Future:
-        """A future of the bucket's buffer with what stands for the mean over ranks."""
-        buffer, last = bucket.buffer(), bucket.is_last()
-        if self._passes < self._start:
-            self._passes += last
-            work = self._communicator.all_reduce(buffer, op="mean")
-            return work.future().then(lambda _: buffer)
+    def carry(self, bucket: Any, buffer: torch.Tensor) -> torch.futures.Future:
+        """As `BucketPayloads`; the futures of a pass end together with its last bucket."""
         if bucket.index() not in self._buckets:
             self._buckets[bucket.index()] = _Bucket(bucket.gradients(), self._rank)
         known = self._buckets[bucket.index()]
-        known.send_left(bucket.gradients(), self._communicator)
+        known.send_left(bucket.gradients(), self.communicator)
         cuda = buffer.device.type == "cuda"
         future = torch.futures.Future(devices=[buffer.device] if cuda else None)
         self._running.append((known, future, buffer))
-        if last:
+        if bucket.is_last():
             self._end()
         return future
 
     def _end(self) -> None:
         for bucket, _, _ in self._running:
-            bucket.send_right(self._communicator)
+            bucket.send_right(self.communicator)
         for bucket, future, buffer in self._running:
             bucket.finish()
             future.set_result(buffer)

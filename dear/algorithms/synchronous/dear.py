@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from dear.buckets.compressors import CompressedOptions, refuse_types, wire_dtype
+from dear.buckets.compressors import CompressedOptions
 from dear.buckets.flat import Bucket, adopt, flatten
 from dear.buckets.grouping import KIB, RunOrder, agree, group, launch_order
 from dear.buckets.halves import (
@@ -17,16 +17,14 @@ from dear.buckets.halves import (
     ScatterGather,
     Usage,
 )
-from dear.buckets.sharding import Sharded, element_wise
-from dear.buckets.updates import Replicated, has_hooks
-from dear.comm.communicator import Communicator
+from dear.buckets.updates import Replicated, Sharded, element_wise, has_hooks
 from dear.errors import UserError
 from dear.lazy import torch
 from dear.options import at_least, only_with, positive
 from dear.training.algorithm import Algorithm, Capabilities
-from dear.training.engine import distribute, refuse_lbfgs, trained_parameters
+from dear.training.engine import Replica, refuse_lbfgs
 from dear.training.gradients import DeferredEngine
-from dear.training.tuning import TRIALS, WATCHED_STEPS, Regrouping, regrouping, tuning_steps
+from dear.training.tuning import TRIALS, WATCHED_STEPS, regrouping, tuning_steps
 
 
 class Dear(Algorithm):
@@ -90,14 +88,13 @@ class Dear(Algorithm):
         def __post_init__(self) -> None:
             super().__post_init__()
             positive("option of dear 'threshold_mb'", self.threshold_mb)
-            if self.first_mb is not None:
-                positive("option of dear 'first_mb'", self.first_mb)
+            positive("option of dear 'first_mb'", self.first_mb)
             at_least("option of dear 'small_kb'", self.small_kb, 0)
             positive("option of dear 'cycle_time_ms'", self.cycle_time_ms)
             if self.nearby_layers == 0:
                 raise UserError("option of dear 'nearby_layers' must not be 0")
-            only_with(self, "threshold_mb", "fusion", ["threshold", "tuned"])
-            only_with(self, "first_mb", "fusion", ["threshold", "tuned"])
+            for field in ("threshold_mb", "first_mb"):
+                only_with(self, field, "fusion", ["threshold", "tuned"])
             only_with(self, "nearby_layers", "fusion", ["nearby_layers"])
             only_with(self, "cycle_time_ms", "fusion", ["wait_time"])
             if self.small_kb:
@@ -129,36 +126,21 @@ class Dear(Algorithm):
     capabilities = Capabilities(consistency="synchronous")
     bound = "dear"
 
-    def wrap(
-        self,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
-        communicator: Communicator,
-        options: Options,
-    ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-        refuse_lbfgs(optimizer, "dear")
-        sharded = not options.gathers and _sharded(optimizer, options.update)
-        params = trained_parameters(model, optimizer)
-        refuse_types(params, options)
-        rule = regrouping(options, communicator)
+    def refuse(self, replica: Replica) -> None:
+        refuse_lbfgs(replica.optimizer, "dear")
+        if replica.options.update == "sharded" and not element_wise(replica.optimizer):
+            raise UserError(
+                "option of dear 'update': sharded needs an optimizer that works element by "
+                f"element, which {type(replica.optimizer).__name__} is not known to do; use "
+                "update='replicated', or say `element_wise = True` in its class"
+            )
+        regrouping(replica.options, replica.communicator)
 
-        def engine() -> DearEngine:
-            return DearEngine(model, optimizer, communicator, params, options, sharded, rule)
+    def alone(self, options: Options) -> bool:
+        return bool(options.exclude_parts)  # what is left out on purpose a world of one misses too
 
-        # What is left out on purpose a world of one misses, too.
-        engine_or_maker = engine() if options.exclude_parts else engine
-        return model, distribute(optimizer, engine_or_maker, communicator)
-
-
-def _sharded(optimizer: torch.optim.Optimizer, update: str) -> bool:
-    able = element_wise(optimizer)
-    if update == "sharded" and not able:
-        raise UserError(
-            f"option of dear 'update': sharded needs an optimizer that works element by element, "
-            f"which {type(optimizer).__name__} is not known to do; use update='replicated', or say "
-            "`element_wise = True` in its class"
-        )
-    return able and update != "replicated"
+    def engine(self, replica: Replica) -> DearEngine:
+        return DearEngine(replica)
 
 
 class DearEngine(DeferredEngine):
@@ -168,28 +150,19 @@ class DearEngine(DeferredEngine):
     then on first halves start in backward passes (`ready`); `step()` ends them, updates (or leaves
     that to the next forward pass) and starts second halves (`apply`); and a module that is about to
     run waits for those of the parameters that it reads (`finish`).
-
-    Args:
-        sharded: each rank updates what it owns, and has the optimizer's state of that only.
-        rule: which layers travel together.
     """
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
-        communicator: Communicator,
-        params: Sequence[torch.nn.Parameter],
-        options: Dear.Options,
-        sharded: bool,
-        rule: Regrouping,
-    ) -> None:
-        super().__init__(model, optimizer, communicator, params, [[param] for param in params])
-        self._options = options
-        self._sharded = sharded
-        self._rule = rule
-        self._plain = type(optimizer)
-        self._usage = Usage(params, communicator)
+    def __init__(self, replica: Replica) -> None:
+        super().__init__(replica, [[param] for param in replica.params])
+        options = self.options
+        self._sharded = (
+            not options.gathers and options.update != "replicated" and element_wise(self.optimizer)
+        )
+        """Each rank updates what it owns, and has the optimizer's state of that only."""
+        self._rule = regrouping(options, self.communicator)
+        """Which layers travel together."""
+        self._plain = type(self.optimizer)
+        self._usage = Usage(self.params, self.communicator)
         self._watching = True
         """Arrival times of gradients are wanted."""
         self._arrivals: dict[torch.nn.Parameter, float] = {}
@@ -200,7 +173,7 @@ class DearEngine(DeferredEngine):
         """The two halves of each bucket; none before the first step."""
         self._launched: list[int] = []
         """Buckets in the order in which backward passes complete them."""
-        self._update: Sharded | Replicated
+        self._update: Sharded | Replicated | None = None
         self._hooked: set[torch.nn.Module] = set()
 
     # --- backward pass ----------------------------------------------------------------------------
@@ -231,8 +204,7 @@ class DearEngine(DeferredEngine):
     def complete_pass(self) -> None:
         super().complete_pass()
         if not self._parts:
-            self.refuse_scaled()
-            self.refuse_changed()
+            self.refuse_touched()
             self._lay_out(learn=True)
             for index in self._launched:
                 self.ready(index)
@@ -244,7 +216,7 @@ class DearEngine(DeferredEngine):
 
     def apply(self, update: Callable[[], Any]) -> Any:
         if self._sharded and has_hooks(self.optimizer):  # they expect to see all means
-            self.refuse_scaled()
+            self.refuse_touched()
             self.arrive()
             return self.step_averaged(update)
         self._update.unused = self._usage.unused()
@@ -274,8 +246,7 @@ class DearEngine(DeferredEngine):
             return super().clip_grad_norm(params, max_norm, norm_type)
         self.settle()
         self.complete_pass()
-        self.refuse_scaled()
-        self.refuse_changed()
+        self.refuse_touched()
         self._update.unused = self._usage.unused()
         return self._update.clip(max_norm, norm_type)
 
@@ -313,22 +284,17 @@ class DearEngine(DeferredEngine):
             bucket.forget()  # what watches holds the gradients, which move
         self.buckets = flatten(members, self.communicator, values=self._sharded)
         self._parts = [self._halves(bucket, index) for index, bucket in enumerate(self.buckets)]
-        kept = {
-            p: rest
-            for part in before
-            if isinstance(part, Gathered)
-            for p, rest in part.kept().items()
-        }
-        for part in self._parts:
-            if isinstance(part, Gathered):
+        if self.options.gathers:
+            kept = {param: rest for part in before for param, rest in part.kept().items()}
+            for part in self._parts:
                 part.keep(kept)
-        former = self._update if before else None
+        former = self._update
         self._update = (Sharded if self._sharded else Replicated)(
             self.optimizer,
             self._plain,
             self._parts,
             self.communicator,
-            frozen="allgather" in self._options.exclude_parts,
+            frozen="allgather" in self.options.exclude_parts,
         )
         if isinstance(self._update, Sharded):
             self._update.take_state(former)
@@ -349,11 +315,11 @@ class DearEngine(DeferredEngine):
             self.hooks.before_forward([self.model], self.before_model)
 
     def _halves(self, bucket: Bucket, index: int) -> Decoupled:
-        options, communicator = self._options, self.communicator
+        options, communicator = self.options, self.communicator
         if options.gathers:
             return Gathered(bucket, communicator, options)
         how: dict[str, Any] = {
-            "wire": wire_dtype(options.compression),
+            "wire": options.wire,
             "skip": "reducescatter" in options.exclude_parts,
         }
         if options.decouple == "reduce_broadcast":
@@ -383,44 +349,28 @@ class DearEngine(DeferredEngine):
 
     # --- state ------------------------------------------------------------------------------------
 
-    def state_dict(self, plain: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        self.settle()
-        if not self._parts:
-            return plain()
-        kept = self.optimizer.state
-        held = {param for group in self.optimizer.param_groups for param in group["params"]}
-        # Beside it state that is not sharded: that of parameters that nobody trains.
-        others = {param: state for param, state in kept.items() if param in held}
-        self.optimizer.state = {**others, **self._whole_state()}
-        try:
-            return plain()
-        finally:
-            self.optimizer.state = kept
-
-    def load_state_dict(self, plain: Callable[[], None]) -> None:
-        self.settle()
-        plain()
-        if self._parts and isinstance(self._update, Sharded):
+    def resume(self, state: dict[str, Any]) -> None:
+        if isinstance(self._update, Sharded):
             self._update.take_state()
 
     def close(self) -> None:
         super().close()
-        if not self._parts:
-            return
-        whole = self._whole_state()
+        whole = self.whole_state()
         if isinstance(self._update, Sharded):
             self._update.forget_state()
-        self.optimizer.state.update(whole)
+            self.optimizer.state.update(whole)
         for part in self._parts:
             part.finish_reduce()  # of a pass that no step followed
             part.bucket.release()
 
-    def _whole_state(self) -> dict[torch.nn.Parameter, Any]:
-        """The sharded state of whole parameters, on every rank; a collective call."""
+    def whole_state(self) -> dict[torch.nn.Parameter, Any]:
         if not isinstance(self._update, Sharded):
-            return {}
+            return super().whole_state()
+        # Beside it state that is not sharded: that of parameters that nobody trains.
+        held, kept = set(self.held), self.optimizer.state
+        others = {param: state for param, state in kept.items() if param in held}
         try:
-            return dict(self._update.whole_state())
+            return others | dict(self._update.whole_state())
         except RuntimeError as error:
             raise RuntimeError(
                 f"{error} (the optimizer's state is spread over the ranks: every rank must call "

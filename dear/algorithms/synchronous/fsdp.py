@@ -7,16 +7,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from dear.algorithms.synchronous.wfbp import GradientAverager
-from dear.buckets.compressors import HalfOptions, refuse_types, wire_dtype
+from dear.algorithms.synchronous.wfbp import AveragingEngine
+from dear.buckets.compressors import HalfOptions
 from dear.buckets.grouping import MIB
-from dear.comm.communicator import Communicator
 from dear.errors import UserError
 from dear.lazy import torch
 from dear.options import at_least
 from dear.training.algorithm import Algorithm, Capabilities
-from dear.training.engine import Engine, distribute, trained_parameters
-from dear.training.gradients import BackwardSchedule
+from dear.training.engine import Engine, Replica
 
 
 class Fsdp(Algorithm):
@@ -53,13 +51,8 @@ class Fsdp(Algorithm):
     capabilities = Capabilities(consistency="synchronous")
     bound = "sharded"
 
-    def wrap(
-        self,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
-        communicator: Communicator,
-        options: Options,
-    ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    def refuse(self, replica: Replica) -> None:
+        optimizer = replica.optimizer
         if isinstance(optimizer, torch.optim.LBFGS):
             raise UserError(
                 "fsdp cannot train with LBFGS, which joins all parameters; use "
@@ -72,68 +65,38 @@ class Fsdp(Algorithm):
                 f"fsdp cannot train with {type(optimizer).__name__}(fused=True), which torch has "
                 "not for sharded tensors; use fused=False"
             )
-        params = trained_parameters(model, optimizer)
-        refuse_types(params, options)
 
-        def engine() -> _FsdpEngine:
-            sharded = ShardedModel(
-                model,
-                params,
-                communicator,
-                min_bytes=options.min_mb * MIB,
-                keep=options.stage == 2,
-                reduce_dtype=wire_dtype(options.compression),
-            )
-            return _FsdpEngine(model, optimizer, communicator, sharded, options)
-
-        return model, distribute(optimizer, engine, communicator)
+    def engine(self, replica: Replica) -> _FsdpEngine:
+        return _FsdpEngine(replica)
 
 
-class _FsdpEngine(Engine):
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
-        communicator: Communicator,
-        sharded: ShardedModel,
-        options: Fsdp.Options,
-    ) -> None:
-        super().__init__(model, communicator)
-        self._fsdp: Any = model
-        self._optimizer: Any = optimizer
-        self._sharded = sharded
-        self._point_to(sharded.of)
-        self._shard_state()
-        self._averager = averager = GradientAverager(sharded.rest, communicator, options)
-        self._schedule = BackwardSchedule(
-            self.hooks,
-            [[param] for param in sharded.rest],
-            communicator,
-            launch=lambda unit: averager.launch(sharded.rest[unit]),
-            finish=averager.finish,
-        )
+class _FsdpEngine(AveragingEngine):
+    """Averages the parameters that cannot be cut; the others are torch's."""
+
+    def __init__(self, replica: Replica) -> None:
+        self._sharded = ShardedModel(replica)
+        super().__init__(replica, self._sharded.rest)
+        self._point_to(self._sharded.of)
+        self.resume({})
         self._paused = False
         self._unsent = False
         self._fresh = False
         """There may be gradients that no step has used."""
-        self.hooks.before_forward([model], self._before_forward)
+        self.hooks.before_forward([self.model], self._before_forward)
 
     def step(self, update: Callable[[], Any]) -> Any:
         self._send_unsent()
-        if self._sharded.rest:
-            self._schedule.run_if_missing()
-            self._schedule.restart()
         self._sharded.reshard()  # an evaluation may have left whole parameters behind
-        result = update()
-        self._fresh = False
-        return result
+        return super().step(update)
 
     step_closure = Engine.step_after_closure
 
+    def stepped(self) -> None:
+        self._fresh = False
+
     def synchronize(self) -> None:
         self._send_unsent()
-        if self._schedule.unsent:
-            self._schedule.run_if_missing()
+        super().synchronize()
         if not self._fresh:
             self._sharded.reshard()
             self._sharded.gather()
@@ -161,41 +124,28 @@ class _FsdpEngine(Engine):
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         self._paused, before = True, self._paused
-        self._fsdp.set_requires_gradient_sync(False)
+        self.model.set_requires_gradient_sync(False)
         try:
-            with self._schedule.paused():
+            with super().no_sync():
                 yield
         finally:
             self._paused = before
-            self._fsdp.set_requires_gradient_sync(not before)
+            self.model.set_requires_gradient_sync(not before)
 
     def forget(self) -> None:
         if self._unsent:
             self._sharded.drop_unsent()
             self._unsent = False
-        self._averager.forget()
-        self._schedule.forget()
-
-    def state_dict(self, plain: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        kept = self._optimizer.state
-        self._optimizer.state = self._whole_state()
-        try:
-            return plain()
-        finally:
-            self._optimizer.state = kept
-
-    def load_state_dict(self, plain: Callable[[], None]) -> None:
-        plain()
-        self._shard_state()
+        super().forget()
 
     def close(self) -> None:
         super().close()
-        state = self._whole_state()
+        state = self.whole_state()
         self._sharded.release()
         own = {sharded: param for param, sharded in self._sharded.of.items()}
         self._point_to(own)
-        self._optimizer.state.clear()
-        self._optimizer.state.update({own.get(param, param): s for param, s in state.items()})
+        self.optimizer.state.clear()
+        self.optimizer.state.update({own.get(param, param): s for param, s in state.items()})
 
     def _before_forward(self, module: torch.nn.Module) -> None:
         if self._sharded.whole:
@@ -211,27 +161,26 @@ class _FsdpEngine(Engine):
             self._sharded.send_unsent()
 
     def _point_to(self, other: dict[Any, Any]) -> None:
-        for group in self._optimizer.param_groups:
+        for group in self.optimizer.param_groups:
             group["params"][:] = [other.get(param, param) for param in group["params"]]
 
-    def _shard_state(self) -> None:
+    def resume(self, state: dict[str, Any]) -> None:
         """Cuts whole state, of the script's own parameters or of sharded ones, into parts."""
-        state = self._optimizer.state
+        held = self.optimizer.state
         for param, sharded in self._sharded.of.items():
-            known = state.pop(param, None) or state.get(sharded)
+            known = held.pop(param, None) or held.get(sharded)
             if known:
-                state[sharded] = {
+                held[sharded] = {
                     key: shard(value, sharded) if _whole(value, sharded) else value
                     for key, value in known.items()
                 }
 
-    def _whole_state(self) -> dict[Any, Any]:
-        """State as of whole parameters, by the optimizer's parameters; a collective call."""
-        held = [param for group in self._optimizer.param_groups for param in group["params"]]
+    def whole_state(self) -> dict[torch.nn.Parameter, Any]:
+        state = self.optimizer.state
         return {
-            param: {key: full(value) for key, value in self._optimizer.state[param].items()}
-            for param in held
-            if param in self._optimizer.state
+            param: {key: full(value) for key, value in state[param].items()}
+            for param in self.held
+            if param in state
         }
 
 
@@ -244,30 +193,16 @@ class ShardedModel:
 
     The script's own `Parameter` objects stay empty meanwhile, and get their values back at the end.
 
-    Args:
-        params: those that the optimizer trains.
-        min_bytes: layers of a list or sequence with as many are groups of their own, whose
-            transfers overlap the compute of others; everything else is one group.
-        keep: keep whole parameters between forward and backward pass.
-        reduce_dtype: the type in which gradients travel; None: their own.
-
     Raises:
         UserError: the model is sharded already, or torch cannot shard it.
     """
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        params: Sequence[torch.nn.Parameter],
-        communicator: Communicator,
-        *,
-        min_bytes: float,
-        keep: bool,
-        reduce_dtype: torch.dtype | None,
-    ) -> None:
+    def __init__(self, replica: Replica) -> None:
         from torch.distributed.device_mesh import DeviceMesh
         from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+        model, params, communicator = replica.model, replica.params, replica.communicator
+        keep = replica.options.stage == 2
         if any(isinstance(module, FSDPModule) for module in model.modules()):
             raise UserError(
                 "fsdp: the model is sharded already; give one optimizer all parameters of a model"
@@ -282,11 +217,11 @@ class ShardedModel:
             work.wait()  # each rank keeps a part only: they must be parts of one model
         settings: dict[str, Any] = {
             "mesh": DeviceMesh.from_group(communicator.groups[0], params[0].device.type),
-            "mp_policy": MixedPrecisionPolicy(reduce_dtype=reduce_dtype),
+            "mp_policy": MixedPrecisionPolicy(reduce_dtype=replica.options.wire),
             "ignored_params": {p for _, _, p in places if p not in able},
         }
         try:
-            for block in _blocks(model, min_bytes, places):
+            for block in _blocks(model, replica.options.min_mb * MIB, places):
                 fully_shard(block, reshard_after_forward=not keep, **settings)
             # What the whole model owns is needed again at once; torch's default keeps it.
             fully_shard(model, reshard_after_forward=False if keep else None, **settings)

@@ -8,7 +8,7 @@ import itertools
 import os
 import socket
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,13 +17,13 @@ from dear.buckets.grouping import MIB
 from dear.comm.communicator import Communicator
 from dear.comm.environment import RankFacts
 from dear.comm.runtime import address_of
-from dear.errors import Unavailable, UserError
+from dear.errors import UserError
 from dear.lazy import torch
 from dear.options import Options as AlgorithmOptions
 from dear.options import at_least, positive
 from dear.training.algorithm import Algorithm, Capabilities
-from dear.training.engine import Engine, distribute, trained_parameters
-from dear.training.hooks import at_end_of_backward
+from dear.training.engine import Replica
+from dear.training.gradients import GradientEngine
 
 if TYPE_CHECKING:
     from horovod.runner.common.util.hosts import SlotInfo
@@ -67,12 +67,9 @@ class Horovod(Algorithm):
         mean: `p.grad` is that. Needs controller=mpi, a number of ranks that is a power of 2."""
 
         def __post_init__(self) -> None:
-            if self.fusion_threshold_mb is not None:
-                at_least("option of horovod 'fusion_threshold_mb'", self.fusion_threshold_mb, 0)
-            if self.cycle_time_ms is not None:
-                positive("option of horovod 'cycle_time_ms'", self.cycle_time_ms)
-            if self.cache_capacity is not None:
-                at_least("option of horovod 'cache_capacity'", self.cache_capacity, 0)
+            at_least("option of horovod 'fusion_threshold_mb'", self.fusion_threshold_mb, 0)
+            positive("option of horovod 'cycle_time_ms'", self.cycle_time_ms)
+            at_least("option of horovod 'cache_capacity'", self.cache_capacity, 0)
             if self.adasum and self.controller != "mpi":
                 raise UserError(
                     "option of horovod 'adasum' needs controller='mpi', the only one of its "
@@ -91,85 +88,61 @@ class Horovod(Algorithm):
         reason = note.read_text().strip() if note.exists() else "not installed"
         return f"Horovod is missing ({reason}); build it with `make horovod`"
 
-    def wrap(
-        self,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
-        communicator: Communicator,
-        options: Options,
-    ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-        missing = self.unavailable()
-        if missing:
-            raise Unavailable(missing)
-        params = trained_parameters(model, optimizer)
-        if options.adasum and communicator.size & (communicator.size - 1):
+    def refuse(self, replica: Replica) -> None:
+        size = replica.communicator.size
+        if replica.options.adasum and size & (size - 1):
             raise UserError(
-                f"option of horovod 'adasum': the number of ranks must be a power of 2, got "
-                f"{communicator.size}"
+                f"option of horovod 'adasum': the number of ranks must be a power of 2, got {size}"
             )
-        start(communicator, options)
-        engine = _HorovodEngine(model, optimizer, communicator, params, options)
-        return model, distribute(optimizer, engine)
+
+    def alone(self, options: Options) -> bool:
+        return True  # the library runs all the same
+
+    def engine(self, replica: Replica) -> _HorovodEngine:
+        start(replica.communicator, replica.options)
+        return _HorovodEngine(replica)
 
 
 _counter = itertools.count()
 
 
-class _HorovodEngine(Engine):
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
-        communicator: Communicator,
-        params: list[torch.nn.Parameter],
-        options: Horovod.Options,
-    ) -> None:
+class _HorovodEngine(GradientEngine):
+    """Lets Horovod's own hooks send; what is left are the end of a pass, and accumulation."""
+
+    def __init__(self, replica: Replica) -> None:
         import horovod.torch as hvd
 
-        super().__init__(model, communicator)
-        self._hvd = hvd
+        super().__init__(replica, [replica.params], sparse=True)
+        self._hvd, options = hvd, self.options
         # Horovod insists on a name for everything that the optimizer holds.
-        names = {param: name for name, param in model.named_parameters()}
-        held = [param for group in optimizer.param_groups for param in group["params"]]
+        names = {param: name for name, param in self.model.named_parameters()}
         # Names must differ between optimizers, too: several may be under way at a time.
         self._name = f"optimizer.{next(_counter)}"
         named = [
             (f"{self._name}.{names.get(param, f'outside.{i}')}", param)
-            for i, param in enumerate(held)
+            for i, param in enumerate(self.held)
         ]
         # Horovod makes a new optimizer of the class that it is given, with parameters alone. Only
         # its hooks and its waiting are used, so any class will do; the user's may need arguments.
-        carrier = torch.optim.SGD(held, lr=0.0)
+        carrier = torch.optim.SGD(self.held, lr=0.0)
         half = options.compression == "fp16"
         self._horovod = hvd.DistributedOptimizer(
             carrier,
             named_parameters=named,
             compression=hvd.Compression.fp16 if half else hvd.Compression.none,
-            gradient_predivide_factor=float(communicator.size) if half else 1.0,
+            gradient_predivide_factor=float(self.communicator.size) if half else 1.0,
         )
         if options.adasum:
             # Horovod's own Adasum optimizer reduces updates in `step()`; here the user's runs.
             self._horovod.op = hvd.Adasum
-        self._params = params
         self._paused = False
-        self._unsent = False
-        self._passed = False
-        self._in_pass = False
-        self.hooks.on_gradient(params, self._on_gradient)
 
-    def step(self, update: Callable[[], Any]) -> Any:
-        if not self._passed or self._unsent:
-            self._average()
-        self._passed = False
-        return update()
+    def arrived(self, param: torch.nn.Parameter) -> None:
+        if not param.grad.is_contiguous():  # Horovod takes no channels_last
+            param.grad = param.grad.contiguous()
 
-    def step_closure(self, update: Callable[[Callable[[], Any]], Any], closure: Any) -> Any:
-        return update(closure)
-
-    def synchronize(self) -> None:
-        """Averages what was accumulated under `no_sync`; the rest `backward()` has averaged."""
-        if self._unsent:
-            self._average()
+    def ready(self, unit: int) -> None:
+        """Horovod has sent each gradient by itself."""
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -177,40 +150,27 @@ class _HorovodEngine(Engine):
         self._paused, before = True, self._paused
         self._horovod.set_backward_passes_per_step(2**30)
         try:
-            yield
+            with super().no_sync():
+                yield
         finally:
             self._paused = before
             if not before:
                 self._horovod.set_backward_passes_per_step(1)
 
-    def forget(self) -> None:
-        self._passed = self._unsent = self._in_pass = False
-
     def close(self) -> None:
         super().close()
         self._horovod._grad_accs.clear()  # Horovod's hooks live on these nodes
 
-    def _on_gradient(self, param: torch.nn.Parameter) -> None:
-        if not param.grad.is_contiguous():  # Horovod takes no channels_last
-            param.grad = param.grad.contiguous()
-        if self._paused:
-            self._unsent = True
-        elif not self._in_pass:
-            self._in_pass = True
-            at_end_of_backward(self._average)
-
-    def _average(self) -> None:
-        self._in_pass = self._unsent = False
-        self._passed = True
+    def passed(self) -> None:
         if self.communicator.size == 1:
             return  # Horovod registers no hooks then
         # Horovod gives every parameter a gradient, zero where there was none. One that no rank
         # used must stay without, or weight decay and momentum would move it.
-        used = torch.tensor([param.grad is not None for param in self._params], dtype=torch.int32)
+        used = torch.tensor([param.grad is not None for param in self.params], dtype=torch.int32)
         exchange = self._hvd.allreduce_async_(used, op=self._hvd.Sum, name=f"{self._name}.used")
         self._horovod.synchronize()
         self._hvd.synchronize(exchange)
-        for param, somewhere in zip(self._params, used.tolist(), strict=True):
+        for param, somewhere in zip(self.params, used.tolist(), strict=True):
             if not somewhere:
                 param.grad = None
 
@@ -286,11 +246,9 @@ def _settings(wanted: dict[str, Any]) -> Iterator[None]:
     try:
         yield
     finally:
-        for variable, value in before.items():
-            if value is None:
-                del os.environ[variable]
-            else:
-                os.environ[variable] = value
+        for variable in values:
+            del os.environ[variable]
+        os.environ.update({k: value for k, value in before.items() if value is not None})
 
 
 def _rendezvous(communicator: Communicator, facts: RankFacts) -> None:
@@ -308,20 +266,13 @@ def _rendezvous(communicator: Communicator, facts: RankFacts) -> None:
         server.init(slots)
         runtime.at_shutdown(server.stop)
     address, port = communicator.broadcast_object(where)
-    slot = slots[facts.rank]
     os.environ.update(
+        {f"HOROVOD_{name.upper()}": str(value) for name, value in vars(slots[facts.rank]).items()},
         HOROVOD_CONTROLLER="gloo",
         HOROVOD_CPU_OPERATIONS="gloo",
         HOROVOD_GLOO_IFACE=interface,
         HOROVOD_GLOO_RENDEZVOUS_ADDR=address,
         HOROVOD_GLOO_RENDEZVOUS_PORT=str(port),
-        HOROVOD_HOSTNAME=slot.hostname,
-        HOROVOD_RANK=str(slot.rank),
-        HOROVOD_SIZE=str(slot.size),
-        HOROVOD_LOCAL_RANK=str(slot.local_rank),
-        HOROVOD_LOCAL_SIZE=str(slot.local_size),
-        HOROVOD_CROSS_RANK=str(slot.cross_rank),
-        HOROVOD_CROSS_SIZE=str(slot.cross_size),
     )
 
 

@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import Any, Literal
 
-from dear.algorithms.synchronous.mgwfbp import gathered_cost, merge_gradients
+from dear.algorithms.synchronous.mgwfbp import MergedEngine
 from dear.buckets.compressors import CompressedOptions, make_compressor
-from dear.buckets.grouping import greedy, optimal
+from dear.buckets.grouping import Groups, greedy, optimal
 from dear.cost.collectives import measured_call
+from dear.lazy import torch
 from dear.options import at_least
 from dear.training.algorithm import Algorithm, Capabilities
-
-if TYPE_CHECKING:
-    from torch import Tensor
-    from torch.nn import Module, Parameter
-    from torch.optim import Optimizer
-
-    from dear.buckets.grouping import Groups
-    from dear.comm.communicator import Communicator
-    from dear.training.tuning import BackwardProfile
+from dear.training.engine import Replica
 
 
 class Mgs(Algorithm):
@@ -58,24 +50,19 @@ class Mgs(Algorithm):
     capabilities = Capabilities(consistency="synchronous")
     bound = "wfbp"
 
-    def wrap(
-        self, model: Module, optimizer: Optimizer, communicator: Communicator, options: Options
-    ) -> tuple[Module, Optimizer]:
-        def plan(ordered: list[Parameter], profile: BackwardProfile) -> Groups:
-            device = ordered[0].device
-            select = measured_call(communicator, partial(_select, options=options), device)
-            gather = gathered_cost(options, communicator, ordered[0])
-
-            def cost(nbytes: float) -> float:
-                return select(nbytes) + gather(nbytes)
-
-            sizes = [param.nbytes for param in ordered]
-            kinds = [(param.dtype, param.device) for param in ordered]
-            rule = optimal if options.merge == "optimal" else greedy
-            return rule(sizes, profile.arrivals_s, cost, kinds=kinds)
-
-        return model, merge_gradients(model, optimizer, communicator, options, plan)
+    def engine(self, replica: Replica) -> SparsifyingEngine:
+        return SparsifyingEngine(replica)
 
 
-def _select(gradient: Tensor, options: Mgs.Options) -> None:
-    make_compressor(options, gradient.numel(), gradient.dtype, gradient.device).compress(gradient)
+class SparsifyingEngine(MergedEngine):
+    """Plans with what finding the elements costs, too."""
+
+    def plan(self, sizes: list[int], like: torch.Tensor, **given: Any) -> Groups:
+        select = measured_call(self.communicator, self._select, like.device)
+        gather = self.cost(like)
+        rule = optimal if self.options.merge == "optimal" else greedy
+        return rule(sizes, cost=lambda nbytes: select(nbytes) + gather(nbytes), **given)
+
+    def _select(self, gradient: torch.Tensor) -> None:
+        kind = gradient.numel(), gradient.dtype, gradient.device
+        make_compressor(self.options, *kind).compress(gradient)

@@ -1,43 +1,26 @@
-"""Merged-gradient wait-free back-propagation."""
+"""Merged-gradient wait-free back-propagation, and the engine of all that merge as they measure."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from dear.buckets.carriers import Payloads, make_carrier
-from dear.buckets.compressors import (
-    CompressedOptions,
-    HalfOptions,
-    refuse_types,
-    share_of,
-)
+from dear.buckets.compressors import CompressedOptions, HalfOptions
 from dear.buckets.flat import packed_bucket
-from dear.buckets.grouping import MIB, Groups, by_total, fuse, greedy, optimal
+from dear.buckets.grouping import MIB, Cost, Groups, by_total, fuse, greedy, optimal
+from dear.comm.communicator import Communicator, Work
 from dear.cost.collectives import measured_costs, table_costs
 from dear.errors import UserError
 from dear.lazy import torch
 from dear.options import at_least, only_with
 from dear.training.algorithm import Algorithm, Capabilities
-from dear.training.engine import distribute, trained_parameters
+from dear.training.engine import Replica
 from dear.training.gradients import GradientEngine
-from dear.training.tuning import BackwardProfile, LayerTimes
+from dear.training.tuning import LayerTimes
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch.nn import Module, Parameter
-    from torch.optim import Optimizer
-
-    from dear.buckets.grouping import Groups
-    from dear.comm.communicator import Communicator
-    from dear.training.tuning import BackwardProfile
-
-    Planner = Callable[[list[Parameter], BackwardProfile], Groups]
-    from torch.nn import Parameter
-
-    from dear.comm.communicator import Work
+PROFILING_MB = 25
 
 
 class MgWfbp(Algorithm):
@@ -79,8 +62,7 @@ class MgWfbp(Algorithm):
                     "option of mgwfbp 'threshold_mb' goes with merge='threshold' and only with it, "
                     f"got threshold_mb={self.threshold_mb} and merge={self.merge!r}"
                 )
-            if self.threshold_mb is not None:
-                at_least("option of mgwfbp 'threshold_mb'", self.threshold_mb, 0)
+            at_least("option of mgwfbp 'threshold_mb'", self.threshold_mb, 0)
             if self.costs != "measured" and self.merge == "threshold":
                 raise UserError(
                     f"option of mgwfbp 'costs'={self.costs!r} has no use with merge='threshold'"
@@ -98,44 +80,8 @@ class MgWfbp(Algorithm):
     capabilities = Capabilities(consistency="synchronous")
     bound = "wfbp"
 
-    def wrap(
-        self, model: Module, optimizer: Optimizer, communicator: Communicator, options: Options
-    ) -> tuple[Module, Optimizer]:
-        def plan(ordered: list[Parameter], profile: BackwardProfile) -> Groups:
-            sizes = [param.nbytes for param in ordered]
-            kinds = [(param.dtype, param.device) for param in ordered]
-            if options.threshold_mb is not None:
-                return by_total(sizes, options.threshold_mb * MIB, kinds=kinds)
-            cost = _cost(options, communicator, ordered[0])
-            if options.merge == "optimal":
-                return optimal(sizes, profile.arrivals_s, cost, kinds=kinds)
-            return greedy(
-                sizes,
-                profile.arrivals_s,
-                cost,
-                wait=options.merge == "greedy",
-                least=options.small_elements * ordered[0].element_size(),
-                kinds=kinds,
-            )
-
-        return model, merge_gradients(model, optimizer, communicator, options, plan)
-
-
-def _cost(
-    options: MgWfbp.Options, communicator: Communicator, like: Parameter
-) -> Callable[[float], float]:
-    """Seconds to average a group by the bytes of its gradients."""
-    if options.gathers:
-        return gathered_cost(options, communicator, like)
-    if options.costs == "measured":
-        cost: Callable[[float], float] = measured_costs(communicator, "all_reduce", like.device)
-    else:
-        cost = table_costs(options.costs, communicator.size)
-    share = share_of(options, like.element_size())
-    return lambda nbytes: cost(nbytes * share)
-
-
-PROFILING_MB = 25
+    def engine(self, replica: Replica) -> MergedEngine:
+        return MergedEngine(replica)
 
 
 class MergedEngine(GradientEngine):
@@ -143,34 +89,53 @@ class MergedEngine(GradientEngine):
 
     In the first `profile_steps` steps everything is sent when the backward pass has ended, so that
     nothing disturbs the times at which gradients arrive. Then `plan` is called on every rank,
-    rank 0's result holds everywhere, and the groups stay.
-
-    Args:
-        plan: groups of places in the profile's order. It may call collectives, so every rank calls
-            it; only rank 0's profile and result count.
-        options: a `CompressedOptions`, which hold once the plan is there, with `profile_steps`.
+    rank 0's result holds everywhere, and the groups stay. The options (a `CompressedOptions` with
+    `profile_steps`) hold from then on.
     """
 
-    def __init__(
-        self,
-        model: Module,
-        communicator: Communicator,
-        params: Sequence[Parameter],
-        *,
-        plan: Planner,
-        options: Any,
-    ) -> None:
-        self._params = list(params)
-        self._plan = plan
-        self._options = options
-        self._steps_left = options.profile_steps
-        self._times: LayerTimes | None = LayerTimes(model, params, communicator)
-        first = fuse([self._params], PROFILING_MB * MIB)
-        self._exchanges: list[Exchange] = [
-            Exchange(group, communicator, HalfOptions()) for group in first
+    def __init__(self, replica: Replica) -> None:
+        self._steps_left = replica.options.profile_steps
+        self._times: LayerTimes | None = LayerTimes(
+            replica.model, replica.params, replica.communicator
+        )
+        self._exchanges = [
+            Exchange(group, replica.communicator, HalfOptions())
+            for group in fuse([replica.params], PROFILING_MB * MIB)
         ]
         self._started: list[Exchange] = []
-        super().__init__(model, communicator, [self._params])
+        super().__init__(replica, [replica.params])
+
+    def plan(self, sizes: list[int], like: torch.Tensor, **given: Any) -> Groups:
+        """Groups of the gradients in the order of their arrival; only rank 0's count.
+
+        It may call collectives, so every rank calls it.
+
+        Args:
+            sizes: in bytes.
+            like: the first of them.
+            given: `arrivals` and `kinds`, as for `greedy`.
+        """
+        options = self.options
+        if options.threshold_mb is not None:
+            return by_total(sizes, options.threshold_mb * MIB, kinds=given["kinds"])
+        cost = self.cost(like)
+        if options.merge == "optimal":
+            return optimal(sizes, cost=cost, **given)
+        least = options.small_elements * like.element_size()
+        return greedy(sizes, cost=cost, wait=options.merge == "greedy", least=least, **given)
+
+    def cost(self, like: torch.Tensor) -> Cost:
+        """Seconds of a message by bytes of gradients like `like`: measured, or of a table."""
+        options, communicator = self.options, self.communicator
+        share = options.share(like.element_size())
+        if options.gathers:
+            share *= communicator.size
+            cost: Cost = measured_costs(communicator, "all_gather", like.device)
+        elif options.costs == "measured":
+            cost = measured_costs(communicator, "all_reduce", like.device)
+        else:
+            cost = table_costs(options.costs, communicator.size)
+        return lambda nbytes: cost(nbytes * share)
 
     def ready(self, unit: int) -> None:
         # Before there is a plan, the only unit is the whole model.
@@ -193,7 +158,7 @@ class MergedEngine(GradientEngine):
         if self._times is not None:
             self._times.stop()
 
-    def planned_groups(self) -> list[list[Parameter]] | None:
+    def planned_groups(self) -> list[list[torch.nn.Parameter]] | None:
         """The planned groups in the order in which they are sent; None before there is a plan."""
         if self._times is not None:
             return None
@@ -205,45 +170,26 @@ class MergedEngine(GradientEngine):
         self._steps_left -= 1
         if self._steps_left > 0:
             return
-        profile = self._times.stop() or _unknown(len(self._params))
+        profile = self._times.stop()
         self._times = None
-        order, groups = self.communicator.broadcast_object(
-            (profile.order, self._plan([self._params[i] for i in profile.order], profile))
+        seen = [self.params[i] for i in profile.order]
+        plan = self.plan(
+            [param.nbytes for param in seen],
+            seen[0],
+            arrivals=profile.arrivals_s,
+            kinds=[(param.dtype, param.device) for param in seen],
         )
-        params = [self._params[i] for i in order]
+        order, groups = self.communicator.broadcast_object((profile.order, plan))
+        params = [self.params[i] for i in order]
         for param in params:  # they are views of the buffers that go now
             param.grad = None if param.grad is None else param.grad.clone()
         self._exchanges.clear()
         self._exchanges = [
-            Exchange([params[i] for i in group], self.communicator, self._options)
+            Exchange([params[i] for i in group], self.communicator, self.options)
             for group in groups
         ]
         units = [exchange.bucket.params for exchange in self._exchanges]
         self.schedule.regroup(units, range(len(units)))
-
-
-def merge_gradients(
-    model: Module, optimizer: Optimizer, communicator: Communicator, options: Any, plan: Planner
-) -> Optimizer:
-    """`optimizer` with a `MergedEngine` for all it trains; alone there is nothing to merge.
-
-    Args:
-        options: a `CompressedOptions` with `profile_steps`.
-    """
-    params = trained_parameters(model, optimizer)
-    refuse_types(params, options)
-
-    def engine() -> MergedEngine:
-        return MergedEngine(model, communicator, params, plan=plan, options=options)
-
-    return distribute(optimizer, engine, communicator)
-
-
-def _unknown(count: int) -> BackwardProfile:
-    """What a rank that has not run a backward pass must take: the reverse order, all at once."""
-    return BackwardProfile(
-        order=list(reversed(range(count))), arrivals_s=[0.0] * count, forward_s=0.0, backward_s=0.0
-    )
 
 
 class Exchange:
@@ -255,13 +201,12 @@ class Exchange:
 
     def __init__(
         self,
-        params: Sequence[Parameter],
+        params: Sequence[torch.nn.Parameter],
         communicator: Communicator,
-        options: CompressedOptions | HalfOptions,
+        options: HalfOptions,
     ) -> None:
         self.bucket = bucket = packed_bucket(params, communicator.size)
-        gathers = isinstance(options, CompressedOptions) and options.gathers
-        self._sent = bucket.gradients[: bucket.numel] if gathers else bucket.gradients
+        self._sent = bucket.gradients[: bucket.numel] if options.gathers else bucket.gradients
         sizes = [param.numel() for param in params]
         self._carrier = make_carrier(options, communicator, self._sent, sizes)
         self._work: Work | None = None
@@ -287,12 +232,3 @@ class Exchange:
             self.bucket.marks.copy_(used)
         for param, gradient in self.bucket.means().items():
             param.grad = gradient
-
-
-def gathered_cost(
-    options: CompressedOptions, communicator: Communicator, like: torch.Tensor
-) -> Callable[[float], float]:
-    """Measured seconds of the all-gather of payloads, by bytes of gradients like `like`."""
-    gather = measured_costs(communicator, "all_gather", like.device)
-    share = share_of(options, like.element_size()) * communicator.size
-    return lambda nbytes: gather(nbytes * share)

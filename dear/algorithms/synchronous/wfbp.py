@@ -1,4 +1,4 @@
-"""Wait-free back-propagation, and averaging tensor by tensor for whoever else does that."""
+"""Wait-free back-propagation, and the engine of all that average tensor by tensor."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dear.buckets.carriers import make_carrier
-from dear.buckets.compressors import CompressedOptions, refuse_types
+from dear.buckets.compressors import CompressedOptions
 from dear.buckets.halves import Usage
-from dear.comm.communicator import Communicator, Work
+from dear.comm.communicator import Work
 from dear.lazy import torch
 from dear.options import at_least
 from dear.training.algorithm import Algorithm, Capabilities
-from dear.training.engine import distribute, trained_parameters
+from dear.training.engine import Replica
 from dear.training.gradients import GradientEngine
 
 
@@ -40,29 +40,22 @@ class Wfbp(Algorithm):
     capabilities = Capabilities(consistency="synchronous")
     bound = "wfbp"
 
-    def wrap(
-        self,
-        model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
-        communicator: Communicator,
-        options: Options,
-    ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-        params = trained_parameters(model, optimizer)
-        refuse_types(params, options)
-
-        def engine() -> AveragingEngine:
-            return AveragingEngine(
-                model, communicator, params, options, overlap=True, channels=options.channels
-            )
-
-        return model, distribute(optimizer, engine, communicator)
+    def engine(self, replica: Replica) -> AveragingEngine:
+        return AveragingEngine(replica, replica.params, channels=replica.options.channels)
 
 
 class AveragingEngine(GradientEngine):
     """Averages in or right after the backward pass; the step is the optimizer's own.
 
+    Also gradients that a rank lacks are sent: they count as zero if another rank has one. A
+    parameter that no rank has a gradient for keeps `grad=None`, so that optimizers leave it alone
+    as in serial training.
+
+    Cost per pass and rank: one all-reduce per parameter (an all-gather, if compressed so that sums
+    make no sense), and one all-reduce of a byte per parameter.
+
     Args:
-        options: how gradients are compressed.
+        params: what is averaged of the replica; may be none.
         overlap: start each tensor's transfer as soon as its gradient is there; otherwise all of
             them start when the pass has ended.
         channels: tensors take turns on so many channels.
@@ -70,74 +63,34 @@ class AveragingEngine(GradientEngine):
 
     def __init__(
         self,
-        model: torch.nn.Module,
-        communicator: Communicator,
+        replica: Replica,
         params: Sequence[torch.nn.Parameter],
-        options: CompressedOptions,
         *,
-        overlap: bool,
+        overlap: bool = True,
         channels: int = 1,
     ) -> None:
-        self._averager = GradientAverager(params, communicator, options, channels)
-        # Without overlap the whole model is one unit, complete at the end of the pass only: even
-        # if every gradient arrives, the last one arrives last.
-        self._units = [[param] for param in params] if overlap else [list(params)]
-        super().__init__(model, communicator, self._units, learn=True)
-
-    def ready(self, unit: int) -> None:
-        for param in self._units[unit]:
-            self._averager.launch(param)
-
-    def passed(self) -> None:
-        self._averager.finish()
-
-    def drop(self) -> None:
-        self._averager.forget()
-
-
-class GradientAverager:
-    """`launch` starts to average one parameter's gradient, `finish` waits for all of them.
-
-    Every rank must launch the same parameters in the same order, also those that have no gradient
-    on it: they count as zero if another rank has one. A parameter that no rank has a gradient for
-    keeps `grad=None`, so that optimizers leave it alone as in serial training.
-
-    Cost per pass and rank: one all-reduce per launched parameter (an all-gather, if compressed so
-    that sums make no sense), and one all-reduce of a byte per parameter.
-
-    Args:
-        options: how gradients are compressed, each parameter's by itself.
-        channels: parameters take turns on so many channels of the communicator.
-    """
-
-    def __init__(
-        self,
-        params: Sequence[torch.nn.Parameter],
-        communicator: Communicator,
-        options: CompressedOptions,
-        channels: int = 1,
-    ) -> None:
+        communicator = replica.communicator
+        self._carriers = {
+            param: make_carrier(replica.options, communicator, param) for param in params
+        }
         self._channels = channels
-        self._carriers = {param: make_carrier(options, communicator, param) for param in params}
         communicator.ensure_channels(channels)
         self._usage = Usage(params, communicator) if params else None
         self._running: list[tuple[torch.nn.Parameter, torch.Tensor, Work]] = []
+        # Without overlap the whole model is one unit, complete at the end of the pass only: even
+        # if every gradient arrives, the last one arrives last.
+        self._units = [[param] for param in params] if overlap else [list(params)]
+        super().__init__(replica, self._units, learn=bool(params))
 
-    def launch(self, param: torch.nn.Parameter) -> None:
-        """Starts averaging `param.grad`, in place."""
-        present = param.grad is not None
-        gradient = param.grad if present else torch.zeros_like(param)
-        channel = len(self._running) % self._channels
-        work = self._carriers[param].send(gradient, [present], channel=channel)
-        self._running.append((param, gradient, work))
+    def ready(self, unit: int) -> None:
+        for param in self._units[unit]:
+            present = param.grad is not None
+            gradient = param.grad if present else torch.zeros_like(param)
+            channel = len(self._running) % self._channels
+            work = self._carriers[param].send(gradient, [present], channel=channel)
+            self._running.append((param, gradient, work))
 
-    def forget(self) -> None:
-        """Waits for what a pass that ended early has left under way, and drops it."""
-        while self._running:
-            self._running.pop()[2].wait()
-
-    def finish(self) -> None:
-        """Returns when every launched gradient is the mean over ranks."""
+    def passed(self) -> None:
         if self._usage is None:
             return
         self._usage.start()
@@ -149,3 +102,7 @@ class GradientAverager:
             if param.grad is None and param not in unused:
                 param.grad = gradient
         self._running.clear()
+
+    def drop(self) -> None:
+        while self._running:
+            self._running.pop()[2].wait()

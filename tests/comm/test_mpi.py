@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
 import subprocess
 import sys
-import time
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -24,11 +23,6 @@ pytestmark = [
     pytest.mark.skipif(shutil.which("mpirun") is None, reason="no mpirun here"),
     pytest.mark.skipif(mpi.unavailable() is not None, reason=str(mpi.unavailable())),
 ]
-
-
-SIZES = pytest.mark.parametrize(
-    "size", [2, 3, *(pytest.param(size, marks=pytest.mark.full) for size in (1, 4))]
-)
 
 
 @dataclass(frozen=True)
@@ -61,41 +55,33 @@ def run(size: int, *names: str, launcher: list[str] | None = None) -> Done:
         return Done(code, log.read_text(), [json.loads(line) for line in reports.splitlines()])
 
 
+full = pytest.mark.full
+
+
 # Starting ranks takes longer than the cases do: one job per size runs them all.
-@lru_cache
-def ordinary(size: int) -> Done:
-    return run(size)
-
-
-@SIZES
-@pytest.mark.parametrize("name", program.ORDINARY)
-def test_operations(name, size):
-    done = ordinary(size)
-    lines = [line for line in done.lines if line["case"] == name]
-    assert [line["error"] for line in lines if line["error"]] == []
-    assert sorted(line["rank"] for line in lines) == list(range(size)), done.stderr
-
-
-@SIZES
-def test_jobs_end_cleanly(size):
-    done = ordinary(size)
-    assert done.code == 0
-    assert done.stderr == ""
+@pytest.mark.parametrize("size", [3, *(pytest.param(size, marks=full) for size in (1, 2, 4))])
+def test_operations_and_a_clean_end(size: int):
+    done = run(size)
+    assert [line for line in done.lines if line["error"]] == []
+    ran = sorted((line["case"], line["rank"]) for line in done.lines)
+    assert ran == sorted(itertools.product(program.ORDINARY, range(size))), done.stderr
+    assert (done.code, done.stderr) == (0, "")
 
 
 def test_a_process_without_mpirun_is_a_job_of_one():
-    done = run(1, "all_reduce", launcher=[])
+    done = run(1, "communicator_of_dear", launcher=[])
     assert done.code == 0, done.stderr
     (line,) = done.lines
     assert line["error"] is None
 
 
 def test_processes_that_mpirun_did_not_start_are_told():
-    done = run(1, "all_reduce", launcher=["env", "OMPI_COMM_WORLD_SIZE=2"])
+    done = run(1, "objects", launcher=["env", "OMPI_COMM_WORLD_SIZE=2"])
     assert done.code != 0
     assert "says rank 0 of 2, MPI says rank 0 of 1; started without mpirun?" in done.stderr
 
 
+@full
 def test_a_rank_that_does_not_call_is_reported_after_the_timeout():
     done = run(2, "a_rank_that_does_not_call")
     errors = [line["error"] for line in done.lines if line["rank"] == 0]
@@ -105,8 +91,7 @@ def test_a_rank_that_does_not_call_is_reported_after_the_timeout():
 
 
 def test_a_rank_that_fails_ends_the_job_at_once():
-    began = time.perf_counter()
     done = run(2, "a_rank_that_fails")
     assert done.code != 0
     assert "for the test" in done.stderr
-    assert time.perf_counter() - began < 25
+    assert "has not ended" not in done.stderr  # rank 0 has had no time-out of its own

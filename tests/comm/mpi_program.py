@@ -50,7 +50,6 @@ def backend_of(group: dist.ProcessGroup | None = None) -> dist.Backend:
 @case
 def operations() -> None:
     chosen = cases(SIZE, list(TORCH), gaps=lambda name: " " not in name)
-    over_torch(chosen)
     over_torch(chosen, 40)
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from common.launch.ranks import gather
 from tests.ranks import RankPool
@@ -47,3 +50,32 @@ def run_without(ranks: RankPool, lost: int, function: Callable[..., Any], *args:
 
 def shared_files() -> set[str]:
     return {str(path) for path in Path("/dev/shm").glob("comm_core-*")}
+
+
+def on_ranks(
+    given: Callable[..., AbstractContextManager[Any]], *sizes: int, of: Sequence[Any] = ()
+) -> Callable[..., Any]:
+    """Makes of `body(communicator)` a test that runs it on all ranks of 1 to 4, or of `sizes`.
+
+    Args:
+        given: makes the communicator on each rank,
+        of: of each of these in turn; none: `given` takes nothing.
+    """
+
+    def make(body: Callable[[Any], Any]) -> Callable[..., None]:
+        @pytest.mark.parametrize("world_size", sizes or (1, 2, 3, 4))
+        @pytest.mark.parametrize("made_of", [(argument,) for argument in of] or [()], ids=str)
+        def test(
+            world: Callable[[int], RankPool], world_size: int, made_of: tuple[Any, ...]
+        ) -> None:
+            world(world_size).run(_with, given, made_of, body.__module__, body.__name__)
+
+        test.__name__, test.body = body.__name__, body
+        return test
+
+    return make
+
+
+def _with(given: Callable[..., Any], made_of: tuple[Any, ...], module: str, name: str) -> None:
+    with given(*made_of) as communicator:
+        getattr(importlib.import_module(module), name).body(communicator)

@@ -106,10 +106,6 @@ def test_an_operation_goes_on_while_python_is_busy(ranks: RankPool, tmp_path):
     ranks.run(bodies.progress, str(tmp_path / "flags"))
 
 
-def _idle() -> None:
-    bodies.rests(span_s=0.5, least_s=1e-3)
-
-
 def _summary() -> str:
     return dist.group.WORLD._get_backend(torch.device("cpu")).summary()
 
@@ -128,13 +124,14 @@ def _address(ranks: RankPool) -> tuple[str, int]:
     return host, int(port)
 
 
-@in_worlds("shm3", "tcp3")
-def test_an_idle_group_uses_no_processor_also_when_strangers_come(ranks: RankPool):
-    ranks.run(_idle)
-    waiting = strangers(_address(ranks))
-    ranks.run(_idle)
-    for stranger in waiting:
-        stranger.close()
+@pytest.mark.parametrize("name", ["shm2", "tcp2"])
+def test_an_idle_group_uses_no_processor_also_when_strangers_come(name: str):
+    with worlds.pool(name) as ranks:  # whose processes have nothing else to do
+        ranks.run(bodies.rests, 0.5, 2e-3)
+        waiting = strangers(_address(ranks))
+        ranks.run(bodies.rests, 0.5, 2e-3)
+        for stranger in waiting:
+            stranger.close()
 
 
 def _serve() -> None:

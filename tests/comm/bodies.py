@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.comm.operations import me, same, total, values
+from tests.comm.operations import TORCH, Call, Case, check, me, same, total, values
 
 
 def layouts_and_autograd() -> None:
@@ -67,18 +68,6 @@ def messages() -> None:
         assert sorted(seen) == list(range(1, n))
 
 
-def batches() -> None:
-    rank, n = me()
-    others = [peer for peer in range(n) if peer != rank]
-    got = {peer: torch.empty(20011) for peer in others}
-    batch = [dist.P2POp(dist.irecv, got[peer], peer) for peer in others]
-    batch += [dist.P2POp(dist.isend, values(rank, 20011, salt=peer), peer) for peer in others]
-    for work in dist.batch_isend_irecv(batch) if batch else []:
-        work.wait()
-    for peer in others:
-        same(got[peer], values(peer, 20011, salt=rank), ("batch", peer))
-
-
 def barriers() -> None:
     rank, n = me()
     for late in range(n):
@@ -118,75 +107,27 @@ def futures() -> None:
 def sub_groups() -> None:
     """Several alive at a time, destroyed in other orders than made, used from several threads."""
     rank, n = me()
-    halves = [list(range(0, n, 2)), list(range(1, n, 2))]
-    groups = [(ranks, dist.new_group(ranks)) for ranks in (*halves, list(range(n))) if ranks]
+    job = list(range(n))
+    members = [ranks for ranks in (job[::2], job[1::2], job, job) if ranks]
+    groups = [(ranks, dist.new_group(ranks)) for ranks in members]
     for ranks, group in groups:
-        if rank not in ranks:
-            continue
-        tensor = values(rank, 5000)
-        dist.all_reduce(tensor, group=group)
-        same(tensor, sum(values(r, 5000) for r in ranks), ranks)
-        tensor = values(rank, 5)
-        dist.broadcast(tensor, ranks[-1], group=group)
-        same(tensor, values(ranks[-1], 5), ("broadcast in", ranks))
-    whole = groups[-1][1]
+        some = [Case(name, root=len(ranks) - 1) for name in TORCH]
+        if rank in ranks:
+            check(TORCH, some, group=group)
     # In flight in both groups at once, submitted in different orders.
-    pair = [(values(rank, 70000, salt=s), s) for s in (0, 1)]
-    works = [
-        dist.all_reduce(t, group=whole if s else dist.group.WORLD, async_op=True)
-        for t, s in (pair if rank % 2 else pair[::-1])
-    ]
-    for work in works:
-        work.wait()
-    for tensor, salt in pair:
-        same(tensor, total(n, 70000, salt), "two groups")
+    both = [group for _, group in groups[-2:]]
+    calls = [Call(Case("all_reduce", numel=70000), rank, n, group) for group in both]
+    for wait in [TORCH["all_reduce"](call) for call in (calls if rank % 2 else calls[::-1])]:
+        wait()
+    for call in calls:
+        call.check()
+    with ThreadPoolExecutor() as threads:
+        for run in [threads.submit(check, TORCH, some * 10, 3, group) for group in both]:
+            run.result()
     for ranks, group in [groups[-1], *groups[:-1]]:
         if rank in ranks:
             dist.destroy_process_group(group)
     unharmed("sub_groups")
-
-
-def threads() -> None:
-    """Two threads, each with a group of its own."""
-    rank, n = me()
-    groups = [dist.new_group() for _ in range(2)]
-    failed: list[BaseException] = []
-
-    def loop(group: dist.ProcessGroup, salt: int) -> None:
-        try:
-            for k in range(60):
-                tensor = values(rank, 1 + 311 * k, salt=salt)
-                dist.all_reduce(tensor, group=group)
-                same(tensor, total(n, tensor.numel(), salt), (salt, k))
-        except BaseException as error:
-            failed.append(error)
-
-    runs = [threading.Thread(target=loop, args=(g, s)) for s, g in enumerate(groups)]
-    for run in runs:
-        run.start()
-    for run in runs:
-        run.join()
-    for group in groups:
-        dist.destroy_process_group(group)
-    if failed:
-        raise failed[0]
-
-
-def objects() -> None:
-    rank, n = me()
-    mine = {"rank": rank, "text": "x" * (1 + 20000 * rank)}
-    everyone: list[Any] = [None] * n
-    dist.all_gather_object(everyone, mine)
-    assert everyone == [{"rank": r, "text": "x" * (1 + 20000 * r)} for r in range(n)]
-    shared = [f"from {rank}", rank] if rank == n - 1 else [None, None]
-    dist.broadcast_object_list(shared, src=n - 1)
-    assert shared == [f"from {n - 1}", n - 1]
-    gathered: list[Any] = [None] * n
-    dist.gather_object(mine["rank"], gathered if rank == 0 else None, dst=0)
-    assert gathered == (list(range(n)) if rank == 0 else [None] * n)
-    got: list[Any] = [None]
-    dist.scatter_object_list(got, [f"for {r}" for r in range(n)] if rank == 0 else None, src=0)
-    assert got == [f"for {rank}"]
 
 
 def times_and_events() -> None:

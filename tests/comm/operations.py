@@ -208,12 +208,17 @@ def reductions(dtype: torch.dtype) -> list[Any]:
     return [*_ARITHMETIC, ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR]
 
 
-def check(interface: Interface, chosen: Sequence[Case], at_once: int = 1) -> None:
+def check(
+    interface: Interface,
+    chosen: Sequence[Case],
+    at_once: int = 1,
+    group: dist.ProcessGroup | None = None,
+) -> None:
     """Runs the cases, `at_once` of them under way together and waited for in any order."""
-    rank, n = me()
+    rank, n = dist.get_rank(group), dist.get_world_size(group)
     shuffle = random.Random(rank).shuffle
     for first in range(0, len(chosen), at_once):
-        calls = [Call(case, rank, n) for case in chosen[first : first + at_once]]
+        calls = [Call(case, rank, n, group) for case in chosen[first : first + at_once]]
         waits = [interface[call.case.operation](call) for call in calls]
         shuffle(waits)
         for wait in waits:
@@ -247,18 +252,19 @@ def _exchange(c: Call) -> Any:
     if c.peer == c.rank:
         c.out.copy_(c.mine)
         return []
-    ops = [dist.P2POp(dist.irecv, c.out, c.peer), dist.P2POp(dist.isend, c.mine, c.peer)]
+    to = {"group": c.torch["group"], "group_peer": c.peer}
+    ops = [dist.P2POp(dist.irecv, c.out, **to), dist.P2POp(dist.isend, c.mine, **to)]
     return dist.batch_isend_irecv(ops)
 
 
 _TORCH: dict[str, Callable[[Call], Any]] = {
     "barrier": lambda c: dist.barrier(**c.torch),
     "all_reduce": lambda c: dist.all_reduce(c.out, c.op, **c.torch),
-    "reduce": lambda c: dist.reduce(c.out, c.root, c.op, **c.torch),
-    "broadcast": lambda c: dist.broadcast(c.out, c.root, **c.torch),
-    "gather": lambda c: dist.gather(c.mine, c.out_parts or None, c.root, **c.torch),
+    "reduce": lambda c: dist.reduce(c.out, op=c.op, group_dst=c.root, **c.torch),
+    "broadcast": lambda c: dist.broadcast(c.out, group_src=c.root, **c.torch),
+    "gather": lambda c: dist.gather(c.mine, c.out_parts or None, group_dst=c.root, **c.torch),
     "scatter": lambda c: dist.scatter(
-        c.out, c.mine_parts if c.rank == c.root else None, c.root, **c.torch
+        c.out, c.mine_parts if c.rank == c.root else None, group_src=c.root, **c.torch
     ),
     "all_gather": lambda c: dist.all_gather(c.out_parts, c.mine, **c.torch),
     "all_gather tensor": lambda c: dist.all_gather_into_tensor(c.out, c.mine, **c.torch),

@@ -64,12 +64,9 @@ def test_operations(ranks: RankPool):
 BODIES = [
     bodies.layouts_and_autograd,
     bodies.messages,
-    bodies.batches,
     bodies.barriers,
     bodies.futures,
     bodies.sub_groups,
-    bodies.threads,
-    bodies.objects,
     bodies.times_and_events,
 ]
 

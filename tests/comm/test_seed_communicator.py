@@ -94,30 +94,25 @@ def test_multi_bcast_shares_large_tensors_and_repeats_small_ones(comm: Communica
 # Layouts and dtypes ---------------------------------------------------------------------------
 
 
+def _layouts(base: torch.Tensor, rank: int) -> list[torch.Tensor]:
+    turned = base.view(4, 6).t().contiguous().t()  # ranks differ in strides
+    image = base.view(1, 2, 3, 4).clone().to(memory_format=torch.channels_last)
+    return [turned if rank % 2 else base.clone().view(4, 6), image, base[3], base[:5].clone()]
+
+
 @on_ranks(streams)
 def test_any_strided_layout_works_in_logical_order(comm: Communicator) -> None:
     size, rank = comm.size, comm.rank
-    summed, base = total(size, 24), values(rank, 24)
     for name in ALL_REDUCES:
-        call = getattr(comm, name)
-        turned = base.view(4, 6).t().contiguous().t()  # ranks differ in strides below
-        tensor = turned if rank % 2 else base.clone().view(4, 6)
-        comm.syncStream(call(tensor))
-        same(tensor, summed.view(4, 6))
+        wanted = _layouts(total(size, 24), 0)
+        *tensors, leaf = _layouts(values(rank, 24), rank)
+        for got, expected in zip([*tensors, torch.nn.Parameter(leaf)], wanted, strict=True):
+            comm.syncStream(getattr(comm, name)(got))
+            same(got.detach(), expected)
         gaps = torch.zeros(24, 2)
-        gaps[:, 0] = base
-        comm.syncStream(call(gaps[:, 0]))
-        same(gaps[:, 0], summed)
-        assert not gaps[:, 1].any()
-        image = base.view(1, 2, 3, 4).clone().to(memory_format=torch.channels_last)
-        comm.syncStream(call(image))
-        same(image, summed.view(1, 2, 3, 4))
-        scalar = torch.tensor(float(rank + 1))
-        comm.syncStream(call(scalar))
-        assert scalar.item() == size * (size + 1) / 2
-        leaf = torch.nn.Parameter(base.clone()[: size + 1])
-        comm.syncStream(call(leaf))
-        same(leaf.detach(), summed[: size + 1])
+        gaps[:, 0] = values(rank, 24)
+        comm.syncStream(getattr(comm, name)(gaps[:, 0]))
+        assert torch.equal(gaps[:, 0], total(size, 24)) and not gaps[:, 1].any()
     wide = torch.full((2, 3), float(rank)).expand(4, 2, 3)[:, :, 1:]  # a source may be expanded
     gathered = torch.zeros(16, size)
     comm.syncStream(comm.allGather(wide, gathered.t()))

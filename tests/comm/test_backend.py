@@ -68,6 +68,7 @@ BODIES = [
     bodies.futures,
     bodies.sub_groups,
     bodies.times_and_events,
+    bodies.an_urgent_operation_overtakes_a_large_one,
 ]
 
 

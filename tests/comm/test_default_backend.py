@@ -41,42 +41,31 @@ def machine(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("gpus", "local_world_size", "wanted"),
+    ("gpus", "local_world_size", "core", "wanted"),
     [
-        (0, 1, "comm_core"),
-        (0, 4, "comm_core"),
-        (1, 1, "nccl"),
-        (4, 4, "nccl"),
-        (8, 4, "nccl"),
-        (1, 2, "comm_core"),
-        (4, 8, "comm_core"),
+        (0, 1, True, "comm_core"),
+        (0, 4, True, "comm_core"),
+        (1, 1, True, "nccl"),
+        (8, 4, True, "nccl"),
+        (2, 2, False, "nccl"),
+        (1, 2, True, "comm_core"),
+        (4, 8, True, "comm_core"),
+        (0, 2, False, "gloo"),
+        (1, 2, False, "gloo"),
     ],
 )
-def test_nccl_where_every_rank_has_a_gpu_of_its_own_else_comm_core(
-    machine, gpus, local_world_size, wanted
+def test_nccl_where_every_rank_has_a_gpu_of_its_own_else_comm_core_or_gloo_and_rank_0_says_so(
+    machine, caplog, gpus, local_world_size, core, wanted
 ):
-    machine(gpus)
-    assert default_backend(_facts(local_world_size)) == wanted
-
-
-@pytest.mark.parametrize(("gpus", "local_world_size"), [(0, 2), (1, 2)])
-def test_gloo_where_the_comm_core_is_not_built_and_rank_0_says_so(
-    machine, caplog, gpus, local_world_size
-):
-    machine(gpus, core=False)
+    machine(gpus, core)
     with caplog.at_level(logging.WARNING, "dear"):
-        assert default_backend(_facts(local_world_size, rank=1)) == "gloo"
+        assert default_backend(_facts(local_world_size, rank=1)) == wanted
         assert not caplog.records
-        assert default_backend(_facts(local_world_size)) == "gloo"
-    assert "using gloo: the comm core is not built" in caplog.text
+        assert default_backend(_facts(local_world_size)) == wanted
+    assert ("using gloo: the comm core is not built" in caplog.text) == (wanted == "gloo")
 
 
 def test_a_missing_comm_core_names_the_command_that_builds_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "comm_core", None)
     with pytest.raises(Unavailable, match="make core"):
         dear.comm.communicator.prepare("comm_core")
-
-
-def test_nccl_needs_no_comm_core(machine):
-    machine(2, core=False)
-    assert default_backend(_facts(2)) == "nccl"

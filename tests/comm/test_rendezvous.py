@@ -1,27 +1,23 @@
-"""Ranks find each other, and a wrong roll is told to everybody who is there."""
+"""Ranks find each other, a wrong roll is told to all who are there, and who is done waits."""
 
 from __future__ import annotations
 
 import os
 import re
 import socket
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from multiprocessing.connection import Connection
 
 import pytest
 import torch.distributed as dist
 
-from dear.comm import rendezvous
+from common.launch.ranks import Ranks, gather
+from dear.comm import rendezvous, runtime
 from dear.comm.environment import RankFacts
+from dear.comm.peers import Departures
 from dear.comm.rendezvous import MeetingPoint, call_roll, meet, meeting_point
 from dear.errors import UserError
 
-# Importing torch in a process of its own takes a minute on a busy machine.
-pytestmark = pytest.mark.timeout(330)
-
-ROOT = Path(__file__).parents[2]
 HERE = re.escape(f"{socket.gethostname()} process {os.getpid()}")
 
 
@@ -98,45 +94,39 @@ def test_ranks_meet_in_a_file_as_often_as_they_like(tmp_path, monkeypatch):
             list(pool.map(lambda rank: meet(facts(rank, 2), 60.0), range(2)))
 
 
-STRANGER = """
-import os, sys
-from dear.comm import rendezvous
-from dear.comm.environment import RankFacts
-from dear.errors import UserError
-rendezvous.HELD_PORT_S = 1.0
-facts = RankFacts(launcher="torchrun", rank=0, world_size=2, local_rank=0, local_world_size=1)
-try:
-    rendezvous.meet(facts, 60.0)
-except UserError as error:
-    print(error, flush=True)
-os._exit(0)  # a thread of torch waits for the stranger's answer
-"""
+def _as_rank_0(pipe: Connection, held_s: float) -> None:
+    rendezvous.HELD_PORT_S = held_s
+    try:
+        meet(facts(0, 2), 60.0)
+    except UserError as error:
+        pipe.send(str(error))
+
+
+def _said_by_rank_0(port: int, processes: int, held_s: float) -> list[str]:
+    """What processes of their own are told that all want to be rank 0 at the port."""
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    with Ranks() as ranks:
+        for _ in range(processes):
+            ranks.function(_as_rank_0, held_s, env=place, piped=True)
+        return [said for _, said in gather(ranks.pipes, 120.0)]
 
 
 def test_a_port_that_a_stranger_holds_is_named(port):
     with socket.socket() as stranger:
         stranger.bind(("127.0.0.1", port))
         stranger.listen()
-        done = subprocess.run(
-            [sys.executable, "-c", STRANGER], cwd=ROOT, capture_output=True, text=True, timeout=300
-        )
-    assert f"rank 0 cannot open MASTER_PORT {port}: another program uses it" in done.stdout
+        (said,) = _said_by_rank_0(port, 1, held_s=1.0)
+    assert f"rank 0 cannot open MASTER_PORT {port}: another program uses it" in said
 
 
 def test_a_second_rank_0_is_told_apart_from_a_stranger(port):
-    code = STRANGER.replace("HELD_PORT_S = 1.0", "HELD_PORT_S = 60.0")
-    ranks = [
-        subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-        for _ in range(2)
-    ]
-    for process in ranks:
-        said, _ = process.communicate(timeout=300)
+    for said in _said_by_rank_0(port, 2, held_s=60.0):
         assert re.search(r"rank 0 of 2 was started more than once: on .* and .*", said)
 
 
 def test_nobody_at_the_port_is_said_in_time(port):
     with pytest.raises(UserError, match=f"rank 1 of 2 did not reach rank 0 at 127.0.0.1:{port}"):
-        meet(facts(1, 2), 1.0)
+        meet(facts(1, 2), 0.2)
 
 
 def test_one_rank_needs_no_meeting_point(monkeypatch):
@@ -189,3 +179,41 @@ def test_one_host_of_slurm_meets_on_the_loopback():
 def test_a_wrong_port_is_named(port):
     with pytest.raises(UserError, match=f"MASTER_PORT='{port}'"):
         meeting_point(facts(0, 2), {"MASTER_ADDR": "h0", "MASTER_PORT": port})
+
+
+# Leaving --------------------------------------------------------------------------------------
+
+
+def _leave() -> int:
+    """How often a rank looked around; rank 1 is not done before rank 0 has."""
+    leaving, looks = Departures(runtime.communicator()), []
+    store = dist.distributed_c10d._get_default_store()
+
+    def look() -> None:
+        looks.append(1)
+        store.set("rank 0 has looked", "")
+
+    if dist.get_rank() == 1:
+        store.wait(["rank 0 has looked"])
+    leaving.done()
+    leaving.wait(30.0, look)
+    return len(looks)
+
+
+def test_a_rank_that_is_later_is_waited_for(world):
+    looks, none = world(2).run(_leave)
+    assert looks >= 1 and none == 0
+
+
+def _never() -> str:
+    leaving = Departures(runtime.communicator())
+    if dist.get_rank() == 1:
+        return ""
+    leaving.done()
+    with pytest.raises(RuntimeError) as caught:
+        leaving.wait(0.7, lambda: None)
+    return str(caught.value)
+
+
+def test_a_rank_that_never_comes_is_named(world):
+    assert world(2).run(_never)[0] == "rank 0 is done, but after 0.7 s rank 1 is not"

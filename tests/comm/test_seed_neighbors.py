@@ -8,19 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.comm.seed import (
-    Communicator,
-    World,
-    error,
-    on_ranks,
-    run,
-    same,
-    total,
-    values,
-)
+from tests.comm.operations import same, total, values
+from tests.comm.seed import Communicator, error, streams
+from tests.comm.worlds import on_ranks
 from tests.ranks import RankPool
-
-# Neighbours -----------------------------------------------------------------------------------
 
 Graph = list[list[int]]  # rank -> the ranks that it sends to
 
@@ -37,6 +28,22 @@ def star(size: int) -> Graph:
     return [list(range(1, size)), *([0] for _ in range(size - 1))]
 
 
+def complete(size: int) -> Graph:
+    return [[other for other in range(size) if other != r] for r in range(size)]
+
+
+def exp2(size: int) -> Graph:
+    return [[(r + 2**k) % size for k in range((size - 1).bit_length())] for r in range(size)]
+
+
+def mesh_2x4(size: int) -> Graph:
+    places = [divmod(r, 4) for r in range(size)]
+    return [
+        [o for o, (y, x) in enumerate(places) if abs(y - places[r][0]) + abs(x - places[r][1]) == 1]
+        for r in range(size)
+    ]
+
+
 def random_digraph(size: int, seed: int) -> Graph:
     chooser = random.Random(seed)
     density = chooser.choice([0.2, 0.5, 0.9])
@@ -51,7 +58,7 @@ def _neighbors(comm: Communicator, graph: Graph, seed: int) -> None:
     sources, destinations = sources_of(graph, rank), graph[rank]
     comm.check_neighbors(sources, destinations)
     for numel in (0, 1, 1003):
-        mine, out = values(rank, numel), torch.zeros(numel).double()
+        mine, out = values(rank, numel), torch.zeros(numel)
         handle = comm.neighbor_all_reduce(mine, sources, destinations, out=out)
         comm.syncStream(handle)
         terms = [values(r, numel) for r in [rank, *sources]]
@@ -76,62 +83,54 @@ def _neighbors(comm: Communicator, graph: Graph, seed: int) -> None:
 
         order = sources[::-1] if seed % 2 else sources
         outputs = [torch.zeros(numel + r) for r in order]  # ranks may differ in size
-        tensor = values(rank, numel + rank).float()
+        tensor = values(rank, numel + rank)
         comm.syncStream(comm.neighbor_all_gather(tensor, outputs, order, destinations))
         for r, output in zip(order, outputs, strict=True):
             same(output, values(r, numel + r))
 
 
-@on_ranks()
+@on_ranks(streams)
 def test_neighbor_collectives_on_graphs(comm: Communicator) -> None:
     for graph in (ring(comm.size), star(comm.size), [[] for _ in range(comm.size)]):
         _neighbors(comm, graph, 1)
-
-
-@on_ranks(2, 3, 4)
-def test_neighbor_collectives_on_random_digraphs(comm: Communicator) -> None:
-    for seed in range(12):
+    for seed in range(12 if comm.size > 1 else 0):
         _neighbors(comm, random_digraph(comm.size, seed), seed)
 
 
-@on_ranks(nstreams=[1, 2, 3])
+@on_ranks(streams, of=[1, 2, 3])
 def test_neighbor_and_other_collectives_in_flight_together(comm: Communicator) -> None:
     graph, sent = ring(comm.size), []
     sources, destinations = sources_of(graph, comm.rank), graph[comm.rank]
     for i in range(30):
-        tensor = values(comm.rank, 500, i)
+        tensor = values(comm.rank, 500, salt=i)
         comm.neighbor_all_reduce(tensor, sources, destinations, check=False)
-        summed = values(comm.rank, 7, i)
+        summed = values(comm.rank, 7, salt=i)
         comm.allReduce(summed)
         sent.append((tensor, summed))
     comm.synchronize()
     for i, (tensor, summed) in enumerate(sent):
-        terms = [values(r, 500, i) for r in sorted([comm.rank, *sources])]
+        terms = [values(r, 500, salt=i) for r in sorted([comm.rank, *sources])]
         torch.testing.assert_close(tensor, sum(terms) / len(terms))
         same(summed, total(comm.size, 7, i))
 
 
-def _deterministic(comm: Communicator) -> list[tuple[float, ...]]:
-    others = [r for r in range(comm.size) if r != comm.rank]
-    found = set()
+@on_ranks(streams, 4)
+def test_terms_are_added_in_the_order_of_the_ranks(comm: Communicator) -> None:
+    others = complete(comm.size)[comm.rank]
     generator = torch.Generator().manual_seed(comm.rank)
-    mine = torch.randn(257, generator=generator) * 10.0**comm.rank
+    mine, found = torch.randn(257, generator=generator) * 10.0**comm.rank, set()
     for _ in range(20):
         out = torch.empty(257)
         comm.syncStream(comm.neighbor_all_reduce(mine, others, others, out=out, check=False))
         found.add(tuple(out.tolist()))
-    return sorted(found)
+    everywhere = [set()] * comm.size
+    dist.all_gather_object(everywhere, found)
+    assert len(found) == 1 and everywhere == [found] * comm.size  # the same bits on every rank
 
 
-def test_terms_are_added_in_the_order_of_the_ranks(world: World):
-    results = run(world(4), _deterministic)
-    assert all(len(found) == 1 for found in results)
-    assert len({found[0] for found in results}) == 1  # the same bits on every rank
-
-
-@on_ranks()
+@on_ranks(streams)
 def test_neighbor_all_reduce_of_half_precision_scalars_and_strides(comm: Communicator) -> None:
-    others = [r for r in range(comm.size) if r != comm.rank]
+    others = complete(comm.size)[comm.rank]
     for dtype in (torch.float16, torch.bfloat16):
         tensor = torch.full((3,), 1.0 + comm.rank, dtype=dtype)
         wanted = torch.full((3,), sum(range(1, comm.size + 1)) / comm.size).to(dtype)
@@ -147,7 +146,7 @@ def test_neighbor_all_reduce_of_half_precision_scalars_and_strides(comm: Communi
     assert not strided[:, 1].any()
 
 
-@on_ranks(3)
+@on_ranks(streams, 3)
 def test_checked_lists_may_change_on_some_ranks_only(comm: Communicator) -> None:
     # Rank 0's lists stay while the others' change: a per-rank cache of checked lists would hang.
     for graph in ([[1], [0], []], [[1], [0, 2], [1]], [[1], [0], []], [[1], [0, 2], []]):
@@ -158,7 +157,7 @@ def test_checked_lists_may_change_on_some_ranks_only(comm: Communicator) -> None
         torch.testing.assert_close(tensor, torch.full((3,), sum(terms) / len(terms)))
 
 
-@on_ranks(3)
+@on_ranks(streams, 3)
 def test_contradicting_neighbors_are_an_error_on_every_rank(comm: Communicator) -> None:
     rank, x = comm.rank, torch.ones(4)
     right = {0: ([1], [1]), 1: ([0], [0]), 2: ([], [])}
@@ -182,7 +181,7 @@ def test_contradicting_neighbors_are_an_error_on_every_rank(comm: Communicator) 
     same(x, torch.ones(4))
 
 
-@on_ranks(2, nstreams=[1])
+@on_ranks(streams, 2, of=[1])
 def test_neighbor_mistakes_are_one_clear_sentence(comm: Communicator) -> None:
     x, other = torch.ones(4), 1 - comm.rank
     call = comm.neighbor_all_reduce
@@ -199,18 +198,6 @@ def test_neighbor_mistakes_are_one_clear_sentence(comm: Communicator) -> None:
     assert "one dtype" in error(TypeError, gather, x, [x.int()], [other], [])
 
 
-def exp2(size: int) -> Graph:
-    return [[(r + 2**k) % size for k in range((size - 1).bit_length())] for r in range(size)]
-
-
-def mesh_2x4(size: int) -> Graph:
-    places = [divmod(r, 4) for r in range(size)]
-    return [
-        [o for o, (y, x) in enumerate(places) if abs(y - places[r][0]) + abs(x - places[r][1]) == 1]
-        for r in range(size)
-    ]
-
-
 FACTS = {
     "B-1": (ring(8), [8 / 3, 1, 2, 3, 4, 5, 6, 13 / 3]),
     "B-2": ([[(r - 1) % 8] for r in range(8)], [0.5, 1.5, 2.5, 3.5, 4.5, 5.5, 6.5, 3.5]),
@@ -222,11 +209,16 @@ FACTS = {
     ),
     "B-6": (mesh_2x4(8), [5 / 3, 2, 3, 4, 3, 4, 5, 16 / 3]),
     "B-7": (star(8), [3.5, 0.5, 1, 1.5, 2, 2.5, 3, 3.5]),
-    "B-8": ([[o for o in range(8) if o != r] for r in range(8)], [3.5] * 8),
+    "B-8": (complete(8), [3.5] * 8),
 }
 
 
-def _facts(comm: Communicator) -> dict[str, float]:
+def _facts() -> dict[str, float]:
+    with streams() as comm:
+        return _found(comm)
+
+
+def _found(comm: Communicator) -> dict[str, float]:
     rank, results = comm.rank, {}
     for name, (graph, _) in FACTS.items():
         tensor = torch.tensor([float(rank)])
@@ -263,15 +255,6 @@ def _facts(comm: Communicator) -> dict[str, float]:
     return results
 
 
-@pytest.fixture(scope="module")
-def facts() -> list[dict[str, float]]:
-    pool = RankPool(8)
-    try:
-        return run(pool, _facts)
-    finally:
-        pool.close()
-
-
 FACTS_BY_STEP = {
     "B-10 1": [3.5, 0.5, 1.5, 2.5, 3.5, 4.5, 5.5, 6.5],
     "B-10 2": [4.5, 3.5, 2.5, 1.5, 2.5, 3.5, 4.5, 5.5],
@@ -282,23 +265,11 @@ FACTS_BY_STEP = {
 EXPECTED = {name: wanted for name, (_, wanted) in FACTS.items()} | FACTS_BY_STEP
 
 
-@pytest.mark.parametrize("name", EXPECTED)
-def test_bluefog_fact_with_eight_ranks(facts: list[dict[str, float]], name: str):
-    assert [found[name] for found in facts] == pytest.approx(EXPECTED[name])
-
-
-# Handles --------------------------------------------------------------------------------------
-
-
-@on_ranks(2, nstreams=[1])
-def test_a_handle_tells_whether_its_operation_has_ended(comm: Communicator) -> None:
-    other, tensor = 1 - comm.rank, torch.ones(3)
-    if comm.rank == 1:
-        dist.barrier()
-    handle = comm.neighbor_all_reduce(tensor, [other], [other], check=False)
-    if comm.rank == 0:
-        assert not comm.done(handle)
-        dist.barrier()
-    comm.syncStream(handle)
-    assert comm.done(handle)
-    assert "unknown handle" in error(ValueError, comm.done, 10**15)
+def test_bluefog_facts_with_eight_ranks():
+    pool = RankPool(8)
+    try:
+        facts = pool.run(_facts)
+    finally:
+        pool.close()
+    for name, wanted in EXPECTED.items():
+        assert [found[name] for found in facts] == pytest.approx(wanted), name

@@ -16,7 +16,7 @@ from tests.contract.algorithms import (
     skip_if_unavailable,
 )
 from tests.contract.pairs import pairwise
-from tests.contract.training import Script, difference, on_rank, serial
+from tests.contract.training import Script, far
 
 AXES: dict[str, list[str]] = {
     "model": ["awkward", "plain", "branches", "idle", "odd", "bfloat16"],
@@ -81,7 +81,4 @@ def test_every_algorithm_has_a_reference_of_at_most_20_lines(name):
 @pytest.mark.parametrize(("name", "options", "size", "script"), _cases())
 def test_an_algorithm_equals_its_reference(world, name, options, size, script):
     skip_if_unavailable(name)
-    wanted = serial(name, options, script, size)
-    results = world(size, name).run(on_rank, name, options, script)
-    far = [difference(got, want) for got, want in zip(results, wanted, strict=True)]
-    assert max(far) < TOLERANCE.get(script.model, 2e-5), far
+    assert far(world(size, name), size, name, options, script) < TOLERANCE.get(script.model, 2e-5)

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
-import importlib
 import io
 import json
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ import torch
 from torch import nn
 
 import dear
+from dear.training.algorithm import algorithm_class
 from tests.ranks import RankPool
 
 FOLDER = Path(__file__).parent / "histories"
@@ -525,15 +525,9 @@ def machine() -> dict[str, str]:
     return {"torch": torch.__version__, "cpu": torch.backends.cpu.get_cpu_capability()}
 
 
-def registry() -> Any:
-    """The module that knows the algorithms by name, in this tree (not in an installed one)."""
-    moved = (Path(dear.__file__).parent / "training").is_dir()
-    return importlib.import_module("dear.training.algorithm" if moved else "dear.algorithm")
-
-
 def unavailable(subject: str) -> str | None:
     """Why this installation cannot run the algorithm, or None."""
-    return None if subject in BODIES else registry().algorithm_class(subject).unavailable()
+    return None if subject in BODIES else algorithm_class(subject).unavailable()
 
 
 def compact(results: list[dict[str, Any]]) -> list[dict[str, Any]]:

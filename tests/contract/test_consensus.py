@@ -1,29 +1,23 @@
 """The references of decentralized algorithms agree, and learn, as fast as theory says.
 
-Without learning (rate 0) what a step does to the replicas is x <- x W. The predicted number of
-steps is that of the slowest part of a disagreement; twice as many must be enough, and the end must
-be the mean of the beginning. That ranks do what the references say is `test_reference`.
+Without learning (rate 0) what a step does to the replicas is x <- x W. That ranks do what the
+references say is `test_reference`.
 """
 
 from __future__ import annotations
 
-import functools
-import math
 from collections.abc import Iterator
 from itertools import islice, pairwise
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from dear.topology import graph, matrix, splitting
+from dear.topology import graph
 from dear.topology.graphs import mixing_rate
-from dear.topology.schedules import TopologyReg, one_peer_machines, schedule
 from tests.contract.algorithms import algorithm_options, reference_of
 
 NUMEL = 6
-SMALL, EXACT = 1e-3, 1e-6
 
 
 class Rows:
@@ -52,126 +46,32 @@ def _history(name: str, options: dict[str, Any], size: int) -> Iterator[torch.Te
         next(steps)
 
 
-def _static(name: str, size: int) -> tuple[int, float]:
-    """(steps of a period, what a period leaves of a disagreement)"""
-    return 1, mixing_rate(graph(name, size))
-
-
-def _shares(name: str, size: int) -> tuple[int, float]:
-    return 1, mixing_rate(splitting(graph(name, size)))
-
-
-def _second_order(name: str, size: int) -> tuple[int, float]:
-    """x <- W' (2 x - last x): a part with eigenvalue l of W' shrinks by its root."""
-    eigenvalues = np.sort(np.linalg.eigvalsh((matrix(graph(name, size)) + np.eye(size)) / 2))
-    return 1, math.sqrt(eigenvalues[-2])
-
-
-def _product(matrices: list[Any]) -> tuple[int, float]:
-    left = functools.reduce(np.matmul, matrices) - 1 / len(matrices[0])
-    return len(matrices), float(np.linalg.norm(left, 2))
-
-
-def _peers(name: str, size: int, local_size: int) -> tuple[int, float]:
-    """Of a schedule in which everybody weighs what it has equally, over twelve steps."""
-    at = [schedule(name, size, rank, local_size) for rank in range(size)]
-    return _product([_equal([peers(step)[1] for peers in at]) for step in range(12)])
-
-
-def _equal(sources: list[list[int]]) -> Any:
-    weights = np.zeros((len(sources),) * 2)
-    for rank, others in enumerate(sources):
-        weights[[rank, *others], rank] = 1 / (len(others) + 1)
-    return weights
-
-
-def _machines(size: int, local_size: int, name: str | None = None) -> tuple[int, float]:
-    inside = np.full((local_size,) * 2, 1 / local_size)
-    count = size // local_size
-    if name is not None:
-        return _product([np.kron(matrix(graph(name, count)), inside)])
-    at = [one_peer_machines(count, machine) for machine in range(count)]
-    return _product(
-        [np.kron(_equal([peers(step)[1] for peers in at]), inside) for step in range(12)]
-    )
-
-
-def _groups(name: str, size: int, local_size: int) -> tuple[int, float]:
-    topology = TopologyReg.make(name, world_size=size, rank=0, local_world_size=local_size)
-    matrices = []
-    for step in range(topology.period):
-        weights = np.zeros((size, size))
-        for edge in topology.edges_at(step):
-            others = (1 - edge.weight) / max(1, len(edge.ranks) - 1)
-            weights[np.ix_(edge.ranks, edge.ranks)] = others
-            weights[edge.ranks, edge.ranks] = edge.weight
-        matrices.append(weights)
-    return _product(matrices)
-
-
-STATIC = [
-    (size, algorithm, {**options, "topology": name}, functools.partial(spectrum, name, size))
-    for algorithm, options, spectrum, names in [
-        ("neighbor", {"combine": "awc"}, _static, ["complete", "ring-left", "star"]),
-        ("neighbor", {"combine": "atc"}, _static, ["ring", "mesh", "exp2"]),
-        ("gradient-tracking", {}, _static, ["ring-right", "symmetric-exp"]),
-        ("exact-diffusion", {}, _second_order, ["ring", "symmetric-exp"]),
-        ("push-diging", {}, _shares, ["star", "exp2"]),
-        ("push-sum", {}, _shares, ["mesh", "ring-left"]),
-        ("win-put", {}, _static, ["star", "exp2"]),
-    ]
-    for name in names
-    for size in (3, 4, 8)
-]
-ONE_PEER = {"dynamic": "one-peer-exp"}
-MACHINES = {"hierarchical": True, "local_size": 2}
-DYNAMIC = [
-    (8, ONE_PEER, functools.partial(_peers, "one-peer-exp", 8, 1)),
-    (3, ONE_PEER | {"combine": "atc"}, functools.partial(_peers, "one-peer-exp", 3, 1)),
-    *(
-        (8, {"dynamic": name, "local_size": 4}, functools.partial(_peers, name, 8, 4))
-        for name in ("inner-outer-ring", "inner-outer-exp2")
-    ),
-    (8, MACHINES | {"topology": "ring"}, functools.partial(_machines, 8, 2, "ring")),
-    (8, MACHINES | ONE_PEER, functools.partial(_machines, 8, 2)),
-]
-GROUPS = [
-    (3, "complete", 1),
-    (8, "complete", 1),
-    (8, "ring", 1),
-    (8, "one-peer-exp", 1),
-    (8, "alternating-exp-ring", 1),
-    (8, "alternating-exp-ring", 2),
+BY_TOPOLOGY: list[tuple[str, dict[str, Any], list[str]]] = [
+    ("neighbor", {"combine": "awc"}, ["complete", "ring-left", "star"]),
+    ("neighbor", {"combine": "atc"}, ["ring", "mesh", "exp2"]),
+    ("neighbor", {"hierarchical": True, "local_size": 2}, ["ring"]),
+    ("gradient-tracking", {}, ["ring-right", "symmetric-exp"]),
+    ("exact-diffusion", {}, ["ring", "symmetric-exp"]),
+    ("push-diging", {}, ["star", "exp2"]),
+    ("push-sum", {}, ["mesh", "ring-left"]),
+    ("win-put", {}, ["star", "exp2"]),
+    ("decentralized", {}, ["complete", "ring", "one-peer-exp", "alternating-exp-ring"]),
+    ("decentralized", {"ranks_per_node": 2}, ["alternating-exp-ring"]),
 ]
 CASES = [
-    *STATIC,
-    *((size, "neighbor", options, spectrum) for size, options, spectrum in DYNAMIC),
-    *(
-        (size, "decentralized", options, functools.partial(_groups, name, size, local))
-        for size, name, local in GROUPS
-        for options in [{"topology": name, "ranks_per_node": local}]
-    ),
+    *((name, {**how, "topology": one}) for name, how, several in BY_TOPOLOGY for one in several),
+    ("neighbor", {"dynamic": "one-peer-exp"}),
+    ("neighbor", {"dynamic": "one-peer-exp", "hierarchical": True, "local_size": 2}),
+    ("neighbor", {"dynamic": "inner-outer-ring", "local_size": 4}),
+    ("neighbor", {"dynamic": "inner-outer-exp2", "local_size": 4}),
 ]
 
 
-def _steps(reduction: float, spectrum: tuple[int, float]) -> int:
-    """Twice what is predicted; at least one whole period."""
-    period, left = spectrum
-    rounds = max(1.0, math.log(reduction) / math.log(left)) if left > 1e-9 else 1.0
-    return 2 * period * math.ceil(rounds)
-
-
-@pytest.mark.parametrize(("size", "algorithm", "options", "spectrum"), CASES)
-def test_consensus_in_the_steps_of_the_spectrum(size, algorithm, options, spectrum):
-    _, left = spectrum()
-    assert left < 1 - 1e-6  # a topology that agrees at all
-    steps = _history(algorithm, options, size)
-    # Rounds of `decentralized` are under way between steps: the first step has none to take in.
-    history = list(islice(steps, _steps(EXACT, spectrum()) + 2))
-    mean = history[0].mean(dim=0)
-    few = _steps(SMALL, spectrum()) + 1
-    assert (history[few] - mean).norm() < SMALL * (history[0] - mean).norm()
-    torch.testing.assert_close(history[-1], mean.expand(size, -1), rtol=0, atol=EXACT)
+@pytest.mark.parametrize("size", [4, 8])
+@pytest.mark.parametrize(("algorithm", "options"), CASES)
+def test_all_agree_on_the_mean_of_what_they_started_with(size, algorithm, options):
+    start, *_, end = islice(_history(algorithm, options, size), 400)
+    torch.testing.assert_close(end, start.mean(dim=0).expand(size, -1), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["ring", "mesh", "star", "exp2"])
@@ -188,11 +88,9 @@ def test_no_step_leaves_more_than_the_mixing_rate(name):
 @pytest.mark.parametrize("name", ["ring", "exp2", "star"])
 def test_asyncddp_agrees_when_all_keep_step(name):
     """On a value between the starts: without order among the steps no mean is kept."""
-    steps = _history("asyncddp", {"topology": name}, 8)
-    *_, final = islice(steps, _steps(SMALL, _static(name, 8)) + 2)
-    starts = _start(8)
-    assert (final - final.mean(0)).norm() < SMALL * (starts - starts.mean(0)).norm()
-    assert (final >= starts.min(0).values).all() and (final <= starts.max(0).values).all()
+    start, *_, end = islice(_history("asyncddp", {"topology": name}, 8), 200)
+    assert (end - end.mean(0)).norm() < 1e-3 * (start - start.mean(0)).norm()
+    assert (end >= start.min(0).values).all() and (end <= start.max(0).values).all()
 
 
 def _errors(name: str, options: dict[str, Any], size: int) -> list[float]:

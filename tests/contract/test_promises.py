@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import warnings
 from typing import Any
 
@@ -81,7 +82,14 @@ def test_the_returned_optimizer_is_the_old_one(world, name):
         assert all(seen.values()), seen
 
 
-def _closed(name: str, when: str) -> dict[str, Any]:
+MOMENTS = ("at once", "after a backward", "after a step", "after an evaluation")
+
+
+def _closed(name: str) -> dict[str, Any]:
+    return {when: _closed_at(name, when) for when in MOMENTS}
+
+
+def _closed_at(name: str, when: str) -> dict[str, Any]:
     model = make_model()
     optimizer = make_sgd(model)
     scheduler = StepLR(optimizer, 1)
@@ -112,14 +120,11 @@ def _closed(name: str, when: str) -> dict[str, Any]:
 
 
 @every
-@pytest.mark.parametrize(
-    "when", ["at once", "after a backward", "after a step", "after an evaluation"]
-)
 @pytest.mark.parametrize("size", [1, 2])
-def test_close_gives_back_a_plain_optimizer_and_model(world, size, name, when):
+def test_close_gives_back_a_plain_optimizer_and_model(world, size, name):
     wanted = {"class": True, "leftovers": [], "memory of its own": {True}, "far": 0.0}
-    for seen in world(size, name).run(_closed, name, when):
-        assert seen == wanted
+    for seen in world(size, name).run(_closed, name):
+        assert seen == dict.fromkeys(MOMENTS, wanted)
 
 
 def _wrong_wraps(name: str) -> dict[str, str]:
@@ -385,22 +390,23 @@ def _without_a_last_pass(name: str, last_but_one: bool, clipped: bool) -> float:
     return run_both(name, run)
 
 
-@synchronous
-@pytest.mark.parametrize("last_but_one", [True, False])
-@pytest.mark.parametrize("clipped", [False, True])
-def test_gradients_added_under_no_sync_just_before_a_step_are_not_lost(
-    world, name, last_but_one, clipped
-):
-    if name == "ddp":
-        said = world(2).run(_refusal, name, last_but_one, clipped)
-        assert all("no_sync()" in line for line in said)
-    else:
-        far = world(2, name).run(_without_a_last_pass, name, last_but_one, clipped)
-        assert max(far) < 1e-5
+def _without_last_passes(name: str) -> list[Any]:
+    cases = itertools.product([name], [True, False], [False, True])
+    run = _without_a_last_pass if name != "ddp" else _refusal
+    return [run(*case) for case in cases]
 
 
 def _refusal(*args: Any) -> str:
     return message(lambda: _without_a_last_pass(*args))
+
+
+@synchronous
+def test_gradients_added_under_no_sync_just_before_a_step_are_not_lost(world, name):
+    for found in world(2, name).run(_without_last_passes, name):
+        if name == "ddp":
+            assert all("no_sync()" in said for said in found)
+        else:
+            assert max(found) < 1e-5
 
 
 def _sparse(name: str) -> str:

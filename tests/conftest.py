@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 from hypothesis import settings
@@ -57,14 +58,21 @@ def world(_pools: dict[tuple[int, str], RankPool]) -> Iterator[Callable[..., Ran
 
 
 def _made(world_size: int, kind: str) -> RankPool:
-    if kind == "bluefog":
-        import dear.bluefog as bf
+    machines = [{"BLUEFOG_NODES_PER_MACHINE": "2"}] * world_size if kind == "bluefog" else None
+    backend = "gloo" if kind == "gloo" else "comm_core"
+    pool = RankPool(world_size, backend=backend, environments=machines)
+    pool.run(_begin, kind)
+    return pool
 
-        machines = [{"BLUEFOG_NODES_PER_MACHINE": "2"}] * world_size
-        pool = RankPool(world_size, backend="comm_core", environments=machines)
-        pool.run(bf.init)
-        return pool
-    return RankPool(world_size, backend="gloo" if kind == "gloo" else "comm_core")
+
+def _begin(kind: str) -> None:
+    """`mgs` times how it selects elements, for seconds: here the smallest sizes are enough."""
+    from dear import bluefog
+    from dear.algorithms.synchronous import mgs
+
+    mgs.measured_call = partial(mgs.measured_call, sizes=(2**12, 2**13, 2**14))
+    if kind == "bluefog":
+        bluefog.init()
 
 
 @pytest.fixture

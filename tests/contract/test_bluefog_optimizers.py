@@ -80,6 +80,10 @@ def _always(graph: Any) -> Any:
     return lambda step: matrix(graph)
 
 
+def _every_second(step: int) -> Any:
+    return matrix(uniform(RING)) if step % 2 else np.eye(4)
+
+
 CASES: list[tuple[str, str, dict[str, Any], Any]] = [
     *(
         (order, factory, options, at)
@@ -97,6 +101,7 @@ CASES: list[tuple[str, str, dict[str, Any], Any]] = [
     ),
     ("awc", "DistributedNeighborAllreduceOptimizer", {}, _always(uniform(RING))),
     ("awc", "DistributedAllreduceOptimizer", {}, lambda step: MEAN),
+    ("awc", "DistributedHierarchicalNeighborAllreduceOptimizer", {}, lambda step: MEAN),
     *(
         ("awc", factory, options, at)
         for factory in (WIN_PUT, PULL_GET)
@@ -108,6 +113,7 @@ CASES: list[tuple[str, str, dict[str, Any], Any]] = [
             ),
         ]
     ),
+    ("awc", PULL_GET, {"num_steps_per_communication": 2}, _every_second),
     ("atc", "DistributedPushSumOptimizer", {}, _always(uniform(RING))),
 ]
 

@@ -17,13 +17,13 @@ from common.models.workload import Workload
 from dear.algorithms import reference as references
 from dear.algorithms.delayed.dadt import PENDING
 from dear.comm import runtime
-from dear.errors import UserError
 from dear.training.algorithm import algorithm_options
+from tests.contract.loops import make_model, message, mine, steps, wrap
 from tests.contract.ranks_in_one import Ranks
 
 
 def _wrap(model, optimizer, **options):
-    return dear.DistributedOptimizer(optimizer, model, algorithm="dadt", **options)
+    return wrap(optimizer, model, "dadt", **options)
 
 
 def _serial(model, optimizer, delay):
@@ -122,8 +122,7 @@ def test_a_pass_that_is_discarded_before_step_leaves_no_trace(world):
 
 def _refusals():
     model = nn.Linear(3, 2)
-    with pytest.raises(UserError, match="LBFGS"):
-        _wrap(model, torch.optim.LBFGS(model.parameters()))
+    assert "LBFGS" in message(lambda: _wrap(model, torch.optim.LBFGS(model.parameters())))
     optimizer = _wrap(model, torch.optim.SGD(model.parameters(), lr=0.1))
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
 
@@ -133,53 +132,38 @@ def _refusals():
 
     backward()
     model.weight.grad.mul_(2)
-    with pytest.raises(UserError, match=r"optimizer\.synchronize\(\)"):
-        optimizer.step()
+    assert "optimizer.synchronize()" in message(lambda: optimizer.step())
     backward()
-    with pytest.raises(UserError, match=r"optimizer\.synchronize\(\)"):
-        scaler.step(optimizer)
+    assert "optimizer.synchronize()" in message(lambda: scaler.step(optimizer))
     del optimizer.grad_scale, optimizer.found_inf  # the scaler has not come to it
     backward()
     optimizer.synchronize()
-    with pytest.raises(UserError, match=r"backward\(\) after synchronize"):
-        model(torch.ones(1, 3)).sum().backward()
+    assert "backward() after synchronize" in message(
+        lambda: model(torch.ones(1, 3)).sum().backward()
+    )
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     backward()
     optimizer.synchronize()
     scaler.unscale_(optimizer)
-    with pytest.raises(UserError, match="present scale"):
-        scaler.step(optimizer)
+    assert "present scale" in message(lambda: scaler.step(optimizer))
     del optimizer.grad_scale, optimizer.found_inf
-    with pytest.raises(UserError, match="parameter groups"):
-        optimizer.add_param_group({"params": []})
+    assert "parameter groups" in message(lambda: optimizer.add_param_group({"params": []}))
     backward()
     optimizer.step()
     optimizer.flush()
     model.double()
     optimizer.zero_grad()
-    with pytest.raises(UserError, match="before moving the model"):
-        model(torch.ones(1, 3).double()).sum().backward()
+    assert "before moving the model" in message(
+        lambda: model(torch.ones(1, 3).double()).sum().backward()
+    )
 
 
 def test_what_cannot_be_is_refused(own_pool):
     own_pool(1).run(_refusals)
 
 
-def _model():
-    torch.manual_seed(9)
-    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
-
-
 def _adamw(model):
     return torch.optim.AdamW(model.parameters(), lr=0.05)
-
-
-def _steps(model, optimizer, first, last):
-    for step in range(first, last):
-        torch.manual_seed(100 * step + dear.rank())
-        optimizer.zero_grad()
-        model(torch.randn(3, 4)).square().mean().backward()
-        optimizer.step()
 
 
 def _saved(model, optimizer):
@@ -191,13 +175,13 @@ def _saved(model, optimizer):
 
 def _rewound():
     """The same objects go back to an earlier state."""
-    model = _model()
+    model = make_model()
     optimizer = _wrap(model, _adamw(model), delay=2)
-    _steps(model, optimizer, 0, 3)
+    steps(model, optimizer, mine(), range(0, 3))
     weights, state = _saved(model, optimizer)
     ends = []
     for _ in range(2):
-        _steps(model, optimizer, 3, 8)
+        steps(model, optimizer, mine(), range(3, 8))
         ends.append(copy.deepcopy(model.state_dict()))
         model.load_state_dict(weights)
         optimizer.load_state_dict(state)
@@ -210,24 +194,23 @@ def test_going_back_to_a_checkpoint_drops_what_was_held_back_since(world):
 
 
 def _other_holders():
-    model = _model()
+    model = make_model()
     optimizer = _wrap(model, _adamw(model), delay=2)
-    _steps(model, optimizer, 0, 4)
+    steps(model, optimizer, mine(), range(0, 4))
     weights, state = _saved(model, optimizer)
-    plain = _model()
+    plain = make_model()
     plain.load_state_dict(weights)
     alone = _adamw(plain)
     alone.load_state_dict(state)  # what is held back means nothing to it
     assert alone.state_dict()["state"][0]["step"] == 2
-    one = _model()
+    one = make_model()
     shorter = _wrap(one, _adamw(one), delay=1)
-    with pytest.raises(UserError, match="2 steps, more than delay=1: flush"):
-        shorter.load_state_dict(state)
+    assert "2 steps, more than delay=1: flush" in message(lambda: shorter.load_state_dict(state))
     shorter.close()
     # A state of plain training holds nothing back.
     optimizer.load_state_dict(alone.state_dict())
     assert optimizer.state_dict()[PENDING] == []
-    _steps(model, optimizer, 4, 7)
+    steps(model, optimizer, mine(), range(4, 7))
     optimizer.flush()
     assert optimizer.state_dict()[PENDING] == []
     assert optimizer.state_dict()["state"][0]["step"] == 2 + 3
@@ -239,9 +222,9 @@ def test_states_are_understood_by_plain_optimizers_and_theirs_here(world):
 
 
 def _broadcast():
-    model = _model()
+    model = make_model()
     optimizer = _wrap(model, _adamw(model), delay=2)
-    _steps(model, optimizer, 0, 3)
+    steps(model, optimizer, mine(), range(0, 3))
     if dear.rank() == 0:
         optimizer._engine._held[0].gradients()[model[0].bias].fill_(7.0)
     dear.broadcast_optimizer_state(optimizer)
@@ -253,7 +236,7 @@ def _broadcast():
 def test_the_state_that_is_broadcast_contains_what_is_held_back(world):
     first, second = world(2).run(_broadcast)
     assert first == second
-    assert first[0] == [7.0] * 6
+    assert first[0] == [7.0] * 8
 
 
 class _Words(nn.Module):
@@ -338,22 +321,21 @@ def _changing():
     words(torch.tensor([1])).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
-    with pytest.raises(UserError, match="is dense now, and was sparse"):
-        words.weight.sum().backward()
+    assert "is dense now, and was sparse" in message(lambda: words.weight.sum().backward())
     words = nn.Embedding(6, 2, sparse=True)
     optimizer = _wrap(words, torch.optim.SGD(words.parameters(), lr=0.1))
     words.weight.sum().backward()
     optimizer.step()
     optimizer.zero_grad()
-    with pytest.raises(UserError, match="is sparse now, and was dense"):
-        words(torch.tensor([1])).sum().backward()
+    assert "is sparse now, and was dense" in message(
+        lambda: words(torch.tensor([1])).sum().backward()
+    )
     optimizer.zero_grad()
     words = nn.Embedding(6, 2, sparse=True)
     optimizer = _wrap(words, torch.optim.SGD(words.parameters(), lr=0.1))
     words(torch.tensor([1])).sum().backward()
     words.weight.grad.mul_(2)
-    with pytest.raises(UserError, match=r"optimizer\.synchronize\(\)"):
-        optimizer.step()
+    assert "optimizer.synchronize()" in message(lambda: optimizer.step())
 
 
 def test_a_gradient_must_stay_of_one_kind(own_pool):
@@ -364,8 +346,7 @@ def _differing():
     words = nn.Embedding(6, 2, sparse=True)
     optimizer = _wrap(words, torch.optim.SGD(words.parameters(), lr=0.1))
     loss = words(torch.tensor([1])).sum() if dear.rank() else words.weight.sum()
-    with pytest.raises(UserError, match="sparse on some ranks and dense on others"):
-        loss.backward()
+    assert "sparse on some ranks and dense on others" in message(lambda: loss.backward())
     assert optimizer is not None
 
 

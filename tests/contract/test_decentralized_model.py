@@ -12,7 +12,6 @@ from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR
 
 import dear
-from dear.comm import runtime
 from dear.decentralized import (
     DecentralizedDataParallel,
     Edge,
@@ -44,6 +43,17 @@ class Scalar(nn.Module):
 
 def _sgd(params, lr=1.0):
     return torch.optim.SGD([param for _, param in params], lr=lr)
+
+
+@TopologyReg.register("halves")
+class Halves(Topology):
+    """Two halves apart, then joint."""
+
+    def _get_topo_edges(self):
+        n = self._world_size
+        half = n // 2
+        apart = [Edge(range(half), 1 / half), Edge(range(half, n), 1 / half)]
+        return [[Edge(range(n), 1 / n)], apart]
 
 
 class Wrapped(OnRank):
@@ -94,6 +104,7 @@ class Copied(Wrapped):
 
 def _p7(views: bool) -> list[float]:
     rank = dear.rank()
+    assert initialize_dist() == (rank, dear.size())
     model = DecentralizedDataParallel(Scalar(float(rank)), _sgd, param_as_bucket_view=views)
     seen = []
     for _ in range(4):
@@ -118,6 +129,7 @@ def test_p7_constant_gradients_on_a_complete_graph(world, views):
         (3, "complete", Copied, {"micros": "two"}),
         (4, "one-peer-exp", Copied, {"zero": "zeros"}),
         (4, "alternating-exp-ring", Wrapped, {"micros": "two", "zero": "zeros"}),
+        (4, "halves", Wrapped, {}),
         # P6: clipping and scaler see the whole gradient.
         (2, "ring", Wrapped, {"clip": "torch"}),
         (2, "ring", Wrapped, {"clip": "torch", "scaler": "overflow"}),
@@ -181,14 +193,12 @@ def _average_in_between(revert: bool) -> list[float]:
     return seen
 
 
-def test_training_goes_on_as_before_after_a_reverted_average(world):
-    steps = _one_peer(4, [0.0] * 4, average_after=None)
-    assert world(4).run(_average_in_between, True) == steps
-
-
-def test_training_goes_on_from_an_average_that_is_kept(world):
-    steps = _one_peer(4, [0.0] * 4, average_after=1)
-    assert world(4).run(_average_in_between, False) == steps
+@pytest.mark.parametrize("revert", [True, False])
+def test_training_goes_on_as_before_after_a_reverted_average_or_from_one_that_is_kept(
+    world, revert
+):
+    steps = _one_peer(4, [0.0] * 4, average_after=None if revert else 1)
+    assert world(4).run(_average_in_between, revert) == steps
 
 
 def _one_peer(count: int, start: list[float], average_after: int | None) -> list[list[float]]:
@@ -354,35 +364,3 @@ def test_mistakes_are_told_in_one_line(world):
     for said in world(1).run(_mistakes):
         assert [word in line for word, line in zip(words, said, strict=True)] == [True] * 5
         assert not any("\n" in line for line in said)
-
-
-class Halves(Topology):
-    """Two halves apart, then joint."""
-
-    def _get_topo_edges(self):
-        n = self._world_size
-        half = n // 2
-        apart = [Edge(range(half), 1 / half), Edge(range(half, n), 1 / half)]
-        return [[Edge(range(n), 1 / n)], apart]
-
-
-def _own_topology() -> list[float]:
-    if "halves" not in TopologyReg.registry:
-        TopologyReg.register("halves")(Halves)
-    assert initialize_dist() == (runtime.rank(), runtime.size())
-    model = DecentralizedDataParallel(Scalar(), _sgd, topology="halves")
-    seen = []
-    for step in range(3):
-        model(float(dear.rank()) if step == 0 else 0.0).backward()
-        seen.append(next(model.parameters()).item())
-    model.close()
-    return seen
-
-
-def test_a_registered_topology_is_used(world):
-    assert world(4).run(_own_topology) == [
-        [0, -0.5, -1.5],
-        [-1, -0.5, -1.5],
-        [-2, -2.5, -1.5],
-        [-3, -2.5, -1.5],
-    ]

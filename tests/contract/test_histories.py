@@ -29,18 +29,14 @@ def _recorded(subject: str) -> dict[str, Any]:
 
 
 def _params() -> list[Any]:
-    """Quick: every option and world, and little of `mgs`, which measures at first."""
+    """Quick: every option and world of each."""
     cases = all_cases()
     worlds = one_in(9, [(case.subject, case.world) for case in cases])
     options = one_in(9, [(case.subject, str(case.options)) for case in cases])
+    ids = [f"{case.subject}: {case.name}" for case in cases]
     return [
-        pytest.param(
-            case,
-            id=f"{case.subject}: {case.name}",
-            marks=() if now and (case.subject != "mgs" or i % 6 == 0) else pytest.mark.full,
-        )
-        for i, (case, *now) in enumerate(zip(cases, worlds, options, strict=True))
-        for now in [any(now)]
+        pytest.param(case, id=told, marks=() if any(quick) else pytest.mark.full)
+        for case, told, *quick in zip(cases, ids, worlds, options, strict=True)
     ]
 
 
@@ -49,8 +45,7 @@ def test_history_is_what_it_was(world, case: Case):
     missing = unavailable(case.subject)
     if missing:
         pytest.skip(missing)
-    kind = "" if case.subject == "bluefog" and case.world != 4 else case.subject
-    _compare(compact(world(case.world, kind).run(history, case)), case)
+    _compare(compact(world(case.world, case.subject).run(history, case)), case)
 
 
 @pytest.mark.parametrize("case", checkpoint_cases(), ids=lambda case: case.subject)

@@ -56,7 +56,7 @@ def _cases() -> list[Any]:
 
         own = {"world": [2, 3, 4, 1], "options": list(range(len(meaning.options)))}
         chosen = pairwise({**own, **axes}, fits)
-        quick = one_in(meaning.quick_of, [case["world"] for case in chosen])
+        quick = one_in(4, [case["world"] for case in chosen])
         for case, is_quick in zip(chosen, quick, strict=True):
             options, size = meaning.options[case["options"]], case["world"]
             script = Script(**{axis: case[axis] for axis in AXES})

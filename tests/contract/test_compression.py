@@ -22,6 +22,7 @@ from tests.contract.loops import (
 )
 from tests.contract.training import Script
 from tests.contract.training import far as far_from_reference
+from tests.ranks import on_ranks
 
 # Plans and buckets are made in the first passes, which are dense.
 _LONG = {"which": range(5)}
@@ -121,7 +122,8 @@ def test_replicas_are_bitwise_equal(world):
         assert all(moved > 1e-3 and spread == 0.0 for moved, spread in found.values()), found
 
 
-def _regrouped() -> tuple[bool, bool]:
+@on_ranks(2)
+def test_new_groups_of_dear_keep_what_has_not_travelled() -> None:
     model = make_model()
     options = {"compression": "eftopk", "density": 0.1, "fusion": "nearby_layers"}
     optimizer = wrap(make_sgd(model), model, "dear", nearby_layers=-1, **options)
@@ -144,14 +146,11 @@ def _regrouped() -> tuple[bool, bool]:
     )
     some = any(rest.any() for _, rest in before.values())
     optimizer.close()
-    return same and len(before) == len(after), some
+    assert all((same and len(before) == len(after), some))
 
 
-def test_new_groups_of_dear_keep_what_has_not_travelled(world):
-    assert world(2).run(_regrouped) == [(True, True)] * 2
-
-
-def _unused() -> list[bool]:
+@on_ranks(2)
+def test_a_parameter_that_nobody_uses_is_left_alone_and_so_is_what_is_kept_of_it() -> None:
     """Layer 4 has no gradient in the second step, on any rank."""
     model = make_model()
     optimizer = wrap(make_sgd(model), model, "wfbp", compression="eftopk", density=0.1)
@@ -167,32 +166,21 @@ def _unused() -> list[bool]:
         torch.equal(carrier.compressor.residual, rest),
     ]
     optimizer.close()
-    return seen
+    assert seen == [True] * 3
 
 
-def test_a_parameter_that_nobody_uses_is_left_alone_and_so_is_what_is_kept_of_it(world):
-    assert world(2).run(_unused) == [[True] * 3] * 2
-
-
-def _complex() -> list[str]:
+@on_ranks(2)
+def test_complex_gradients_are_refused() -> None:
     said = []
     for algorithm in ("wfbp", "allreduce", "mgwfbp", "dear", "bytescheduler", "ddp", "fsdp"):
         model = nn.Linear(3, 2, dtype=torch.complex64)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         said.append(message(partial(wrap, optimizer, model, algorithm, compression="fp16")))
-    return said
+    assert all("'compression'='fp16'" in line and "complex64" in line for line in said)
 
 
-def test_complex_gradients_are_refused(world):
-    for said in world(2).run(_complex):
-        assert all("'compression'='fp16'" in line and "complex64" in line for line in said)
-
-
-def _alone() -> dict[str, float]:
+@on_ranks(1)
+def test_alone_nothing_is_compressed() -> None:
     names = ("wfbp", "mgwfbp", "dear", "ddp")
-    return _far([(name, {"compression": c}) for name in names for c in ("fp16", "signum")])
-
-
-def test_alone_nothing_is_compressed(world):
-    (far,) = world(1).run(_alone)
+    far = _far([(name, {"compression": c}) for name in names for c in ("fp16", "signum")])
     assert not any(far.values()), far

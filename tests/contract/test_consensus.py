@@ -67,11 +67,10 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("size", [4, 8])
 @pytest.mark.parametrize(("algorithm", "options"), CASES)
-def test_all_agree_on_the_mean_of_what_they_started_with(size, algorithm, options):
-    start, *_, end = islice(_history(algorithm, options, size), 400)
-    torch.testing.assert_close(end, start.mean(dim=0).expand(size, -1), rtol=0, atol=1e-6)
+def test_all_agree_on_the_mean_of_what_they_started_with(algorithm, options):
+    start, *_, end = islice(_history(algorithm, options, 8), 400)
+    torch.testing.assert_close(end, start.mean(dim=0).expand(8, -1), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["ring", "mesh", "star", "exp2"])

@@ -20,6 +20,7 @@ from dear.comm import runtime
 from dear.training.algorithm import algorithm_options
 from tests.contract.loops import make_model, message, mine, steps, wrap
 from tests.contract.ranks_in_one import Ranks
+from tests.ranks import on_ranks
 
 
 def _wrap(model, optimizer, **options):
@@ -45,7 +46,8 @@ class _Residual(nn.Module):
         return (inner * x).sum()
 
 
-def _residual():
+@on_ranks(2)
+def test_a8_no_gradient_is_written_to_whoever_shares_it():
     model = _Residual()
     optimizer = _wrap(model, torch.optim.SGD(model.parameters(), lr=0.1))
     mine = torch.arange(4.0) + 10 * dear.rank()
@@ -60,11 +62,8 @@ def _residual():
     optimizer.close()
 
 
-def test_a8_no_gradient_is_written_to_whoever_shares_it(world):
-    world(2).run(_residual)
-
-
-def _two_optimizers():
+@on_ranks(2)
+def test_a9_two_optimizers_at_a_time():
     torch.manual_seed(1)
     models = [nn.Linear(3, 3), nn.Linear(3, 2)]
     plain = copy.deepcopy(models)
@@ -88,11 +87,8 @@ def _two_optimizers():
         optimizer.close()
 
 
-def test_a9_two_optimizers_at_a_time(world):
-    world(2).run(_two_optimizers)
-
-
-def _discarded():
+@on_ranks(2)
+def test_a_pass_that_is_discarded_before_step_leaves_no_trace():
     torch.manual_seed(3)
     model = nn.Linear(3, 2)
     plain = copy.deepcopy(model)
@@ -114,10 +110,6 @@ def _discarded():
         next(serial)
         torch.testing.assert_close(model.weight, plain.weight)
     optimizer.close()
-
-
-def test_a_pass_that_is_discarded_before_step_leaves_no_trace(world):
-    world(2).run(_discarded)
 
 
 def _refusals():
@@ -173,7 +165,8 @@ def _saved(model, optimizer):
     return torch.load(file, weights_only=True)
 
 
-def _rewound():
+@on_ranks(2)
+def test_going_back_to_a_checkpoint_drops_what_was_held_back_since():
     """The same objects go back to an earlier state."""
     model = make_model()
     optimizer = _wrap(model, _adamw(model), delay=2)
@@ -186,14 +179,11 @@ def _rewound():
         model.load_state_dict(weights)
         optimizer.load_state_dict(state)
     optimizer.close()
-    return all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
 
 
-def test_going_back_to_a_checkpoint_drops_what_was_held_back_since(world):
-    assert world(2).run(_rewound) == [True, True]
-
-
-def _other_holders():
+@on_ranks(2)
+def test_states_are_understood_by_plain_optimizers_and_theirs_here():
     model = make_model()
     optimizer = _wrap(model, _adamw(model), delay=2)
     steps(model, optimizer, mine(), range(0, 4))
@@ -215,10 +205,6 @@ def _other_holders():
     assert optimizer.state_dict()[PENDING] == []
     assert optimizer.state_dict()["state"][0]["step"] == 2 + 3
     optimizer.close()
-
-
-def test_states_are_understood_by_plain_optimizers_and_theirs_here(world):
-    world(2).run(_other_holders)
 
 
 def _broadcast():
@@ -296,7 +282,8 @@ def test_sparse_gradients_train_as_dense_ones(world, kind, size, delay):
     world(size).run(_sparse, kind, delay)
 
 
-def _sparse_adam():
+@on_ranks(2)
+def test_sparse_adam_updates_the_entries_of_all_ranks():
     """Only the entries that some rank has are updated."""
     torch.manual_seed(4)
     model = nn.Embedding(6, 2, sparse=True)
@@ -308,11 +295,7 @@ def _sparse_adam():
         optimizer.step()
     moved = (model.weight != start).any(dim=1).tolist()
     optimizer.close()
-    return moved
-
-
-def test_sparse_adam_updates_the_entries_of_all_ranks(world):
-    assert world(2).run(_sparse_adam) == [[True, True, False, True, False, False]] * 2
+    assert moved == [True, True, False, True, False, False]
 
 
 def _changing():

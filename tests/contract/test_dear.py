@@ -30,6 +30,7 @@ from tests.contract.loops import (
     steps,
     wrap,
 )
+from tests.ranks import on_ranks
 
 
 def _make_sgd_with(rate: str, model: nn.Module) -> torch.optim.Optimizer:
@@ -206,33 +207,30 @@ def test_a_class_may_declare_that_it_works_element_by_element(world):
     assert world(2).run(_chosen, Whole) == [False, False]
 
 
-def _refused() -> str:
+@on_ranks(2)
+def test_sharding_is_refused_to_others() -> None:
     model = make_model()
     optimizer = Whole(model.parameters(), lr=0.1)
-    return message(lambda: wrap(optimizer, model, "dear", update="sharded"))
-
-
-def test_sharding_is_refused_to_others(world):
-    assert all("element by element" in said for said in world(2).run(_refused))
-
-
-def _excluded(parts: str, update: str) -> tuple[float, float]:
-    model = make_model()
-    options = {"update": update, "exclude_parts": parts}
-    optimizer = wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, "dear", **options)
-    steps(model, optimizer, mine())
-    return moved_and_spread(model, optimizer)
+    assert "element by element" in message(lambda: wrap(optimizer, model, "dear", update="sharded"))
 
 
 @pytest.mark.parametrize("update", ["sharded", "replicated"])
 @pytest.mark.parametrize("parts", ["reducescatter", "allgather", "reducescatter,allgather"])
-def test_without_some_parts_training_is_wrong_but_the_same_everywhere(world, parts, update):
-    for moved, spread in world(2).run(_excluded, parts, update):
-        assert (moved > 0) == ("allgather" not in parts)
-        assert spread == 0.0
+@on_ranks(2)
+def test_without_some_parts_training_is_wrong_but_the_same_everywhere(
+    parts: str, update: str
+) -> None:
+    model = make_model()
+    options = {"update": update, "exclude_parts": parts}
+    optimizer = wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, "dear", **options)
+    steps(model, optimizer, mine())
+    moved, spread = moved_and_spread(model, optimizer)
+    assert (moved > 0) == ("allgather" not in parts)
+    assert spread == 0.0
 
 
-def _seed_arguments() -> list[str]:
+@on_ranks(2)
+def test_the_arguments_of_the_seed_are_understood() -> None:
     said = []
     for options in ({"threshold": 8}, {"num_nearby_layers": 2}, {"threshold": None}):
         model = make_model()
@@ -240,38 +238,10 @@ def _seed_arguments() -> list[str]:
         steps(model, optimizer, mine(), range(1))
         said.append(type(optimizer).__name__)
         optimizer.close()
-    return said
-
-
-def test_the_arguments_of_the_seed_are_understood(world):
-    assert world(2).run(_seed_arguments) == [["DistributedSGD"] * 3] * 2
+    assert said == ["DistributedSGD"] * 3
 
 
 _CALLS = ("all_reduce", "reduce_scatter", "all_gather")
-
-
-def _messages(options: dict[str, Any]) -> dict[str, int]:
-    """Collectives of one step, by name, once groups are laid out."""
-    model = make_model()
-    optimizer = wrap(make_sgd(model), model, "dear", **options)
-    steps(model, optimizer, mine(), range(1))
-    communicator, seen = runtime.communicator(), Counter[str]()
-    with mock.patch.multiple(
-        communicator, **{name: _counted(communicator, name, seen) for name in _CALLS}
-    ):
-        steps(model, optimizer, mine(), range(1, 2))
-    optimizer.close()
-    return dict(seen)
-
-
-def _counted(communicator: Any, name: str, seen: Counter[str]) -> Any:
-    call = getattr(communicator, name)
-
-    def counted(*args: Any, **options: Any) -> Any:
-        seen[name] += 1
-        return call(*args, **options)
-
-    return counted
 
 
 @pytest.mark.parametrize(
@@ -301,8 +271,31 @@ def _counted(communicator: Any, name: str, seen: Counter[str]) -> Any:
     ],
     ids=lambda value: "-".join(map(str, value.values())),
 )
-def test_a_small_group_is_one_message_and_may_carry_the_marks(world, options, wanted):
-    assert world(2).run(_messages, options) == [wanted] * 2
+@on_ranks(2)
+def test_a_small_group_is_one_message_and_may_carry_the_marks(
+    options: dict[str, Any], wanted: dict[str, int]
+) -> None:
+    """Collectives of one step, by name, once groups are laid out."""
+    model = make_model()
+    optimizer = wrap(make_sgd(model), model, "dear", **options)
+    steps(model, optimizer, mine(), range(1))
+    communicator, seen = runtime.communicator(), Counter[str]()
+    with mock.patch.multiple(
+        communicator, **{name: _counted(communicator, name, seen) for name in _CALLS}
+    ):
+        steps(model, optimizer, mine(), range(1, 2))
+    optimizer.close()
+    assert dict(seen) == wanted
+
+
+def _counted(communicator: Any, name: str, seen: Counter[str]) -> Any:
+    call = getattr(communicator, name)
+
+    def counted(*args: Any, **options: Any) -> Any:
+        seen[name] += 1
+        return call(*args, **options)
+
+    return counted
 
 
 def _norms(options: dict[str, Any]) -> list[float]:

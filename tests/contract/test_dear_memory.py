@@ -13,13 +13,16 @@ from torch import nn
 from tests.contract.loops import make_model, make_sgd, mine, run_both, steps, wrap
 from tests.contract.models import loss_of as loss_of_kind
 from tests.contract.models import make_model as make_kind
+from tests.ranks import on_ranks
 
 
 def _storages(tensors: Any) -> int:
     return len({tensor.untyped_storage().data_ptr() for tensor in tensors})
 
 
-def _laid_out(set_to_none: bool) -> dict[str, Any]:
+@pytest.mark.parametrize("set_to_none", [True, False])
+@on_ranks(2)
+def test_parameters_and_gradients_share_flat_buffers_until_close(set_to_none: bool) -> None:
     model = make_model()
     optimizer = wrap(make_sgd(model), model, "dear")
     steps(model, optimizer, mine(), set_to_none=set_to_none)
@@ -31,13 +34,7 @@ def _laid_out(set_to_none: bool) -> dict[str, Any]:
     }
     optimizer.close()
     seen["given back"] = _storages(params) == len(params)
-    return seen
-
-
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_parameters_and_gradients_share_flat_buffers_until_close(world, set_to_none):
-    for seen in world(2).run(_laid_out, set_to_none):
-        assert seen == {"parameters": 1, "gradients": 1, "leaves": True, "given back": True}
+    assert seen == {"parameters": 1, "gradients": 1, "leaves": True, "given back": True}
 
 
 def _far(change: Callable[[nn.Module], Any]) -> float:
@@ -77,14 +74,11 @@ def _assign(model: nn.Module) -> None:
     model.load_state_dict({k: v.clone() for k, v in make_model().state_dict().items()})
 
 
-def _far_after_changes() -> dict[str, float]:
+@on_ranks(2)
+def test_parameters_changed_from_outside_train_on_as_in_plain_torch() -> None:
     changes = [_replace_data, _write_data, _same_type, _double_and_back, _assign]
-    return {change.__name__: _far(change) for change in changes}
-
-
-def test_parameters_changed_from_outside_train_on_as_in_plain_torch(world):
-    for far in world(2).run(_far_after_changes):
-        assert max(far.values()) < 1e-5, far
+    far = {change.__name__: _far(change) for change in changes}
+    assert max(far.values()) < 1e-5, far
 
 
 class Double(nn.Module):
@@ -98,7 +92,8 @@ class Double(nn.Module):
         return self.inner(x.to(self.inner[0].weight.dtype)).float()
 
 
-def _moved() -> tuple[float, torch.dtype]:
+@on_ranks(2)
+def test_a_model_may_change_its_type_between_steps() -> None:
     def run(ranks: list[int], wrap: Callable[..., Any]) -> nn.Module:
         model = Double(make_model())
         optimizer = wrap(make_sgd(model, momentum=0.0), model)
@@ -112,27 +107,19 @@ def _moved() -> tuple[float, torch.dtype]:
         return model
 
     kinds: list[torch.dtype] = []
-    return run_both("dear", run), kinds[0]
+    far, kind = run_both("dear", run), kinds[0]
+    assert far < 1e-5 and kind == torch.float64
 
 
-def test_a_model_may_change_its_type_between_steps(world):
-    for far, kind in world(2).run(_moved):
-        assert far < 1e-5
-        assert kind == torch.float64
-
-
-def _formats() -> list[bool]:
+@on_ranks(2)
+def test_channels_last_is_kept() -> None:
     model = make_kind("channels_last")
     optimizer = wrap(torch.optim.Adam(model.parameters()), model, "dear")
     steps(model, optimizer, mine(), loss_of=partial(loss_of_kind, "channels_last"))
     last = {"memory_format": torch.channels_last}
     kept = [p.is_contiguous(**last) and p.grad.is_contiguous(**last) for p in model[0].parameters()]
     optimizer.close()
-    return kept[:1]
-
-
-def test_channels_last_is_kept(world):
-    assert world(2).run(_formats) == [[True]] * 2
+    assert kept[:1] == [True]
 
 
 def _stale() -> str:

@@ -24,6 +24,7 @@ from tests.contract.loops import (
     wrap,
 )
 from tests.contract.training import OnRank, Script, far, on_rank
+from tests.ranks import on_ranks
 
 TINY = 0.0002  # MB: many buckets
 
@@ -78,7 +79,8 @@ def test_replicas_of_one_machine_stay_the_same(world):
         assert all((states[one][n] == states[other][n]).all() for n in states[one])
 
 
-def _other_optimizer() -> tuple[str, float]:
+@on_ranks(2)
+def test_any_optimizer_can_be_stepped_as_a_whole() -> None:
     """One that is not torch's, with hooks: only whole steps are possible."""
 
     class Mine(torch.optim.SGD):
@@ -93,15 +95,11 @@ def _other_optimizer() -> tuple[str, float]:
     for one, by in ((model, optimizer), (plain, other)):
         steps(one, by, mine())
         by.close()
-    return said, difference(model, plain)
+    assert "update='step'" in said and difference(model, plain) < 1e-5
 
 
-def test_any_optimizer_can_be_stepped_as_a_whole(world):
-    for said, off in world(2).run(_other_optimizer):
-        assert "update='step'" in said and off < 1e-5
-
-
-def _late_changes() -> list[str]:
+@on_ranks(2)
+def test_what_comes_after_the_update_in_the_backward_pass_is_refused() -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     scaler.scale(torch.zeros(()))
     changes = [
@@ -110,7 +108,10 @@ def _late_changes() -> list[str]:
         lambda model, _: loss_of(model, dear.rank(), 1).backward(),
         lambda _, optimizer: scaler.step(optimizer),
     ]
-    return [said for change in changes for said in _said_of(change)]
+    said = [said for change in changes for said in _said_of(change)]
+    assert all("update='step'" in line and "\n" not in line for line in said)
+    words = ["changed between", "cannot be clipped", "second backward", "GradScaler"]
+    assert all(word in said[2 * i] for i, word in enumerate(words))
 
 
 def _said_of(change: Any) -> list[str]:
@@ -125,14 +126,6 @@ def _said_of(change: Any) -> list[str]:
         optimizer.synchronize()
     optimizer.close()
     return said
-
-
-def test_what_comes_after_the_update_in_the_backward_pass_is_refused(world):
-    for said in world(2).run(_late_changes):
-        assert len(said) == 8
-        assert all("update='step'" in line and "\n" not in line for line in said)
-        words = ["changed between", "cannot be clipped", "second backward", "GradScaler"]
-        assert [word in said[2 * i] for i, word in enumerate(words)] == [True] * 4
 
 
 def _consensus() -> list[float]:

@@ -26,6 +26,7 @@ from dear.errors import UserError
 from tests.contract.loops import message
 from tests.contract.models import loss_of, make_model, make_optimizer
 from tests.contract.training import OnRank, Script, fails, far, passes
+from tests.ranks import on_ranks
 
 TINY = 0.0002
 
@@ -250,7 +251,11 @@ def test_p8_a_factor_of_zero_mixes_nothing_and_optimizers_hear_of_averages(world
     assert heard[2] == [[([1, 2], 0.5), ([2, 3], 0.5), ([1, 2], 0.5)], True, 1]
 
 
-def _resume(topology: str, views: bool) -> list[bool]:
+@pytest.mark.parametrize(
+    ("topology", "views"), [("one-peer-exp", True), ("complete", False), ("ring", True)]
+)
+@on_ranks(4)
+def test_p14_a_resumed_model_goes_on_with_the_same_bits(topology: str, views: bool) -> None:
     """New objects go on with the same bits: optimizers, schedules, step, phase, averages."""
     schedule = partial(lr_scheduler_fn_cosine_with_warmup, t_max=8, t_warmup=3)
 
@@ -286,17 +291,11 @@ def _resume(topology: str, views: bool) -> list[bool]:
         same.append(all(torch.equal(p, q) for p, q in pairs) and other.get_lr() == model.get_lr())
         other.close()
     model.close()
-    return same
+    assert same == [True, True]
 
 
-@pytest.mark.parametrize(
-    ("topology", "views"), [("one-peer-exp", True), ("complete", False), ("ring", True)]
-)
-def test_p14_a_resumed_model_goes_on_with_the_same_bits(world, topology, views):
-    assert world(4).run(_resume, topology, views) == [[True, True]] * 4
-
-
-def _foreign_checkpoints() -> list[str]:
+@on_ranks(2)
+def test_a_checkpoint_from_elsewhere_is_refused() -> None:
     model = DecentralizedDataParallel(Scalar(), _sgd)
     model(1.0).backward()
     saved = model.checkpoint()
@@ -311,16 +310,12 @@ def _foreign_checkpoints() -> list[str]:
     plain = Scalar()
     plain.load_state_dict(model.state_dict())  # under the plain model's names
     model.close()
-    return said
-
-
-def test_a_checkpoint_from_elsewhere_is_refused(world):
     words = ["world_size 7", "topology 'ring'", "other trainable", "scaler", "1 schedulers"]
-    for said in world(2).run(_foreign_checkpoints):
-        assert [word in line for word, line in zip(words, said, strict=True)] == [True] * 5
+    assert all(word in line for word, line in zip(words, said, strict=True))
 
 
-def _kinds_of_memory() -> list[bool]:
+@on_ranks(2)
+def test_p9_p11_channels_last_types_frozen_parameters_and_buffers() -> None:
     """channels_last, several dtypes, a frozen parameter that differs at first, a buffer, too."""
     torch.manual_seed(dear.rank())
     model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.Flatten(), nn.Linear(8, 3)).to(
@@ -340,14 +335,12 @@ def _kinds_of_memory() -> list[bool]:
     types = [p.dtype for p in model.parameters()].count(torch.bfloat16)
     second = wrapped.global_avg(return_d2c=True)
     wrapped.close()
-    return [first == 0.0, strides, kept, types == 2, second > 0, model.buffer[0].item() == 0]
+    assert strides and kept and types == 2
+    assert first == 0.0 and second > 0 and model.buffer[0].item() == 0
 
 
-def test_p9_p11_channels_last_types_frozen_parameters_and_buffers(world):
-    assert world(2).run(_kinds_of_memory) == [[True] * 6] * 2
-
-
-def _mistakes() -> list[str]:
+@on_ranks(1)
+def test_mistakes_are_told_in_one_line() -> None:
     linear = nn.Linear(2, 2)
     cases = [
         lambda: DecentralizedDataParallel(linear.requires_grad_(False), _sgd),
@@ -356,11 +349,7 @@ def _mistakes() -> list[str]:
         lambda: DecentralizedDataParallel(Scalar(), _sgd, grad_clip_norm=-1.0),
         lambda: DecentralizedDataParallel(Scalar(), lambda params: None)(1.0).backward(),
     ]
-    return [message(case) for case in cases]
-
-
-def test_mistakes_are_told_in_one_line(world):
+    said = [message(case) for case in cases]
     words = ["nothing to train", "'one-peer-exp'", "bucket_size_in_mb", "grad_clip_norm", "return"]
-    for said in world(1).run(_mistakes):
-        assert [word in line for word, line in zip(words, said, strict=True)] == [True] * 5
-        assert not any("\n" in line for line in said)
+    assert all(word in line for word, line in zip(words, said, strict=True))
+    assert not any("\n" in line for line in said)

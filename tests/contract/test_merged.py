@@ -12,6 +12,7 @@ from dear.comm import runtime
 from dear.errors import UserError
 from tests.contract.loops import make_sgd, mine, moved_and_spread, steps
 from tests.contract.models import loss_of, make_model
+from tests.ranks import on_ranks
 
 
 def _train(name, options, count=4):
@@ -70,7 +71,8 @@ def test_sparse_replicas_agree_and_what_does_not_travel_is_kept(world):
     assert sparse[0][2] != dense[0][2]
 
 
-def _refuse_unsynchronized_change():
+@on_ranks(2)
+def test_changing_a_gradient_under_way_is_refused():
     model = make_model("awkward")
     optimizer = make_sgd(model)
     dear.DistributedOptimizer(optimizer, model, algorithm="bytescheduler")
@@ -80,19 +82,12 @@ def _refuse_unsynchronized_change():
         optimizer.step()
 
 
-def test_changing_a_gradient_under_way_is_refused(world):
-    world(2).run(_refuse_unsynchronized_change)
-
-
-def _channels():
+@on_ranks(2)
+def test_channels_are_added_once():
     communicator = runtime.communicator()
     before = len(communicator.groups)
     communicator.ensure_channels(before + 2)
     communicator.ensure_channels(1)
     tensor = torch.ones(3)
     communicator.all_reduce(tensor, op="sum", channel=before + 1).wait()
-    return len(communicator.groups) - before, tensor.tolist()
-
-
-def test_channels_are_added_once(world):
-    assert world(2).run(_channels) == [(2, [2.0, 2.0, 2.0])] * 2
+    assert (len(communicator.groups) - before, tensor.tolist()) == (2, [2.0, 2.0, 2.0])

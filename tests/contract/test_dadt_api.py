@@ -425,6 +425,7 @@ def test_a_timeline_has_dadts_phases(pool, tmp_path):
         assert [e["name"] for e in optimizer["traceEvents"]].count("step 2") == 1
 
 
+@pytest.mark.full  # MPI takes seconds to start
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="no mpirun here")
 @pytest.mark.skipif(mpi.unavailable() is not None, reason=str(mpi.unavailable()))
 def test_a_script_runs_over_mpi(tmp_path):

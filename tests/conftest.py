@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 from hypothesis import settings
@@ -14,30 +15,39 @@ settings.register_profile("tests", deadline=None)
 settings.load_profile("tests")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Horovod's last, so that its ranks are started once; see `world`."""
+    items.sort(key=lambda item: "horovod" in item.name)
+
+
+KINDS = ("gloo", "bluefog", "horovod")
+
+
 @pytest.fixture(scope="session")
-def _pools() -> Iterator[dict[tuple[int, bool], RankPool]]:
-    pools: dict[tuple[int, bool], RankPool] = {}
+def _pools() -> Iterator[dict[tuple[int, str], RankPool]]:
+    pools: dict[tuple[int, str], RankPool] = {}
     yield pools
     for pool in pools.values():
         pool.close()
 
 
 @pytest.fixture
-def world(_pools: dict[tuple[int, bool], RankPool]) -> Iterator[Callable[..., RankPool]]:
+def world(_pools: dict[tuple[int, str], RankPool]) -> Iterator[Callable[..., RankPool]]:
     """`world(n)` is the pool of n ranks of this run; one that a failed test broke is replaced.
 
-    `world(n, "horovod")` is one for Horovod, whose background threads never rest and would slow
-    what follows: it is closed as soon as another one is asked for.
+    `world(n, "gloo")` has torch's own backend; `world(4, "bluefog")` two machines of two ranks,
+    after `bf.init`. `world(n, "horovod")` is one for Horovod, whose background threads never rest
+    and would slow what follows: it is closed as soon as another one is asked for.
     """
     used: list[RankPool] = []
 
-    def get(world_size: int, algorithm: str = "") -> RankPool:
-        key = world_size, algorithm == "horovod"
+    def get(world_size: int, kind: str = "") -> RankPool:
+        key = world_size, kind if kind in KINDS else ""
         for other, pool in _pools.items():
-            if other[1] and other != key:
+            if other[1] == "horovod" and other != key:
                 pool.close()
         if key not in _pools or _pools[key].broken:
-            _pools[key] = RankPool(world_size, backend="comm_core")
+            _pools[key] = _made(*key)
         used.append(_pools[key])
         return _pools[key]
 
@@ -47,8 +57,26 @@ def world(_pools: dict[tuple[int, bool], RankPool]) -> Iterator[Callable[..., Ra
             pool.reset()
 
 
+def _made(world_size: int, kind: str) -> RankPool:
+    machines = [{"BLUEFOG_NODES_PER_MACHINE": "2"}] * world_size if kind == "bluefog" else None
+    backend = "gloo" if kind == "gloo" else "comm_core"
+    pool = RankPool(world_size, backend=backend, environments=machines)
+    pool.run(_begin, kind)
+    return pool
+
+
+def _begin(kind: str) -> None:
+    """`mgs` times how it selects elements, for seconds: here the smallest sizes are enough."""
+    from dear import bluefog
+    from dear.algorithms.synchronous import mgs
+
+    mgs.measured_call = partial(mgs.measured_call, sizes=(2**12, 2**13, 2**14))
+    if kind == "bluefog":
+        bluefog.init()
+
+
 @pytest.fixture
-def own_pool() -> Iterator[Callable[[int], RankPool]]:
+def own_pool() -> Iterator[Callable[..., RankPool]]:
     """`own_pool(n)` is a pool for one test that leaves it broken."""
     made: list[RankPool] = []
 
@@ -59,14 +87,3 @@ def own_pool() -> Iterator[Callable[[int], RankPool]]:
     yield get
     for pool in made:
         pool.close()
-
-
-@pytest.fixture(scope="module")
-def bluefog_pool() -> Iterator[RankPool]:
-    """Four ranks on two machines of two, after `bf.init`."""
-    import dear.bluefog as bf
-
-    pool = RankPool(4, backend="comm_core", environments=[{"BLUEFOG_NODES_PER_MACHINE": "2"}] * 4)
-    pool.run(bf.init)
-    yield pool
-    pool.close()

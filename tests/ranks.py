@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+import importlib
+import inspect
 import multiprocessing
 import tempfile
 import traceback
@@ -79,6 +82,30 @@ class RankPool:
             pipe.close()
         self._ranks.stop(patience_s=5.0)
         self._folder.cleanup()
+
+
+def on_ranks(size: int, kind: str = "") -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """The test is what each of `size` ranks does, in `world(size, kind)`; it asserts there.
+
+    Without `kind` the test's argument `name`, an algorithm, says which ranks it needs.
+    """
+
+    def made(body: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(body)
+        def test(world: Callable[..., RankPool], **given: Any) -> None:
+            pool = world(size, kind or given.get("name", ""))
+            pool.run(_body_of, body.__module__, body.__name__, given)
+
+        plain = inspect.signature(body)
+        world = inspect.Parameter("world", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        test.__signature__ = plain.replace(parameters=[world, *plain.parameters.values()])
+        return test
+
+    return made
+
+
+def _body_of(module: str, name: str, given: dict[str, Any]) -> None:
+    inspect.unwrap(getattr(importlib.import_module(module), name))(**given)
 
 
 def _serve(pipe: Connection, backend: str, timeout_s: float) -> int:

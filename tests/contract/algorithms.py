@@ -40,8 +40,6 @@ class Meaning:
     state_in_groups: bool = False
     """All that it keeps is in the optimizer's parameter groups: a plain optimizer that has loaded a
     state can be wrapped."""
-    quick_of: int = 1
-    """One in so many cases is quick; for algorithms that measure for seconds before they start."""
     in_turn: bool = False
     """Its ranks are made to step one after another, so that what they find is known."""
 
@@ -147,7 +145,6 @@ TABLE: dict[str, Meaning] = {
     ),
     "mgs": Meaning(
         family="synchronous",
-        quick_of=6,
         options=({"density": 1.0}, {"density": 1.0, "merge": "optimal"}),
         lacks=frozenset({"model=complex"}),
     ),

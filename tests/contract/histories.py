@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
-import importlib
 import io
 import json
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ import torch
 from torch import nn
 
 import dear
+from dear.training.algorithm import algorithm_class
 from tests.ranks import RankPool
 
 FOLDER = Path(__file__).parent / "histories"
@@ -336,7 +336,7 @@ def algorithm(
     return record.result()
 
 
-# --- interfaces of the older systems --------------------------------------------------------------
+# --- the interface whose checkpoints are its own --------------------------------------------------
 
 
 def interface_cases() -> list[Case]:
@@ -353,35 +353,7 @@ def interface_cases() -> list[Case]:
         case("decentralized-ddp", 2, "scaler", fn="adam", param_as_bucket_view=False),
         case("decentralized-ddp", 3, "average", fn="accum_adam", param_as_bucket_view=False),
         case("decentralized-ddp", 4, "average", fn="adam", topology="alternating-exp-ring"),
-        *(case("dadt-interface", n, "plain", delay=d) for n, d in ((2, 1), (3, 2), (4, 1))),
-        *(case("dadt-interface", n, "named", calls="all") for n in (2, 3, 4)),
-        *(
-            case("bluefog", world, loop, factory=f"Distributed{factory}Optimizer", **options)
-            for number, (factory, options) in enumerate(BLUEFOG)
-            for world in (4, 2 + number % 2)
-            for loop in [("plain", "awkward")[(number + world // 4) % 2]]
-            if world == 4 or "ierarchical" not in f"{factory}{options}"
-        ),
     ]
-
-
-BLUEFOG: list[tuple[str, dict[str, Any]]] = [
-    ("AdaptWithCombine", {}),
-    ("AdaptThenCombine", {}),
-    ("AdaptWithCombine", {"communication_type": "hierarchical_neighbor_allreduce"}),
-    ("AdaptThenCombine", {"communication_type": "hierarchical_neighbor_allreduce"}),
-    ("AdaptWithCombine", {"communication_type": "empty", "num_steps_per_communication": 2}),
-    ("AdaptThenCombine", {"communication_type": "allreduce", "num_steps_per_communication": 2}),
-    ("Allreduce", {}),
-    ("NeighborAllreduce", {"knobs": True}),
-    ("AdaptThenCombine", {"knobs": True}),
-    ("HierarchicalNeighborAllreduce", {}),
-    ("GradientAllreduce", {"num_steps_per_communication": 2}),
-    ("WinPut", {}),
-    ("WinPut", {"knobs": True}),
-    ("PullGet", {"num_steps_per_communication": 2}),
-    ("PushSum", {}),
-]
 
 
 def decentralized_ddp(
@@ -438,80 +410,7 @@ def decentralized_ddp(
     return record.result()
 
 
-def dadt_interface(case: Case) -> dict[str, Any]:
-    """DADT's: its optimizer, and collectives asked for by number."""
-    import dear.dadt as dadt
-
-    record = Record()
-    dadt.init(cycle_duration_ms=1, all_reduce_buffer_size=0)
-    if case.loop == "named":
-        for step in range(STEPS):
-            tensor = torch.full((4,), 0.1 * (1 + dadt.rank() + step))
-            dadt.barrier()
-            record.read(
-                {
-                    "blocking": dadt.all_reduce(0, tensor),
-                    "earlier": dadt.all_reduce_async(1, tensor / 3),
-                    "root's": dadt.broad_cast(2, tensor),
-                    "sparse": dadt.coo_all_reduce(3, tensor[:2].to_sparse()).to_dense(),
-                    "sparse, earlier": dadt.coo_all_reduce_async(4, tensor.to_sparse()).to_dense(),
-                }
-            )
-        record.read({"dense": dadt.flush(1), "sparse": dadt.flush(4, coo=True).to_dense()})
-    else:
-        model = Model(awkward=True)
-        optimizer = dadt.DistributedOptimizer(make_optimizer("sgd", model), **case.options)
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            loss_of(model, step).backward()
-            optimizer.step()
-            record.read(model.state_dict())
-        optimizer.close()
-        record.read(model.state_dict())
-    dadt.shutdown()
-    return record.result()
-
-
-def bluefog(case: Case) -> dict[str, Any]:
-    """BlueFog's factories on a weighted star or ring, with attributes that change."""
-    import dear.bluefog as bf
-
-    bf.init()
-    options, record = dict(case.options), Record()
-    factory, knobs = options.pop("factory"), options.pop("knobs", False)
-    if "communication_type" in options:
-        options["communication_type"] = bf.CommunicationType[options["communication_type"]]
-    if "Win" in factory or "Pull" in factory or "Push" in factory or knobs:
-        bf.set_topology(bf.topology_util.RingGraph(bf.size()))
-    else:
-        bf.set_topology(bf.topology_util.StarGraph(bf.size()), is_weighted=True)
-    if bf.machine_size() > 1:
-        bf.set_machine_topology(bf.topology_util.RingGraph(bf.machine_size()))
-    model = Model(awkward=case.loop == "awkward")
-    optimizer = make_optimizer("sgd", model)
-    getattr(bf, factory)(optimizer, model, **options)
-    bf.broadcast_parameters(model.state_dict(), root_rank=0)
-    for step in range(STEPS):
-        optimizer.force_barrier = True
-        if knobs:
-            optimizer.self_weight = 0.6 + 0.05 * step
-            optimizer.src_weights = {(bf.rank() + 1) % bf.size(): 0.4 - 0.05 * step}
-            optimizer.dst_weights = [(bf.rank() - 1) % bf.size()]
-        optimizer.zero_grad()
-        for micro in range(2 if "Gradient" in factory else 1):
-            loss_of(model, step, micro).backward()
-        optimizer.step()
-        record.read(model.state_dict())
-    optimizer.close()
-    record.read(model.state_dict())
-    return record.result()
-
-
-BODIES = {
-    "decentralized-ddp": decentralized_ddp,
-    "dadt-interface": dadt_interface,
-    "bluefog": bluefog,
-}
+BODIES = {"decentralized-ddp": decentralized_ddp}
 
 
 # --- fixtures -------------------------------------------------------------------------------------
@@ -526,26 +425,14 @@ def machine() -> dict[str, str]:
     return {"torch": torch.__version__, "cpu": torch.backends.cpu.get_cpu_capability()}
 
 
-def registry() -> Any:
-    """The module that knows the algorithms by name, in this tree (not in an installed one)."""
-    moved = (Path(dear.__file__).parent / "training").is_dir()
-    return importlib.import_module("dear.training.algorithm" if moved else "dear.algorithm")
-
-
 def unavailable(subject: str) -> str | None:
     """Why this installation cannot run the algorithm, or None."""
-    return None if subject in BODIES else registry().algorithm_class(subject).unavailable()
+    return None if subject in BODIES else algorithm_class(subject).unavailable()
 
 
 def compact(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """One entry for all ranks where all have the same."""
     return results[:1] if all(result == results[0] for result in results) else results
-
-
-def make_pool(world: int, is_bluefog: bool = False) -> RankPool:
-    """Bluefog's ranks are two per machine."""
-    own = [{"BLUEFOG_NODES_PER_MACHINE": "2"}] * world if is_bluefog and world == 4 else None
-    return RankPool(world, backend="comm_core", environments=own)
 
 
 def checkpoint_cases() -> list[Case]:
@@ -565,18 +452,17 @@ def write(folder: Path, only: str) -> None:
     found: dict[str, dict[str, Any]] = {}
     kept = checkpoint_cases()
     with contextlib.ExitStack() as stack:
-        pools: dict[tuple[int, bool], RankPool] = {}
+        pools: dict[int, RankPool] = {}
         for case in all_cases():
             if only not in ("", case.subject) or unavailable(case.subject):
                 continue
-            key = (case.world, case.subject == "bluefog")
-            if key not in pools:
-                pools[key] = make_pool(*key)
-                stack.callback(pools[key].close)
-            result = compact(pools[key].run(history, case))
+            if case.world not in pools:
+                pools[case.world] = RankPool(case.world, backend="comm_core")
+                stack.callback(pools[case.world].close)
+            result = compact(pools[case.world].run(history, case))
             found.setdefault(case.subject, {})[case.name] = result
             if case in kept:
-                saved = compact(pools[key].run(history, case, None, True))
+                saved = compact(pools[case.world].run(history, case, None, True))
                 place = folder.parent / "checkpoints"
                 place.mkdir(exist_ok=True)
                 for rank, one in enumerate(saved):

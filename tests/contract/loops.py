@@ -12,7 +12,6 @@ from torch.nn import functional
 
 import dear
 from dear.errors import UserError
-from tests.contract.awkward import error
 from tests.ranks import RankPool
 
 _MODULE_HOOKS = (
@@ -101,7 +100,28 @@ def mean_loss(model: nn.Module, ranks: Iterable[int], step: int) -> torch.Tensor
 
 
 def difference(model: nn.Module, wanted: nn.Module) -> float:
-    return error([model.state_dict()], [wanted.state_dict()])
+    return error(model.state_dict(), wanted.state_dict())
+
+
+def error(state: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
+    """The largest difference of any tensor, relative to its norm."""
+    return max(
+        ((state[name] - value).norm() / value.norm().clamp_min(1e-3)).item()
+        for name, value in wanted.items()
+        if value.is_floating_point()
+    )
+
+
+def moved_and_spread(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[float, float]:
+    """How far the model is from `make_model()`, if it is one, and from rank 0's; closes the
+    optimizer."""
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    dear.broadcast_parameters(model.state_dict())
+    start = make_model().state_dict()
+    moved = error(state, start) if start.keys() == state.keys() else 0.0
+    found = moved, error(state, model.state_dict())
+    optimizer.close()
+    return found
 
 
 def message(call: Callable[[], Any]) -> str:
@@ -147,13 +167,3 @@ def leftovers(model: nn.Module) -> list[str]:
     """Every kind of hook that there still is on `model`."""
     found = [name for module in model.modules() for name in _MODULE_HOOKS if getattr(module, name)]
     return found + ["gradient" for p in model.parameters() if p._post_accumulate_grad_hooks]
-
-
-def synchronize(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    if hasattr(optimizer, "synchronize"):
-        optimizer.synchronize()
-
-
-def synchronize_and_clip(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    synchronize(optimizer, model)
-    nn.utils.clip_grad_norm_(model.parameters(), 0.05)

@@ -12,7 +12,45 @@ from torch.nn import functional
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-from tests.contract.awkward import Awkward
+
+class Awkward(nn.Module):
+    """Convolution, frozen batch norm, a shared weight, an unused and a frozen layer, modules that
+    run out of registration order, and weights that other modules' code reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((3,), 1.1))  # owned by the root itself
+        self.late = nn.Linear(7, 5)  # registered first, runs last
+        self.conv = nn.Conv2d(3, 4, 3, padding=1)
+        self.norm = nn.BatchNorm2d(4)
+        self.unused = nn.Linear(6, 11)
+        self.middle = nn.Linear(9, 9)
+        self.frozen = nn.Linear(4, 9)
+        self.tied = nn.Linear(9, 9, bias=False)
+        self.tied.weight = self.middle.weight
+        self.attention = nn.MultiheadAttention(9, 3, bias=False, batch_first=True)
+        self.borrowed = nn.Linear(9, 7)  # its weight is read before it runs
+        self.never_called = nn.ModuleDict({"inner": nn.Linear(9, 9)})
+        self.frozen.requires_grad_(False)
+        self.norm.requires_grad_(False)
+        self.norm.running_mean.uniform_(-0.5, 0.5)
+        self.norm.running_var.uniform_(0.5, 1.5)
+        self.norm.eval()
+
+    def train(self, mode: bool = True) -> Awkward:
+        super().train(mode)
+        self.norm.eval()
+        return self
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.norm(self.conv(x * self.scale.view(1, 3, 1, 1))))
+        x = torch.tanh(self.frozen(x.mean(dim=(2, 3))))
+        x = torch.tanh(functional.linear(x, self.never_called["inner"].weight))
+        x = x + functional.linear(x, self.borrowed.weight) @ self.borrowed.weight
+        x = self.tied(torch.tanh(self.middle(x)))
+        tokens = torch.stack([x, x.flip(1), -x], dim=1)
+        x = self.attention(tokens, tokens, tokens, need_weights=False)[0].mean(dim=1)
+        return self.late(torch.tanh(self.borrowed(x)))
 
 
 def plain() -> nn.Module:
@@ -120,6 +158,7 @@ class Reader(nn.Module):
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "awkward": Awkward,  # shared, unused and frozen parameters, modules out of order
+    "awkward64": lambda: Awkward().double(),
     "plain": plain,
     "branches": Branches,
     "idle": plain,  # some ranks have no backward pass in some steps
@@ -135,6 +174,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "reentrant": partial(Checkpointed, True),
     "reader": Reader,
 }
+_TYPES = {"float64": torch.float64, "awkward64": torch.float64, "bfloat16": torch.bfloat16}
 _IDLE = {0: lambda rank: rank != 0, 2: lambda rank: rank == 0, 3: lambda rank: False}
 
 
@@ -147,12 +187,11 @@ def make_model(kind: str) -> nn.Module:
 def batch(kind: str, rank: int, step: int, micro: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """Inputs and classes of one rank."""
     generator = torch.Generator().manual_seed(10_000 * rank + 100 * step + micro)
-    shape = (4, 3, 5, 5) if kind in ("awkward", "channels_last") else (4, 6)
+    shape = (4, 3, 5, 5) if kind in ("awkward", "awkward64", "channels_last") else (4, 6)
     x = torch.randn(shape, generator=generator)
     if kind == "channels_last":
         x = x.to(memory_format=torch.channels_last)
-    if kind in ("float64", "bfloat16"):
-        x = x.to(getattr(torch, kind))
+    x = x.to(_TYPES.get(kind, torch.float32))
     return x, torch.randint(4, (4,), generator=generator)
 
 
@@ -162,9 +201,9 @@ def loss_of(
     """The loss of one rank; None where it has none."""
     if kind == "idle" and step in _IDLE and not _IDLE[step](rank):
         return None
-    x, y = batch(kind, rank, step, micro)
+    x, y = (value.to(next(model.parameters()).device) for value in batch(kind, rank, step, micro))
     out = model(x, rank == step % 3) if kind == "branches" else model(x)
-    return functional.cross_entropy(out.float() if kind != "float64" else out, y)
+    return functional.cross_entropy(out if out.dtype == torch.float64 else out.float(), y)
 
 
 class Decaying(torch.optim.Optimizer):

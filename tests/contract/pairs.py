@@ -51,3 +51,8 @@ def pairwise(
             possible = (v for v in by_use if fits({**defaults, **chosen, axis: v}))
             chosen[axis] = next(possible, defaults[axis])
         case = {axis: chosen[axis] for axis in axes}
+
+
+def one_in(every: int, groups: Sequence[Any]) -> list[bool]:
+    """Chooses one in so many, and the first of each group; `groups` has the group of each."""
+    return [n % every == 0 or groups.index(group) == n for n, group in enumerate(groups)]

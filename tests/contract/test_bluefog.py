@@ -15,6 +15,7 @@ import torch
 import dear.bluefog as bf
 from dear.errors import UserError
 from dear.topology import exponential, matrix, uniform
+from tests.contract.loops import message
 from tests.ranks import RankPool
 
 T = bf.topology_util
@@ -350,80 +351,84 @@ def test_mutexes_and_collecting(bluefog_pool):
     assert bluefog_pool.run(_mutex)[0] == 15.0
 
 
+def _next(steps=1):
+    return (bf.rank() + steps) % 4
+
+
+def _lone():
+    graph = nx.DiGraph()
+    graph.add_nodes_from(range(4))
+    return graph
+
+
+def _uneven():
+    graph = T.RingGraph(4)
+    graph.remove_edge(0, 1)
+    return graph
+
+
+INTEGERS = torch.ones(2, dtype=torch.int64)
+REFUSED = [
+    (lambda: bf.neighbor_allreduce(x(), self_weight=0.5), "self_weight is given without src_"),
+    (
+        lambda: bf.neighbor_allreduce(x(), src_weights={0: 0.5}),
+        "src_weights is given without self",
+    ),
+    (lambda: bf.neighbor_allreduce(x(), dst_weights=[0]), "dst_weights are given without"),
+    (
+        lambda: bf.neighbor_allreduce(x(), self_weight=0.5, src_weights={_next(2): 0.5}),
+        "does not send to this one",
+    ),
+    (
+        lambda: bf.neighbor_allreduce(x(), self_weight=0.5, src_weights={}, dst_weights=[_next()]),
+        "contradict each other",
+    ),
+    (lambda: bf.neighbor_allreduce(INTEGERS), "floating-point"),
+    (lambda: bf.neighbor_allgather(x(), src_ranks=[0]), "together"),
+    (lambda: bf.pair_gossip(x(), bf.rank()), "is this rank itself"),
+    (lambda: bf.win_create(x(), "once"), "already"),
+    (lambda: bf.win_put(x(), "onec"), "did you mean 'once'"),
+    (lambda: bf.win_put(torch.ones(7), "once"), "this window is of (3,)"),
+    (lambda: bf.win_put(x(), "once", dst_weights=[_next(2)]), "cannot send to rank"),
+    (lambda: bf.win_update("once", self_weight=0.5), "without"),
+    (lambda: bf.win_create(INTEGERS, "ints"), "floating-point"),
+    (lambda: bf.synchronize(10**9), "no operation"),
+    (lambda: bf.win_free("once"), ""),  # a topology changes without windows only
+    (lambda: bf.set_topology(_lone()), "ever reaches"),
+    (lambda: bf.set_topology(T.RingGraph(3)), "ranks 0 to 3"),
+    (lambda: bf.set_topology(_uneven(), is_weighted=True), "sum to"),
+    (
+        lambda: bf.set_topology(T.RingGraph(4) if bf.rank() else T.StarGraph(4)),
+        "all ranks must set the same",
+    ),
+]
+
+
 def _refusals():
     bf.set_topology(T.RingGraph(4))
     bf.win_create(x(), "once")
-    lone = nx.DiGraph()
-    lone.add_nodes_from(range(4))
-    uneven = T.RingGraph(4)
-    uneven.remove_edge(0, 1)
-    calls = {
-        "halves": lambda: bf.neighbor_allreduce(x(), self_weight=0.5),
-        "other half": lambda: bf.neighbor_allreduce(x(), src_weights={0: 0.5}),
-        "targets only": lambda: bf.neighbor_allreduce(x(), dst_weights=[0]),
-        "stranger": lambda: bf.neighbor_allreduce(
-            x(), self_weight=0.5, src_weights={(bf.rank() + 2) % 4: 0.5}
-        ),
-        "contradiction": lambda: bf.neighbor_allreduce(
-            x(), self_weight=0.5, src_weights={}, dst_weights=[(bf.rank() + 1) % 4]
-        ),
-        "whole numbers": lambda: bf.neighbor_allreduce(torch.ones(2, dtype=torch.int64)),
-        "gather halves": lambda: bf.neighbor_allgather(x(), src_ranks=[0]),
-        "gossip": lambda: bf.pair_gossip(x(), bf.rank()),
-        "twice": lambda: bf.win_create(x(), "once"),
-        "no window": lambda: bf.win_put(x(), "onec"),
-        "shape": lambda: bf.win_put(torch.ones(7), "once"),
-        "far": lambda: bf.win_put(x(), "once", dst_weights=[(bf.rank() + 2) % 4]),
-        "update halves": lambda: bf.win_update("once", self_weight=0.5),
-        "int window": lambda: bf.win_create(torch.ones(2, dtype=torch.int64), "ints"),
-        "handle": lambda: bf.synchronize(10**9),
-    }
-    said = {}
-    for name, call in calls.items():
-        try:
-            call()
-        except UserError as error:
-            said[name] = str(error)
-    bf.win_free("once")
-    later = {
-        "disconnected": lambda: bf.set_topology(lone),
-        "size": lambda: bf.set_topology(T.RingGraph(3)),
-        "stochastic": lambda: bf.set_topology(uneven, is_weighted=True),
-        "different": lambda: bf.set_topology(T.RingGraph(4) if bf.rank() else T.StarGraph(4)),
-    }
-    for name, call in later.items():
-        try:
-            call()
-        except UserError as error:
-            said[name] = str(error)
-    return said
+    return [message(call) for call, _ in REFUSED]
 
 
 def test_bad_calls_are_refused_in_one_line_b17(bluefog_pool):
-    words = {
-        "halves": "self_weight is given without src_weights",
-        "other half": "src_weights is given without self_weight",
-        "targets only": "dst_weights are given without",
-        "stranger": "does not send to this one",
-        "contradiction": "contradict each other",
-        "whole numbers": "floating-point",
-        "gather halves": "together",
-        "gossip": "is this rank itself",
-        "twice": "already",
-        "no window": "did you mean 'once'",
-        "shape": "this window is of (3,)",
-        "far": "cannot send to rank",
-        "update halves": "without",
-        "int window": "floating-point",
-        "handle": "no operation",
-        "disconnected": "ever reaches",
-        "size": "ranks 0 to 3",
-        "stochastic": "sum to",
-        "different": "all ranks must set the same",
-    }
     for said in bluefog_pool.run(_refusals):
-        assert {k: said.get(k) for k, w in words.items() if w not in said.get(k, "")} == {}
-        assert not any("\n" in message for message in said.values())
+        assert not any("\n" in line for line in said)
+        for line, (_, words) in zip(said, REFUSED, strict=True):
+            assert words in line and bool(words) == bool(line)
+
+
+def _suspended():
+    bf.suspend()
+    bf.suspend()
+    handle = bf.allreduce_nonblocking(x())
+    meanwhile = bf.allreduce(x())[0].item(), bf.synchronize(handle)[0].item()
+    bf.resume()
+    bf.resume()
+    return meanwhile, bf.allreduce(x())[0].item()
+
+
+def test_everything_goes_on_while_suspended(bluefog_pool):
+    assert bluefog_pool.run(_suspended) == [((1.5, 1.5), 1.5)] * 4
 
 
 def test_importing_it_imports_no_torch():

@@ -9,37 +9,53 @@ import pytest
 import torch
 from torch import nn
 
-import dear
-from tests.contract.awkward import error
+from tests.contract.algorithms import skip_if_unavailable
 from tests.contract.loops import (
-    far_from_serial,
-    loss_of,
     make_model,
     make_sgd,
     message,
     mine,
+    moved_and_spread,
     steps,
+    train_both,
     wrap,
 )
+from tests.contract.training import Script
+from tests.contract.training import far as far_from_reference
+from tests.ranks import on_ranks
 
 # Plans and buckets are made in the first passes, which are dense.
 _LONG = {"which": range(5)}
 
 
-@pytest.mark.parametrize("compression", ["topk", "eftopk", "gaussian"])
-@pytest.mark.parametrize("algorithm", ["allreduce", "wfbp", "mgwfbp", "dear", "ddp"])
-def test_all_elements_are_the_dense_gradient(world, algorithm, compression):
-    options = {"compression": compression, "density": 1.0}
-    assert far_from_serial(world(3), algorithm, options=options, **_LONG) < 1e-5
+def _far(cases: list[tuple[str, dict[str, Any]]]) -> dict[str, float]:
+    """How far each case is from serial training."""
+    return {f"{n} {how}": train_both(n, options=dict(how), **_LONG) for n, how in cases}
 
 
-@pytest.mark.parametrize(
-    "algorithm", ["allreduce", "wfbp", "mgwfbp", "bytescheduler", "dear", "ddp"]
-)
-@pytest.mark.parametrize(("compression", "most"), [("fp16", 1e-3), ("bf16", 1e-2)])
-def test_half_precision_on_the_wire_is_near(world, algorithm, compression, most):
-    options = {"compression": compression}
-    assert 1e-7 < far_from_serial(world(2), algorithm, options=options, **_LONG) < most
+def test_all_elements_are_the_dense_gradient(world):
+    cases = [
+        (name, {"compression": compression, "density": 1.0})
+        for name in ("allreduce", "wfbp", "mgwfbp", "dear", "ddp")
+        for compression in ("topk", "eftopk", "gaussian")
+    ]
+    for far in world(3).run(_far, cases):
+        assert max(far.values()) < 1e-5, far
+
+
+def test_half_precision_on_the_wire_is_near(world):
+    names = ["allreduce", "wfbp", "mgwfbp", "bytescheduler", "dear", "ddp"]
+    for compression, most in (("fp16", 1e-3), ("bf16", 1e-2)):
+        half = {"compression": compression}
+        cases = [(name, half) for name in names]
+        cases.append(("fsdp", half | {"min_mb": 0.00001}))
+        cases += [
+            ("dear", half | {"update": update, "decouple": decouple})
+            for update in ("sharded", "replicated")
+            for decouple in ("reduce_scatter_all_gather", "reduce_broadcast")
+        ]
+        for far in world(2).run(_far, cases):
+            assert all(1e-7 < off < most for off in far.values()), far
 
 
 def _large(algorithm: str, compression: str) -> list[float]:
@@ -53,96 +69,61 @@ def _large(algorithm: str, compression: str) -> list[float]:
     return gradient
 
 
-@pytest.mark.parametrize("algorithm", ["allreduce", "dear"])
+@pytest.mark.parametrize("algorithm", ["allreduce", "dear", "horovod"])
 def test_half_precision_does_not_overflow_in_the_sum(world, algorithm):
-    for gradient in world(2).run(_large, algorithm, "fp16"):
+    skip_if_unavailable(algorithm)
+    for gradient in world(2, algorithm).run(_large, algorithm, "fp16"):
         assert gradient == [40000.0, -40000.0]
-
-
-def _simulated(micro_steps: int, density: float) -> nn.Module:
-    """Serial SGD with what two ranks with error feedback would send, tensor by tensor."""
-    model = make_model()
-    optimizer = make_sgd(model)
-    params = list(model.parameters())
-    residuals = [[torch.zeros_like(p) for p in params] for _ in range(2)]
-    for step in range(4):
-        means = [torch.zeros_like(p) for p in params]
-        for rank, residual in enumerate(residuals):
-            model.zero_grad()
-            for micro in range(micro_steps):
-                loss_of(model, rank, micro_steps * step + micro).backward()
-            for param, rest, mean in zip(params, residual, means, strict=True):
-                rest += param.grad
-                count = max(int(rest.numel() * density), 1)
-                chosen = rest.abs().view(-1).topk(count).indices
-                mean.view(-1)[chosen] += rest.view(-1)[chosen] / 2
-                rest.view(-1)[chosen] = 0
-        for param, mean in zip(params, means, strict=True):
-            param.grad = mean
-        optimizer.step()
-    return model
-
-
-def _trained(algorithm: str, options: dict[str, Any], micro_steps: int) -> float:
-    model = make_model()
-    optimizer = wrap(make_sgd(model), model, algorithm, density=0.1, **options)
-    for step in range(4):
-        optimizer.zero_grad()
-        for micro in range(micro_steps):
-            loss_of(model, dear.rank(), micro_steps * step + micro).backward()
-        optimizer.step()
-    far = error([model.state_dict()], [_simulated(micro_steps, 0.1).state_dict()])
-    optimizer.close()
-    return far
+    if algorithm == "horovod":
+        for far in world(2, algorithm).run(_far, [(algorithm, {"compression": "fp16"})]):
+            assert all(1e-7 < off < 1e-3 for off in far.values())
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "options", "micro_steps"),
+    ("algorithm", "options", "micros"),
     [
-        ("allreduce", {}, 1),
-        ("wfbp", {"channels": 2}, 1),
-        ("dear", {"fusion": "none"}, 1),
+        ("allreduce", {}, "one"),
+        ("wfbp", {"channels": 2}, "one"),
+        ("dear", {"fusion": "none", "small_kb": 0}, "one"),
         # Sent twice, of which the second one supersedes the first.
-        ("dear", {"fusion": "none"}, 2),
+        ("dear", {"fusion": "none", "small_kb": 0}, "two"),
     ],
 )
-def test_error_feedback_equals_a_written_out_simulation(world, algorithm, options, micro_steps):
-    options = {"compression": "eftopk", **options}
-    for far in world(2).run(_trained, algorithm, options, micro_steps):
-        assert far < 1e-5
+def test_error_feedback_equals_its_reference(world, algorithm, options, micros):
+    options = {"compression": "eftopk", "density": 0.1, **options}
+    script = Script(model="plain", micros=micros)
+    assert far_from_reference(world(2), 2, algorithm, options, script) < 2e-5
 
 
-def _replicas(algorithm: str, options: dict[str, Any]) -> tuple[float, float]:
-    model, start = make_model(), make_model()
-    optimizer = wrap(make_sgd(model), model, algorithm, **options)
-    steps(model, optimizer, mine(), range(5))
-    optimizer.synchronize()
-    state = {name: value.clone() for name, value in model.state_dict().items()}
-    moved = error([state], [start.state_dict()])
-    dear.broadcast_parameters(model.state_dict())
-    spread = error([state], [model.state_dict()])
-    optimizer.close()
-    return moved, spread
+def _replicas(cases: list[tuple[str, dict[str, Any]]]) -> dict[str, tuple[float, float]]:
+    found = {}
+    for name, options in cases:
+        model = make_model()
+        optimizer = wrap(make_sgd(model), model, name, **options)
+        steps(model, optimizer, mine(), range(5))
+        optimizer.synchronize()
+        found[f"{name} {options}"] = moved_and_spread(model, optimizer)
+    return found
 
 
-@pytest.mark.parametrize("algorithm", ["wfbp", "mgwfbp", "dear", "ddp"])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"compression": "gaussian", "density": 0.05},
-        {"compression": "eftopk", "density": 0.01, "density_warmup_steps": 3},
-        {"compression": "signum"},
-        {"compression": "efsignum"},
-    ],
-    ids=lambda options: options["compression"],
-)
-def test_replicas_are_bitwise_equal(world, algorithm, options):
-    for moved, spread in world(3).run(_replicas, algorithm, options):
-        assert moved > 1e-3
-        assert spread == 0.0
+def test_replicas_are_bitwise_equal(world):
+    cases = [
+        (name, options)
+        for name in ("wfbp", "mgwfbp", "dear", "ddp")
+        for options in (
+            {"compression": "gaussian", "density": 0.05},
+            {"compression": "eftopk", "density": 0.01, "density_warmup_steps": 3},
+            {"compression": "signum"},
+            {"compression": "efsignum"},
+        )
+    ]
+    cases += [("dear", {"compression": "bf16", "update": u}) for u in ("sharded", "replicated")]
+    for found in world(3).run(_replicas, cases):
+        assert all(moved > 1e-3 and spread == 0.0 for moved, spread in found.values()), found
 
 
-def _regrouped() -> tuple[bool, bool]:
+@on_ranks(2)
+def test_new_groups_of_dear_keep_what_has_not_travelled() -> None:
     model = make_model()
     options = {"compression": "eftopk", "density": 0.1, "fusion": "nearby_layers"}
     optimizer = wrap(make_sgd(model), model, "dear", nearby_layers=-1, **options)
@@ -165,14 +146,11 @@ def _regrouped() -> tuple[bool, bool]:
     )
     some = any(rest.any() for _, rest in before.values())
     optimizer.close()
-    return same and len(before) == len(after), some
+    assert all((same and len(before) == len(after), some))
 
 
-def test_new_groups_of_dear_keep_what_has_not_travelled(world):
-    assert world(2).run(_regrouped) == [(True, True)] * 2
-
-
-def _unused() -> list[bool]:
+@on_ranks(2)
+def test_a_parameter_that_nobody_uses_is_left_alone_and_so_is_what_is_kept_of_it() -> None:
     """Layer 4 has no gradient in the second step, on any rank."""
     model = make_model()
     optimizer = wrap(make_sgd(model), model, "wfbp", compression="eftopk", density=0.1)
@@ -188,43 +166,21 @@ def _unused() -> list[bool]:
         torch.equal(carrier.compressor.residual, rest),
     ]
     optimizer.close()
-    return seen
+    assert seen == [True] * 3
 
 
-def test_a_parameter_that_nobody_uses_is_left_alone_and_so_is_what_is_kept_of_it(world):
-    assert world(2).run(_unused) == [[True] * 3] * 2
-
-
-def _complex() -> list[str]:
+@on_ranks(2)
+def test_complex_gradients_are_refused() -> None:
     said = []
     for algorithm in ("wfbp", "allreduce", "mgwfbp", "dear", "bytescheduler", "ddp", "fsdp"):
         model = nn.Linear(3, 2, dtype=torch.complex64)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         said.append(message(partial(wrap, optimizer, model, algorithm, compression="fp16")))
-    return said
+    assert all("'compression'='fp16'" in line and "complex64" in line for line in said)
 
 
-def test_complex_gradients_are_refused(world):
-    for said in world(2).run(_complex):
-        assert all("'compression'='fp16'" in line and "complex64" in line for line in said)
-
-
-def _alone(compression: str) -> list[float]:
-    return [
-        far_from_plain(algorithm, compression) for algorithm in ("wfbp", "mgwfbp", "dear", "ddp")
-    ]
-
-
-def far_from_plain(algorithm: str, compression: str) -> float:
-    model, wanted = make_model(), make_model()
-    optimizer = wrap(make_sgd(model), model, algorithm, compression=compression)
-    steps(model, optimizer, [0])
-    optimizer.close()
-    steps(wanted, make_sgd(wanted), [0])
-    return error([model.state_dict()], [wanted.state_dict()])
-
-
-@pytest.mark.parametrize("compression", ["fp16", "signum"])
-def test_alone_nothing_is_compressed(world, compression):
-    (far,) = world(1).run(_alone, compression)
-    assert far == [0.0] * 4
+@on_ranks(1)
+def test_alone_nothing_is_compressed() -> None:
+    names = ("wfbp", "mgwfbp", "dear", "ddp")
+    far = _far([(name, {"compression": c}) for name in names for c in ("fp16", "signum")])
+    assert not any(far.values()), far

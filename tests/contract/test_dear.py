@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from functools import partial
+from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -14,9 +15,10 @@ from torch import nn
 
 import dear
 from dear.comm import runtime
-from tests.contract import awkward, models
+from tests.contract import models
 from tests.contract.loops import (
     difference,
+    error,
     everybody,
     far_from_serial,
     loss_of,
@@ -24,9 +26,11 @@ from tests.contract.loops import (
     make_sgd,
     message,
     mine,
+    moved_and_spread,
     steps,
     wrap,
 )
+from tests.ranks import on_ranks
 
 
 def _make_sgd_with(rate: str, model: nn.Module) -> torch.optim.Optimizer:
@@ -45,54 +49,54 @@ def test_a_deferred_update_uses_the_learning_rate_that_step_saw(world, rate):
     assert far_from_serial(world(2), "dear", which=range(1), **given) < 1e-5
 
 
-def _clipped_too_early(change: str) -> str:
-    def before_step(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-        if change == "clip":
-            nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-        if change == "one value":
-            model[2].weight.grad[3, 3] = 0.0
-        if change == "replace":
-            model[2].bias.grad = model[2].bias.grad * 2
-        if change == "drop":
-            model[2].bias.grad = None
-
-    model = make_model()
-    optimizer = wrap(make_sgd(model), model, "dear")
-    return message(lambda: steps(model, optimizer, mine(), range(1), before_step=before_step))
+def _clip(optimizer: Any, model: nn.Module) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 0.05)
 
 
-@pytest.mark.parametrize("change", ["clip", "one value", "replace", "drop"])
-def test_dear_refuses_gradients_changed_without_synchronize(world, change):
-    assert all("synchronize()" in said for said in world(2).run(_clipped_too_early, change))
+def _change_one_value(optimizer: Any, model: nn.Module) -> None:
+    model[2].weight.grad[3, 3] = 0.0
 
 
-def _scale(
-    model: nn.Module, optimizer: torch.optim.Optimizer, ranks: list[int], calls: str, count: int = 5
-) -> float:
-    """Trains `count` steps with a GradScaler, the given calls between backward and step."""
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
-    for step in range(count):
-        optimizer.zero_grad()
-        overflow = {rank: float("inf") if (rank, step) == (1, 1) else 1.0 for rank in ranks}
-        losses = [loss_of(model, rank, step) * overflow[rank] for rank in ranks]
-        scaler.scale(sum(losses) / len(losses)).backward()
-        for call in calls.split():
-            optimizer.synchronize() if call == "synchronize" else scaler.unscale_(optimizer)
-        scaler.step(optimizer)
-        scaler.update()
-    return scaler.get_scale()
+def _replace(optimizer: Any, model: nn.Module) -> None:
+    model[2].bias.grad = model[2].bias.grad * 2
 
 
-def _scaled_too_early(fused: bool, calls: str) -> str:
-    model = make_model()
+def _drop(optimizer: Any, model: nn.Module) -> None:
+    model[2].bias.grad = None
+
+
+def _changed_too_early(changes: list[Any]) -> list[str]:
+    said = []
+    for change in changes:
+        model = make_model()
+        optimizer = wrap(make_sgd(model), model, "dear")
+        step = partial(steps, model, optimizer, mine(), range(1), before_step=change)
+        said.append(message(step))
+    return said
+
+
+def test_dear_refuses_gradients_changed_without_synchronize(world):
+    for said in world(2).run(_changed_too_early, [_clip, _change_one_value, _replace, _drop]):
+        assert all("synchronize()" in line for line in said)
+
+
+def _scaled_too_early() -> list[str]:
+    cases = product([False, True], ["", "unscale", "unscale synchronize"])
+    return [message(partial(_scale_and_step, *case)) for case in cases]
+
+
+def _scale_and_step(fused: bool, calls: str) -> None:
+    model, scaler = make_model(), torch.amp.GradScaler("cpu", init_scale=1024.0)
     optimizer = wrap(make_sgd(model, fused=fused), model, "dear")
-    return message(lambda: _scale(model, optimizer, mine(), calls, count=1))
+    scaler.scale(loss_of(model, dear.rank(), 0)).backward()
+    for call in calls.split():
+        optimizer.synchronize() if call == "synchronize" else scaler.unscale_(optimizer)
+    scaler.step(optimizer)
 
 
-@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
-@pytest.mark.parametrize("calls", ["", "unscale", "unscale synchronize"])
-def test_dear_refuses_a_grad_scaler_before_synchronize(world, fused, calls):
-    assert all("synchronize()" in said for said in world(2).run(_scaled_too_early, fused, calls))
+def test_dear_refuses_a_grad_scaler_before_synchronize(world):
+    for said in world(2).run(_scaled_too_early):
+        assert all("synchronize()" in line for line in said)
 
 
 def _with_hooks(model: nn.Module) -> torch.optim.Optimizer:
@@ -139,47 +143,44 @@ def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
     return getattr(torch.optim, name)(groups, **options)
 
 
-def _far(name: str, options: dict[str, Any]) -> tuple[float, str]:
+def _far(names: list[str], options: dict[str, Any]) -> list[tuple[float, str]]:
+    return [_far_of(name, options) for name in names]
+
+
+def _far_of(name: str, options: dict[str, Any]) -> tuple[float, str]:
     model, wanted = make_model(), make_model()
     optimizer, serial = make_optimizer(name, model), make_optimizer(name, wanted)
     wrap(optimizer, model, "dear", **options)
     steps(model, optimizer, mine(), range(4))
     held = [key for key in optimizer.state if key in set(model.parameters())]
     steps(wanted, serial, everybody(), range(4))
-    far = awkward.error([model.state_dict()], [wanted.state_dict()])
+    far = difference(model, wanted)
     optimizer.close()
-    far = max(far, _state_error(optimizer.state_dict(), serial.state_dict()))
+    got, whole = optimizer.state_dict(), serial.state_dict()
+    assert got["param_groups"] == whole["param_groups"]
+    assert got["state"].keys() == whole["state"].keys()
+    for place, state in whole["state"].items():
+        assert {k: torch.is_tensor(v) and (v.shape, v.dtype) for k, v in state.items()} == {
+            k: torch.is_tensor(v) and (v.shape, v.dtype) for k, v in got["state"][place].items()
+        }
+        as_tensors = [
+            {k: torch.as_tensor(v, dtype=torch.float64) for k, v in one[place].items()}
+            for one in (got["state"], whole["state"])
+        ]
+        far = max(far, error(*as_tensors))
     return far, "whole" if held else "sharded"
 
 
-def _state_error(got: dict[str, Any], wanted: dict[str, Any]) -> float:
-    assert got["param_groups"] == wanted["param_groups"]
-    assert got["state"].keys() == wanted["state"].keys()
-    far = 0.0
-    for place, state in wanted["state"].items():
-        assert got["state"][place].keys() == state.keys()
-        for key, value in state.items():
-            other = got["state"][place][key]
-            if torch.is_tensor(value):
-                assert other.shape == value.shape and other.dtype == value.dtype, key
-                far = max(far, ((other - value).norm() / value.norm().clamp_min(1e-3)).item())
-            else:
-                assert other == value, key
-    return far
+def test_element_wise_optimizers_are_sharded_and_equal_serial(world):
+    for seen in world(3).run(_far, list(_ELEMENT_WISE), {"threshold_mb": 0.0002}):
+        assert max(far for far, _ in seen) < 1e-5
+        assert {held for _, held in seen} == {"sharded"}
 
 
-@pytest.mark.parametrize("name", _ELEMENT_WISE)
-def test_element_wise_optimizers_are_sharded_and_equal_serial(world, name):
-    for far, held in world(3).run(_far, name, {"threshold_mb": 0.0002}):
-        assert far < 1e-5
-        assert held == "sharded"
-
-
-@pytest.mark.parametrize("name", ["Rprop", "Adagrad"])
-def test_the_same_optimizers_may_be_replicated(world, name):
-    for far, held in world(2).run(_far, name, {"update": "replicated"}):
-        assert far < 1e-5
-        assert held == "whole"
+def test_the_same_optimizers_may_be_replicated(world):
+    for seen in world(2).run(_far, ["Rprop", "Adagrad"], {"update": "replicated"}):
+        assert max(far for far, _ in seen) < 1e-5
+        assert {held for _, held in seen} == {"whole"}
 
 
 class Halving(torch.optim.SGD):
@@ -206,43 +207,30 @@ def test_a_class_may_declare_that_it_works_element_by_element(world):
     assert world(2).run(_chosen, Whole) == [False, False]
 
 
-def _refused() -> str:
+@on_ranks(2)
+def test_sharding_is_refused_to_others() -> None:
     model = make_model()
     optimizer = Whole(model.parameters(), lr=0.1)
-    return message(lambda: wrap(optimizer, model, "dear", update="sharded"))
-
-
-def test_sharding_is_refused_to_others(world):
-    assert all("element by element" in said for said in world(2).run(_refused))
-
-
-def _excluded(parts: str, update: str) -> tuple[float, float]:
-    model, before = make_model(), make_model()
-    optimizer = wrap(
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        model,
-        "dear",
-        update=update,
-        exclude_parts=parts,
-    )
-    steps(model, optimizer, mine())
-    state = {name: value.clone() for name, value in model.state_dict().items()}
-    moved = awkward.error([state], [before.state_dict()])
-    dear.broadcast_parameters(model.state_dict())
-    spread = awkward.error([state], [model.state_dict()])
-    optimizer.close()
-    return moved, spread
+    assert "element by element" in message(lambda: wrap(optimizer, model, "dear", update="sharded"))
 
 
 @pytest.mark.parametrize("update", ["sharded", "replicated"])
 @pytest.mark.parametrize("parts", ["reducescatter", "allgather", "reducescatter,allgather"])
-def test_without_some_parts_training_is_wrong_but_the_same_everywhere(world, parts, update):
-    for moved, spread in world(2).run(_excluded, parts, update):
-        assert (moved > 0) == ("allgather" not in parts)
-        assert spread == 0.0
+@on_ranks(2)
+def test_without_some_parts_training_is_wrong_but_the_same_everywhere(
+    parts: str, update: str
+) -> None:
+    model = make_model()
+    options = {"update": update, "exclude_parts": parts}
+    optimizer = wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, "dear", **options)
+    steps(model, optimizer, mine())
+    moved, spread = moved_and_spread(model, optimizer)
+    assert (moved > 0) == ("allgather" not in parts)
+    assert spread == 0.0
 
 
-def _seed_arguments() -> list[str]:
+@on_ranks(2)
+def test_the_arguments_of_the_seed_are_understood() -> None:
     said = []
     for options in ({"threshold": 8}, {"num_nearby_layers": 2}, {"threshold": None}):
         model = make_model()
@@ -250,38 +238,10 @@ def _seed_arguments() -> list[str]:
         steps(model, optimizer, mine(), range(1))
         said.append(type(optimizer).__name__)
         optimizer.close()
-    return said
-
-
-def test_the_arguments_of_the_seed_are_understood(world):
-    assert world(2).run(_seed_arguments) == [["DistributedSGD"] * 3] * 2
+    assert said == ["DistributedSGD"] * 3
 
 
 _CALLS = ("all_reduce", "reduce_scatter", "all_gather")
-
-
-def _messages(options: dict[str, Any]) -> dict[str, int]:
-    """Collectives of one step, by name, once groups are laid out."""
-    model = make_model()
-    optimizer = wrap(make_sgd(model), model, "dear", **options)
-    steps(model, optimizer, mine(), range(1))
-    communicator, seen = runtime.communicator(), Counter[str]()
-    with mock.patch.multiple(
-        communicator, **{name: _counted(communicator, name, seen) for name in _CALLS}
-    ):
-        steps(model, optimizer, mine(), range(1, 2))
-    optimizer.close()
-    return dict(seen)
-
-
-def _counted(communicator: Any, name: str, seen: Counter[str]) -> Any:
-    call = getattr(communicator, name)
-
-    def counted(*args: Any, **options: Any) -> Any:
-        seen[name] += 1
-        return call(*args, **options)
-
-    return counted
 
 
 @pytest.mark.parametrize(
@@ -311,60 +271,65 @@ def _counted(communicator: Any, name: str, seen: Counter[str]) -> Any:
     ],
     ids=lambda value: "-".join(map(str, value.values())),
 )
-def test_a_small_group_is_one_message_and_may_carry_the_marks(world, options, wanted):
-    assert world(2).run(_messages, options) == [wanted] * 2
+@on_ranks(2)
+def test_a_small_group_is_one_message_and_may_carry_the_marks(
+    options: dict[str, Any], wanted: dict[str, int]
+) -> None:
+    """Collectives of one step, by name, once groups are laid out."""
+    model = make_model()
+    optimizer = wrap(make_sgd(model), model, "dear", **options)
+    steps(model, optimizer, mine(), range(1))
+    communicator, seen = runtime.communicator(), Counter[str]()
+    with mock.patch.multiple(
+        communicator, **{name: _counted(communicator, name, seen) for name in _CALLS}
+    ):
+        steps(model, optimizer, mine(), range(1, 2))
+    optimizer.close()
+    assert dict(seen) == wanted
 
 
-def _clip(norms: list[float], max_norm: float, kind: float, optimizer: Any, model: Any) -> None:
-    if hasattr(optimizer, "clip_grad_norm_"):
-        norm = optimizer.clip_grad_norm_(max_norm, kind)
-    else:
-        norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm, kind)
-    norms.append(norm.item())
+def _counted(communicator: Any, name: str, seen: Counter[str]) -> Any:
+    call = getattr(communicator, name)
+
+    def counted(*args: Any, **options: Any) -> Any:
+        seen[name] += 1
+        return call(*args, **options)
+
+    return counted
 
 
-def _clipped(
-    algorithm: str, max_norm: float, kind: float, branches: bool, options: dict[str, Any]
-) -> tuple[float, float]:
-    make = partial(models.make_model, "branches") if branches else make_model
-    loop = {"which": range(4)}
+def _norms(options: dict[str, Any]) -> list[float]:
+    """By several norms, where all is used and where something is not."""
+    cases = product([1.0, 2.0, 3.5, math.inf], [False, True])
+    return [norm for case in cases for norm in _norms_of(*case, options)]
+
+
+def _norms_of(kind: float, branches: bool, options: dict[str, Any]) -> list[float]:
+    """Of each step; the same as serially."""
+    loop: dict[str, Any] = {"which": range(4)}
     if branches:
         loop["loss_of"] = partial(models.loss_of, "branches")
+    make = partial(models.make_model, "branches") if branches else make_model
     model, wanted = make(), make()
-    optimizer = wrap(make_sgd(model), model, algorithm, **options)
+    optimizer = wrap(make_sgd(model), model, "dear", threshold_mb=0.0002, **options)
     got: list[float] = []
     serial: list[float] = []
-    steps(model, optimizer, mine(), before_step=partial(_clip, got, max_norm, kind), **loop)
-    steps(
-        wanted,
-        make_sgd(wanted),
-        everybody(),
-        before_step=partial(_clip, serial, max_norm, kind),
-        **loop,
-    )
-    far = difference(model, wanted)
+
+    def clip(optimizer: Any, model: nn.Module) -> None:
+        got.append(optimizer.clip_grad_norm_(0.05, kind).item())
+
+    def clip_serially(optimizer: Any, model: nn.Module) -> None:
+        serial.append(nn.utils.clip_grad_norm_(model.parameters(), 0.05, kind).item())
+
+    steps(model, optimizer, mine(), before_step=clip, **loop)
+    steps(wanted, make_sgd(wanted), everybody(), before_step=clip_serially, **loop)
+    assert difference(model, wanted) < 1e-5
+    assert got == pytest.approx(serial, abs=1e-5)
     optimizer.close()
-    return far, max(abs(a - b) for a, b in zip(got, serial, strict=True))
+    return got
 
 
-@pytest.mark.parametrize("branches", [False, True], ids=["all used", "some unused"])
-@pytest.mark.parametrize("kind", [1.0, 2.0, 3.5, math.inf])
-@pytest.mark.parametrize(("world_size", "small_kb"), [(1, 0), (3, 0), (3, 0.1), (3, 8)])
-def test_clipping_equals_serial_and_returns_the_norm(world, world_size, small_kb, kind, branches):
-    options = {"threshold_mb": 0.0002, "small_kb": small_kb}
-    for far, off in world(world_size).run(_clipped, "dear", 0.05, kind, branches, options):
-        assert far < 1e-5
-        assert off < 1e-5
-
-
-def _same_norm() -> float:
-    model = make_model()
-    optimizer = wrap(make_sgd(model), model, "dear")
-    norms: list[float] = []
-    steps(model, optimizer, mine(), before_step=partial(_clip, norms, 0.1, 2.0))
-    optimizer.close()
-    return torch.tensor(norms).double().sum().item()
-
-
-def test_every_rank_gets_the_same_norm(world):
-    assert len(set(world(3).run(_same_norm))) == 1
+@pytest.mark.parametrize(("size", "small_kb"), [(1, 0), (3, 0), (3, 0.1), (3, 8)])
+def test_clipping_equals_serial_and_returns_the_norm_to_every_rank(world, size, small_kb):
+    norms = world(size).run(_norms, {"small_kb": small_kb})
+    assert all(one == norms[0] for one in norms)

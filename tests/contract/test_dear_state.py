@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import copy
 import io
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 import dear
-from tests.contract.awkward import error
-from tests.contract.loops import everybody, make_model, mine, steps, wrap
+from tests.contract.loops import difference, everybody, make_model, mean_loss, mine, steps, wrap
 from tests.contract.test_dear import make_optimizer
+from tests.ranks import on_ranks
 
 _OPTIONS = [
     {"threshold_mb": 0.0002},
@@ -26,85 +27,72 @@ def _saved(name: str, options: dict[str, Any], total: int) -> bytes:
     """A checkpoint after two steps on the joined data of `total` ranks, split among the ranks."""
     model = make_model()
     optimizer = wrap(make_optimizer(name, model), model, "dear", **options)
-    steps(model, optimizer, mine(), range(2), loss_of=_share(total))
+    steps(model, optimizer, mine(), range(2), loss_of=partial(_share, total))
     file = io.BytesIO()
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
     optimizer.close()
     return file.getvalue()
 
 
-class _share:  # noqa: N801 - a function that can be pickled
+def _share(total: int, model: Any, rank: int, step: int) -> torch.Tensor:
     """The mean loss of this rank's part of `total` virtual ranks."""
-
-    def __init__(self, total: int) -> None:
-        self._total = total
-
-    def __call__(self, model: Any, rank: int, step: int) -> torch.Tensor:
-        from tests.contract.loops import loss_of
-
-        size = dear.size()
-        ranks = range(rank * self._total // size, (rank + 1) * self._total // size)
-        return torch.stack([loss_of(model, r, step) for r in ranks]).mean()
+    ranks = range(rank * total // dear.size(), (rank + 1) * total // dear.size())
+    return mean_loss(model, ranks, step)
 
 
 def _resumed(name: str, options: dict[str, Any], total: int, saved: bytes, late: bool) -> float:
     model, wanted = make_model(), make_model()
     optimizer = wrap(make_optimizer(name, model), model, "dear", **options)
     if late:
-        steps(model, optimizer, mine(), range(1), loss_of=_share(total))
+        steps(model, optimizer, mine(), range(1), loss_of=partial(_share, total))
     checkpoint = torch.load(io.BytesIO(saved), weights_only=True)
     model.load_state_dict(checkpoint["model"])
     optimizer.load_state_dict(checkpoint["optimizer"])
-    steps(model, optimizer, mine(), range(2, 4), loss_of=_share(total))
+    steps(model, optimizer, mine(), range(2, 4), loss_of=partial(_share, total))
     reference = make_optimizer(name, wanted)
-    steps(wanted, reference, everybody(), range(4), loss_of=_share(total))
-    far = error([model.state_dict()], [wanted.state_dict()])
+    steps(wanted, reference, everybody(), range(4), loss_of=partial(_share, total))
+    far = difference(model, wanted)
     optimizer.close()
     return far
 
 
 def _resumed_plainly(name: str, total: int, saved: bytes) -> float:
-    from tests.contract.loops import loss_of
-
     model, wanted = make_model(), make_model()
     checkpoint = torch.load(io.BytesIO(saved), weights_only=True)
     optimizer, reference = make_optimizer(name, model), make_optimizer(name, wanted)
     model.load_state_dict(checkpoint["model"])
     optimizer.load_state_dict(checkpoint["optimizer"])
-    steps(model, optimizer, range(total), range(2, 4), loss_of=loss_of)
-    steps(wanted, reference, range(total), range(4), loss_of=loss_of)
-    return error([model.state_dict()], [wanted.state_dict()])
+    steps(model, optimizer, range(total), range(2, 4))
+    steps(wanted, reference, range(total), range(4))
+    return difference(model, wanted)
 
 
-@pytest.mark.parametrize("name", ["SGD", "AdamW", "Adagrad", "NAdam", "ASGD"])
-def test_a_checkpoint_goes_on_in_another_world_and_in_plain_torch(world, name):
-    for number, options in enumerate(_OPTIONS):
-        checkpoints = world(2).run(_saved, name, options, 4)
-        for saved in checkpoints:
-            assert _resumed_plainly(name, 4, saved) < 1e-5
-        later = _OPTIONS[number - 1]
-        late = number % 2 == 0
-        assert max(world(4).run(_resumed, name, later, 4, checkpoints[0], late)) < 1e-5
-        assert max(world(1).run(_resumed, name, later, 4, checkpoints[1], late)) < 1e-5
+@pytest.mark.parametrize(
+    ("number", "name"), list(enumerate(["SGD", "AdamW", "Adagrad", "NAdam", "ASGD"]))
+)
+def test_a_checkpoint_goes_on_in_another_world_and_in_plain_torch(world, number, name):
+    options, later, late = _OPTIONS[number % 4], _OPTIONS[number % 4 - 1], number % 2 == 0
+    checkpoints = world(2).run(_saved, name, options, 4)
+    for saved in checkpoints:
+        assert _resumed_plainly(name, 4, saved) < 1e-5
+    assert max(world(4).run(_resumed, name, later, 4, checkpoints[0], late)) < 1e-5
+    assert max(world(1).run(_resumed, name, later, 4, checkpoints[1], late)) < 1e-5
 
 
 def _plain(name: str, total: int) -> bytes:
-    from tests.contract.loops import loss_of
-
     model = make_model()
     optimizer = make_optimizer(name, model)
-    steps(model, optimizer, range(total), range(2), loss_of=loss_of)
+    steps(model, optimizer, range(total), range(2))
     file = io.BytesIO()
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
     return file.getvalue()
 
 
-@pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("name", ["SGD", "Adam", "RMSprop"])
-def test_a_checkpoint_of_plain_torch_goes_on(world, name, late):
+def test_a_checkpoint_of_plain_torch_goes_on(world, name):
     saved = _plain(name, 4)
-    for options in _OPTIONS:
-        assert max(world(2).run(_resumed, name, options, 4, saved, late)) < 1e-5
+    for number, options in enumerate(_OPTIONS):
+        assert max(world(2).run(_resumed, name, options, 4, saved, number % 2 == 0)) < 1e-5
 
 
 def _held(name: str) -> tuple[int, int]:
@@ -135,9 +123,10 @@ def test_each_rank_holds_its_part_of_the_state_only(world):
     assert max(own for own, _ in seen) <= 2 * (-(-parameters // 4))
 
 
-def _broadcast(name: str) -> float:
+@on_ranks(3)
+def test_a_state_broadcast_in_the_middle_changes_nothing() -> None:
     model, wanted = make_model(), make_model()
-    optimizer, serial = make_optimizer(name, model), make_optimizer(name, wanted)
+    optimizer, serial = make_optimizer("Adam", model), make_optimizer("Adam", wanted)
     wrap(optimizer, model, "dear")
     steps(model, optimizer, mine(), range(2))
     steps(wanted, serial, everybody(), range(2))
@@ -145,13 +134,9 @@ def _broadcast(name: str) -> float:
     dear.broadcast_parameters(model.state_dict(), root_rank=1)
     steps(model, optimizer, mine(), range(2, 4))
     steps(wanted, serial, everybody(), range(2, 4))
-    far = error([model.state_dict()], [wanted.state_dict()])
+    far = difference(model, wanted)
     optimizer.close()
-    return far
-
-
-def test_a_state_broadcast_in_the_middle_changes_nothing(world):
-    assert max(world(3).run(_broadcast, "Adam")) < 1e-5
+    assert far < 1e-5
 
 
 def _only_on_rank_0() -> str:
@@ -168,6 +153,7 @@ def _only_on_rank_0() -> str:
     return ""
 
 
+@pytest.mark.full  # it waits for the time-out
 def test_a_state_dict_on_one_rank_only_is_an_error_that_says_so(own_pool):
     # Rank 1 waits for its own collective, on another queue, as long as any may take.
     said = own_pool(2, timeout_s=8.0).run(_only_on_rank_0)

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional
 
 import dear
 from dear.comm import runtime
 from dear.comm.neighbors import GlobalAverage
-from dear.errors import UserError
 from dear.topology.schedules import Edge, Topology, TopologyReg
-from tests.contract import awkward
-from tests.contract.decentral import loss
-from tests.contract.training import Script, difference, on_rank, serial
-from tests.ranks import RankPool
+from tests.contract.loops import (
+    difference,
+    loss_of,
+    make_model,
+    make_sgd,
+    message,
+    mine,
+    steps,
+    wrap,
+)
+from tests.contract.training import OnRank, Script, far, on_rank
+from tests.ranks import on_ranks
 
 TINY = 0.0002  # MB: many buckets
 
@@ -32,14 +41,12 @@ class Uneven(Topology):
         return [[Edge(range(n), 0.1)], pairs + alone, later]
 
 
-def _on_rank(algorithm, options):
-    return on_rank(algorithm, options, Script())  # here the topology above is known
+class OnRankHere(OnRank):
+    """On ranks that know the topology above."""
 
 
-def far(pool, size, algorithm, **options):
-    wanted = serial(algorithm, options, Script(), size)
-    results = pool.run(_on_rank, algorithm, options)
-    return max(difference(got, want) for got, want in zip(results, wanted, strict=True))
+def _far(pool, size, algorithm, **options):
+    return far(pool, size, algorithm, options, Script(), OnRankHere)
 
 
 @pytest.mark.parametrize(
@@ -51,99 +58,74 @@ def far(pool, size, algorithm, **options):
     ],
 )
 def test_a_registered_topology_equals_its_reference(world, size, options):
-    assert far(world(size), size, "decentralized", topology="uneven", **options) < 1e-5
+    assert _far(world(size), size, "decentralized", topology="uneven", **options) < 1e-5
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("dynamic", ["inner-outer-ring", "inner-outer-exp2"])
 def test_inner_outer_topologies_equal_their_reference(own_pool, dynamic):
-    assert far(own_pool(6), 6, "neighbor", dynamic=dynamic, local_size=3) < 2e-5
+    assert _far(own_pool(6), 6, "neighbor", dynamic=dynamic, local_size=3) < 2e-5
 
 
 def test_between_machines_nothing_is_lost_when_they_do_not_divide_the_parameters(world):
     options = {"combine": "atc", "hierarchical": True, "local_size": 3, "bucket_mb": 0.0001}
-    assert far(world(3), 3, "neighbor", **options) < 2e-5
+    assert _far(world(3), 3, "neighbor", **options) < 2e-5
 
 
 def test_replicas_of_one_machine_stay_the_same(world):
     options = {"combine": "atc", "hierarchical": True, "local_size": 2}
-    states = [result["end"] for result in world(4).run(_on_rank, "neighbor", options)]
+    states = [result["end"] for result in world(4).run(on_rank, "neighbor", options, Script())]
     for one, other in ((0, 1), (2, 3)):
         assert all((states[one][n] == states[other][n]).all() for n in states[one])
 
 
-def _other_optimizer() -> float:
+@on_ranks(2)
+def test_any_optimizer_can_be_stepped_as_a_whole() -> None:
     """One that is not torch's, with hooks: only whole steps are possible."""
 
     class Mine(torch.optim.SGD):
         pass
 
     Mine.__module__ = "elsewhere"
-    model = awkward.make_model()
+    model, plain = make_model(), make_model()
     optimizer = Mine(model.parameters(), lr=0.1)
-    options = {"algorithm": "decentralized", "topology": "one-peer-exp"}
-    with pytest.raises(UserError, match="update='step'"):
-        dear.DistributedOptimizer(optimizer, model, **options)
-    optimizer = Mine(model.parameters(), lr=0.1)
-    optimizer = dear.DistributedOptimizer(optimizer, model, update="step", **options)
-    plain = awkward.make_model()
-    other = dear.DistributedOptimizer(
-        torch.optim.SGD(plain.parameters(), lr=0.1), plain, bucket_mb=TINY, **options
-    )
+    said = message(lambda: wrap(optimizer, model, "decentralized"))
+    wrap(optimizer, model, "decentralized", update="step")
+    other = wrap(torch.optim.SGD(plain.parameters(), lr=0.1), plain, "decentralized")
     for one, by in ((model, optimizer), (plain, other)):
-        awkward.train(one, by, dear.rank(), dear.size())
+        steps(one, by, mine())
         by.close()
-    return awkward.error([model.state_dict()], [plain.state_dict()])
+    assert "update='step'" in said and difference(model, plain) < 1e-5
 
 
-def test_any_optimizer_can_be_stepped_as_a_whole(world):
-    assert max(world(2).run(_other_optimizer)) < 1e-5
-
-
-def _loss(model, step):
-    x, y = awkward.data(step, 0, dear.size())
-    rows = slice(dear.rank() * awkward.BATCH, (dear.rank() + 1) * awkward.BATCH)
-    return functional.cross_entropy(model(x[rows]), y[rows])
-
-
-def _late_changes() -> list[str]:
-    said = []
-
-    def attempt(change):
-        model = awkward.make_model()
-        optimizer = awkward.make_optimizer("sgd", model)
-        optimizer = dear.DistributedOptimizer(optimizer, model, algorithm="decentralized")
-        for _ in range(2):
-            optimizer.zero_grad()
-            _loss(model, 0).backward()
-            try:
-                change(model, optimizer)
-                optimizer.step()
-            except UserError as error:
-                said.append(str(error))
-                optimizer.zero_grad()
-                optimizer.synchronize()
-        optimizer.close()
-
+@on_ranks(2)
+def test_what_comes_after_the_update_in_the_backward_pass_is_refused() -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-
-    def scaled(model, optimizer):
-        scaler.step(optimizer)
-
-    attempt(lambda model, _: torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1))
-    attempt(lambda _, optimizer: optimizer.clip_grad_norm_(0.1))
-    attempt(lambda model, _: _loss(model, 1).backward())
     scaler.scale(torch.zeros(()))
-    attempt(scaled)
+    changes = [
+        lambda model, _: nn.utils.clip_grad_norm_(model.parameters(), 0.1),
+        lambda _, optimizer: optimizer.clip_grad_norm_(0.1),
+        lambda model, _: loss_of(model, dear.rank(), 1).backward(),
+        lambda _, optimizer: scaler.step(optimizer),
+    ]
+    said = [said for change in changes for said in _said_of(change)]
+    assert all("update='step'" in line and "\n" not in line for line in said)
+    words = ["changed between", "cannot be clipped", "second backward", "GradScaler"]
+    assert all(word in said[2 * i] for i, word in enumerate(words))
+
+
+def _said_of(change: Any) -> list[str]:
+    """In two steps."""
+    model, said = make_model(), []
+    optimizer = wrap(make_sgd(model), model, "decentralized")
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss_of(model, dear.rank(), 0).backward()
+        said.append(message(lambda: (change(model, optimizer), optimizer.step())))
+        optimizer.zero_grad()
+        optimizer.synchronize()
+    optimizer.close()
     return said
-
-
-def test_what_comes_after_the_update_in_the_backward_pass_is_refused(world):
-    for said in world(2).run(_late_changes):
-        assert len(said) == 8
-        assert all("update='step'" in line and "\n" not in line for line in said)
-        words = ["changed between", "cannot be clipped", "second backward", "GradScaler"]
-        assert [word in said[2 * i] for i, word in enumerate(words)] == [True] * 4
 
 
 def _consensus() -> list[float]:
@@ -174,49 +156,17 @@ def test_p5_pure_mixing_reaches_the_mean_in_log2_steps(world):
     assert world(4).run(_consensus) == wanted
 
 
-@pytest.fixture(scope="module")
-def gloo():
-    pool = RankPool(4, backend="gloo")
-    yield pool
-    pool.close()
-
-
 @pytest.mark.parametrize("topology", ["complete", "one-peer-exp", "uneven"])
-def test_it_runs_on_gloo(gloo, topology):
-    assert far(gloo, 4, "decentralized", topology=topology, bucket_mb=TINY) < 1e-5
+def test_it_runs_on_gloo(world, topology):
+    assert _far(world(4, "gloo"), 4, "decentralized", topology=topology, bucket_mb=TINY) < 1e-5
 
 
-def _odd_ring() -> str:
-    model = nn.Linear(3, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    try:
-        dear.DistributedOptimizer(optimizer, model, algorithm="decentralized", topology="ring")
-    except UserError as error:
-        return str(error)
-    return ""
-
-
-def test_p2_an_odd_ring_is_refused(world):
-    assert all("even number of ranks" in said for said in world(3).run(_odd_ring))
-
-
-def _wrapped(algorithm, options, kind="adamw"):
-    model = awkward.make_model()
-    optimizer = awkward.make_optimizer(kind, model)
-    dear.DistributedOptimizer(optimizer, model, algorithm=algorithm, **options)
-    return model, optimizer
-
-
-def _changed_between(combine):
-    model, optimizer = _wrapped("neighbor", {"combine": combine})
-    optimizer.zero_grad()
-    loss(model, 0, dear.rank(), dear.size()).backward()
-    model.load_state_dict(awkward.make_model().state_dict())
-    try:
-        optimizer.step()
-        said = ""
-    except UserError as error:
-        said = str(error)
+def _changed_between(combine: str) -> str:
+    model = make_model()
+    optimizer = wrap(make_sgd(model), model, "neighbor", combine=combine)
+    loss_of(model, dear.rank(), 0).backward()
+    model.load_state_dict(make_model().state_dict())
+    said = message(optimizer.step)
     optimizer.close()
     return said
 
@@ -226,25 +176,21 @@ def test_parameters_changed_while_they_are_sent_are_refused(world):
     assert world(2).run(_changed_between, "atc") == ["", ""]
 
 
-def _refused_worlds():
-    said = {}
-    for name, options in {
-        "local_size": {"hierarchical": True, "local_size": 2},
-        "small": {"dynamic": "inner-outer-ring", "local_size": 2},
-        "machines": {"dynamic": "inner-outer-exp2", "local_size": 3},
-    }.items():
-        try:
-            _wrapped("neighbor", options)
-        except UserError as error:
-            said[name] = str(error)
-    return said
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("decentralized", {"topology": "ring"}, "even number of ranks"),  # P2
+    ("neighbor", {"hierarchical": True, "local_size": 2}, "no whole number of machines"),
+    ("neighbor", {"dynamic": "inner-outer-ring", "local_size": 2}, "at least 3 ranks per machine"),
+    ("neighbor", {"dynamic": "inner-outer-exp2", "local_size": 3}, "at least 2 machines"),
+]
+
+
+def _refused() -> list[str]:
+    model = make_model()
+    optimizer = make_sgd(model)
+    return [message(partial(wrap, optimizer, model, name, **how)) for name, how, _ in REFUSED]
 
 
 def test_worlds_that_do_not_fit_are_refused(world):
-    words = {
-        "local_size": "no whole number of machines",
-        "small": "at least 3 ranks per machine",
-        "machines": "at least 2 machines",
-    }
-    for said in world(3).run(_refused_worlds):
-        assert all(word in said[name] and "\n" not in said[name] for name, word in words.items())
+    for said in world(3).run(_refused):
+        assert all(word in line for (_, _, word), line in zip(REFUSED, said, strict=True))
+        assert not any("\n" in line for line in said)

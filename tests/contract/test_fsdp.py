@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
@@ -13,9 +12,9 @@ from torch.distributed.tensor import DTensor
 import dear
 from common.harness.worker.correctness import replica_spread
 from dear.comm import runtime
-from tests.contract.awkward import error
 from tests.contract.loops import (
     difference,
+    error,
     everybody,
     far_from_serial,
     leftovers,
@@ -26,25 +25,15 @@ from tests.contract.loops import (
     steps,
     wrap,
 )
+from tests.ranks import on_ranks
 
 # Every layer with parameters travels by itself.
 _LAYERS = {"min_mb": 0.00001}
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize("min_mb", [0.00001, 1.0])
-def test_layers_and_stages_equal_serial(world, stage, min_mb):
-    options = {"stage": stage, "min_mb": min_mb}
-    assert far_from_serial(world(3), "fsdp", options=options) < 1e-5
-
-
-@pytest.mark.parametrize(("compression", "most"), [("fp16", 1e-3), ("bf16", 1e-2)])
-def test_half_precision_on_the_wire_is_near(world, compression, most):
-    options = {"compression": compression, **_LAYERS}
-    assert 1e-7 < far_from_serial(world(2), "fsdp", options=options) < most
-
-
-def _shares(stage: int) -> dict[str, Any]:
+@on_ranks(2)
+def test_ranks_hold_parts_and_give_back_the_whole(stage: int) -> None:
     model = make_model()
     own = list(model.parameters())
     total = sum(param.numel() for param in own)
@@ -75,21 +64,16 @@ def _shares(stage: int) -> dict[str, Any]:
     seen["pointed back"] = all(a is b for a, b in zip(own, held, strict=True))
     seen["leftovers"] = leftovers(model)
     seen["classes"] = [type(module).__name__ for module in model]
-    return seen
+    assert seen.pop("classes") == ["Linear", "Tanh", "Linear", "Tanh", "Linear"]
+    assert seen.pop("leftovers") == []
+    assert seen.pop("spread") == 0.0
+    assert seen.pop("groups") == 4  # three layers and the whole
+    assert all(seen.pop("named"))
+    assert all(seen.values()), seen
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_ranks_hold_parts_and_give_back_the_whole(world, stage):
-    for seen in world(2).run(_shares, stage):
-        assert seen.pop("classes") == ["Linear", "Tanh", "Linear", "Tanh", "Linear"]
-        assert seen.pop("leftovers") == []
-        assert seen.pop("spread") == 0.0
-        assert seen.pop("groups") == 4  # three layers and the whole
-        assert all(seen.pop("named"))
-        assert all(seen.values()), seen
-
-
-def _unequal_start() -> float:
+@on_ranks(2)
+def test_rank_0s_parameters_are_sharded() -> None:
     model = make_model()
     with torch.no_grad():
         for param in model.parameters():
@@ -97,11 +81,7 @@ def _unequal_start() -> float:
     optimizer = wrap(make_sgd(model), model, "fsdp")
     far = difference(model, make_model())
     optimizer.close()
-    return far
-
-
-def test_rank_0s_parameters_are_sharded(world):
-    assert world(2).run(_unequal_start) == [0.0, 0.0]
+    assert far == 0.0
 
 
 class Tied(nn.Module):
@@ -126,14 +106,15 @@ def test_shared_and_odd_parameters_equal_serial(world):
     assert far_from_serial(world(3), "fsdp", make_model=Tied, options=_LAYERS) < 1e-5
 
 
-def _resumed() -> float:
+@on_ranks(2)
+def test_checkpoints_are_whole_and_fit_other_groups() -> None:
     model, wanted = make_model(), make_model()
     optimizer, serial = wrap(make_sgd(model), model, "fsdp", **_LAYERS), make_sgd(wanted)
     steps(model, optimizer, mine(), range(2))
     steps(wanted, serial, everybody(), range(2))
     saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
     optimizer.close()
-    far = error([saved[0]], [wanted.state_dict()])
+    far = error(saved[0], wanted.state_dict())
     model = make_model()
     optimizer = wrap(make_sgd(model, lr=5.0), model, "fsdp", stage=2)
     model.load_state_dict(saved[0])
@@ -142,14 +123,11 @@ def _resumed() -> float:
     steps(wanted, serial, everybody(), range(2, 4))
     far = max(far, difference(model, wanted))
     optimizer.close()
-    return far
+    assert far < 1e-5
 
 
-def test_checkpoints_are_whole_and_fit_other_groups(world):
-    assert max(world(2).run(_resumed)) < 1e-5
-
-
-def _dropped() -> float:
+@on_ranks(2)
+def test_zeroing_drops_what_was_not_sent() -> None:
     """Gradients accumulated without being sent, then zeroed, are gone."""
     model, wanted = make_model(), make_model()
     optimizer, serial = wrap(make_sgd(model), model, "fsdp", **_LAYERS), make_sgd(wanted)
@@ -160,11 +138,7 @@ def _dropped() -> float:
     steps(wanted, serial, everybody())
     far = difference(model, wanted)
     optimizer.close()
-    return far
-
-
-def test_zeroing_drops_what_was_not_sent(world):
-    assert max(world(2).run(_dropped)) < 1e-5
+    assert far < 1e-5
 
 
 def _refused() -> list[str]:

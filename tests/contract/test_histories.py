@@ -20,6 +20,7 @@ from tests.contract.histories import (
     machine,
     unavailable,
 )
+from tests.contract.pairs import one_in
 
 
 @functools.cache
@@ -28,26 +29,23 @@ def _recorded(subject: str) -> dict[str, Any]:
 
 
 def _params() -> list[Any]:
-    """`make test` takes worlds of 2 and 3, and little of `mgs`, which measures before it starts."""
+    """Quick: every option and world of each."""
     cases = all_cases()
-    quick = [
-        case.world in (2, 3) and (case.subject != "mgs" or i % 6 == 0)
-        for i, case in enumerate(cases)
-    ]
+    worlds = one_in(9, [(case.subject, case.world) for case in cases])
+    options = one_in(9, [(case.subject, str(case.options)) for case in cases])
+    ids = [f"{case.subject}: {case.name}" for case in cases]
     return [
-        pytest.param(case, id=f"{case.subject}: {case.name}", marks=() if now else pytest.mark.full)
-        for case, now in zip(cases, quick, strict=True)
+        pytest.param(case, id=told, marks=() if any(quick) else pytest.mark.full)
+        for case, told, *quick in zip(cases, ids, worlds, options, strict=True)
     ]
 
 
 @pytest.mark.parametrize("case", _params())
-def test_history_is_what_it_was(world, bluefog_pool, case: Case):
+def test_history_is_what_it_was(world, case: Case):
     missing = unavailable(case.subject)
     if missing:
         pytest.skip(missing)
-    on_machines = case.subject == "bluefog" and case.world == 4
-    pool = bluefog_pool if on_machines else world(case.world)
-    _compare(compact(pool.run(history, case)), case)
+    _compare(compact(world(case.world, case.subject).run(history, case)), case)
 
 
 @pytest.mark.parametrize("case", checkpoint_cases(), ids=lambda case: case.subject)
@@ -57,7 +55,7 @@ def test_a_checkpoint_of_then_goes_on_now(world, case: Case):
         pytest.skip(missing)
     files = [path.read_bytes() for path in checkpoint_files(case)]
     assert files
-    _compare(compact(world(case.world).run(_go_on, case, files)), case)
+    _compare(compact(world(case.world, case.subject).run(_go_on, case, files)), case)
 
 
 def _go_on(case: Case, files: list[bytes]) -> dict[str, Any]:

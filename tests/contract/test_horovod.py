@@ -6,23 +6,9 @@ import os
 from typing import Any
 
 import pytest
-import torch
 
-from dear.training.algorithm import algorithm_class
-from tests.contract.loops import (
-    difference,
-    everybody,
-    far_from_serial,
-    make_model,
-    make_sgd,
-    message,
-    mine,
-    steps,
-    wrap,
-)
-
-_MISSING = algorithm_class("horovod").unavailable()
-horovod = pytest.mark.skipif(bool(_MISSING), reason=str(_MISSING))
+from tests.contract.algorithms import skip_if_unavailable
+from tests.contract.loops import make_model, make_sgd, message, train_both, wrap
 
 
 def _with(options: dict[str, Any]) -> dict[str, Any]:
@@ -36,12 +22,7 @@ def _with(options: dict[str, Any]) -> dict[str, Any]:
         init()
 
     hvd.init = noting
-    model, wanted = make_model(), make_model()
-    optimizer = wrap(make_sgd(model), model, "horovod", **options)
-    steps(model, optimizer, mine())
-    steps(wanted, make_sgd(wanted), everybody())
-    far = difference(model, wanted)
-    optimizer.close()
+    far, model = train_both("horovod", options=options), make_model()
     other = {**options, "cycle_time_ms": 7.5}
     said = message(lambda: wrap(make_sgd(model), model, "horovod", **other))
     # What is not read at the start only may change.
@@ -56,7 +37,6 @@ def _with(options: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-@horovod
 @pytest.mark.parametrize(
     ("options", "at_start"),
     [
@@ -68,6 +48,7 @@ def _with(options: dict[str, Any]) -> dict[str, Any]:
     ],
 )
 def test_settings_are_there_when_horovod_starts_and_cannot_change(own_pool, options, at_start):
+    skip_if_unavailable("horovod")
     for seen in own_pool(2).run(_with, options):
         assert seen["far"] < 1e-5
         assert seen["at start"] == at_start
@@ -75,20 +56,3 @@ def test_settings_are_there_when_horovod_starts_and_cannot_change(own_pool, opti
         assert "option of horovod 'cycle_time_ms'=7.5" in seen["said"]
         assert "runs in this process already" in seen["said"]
         assert seen["free"] == ""
-
-
-def _large() -> list[float]:
-    model = torch.nn.Linear(2, 1, bias=False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    wrap(optimizer, model, "horovod", compression="fp16")
-    model(torch.tensor([[40000.0, -40000.0]])).sum().backward()
-    gradient = model.weight.grad.view(-1).tolist()
-    optimizer.close()
-    return gradient
-
-
-@horovod
-def test_half_precision_on_the_wire_is_near_and_does_not_overflow(world):
-    far = far_from_serial(world(2, "horovod"), "horovod", options={"compression": "fp16"})
-    assert 1e-7 < far < 1e-3
-    assert world(2, "horovod").run(_large) == [[40000.0, -40000.0]] * 2

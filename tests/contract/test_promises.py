@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import warnings
 from typing import Any
 
@@ -29,6 +30,7 @@ from tests.contract.loops import (
     run_both,
     steps,
 )
+from tests.ranks import on_ranks
 
 
 def _marked(name: str) -> Any:
@@ -57,7 +59,9 @@ def wrap(optimizer: Any, model: nn.Module, name: str, **options: Any) -> Any:
     return dear.DistributedOptimizer(optimizer, model, algorithm=name, **chosen)
 
 
-def _identity(name: str) -> dict[str, bool]:
+@every
+@on_ranks(2)
+def test_the_returned_optimizer_is_the_old_one(name: str) -> None:
     model = make_model()
     plain = make_sgd(model)
     groups = plain.param_groups
@@ -72,16 +76,17 @@ def _identity(name: str) -> dict[str, bool]:
         "counts": isinstance(optimizer.statistics(), dict),
     }
     optimizer.close()
-    return seen
+    assert all(seen.values()), seen
 
 
-@every
-def test_the_returned_optimizer_is_the_old_one(world, name):
-    for seen in world(2, name).run(_identity, name):
-        assert all(seen.values()), seen
+MOMENTS = ("at once", "after a backward", "after a step", "after an evaluation")
 
 
-def _closed(name: str, when: str) -> dict[str, Any]:
+def _closed(name: str) -> dict[str, Any]:
+    return {when: _closed_at(name, when) for when in MOMENTS}
+
+
+def _closed_at(name: str, when: str) -> dict[str, Any]:
     model = make_model()
     optimizer = make_sgd(model)
     scheduler = StepLR(optimizer, 1)
@@ -112,17 +117,16 @@ def _closed(name: str, when: str) -> dict[str, Any]:
 
 
 @every
-@pytest.mark.parametrize(
-    "when", ["at once", "after a backward", "after a step", "after an evaluation"]
-)
 @pytest.mark.parametrize("size", [1, 2])
-def test_close_gives_back_a_plain_optimizer_and_model(world, size, name, when):
+def test_close_gives_back_a_plain_optimizer_and_model(world, size, name):
     wanted = {"class": True, "leftovers": [], "memory of its own": {True}, "far": 0.0}
-    for seen in world(size, name).run(_closed, name, when):
-        assert seen == wanted
+    for seen in world(size, name).run(_closed, name):
+        assert seen == dict.fromkeys(MOMENTS, wanted)
 
 
-def _wrong_wraps(name: str) -> dict[str, str]:
+@every
+@on_ranks(2)
+def test_what_cannot_be_trained_is_a_user_error_that_changes_nothing(name: str) -> None:
     model = make_model()
     optimizer = make_sgd(model)
     frozen = make_model().requires_grad_(False)
@@ -139,19 +143,13 @@ def _wrong_wraps(name: str) -> dict[str, str]:
     said["twice"] = message(lambda: wrap(optimizer, model, name))
     said["group"] = message(lambda: optimizer.add_param_group(group))
     optimizer.close()
-    return said
-
-
-@every
-def test_what_cannot_be_trained_is_a_user_error_that_changes_nothing(world, name):
-    for said in world(2, name).run(_wrong_wraps, name):
-        assert "not in the model" in said["outside"]
-        assert "nothing to train" in said["nothing"]
-        assert "nonsense" in said["option"] and name in said["option"]
-        assert f"did you mean '{name}'" in said["name"]
-        assert said["left"] == "['SGD']"
-        assert "already" in said["twice"]
-        assert "wrap it again" in said["group"]
+    assert "not in the model" in said["outside"]
+    assert "nothing to train" in said["nothing"]
+    assert "nonsense" in said["option"] and name in said["option"]
+    assert f"did you mean '{name}'" in said["name"]
+    assert said["left"] == "['SGD']"
+    assert "already" in said["twice"]
+    assert "wrap it again" in said["group"]
 
 
 def _lbfgs(name: str) -> Any:
@@ -189,22 +187,21 @@ def test_lbfgs_is_refused_or_equals_serial(world, name):
             assert seen < 1e-4
 
 
-def _hook_calls(name: str) -> int:
+@every
+@on_ranks(2)
+def test_step_hooks_run_once_per_step_also_after_loading_a_state(name: str) -> None:
     model, optimizer = wrapped(name)
     optimizer.load_state_dict(optimizer.state_dict())
     calls: list[int] = []
     optimizer.register_step_post_hook(lambda *_: calls.append(1))
     steps(model, optimizer, mine())
     optimizer.close()
-    return len(calls)
+    assert len(calls) == 3
 
 
-@every
-def test_step_hooks_run_once_per_step_also_after_loading_a_state(world, name):
-    assert world(2, name).run(_hook_calls, name) == [3, 3]
-
-
-def _copied(name: str) -> tuple[list[float], bool]:
+@every_but_fsdp
+@on_ranks(2)
+def test_copies_of_a_wrapped_model_are_plain_models(name: str) -> None:
     model, optimizer = wrapped(name)
     steps(model, optimizer, mine(), range(2))
     optimizer.synchronize()
@@ -220,17 +217,12 @@ def _copied(name: str) -> tuple[list[float], bool]:
             moved.append(difference(copied, model) > 1e-3)
     steps(model, optimizer, mine(), range(2, 4))
     optimizer.close()
-    return far, all(moved)
+    assert max(far) == 0.0 and all(moved)
 
 
-@every_but_fsdp
-def test_copies_of_a_wrapped_model_are_plain_models(world, name):
-    for far, trained in world(2, name).run(_copied, name):
-        assert max(far) == 0.0
-        assert trained
-
-
-def _plain_state(name: str) -> tuple[bool, float]:
+@every
+@on_ranks(2)
+def test_states_of_plain_torch_are_taken_and_given(name: str) -> None:
     """A state of plain torch is taken, and one is given that it takes."""
     plain_model = make_model()
     plain = torch.optim.AdamW(plain_model.parameters())
@@ -245,15 +237,12 @@ def _plain_state(name: str) -> tuple[bool, float]:
     optimizer.close()
     plain.load_state_dict(state)
     steps(plain_model, plain, [0], range(1))
-    return all(p.isfinite().all().item() for p in plain_model.parameters()), taken
+    assert all(p.isfinite().all() for p in plain_model.parameters()) and taken == 0.0
 
 
-@every
-def test_states_of_plain_torch_are_taken_and_given(world, name):
-    assert world(2, name).run(_plain_state, name) == [(True, 0.0)] * 2
-
-
-def _converted(name: str) -> str:
+@pytest.mark.parametrize("name", ["neighbor", "decentralized", "dadt"])
+@on_ranks(2)
+def test_a_model_converted_after_wrapping_is_refused(name: str) -> None:
     model, optimizer = wrapped(name, lambda model: torch.optim.SGD(model.parameters(), lr=0.1))
     steps(model, optimizer, mine(), range(4))
     optimizer.flush()
@@ -268,45 +257,36 @@ def _converted(name: str) -> str:
             optimizer.step()
         optimizer.synchronize()
 
-    return message(go_on)
+    said = message(go_on)
+    assert "wrap it again" in said or "before moving" in said or "moved or converted" in said
 
 
-@pytest.mark.parametrize("name", ["neighbor", "decentralized", "dadt"])
-def test_a_model_converted_after_wrapping_is_refused(world, name):
-    for said in world(2).run(_converted, name):
-        assert "wrap it again" in said or "before moving" in said or "moved or converted" in said
-
-
-def _unfrozen(name: str) -> str:
+@every
+@on_ranks(2)
+def test_unfreezing_a_layer_later_is_a_user_error(name: str) -> None:
     model = make_model()
     model[0].requires_grad_(False)
     model, optimizer = wrapped(name, model=model)
     steps(model, optimizer, mine(), range(1))
     model[0].requires_grad_(True)
-    return message(lambda: steps(model, optimizer, mine(), range(1)))
+    assert "frozen" in message(lambda: steps(model, optimizer, mine(), range(1)))
 
 
-@every
-def test_unfreezing_a_layer_later_is_a_user_error(world, name):
-    assert all("frozen" in said for said in world(2, name).run(_unfrozen, name))
-
-
-def _rewrapped(name: str) -> float:
+@synchronous
+@on_ranks(2)
+def test_algorithms_may_change_in_the_middle_of_training(name: str) -> None:
     model, wanted = make_model(), make_model()
     optimizer = make_sgd(model)
     for step, one in enumerate(("allreduce", name, "dear", name)):
         steps(model, wrap(optimizer, model, one), mine(), [step])
         optimizer.close()
     steps(wanted, make_sgd(wanted), everybody(), range(4))
-    return difference(model, wanted)
+    assert difference(model, wanted) < 1e-5
 
 
 @synchronous
-def test_algorithms_may_change_in_the_middle_of_training(world, name):
-    assert max(world(2, name).run(_rewrapped, name)) < 1e-5
-
-
-def _adversaries(name: str) -> float:
+@on_ranks(2)
+def test_two_models_that_train_each_other_equal_serial(name: str) -> None:
     """Two models with an optimizer each; the loss of one goes through the other."""
 
     def run(ranks: list[int], wrap: Any) -> nn.Module:
@@ -328,15 +308,12 @@ def _adversaries(name: str) -> float:
             making.step()
         return nn.ModuleList([maker, judge])
 
-    return run_both(name, run)
+    assert run_both(name, run) < 1e-5
 
 
-@synchronous
-def test_two_models_that_train_each_other_equal_serial(world, name):
-    assert max(world(2, name).run(_adversaries, name)) < 1e-5
-
-
-def _two_optimizers(name: str) -> float:
+@_those("fsdp", only="synchronous")
+@on_ranks(2)
+def test_two_optimizers_of_one_model_equal_serial(name: str) -> None:
     def run(ranks: list[int], wrap: Any) -> nn.Module:
         model = make_model()
         biases = [param for param in model.parameters() if param.dim() == 1]
@@ -350,12 +327,7 @@ def _two_optimizers(name: str) -> float:
                 optimizer.step()
         return model
 
-    return run_both(name, run)
-
-
-@_those("fsdp", only="synchronous")
-def test_two_optimizers_of_one_model_equal_serial(world, name):
-    assert max(world(2, name).run(_two_optimizers, name)) < 1e-5
+    assert run_both(name, run) < 1e-5
 
 
 def _without_a_last_pass(name: str, last_but_one: bool, clipped: bool) -> float:
@@ -386,45 +358,37 @@ def _without_a_last_pass(name: str, last_but_one: bool, clipped: bool) -> float:
 
 
 @synchronous
-@pytest.mark.parametrize("last_but_one", [True, False])
-@pytest.mark.parametrize("clipped", [False, True])
-def test_gradients_added_under_no_sync_just_before_a_step_are_not_lost(
-    world, name, last_but_one, clipped
-):
+@on_ranks(2)
+def test_gradients_added_under_no_sync_just_before_a_step_are_not_lost(name: str) -> None:
+    cases = itertools.product([name], [True, False], [False, True])
+    run = _without_a_last_pass if name != "ddp" else _refusal
+    found = [run(*case) for case in cases]
     if name == "ddp":
-        said = world(2).run(_refusal, name, last_but_one, clipped)
-        assert all("no_sync()" in line for line in said)
+        assert all("no_sync()" in said for said in found)
     else:
-        far = world(2, name).run(_without_a_last_pass, name, last_but_one, clipped)
-        assert max(far) < 1e-5
+        assert max(found) < 1e-5
 
 
 def _refusal(*args: Any) -> str:
     return message(lambda: _without_a_last_pass(*args))
 
 
-def _sparse(name: str) -> str:
+@pytest.mark.parametrize("name", ["allreduce", "dear", "wfbp"])
+@on_ranks(2)
+def test_sparse_gradients_are_a_user_error(name: str) -> None:
     model = nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Linear(4, 4))
     optimizer = wrap(torch.optim.SGD(model.parameters(), lr=0.1), model, name)
     said = message(lambda: model(torch.tensor([1, 2])).sum().backward())
     optimizer.close()
-    return said
+    assert "sparse=False" in said
 
 
-@pytest.mark.parametrize("name", ["allreduce", "dear", "wfbp"])
-def test_sparse_gradients_are_a_user_error(world, name):
-    assert all("sparse=False" in said for said in world(2).run(_sparse, name))
-
-
-def _tracked_scaler(name: str) -> str:
+@pytest.mark.parametrize("name", ["gradient-tracking", "exact-diffusion", "push-diging"])
+@on_ranks(2)
+def test_a_scaler_is_refused_where_gradients_live_on(name: str) -> None:
     model, optimizer = wrapped(name)
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(loss_of(model, dear.rank(), 0)).backward()
     said = message(lambda: scaler.step(optimizer))
     optimizer.close()
-    return said
-
-
-@pytest.mark.parametrize("name", ["gradient-tracking", "exact-diffusion", "push-diging"])
-def test_a_scaler_is_refused_where_gradients_live_on(world, name):
-    assert all("GradScaler" in said for said in world(2).run(_tracked_scaler, name))
+    assert "GradScaler" in said

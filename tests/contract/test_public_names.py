@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from common.harness.cli import main
-from tests.contract.histories import registry
+from dear.training.algorithm import algorithm_class
 
 HERE = Path(__file__).parent
 PUBLIC = json.loads((HERE / "public_names.json").read_text())
@@ -44,7 +44,7 @@ def test_every_documented_name_can_be_imported():
 
 @pytest.mark.parametrize("algorithm", PUBLIC["options"])
 def test_options_keep_their_names_and_defaults(algorithm):
-    fields = dataclasses.fields(registry().algorithm_class(algorithm).Options)
+    fields = dataclasses.fields(algorithm_class(algorithm).Options)
     found = json.loads(json.dumps({field.name: field.default for field in fields}))
     promised = PUBLIC["options"][algorithm]
     assert {name: found.get(name, "gone") for name in promised} == promised

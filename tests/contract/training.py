@@ -68,7 +68,7 @@ def calls(script: Script, step: int) -> int:
 
 
 class OnRank:
-    """A script on this rank."""
+    """A script on this rank; tests of other interfaces override `_new_model` and `_wrap`."""
 
     def __init__(self, name: str, options: dict[str, Any], script: Script) -> None:
         self.name, self.options, self.script = name, options, script
@@ -94,7 +94,7 @@ class OnRank:
 
     def _make(self, saved: Any = None) -> None:
         script = self.script
-        self.model = make_model(script.model)
+        self.model = self._new_model()
         if self.frozen:
             self.model[0].requires_grad_(False)
         self.optimizer = make_optimizer(script.optimizer, self.model)
@@ -103,9 +103,15 @@ class OnRank:
             self.optimizer.load_state_dict(saved["optimizer"])
         if script.scheduler == "before":
             self.scheduler = ExponentialLR(self.optimizer, 0.8)
-        dear.DistributedOptimizer(self.optimizer, self.model, algorithm=self.name, **self.options)
+        self._wrap()
         if script.scheduler == "after":
             self.scheduler = ExponentialLR(self.optimizer, 0.8)
+
+    def _new_model(self) -> nn.Module:
+        return make_model(self.script.model)
+
+    def _wrap(self) -> None:
+        dear.DistributedOptimizer(self.optimizer, self.model, algorithm=self.name, **self.options)
 
     def _move_to_new_objects(self) -> None:
         script, order = self.script, ["model", "optimizer"]
@@ -188,13 +194,31 @@ class OnRank:
         return loss
 
 
-def on_rank(name: str, options: dict[str, Any], script: Script) -> States:
+def on_rank(name: str, options: dict[str, Any], script: Script, kind: Any = OnRank) -> States:
     """What this rank's replica goes through."""
-    return OnRank(name, options, script).run()
+    return kind(name, options, script).run()
 
 
-def serial(name: str, options: dict[str, Any], script: Script, size: int) -> list[States]:
-    """What each rank's replica must go through, by the reference of the algorithm."""
+def far(
+    pool: Any,
+    size: int,
+    name: str,
+    options: dict[str, Any],
+    script: Script,
+    kind: type[OnRank] = OnRank,
+    reference: Any = None,
+) -> float:
+    """How far any rank's replica is from what `serial` says of it."""
+    wanted = serial(name, options, script, size, reference)
+    results = pool.run(on_rank, name, options, script, kind)
+    return max(difference(got, want) for got, want in zip(results, wanted, strict=True))
+
+
+def serial(
+    name: str, options: dict[str, Any], script: Script, size: int, reference: Any = None
+) -> list[States]:
+    """What each rank's replica must go through, by the reference of the algorithm or another, to
+    which its options mean nothing."""
     meaning, clipped = Meaning.of(name), script.clip != "none"
     models = [make_model(script.model) for _ in range(size)]
     optimizers = [make_optimizer(script.optimizer, model) for model in models]
@@ -213,8 +237,9 @@ def serial(name: str, options: dict[str, Any], script: Script, size: int) -> lis
         grads = [p.grad for p in models[rank].parameters() if p.grad is not None]
         return all(grad.isfinite().all() for grad in grads)
 
-    typed = algorithm_options(name, options)
-    reference = reference_of(name, options)(Ranks(models, optimizers, prepare), typed)
+    typed = None if reference else algorithm_options(name, options)
+    reference = reference or reference_of(name, options)
+    steps = reference(Ranks(models, optimizers, prepare), typed)
     for step in range(STEPS):
         for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
             optimizer.zero_grad()
@@ -230,7 +255,7 @@ def serial(name: str, options: dict[str, Any], script: Script, size: int) -> lis
             if clipped and not meaning.averages_gradients:
                 clip(rank)
         for _ in range(calls(script, step)):
-            next(reference)
+            next(steps)
         for rank, scheduler in enumerate(schedulers):
             for group, rate in zip(optimizers[rank].param_groups, rates, strict=True):
                 group["lr"] = rate
@@ -242,7 +267,7 @@ def serial(name: str, options: dict[str, Any], script: Script, size: int) -> lis
     for rank, model in enumerate(models):
         states[rank]["end"] = state_of(model)
     closing = True
-    reference.close()
+    steps.close()
     for rank, model in enumerate(models):
         states[rank]["closed"] = state_of(model)
     return states
@@ -258,7 +283,7 @@ def after_step(script: Script, model: nn.Module, step: int, states: States, rank
             for seed in (8, 9):
                 out = model(batch(script.model, rank, seed)[0])
         model.train()
-        states["outputs"][str(step)] = out.detach().double().numpy()
+        states["outputs"][str(step)] = out.detach().double().cpu().numpy()
     if script.model == "freezing" and step == 1:
         model[0].requires_grad_(False)
 
@@ -276,7 +301,7 @@ def state_of(model: nn.Module) -> dict[str, np.ndarray]:
     for name, value in model.state_dict().items():
         if value.is_floating_point() or value.is_complex():
             value = torch.view_as_real(value) if value.is_complex() else value
-            state[name] = value.detach().double().numpy().copy()
+            state[name] = value.detach().double().cpu().numpy().copy()
     return state
 
 

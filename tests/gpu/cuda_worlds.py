@@ -6,7 +6,6 @@ In a test's id `on_cpu` stands where no GPU takes part, so `-k "not on_cpu"` is 
 from __future__ import annotations
 
 import contextlib
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,9 +14,7 @@ import pytest
 import torch
 
 import dear
-from tests.ranks import RankPool
 
-TIMEOUT_S = 50.0
 # About 10 ms of a GPU's time: long enough for the host to run far ahead.
 DELAY_CYCLES = 15_000_000
 
@@ -31,66 +28,36 @@ class World:
     place: str
     """`cpu`; `shared`: all ranks on the first GPU; `own`: each on one of its own."""
 
-    @property
-    def name(self) -> str:
-        return f"{self.backend}-{self.size}-on_{self.place}"
-
-    def run(self, pool: RankPool, body: Callable[..., Any], *args: Any) -> list[Any]:
-        """Calls `body(device, *args)` on every rank."""
-        return pool.run(_call, body, self.place, args)
-
-
-ON_CPU = [World("comm_core", 2, "cpu"), World("gloo", 2, "cpu"), World("comm_core", 1, "cpu")]
-ON_GPU = [
-    World("comm_core", 2, "shared"),
-    World("gloo", 2, "shared"),
-    World("nccl", max(torch.cuda.device_count(), 1), "own"),
-]
-EVERYWHERE = [*ON_CPU, *ON_GPU]
+    def call(self, body: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Calls `body(device, *args)` on this rank."""
+        if self.place == "cpu":
+            return body(torch.device("cpu"), *args)
+        device = torch.device("cuda", dear.local_rank() if self.place == "own" else 0)
+        torch.cuda.set_device(device)
+        return body(device, *args)
 
 
-def named(world: World) -> str:
-    return world.name
-
-
-def skip_without_cuda() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip(f"torch {torch.__version__} sees no CUDA device here")
-
-
-def skip_without_comm_core() -> None:
-    try:
-        importlib.import_module("comm_core")
-    except ImportError as error:
-        pytest.skip(str(error))
-
-
-class Pools:
-    """Pools of ranks made when first needed; a new one after a failure."""
-
-    def __init__(self) -> None:
-        self._pools: dict[World, RankPool] = {}
-
-    def run(self, world: World, body: Callable[..., Any], *args: Any) -> list[Any]:
-        if world.place != "cpu":
-            skip_without_cuda()
-        if world.backend == "comm_core":
-            skip_without_comm_core()
-        if world not in self._pools or self._pools[world].broken:
-            self._pools[world] = RankPool(world.size, TIMEOUT_S, world.backend)
-        return world.run(self._pools[world], body, *args)
-
-    def close(self) -> None:
-        for pool in self._pools.values():
-            pool.close()
-
-
-def _call(body: Callable[..., Any], place: str, args: tuple[Any, ...]) -> Any:
-    if place == "cpu":
-        return body(torch.device("cpu"), *args)
-    device = torch.device("cuda", dear.local_rank() if place == "own" else 0)
-    torch.cuda.set_device(device)
-    return body(device, *args)
+def worlds(*backends: str) -> Any:
+    """Parametrises a test by its `world`: two ranks on CPUs, and by all others, if not quick."""
+    cases = [World("comm_core", 2, "cpu"), World("gloo", 2, "cpu"), World("comm_core", 1, "cpu")]
+    if torch.cuda.is_available():
+        cases += [
+            World("comm_core", 2, "shared"),
+            World("gloo", 2, "shared"),
+            World("nccl", torch.cuda.device_count(), "own"),
+        ]
+    else:
+        cases.append(World("comm_core", 2, "shared"))  # skipped, with the reason
+    params = [
+        pytest.param(
+            world,
+            id=f"{world.backend}-{world.size}-on_{world.place}",
+            marks=[pytest.mark.full] if world in cases[1:3] else [],
+        )
+        for world in cases
+        if world.backend in backends or not backends
+    ]
+    return pytest.mark.parametrize("world", params)
 
 
 def side_stream(device: torch.device) -> contextlib.AbstractContextManager[Any]:

@@ -1,0 +1,338 @@
+"""What one-sided algorithms alone promise: nobody waits, and it is known how old values were."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import dear
+from dear.comm import runtime
+from dear.comm.neighbors import GlobalAverage
+from dear.topology import graph, matrix, recv_weights
+from dear.training.pace import run_for
+from tests.contract.loops import loss_of, make_model, mine, steps
+from tests.contract.models import loss_of as loss_of_kind
+from tests.contract.models import make_model as make_kind
+from tests.contract.models import make_optimizer
+from tests.contract.ranks_in_one import Ranks
+from tests.contract.training import difference, state_of
+from tests.ranks import RankPool
+
+with_barrier = pytest.mark.parametrize("name", ["win-put", "pull-get", "push-sum"])
+every = pytest.mark.parametrize("name", ["win-put", "pull-get", "push-sum", "asyncddp"])
+
+
+def _wrapped(model: nn.Module, name: str, lr: float, **options: Any) -> Any:
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    return dear.DistributedOptimizer(optimizer, model, algorithm=name, **options)
+
+
+def _barrier() -> None:
+    dear.allreduce(torch.zeros(1))
+
+
+def _still(optimizer: Any, step: Any) -> None:
+    """A step that moves no parameter."""
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    step()
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+
+
+def _in_turns(turns: list[int], kind: str, options: dict[str, Any]) -> tuple[Any, dict[int, int]]:
+    """Ranks step one after another, after a first step of all; returns the highest ages, too."""
+    model = make_kind("awkward")
+    optimizer = make_optimizer(kind, model)
+    dear.DistributedOptimizer(optimizer, model, algorithm="asyncddp", bucket_mb=0.0002, **options)
+
+    def step(number: int) -> None:
+        optimizer.zero_grad()
+        loss_of_kind("awkward", model, dear.rank(), number).backward()
+        optimizer.step()
+        optimizer.synchronize()
+
+    _still(optimizer, lambda: step(0))
+    _barrier()
+    for number, turn in enumerate(turns):
+        if turn == dear.rank():
+            step(number)
+        _barrier()
+    counted = optimizer.statistics()
+    assert not any(counted["skipped"].values()) and counted["lost"] == []
+    optimizer.close()
+    ages = {int(sender): age["max"] for sender, age in counted["staleness"].items()}
+    return {"end": state_of(model)}, ages
+
+
+def _simulated(turns: list[int], kind: str, size: int, topology: str) -> tuple[Any, list[int]]:
+    """x <- w_self x + sum w * (what came last) - update(g(x)), and every rank's highest age."""
+    models = [make_kind("awkward") for _ in range(size)]
+    optimizers = [make_optimizer(kind, model) for model in models]
+    for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+        loss_of_kind("awkward", model, rank, 0).backward()
+        _still(optimizer, optimizer.step)
+    ranks, weights = Ranks(models, optimizers), torch.as_tensor(matrix(graph(topology, size)))
+    made, ages = [1] * size, [0] * size
+    for number, turn in enumerate(turns):
+        optimizers[turn].zero_grad()
+        loss_of_kind("awkward", models[turn], turn, number).backward()
+        x = ranks.x
+        x[turn] = weights[:, turn] @ x
+        ranks.x = x
+        ranks.update(turn)
+        sources = recv_weights(graph(topology, size), turn)[1]
+        ages[turn] = max([ages[turn], *(made[turn] - made[sender] for sender in sources)])
+        made[turn] += 1
+    return [{"end": state_of(model)} for model in models], ages
+
+
+SCHEDULES = [
+    (2, "complete", [0, 0, 0, 1, 0, 1, 1]),
+    (3, "ring-right", [2, 2, 0, 1, 0, 2, 1, 1, 1, 0]),
+    (4, "exp2", [0, 3, 1, 2, 0, 0, 3, 1, 2, 3, 1, 0]),
+    (4, "star", [1, 2, 3, 0, 3, 3, 1, 0, 2]),
+]
+
+
+@pytest.mark.parametrize(("update", "kind"), [("backward", "AdamW"), ("step", "SGD")])
+@pytest.mark.parametrize(("size", "topology", "turns"), SCHEDULES)
+def test_y4_y7_y9_any_schedule_equals_its_simulation(world, size, topology, turns, kind, update):
+    _compare(world(size), turns, kind, size, {"topology": topology, "update": update})
+
+
+def test_on_gloo_windows_are_the_comm_cores(world):
+    _compare(world(3, "gloo"), [0, 1, 2, 2, 0, 1], "SGD", 3, {"topology": "exp2"})
+
+
+def _compare(
+    pool: RankPool, turns: list[int], kind: str, size: int, options: dict[str, Any]
+) -> None:
+    wanted, highest = _simulated(turns, kind, size, options["topology"])
+    for rank, (state, ages) in enumerate(pool.run(_in_turns, turns, kind, options)):
+        assert difference(state, wanted[rank]) < 2e-5
+        assert max([0, *ages.values()]) == highest[rank]
+        assert ages.keys() == recv_weights(graph(options["topology"], size), rank)[1].keys()
+
+
+def _equal_start(name: str) -> float:
+    """Nothing is to learn and all start equal; ranks run at different speeds."""
+    model, start = make_model(), make_model()
+    optimizer = _wrapped(model, name, 0.0)
+    steps(model, optimizer, mine(), range(3 + 4 * dear.rank()), after_step=_slow)
+    optimizer.close()
+    return difference({"end": state_of(model)}, {"end": state_of(start)})
+
+
+def _slow(*_: Any) -> None:
+    time.sleep(0.002 * dear.rank())
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@every
+def test_y1_equal_replicas_that_learn_nothing_stay_as_they_are(world, size, name):
+    assert max(world(size).run(_equal_start, name)) < 1e-5
+
+
+def _drawn_to_rank(model: nn.Module, optimizer: Any, count: int, pause_s: float = 0.0) -> None:
+    """Every rank would have its own number as weights."""
+    for _ in range(count):
+        optimizer.zero_grad()
+        (model(torch.eye(3)) - dear.rank()).square().sum().div(2).backward()
+        optimizer.step()
+        time.sleep(pause_s)
+
+
+def _halted_peer(name: str) -> tuple[float, dict[str, Any]]:
+    """Rank 0 makes no step until the others have made 20, which they cannot if they wait for it."""
+    model = nn.Linear(3, 1, bias=False)
+    nn.init.constant_(model.weight, 0.0)
+    optimizer = _wrapped(model, name, 0.1)
+    _drawn_to_rank(model, optimizer, 1)  # in which windows may be made
+    _barrier()
+    _drawn_to_rank(model, optimizer, 20 * (dear.rank() > 0))
+    ages = optimizer.statistics()["staleness"]
+    _barrier()
+    _drawn_to_rank(model, optimizer, 40, 0.002)
+    _barrier()
+    mean = dear.allreduce(model.weight.detach()).mean().item()
+    optimizer.close()
+    return mean, ages
+
+
+@with_barrier
+def test_nobody_waits_for_a_halted_rank(world, name):
+    results = world(3).run(_halted_peer, name)
+    for rank, (mean, ages) in enumerate(results):
+        assert mean == pytest.approx(1.0, abs=0.5)
+        assert set(ages) == {"0", "1", "2"} - {str(rank)}
+    assert results[1][1]["0"]["max"] > 5  # rank 1 has made steps that rank 0 has not
+
+
+def _in_step(name: str) -> dict[str, Any]:
+    model = make_model()
+    optimizer = _wrapped(model, name, 0.1, barrier=True, every=2)
+    steps(model, optimizer, mine(), range(6))
+    counted = optimizer.statistics()
+    optimizer.close()
+    return counted
+
+
+@with_barrier
+def test_ranks_in_step_are_level(world, name):
+    level = {"uses": 3, "mean": 0, "max": 0, "last": 0}
+    for rank, counted in enumerate(world(2).run(_in_step, name)):
+        other = str(1 - rank)
+        assert counted["staleness"] == {other: level}
+        assert counted["sent"] == {other: 0 if name == "pull-get" else 3}
+        assert counted["skipped"] == {other: 0} and counted["lost"] == []
+
+
+def _paced(slow: int | None, seconds: float, **options: Any) -> dict[str, Any]:
+    """Rank `slow` makes a fifth of the others' steps."""
+    model = make_model()
+    optimizer = _wrapped(model, "asyncddp", 0.02, topology="complete", **options)
+    losses = []
+
+    def step() -> int:
+        optimizer.zero_grad()
+        loss = loss_of(model, dear.rank(), 0)
+        loss.backward()
+        optimizer.step()
+        time.sleep(0.05 if dear.rank() == slow else 0.01)
+        losses.append(loss.item())
+        return 32 + 8 * dear.rank()
+
+    step()  # in which windows are made
+    pace = run_for(seconds, step, runtime.communicator())
+    counted = optimizer.statistics()
+    optimizer.close()
+    apart = GlobalAverage(runtime.communicator(), model.parameters()).apply()
+    fell = losses[-1] < losses[0]
+    return {"steps": pace.steps, "samples": pace.samples, "fell": fell, "apart": apart, **counted}
+
+
+@pytest.mark.full  # it takes times
+def test_y5_h10_a_slow_rank_holds_nobody_up_and_its_age_is_known(world):
+    even = world(3).run(_paced, None, 1.0)
+    odd = world(3).run(_paced, 2, 1.0)
+    for rank in (0, 1):
+        assert odd[rank]["steps"] > 0.75 * even[rank]["steps"]
+        assert odd[rank]["staleness"]["2"]["max"] > 0.5 * odd[rank]["steps"]
+        assert abs(odd[rank]["staleness"][str(1 - rank)]["mean"]) < 10
+    assert odd[2]["steps"] < 0.4 * odd[0]["steps"]
+    for rank, result in enumerate(odd):
+        assert result["samples"] == result["steps"] * (32 + 8 * rank)
+        assert result["fell"] and result["apart"] < 1.0
+
+
+def _bounded() -> dict[str, Any]:
+    return _paced(2, 0.8, max_staleness=4)
+
+
+@pytest.mark.full  # it takes times
+def test_a_bound_on_staleness_holds_the_others_back(world):
+    results = world(3).run(_bounded)
+    for rank in (0, 1):
+        # One step more once rank 2 has ended, which frees those who wait for it.
+        assert results[rank]["staleness"]["2"]["max"] <= 4 + 1
+        assert results[rank]["steps"] <= results[2]["steps"] + 2 * 4 + 2
+        assert not any(results[rank]["skipped"].values())
+
+
+def _stops_early(stopper: int, options: dict[str, Any]) -> int:
+    model = make_model()
+    optimizer = _wrapped(model, "asyncddp", 0.01, **options)
+    count = 2 if dear.rank() == stopper else 25
+    steps(model, optimizer, mine(), range(count))
+    optimizer.close()
+    return count
+
+
+@pytest.mark.parametrize("bound", [None, 3])
+def test_y6_a_rank_that_stops_early_holds_nobody_up(world, bound):
+    counts = world(3).run(_stops_early, 1, {"topology": "ring", "max_staleness": bound})
+    assert counts == [25, 2, 25]
+
+
+def _dies(victim: int) -> list[Any]:
+    model = make_model()
+    optimizer = _wrapped(model, "asyncddp", 0.01, topology="complete")
+    for step in range(40):
+        steps(model, optimizer, mine(), [step])
+        time.sleep(0.005)
+        if step == 5 and dear.rank() == victim:
+            os._exit(9)
+    counted = optimizer.statistics()
+    optimizer.close()
+    return [counted["lost"], all(p.isfinite().all().item() for p in model.parameters())]
+
+
+def test_when_a_rank_is_killed_the_others_finish_and_know_which(own_pool):
+    pool = own_pool(4)
+    for pipe in pool.pipes.values():
+        pipe.send((_dies, (2,)))
+    for rank in (0, 1, 3):
+        assert pool.pipes[rank].poll(30)
+        assert pool.pipes[rank].recv() == (True, [[2], True])
+    with pytest.raises((EOFError, ConnectionResetError)):
+        pool.pipes[2].recv()
+
+
+class _Never:
+    """A put that is never finished."""
+
+    def is_completed(self) -> bool:
+        return False
+
+    def wait(self) -> None:
+        return None
+
+
+def _slow_peer() -> dict[str, Any]:
+    model = make_model()
+    optimizer = _wrapped(model, "asyncddp", 0.01, topology="complete")
+    steps(model, optimizer, mine(), range(1))
+    optimizer.synchronize()
+    for window in optimizer._engine.windows.values():
+        window._under_way = {1 - dear.rank(): _Never()}
+    steps(model, optimizer, mine(), range(1, 5))
+    counted = optimizer.statistics()
+    optimizer.close()
+    return counted
+
+
+def test_a_put_that_is_still_under_way_is_not_waited_for_and_later_ones_are_left_out(world):
+    for rank, counted in enumerate(world(2).run(_slow_peer)):
+        other = str(1 - rank)
+        assert counted["skipped"] == {other: 4}
+        assert counted["sent"] == {other: 1}
+
+
+def _resumed() -> tuple[int, int]:
+    model = make_model()
+    optimizer = _wrapped(model, "asyncddp", 0.1)
+    steps(model, optimizer, mine(), range(3))
+    state = optimizer.state_dict()
+    values = {name: value.clone() + dear.rank() for name, value in model.state_dict().items()}
+    optimizer.close()
+    model.load_state_dict(values)
+    optimizer = _wrapped(model, "asyncddp", 0.1)
+    optimizer.load_state_dict(state)
+    _still(optimizer, lambda: steps(model, optimizer, mine(), [4]))
+    made = optimizer._engine.steps
+    # Slots start with what each rank loaded, so this first step averages nothing foreign: at most
+    # what a neighbour has put already.
+    ages = optimizer.statistics()["staleness"].values()
+    optimizer.close()
+    return made, max(age["max"] for age in ages)
+
+
+def test_a_resumed_rank_counts_on(world):
+    assert all(made == 4 and age <= 0 for made, age in world(2).run(_resumed))

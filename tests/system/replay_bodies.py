@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-import dear
-from common.harness.worker import correctness as check
-from common.harness.worker.training import plain_steps
-from common.models import pace, replay
+from common.models import replay
 from common.models.profile import Call, Profile, ProfiledParameter
 from common.models.workload import Workload
-from dear.comm import runtime
 
 _SHAPES = {
     "scale": (3,),
@@ -79,49 +73,3 @@ def workload(rank: int) -> Workload:
     """The same weights on all ranks, and gradients of this rank."""
     torch.manual_seed(5)
     return replay.workload(profile(), torch.Generator().manual_seed(rank))
-
-
-def train(algorithm: str, options: dict[str, Any], steps: int) -> tuple[float, float, float]:
-    """Trains with an algorithm, plainly, and plainly without the others.
-
-    Returns:
-        How far the algorithm ended from plain averaging, how far training alone ended from it (both
-        relative to the way), and the largest difference between ranks.
-    """
-    pace.set_pace(pace.Pace(0.1, None))
-    rank, communicator = dear.rank(), runtime.communicator()
-    task = workload(rank)
-    start = check.snapshot(task.model)
-    names = [name for name, _ in task.model.named_parameters()]
-
-    torch.manual_seed(100 + rank)
-    optimizer = torch.optim.SGD(task.model.parameters(), 0.1, momentum=0.9)
-    wanted, _ = plain_steps(task, optimizer, communicator, steps)
-
-    task.model.load_state_dict(start)
-    torch.manual_seed(100 + rank)
-    alone = torch.optim.SGD(task.model.parameters(), 0.1, momentum=0.9)
-    _steps(task, alone, steps)
-    alone_off = check.distance(check.snapshot(task.model), wanted, start, names)
-
-    task.model.load_state_dict(start)
-    torch.manual_seed(100 + rank)
-    optimizer = dear.DistributedOptimizer(
-        torch.optim.SGD(task.model.parameters(), 0.1, momentum=0.9),
-        task.model,
-        algorithm=algorithm,
-        **options,
-    )
-    _steps(task, optimizer, steps)
-    optimizer.synchronize()
-    off = check.distance(check.snapshot(task.model), wanted, start, names)
-    spread = check.replica_spread(task.model, communicator)
-    optimizer.close()
-    return off, alone_off, spread
-
-
-def _steps(task: Workload, optimizer: torch.optim.Optimizer, steps: int) -> None:
-    for _ in range(steps):
-        optimizer.zero_grad()
-        task.loss().backward()
-        optimizer.step()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import shutil
@@ -12,11 +11,11 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from common.emulation import sandbox
 from tests.system.processes import ROOT, wait_for
+from tests.system.sweeps import processes_of
 
 _NOBODY = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups", "--"]
 _TOKEN = "TEST_TOKEN"
@@ -40,12 +39,7 @@ class Outside:
 
     def processes(self) -> list[int]:
         """The processes of the sandbox."""
-        found = []
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error):
-                if process.environ().get(_TOKEN) == self._token:
-                    found.append(process.pid)
-        return found
+        return processes_of(self._token)
 
     def check_clean(self) -> None:
         """Fails unless soon no process is left, and links and namespaces are as they were."""

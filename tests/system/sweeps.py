@@ -108,8 +108,8 @@ def write_trial(folder: Path, algorithm: str, world_size: int) -> None:
     Briefing(folder=folder).save()
 
 
-def processes_of(folder: Path) -> list[int]:
-    """Live processes whose environment or arguments name the folder."""
+def processes_of(folder: Path | str) -> list[int]:
+    """Live processes whose environment or arguments name the folder, or hold this text."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):

@@ -15,8 +15,6 @@ from tests.system.sandboxes import Outside, in_sandbox, needs_sandbox
 ROOT = Path(__file__).parents[2]
 # A busy machine starts processes slowly.
 LIMIT_S = 280.0
-ALONE = ["--engines", "comm_core", "--topologies", "ring", "complete", "--width", "8"]
-SMALL = ["--layers", "2", "--steps", "2", "--repeats", "2"]
 
 
 def run(
@@ -32,19 +30,6 @@ def run(
     )
 
 
-@pytest.mark.parametrize(
-    ("script", "arguments", "said"),
-    [
-        ("collectives.py", ["--engines", "glo"], "unknown engine 'glo'; did you mean 'gloo'?"),
-        ("fidelity.py", ["links", "--repeats", "0"], "--repeats 0: must be at least 1"),
-    ],
-)
-def test_a_users_mistake_is_one_line_and_status_2(script, arguments, said):
-    done = run(script, *arguments)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(f"error: {said}") and done.stderr.count("\n") == 1
-
-
 @pytest.mark.timeout(LIMIT_S + 20)
 def test_engines_are_right_and_recorded_and_one_that_cannot_start_fails_alone(tmp_path):
     path = tmp_path / "out.json"
@@ -52,6 +37,10 @@ def test_engines_are_right_and_recorded_and_one_that_cannot_start_fails_alone(tm
     # Without a PATH there is no mpirun.
     environment = {"PATH": str(tmp_path), "PYTHONPATH": str(ROOT)}
     engines = ["--engines", "mpi", "gloo"]
+    wrong = run("collectives.py", "--engines", "glo")
+    assert (wrong.returncode, wrong.stdout) == (2, "")
+    assert wrong.stderr.startswith("error: unknown engine 'glo'; did you mean 'gloo'?")
+    assert wrong.stderr.count("\n") == 1
     done = run("collectives.py", *engines, *options, "--json", str(path), env=environment)
     assert done.returncode == 1
     rows = [line.split(maxsplit=3) for line in done.stdout.splitlines()]
@@ -119,6 +108,17 @@ def test_hosts_are_removed_after_an_exception_with_what_runs_on_them(case):
         ("idle.py", "--engines gloo --seconds 0.1", "cpu_s"),
         ("memory.py", "--model mnist_cnn --algorithms wfbp --ranks 1", "rows"),
         ("loss_curves.py", "--tasks mnist --steps 2 --ranks 2 --algorithms wfbp", "curves"),
+        (
+            "overhead.py",
+            "--algorithms wfbp mgwfbp --tensors 3 --ranks 2 --steps 2 --rounds 3 --warmup 3",
+            "rows",
+        ),
+        (
+            "decentralized_peer.py",
+            "-n 2 --engines comm_core --topologies ring complete --width 8 --layers 2 --steps 2 "
+            "--repeats 2",
+            "cases",
+        ),
     ],
 )
 def test_every_script_prints_a_table_and_keeps_its_numbers(script, arguments, kept, tmp_path):
@@ -128,30 +128,11 @@ def test_every_script_prints_a_table_and_keeps_its_numbers(script, arguments, ke
     assert done.stdout.splitlines()[-1]
     record = json.loads(path.read_text())
     assert record["schema"] == 1 and record["machine"]["cores"] and record[kept]
-
-
-@pytest.mark.full
-@pytest.mark.timeout(LIMIT_S + 20)
-def test_ours_beside_no_peer_is_timed_and_kept(tmp_path):
-    path = tmp_path / "peer.json"
-    done = run("decentralized_peer.py", "-n", "2", *ALONE, *SMALL, "--json", str(path))
-    assert done.returncode == 0, done.stderr
-    kept = json.loads(path.read_text())
-    assert [case["topology"] for case in kept["cases"]] == ["ring", "complete"]
-    assert kept["parameters"] == 2 * (64 + 8)
-    for case in kept["cases"]:
-        assert len(case["step_s"]["dear"]) == 2 and min(case["step_s"]["dear"]) > 0
-        assert case["step_s"]["decent-dp"] == [] and case["speedup"] is None
-
-
-@pytest.mark.timeout(LIMIT_S + 20)
-def test_overhead_measures_each_wrapper_beside_plain_torch(tmp_path):
-    path = tmp_path / "overhead.json"
-    arguments = ["--algorithms", "wfbp", "mgwfbp", "--tensors", "3", "--ranks", "2"]
-    arguments += ["--steps", "2", "--rounds", "3", "--warmup", "3", "--json", str(path)]
-    done = run("overhead.py", *arguments)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split("\n")[0].split()[0] == "algorithm"
-    rows = json.loads(path.read_text())["rows"]
-    assert [row["algorithm"] for row in rows] == ["plain", "wfbp", "mgwfbp"]
-    assert all(len(row["seconds_per_step"]) == 3 for row in rows)
+    if script == "overhead.py":
+        assert [row["algorithm"] for row in record["rows"]] == ["plain", "wfbp", "mgwfbp"]
+        assert all(len(row["seconds_per_step"]) == 3 for row in record["rows"])
+    if script == "decentralized_peer.py":  # ours beside no peer
+        assert record["parameters"] == 2 * (64 + 8)
+        for case in record["cases"]:
+            assert len(case["step_s"]["dear"]) == 2 and min(case["step_s"]["dear"]) > 0
+            assert case["step_s"]["decent-dp"] == [] and case["speedup"] is None

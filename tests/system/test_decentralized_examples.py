@@ -50,6 +50,7 @@ def results(script: str, folder: Path, *flags: str) -> tuple[str, dict[str, list
     return done.stdout, curves(stem.with_suffix(".csv"))
 
 
+@pytest.mark.full
 def test_consensus_is_exact_and_as_fast_as_the_spectral_gap_says(tmp_path):
     said, found = results("consensus.py", tmp_path, "--iterations", "60")
     measured = {name: curve for name, curve in found.items() if "predicted" not in name}
@@ -86,6 +87,7 @@ def test_corrected_methods_converge_linearly_and_plain_averaging_stalls(tmp_path
         assert curve[reached // 2] < 1e-3
 
 
+@pytest.mark.full
 def test_alone_every_method_is_gradient_descent():
     done = run("linear_regression.py", "--iterations", "400", ranks=1)
     assert done.returncode == 0, done.stderr
@@ -94,6 +96,7 @@ def test_alone_every_method_is_gradient_descent():
     assert all(float(row[-1]) < 1e-8 for row in rows)
 
 
+@pytest.mark.full
 def test_a_mistake_is_one_line_and_status_2():
     done = run("consensus.py", ranks=1)
     assert done.returncode == 2

@@ -126,16 +126,6 @@ def test_a_link_cut_for_good_fails_the_trial_names_the_host_and_the_sweep_goes_o
 
 
 @pytest.mark.full
-def test_a_rank_killed_fails_the_trial_and_names_it(replayed):
-    flags = ["--set", "faults=[{kind: kill_rank, rank: 1, at_s: 0.1}]", "-k", "kill_rank"]
-    done = replayed.run(*flags, "--set", "measure.steps_per_iter=1000")
-    assert done.returncode == 1, done.stderr + done.stdout
-    (record,) = replayed.records()
-    assert record["status"] == "failed" and record["error"]["rank"] == 1
-    assert "rank 1" in record["error"]["message"]
-
-
-@pytest.mark.full
 def test_a_slow_host_slows_everybody_and_a_slow_link_only_communication(replayed):
     slow = "{kind: slow_host, host: 1, factor: 3}"
     rate = "{kind: link_rate, host: 0, rate: 500mbit}"
@@ -148,6 +138,7 @@ def test_a_slow_host_slows_everybody_and_a_slow_link_only_communication(replayed
     assert all(event["ok"] for r in (slowed, limited) for event in r["fault_events"])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "number",
     [signal.SIGINT, *(pytest.param(n, marks=pytest.mark.full) for n in ENDS)],

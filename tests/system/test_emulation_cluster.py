@@ -36,17 +36,20 @@ def run(outside, user, name):
     [
         ("me", "hosts_have_names_addresses_and_memory_of_their_own"),
         ("nobody", "hosts_have_names_addresses_and_memory_of_their_own"),
-        ("me", "links_have_the_speed_asked_for"),
-        ("nobody", "links_have_the_speed_asked_for"),
-        ("me", "a_cut_link_carries_nothing_until_it_is_restored"),
+        pytest.param("me", "links_have_the_speed_asked_for", marks=pytest.mark.full),
+        pytest.param("nobody", "links_have_the_speed_asked_for", marks=pytest.mark.full),
+        pytest.param(
+            "me", "a_cut_link_carries_nothing_until_it_is_restored", marks=pytest.mark.full
+        ),
         ("me", "a_transfer_tells_what_a_byte_costs"),
-        ("me", "there_may_be_65_hosts"),
+        pytest.param("me", "there_may_be_65_hosts", marks=pytest.mark.full),
     ],
 )
 def test_in_a_sandbox(outside, user, promise):
     assert run(outside, user, promise) == (0, "", "")
 
 
+@pytest.mark.full
 @needs_sandbox
 def test_delay_is_emulated_or_said_to_be_missing(outside):
     status, stdout, stderr = run(outside, "me", "delay")

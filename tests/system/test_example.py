@@ -72,7 +72,13 @@ def bar(algorithm: str) -> float:
     return {"mgs": 0.9, "dadt": 0.9}.get(algorithm, 0.94 if asynchronous else 0.96)
 
 
-@pytest.mark.parametrize("algorithm", algorithm_names())
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        name if name == "dear" else pytest.param(name, marks=pytest.mark.full)
+        for name in algorithm_names()
+    ],
+)
 def test_two_workers_learn_the_digits_in_3_epochs(tmp_path, algorithm):
     reason = algorithm_class(algorithm).unavailable()
     if reason:
@@ -81,6 +87,7 @@ def test_two_workers_learn_the_digits_in_3_epochs(tmp_path, algorithm):
     assert last_accuracy(train_in_ranks(tmp_path, *flags)) >= bar(algorithm)
 
 
+@pytest.mark.full
 def test_it_runs_under_torchrun():
     done = run(
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
@@ -90,6 +97,7 @@ def test_it_runs_under_torchrun():
     assert "2 process(es), dear" in done.stdout
 
 
+@pytest.mark.full
 def test_it_runs_alone_and_offline_on_the_bundled_digits():
     done = run(sys.executable, str(SCRIPT), "--epochs", "4", "--lr", "0.05")
     assert done.returncode == 0, done.stderr
@@ -97,6 +105,7 @@ def test_it_runs_alone_and_offline_on_the_bundled_digits():
     assert "1 process(es), dear" in done.stdout
 
 
+@pytest.mark.full
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="no mpirun here")
 def test_it_runs_under_mpirun():
     root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
@@ -108,6 +117,7 @@ def test_it_runs_under_mpirun():
     assert "2 process(es), wfbp" in done.stdout
 
 
+@pytest.mark.full
 def test_the_shell_script_starts_as_many_workers_as_it_is_told():
     env = {**os.environ, "nworkers": "2", "method": "allreduce"}
     done = subprocess.run(
@@ -124,7 +134,7 @@ def test_the_shell_script_starts_as_many_workers_as_it_is_told():
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--algorithm", "deer"], "did you mean 'dear'?"),
+        pytest.param(["--algorithm", "deer"], "did you mean 'dear'?", marks=pytest.mark.full),
         (["--data-dir", "/nonexistent"], "no MNIST files"),
     ],
 )

@@ -157,28 +157,6 @@ def test_hosts_that_do_not_answer_are_named(agent, monkeypatch):
         ssh(agent, "silent0", "dead1", "silent2").check()
 
 
-def test_a_sweep_on_a_host_that_does_not_answer_is_one_line_and_exit_2(tmp_path, agent):
-    hostfile = tmp_path / "hosts"
-    hostfile.write_text("far0 slots=1\ndead1 slots=1\n")
-    sets = ["launcher=ssh", f"hostfile={hostfile}", "world_sizes=[2]", "name=hosts"]
-    sets += [f"launcher_options.agent={agent}"]
-    done = subprocess.run(
-        [
-            *(sys.executable, "benchmarks.py", "run", "configs/experiments/quick.yaml"),
-            *(word for text in sets for word in ("--set", text)),
-            *("--logs", str(tmp_path / "logs"), "--no-plot"),
-        ],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert done.returncode == 2, done.stderr
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("error: no answer from host dead1: ")
-    assert not list((tmp_path / "logs").glob("*/records.jsonl"))
-
-
 def test_a_missing_remote_shell_is_named():
     with pytest.raises(UserError, match="no remote shell 'nosuchshell' on the PATH"):
         ssh("nosuchshell -q", "far0").check()

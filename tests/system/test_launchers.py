@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -16,8 +15,8 @@ from common.harness.fabric import WORKER
 from common.launch.job import Job
 from common.launch.local import LocalLauncher
 from dear.training.algorithm import algorithm_class
-from tests.system.processes import LIMIT_S, ROOT, alive
-from tests.system.sweeps import ENDLESS, Driver, processes_of, write_trial
+from tests.system.processes import ROOT
+from tests.system.sweeps import Driver, write_trial
 
 SCRIPT = ROOT / "dear" / "horovod_mpi_cj.sh"
 
@@ -89,56 +88,25 @@ def test_horovod_over_mpi_trains_right(driver):
 
 
 @pytest.mark.full
-@needs_mpirun
-@pytest.mark.parametrize("how", ["a rank is killed", "Ctrl-C"])
-def test_mpirun_and_its_ranks_end_together(driver, how):
-    sweep = driver.start("--set", "launcher=mpirun", "--set", ENDLESS, "-k", "wfbp", *PATIENT)
-    pids = [driver.worker("wfbp", rank) for rank in (0, 1)]
-    if how == "Ctrl-C":
-        sweep.send_signal(signal.SIGINT)
-    else:
-        os.kill(pids[1], signal.SIGKILL)
-    sweep.communicate(timeout=LIMIT_S)
-    assert sweep.returncode == (130 if how == "Ctrl-C" else 1)
-    if how != "Ctrl-C":
-        (record,) = driver.records()
-        assert (record["status"], record["error"]["rank"]) == ("failed", 1)
-        assert "killed by signal 9" in record["error"]["message"]
-    assert not any(map(alive, pids))
-    assert processes_of(driver.logs) == []
-
-
-@pytest.mark.full
-def test_the_shell_launcher_runs_one_trial_and_says_how(tmp_path):
-    done = shell(tmp_path / "logs", dnn="mnist_cnn", bs="2", nworkers="2")
-    assert done.returncode == 0, done.stderr
-    assert "launcher: mpirun" in done.stderr or "launcher: local" in done.stderr
-    for line in ("Iter #4: ", "Img/sec per CPU: ", "Total img/sec on 2 CPU(s): "):
-        assert line in done.stdout
-    reports = json.loads((tmp_path / "logs" / "reference" / "reports.json").read_text())
-    (speed,) = reports["0"]["mnist_cnn_2"]["dear"]
-    assert float(speed) > 0
-
-
-def test_the_shell_launcher_uses_local_processes_without_mpirun(tmp_path):
+@pytest.mark.parametrize("mpirun", [True, False])
+def test_the_shell_launcher_runs_one_trial_and_says_how(tmp_path, mpirun):
     tools = tmp_path / "bin"
     tools.mkdir()
     for name in ("bash", "dirname", "awk", "env", "git"):
         (tools / name).symlink_to(shutil.which(name))
     (tools / "python3").symlink_to(sys.executable)
-    done = shell(
-        tmp_path / "logs",
-        path=str(tools),
-        dnn="mnist_cnn",
-        bs="2",
-        nworkers="2",
-        method="dear",
-        threshold="262144",
-    )
+    given = {"dnn": "mnist_cnn", "bs": "2", "nworkers": "2", "threshold": "262144"}
+    done = shell(tmp_path / "logs", path=None if mpirun else str(tools), **given)
     assert done.returncode == 0, done.stderr
-    assert "launcher: local processes" in done.stderr
-    record = json.loads((tmp_path / "logs" / "reference" / "records.jsonl").read_text())
-    assert record["trial"]["launcher"] == "local"
+    launcher = "mpirun" if mpirun and shutil.which("mpirun") else "local"
+    assert f"launcher: {launcher}" in done.stderr
+    for line in ("Iter #4: ", "Img/sec per CPU: ", "Total img/sec on 2 CPU(s): "):
+        assert line in done.stdout
+    sweep = tmp_path / "logs" / "reference"
+    (speed,) = json.loads((sweep / "reports.json").read_text())["0"]["mnist_cnn_2"]["dear"]
+    assert float(speed) > 0
+    record = json.loads((sweep / "records.jsonl").read_text())
+    assert record["trial"]["launcher"] == launcher
     assert record["trial"]["options"]["threshold_mb"] == 1.0
 
 

@@ -30,6 +30,7 @@ timeout_s: 90
 """
 
 
+@pytest.mark.full
 @pytest.mark.timeout(280)
 def test_every_kind_of_consistency_learns_for_the_same_time(tmp_path):
     driver = Driver(tmp_path, SWEEP)

@@ -56,6 +56,7 @@ def test_a_sweep_records_every_trial(driver):
     assert "exposed comm" in shown and "compute limit" in shown and "dear" in shown
 
 
+@pytest.mark.full
 def test_a_killed_worker_fails_its_trial_alone(driver):
     flags = ["--set", "measure.steps_per_iter=40", "--set", "algorithms=[wfbp, dear]"]
     sweep = driver.start(*ONE, *flags)
@@ -73,7 +74,11 @@ def test_a_killed_worker_fails_its_trial_alone(driver):
     assert processes_of(driver.logs) == []
 
 
-@pytest.mark.parametrize("background", [False, True], ids=["terminal", "background_of_a_script"])
+@pytest.mark.parametrize(
+    "background",
+    [False, pytest.param(True, marks=pytest.mark.full)],
+    ids=["terminal", "background_of_a_script"],
+)
 def test_ctrl_c_keeps_finished_records_and_leaves_no_process(driver, background):
     sweep = driver.start(
         *(*ONE, "--set", ENDLESS, "--set", "algorithms=[allreduce]"),
@@ -89,6 +94,7 @@ def test_ctrl_c_keeps_finished_records_and_leaves_no_process(driver, background)
     assert processes_of(driver.logs) == []
 
 
+@pytest.mark.full
 def test_workers_die_with_a_killed_driver(driver):
     sweep = driver.start("--set", ENDLESS, *ONE, "-k", "allreduce")
     pids = [driver.worker("allreduce", rank) for rank in (0, 1)]
@@ -97,6 +103,7 @@ def test_workers_die_with_a_killed_driver(driver):
     wait_for(lambda: not any(map(alive, pids)))
 
 
+@pytest.mark.full
 def test_a_trial_out_of_time_is_stopped_and_says_where_its_ranks_were(driver):
     done = driver.run("--set", "timeout_s=8", "--set", ENDLESS, *ONE, "-k", "dear")
     assert done.returncode == 1

@@ -47,16 +47,6 @@ def test_formulas(kind, wanted):
     assert step_bound_s(kind, COMPUTE, COMM, world_size=5) == pytest.approx(wanted)
 
 
-def test_ranks_share_the_update_where_the_kind_allows_it():
-    compute = StepTimes(forward_s=1.0, backward_s=2.0, update_s=4.0)
-    bound = {kind: step_bound_s(kind, compute, COMM, world_size=2) for kind in KINDS}
-    assert bound["dear"] == 1.5 + (2 + 4 / 2)
-    assert bound["sharded"] == 1.5 + 4.5 + 4 / 2
-    assert bound["wfbp"] == 1 + 4 + 4
-    assert bound["cross_iteration"] == 1 + 2 + 4
-    assert min(bound.values()) >= compute_limit_s(compute, 2) == 1 + 2 + 4 / 2
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_without_communication_every_bound_is_the_compute_limit(kind):
     assert step_bound_s(kind, COMPUTE, CommTimes()) == compute_limit_s(COMPUTE) == 3.5
@@ -76,17 +66,6 @@ def test_bounds_are_ordered_if_the_halves_make_an_all_reduce(forward, backward, 
     assert bound["wfbp"] <= bound["sequential"] + slack
     assert bound["dear"] <= bound["sharded"] + slack
     assert min(bound.values()) >= compute_limit_s(compute) - slack
-
-
-def test_exchanges_hide_where_they_may():
-    # Compute 3.5 s; steps that exchange 2, 0 and 10 s in turn.
-    comm = CommTimes(exchange_s=(2.0, 0.0, 10.0))
-    bound = {kind: step_bound_s(kind, COMPUTE, comm) for kind in KINDS}
-    assert bound["decentralized"] == pytest.approx(4)  # the mean: the link works ahead
-    assert bound["beside_passes"] == pytest.approx((3 + 3 + 10) / 3 + 0.5)
-    assert bound["after_update"] == pytest.approx((2 + 1.5 + 10) / 3 + 2)
-    assert bound["asynchronous"] == 3.5
-    assert bound["sequential"] == pytest.approx(3.5 + 4)
 
 
 def test_communication_by_its_fits():
@@ -118,11 +97,6 @@ def test_bad_input_is_named():
         step_bound_s("wfbp", COMPUTE, COMM, world_size=0)
     with pytest.raises(UserError, match="bytes_per_s"):
         wire_limit_s(1, 2, 0)
-
-
-def test_a_fit_of_exchanges_is_not_one_of_the_collectives():
-    fits = {"exchange": AlphaBeta(alpha_s=0.1, beta_s_per_byte=0.01)}
-    assert comm_times(100, fits) == CommTimes()
 
 
 def test_algorithms_name_bounds_that_exist():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from common.harness import budget
 from common.harness.budget import Budget, Ended, Step, run_command, run_steps
 from tests.system.processes import alive, wait_for
@@ -43,46 +45,33 @@ def test_steps_run_in_order_and_each_gets_its_limit_or_what_is_left():
     assert limits == {"a": 100, "b": 100, "c": 95}
 
 
-def test_what_does_not_fit_is_skipped_and_something_smaller_still_runs():
-    steps = [_step("long"), _step("large", expected_s=50), _step("small", expected_s=5)]
-    results, limits = run_pretended(steps, seconds=60, took={"long": 30, "small": 5})
-    assert [r.status for r in results.values()] == ["ok", "skipped", "ok"]
-    assert results["large"].reason == "no time: 30 s of the 60 s are left, it takes about 50 s"
-    assert "large" not in limits
-
-
-def test_a_step_over_its_own_limit_has_failed():
-    results, _ = run_pretended([_step("a", limit_s=20)], took={"a": 30})
-    assert results["a"].status == "failed"
-    assert results["a"].reason == "not finished after 20 s"
-
-
-def test_a_step_cut_off_by_the_budget_is_skipped_for_lack_of_time():
-    results, _ = run_pretended([_step("a"), _step("b")], seconds=40, took={"a": 10, "b": 60})
-    assert results["b"].status == "skipped"
-    assert results["b"].reason == "no time: stopped after 30 s, at the end of the budget"
-    assert results["b"].seconds == 30
-
-
-def test_a_step_is_skipped_where_what_it_needs_is_missing():
-    steps = [_step("a", needs=("timm", "numpy")), _step("b", needs=("numpy",))]
-    results, limits = run_pretended(steps, missing={"timm": "pip install 'timm>=1.0'"})
-    assert results["a"].status == "skipped"
-    assert results["a"].reason == "missing: timm (pip install 'timm>=1.0')"
-    assert results["b"].status == "ok"
-    assert "a" not in limits
-
-
-def test_a_step_is_skipped_if_one_before_it_did_not_end_well():
-    steps = [_step("build"), _step("b", after=("build",)), _step("c")]
-    results, _ = run_pretended(steps, codes={"build": 2})
-    assert [r.status for r in results.values()] == ["failed", "skipped", "ok"]
-    assert results["b"].reason == "needs: build"
-
-
-def test_a_judge_has_the_last_word():
-    results, _ = run_pretended([_step("a", judge=lambda ended: ("failed", "wrong"))])
-    assert (results["a"].status, results["a"].reason) == ("failed", "wrong")
+@pytest.mark.parametrize(
+    ("step", "given", "status", "reason"),
+    [
+        (_step("b", expected_s=50), {"seconds": 40}, "skipped", "no time: 30 s of the 40 s are"),
+        (_step("b", limit_s=20), {"took": {"b": 30}}, "failed", "not finished after 20 s"),
+        (
+            _step("b"),
+            {"seconds": 40, "took": {"b": 60}},
+            "skipped",
+            "no time: stopped after 30 s, at the end of the budget",
+        ),
+        (
+            _step("b", needs=("timm", "numpy")),
+            {"missing": {"timm": "pip install 'timm>=1.0'"}},
+            "skipped",
+            "missing: timm (pip install 'timm>=1.0')",
+        ),
+        (_step("b", after=("a",)), {"codes": {"a": 2}}, "skipped", "needs: a"),
+        (_step("b", judge=lambda ended: ("failed", "wrong")), {}, "failed", "wrong"),
+    ],
+)
+def test_a_step_that_does_not_end_well_says_why_and_what_is_smaller_still_runs(
+    step, given, status, reason
+):
+    results, _ = run_pretended([_step("a"), step, _step("c", expected_s=5)], **given)
+    assert results["b"].status == status and results["b"].reason.startswith(reason)
+    assert results["c"].status == ("skipped" if "took" in given and "seconds" in given else "ok")
 
 
 def _shell(text: str, **kind: object) -> Step:

@@ -83,18 +83,6 @@ def test_what_is_not_committed_leaves_no_trace(name):
     assert torch.equal(compressor.compress(values(100, 2)), dropped)
 
 
-def test_pieces_that_nobody_uses_keep_what_was_sent_of_them():
-    compressor = make("eftopk", 10, density=0.2)
-    compressor.compress(torch.arange(10.0))
-    compressor.commit()
-    before = compressor.residual.clone()
-    gradient = torch.cat([torch.zeros(8), torch.tensor([50.0, 1.0])])
-    compressor.compress(gradient)
-    compressor.commit([slice(0, 8)])
-    assert torch.equal(compressor.residual[:8], before[:8])
-    assert compressor.residual[8:].tolist() == [0.0, 1.0]
-
-
 @pytest.mark.parametrize("name", FEEDBACK)
 def test_an_overflow_does_not_stay(name):
     compressor = make(name, 64)
@@ -131,13 +119,6 @@ def test_payloads_are_of_one_length_on_all_ranks(name):
         lengths.add(payload.numel())
     assert len(lengths) == 1
     assert lengths.pop() % 8 == 0
-
-
-@pytest.mark.parametrize("name", ["topk", "eftopk", "gaussian", "signum", "efsignum"])
-def test_an_empty_tensor_is_no_problem(name):
-    compressor = make(name, 0)
-    assert mean_of(compressor, compressor.compress(torch.zeros(0))).numel() == 0
-    compressor.commit()
 
 
 def test_signs_are_packed_in_order():

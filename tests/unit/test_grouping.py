@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,7 +19,6 @@ from dear.buckets.grouping import (
     launch_order,
     layers,
 )
-from dear.comm.communicator import padded
 
 SIZES = st.lists(st.integers(0, 50), max_size=30)
 
@@ -37,12 +35,6 @@ def same(left, right):
 def test_threshold_is_strict_as_in_the_worked_example():
     sizes = [10, 10, 4, 30, 2, 24, 1]
     assert by_threshold(sizes, 25) == [[0, 1, 2], [3], [4], [5], [6]]
-
-
-def test_a_group_takes_its_first_item_whatever_its_size():
-    assert by_threshold([99, 1], 10) == [[0], [1]]
-    assert by_threshold([1, 1], 0) == [[0], [1]]
-    assert by_threshold([], 10) == []
 
 
 @settings(max_examples=100, deadline=None)
@@ -63,18 +55,6 @@ def test_joined_groups_stay_below_the_threshold_and_none_could_take_more(sizes, 
         assert total + sizes[following[0]] >= threshold
 
 
-@pytest.mark.parametrize(("numel", "wanted"), [(15, 16), (16, 16), (17, 20), (0, 0), (1, 4)])
-def test_padding_to_four_ranks(numel, wanted):
-    assert padded(numel, 4) == wanted
-
-
-@given(st.integers(0, 10**9), st.integers(1, 1000))
-def test_padding_is_the_least_multiple_that_holds_all(numel, world_size):
-    size = padded(numel, world_size)
-    assert size % world_size == 0
-    assert numel <= size < numel + world_size
-
-
 def test_layers_lists_trained_parameters_by_owner_in_registration_order():
     model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Sequential(nn.Linear(3, 4, bias=False)))
     first, second = model[0], model[2][0]
@@ -89,24 +69,10 @@ def test_layers_gives_a_shared_parameter_to_its_first_owner_only():
     assert same(layers(model, list(model.parameters())), wanted)
 
 
-def test_layers_leaves_out_what_is_not_trained():
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3))
-    model[0].requires_grad_(False)
-    model[1].bias.requires_grad_(False)
-    trained = [param for param in model.parameters() if param.requires_grad]
-    wanted = [[model[1].weight], [model[2].weight, model[2].bias]]
-    assert same(layers(model, trained), wanted)
-
-
 def test_fuse_counts_bytes():
     units = [params(2), params(2), params(2)]  # 8 bytes each
     assert same(fuse(units, 17), [[units[0][0], units[1][0]], [units[2][0]]])
     assert same(fuse(units, 16), units)
-
-
-def test_fuse_does_not_split_a_unit():
-    unit = params(10, 10)
-    assert same(fuse([unit], 8), [unit])
 
 
 def test_fuse_never_mixes_dtypes():
@@ -114,16 +80,6 @@ def test_fuse_never_mixes_dtypes():
     units = [[single[0], double[0]], [double[1]], [single[1]]]
     groups = fuse(units, 1e9)
     assert same(groups, [[single[0]], double, [single[1]]])
-
-
-@settings(max_examples=50, deadline=None)
-@given(st.lists(st.lists(st.sampled_from([torch.float32, torch.bfloat16]), min_size=1, max_size=3)))
-def test_fuse_covers_every_parameter_once_and_one_dtype_per_group(kinds):
-    units = [[params(1, dtype=kind)[0] for kind in unit] for unit in kinds]
-    groups = fuse(units, 9)
-    assert all(len({param.dtype for param in group}) == 1 for group in groups)
-    found = sorted(id(param) for group in groups for param in group)
-    assert found == sorted(id(param) for unit in units for param in unit)
 
 
 def test_nearby_layers_leave_the_rest_in_a_last_group():
@@ -138,10 +94,6 @@ def test_waiting_times_are_cut_into_cycles_as_in_the_worked_example():
     assert groups == [[0, 1], [2, 3], [4], [5]]
     starts = [index in [members[0] for members in groups] for index in range(6)]
     assert [int(start) for start in starts] == [1, 0, 1, 0, 1, 1]
-
-
-def test_layers_of_one_cycle_stay_together_after_a_long_pause():
-    assert by_wait([0.0, 0.023, 0.024], 0.005) == [[0], [1, 2]]
 
 
 def test_a_ramp_grows_from_both_ends():
@@ -159,11 +111,6 @@ def test_a_ramp_covers_every_item_once_and_never_exceeds_the_threshold(sizes, th
     assert [index for members in groups for index in members] == list(range(len(sizes)))
     for members in groups:
         assert len(members) == 1 or sum(sizes[i] for i in members) < threshold
-
-
-@given(SIZES, st.integers(1, 120))
-def test_a_ramp_that_begins_at_the_threshold_is_none(sizes, threshold):
-    assert by_ramp(sizes, threshold, threshold) == by_threshold(sizes, threshold)
 
 
 def _layers(count: int, dtype: torch.dtype = torch.float32) -> nn.Sequential:
@@ -203,10 +150,3 @@ def test_dtypes_are_never_mixed_and_do_not_cut_each_others_groups():
     order = _order(list(range(6)), list(range(5, -1, -1)))
     groups = group(model, params, order, Dear.Options(threshold_mb=1e3, first_mb=None))
     assert _named(model, groups) == [[0, 1, 4, 5], [2, 3]]
-
-
-def test_without_fusion_every_tensor_is_a_group():
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    params = list(model.parameters())
-    groups = group(model, params, _order([0, 1, 2, 3], [3, 2, 1, 0]), Dear.Options(fusion="none"))
-    assert [len(members) for members in groups] == [1, 1, 1, 1]

@@ -225,7 +225,11 @@ def test_a_row_names_the_batch_size_of_every_rank():
 
 
 @pytest.mark.parametrize(
-    ("name", "evaluations"), [("time_to_accuracy", 18 * 16), ("slow_host", 8 * 4)]
+    ("name", "evaluations"),
+    [
+        pytest.param("time_to_accuracy", 18 * 16, marks=pytest.mark.full),
+        ("slow_host", 8 * 4),
+    ],
 )
 def test_figures_are_drawn_from_records(tmp_path, name, evaluations):
     """Of what has been learned, or of the pace where nothing was to be learned."""

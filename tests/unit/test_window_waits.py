@@ -35,17 +35,6 @@ def waiting(clock: Clock, timeout: timedelta | None, steps_in: Callable[[], int]
     return engine
 
 
-def test_it_pauses_longer_and_longer_until_the_neighbour_has_come():
-    clock = Clock()
-    steps_in = lambda: 5 if clock.now >= 100.1 else 3  # noqa: E731
-    engine = waiting(clock, timedelta(seconds=30), steps_in)
-    engine._catch_up(1, 5)
-    assert clock.pauses[:3] == [POLL_S[0], 2 * POLL_S[0], 4 * POLL_S[0]]
-    assert max(clock.pauses) == POLL_S[1]
-    assert engine.communicator.blocked_s == pytest.approx(sum(clock.pauses))
-    assert 0.1 <= sum(clock.pauses) < 0.1 + POLL_S[1]
-
-
 @pytest.mark.parametrize(
     ("timeout", "limit_s"), [(timedelta(seconds=7), 7.0), (None, DEFAULT_PATIENCE_S)]
 )

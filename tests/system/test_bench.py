@@ -3,31 +3,15 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from bench.rig import table
-from tests.system.sandboxes import Outside, in_sandbox, needs_sandbox
+from tests.system.processes import ROOT, python
+from tests.system.sandboxes import Outside, needs_sandbox
 
-ROOT = Path(__file__).parents[2]
-# A busy machine starts processes slowly.
 LIMIT_S = 280.0
-
-
-def run(
-    script: str, *arguments: str, env: dict[str, str] | None = None
-) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(ROOT / "bench" / script), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        env=env,
-        stdin=subprocess.DEVNULL,
-    )
 
 
 @pytest.mark.timeout(LIMIT_S + 20)
@@ -37,11 +21,11 @@ def test_engines_are_right_and_recorded_and_one_that_cannot_start_fails_alone(tm
     # Without a PATH there is no mpirun.
     environment = {"PATH": str(tmp_path), "PYTHONPATH": str(ROOT)}
     engines = ["--engines", "mpi", "gloo"]
-    wrong = run("collectives.py", "--engines", "glo")
+    wrong = python("bench/collectives.py", "--engines", "glo")
     assert (wrong.returncode, wrong.stdout) == (2, "")
     assert wrong.stderr.startswith("error: unknown engine 'glo'; did you mean 'gloo'?")
     assert wrong.stderr.count("\n") == 1
-    done = run("collectives.py", *engines, *options, "--json", str(path), env=environment)
+    done = python("bench/collectives.py", *engines, *options, "--json", str(path), env=environment)
     assert done.returncode == 1
     rows = [line.split(maxsplit=3) for line in done.stdout.splitlines()]
     assert ["all_gather", "mpi", "4000", "unavailable: no mpirun on the PATH"] in rows
@@ -64,36 +48,21 @@ def test_engines_are_right_and_recorded_and_one_that_cannot_start_fails_alone(tm
 @needs_sandbox
 @pytest.mark.full
 @pytest.mark.timeout(LIMIT_S + 20)
-def test_gloo_on_two_virtual_hosts_leaves_nothing_behind(tmp_path):
+@pytest.mark.parametrize("rate", ["1gbit", "none"])
+def test_gloo_on_two_virtual_hosts_leaves_nothing_behind(tmp_path, rate):
     outside = Outside()
     path = tmp_path / "out.json"
-    options = ["--hosts", "netns", "--rate", "1gbit", "--congestion", "reno", "-n", "2"]
+    options = ["--hosts", "netns", "--rate", rate, "--congestion", "reno", "-n", "2"]
     options += ["--ops", "reduce_scatter", "--sizes", "400K", "--repeats", "1"]
     options += ["--engines", "gloo", "--seconds", "0.02", "--json", str(path)]
-    done = run("collectives.py", *options, env=outside.environment)
+    done = python("bench/collectives.py", *options, env=outside.environment)
     assert done.returncode == 0, done.stderr
     record = json.loads(path.read_text())
     assert [one["wrong"] for one in record["samples"]] == [0]
     assert [rank["host"] for rank in record["ranks"]] == ["h0", "h1"]
-    # 200 KB over a link of 125 MB/s, less the 128 KiB that its bucket lets through at once.
-    assert min(record["samples"][0]["times_s"][0]) > (200e3 - 131072) / 125e6
-    outside.check_clean()
-
-
-@needs_sandbox
-@pytest.mark.timeout(LIMIT_S + 20)
-@pytest.mark.parametrize("case", ["virtual", "unlimited", "local"])
-def test_hosts_are_removed_after_an_exception_with_what_runs_on_them(case):
-    outside = Outside()
-    program = str(Path(__file__).with_name("bench_hosts_program.py"))
-    done = subprocess.run(
-        in_sandbox("me", sys.executable, program, case),
-        env=outside.environment,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
+    if rate != "none":
+        # 200 KB over a link of 125 MB/s, less the 128 KiB that its bucket lets through at once.
+        assert min(record["samples"][0]["times_s"][0]) > (200e3 - 131072) / 125e6
     outside.check_clean()
 
 
@@ -123,7 +92,7 @@ def test_hosts_are_removed_after_an_exception_with_what_runs_on_them(case):
 )
 def test_every_script_prints_a_table_and_keeps_its_numbers(script, arguments, kept, tmp_path):
     path = tmp_path / "out.json"
-    done = run(script, *arguments.split(), "--json", str(path))
+    done = python(f"bench/{script}", *arguments.split(), "--json", str(path))
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1]
     record = json.loads(path.read_text())

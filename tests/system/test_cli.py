@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from common.harness import cli
-from tests.system.processes import ROOT
+from tests.system.processes import ROOT, python
 
 QUICK = str(ROOT / "configs" / "experiments" / "quick.yaml")
 EMULATED = ("run", str(ROOT / "configs" / "experiments" / "emulated-quick.yaml"))
@@ -143,5 +143,5 @@ def test_quick_answers_import_neither_torch_nor_numpy(tmp_path):
         "    heavy = {'torch', 'numpy', 'scipy', 'matplotlib', 'rich'} & set(sys.modules)\n"
         "    if heavy: sys.exit(f'{line}: imported {heavy}')\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    done = python("-c", code)
     assert done.returncode == 0, done.stderr

@@ -14,7 +14,7 @@ import uuid
 import pytest
 
 from dear import interactive
-from dear.comm.environment import RankFacts, rank_facts
+from dear.comm.environment import rank_facts
 from dear.errors import UserError
 from tests.system.processes import ROOT, wait_for
 from tests.system.sweeps import processes_of
@@ -47,18 +47,6 @@ class Client(dict):
         return sorted(self)
 
 
-def test_engines_of_one_host_are_ranks_by_their_numbers():
-    client = Client({number: Engine("one") for number in (0, 1, 4)})
-    assert interactive.assign_ranks(client) == [0, 1, 4]
-    for rank, number in enumerate((0, 1, 4)):
-        facts = rank_facts(client[number].environment)
-        assert facts == RankFacts(
-            launcher="torchrun", rank=rank, world_size=3, local_rank=rank, local_world_size=3
-        )
-        assert client[number].environment["MASTER_ADDR"] == "127.0.0.1"
-    assert len({client[n].environment["MASTER_PORT"] for n in client}) == 1
-
-
 def test_engines_of_several_hosts_are_grouped_by_host():
     client = Client(enumerate(Engine(host) for host in ("one", "two", "one", "two", "three")))
     order = interactive.assign_ranks(client)
@@ -68,6 +56,9 @@ def test_engines_of_several_hosts_are_grouped_by_host():
     assert [fact.local_rank for fact in facts] == [0, 1, 0, 1, 0]
     assert [fact.local_world_size for fact in facts] == [2, 2, 2, 2, 1]
     assert {client[n].environment["MASTER_ADDR"] for n in client} == {"one"}
+    assert len({client[n].environment["MASTER_PORT"] for n in client}) == 1
+    assert {fact.launcher for fact in facts} == {"torchrun"}
+    assert interactive._place()[1] is False  # this process has joined no job
 
 
 @pytest.mark.parametrize(
@@ -90,10 +81,6 @@ def test_an_engine_forgets_the_store_of_another_job(monkeypatch):
     interactive._enter({"RANK": "1"})
     assert interactive.os.environ["RANK"] == "1"
     assert "DEAR_STORE" not in interactive.os.environ
-
-
-def test_a_process_that_has_joined_no_job_says_so():
-    assert interactive._place()[1] is False
 
 
 def outputs(notebook: dict, kind: str) -> list[dict]:

@@ -15,7 +15,7 @@ from common.harness.fabric import WORKER
 from common.launch.job import Job
 from common.launch.local import LocalLauncher
 from dear.training.algorithm import algorithm_class
-from tests.system.processes import ROOT
+from tests.system.processes import ROOT, python
 from tests.system.sweeps import Driver, write_trial
 
 SCRIPT = ROOT / "dear" / "horovod_mpi_cj.sh"
@@ -30,12 +30,6 @@ needs_mpirun = pytest.mark.skipif(shutil.which("mpirun") is None, reason="no mpi
 @pytest.fixture
 def driver(tmp_path):
     return Driver(tmp_path)
-
-
-def run(driver: Driver, *flags: str) -> subprocess.CompletedProcess:
-    """`driver.run` with more patience."""
-    command = driver.command(*flags, *PATIENT)
-    return subprocess.run(command, capture_output=True, text=True, timeout=380)
 
 
 def shell(logs: Path, path: str | None = None, **variables: str) -> subprocess.CompletedProcess:
@@ -58,10 +52,10 @@ def shell(logs: Path, path: str | None = None, **variables: str) -> subprocess.C
 def test_mpirun_runs_a_trial_on_the_hosts_of_a_hostfile(driver, tmp_path):
     hostfile = tmp_path / "hosts"
     hostfile.write_text("# this machine\nlocalhost slots=2\n")
-    done = run(
-        driver,
+    done = driver.run(
         *("--set", "launcher=mpirun", "--set", f"hostfile={hostfile}"),
-        *("-k", "n=2", "-k", "dear", "--set", "measure.repeats=1"),
+        *("-k", "n=2", "-k", "dear", "--set", "measure.repeats=1", *PATIENT),
+        timeout=380,
     )
     assert done.returncode == 0, done.stderr
     (record,) = driver.records()
@@ -75,10 +69,10 @@ def test_horovod_over_mpi_trains_right(driver):
     reason = algorithm_class("horovod").unavailable()
     if reason:
         pytest.skip(reason)
-    done = run(
-        driver,
+    done = driver.run(
         *("--set", "launcher=mpirun", "--set", "measure.repeats=1", "-k", "n=2"),
-        *("--set", "algorithms=[{name: horovod, options: {controller: mpi}}]"),
+        *("--set", "algorithms=[{name: horovod, options: {controller: mpi}}]", *PATIENT),
+        timeout=380,
     )
     (record,) = driver.records()
     if record["status"] != "ok" and "built with MPI: False" in record["error"]["message"]:
@@ -140,14 +134,7 @@ def test_the_shell_launcher_refuses_what_it_cannot_honour(tmp_path, variables, w
 
 def test_a_worker_that_is_alone_but_should_not_be_refuses(tmp_path):
     write_trial(tmp_path, "dear", world_size=2)
-    done = subprocess.run(
-        [sys.executable, "-m", "common.harness.worker", str(tmp_path), "0"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=380,
-    )
-    assert done.returncode == 1
+    assert python("-m", "common.harness.worker", tmp_path, "0").returncode == 1
     error = json.loads((tmp_path / "error-0-rank0.json").read_text())
     assert "wants 2 workers" in error["message"] and "world of 1" in error["message"]
 
@@ -158,13 +145,8 @@ def test_the_printed_torchrun_command_runs_the_trial(tmp_path):
     job = Job(folder=tmp_path, repeat=0, world_size=2, timeout_s=60, worker_module=WORKER)
     command = LocalLauncher().command(job).split()
     assert command[0] == "torchrun"
-    subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", *command[1:]],
-        cwd=ROOT,
-        check=True,
-        capture_output=True,
-        timeout=380,
-    )
+    done = python("-m", "torch.distributed.run", *command[1:])
+    assert done.returncode == 0, done.stderr
     result = json.loads(job.result_path.read_text())
     assert result["started_by"] == "torchrun"
     assert result["check"]["matches_reference"]

@@ -3,37 +3,19 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-from common.profiling.network import median_error, record, table
+from common.profiling.network import record, table
 from dear.cost.collectives import Measurement
 from dear.errors import UserError
-
-ROOT = Path(__file__).parents[2]
-# A busy machine starts processes slowly.
-PATIENCE_S = 100
+from tests.system.processes import python
 
 
-def run(*argv):
-    return subprocess.run(
-        [sys.executable, *argv],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        stdin=subprocess.DEVNULL,
-    )
-
-
-@pytest.mark.timeout(PATIENCE_S + 20)
 def test_network_starts_its_own_ranks_and_writes_the_fit(tmp_path):
     path = tmp_path / "network.json"
     arguments = ["--ranks", "2", "--largest", "65536", "--repeats", "2", "--json", str(path)]
-    done = run("-m", "common.profiling.network", *arguments)
+    done = python("-m", "common.profiling.network", *arguments)
     assert done.returncode == 0, done.stderr
     assert "all_reduce: alpha" in done.stdout
     kept = json.loads(path.read_text())
@@ -72,17 +54,11 @@ LINE = Measurement(
 )
 
 
-def test_network_table_says_what_the_fit_is():
+def test_the_table_says_what_the_fit_is_and_the_record_keeps_every_time():
     lines = table([LINE])
     assert lines[0].split() == ["bytes", "all_reduce", "us"]
     assert lines[1].split() == ["4096", "104.1"]
-    assert lines[-1] == (
-        "all_reduce: alpha 100.0 us, beta 1.0000 ns/byte (1.000 GB/s), median error 0 %"
-    )
-    assert median_error(LINE, LINE.fit()) == pytest.approx(0, abs=1e-6)
-
-
-def test_network_record_keeps_every_time():
+    assert lines[-1].endswith("alpha 100.0 us, beta 1.0000 ns/byte (1.000 GB/s), median error 0 %")
     kept = json.loads(json.dumps(record([LINE], 4, "gloo")))
     assert kept["collectives"]["all_reduce"]["seconds"] == LINE.seconds
     assert kept["collectives"]["all_reduce"]["alpha_s"] == pytest.approx(1e-4)

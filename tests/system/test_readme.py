@@ -40,9 +40,3 @@ def test_make_targets_that_the_readme_names_exist():
     makefile = (ROOT / "Makefile").read_text()
     for target in re.findall(r"^make (\S+)", README, re.MULTILINE):
         assert f"\n{target}:" in makefile
-
-
-def test_every_column_of_a_table_has_a_rule():
-    for line in README.splitlines():
-        if line.startswith("| -"):
-            assert all(re.fullmatch(r" -+:? ", cell) for cell in line.strip("|").split("|"))

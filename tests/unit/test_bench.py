@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 
 import pytest
@@ -115,18 +114,6 @@ def test_preempt_counts_the_rounds_in_which_every_rank_overtook():
     assert row[-2:] == ["1/2", "3"]
 
 
-def test_a_speed_up_is_of_steps_per_second_round_by_round():
-    case = decentralized_peer.Case(difference=2e-7)
-    case.step_s = {"comm_core": [0.1, 0.2, 0.1], "gloo": [0.15, 0.2, 0.3]}
-    found = (case.ratio.median, case.ratio.low, case.ratio.high)
-    assert found == tuple(pytest.approx(value) for value in (1.5, 1.0, 3.0))
-    table_of = {"ring": case, "complete": decentralized_peer.Case()}
-    header, row, *_ = decentralized_peer.rendered(table_of).splitlines()
-    assert header.split()[:2] == ["topology", "difference"]
-    assert row.split()[:2] == ["ring", "2.0e-07"] and "1.50x" in row
-    assert row.endswith("(1.00..3.00, 3 rounds)")
-
-
 def test_differences_are_taken_in_each_round_and_beside_the_first():
     place = {"ranks": 1, "tensors": 10}
     rows = [
@@ -188,16 +175,6 @@ def test_scales_are_compared_by_their_medians_and_by_whole_rounds():
         times[ended].pop()
         case = fidelity.Scales(algorithm="ddp", **times)
         assert "(0.50..0.50, 1 rounds)" in fidelity.table(fidelity.Scales, [case])
-
-
-def test_both_scales_run_the_same_trial():
-    args = argparse.Namespace(
-        algorithms=["ddp"], model="m@d", batch_size=8, hosts=4, network="10gbe", steps=3
-    )
-    slow, fast = (fidelity.experiment(args, scale, "x") for scale in (10, 20))
-    assert slow.pop("cluster")["time_scale"] == 10
-    assert fast.pop("cluster")["time_scale"] == 20
-    assert slow == fast
 
 
 @pytest.mark.parametrize(

@@ -15,12 +15,10 @@ from common.harness.experiment import load
 from common.harness.trial import LearnConfig, Trial
 from common.harness.worker.learning import Batches, Loop, Schedule, TrainingClock
 from common.launch.job import Job, outcome_of
-from common.models import datasets
 from common.models.registry import build
 from dear.comm import runtime
 from dear.errors import UserError
-from tests.system.made_mnist import write_mnist
-from tests.system.made_trials import make_trial
+from tests.system.made import make_trial, write_mnist
 
 GOOD = {
     "algorithms": ["dear", "asyncddp"],
@@ -92,17 +90,6 @@ def test_data_is_part_of_a_trial_by_its_digest_not_by_its_path(read, tmp_path):
     assert trial(write_mnist(tmp_path / "c", shift=1)).hash != plain.hash
     assert str(tmp_path) not in json.dumps(plain.to_json())
     assert Trial.from_json(json.loads(json.dumps(plain.to_json()))) == plain
-
-
-def test_trials_that_do_not_learn_have_the_identity_that_they_had_before():
-    trial = make_trial("dear")
-    values = {
-        k: v for k, v in trial.to_json().items() if k not in ("label", "learn", "data_digest")
-    }
-    text = json.dumps(values, sort_keys=True, separators=(",", ":"))
-    assert trial.hash == hashlib.sha256(text.encode()).hexdigest()[:12]
-    old = {k: v for k, v in trial.to_json().items() if k not in ("learn", "data_digest")}
-    assert Trial.from_json(old) == trial
 
 
 def test_batch_sizes_are_those_of_ranks_and_part_of_a_trial(read):
@@ -258,15 +245,6 @@ def test_ranks_share_a_round_or_have_one_of_their_own():
     with pytest.raises(UserError, match="batch_size: 4 is more than the 3 images"):
         learn = LearnConfig(data="digits")
         Batches(learn, (images[:9], labels[:9]), batch_size=4, seed=3, rank=0, size=3)
-
-
-def test_data_that_has_changed_is_noticed(tmp_path):
-    folder = write_mnist(tmp_path / "a")
-    other = write_mnist(tmp_path / "b", images=20)
-    assert datasets.digest("mnist", folder) != datasets.digest("mnist", other)
-    assert datasets.digest("digits", None) == datasets.digest("digits", None)
-    (images, labels), (test_images, _) = datasets.load("mnist", other)
-    assert len(images) == len(labels) == 18 and len(test_images) == 2
 
 
 @pytest.mark.parametrize(

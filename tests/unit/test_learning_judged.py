@@ -19,7 +19,7 @@ from common.results.records import Check, Evaluation, Learning, RankPace, Reache
 from common.results.table import csv_text
 from dear.errors import UserError
 from plots.learning import draw
-from tests.system.made_trials import make_trial
+from tests.system.made import make_trial
 
 RECORDS = Path(__file__).parents[2] / "docs" / "records"
 

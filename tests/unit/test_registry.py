@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 from common.models import registry
 from dear.errors import UserError
-
-ROOT = Path(__file__).parents[2]
 
 
 def generator(seed=1):
@@ -88,15 +82,6 @@ def test_image_models_take_one_batch_of_images(name, shape):
     assert labels.dtype == torch.int64
 
 
-def test_image_labels_are_classes_of_the_model():
-    workload = registry.build("squeezenet1_1", 64, None, generator())
-    (labels,) = workload.targets
-    with torch.no_grad():
-        classes = workload.model(workload.inputs[0][:1]).shape[1]
-    assert labels.min() >= 0
-    assert 900 < labels.max() < classes == 1000
-
-
 def test_bert_takes_sentences_of_token_ids_below_2000(small_bert):
     words, follows = small_bert.targets
     assert set(small_bert.inputs) == {"input_ids", "token_type_ids", "attention_mask"}
@@ -107,9 +92,7 @@ def test_bert_takes_sentences_of_token_ids_below_2000(small_bert):
         assert ids.min() >= 0
         assert 1000 < ids.max() < 2000
     assert small_bert.inputs["attention_mask"].all()
-
-
-def test_bert_vocabulary_is_padded_to_a_multiple_of_eight(small_bert):
+    # The vocabulary is padded to a multiple of eight.
     assert small_bert.model.get_input_embeddings().num_embeddings == 30528
     assert small_bert.model.get_output_embeddings().out_features == 30528
 
@@ -162,24 +145,3 @@ def test_sentence_length_is_for_sentence_models():
     assert registry.sentence_len("resnet50", None) is None
     with pytest.raises(UserError, match="sentence_len: model resnet50 has no sentences"):
         registry.sentence_len("resnet50", 64)
-
-
-def test_units_are_sentences_for_bert_and_images_else():
-    computed = {n: entry for n, entry in registry.MODELS.items() if not registry.is_replay(n)}
-    units = {name: entry.sample_unit for name, entry in computed.items()}
-    assert [name for name, unit in units.items() if unit == "sen"] == ["bert_base", "bert"]
-    assert set(units.values()) == {"sen", "img"}
-
-
-def test_listing_imports_no_numeric_library():
-    code = (
-        "import sys; from common.harness import commands; listing = commands.listing(); "
-        "assert 'resnet50' in listing['models'] and 'dear' in listing['algorithms']; "
-        "print([m for m in ('torch', 'torchvision', 'transformers', 'timm', 'numpy') "
-        "if m in sys.modules])"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "[]"

@@ -15,7 +15,7 @@ from common.results import rows
 from common.results.records import Network, Record, typed
 from common.results.table import csv_text, significant
 from dear.training.algorithm import algorithm_class
-from tests.system.made_trials import make_trial
+from tests.system.made import make_trial
 
 NBYTES = 1_000_000
 PARTS = {"forward_s": 0.15, "backward_s": 0.2, "update_s": 0.02, "exposed_comm_s": 0.03}

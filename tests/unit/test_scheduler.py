@@ -79,33 +79,6 @@ def test_planned_order_starts_every_task_once(tasks, credit):
     assert sorted(order) == list(range(len(tasks)))
 
 
-class Wire:
-    """Notes what is started."""
-
-    def __init__(self, credit: float) -> None:
-        self.started: list[int] = []
-        self.issuer = OrderedIssuer(self.started.append, credit)
-
-
-def test_issuer_keeps_the_order_and_the_credit():
-    wire = Wire(credit=10)
-    sizes = {0: 8.0, 1: 8.0, 2: 1.0}
-    wire.issuer.begin([0, 1, 2], sizes)
-    wire.issuer.ready(1)
-    assert wire.started == []
-    wire.issuer.ready(0)
-    assert wire.started == [0, 1]  # the second overdraws
-    wire.issuer.ready(2)
-    assert wire.started == [0, 1]
-    wire.issuer.finished(8)
-    assert wire.started == [0, 1, 2]
-    wire.issuer.finished(8)
-    wire.issuer.finished(1)
-    wire.issuer.begin([2], sizes)
-    wire.issuer.ready(2)
-    assert wire.started == [0, 1, 2, 2]
-
-
 def test_issuer_gives_errors_of_other_threads_to_who_waits():
     def issue(task: int) -> None:
         if task == 1:
@@ -122,11 +95,20 @@ def test_issuer_gives_errors_of_other_threads_to_who_waits():
             issuer.wait_started(task)
 
 
-def test_issuer_notices_tasks_that_were_never_started():
-    wire = Wire(credit=1)
-    wire.issuer.begin([0, 1], {0: 1.0, 1: 1.0})
-    wire.issuer.ready(0)
-    with pytest.raises(RuntimeError, match="1 tasks were never started"):
-        wire.issuer.begin([0], {0: 1.0})
-    wire.issuer.drop()
-    wire.issuer.begin([], {})
+def test_issuer_keeps_the_order_and_the_credit():
+    started: list[int] = []
+    issuer, sizes = OrderedIssuer(started.append, 10), {0: 8.0, 1: 8.0, 2: 1.0}
+    issuer.begin([0, 1, 2], sizes)
+    issuer.ready(1)
+    assert started == []
+    issuer.ready(0)
+    assert started == [0, 1]  # the second overdraws
+    issuer.ready(2)
+    assert started == [0, 1]
+    issuer.finished(8)
+    assert started == [0, 1, 2]
+    issuer.begin([1, 0], sizes)
+    with pytest.raises(RuntimeError, match="2 tasks were never started"):
+        issuer.begin([0], sizes)
+    issuer.drop()
+    issuer.begin([], {})

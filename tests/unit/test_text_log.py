@@ -9,7 +9,7 @@ import pytest
 from common.harness.ui import log_header as header
 from common.harness.ui import log_results as results
 from common.harness.ui import rate_lines
-from tests.system.made_trials import make_trial
+from tests.system.made import make_trial
 
 
 def trial(model="resnet50", device="cuda", world_size=64, sentence_len=None, batch_size=64):

@@ -1,4 +1,4 @@
-"""When gradients arrive, by the communicator's clock."""
+"""What hooks see of a model: which modules read which parameters, and when gradients arrive."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from dear.training.hooks import ReaderMap
 from dear.training.tuning import LayerTimes
 
 
@@ -74,24 +75,23 @@ def test_times_are_of_the_faster_of_two_passes():
     assert profile.backward_s == pytest.approx(8)
 
 
-class Broken(torch.autograd.Function):
-    """Raises in the backward pass."""
+class Asking(nn.Sequential):
+    """Looks at all its parameters, last first, before it runs them; reads values of one only."""
 
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        raise ValueError("broken")
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in reversed(self):
+            assert layer.weight.requires_grad and layer.weight.shape == layer.weight.size()
+            torch.empty_like(layer.weight)
+        return super().forward(x + self[2].weight.data.sum())
 
 
-def test_a_pass_that_an_error_ended_does_not_count():
-    model, _, times = watched()
-    x = torch.ones(1, 2)
-    with pytest.raises(ValueError, match="broken"):
-        out = model.second(Broken.apply(model.first(x)))
-        (model(x, 1.0) + out).sum().backward()
-    one_pass(model)
-    profile = times.stop()
-    assert profile.backward_s == pytest.approx(8)
+def test_looking_at_a_parameter_is_not_reading_it():
+    model = Asking(*(nn.Linear(2, 2, bias=False) for _ in range(4)))
+    readers = ReaderMap(model, list(model.parameters()))
+    model(torch.ones(1, 2))
+    readers.set_groups([[param] for param in model.parameters()])
+    readers.freeze()
+    assert readers.groups_of(model) == {2}
+    assert [readers.groups_of(layer) for layer in model] == [{0}, {1}, {2}, {3}]
+    places = {param: i for i, param in enumerate(model.parameters())}
+    assert [places[param] for param in readers.order()] == [2, 0, 1, 3]

@@ -1,12 +1,65 @@
-"""A small profile, and what ranks do with its replay."""
+"""Trials, a folder of MNIST and a small profile, made up for tests."""
 
 from __future__ import annotations
 
+import gzip
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
 import torch
 
+from common.emulation.config import Fault
+from common.harness.trial import MeasureConfig, OptimizerConfig, Trial, options_of
 from common.models import replay
 from common.models.profile import Call, Profile, ProfiledParameter
 from common.models.workload import Workload
+
+
+def make_trial(algorithm: str, world: int = 4, **more: Any) -> Trial:
+    """A small trial; `more` are fields that differ, options and fault as an experiment has them."""
+    fields = {
+        "model": "mnist_cnn",
+        "batch_size": 8,
+        "sentence_len": None,
+        "launcher": "local",
+        "backend": "gloo",
+        "device": "cpu",
+        "dtype": "float32",
+        "seed": 1,
+        "threads_per_rank": 1,
+        "optimizer": OptimizerConfig(),
+        "measure": MeasureConfig(),
+        "label": algorithm,
+    }
+    options = options_of(algorithm, more.pop("options", {}))
+    fault = Fault(**more.pop("fault")) if more.get("fault") else None
+    return Trial(
+        algorithm=algorithm,
+        world_size=world,
+        options=options,
+        fault=fault,
+        **{**fields, **more},
+    )
+
+
+def idx(array: np.ndarray) -> bytes:
+    """The array as an IDX file of bytes."""
+    header = struct.pack(">HBB", 0, 0x08, array.ndim) + struct.pack(f">{array.ndim}I", *array.shape)
+    return header + array.astype(np.uint8).tobytes()
+
+
+def write_mnist(folder: Path, *, zipped: bool = False, images: int = 10, shift: int = 0) -> Path:
+    """Test images with the labels 0, 1, 2, ...; `shift` changes every pixel."""
+    folder.mkdir(parents=True, exist_ok=True)
+    pixels = (np.arange(images * 28 * 28).reshape(images, 28, 28) + shift) % 256
+    for name, array in (("images-idx3", pixels), ("labels-idx1", np.arange(images) % 10)):
+        data = idx(array)
+        path = folder / f"t10k-{name}-ubyte{'.gz' if zipped else ''}"
+        path.write_bytes(gzip.compress(data) if zipped else data)
+    return folder
+
 
 _SHAPES = {
     "scale": (3,),

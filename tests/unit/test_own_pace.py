@@ -1,10 +1,15 @@
-"""Batches and time budgets for ranks at their own pace."""
+"""Ranks at their own pace: batches, time budgets, and waiting for who is too far behind."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from dear.algorithms.asynchronous.asyncddp import DEFAULT_PATIENCE_S, POLL_S, AsyncEngine
 from dear.errors import UserError
 from dear.training.pace import LocalStepRandomBatchSampler, Pace, run_for
 
@@ -89,3 +94,38 @@ def test_h10_a_run_ends_with_the_step_in_which_the_time_is_over():
     assert run_for(0.1, step, communicator).steps == 1
     with pytest.raises(UserError, match="budget_s"):
         run_for(0.0, step, communicator)
+
+
+class Pauses:
+    """Time that passes only in pauses."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.pauses: list[float] = []
+
+    def pause(self, seconds: float) -> None:
+        self.pauses.append(seconds)
+        self.now += seconds
+
+
+def waiting(clock: Pauses, timeout: timedelta | None, steps_in: Callable[[], int]) -> AsyncEngine:
+    """A rank with 8 steps whose neighbour may be 2 behind, and has `steps_in()` in its values."""
+    engine = AsyncEngine.__new__(AsyncEngine)
+    engine.communicator = SimpleNamespace(
+        clock=lambda: clock.now, pause=clock.pause, timeout=timeout, blocked_s=0.0
+    )
+    engine.windows = {None: SimpleNamespace(steps_in=lambda source: steps_in())}
+    engine.steps, engine._max_staleness = 8, 2
+    engine.peers = SimpleNamespace(departures=SimpleNamespace(gone=lambda rank: False))
+    return engine
+
+
+@pytest.mark.parametrize(
+    ("timeout", "limit_s"), [(timedelta(seconds=7), 7.0), (None, DEFAULT_PATIENCE_S)]
+)
+def test_patience_ends_by_the_same_clock(timeout, limit_s):
+    clock = Pauses()
+    engine = waiting(clock, timeout, lambda: 3)
+    with pytest.raises(RuntimeError, match="rank 1 is 4 steps behind, more than max_staleness=2"):
+        engine._catch_up(1, 5)
+    assert sum(clock.pauses) == pytest.approx(limit_s, abs=2 * POLL_S[1])

@@ -1,4 +1,4 @@
-"""The benchmark scripts as they are started: what they print, keep, and leave behind."""
+"""Commands that measure, as they are started: what they print, keep, refuse, and leave behind."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from bench.rig import table
+from bench.rig.table import OPS
+from common.profiling import network
+from dear.cost.collectives import Measurement
+from dear.errors import UserError
 from tests.system.processes import ROOT, python
 from tests.system.sandboxes import Outside, needs_sandbox
 
@@ -35,7 +38,7 @@ def test_engines_are_right_and_recorded_and_one_that_cannot_start_fails_alone(tm
     assert record["failures"] == {"mpi": "unavailable: no mpirun on the PATH"}
     assert (record["schema"], record["setup"]["world"]) == (1, 2)
     assert len(record["samples"]) == 4 * 2
-    assert {one["op"] for one in record["samples"]} == set(table.OPS)
+    assert {one["op"] for one in record["samples"]} == set(OPS)
     for one in record["samples"]:
         assert one["wrong"] == 0
         assert len(one["times_s"]) == 2
@@ -105,3 +108,54 @@ def test_every_script_prints_a_table_and_keeps_its_numbers(script, arguments, ke
         for case in record["cases"]:
             assert len(case["step_s"]["dear"]) == 2 and min(case["step_s"]["dear"]) > 0
             assert case["step_s"]["decent-dp"] == [] and case["speedup"] is None
+
+
+def test_network_starts_its_own_ranks_and_writes_the_fit(tmp_path):
+    path = tmp_path / "network.json"
+    arguments = ["--ranks", "2", "--largest", "65536", "--repeats", "2", "--json", str(path)]
+    done = python("-m", "common.profiling.network", *arguments)
+    assert done.returncode == 0, done.stderr
+    assert "all_reduce: alpha" in done.stdout
+    kept = json.loads(path.read_text())
+    assert (kept["kind"], kept["ranks"]) == ("network", 2)
+    assert set(kept["collectives"]) == {"all_reduce", "reduce_scatter", "all_gather", "exchange"}
+    for found in kept["collectives"].values():
+        assert found["nbytes"] == [4096, 8192, 16384, 32768, 65536]
+        assert found["alpha_s"] >= 0 and found["beta_s_per_byte"] >= 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--ranks", "1"], "--ranks"),
+        (["--repeats", "0"], "--repeats"),
+        (["--largest", "5"], "--largest"),
+        (["--operations", "all_reduse"], "did you mean 'all_reduce'"),
+        (["--json", "/nowhere/at/all.json"], "/nowhere/at"),
+    ],
+)
+def test_network_refuses_mistakes_in_one_line(arguments, named, monkeypatch):
+
+    for name in ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(UserError) as caught:
+        network.main(arguments)
+    assert named in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+LINE = Measurement(
+    operation="all_reduce",
+    nbytes=[4096, 65536, 1048576],
+    seconds=[[1e-4 + 1e-9 * n] * 3 for n in (4096, 65536, 1048576)],
+)
+
+
+def test_the_table_says_what_the_fit_is_and_the_record_keeps_every_time():
+    lines = network.table([LINE])
+    assert lines[0].split() == ["bytes", "all_reduce", "us"]
+    assert lines[1].split() == ["4096", "104.1"]
+    assert lines[-1].endswith("alpha 100.0 us, beta 1.0000 ns/byte (1.000 GB/s), median error 0 %")
+    kept = json.loads(json.dumps(network.record([LINE], 4, "gloo")))
+    assert kept["collectives"]["all_reduce"]["seconds"] == LINE.seconds
+    assert kept["collectives"]["all_reduce"]["alpha_s"] == pytest.approx(1e-4)

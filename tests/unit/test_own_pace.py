@@ -49,12 +49,6 @@ def test_y8_orders_follow_from_seed_rank_and_round():
     assert rounds(2)[1] == torch.randperm(50, generator=generator).tolist()
 
 
-def test_it_feeds_a_data_loader():
-    sampler = LocalStepRandomBatchSampler(range(10), 4, base_seed=1)
-    loader = torch.utils.data.DataLoader(torch.arange(10), batch_sampler=sampler)
-    assert [len(batch) for batch in loader] == [4, 4, 2]
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -35,7 +35,7 @@ class Outside:
     def __init__(self) -> None:
         self._token = str(uuid.uuid4())
         self.environment = os.environ | {_TOKEN: self._token, "PYTHONPATH": str(ROOT)}
-        self._before = self._network()
+        self._before = self.network()
 
     def processes(self) -> list[int]:
         """The processes of the sandbox."""
@@ -44,10 +44,11 @@ class Outside:
     def check_clean(self) -> None:
         """Fails unless soon no process is left, and links and namespaces are as they were."""
         wait_for(lambda: not self.processes())
-        assert self._network() == self._before
+        assert self.network() == self._before
 
     @staticmethod
-    def _network() -> list[str]:
+    def network() -> list[str]:
+        """Links and named namespaces that anybody can see."""
         lines = []
         for command in (["ip", "netns", "list"], ["ip", "-brief", "link"]):
             done = subprocess.run(command, capture_output=True, text=True, check=True)

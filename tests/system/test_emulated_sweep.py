@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import signal
-import subprocess
 
 import pytest
 
 from common.emulation import sandbox
 from tests.system.processes import wait_for
+from tests.system.sandboxes import Outside
 from tests.system.sweeps import ENDLESS, Driver, processes_of
 
 pytestmark = [
@@ -43,14 +43,8 @@ def replayed(tmp_path):
     return Driver(tmp_path, REPLAYED)
 
 
-def outside() -> tuple[str, str]:
-    """What of the network anybody else can see."""
-    commands = (["ip", "netns", "list"], ["ip", "-o", "link"])
-    return tuple(subprocess.run(c, capture_output=True, text=True).stdout for c in commands)
-
-
 def test_real_training_on_virtual_hosts(tmp_path):
-    before, driver = outside(), Driver(tmp_path, TINY)
+    before, driver = Outside.network(), Driver(tmp_path, TINY)
     done = driver.run()
     assert done.returncode == 0, done.stderr + done.stdout
     ddp, dear = driver.records()
@@ -63,7 +57,7 @@ def test_real_training_on_virtual_hosts(tmp_path):
         assert record["trial"]["network"] == "1gbe" and record["trial"]["world_size"] == 2
         assert record["unfaithful"] in (True, False)
     assert "emulated" in done.stdout and "1gbe" in done.stdout
-    assert outside() == before and processes_of(tmp_path) == []
+    assert Outside.network() == before and processes_of(tmp_path) == []
 
 
 @pytest.mark.full
@@ -144,7 +138,7 @@ def test_a_slow_host_slows_everybody_and_a_slow_link_only_communication(replayed
     [signal.SIGINT, *(pytest.param(n, marks=pytest.mark.full) for n in ENDS)],
 )
 def test_a_driver_that_ends_in_mid_trial_leaves_nothing(replayed, number):
-    before = outside()
+    before = Outside.network()
     process = replayed.start("--set", ENDLESS)
     try:
         replayed.worker("dear", rank=0)
@@ -155,7 +149,7 @@ def test_a_driver_that_ends_in_mid_trial_leaves_nothing(replayed, number):
     finally:
         process.kill()
         process.wait()
-    assert outside() == before
+    assert Outside.network() == before
     if number != signal.SIGKILL:
         (record,) = replayed.records()
         assert record["status"] == "interrupted"

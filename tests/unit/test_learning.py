@@ -208,7 +208,7 @@ def _in_step(budget_s: float) -> dict:
     return {"steps": pace.steps, "elapsed_s": pace.elapsed_s, "taken": taken}
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [1, 3])
 def test_ranks_in_step_end_and_copy_at_the_same_steps_in_time(world, size):
     results = world(size).run(_in_step, 0.4)
     assert all(result == results[0] for result in results)

@@ -53,7 +53,7 @@ def test_samples_are_taken_and_the_best_installed_at_the_worked_steps():
     assert Tuned(Dear.Options(fusion="tuned"), Tuner(), Alone()).last_step == 52
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_it_stays_within_bounds_and_ends_near_the_best(seed):
     tuner = Tuner(seed=seed)
     _, tried, chosen = _tune(tuner)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -63,7 +62,9 @@ def test_sizes_that_cannot_be(arguments, said):
 
 
 class Clock:
-    """A communicator whose time passes only by steps."""
+    """A communicator whose time passes only by steps and pauses."""
+
+    blocked_s = 0.0
 
     def __init__(self):
         self.now = 100.0
@@ -73,6 +74,9 @@ class Clock:
 
     def barrier(self):
         self.now += 5.0  # not counted
+
+    def pause(self, seconds):
+        self.now += seconds
 
 
 def test_h10_a_run_ends_with_the_step_in_which_the_time_is_over():
@@ -90,36 +94,15 @@ def test_h10_a_run_ends_with_the_step_in_which_the_time_is_over():
         run_for(0.0, step, communicator)
 
 
-class Pauses:
-    """Time that passes only in pauses."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-        self.pauses: list[float] = []
-
-    def pause(self, seconds: float) -> None:
-        self.pauses.append(seconds)
-        self.now += seconds
-
-
-def waiting(clock: Pauses, timeout: timedelta | None, steps_in: Callable[[], int]) -> AsyncEngine:
-    """A rank with 8 steps whose neighbour may be 2 behind, and has `steps_in()` in its values."""
-    engine = AsyncEngine.__new__(AsyncEngine)
-    engine.communicator = SimpleNamespace(
-        clock=lambda: clock.now, pause=clock.pause, timeout=timeout, blocked_s=0.0
-    )
-    engine.windows = {None: SimpleNamespace(steps_in=lambda source: steps_in())}
-    engine.steps, engine._max_staleness = 8, 2
-    engine.peers = SimpleNamespace(departures=SimpleNamespace(gone=lambda rank: False))
-    return engine
-
-
 @pytest.mark.parametrize(
     ("timeout", "limit_s"), [(timedelta(seconds=7), 7.0), (None, DEFAULT_PATIENCE_S)]
 )
-def test_patience_ends_by_the_same_clock(timeout, limit_s):
-    clock = Pauses()
-    engine = waiting(clock, timeout, lambda: 3)
+def test_patience_with_who_is_too_far_behind_ends_by_the_same_clock(timeout, limit_s):
+    engine = AsyncEngine.__new__(AsyncEngine)  # with 8 steps, whose neighbour has 3
+    engine.communicator, engine.steps, engine._max_staleness = Clock(), 8, 2
+    engine.communicator.timeout = timeout
+    engine.windows = {None: SimpleNamespace(steps_in=lambda source: 3)}
+    engine.peers = SimpleNamespace(departures=SimpleNamespace(gone=lambda rank: False))
     with pytest.raises(RuntimeError, match="rank 1 is 4 steps behind, more than max_staleness=2"):
         engine._catch_up(1, 5)
-    assert sum(clock.pauses) == pytest.approx(limit_s, abs=2 * POLL_S[1])
+    assert engine.communicator.now - 100 == pytest.approx(limit_s, abs=2 * POLL_S[1])

@@ -97,8 +97,9 @@ def test_the_shell_launcher_runs_one_trial_and_says_how(tmp_path, mpirun):
     for line in ("Iter #4: ", "Img/sec per CPU: ", "Total img/sec on 2 CPU(s): "):
         assert line in done.stdout
     sweep = tmp_path / "logs" / "reference"
-    (speed,) = json.loads((sweep / "reports.json").read_text())["0"]["mnist_cnn_2"]["dear"]
-    assert float(speed) > 0
+    reports = json.loads((sweep / "reports.json").read_text())["0"]["mnist_cnn_2"]
+    ((name, (speed,)),) = reports.items()
+    assert name == "dear(threshold_mb=1)" and float(speed) > 0
     record = json.loads((sweep / "records.jsonl").read_text())
     assert record["trial"]["launcher"] == launcher
     assert record["trial"]["options"]["threshold_mb"] == 1.0

@@ -1,4 +1,4 @@
-"""Run in a sandbox by test_emulation_cluster.py: `emulation_program.py NAME`. Needs no torch."""
+"""Run in a sandbox by test_emulation.py: `emulation_program.py NAME`. Needs no torch."""
 
 from __future__ import annotations
 

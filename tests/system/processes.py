@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +24,13 @@ def wait_for(condition: Callable[[], Any], limit_s: float = LIMIT_S) -> Any:
         assert time.monotonic() < deadline, f"not so within {limit_s:g} s"
         time.sleep(0.02)
     return value
+
+
+def python(*words: object, timeout: float = 280.0, **options: Any) -> subprocess.CompletedProcess:
+    """Python with these arguments, from the project's folder to its end."""
+    command = [sys.executable, *map(str, words)]
+    fixed = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True}
+    return subprocess.run(command, cwd=ROOT, timeout=timeout, **fixed, **options)
 
 
 def alive(pid: int) -> bool:

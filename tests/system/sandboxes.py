@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import shutil
@@ -12,11 +11,11 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from common.emulation import sandbox
 from tests.system.processes import ROOT, wait_for
+from tests.system.sweeps import processes_of
 
 _NOBODY = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups", "--"]
 _TOKEN = "TEST_TOKEN"
@@ -36,24 +35,20 @@ class Outside:
     def __init__(self) -> None:
         self._token = str(uuid.uuid4())
         self.environment = os.environ | {_TOKEN: self._token, "PYTHONPATH": str(ROOT)}
-        self._before = self._network()
+        self._before = self.network()
 
     def processes(self) -> list[int]:
         """The processes of the sandbox."""
-        found = []
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error):
-                if process.environ().get(_TOKEN) == self._token:
-                    found.append(process.pid)
-        return found
+        return processes_of(self._token)
 
     def check_clean(self) -> None:
         """Fails unless soon no process is left, and links and namespaces are as they were."""
         wait_for(lambda: not self.processes())
-        assert self._network() == self._before
+        assert self.network() == self._before
 
     @staticmethod
-    def _network() -> list[str]:
+    def network() -> list[str]:
+        """Links and named namespaces that anybody can see."""
         lines = []
         for command in (["ip", "netns", "list"], ["ip", "-brief", "link"]):
             done = subprocess.run(command, capture_output=True, text=True, check=True)

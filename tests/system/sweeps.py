@@ -15,7 +15,7 @@ import psutil
 
 from common.harness.experiment import load
 from common.harness.trial import Briefing
-from tests.system.processes import ROOT, wait_for
+from tests.system.processes import ROOT, python, wait_for
 
 ENDLESS = "measure.steps_per_iter=1000000"
 
@@ -40,16 +40,15 @@ class Driver:
         self.sweep = self.logs / "tiny"
 
     def command(self, *flags: str) -> list[str]:
-        run = [sys.executable, str(ROOT / "benchmarks.py"), "run", str(self.experiment)]
-        return [*run, "--logs", str(self.logs), "--no-plot", *flags]
+        run = ["benchmarks.py", "run", str(self.experiment), "--logs", str(self.logs), "--no-plot"]
+        return [*run, *flags]
 
     def run(self, *flags: str, **more: Any) -> subprocess.CompletedProcess:
         """To its end."""
-        return _finished(self.command(*flags), timeout=280, **more)
+        return python(*self.command(*flags), **more)
 
     def show(self, *flags: str) -> subprocess.CompletedProcess:
-        command = [sys.executable, str(ROOT / "benchmarks.py"), "show", *flags]
-        return _finished([*command, "--logs", str(self.logs)], timeout=60)
+        return python("benchmarks.py", "show", *flags, "--logs", self.logs)
 
     def start(self, *flags: str, interrupts: signal.Handlers = signal.SIG_DFL) -> subprocess.Popen:
         """In the foreground; with `interrupts` ignored as a script starts things with `&`.
@@ -57,7 +56,8 @@ class Driver:
         Otherwise a suite in the background would hand on that it ignores them.
         """
         return subprocess.Popen(
-            self.command(*flags),
+            [sys.executable, *self.command(*flags)],
+            cwd=ROOT,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -83,18 +83,6 @@ class Driver:
         return wait_for(find)
 
 
-def _finished(command: list[str], timeout: float, **more: Any) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        command,
-        cwd=ROOT,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        **more,
-    )
-
-
 def write_trial(folder: Path, algorithm: str, world_size: int) -> None:
     """What the workers of a short trial read."""
     experiment = folder / "x.yaml"
@@ -108,8 +96,8 @@ def write_trial(folder: Path, algorithm: str, world_size: int) -> None:
     Briefing(folder=folder).save()
 
 
-def processes_of(folder: Path) -> list[int]:
-    """Live processes whose environment or arguments name the folder."""
+def processes_of(folder: Path | str) -> list[int]:
+    """Live processes whose environment or arguments name the folder, or hold this text."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):

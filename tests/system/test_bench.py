@@ -1,48 +1,20 @@
-"""The benchmark scripts as they are started: what they print, keep, and leave behind."""
+"""Commands that measure, as they are started: what they print, keep, refuse, and leave behind."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from bench.rig import table
-from tests.system.sandboxes import Outside, in_sandbox, needs_sandbox
+from bench.rig.table import OPS
+from common.profiling import network
+from dear.cost.collectives import Measurement
+from dear.errors import UserError
+from tests.system.processes import ROOT, python
+from tests.system.sandboxes import Outside, needs_sandbox
 
-ROOT = Path(__file__).parents[2]
-# A busy machine starts processes slowly.
 LIMIT_S = 280.0
-ALONE = ["--engines", "comm_core", "--topologies", "ring", "complete", "--width", "8"]
-SMALL = ["--layers", "2", "--steps", "2", "--repeats", "2"]
-
-
-def run(
-    script: str, *arguments: str, env: dict[str, str] | None = None
-) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(ROOT / "bench" / script), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        env=env,
-        stdin=subprocess.DEVNULL,
-    )
-
-
-@pytest.mark.parametrize(
-    ("script", "arguments", "said"),
-    [
-        ("collectives.py", ["--engines", "glo"], "unknown engine 'glo'; did you mean 'gloo'?"),
-        ("fidelity.py", ["links", "--repeats", "0"], "--repeats 0: must be at least 1"),
-    ],
-)
-def test_a_users_mistake_is_one_line_and_status_2(script, arguments, said):
-    done = run(script, *arguments)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(f"error: {said}") and done.stderr.count("\n") == 1
 
 
 @pytest.mark.timeout(LIMIT_S + 20)
@@ -52,7 +24,11 @@ def test_engines_are_right_and_recorded_and_one_that_cannot_start_fails_alone(tm
     # Without a PATH there is no mpirun.
     environment = {"PATH": str(tmp_path), "PYTHONPATH": str(ROOT)}
     engines = ["--engines", "mpi", "gloo"]
-    done = run("collectives.py", *engines, *options, "--json", str(path), env=environment)
+    wrong = python("bench/collectives.py", "--engines", "glo")
+    assert (wrong.returncode, wrong.stdout) == (2, "")
+    assert wrong.stderr.startswith("error: unknown engine 'glo'; did you mean 'gloo'?")
+    assert wrong.stderr.count("\n") == 1
+    done = python("bench/collectives.py", *engines, *options, "--json", str(path), env=environment)
     assert done.returncode == 1
     rows = [line.split(maxsplit=3) for line in done.stdout.splitlines()]
     assert ["all_gather", "mpi", "4000", "unavailable: no mpirun on the PATH"] in rows
@@ -62,7 +38,7 @@ def test_engines_are_right_and_recorded_and_one_that_cannot_start_fails_alone(tm
     assert record["failures"] == {"mpi": "unavailable: no mpirun on the PATH"}
     assert (record["schema"], record["setup"]["world"]) == (1, 2)
     assert len(record["samples"]) == 4 * 2
-    assert {one["op"] for one in record["samples"]} == set(table.OPS)
+    assert {one["op"] for one in record["samples"]} == set(OPS)
     for one in record["samples"]:
         assert one["wrong"] == 0
         assert len(one["times_s"]) == 2
@@ -75,36 +51,21 @@ def test_engines_are_right_and_recorded_and_one_that_cannot_start_fails_alone(tm
 @needs_sandbox
 @pytest.mark.full
 @pytest.mark.timeout(LIMIT_S + 20)
-def test_gloo_on_two_virtual_hosts_leaves_nothing_behind(tmp_path):
+@pytest.mark.parametrize("rate", ["1gbit", "none"])
+def test_gloo_on_two_virtual_hosts_leaves_nothing_behind(tmp_path, rate):
     outside = Outside()
     path = tmp_path / "out.json"
-    options = ["--hosts", "netns", "--rate", "1gbit", "--congestion", "reno", "-n", "2"]
+    options = ["--hosts", "netns", "--rate", rate, "--congestion", "reno", "-n", "2"]
     options += ["--ops", "reduce_scatter", "--sizes", "400K", "--repeats", "1"]
     options += ["--engines", "gloo", "--seconds", "0.02", "--json", str(path)]
-    done = run("collectives.py", *options, env=outside.environment)
+    done = python("bench/collectives.py", *options, env=outside.environment)
     assert done.returncode == 0, done.stderr
     record = json.loads(path.read_text())
     assert [one["wrong"] for one in record["samples"]] == [0]
     assert [rank["host"] for rank in record["ranks"]] == ["h0", "h1"]
-    # 200 KB over a link of 125 MB/s, less the 128 KiB that its bucket lets through at once.
-    assert min(record["samples"][0]["times_s"][0]) > (200e3 - 131072) / 125e6
-    outside.check_clean()
-
-
-@needs_sandbox
-@pytest.mark.timeout(LIMIT_S + 20)
-@pytest.mark.parametrize("case", ["virtual", "unlimited", "local"])
-def test_hosts_are_removed_after_an_exception_with_what_runs_on_them(case):
-    outside = Outside()
-    program = str(Path(__file__).with_name("bench_hosts_program.py"))
-    done = subprocess.run(
-        in_sandbox("me", sys.executable, program, case),
-        env=outside.environment,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
+    if rate != "none":
+        # 200 KB over a link of 125 MB/s, less the 128 KiB that its bucket lets through at once.
+        assert min(record["samples"][0]["times_s"][0]) > (200e3 - 131072) / 125e6
     outside.check_clean()
 
 
@@ -123,39 +84,84 @@ def test_hosts_are_removed_after_an_exception_with_what_runs_on_them(case):
             "loss_curves --tasks mnist --steps 2 --ranks 2 --algorithms wfbp",
             "curves",
         ),
+        (
+            "wrappers.py",
+            "overhead --algorithms wfbp mgwfbp --tensors 3 --ranks 2 --steps 2 --rounds 3 "
+            "--warmup 3",
+            "rows",
+        ),
+        (
+            "decentralized_peer.py",
+            "-n 2 --engines comm_core --topologies ring complete --width 8 --layers 2 --steps 2 "
+            "--repeats 2",
+            "cases",
+        ),
     ],
 )
 def test_every_script_prints_a_table_and_keeps_its_numbers(script, arguments, kept, tmp_path):
     path = tmp_path / "out.json"
-    done = run(script, *arguments.split(), "--json", str(path))
+    done = python(f"bench/{script}", *arguments.split(), "--json", str(path))
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1]
     record = json.loads(path.read_text())
-    assert record["schema"] == 1 and record["machine"]["cores"] and record[kept]
+    assert record["schema"] == 1 and record[kept]
+    assert kept == "rows" or record["machine"]["cores"]
+    if arguments.startswith("overhead"):
+        assert [row["algorithm"] for row in record["rows"]] == ["plain", "wfbp", "mgwfbp"]
+        assert all(len(row["seconds_per_step"]) == 3 for row in record["rows"])
+    if script == "decentralized_peer.py":  # ours beside no peer
+        assert record["parameters"] == 2 * (64 + 8)
+        for case in record["cases"]:
+            assert len(case["step_s"]["dear"]) == 2 and min(case["step_s"]["dear"]) > 0
+            assert case["step_s"]["decent-dp"] == [] and case["speedup"] is None
 
 
-@pytest.mark.full
-@pytest.mark.timeout(LIMIT_S + 20)
-def test_ours_beside_no_peer_is_timed_and_kept(tmp_path):
-    path = tmp_path / "peer.json"
-    done = run("decentralized_peer.py", "-n", "2", *ALONE, *SMALL, "--json", str(path))
+def test_network_starts_its_own_ranks_and_writes_the_fit(tmp_path):
+    path = tmp_path / "network.json"
+    arguments = ["--ranks", "2", "--largest", "65536", "--repeats", "2", "--json", str(path)]
+    done = python("-m", "common.profiling.network", *arguments)
     assert done.returncode == 0, done.stderr
+    assert "all_reduce: alpha" in done.stdout
     kept = json.loads(path.read_text())
-    assert [case["topology"] for case in kept["cases"]] == ["ring", "complete"]
-    assert kept["parameters"] == 2 * (64 + 8)
-    for case in kept["cases"]:
-        assert len(case["step_s"]["dear"]) == 2 and min(case["step_s"]["dear"]) > 0
-        assert case["step_s"]["decent-dp"] == [] and case["speedup"] is None
+    assert (kept["kind"], kept["ranks"]) == ("network", 2)
+    assert set(kept["collectives"]) == {"all_reduce", "reduce_scatter", "all_gather", "exchange"}
+    for found in kept["collectives"].values():
+        assert found["nbytes"] == [4096, 8192, 16384, 32768, 65536]
+        assert found["alpha_s"] >= 0 and found["beta_s_per_byte"] >= 0
 
 
-@pytest.mark.timeout(LIMIT_S + 20)
-def test_overhead_measures_each_wrapper_beside_plain_torch(tmp_path):
-    path = tmp_path / "overhead.json"
-    arguments = ["--algorithms", "wfbp", "mgwfbp", "--tensors", "3", "--ranks", "2"]
-    arguments += ["--steps", "2", "--rounds", "3", "--warmup", "3", "--json", str(path)]
-    done = run("wrappers.py", "overhead", *arguments)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split("\n")[0].split()[0] == "algorithm"
-    rows = json.loads(path.read_text())["rows"]
-    assert [row["algorithm"] for row in rows] == ["plain", "wfbp", "mgwfbp"]
-    assert all(len(row["seconds_per_step"]) == 3 for row in rows)
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--ranks", "1"], "--ranks"),
+        (["--repeats", "0"], "--repeats"),
+        (["--largest", "5"], "--largest"),
+        (["--operations", "all_reduse"], "did you mean 'all_reduce'"),
+        (["--json", "/nowhere/at/all.json"], "/nowhere/at"),
+    ],
+)
+def test_network_refuses_mistakes_in_one_line(arguments, named, monkeypatch):
+
+    for name in ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(UserError) as caught:
+        network.main(arguments)
+    assert named in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+LINE = Measurement(
+    operation="all_reduce",
+    nbytes=[4096, 65536, 1048576],
+    seconds=[[1e-4 + 1e-9 * n] * 3 for n in (4096, 65536, 1048576)],
+)
+
+
+def test_the_table_says_what_the_fit_is_and_the_record_keeps_every_time():
+    lines = network.table([LINE])
+    assert lines[0].split() == ["bytes", "all_reduce", "us"]
+    assert lines[1].split() == ["4096", "104.1"]
+    assert lines[-1].endswith("alpha 100.0 us, beta 1.0000 ns/byte (1.000 GB/s), median error 0 %")
+    kept = json.loads(json.dumps(network.record([LINE], 4, "gloo")))
+    assert kept["collectives"]["all_reduce"]["seconds"] == LINE.seconds
+    assert kept["collectives"]["all_reduce"]["alpha_s"] == pytest.approx(1e-4)

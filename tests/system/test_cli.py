@@ -6,13 +6,12 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from common.harness import cli
+from tests.system.processes import ROOT, python
 
-ROOT = Path(__file__).parents[2]
 QUICK = str(ROOT / "configs" / "experiments" / "quick.yaml")
 EMULATED = ("run", str(ROOT / "configs" / "experiments" / "emulated-quick.yaml"))
 
@@ -107,15 +106,12 @@ def test_a_dry_run_prints_every_trial_and_writes_nothing(tmp_path, capsys):
         assert f"mnist_cnn bs=32 n=1 {name}" in out or f"n=2 {name}" in out
     assert "12 trials, 12 to run" in out
     assert "threshold_mb=25.0" in out
-    assert not (tmp_path / "logs").exists()
-
-
-def test_a_dry_run_as_json_is_the_plan(tmp_path, capsys):
     flags = ["-n", "--json", "-k", "algorithm=dear", "--logs", str(tmp_path / "logs")]
     assert cli.main(["run", QUICK, *flags]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert [entry["trial"]["model"] for entry in plan] == ["resnet50", "mnist_cnn"]
     assert all(entry["run"] for entry in plan)
+    assert not (tmp_path / "logs").exists()
 
 
 def test_list_names_what_there_is(capsys):
@@ -124,22 +120,6 @@ def test_list_names_what_there_is(capsys):
     assert {"allreduce", "wfbp", "ddp", "horovod", "dear"} <= set(listing["algorithms"])
     assert {"resnet50", "bert", "bert_base", "inceptionv4", "mnist_cnn"} <= set(listing["models"])
     assert QUICK.endswith(next(name for name in listing["experiments"] if "/quick" in name))
-
-
-@pytest.mark.parametrize(
-    "arguments", [["--dry-run"], ["list"], ["--help"], ["--set", "algorithms.0=deer"]]
-)
-def test_quick_answers_import_neither_torch_nor_numpy(arguments):
-    code = (
-        "import sys\nfrom common.harness.cli import main\n"
-        "try: main(sys.argv[1:])\nexcept SystemExit: pass\n"
-        "heavy = {'torch', 'numpy', 'scipy', 'matplotlib', 'rich'} & set(sys.modules)\n"
-        "sys.exit(f'imported {heavy}' if heavy else 0)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, *arguments], cwd=ROOT, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
 
 
 def test_output_into_a_closed_pipe_is_no_traceback():
@@ -153,3 +133,15 @@ def test_output_into_a_closed_pipe_is_no_traceback():
     listing.stdout.close()
     assert "Traceback" not in listing.stderr.read()
     listing.wait(timeout=30)
+
+
+def test_quick_answers_import_neither_torch_nor_numpy(tmp_path):
+    code = (
+        "import sys\nfrom common.harness.cli import main\n"
+        "for line in ('--dry-run', 'list', '--help', '--set algorithms.0=deer'):\n"
+        "    try: main(line.split())\n    except SystemExit: pass\n"
+        "    heavy = {'torch', 'numpy', 'scipy', 'matplotlib', 'rich'} & set(sys.modules)\n"
+        "    if heavy: sys.exit(f'{line}: imported {heavy}')\n"
+    )
+    done = python("-c", code)
+    assert done.returncode == 0, done.stderr

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import signal
-import subprocess
 
 import pytest
 
 from common.emulation import sandbox
 from tests.system.processes import wait_for
+from tests.system.sandboxes import Outside
 from tests.system.sweeps import ENDLESS, Driver, processes_of
 
 pytestmark = [
@@ -43,14 +43,8 @@ def replayed(tmp_path):
     return Driver(tmp_path, REPLAYED)
 
 
-def outside() -> tuple[str, str]:
-    """What of the network anybody else can see."""
-    commands = (["ip", "netns", "list"], ["ip", "-o", "link"])
-    return tuple(subprocess.run(c, capture_output=True, text=True).stdout for c in commands)
-
-
 def test_real_training_on_virtual_hosts(tmp_path):
-    before, driver = outside(), Driver(tmp_path, TINY)
+    before, driver = Outside.network(), Driver(tmp_path, TINY)
     done = driver.run()
     assert done.returncode == 0, done.stderr + done.stdout
     ddp, dear = driver.records()
@@ -63,7 +57,7 @@ def test_real_training_on_virtual_hosts(tmp_path):
         assert record["trial"]["network"] == "1gbe" and record["trial"]["world_size"] == 2
         assert record["unfaithful"] in (True, False)
     assert "emulated" in done.stdout and "1gbe" in done.stdout
-    assert outside() == before and processes_of(tmp_path) == []
+    assert Outside.network() == before and processes_of(tmp_path) == []
 
 
 @pytest.mark.full
@@ -126,16 +120,6 @@ def test_a_link_cut_for_good_fails_the_trial_names_the_host_and_the_sweep_goes_o
 
 
 @pytest.mark.full
-def test_a_rank_killed_fails_the_trial_and_names_it(replayed):
-    flags = ["--set", "faults=[{kind: kill_rank, rank: 1, at_s: 0.1}]", "-k", "kill_rank"]
-    done = replayed.run(*flags, "--set", "measure.steps_per_iter=1000")
-    assert done.returncode == 1, done.stderr + done.stdout
-    (record,) = replayed.records()
-    assert record["status"] == "failed" and record["error"]["rank"] == 1
-    assert "rank 1" in record["error"]["message"]
-
-
-@pytest.mark.full
 def test_a_slow_host_slows_everybody_and_a_slow_link_only_communication(replayed):
     slow = "{kind: slow_host, host: 1, factor: 3}"
     rate = "{kind: link_rate, host: 0, rate: 500mbit}"
@@ -148,12 +132,13 @@ def test_a_slow_host_slows_everybody_and_a_slow_link_only_communication(replayed
     assert all(event["ok"] for r in (slowed, limited) for event in r["fault_events"])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "number",
     [signal.SIGINT, *(pytest.param(n, marks=pytest.mark.full) for n in ENDS)],
 )
 def test_a_driver_that_ends_in_mid_trial_leaves_nothing(replayed, number):
-    before = outside()
+    before = Outside.network()
     process = replayed.start("--set", ENDLESS)
     try:
         replayed.worker("dear", rank=0)
@@ -164,7 +149,7 @@ def test_a_driver_that_ends_in_mid_trial_leaves_nothing(replayed, number):
     finally:
         process.kill()
         process.wait()
-    assert outside() == before
+    assert Outside.network() == before
     if number != signal.SIGKILL:
         (record,) = replayed.records()
         assert record["status"] == "interrupted"

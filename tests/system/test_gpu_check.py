@@ -1,4 +1,4 @@
-"""The GPU check: its plan, its budget, its verdicts, and its refusal where there is no GPU."""
+"""The GPU check: its budget, plan and verdicts, and its refusal where there is no GPU."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import ctypes
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import time
@@ -14,70 +13,129 @@ from pathlib import Path
 
 import pytest
 
-from common.harness import cli, gpu_check
-from common.harness.budget import Budget, Ended, Result, Step
+from common.harness import budget, cli, gpu_check
+from common.harness.budget import Budget, Ended, Step, run_command, run_steps
 from common.harness.gpu_check import EXPERIMENT, Place, judge_sweep, judge_tests, plan
 from common.results.records import Check, Failure, Record
 from dear.errors import UserError
-from tests.unit.test_budget import run_pretended
+from tests.system.processes import alive, wait_for
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def _step(name: str, expected_s: float = 10, limit_s: float = 100, **kind: object) -> Step:
+    return Step(name=name, command=["true"], expected_s=expected_s, limit_s=limit_s, **kind)
+
+
+def run_pretended(steps, seconds=480.0, took=None, codes=None, missing=None):
+    """Results of steps that take `took[name]` seconds (10) and exit with `codes[name]` (0)."""
+    clock = Clock()
+    limits = {}
+
+    def start(step: Step, limit_s: float) -> Ended:
+        limits[step.name] = limit_s
+        wanted = (took or {}).get(step.name, 10)
+        clock.now += min(wanted, limit_s)
+        code = None if wanted > limit_s else (codes or {}).get(step.name, 0)
+        return Ended(code=code, seconds=min(wanted, limit_s), log=Path("/nonexistent/log"))
+
+    results = list(run_steps(steps, Budget(seconds, clock), missing or {}, start))
+    return {result.name: result for result in results}, limits
+
+
+def test_steps_run_in_order_and_each_gets_its_limit_or_what_is_left():
+    results, limits = run_pretended([_step("a"), _step("b"), _step("c")], seconds=115)
+    assert [(r.name, r.status) for r in results.values()] == [("a", "ok"), ("b", "ok"), ("c", "ok")]
+    assert limits == {"a": 100, "b": 100, "c": 95}
+
+
+@pytest.mark.parametrize(
+    ("step", "given", "status", "reason"),
+    [
+        (_step("b", expected_s=50), {"seconds": 40}, "skipped", "no time: 30 s of the 40 s are"),
+        (_step("b", limit_s=20), {"took": {"b": 30}}, "failed", "not finished after 20 s"),
+        (
+            _step("b"),
+            {"seconds": 40, "took": {"b": 60}},
+            "skipped",
+            "no time: stopped after 30 s, at the end of the budget",
+        ),
+        (
+            _step("b", needs=("timm", "numpy")),
+            {"missing": {"timm": "pip install 'timm>=1.0'"}},
+            "skipped",
+            "missing: timm (pip install 'timm>=1.0')",
+        ),
+        (_step("b", after=("a",)), {"codes": {"a": 2}}, "skipped", "needs: a"),
+        (_step("b", judge=lambda ended: ("failed", "wrong")), {}, "failed", "wrong"),
+    ],
+)
+def test_a_step_that_does_not_end_well_says_why_and_what_is_smaller_still_runs(
+    step, given, status, reason
+):
+    results, _ = run_pretended([_step("a"), step, _step("c", expected_s=5)], **given)
+    assert results["b"].status == status and results["b"].reason.startswith(reason)
+    assert results["c"].status == ("skipped" if "took" in given and "seconds" in given else "ok")
+
+
+def _shell(text: str, **kind: object) -> Step:
+    return Step(name="x", command=["bash", "-c", text], expected_s=0, limit_s=60, **kind)
+
+
+def test_a_failed_commands_last_line_is_the_reason(tmp_path):
+    step = _shell('echo one; echo "two $WORD" >&2; echo; exit 3', env={"WORD": "words"})
+    ended = run_command(step, 60, tmp_path / "log")
+    assert ended.code == 3
+    assert step.judge(ended) == ("failed", "exit status 3: two words")
+
+
+def test_nothing_of_a_command_over_its_time_stays_behind(tmp_path, monkeypatch):
+    monkeypatch.setattr(budget, "GRACE_S", 0.1)
+    # The child ignores SIGTERM; the inner process must be gone, too.
+    text = f"trap '' TERM; (trap '' TERM; echo $BASHPID > {tmp_path}/pid; exec sleep 600) & wait"
+    assert run_command(_shell(text), 2, tmp_path / "log").code is None
+    pid = int((tmp_path / "pid").read_text())
+    wait_for(lambda: not alive(pid))
+
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = [ROOT / "scripts" / f"{name}.sh" for name in ("gpu_check", "setup")]
 
 
-# The plan -----------------------------------------------------------------------------------------
-
-
 def _place(tmp_path: Path, gpus: int = 1, device: str = "cuda") -> Place:
-    return Place(
-        python=sys.executable,
-        venv=ROOT / ".venv",
-        out=tmp_path,
-        gpus=gpus,
-        device=device,
-        env={},
-    )
+    there = {"python": sys.executable, "venv": ROOT / ".venv", "out": tmp_path}
+    return Place(**there, gpus=gpus, device=device, env={})
 
 
 def test_the_plan_goes_from_tests_over_algorithms_to_profiles(tmp_path):
     steps = plan(_place(tmp_path))
-    assert [step.name for step in steps] == [
-        "build the comm core",
-        "CUDA tests",
-        "2 ranks sharing the GPU, over comm_core",
-        "2 ranks sharing the GPU, over gloo",
-        "resnet50, 1 rank over NCCL",
-        "bert_base, 1 rank over NCCL",
-        "profile resnet50-bs64",
-        "profile bert_base-bs64",
-        "profile bert-bs8",
-        "profile vgg16-bs64",
-        "profile densenet201-bs32",
-        "profile inceptionv4-bs64",
-        "profile bert-bs32",
+    names = [step.name for step in steps]
+    assert names[:6] == [
+        *("build the comm core", "CUDA tests"),
+        *(f"2 ranks sharing the GPU, over {backend}" for backend in ("comm_core", "gloo")),
+        *("resnet50, 1 rank over NCCL", "bert_base, 1 rank over NCCL"),
     ]
+    assert len(names) == 13 and all(name.startswith("profile ") for name in names[6:])
     assert sum(step.expected_s for step in steps) < gpu_check.BUDGET_S * 0.7
+    files = [word for word in steps[1].command if word.startswith("tests/")]
+    assert files == sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("tests/**/test_cuda*.py"))
+    # Without a comm core only what stands on it is left out.
+    results, _ = run_pretended(steps, missing={"c++": "no C++ compiler"})
+    skipped = [result for result in results.values() if result.status == "skipped"]
+    assert [result.name for result in skipped[:2]] == [names[0], names[2]]
+    assert skipped[0].reason == "missing: c++ (no C++ compiler)"
 
 
 def test_with_several_gpus_every_one_gets_a_rank(tmp_path):
     steps = {step.name: step for step in plan(_place(tmp_path, gpus=4))}
     assert "world_sizes=[4]" in steps["resnet50, 4 ranks over NCCL"].command
     assert "world_sizes=[2]" in steps["2 ranks on a GPU each, over gloo"].command
-
-
-def test_without_a_comm_core_only_what_stands_on_it_is_left_out(tmp_path):
-    steps = plan(_place(tmp_path))
-    results, _ = run_pretended(steps, missing={"c++": "no C++ compiler"})
-    skipped = [result.name for result in results.values() if result.status == "skipped"]
-    assert skipped[:2] == ["build the comm core", "2 ranks sharing the GPU, over comm_core"]
-    assert results["build the comm core"].reason == "missing: c++ (no C++ compiler)"
-
-
-def test_the_test_files_of_the_plan_exist(tmp_path):
-    command = plan(_place(tmp_path))[1].command
-    files = [word for word in command if word.startswith("tests/")]
-    assert files == sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("tests/**/test_cuda*.py"))
-    assert len(files) >= 3
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
@@ -97,47 +155,32 @@ def test_the_sweeps_of_the_plan_are_experiments(tmp_path, device, capsys):
         )
 
 
-# Verdicts -----------------------------------------------------------------------------------------
-
-
-def _junit(path: Path, *cases: str) -> Path:
-    path.write_text(f"<testsuites><testsuite>{''.join(cases)}</testsuite></testsuites>")
-    return path
-
-
-_PASSED = '<testcase name="good"/>'
-_FAILED = '<testcase name="bad"><failure message="no"/></testcase>'
-_SKIPPED = '<testcase name="later"><skipped message="no timm"/></testcase>'
-
-
 @pytest.mark.parametrize(
     ("cases", "status", "reason"),
     [
-        ([_PASSED, _PASSED, _SKIPPED], "ok", "2 passed, 1 skipped (no timm)"),
-        ([_PASSED, _FAILED], "failed", "1 failed (bad), 1 passed"),
-        ([_SKIPPED], "failed", "no test ran: 0 passed, 1 skipped (no timm)"),
+        ("good good later", "ok", "2 passed, 1 skipped (no timm)"),
+        ("good bad", "failed", "1 failed (bad), 1 passed"),
+        ("later", "failed", "no test ran: 0 passed, 1 skipped (no timm)"),
+        (None, "failed", "exit status 1: no module named pytest"),
     ],
 )
 def test_the_verdict_on_tests(tmp_path, cases, status, reason):
-    code = 1 if _FAILED in cases else 0
-    ended = Ended(code=code, seconds=1, log=tmp_path / "log")
-    assert judge_tests(_junit(tmp_path / "report.xml", *cases), ended) == (status, reason)
-
-
-def test_tests_that_wrote_no_report_have_failed(tmp_path):
-    (tmp_path / "log").write_text("no module named pytest\n")
-    ended = Ended(code=1, seconds=1, log=tmp_path / "log")
-    assert judge_tests(tmp_path / "none.xml", ended)[1].endswith("no module named pytest")
+    said = {"good": "", "bad": "<failure message='no'/>", "later": "<skipped message='no timm'/>"}
+    report, log = tmp_path / "report.xml", tmp_path / "log"
+    log.write_text("no module named pytest\n")
+    if cases is not None:
+        made = (f"<testcase name='{case}'>{said[case]}</testcase>" for case in cases.split())
+        report.write_text(f"<testsuites><testsuite>{''.join(made)}</testsuite></testsuites>")
+    code = int(cases is None or "bad" in cases)
+    assert judge_tests(report, Ended(code=code, seconds=1, log=log)) == (status, reason)
 
 
 def _record(algorithm: str, status: str = "ok", right: bool = True, model: str = "resnet50") -> str:
-    check = Check(
-        replicas_agree=True, matches_reference=right, reference_error=0.0 if right else 0.7
-    )
-    name = f"{algorithm}-{model}"
+    off = 0.0 if right else 0.7
+    check = Check(replicas_agree=True, matches_reference=right, reference_error=off)
     record = Record(
-        id=name,
-        hash=name,
+        id=f"{algorithm}-{model}",
+        hash=f"{algorithm}-{model}",
         trial={"label": algorithm, "model": model},
         status=status,
         error=None if status == "ok" else Failure(message="because"),
@@ -150,29 +193,24 @@ def _record(algorithm: str, status: str = "ok", right: bool = True, model: str =
 
 
 @pytest.mark.parametrize(
-    ("records", "code", "status", "reason"),
+    ("other", "code", "status", "reason"),
     [
-        ([_record("ddp"), _record("dear")], 0, "ok", "2 right"),
-        (
-            [_record("ddp"), _record("horovod", "unsupported")],
-            0,
-            "ok",
-            "1 right; unsupported: horovod: because",
-        ),
-        ([_record("ddp"), _record("dear", right=False)], 0, "failed", "dear: off plain training"),
-        ([_record("ddp"), _record("dear", "failed")], 1, "failed", "dear: failed: because"),
-        ([_record("ddp"), _record("dear", "oom", model="bert")], 0, "ok", "1 right"),
-        ([], 0, "failed", "0 right"),
+        (_record("dear"), 0, "ok", "2 right"),
+        (_record("horovod", "unsupported"), 0, "ok", "1 right; unsupported: horovod: because"),
+        (_record("dear", right=False), 0, "failed", "dear: off plain training"),
+        (_record("dear", "failed"), 1, "failed", "dear: failed: because"),
+        (_record("dear", "oom", model="bert"), 0, "ok", "1 right"),
+        (None, 0, "failed", "0 right"),
     ],
+    ids=lambda value: None if value is None or str(value).startswith("{") else value,
 )
-def test_the_verdict_on_a_sweep(tmp_path, records, code, status, reason):
+def test_the_verdict_on_a_sweep(tmp_path, other, code, status, reason):
+    records = [] if other is None else [_record("ddp"), other]
     (tmp_path / "records.jsonl").write_text("".join(f"{line}\n" for line in records))
     ended = Ended(code=code, seconds=1, log=tmp_path / "log")
     found, why = judge_sweep(tmp_path, {"resnet50"}, ended)
     assert found == status and why.startswith(reason)
 
-
-# The whole check ----------------------------------------------------------------------------------
 
 FACTS = {"torch": "2.11.0+cu130", "cuda": "13.0", "nccl": "2.28.9", "gpus": ["NVIDIA H200"]}
 
@@ -222,11 +260,9 @@ def test_the_check_needs_no_package():
 
 def test_the_probe_names_what_is_missing_and_how_to_get_it(monkeypatch):
     monkeypatch.setenv("PATH", "/nonexistent")
-    requirements = "# comment\ntorch==2.13.0\nnot-a-package>=1.0\n\nnumpy>=2.0  # why\n"
-    assert gpu_check.missing(requirements) == {
-        "not-a-package": "pip install 'not-a-package>=1.0'",
-        "c++": "no C++ compiler",
-    }
+    found = gpu_check.missing("# comment\ntorch==2.13.0\nnot-a-package>=1.0\n\nnumpy>=2.0  # why\n")
+    how = "pip install 'not-a-package>=1.0'"
+    assert found == {"not-a-package": how, "c++": "no C++ compiler"}
 
 
 @pytest.fixture
@@ -252,29 +288,27 @@ def pretended(monkeypatch, tmp_path):
     return run
 
 
-def test_the_summary_names_every_step(pretended, capsys):
-    code, out = pretended({"good": "true", "bad": "echo no GPU memory; exit 1"})
+def test_the_summary_names_every_step_and_holds_the_tables_of_sweeps(pretended, tmp_path, capsys):
+    folder = tmp_path / "out" / "sweeps" / "gpu"
+    sweep = f"mkdir -p {folder}; echo '| a table |' > {folder}/table.md"
+    code, out = pretended({"a|b": sweep, "bad": "echo no GPU memory; exit 1"})
     assert code == 1
     summary = json.loads((out / "summary.json").read_text())
-    found = [(s["name"], s["status"], s["reason"]) for s in summary["steps"]]
-    assert found == [
+    assert [(s["name"], s["status"], s["reason"]) for s in summary["steps"]] == [
         ("environment", "ok", ""),
-        ("good", "ok", ""),
+        ("a|b", "ok", ""),
         ("bad", "failed", "exit status 1: no GPU memory"),
     ]
-    assert summary["gpus"] == ["NVIDIA H200"]
-    assert summary["missing"] == {"ruff": "?"}
+    assert (summary["gpus"], summary["missing"]) == (["NVIDIA H200"], {"ruff": "?"})
     page = (out / "summary.md").read_text()
     assert page.startswith("# GPU check: 1 x NVIDIA H200\n")
     assert re.search(r"\| bad \| failed \| \d+ \| exit status 1: no GPU memory \|", page)
+    assert "| a/b | ok |" in page and "## gpu\n\n| a table |\n" in page
     assert "Not installed here: ruff (?)." in page
     assert "2 ok, 1 failed, 0 skipped" in capsys.readouterr().out
-
-
-def test_nothing_failed_is_exit_status_0_even_if_time_ran_out(pretended):
+    # Nothing failed is exit status 0, even if time ran out.
     code, out = pretended({"good": "true"}, budget=0.9)
-    assert code == 0
-    assert "| good | skipped | 0 | no time: " in (out / "summary.md").read_text()
+    assert code == 0 and "| good | skipped | 0 | no time: " in (out / "summary.md").read_text()
 
 
 def test_a_second_check_replaces_the_first_and_strangers_are_left_alone(pretended, tmp_path):
@@ -289,18 +323,6 @@ def test_a_second_check_replaces_the_first_and_strangers_are_left_alone(pretende
     assert (out / "steps").exists()
 
 
-def test_tables_of_the_sweeps_are_part_of_the_page(tmp_path):
-    folder = tmp_path / "sweeps" / "gpu"
-    folder.mkdir(parents=True)
-    (folder / "table.md").write_text("| a table |\n")
-    machine = {"python": "3.12", "cores": 16, "cpu": "Xeon", "commit": "abc"}
-    results = [Result(name="a|b", status="ok")]
-    gpu_check.write_summary(tmp_path, {**FACTS, "missing": {}}, machine, results, Budget(480))
-    page = (tmp_path / "summary.md").read_text()
-    assert "## gpu\n\n| a table |\n" in page
-    assert "| a/b | ok |" in page
-
-
 def test_only_profiles_of_this_run_are_collected(tmp_path):
     profiles = tmp_path / "profiles"
     for device, age in (("old", 1000), ("h200", 0)):
@@ -312,10 +334,3 @@ def test_only_profiles_of_this_run_are_collected(tmp_path):
     out.mkdir()
     gpu_check.collect_profiles(profiles, out, time.time() - 500)
     assert [path.name for path in (out / "profiles").iterdir()] == ["h200-bs8.json"]
-
-
-def test_shellcheck():
-    if shutil.which("shellcheck") is None:
-        pytest.skip("shellcheck is not installed")
-    done = subprocess.run(["shellcheck", *SCRIPTS], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout

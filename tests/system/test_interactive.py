@@ -1,12 +1,25 @@
-"""Places in a job for the engines of a notebook's cluster (its own test runs real ones)."""
+"""A notebook's cluster: places in a job for its engines, and the example with real ones."""
 
 from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import uuid
 
 import pytest
 
 from dear import interactive
-from dear.comm.environment import RankFacts, rank_facts
+from dear.comm.environment import rank_facts
 from dear.errors import UserError
+from tests.system.processes import ROOT, wait_for
+from tests.system.sweeps import processes_of
+
+NOTEBOOK = ROOT / "examples" / "notebooks" / "consensus.ipynb"
 
 
 class Engine:
@@ -34,18 +47,6 @@ class Client(dict):
         return sorted(self)
 
 
-def test_engines_of_one_host_are_ranks_by_their_numbers():
-    client = Client({number: Engine("one") for number in (0, 1, 4)})
-    assert interactive.assign_ranks(client) == [0, 1, 4]
-    for rank, number in enumerate((0, 1, 4)):
-        facts = rank_facts(client[number].environment)
-        assert facts == RankFacts(
-            launcher="torchrun", rank=rank, world_size=3, local_rank=rank, local_world_size=3
-        )
-        assert client[number].environment["MASTER_ADDR"] == "127.0.0.1"
-    assert len({client[n].environment["MASTER_PORT"] for n in client}) == 1
-
-
 def test_engines_of_several_hosts_are_grouped_by_host():
     client = Client(enumerate(Engine(host) for host in ("one", "two", "one", "two", "three")))
     order = interactive.assign_ranks(client)
@@ -55,6 +56,9 @@ def test_engines_of_several_hosts_are_grouped_by_host():
     assert [fact.local_rank for fact in facts] == [0, 1, 0, 1, 0]
     assert [fact.local_world_size for fact in facts] == [2, 2, 2, 2, 1]
     assert {client[n].environment["MASTER_ADDR"] for n in client} == {"one"}
+    assert len({client[n].environment["MASTER_PORT"] for n in client}) == 1
+    assert {fact.launcher for fact in facts} == {"torchrun"}
+    assert interactive._place()[1] is False  # this process has joined no job
 
 
 @pytest.mark.parametrize(
@@ -79,5 +83,51 @@ def test_an_engine_forgets_the_store_of_another_job(monkeypatch):
     assert "DEAR_STORE" not in interactive.os.environ
 
 
-def test_a_process_that_has_joined_no_job_says_so():
-    assert interactive._place()[1] is False
+def outputs(notebook: dict, kind: str) -> list[dict]:
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    return [out for cell in cells for out in cell["outputs"] if out["output_type"] == kind]
+
+
+def printed(notebook: dict) -> str:
+    """Everything but progress bars."""
+    texts = ["".join(out["text"]) for out in outputs(notebook, "stream")]
+    return "".join(text for text in texts if "\r" not in text and text.strip())
+
+
+@pytest.mark.full
+def test_the_notebook_gives_what_readers_see_and_leaves_no_process_behind(tmp_path):
+    mark = f"notebook-{uuid.uuid4().hex}"
+    environment = {
+        **os.environ,
+        "DEAR_TEST_MARK": mark,
+        "IPYTHONDIR": str(tmp_path / "ipython"),
+        "JUPYTER_RUNTIME_DIR": str(tmp_path / "runtime"),
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [sys.executable, "-m", "nbconvert", "--to", "notebook", "--execute"]
+    command += ["--output-dir", str(tmp_path), str(NOTEBOOK)]
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+        assert done.returncode == 0, f"{done.stderr}\n(pip install -r examples/requirements.txt?)"
+        wait_for(lambda: not processes_of(mark))
+    finally:
+        for process in processes_of(mark):
+            os.kill(process, signal.SIGKILL)
+    notebook = json.loads((tmp_path / NOTEBOOK.name).read_text())
+    assert not outputs(notebook, "error")
+    said = printed(notebook)
+    assert sorted(re.findall(r"rank (\d) of 4", said)) == list("0123")
+    assert len(re.findall(r"less than 1e-6 after \d+ iterations", said)) == 4
+    committed = json.loads(NOTEBOOK.read_text())
+    assert sorted(printed(committed).splitlines()) == sorted(said.splitlines())
+    assert [len(outputs(each, "display_data")) for each in (notebook, committed)] == [2, 2]
+
+
+def test_the_notebook_names_no_machine():
+    notebook = json.loads(NOTEBOOK.read_text())
+    streams = outputs(notebook, "stream")
+    assert {out["name"] for out in streams} == {"stdout"}
+    said = "".join("".join(out["text"]) for out in streams)
+    assert not re.search(rf"\b{re.escape(socket.gethostname())}\b|/\w+/|\d+\.\d+\.\d+\.", said)
+    pictures = outputs(notebook, "display_data")
+    assert all(set(out["data"]) == {"image/png", "text/plain"} for out in pictures)

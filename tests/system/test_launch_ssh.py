@@ -1,10 +1,8 @@
-"""The ssh launcher over a stand-in that, as ssh does, only hangs up: no signal reaches the host.
-
-Also the end of the driver, for mpirun as well.
-"""
+"""The ssh launcher over a stand-in that only hangs up, and the tether that ends what it started."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import signal
@@ -21,7 +19,7 @@ from common.launch.hosts import Host
 from common.launch.job import make_launcher
 from dear.errors import UserError
 from tests.system.launch_stub import StubJob, place, stub_job
-from tests.system.processes import LIMIT_S, ROOT, alive, wait_for
+from tests.system.processes import FOREVER, LIMIT_S, ROOT, alive, number_in, wait_for
 
 AGENT = """
 import os, subprocess, sys, threading, time
@@ -157,28 +155,104 @@ def test_hosts_that_do_not_answer_are_named(agent, monkeypatch):
         ssh(agent, "silent0", "dead1", "silent2").check()
 
 
-def test_a_sweep_on_a_host_that_does_not_answer_is_one_line_and_exit_2(tmp_path, agent):
-    hostfile = tmp_path / "hosts"
-    hostfile.write_text("far0 slots=1\ndead1 slots=1\n")
-    sets = ["launcher=ssh", f"hostfile={hostfile}", "world_sizes=[2]", "name=hosts"]
-    sets += [f"launcher_options.agent={agent}"]
-    done = subprocess.run(
-        [
-            *(sys.executable, "benchmarks.py", "run", "configs/experiments/quick.yaml"),
-            *(word for text in sets for word in ("--set", text)),
-            *("--logs", str(tmp_path / "logs"), "--no-plot"),
-        ],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert done.returncode == 2, done.stderr
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("error: no answer from host dead1: ")
-    assert not list((tmp_path / "logs").glob("*/records.jsonl"))
-
-
 def test_a_missing_remote_shell_is_named():
     with pytest.raises(UserError, match="no remote shell 'nosuchshell' on the PATH"):
         ssh("nosuchshell -q", "far0").check()
+
+
+# Starts a process in a session of its own, whose parent then ends: nobody's descendant any more.
+STRAYS = """
+import os, subprocess, sys, time
+stray = [sys.executable, "-c", "import os, sys, time; os.setsid(); "
+         "open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(10000)"]
+if os.fork() == 0:
+    subprocess.Popen([*stray, sys.argv[1]])
+    os._exit(0)
+open(sys.argv[2], "w").write(str(os.getpid()))
+time.sleep(10000)
+"""
+
+
+@contextlib.contextmanager
+def tethered(*command: str, options=()):
+    """A tether with this command, as a launcher starts it."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "common.launch.node", "--tied", *options, "--", *command],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    try:
+        yield process
+    finally:
+        process.stdin.close()
+        process.wait(LIMIT_S)
+        process.stdout.close()
+
+
+@pytest.mark.parametrize("cut", ["end of input", signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_cutting_ends_everything_below(tmp_path, cut):
+    paths = [tmp_path / "stray", tmp_path / "child"]
+    with tethered(sys.executable, "-c", STRAYS, *map(str, paths)) as process:
+        pids = wait_for(lambda: all(map(number_in, paths)) and list(map(number_in, paths)))
+        assert all(map(alive, pids))
+        if cut == "end of input":
+            process.stdin.close()
+        else:
+            process.send_signal(cut)
+        assert process.wait(LIMIT_S) == 128 + signal.SIGTERM
+    assert not any(map(alive, pids))
+
+
+def test_what_a_command_leaves_behind_ends_with_it(tmp_path):
+    code = STRAYS.replace("time.sleep(10000)\n", "\n")
+    paths = [tmp_path / "stray", tmp_path / "child"]
+    code += "while not os.path.exists(sys.argv[1]): time.sleep(0.05)\n"
+    with tethered(sys.executable, "-c", code, *map(str, paths)) as process:
+        assert process.wait(LIMIT_S) == 0
+    assert not alive(wait_for(lambda: number_in(paths[0])))
+
+
+@pytest.mark.parametrize(("code", "status"), [(":", 0), ("exit 3", 3), ("kill -9 $$", 128 + 9)])
+def test_the_exit_status_is_the_commands(code, status):
+    with tethered("sh", "-c", code) as process:
+        assert process.wait(LIMIT_S) == status
+
+
+def test_stacks_go_to_those_who_listen_and_harm_nobody_else(tmp_path):
+    ready = tmp_path / "ready"
+    listener = (
+        "import faulthandler, signal, sys, time; faulthandler.register(signal.SIGUSR1); "
+        f"open(sys.argv[1], 'w').write('1'); {FOREVER}"
+    )
+    # The shell does not catch the signal, which would end it.
+    command = f'"{sys.executable}" -c "{listener}" {ready}; echo over'
+    with tethered("sh", "-c", command) as process:
+        wait_for(lambda: number_in(ready))
+        process.stdin.write(b"stacks\n")
+        process.stdin.flush()
+        line = process.stdout.readline() + process.stdout.readline()
+        assert b"most recent call first" in line
+        assert process.poll() is None
+
+
+def test_undo_runs_only_if_the_tether_is_cut(tmp_path):
+    undone = tmp_path / "undone"
+    options = ["--undo", json.dumps(["touch", str(undone)])]
+    with tethered("true", options=options) as process:
+        assert process.wait(LIMIT_S) == 0
+    assert not undone.exists()
+    with tethered("sleep", "10000", options=options) as process:
+        process.stdin.close()
+        process.wait(LIMIT_S)
+    assert undone.exists()
+
+
+def test_a_killed_tether_takes_its_command_along(tmp_path):
+    path = tmp_path / "pid"
+    code = f"import os; open({str(path)!r}, 'w').write(str(os.getpid())); {FOREVER}"
+    with tethered(sys.executable, "-c", code) as process:
+        pid = wait_for(lambda: number_in(path))
+        process.kill()
+    wait_for(lambda: not alive(pid))

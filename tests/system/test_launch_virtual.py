@@ -91,7 +91,10 @@ def test_ranks_fill_the_hosts_and_know_their_place(tmp_path, launcher):
 @pytest.mark.parametrize("launcher", PER_HOST)
 @pytest.mark.parametrize(
     ("mode", "words"),
-    [("kill", "rank 1 was killed by signal 9"), ("exit", "rank 1 exited with status 7")],
+    [
+        ("kill", "rank 1 was killed by signal 9"),
+        pytest.param("exit", "rank 1 exited with status 7", marks=pytest.mark.full),
+    ],
 )
 def test_a_failing_rank_on_another_host_is_named_and_ends_the_job(tmp_path, launcher, mode, words):
     outcome = launch(tmp_path, launcher, mode)
@@ -99,6 +102,7 @@ def test_a_failing_rank_on_another_host_is_named_and_ends_the_job(tmp_path, laun
     assert outcome["error"]["message"] == words
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("launcher", PER_HOST)
 def test_hanging_ranks_are_stopped_and_say_where_they_hung(tmp_path, launcher):
     outcome = launch(tmp_path, launcher, "hang", timeout_s=8.0)
@@ -107,11 +111,6 @@ def test_hanging_ranks_are_stopped_and_say_where_they_hung(tmp_path, launcher):
     if "rank 1: measuring" in outcome["error"]["message"]:  # else it never came so far
         logs = "".join(path.read_text() for path in tmp_path.glob("log-0-*"))
         assert "launch_stub.py" in logs and "most recent call first" in logs
-
-
-def test_one_world_of_one_runs_on_the_first_host(tmp_path):
-    assert launch(tmp_path, "ssh", "ok", world_size=1)["status"] == "ok"
-    assert place(tmp_path, 0)["host"] == "h0"
 
 
 @pytest.mark.full

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -16,8 +15,8 @@ from common.harness.fabric import WORKER
 from common.launch.job import Job
 from common.launch.local import LocalLauncher
 from dear.training.algorithm import algorithm_class
-from tests.system.processes import LIMIT_S, ROOT, alive
-from tests.system.sweeps import ENDLESS, Driver, processes_of, write_trial
+from tests.system.processes import ROOT, python
+from tests.system.sweeps import Driver, write_trial
 
 SCRIPT = ROOT / "dear" / "horovod_mpi_cj.sh"
 
@@ -31,12 +30,6 @@ needs_mpirun = pytest.mark.skipif(shutil.which("mpirun") is None, reason="no mpi
 @pytest.fixture
 def driver(tmp_path):
     return Driver(tmp_path)
-
-
-def run(driver: Driver, *flags: str) -> subprocess.CompletedProcess:
-    """`driver.run` with more patience."""
-    command = driver.command(*flags, *PATIENT)
-    return subprocess.run(command, capture_output=True, text=True, timeout=380)
 
 
 def shell(logs: Path, path: str | None = None, **variables: str) -> subprocess.CompletedProcess:
@@ -59,10 +52,10 @@ def shell(logs: Path, path: str | None = None, **variables: str) -> subprocess.C
 def test_mpirun_runs_a_trial_on_the_hosts_of_a_hostfile(driver, tmp_path):
     hostfile = tmp_path / "hosts"
     hostfile.write_text("# this machine\nlocalhost slots=2\n")
-    done = run(
-        driver,
+    done = driver.run(
         *("--set", "launcher=mpirun", "--set", f"hostfile={hostfile}"),
-        *("-k", "n=2", "-k", "dear", "--set", "measure.repeats=1"),
+        *("-k", "n=2", "-k", "dear", "--set", "measure.repeats=1", *PATIENT),
+        timeout=380,
     )
     assert done.returncode == 0, done.stderr
     (record,) = driver.records()
@@ -76,10 +69,10 @@ def test_horovod_over_mpi_trains_right(driver):
     reason = algorithm_class("horovod").unavailable()
     if reason:
         pytest.skip(reason)
-    done = run(
-        driver,
+    done = driver.run(
         *("--set", "launcher=mpirun", "--set", "measure.repeats=1", "-k", "n=2"),
-        *("--set", "algorithms=[{name: horovod, options: {controller: mpi}}]"),
+        *("--set", "algorithms=[{name: horovod, options: {controller: mpi}}]", *PATIENT),
+        timeout=380,
     )
     (record,) = driver.records()
     if record["status"] != "ok" and "built with MPI: False" in record["error"]["message"]:
@@ -89,56 +82,26 @@ def test_horovod_over_mpi_trains_right(driver):
 
 
 @pytest.mark.full
-@needs_mpirun
-@pytest.mark.parametrize("how", ["a rank is killed", "Ctrl-C"])
-def test_mpirun_and_its_ranks_end_together(driver, how):
-    sweep = driver.start("--set", "launcher=mpirun", "--set", ENDLESS, "-k", "wfbp", *PATIENT)
-    pids = [driver.worker("wfbp", rank) for rank in (0, 1)]
-    if how == "Ctrl-C":
-        sweep.send_signal(signal.SIGINT)
-    else:
-        os.kill(pids[1], signal.SIGKILL)
-    sweep.communicate(timeout=LIMIT_S)
-    assert sweep.returncode == (130 if how == "Ctrl-C" else 1)
-    if how != "Ctrl-C":
-        (record,) = driver.records()
-        assert (record["status"], record["error"]["rank"]) == ("failed", 1)
-        assert "killed by signal 9" in record["error"]["message"]
-    assert not any(map(alive, pids))
-    assert processes_of(driver.logs) == []
-
-
-@pytest.mark.full
-def test_the_shell_launcher_runs_one_trial_and_says_how(tmp_path):
-    done = shell(tmp_path / "logs", dnn="mnist_cnn", bs="2", nworkers="2")
-    assert done.returncode == 0, done.stderr
-    assert "launcher: mpirun" in done.stderr or "launcher: local" in done.stderr
-    for line in ("Iter #4: ", "Img/sec per CPU: ", "Total img/sec on 2 CPU(s): "):
-        assert line in done.stdout
-    reports = json.loads((tmp_path / "logs" / "reference" / "reports.json").read_text())
-    (speed,) = reports["0"]["mnist_cnn_2"]["dear"]
-    assert float(speed) > 0
-
-
-def test_the_shell_launcher_uses_local_processes_without_mpirun(tmp_path):
+@pytest.mark.parametrize("mpirun", [True, False])
+def test_the_shell_launcher_runs_one_trial_and_says_how(tmp_path, mpirun):
     tools = tmp_path / "bin"
     tools.mkdir()
     for name in ("bash", "dirname", "awk", "env", "git"):
         (tools / name).symlink_to(shutil.which(name))
     (tools / "python3").symlink_to(sys.executable)
-    done = shell(
-        tmp_path / "logs",
-        path=str(tools),
-        dnn="mnist_cnn",
-        bs="2",
-        nworkers="2",
-        method="dear",
-        threshold="262144",
-    )
+    given = {"dnn": "mnist_cnn", "bs": "2", "nworkers": "2", "threshold": "262144"}
+    done = shell(tmp_path / "logs", path=None if mpirun else str(tools), **given)
     assert done.returncode == 0, done.stderr
-    assert "launcher: local processes" in done.stderr
-    record = json.loads((tmp_path / "logs" / "reference" / "records.jsonl").read_text())
-    assert record["trial"]["launcher"] == "local"
+    launcher = "mpirun" if mpirun and shutil.which("mpirun") else "local"
+    assert f"launcher: {launcher}" in done.stderr
+    for line in ("Iter #4: ", "Img/sec per CPU: ", "Total img/sec on 2 CPU(s): "):
+        assert line in done.stdout
+    sweep = tmp_path / "logs" / "reference"
+    reports = json.loads((sweep / "reports.json").read_text())["0"]["mnist_cnn_2"]
+    ((name, (speed,)),) = reports.items()
+    assert name == "dear(threshold_mb=1)" and float(speed) > 0
+    record = json.loads((sweep / "records.jsonl").read_text())
+    assert record["trial"]["launcher"] == launcher
     assert record["trial"]["options"]["threshold_mb"] == 1.0
 
 
@@ -172,14 +135,7 @@ def test_the_shell_launcher_refuses_what_it_cannot_honour(tmp_path, variables, w
 
 def test_a_worker_that_is_alone_but_should_not_be_refuses(tmp_path):
     write_trial(tmp_path, "dear", world_size=2)
-    done = subprocess.run(
-        [sys.executable, "-m", "common.harness.worker", str(tmp_path), "0"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=380,
-    )
-    assert done.returncode == 1
+    assert python("-m", "common.harness.worker", tmp_path, "0").returncode == 1
     error = json.loads((tmp_path / "error-0-rank0.json").read_text())
     assert "wants 2 workers" in error["message"] and "world of 1" in error["message"]
 
@@ -190,13 +146,8 @@ def test_the_printed_torchrun_command_runs_the_trial(tmp_path):
     job = Job(folder=tmp_path, repeat=0, world_size=2, timeout_s=60, worker_module=WORKER)
     command = LocalLauncher().command(job).split()
     assert command[0] == "torchrun"
-    subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", *command[1:]],
-        cwd=ROOT,
-        check=True,
-        capture_output=True,
-        timeout=380,
-    )
+    done = python("-m", "torch.distributed.run", *command[1:])
+    assert done.returncode == 0, done.stderr
     result = json.loads(job.result_path.read_text())
     assert result["started_by"] == "torchrun"
     assert result["check"]["matches_reference"]

@@ -21,7 +21,7 @@ from common.results import records
 from common.results.records import Check, Record
 from dear.cost.collectives import AlphaBeta
 from dear.training.algorithm import algorithm_class
-from tests.system.made_trials import make_trial
+from tests.system.made import make_trial
 
 TWO_CELLS = """
 algorithms: [ddp, dear]

@@ -1,26 +1,43 @@
-"""The alpha-beta model: fits, published tables, and measurements through a communicator."""
+"""What communication costs: fits, tables, measurements, bounds, and what passes between ranks."""
 
 from __future__ import annotations
 
 import random
+from typing import get_args
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import dear
 from dear.comm import runtime
+from dear.cost.bounds import (
+    Bound,
+    CommTimes,
+    GroupMean,
+    Load,
+    Message,
+    StepTimes,
+    Traffic,
+    comm_times,
+    compute_limit_s,
+    exchange_wire_limit_s,
+    reached,
+    step_bound_s,
+    wire_limit_s,
+)
 from dear.cost.collectives import (
     OPERATIONS,
     TABLES,
     AlphaBeta,
     fit_alpha_beta,
     measure_collective,
-    measured_call,
     measured_costs,
     table_costs,
 )
 from dear.errors import UserError
+from dear.training.algorithm import algorithm_class, algorithm_names, algorithm_options
 
 SIZES = [2**power for power in range(12, 25, 2)]
 
@@ -111,28 +128,216 @@ def test_measurements_are_the_same_on_all_ranks(world, operation):
     assert all(len(repeats) == 2 and min(repeats) > 0 for repeats in seconds)
 
 
-def _fits():
-    communicator = runtime.communicator()
-    device = torch.device("cpu")
-    fit = measured_costs(communicator, "all_reduce", device)
-    return fit, measured_call(communicator, lambda tensor: tensor.abs(), device, [4096, 65536])
-
-
-def test_fits_are_the_same_on_all_ranks(world):
-    first, second = world(2).run(_fits)
-    assert first == second
-    assert first[0](2**20) > 0
+def _fit() -> AlphaBeta:
+    return measured_costs(runtime.communicator(), "all_reduce", torch.device("cpu"))
 
 
 def test_one_rank_pays_nothing(world):
-    ((fit, _),) = world(1).run(_fits)
+    (fit,) = world(1).run(_fit)
     assert fit(2**20) == 0
 
 
-def _misspelt():
-    with pytest.raises(UserError, match="did you mean 'all_reduce'"):
-        measure_collective(runtime.communicator(), "all_reduse", torch.device("cpu"))
+KINDS = get_args(Bound)
+COMPUTE = StepTimes(forward_s=1.0, backward_s=2.0, update_s=0.5)
+COMM = CommTimes(all_reduce_s=4.0, reduce_scatter_s=3.0, all_gather_s=1.5, exchange_s=(6.0, 3.0))
 
 
-def test_an_unknown_operation_is_named(world):
-    world(1).run(_misspelt)
+@pytest.mark.parametrize(
+    ("kind", "wanted"),
+    [
+        ("sequential", 1 + 2 + 4 + 4.5 + 0.5),
+        ("wfbp", 1 + 4 + 0.5),
+        ("cross_iteration", 4),  # hides the update, too
+        ("delayed", 4),
+        ("dear", 1.5 + 3),
+        ("sharded", 1.5 + 4.5 + 0.5 / 5),
+        ("decentralized", 4.5),  # 3.5 of compute; 6 and 3 s of exchange in turn
+        ("beside_passes", (6 + 3) / 2 + 0.5),
+        ("after_update", (6 + 3) / 2 + 2),
+        ("asynchronous", 3.5),
+    ],
+)
+def test_formulas(kind, wanted):
+    assert step_bound_s(kind, COMPUTE, COMM, world_size=5) == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_communication_every_bound_is_the_compute_limit(kind):
+    assert step_bound_s(kind, COMPUTE, CommTimes()) == compute_limit_s(COMPUTE) == 3.5
+
+
+SECONDS = st.floats(0, 100)
+
+
+@given(SECONDS, SECONDS, SECONDS, SECONDS)
+def test_bounds_are_ordered_if_the_halves_make_an_all_reduce(forward, backward, scatter, gather):
+    compute = StepTimes(forward_s=forward, backward_s=backward)
+    comm = CommTimes(all_reduce_s=scatter + gather, reduce_scatter_s=scatter, all_gather_s=gather)
+    bound = {kind: step_bound_s(kind, compute, comm) for kind in KINDS}
+    slack = 1e-9
+    assert bound["cross_iteration"] <= bound["dear"] + slack
+    assert bound["dear"] <= bound["sequential"] + slack
+    assert bound["wfbp"] <= bound["sequential"] + slack
+    assert bound["dear"] <= bound["sharded"] + slack
+    assert min(bound.values()) >= compute_limit_s(compute) - slack
+
+
+def test_communication_by_its_fits():
+    fit = AlphaBeta(alpha_s=0.1, beta_s_per_byte=0.01)
+    assert comm_times(100, {"all_gather": fit}) == CommTimes(all_gather_s=1.1)
+
+
+def test_wire_limits():
+    assert wire_limit_s(1000, 4, 100) == pytest.approx(15)
+    assert wire_limit_s(1000, 1, 100) == 0
+
+
+def test_share_of_the_bound():
+    assert reached(1.0, 2.0) == 0.5
+    with pytest.raises(UserError, match="measured_s"):
+        reached(1.0, 0.0)
+
+
+def test_bad_input_is_named():
+    with pytest.raises(UserError, match="forward_s"):
+        StepTimes(forward_s=-1.0, backward_s=0.0)
+    with pytest.raises(UserError, match="exchange_s"):
+        CommTimes(exchange_s=(1.0, -1.0))
+    with pytest.raises(UserError, match="did you mean 'wfbp'"):
+        step_bound_s("wfb", COMPUTE, COMM)
+    with pytest.raises(UserError, match="world_size"):
+        step_bound_s("wfbp", COMPUTE, COMM, world_size=0)
+    with pytest.raises(UserError, match="bytes_per_s"):
+        wire_limit_s(1, 2, 0)
+
+
+def test_algorithms_name_bounds_that_exist():
+    for name in algorithm_names():
+        assert algorithm_class(name).bound in (None, *KINDS), name
+        assert algorithm_class(name).bound_of(algorithm_options(name, {})) in KINDS, name
+
+
+def traffic(name: str, world_size: int, local_size: int = 1, **options) -> Traffic:
+    return algorithm_class(name).traffic(algorithm_options(name, options), world_size, local_size)
+
+
+def swapped(*pairs: tuple[int, int]) -> set[Message]:
+    both = [*pairs, *((b, a) for a, b in pairs)]
+    return {Message(source=source, target=target) for source, target in both}
+
+
+def test_one_peer_exp_is_one_message_each_way_per_step():
+    found = traffic("decentralized", 4, topology="one-peer-exp").steps
+    assert [set(step) for step in found] == [swapped((0, 1), (2, 3)), swapped((0, 2), (1, 3))]
+    loads = traffic("decentralized", 8, topology="one-peer-exp").loads()
+    assert loads == [[Load(sent=1, received=1)] * 3] * 8
+
+
+def test_of_two_nodes_of_two_each_other_step_is_within_the_node():
+    found = traffic("decentralized", 4, 2, topology="alternating-exp-ring")
+    inside, between = found.steps
+    assert set(inside) == swapped((0, 1), (2, 3))
+    assert between == (GroupMean(ranks=(0, 1, 2, 3)),)
+    assert found.loads(2) == [[Load(), Load(reduced=1)]] * 2
+    # With four nodes the pairs take turns: 2 (2-1)/2 of the buffer each way, every other step.
+    four = traffic("decentralized", 8, topology="alternating-exp-ring", ranks_per_node=2).loads(2)
+    assert [[load.sent for load in host] for host in four] == [
+        [0, 1, 0, 1],
+        [0, 1, 1, 0],
+        [1, 0, 0, 1],
+        [1, 0, 1, 0],
+    ]
+
+
+def test_b9_b12_dynamic_schedules_repeat_after_their_period():
+    for world, local, name in ((8, 1, "one-peer-exp"), (6, 3, "inner-outer-ring")):
+        found = traffic("neighbor", world, local, dynamic=name)
+        assert len(found.steps) == 3
+        assert all(len(step) == world for step in found.steps)
+    # Rank 0 sends to 3, 2, 1 and hears 3, 2, 1 (B-12): between hosts in the first step only.
+    assert [load.sent for load in found.loads(3)[0]] == [1, 1, 1]
+    assert {(m.source, m.target) for m in found.steps[0]} >= {(0, 3), (3, 0)}
+    exp2 = traffic("neighbor", 16, 4, dynamic="inner-outer-exp2")
+    assert len(exp2.steps) == 4 and all(len(step) == 16 for step in exp2.steps)
+
+
+def test_hierarchical_averaging_sends_each_place_its_share():
+    found = traffic("neighbor", 4, 2, hierarchical=True, topology="ring")
+    inside = {GroupMean(ranks=(0, 1)), GroupMean(ranks=(2, 3))}
+    half = {Message(source=m.source, target=m.target, share=0.5) for m in swapped((0, 2), (1, 3))}
+    assert set(found.steps[0]) == inside | half
+    assert found.loads(2) == [[Load(sent=1, received=1)]] * 2
+    # One machine: a mean of all, and no link carries any of it.
+    alone = traffic("neighbor", 2, 2, hierarchical=True).loads(2)
+    assert alone == [[Load(reduced=1)]] and exchange_wire_limit_s(1, alone, 1) == 0
+
+
+COUNTED = [
+    ("decentralized", {"topology": "one-peer-exp"}),
+    ("decentralized", {"topology": "ring"}),
+    ("decentralized", {"topology": "complete"}),
+    ("decentralized", {"topology": "alternating-exp-ring", "ranks_per_node": 1}),
+    ("neighbor", {"topology": "exp2"}),
+    ("neighbor", {"topology": "star", "combine": "atc"}),
+    ("neighbor", {"dynamic": "one-peer-exp", "every": 2}),
+    ("gradient-tracking", {"topology": "ring"}),
+    ("exact-diffusion", {"topology": "ring"}),
+    ("push-diging", {"topology": "ring-left"}),
+    ("win-put", {"topology": "ring", "barrier": True}),
+    ("push-sum", {"topology": "exp2", "barrier": True}),
+    ("asyncddp", {"topology": "ring", "max_staleness": 0}),
+]
+
+
+def _sent(name: str, options: dict, steps: int) -> float:
+    """Bytes that a rank hands over per step, in units of all parameters."""
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Linear(30, 40), torch.nn.Linear(40, 30))
+    optimizer = dear.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.01), model, algorithm=name, **options
+    )
+    nbytes = sum(param.nbytes for param in model.parameters())
+
+    def train(count: int) -> None:
+        for _ in range(count):
+            optimizer.zero_grad()
+            model(torch.ones(2, 30)).sum().backward()
+            optimizer.step()
+
+    train(2)
+    optimizer.synchronize()
+    communicator = runtime.communicator()
+    before = communicator.bytes_sent
+    train(steps)
+    optimizer.synchronize()
+    sent = (communicator.bytes_sent - before) / steps / nbytes
+    optimizer.close()
+    return sent
+
+
+@pytest.mark.parametrize(("name", "options"), COUNTED)
+def test_programs_send_what_their_algorithms_say(world, name, options):
+    stated = traffic(name, 4, **options)
+    period = len(stated.steps)
+    counted = world(4).run(_sent, name, options, 2 * period)
+    for rank, (host, found) in enumerate(zip(stated.loads(), counted, strict=True)):
+        wanted = sum(load.sent + load.reduced for load in host) / period
+        # Push-sum's weight, and the number of steps that a put carries, come on top.
+        assert found == pytest.approx(wanted, rel=0.01), rank
+
+
+def test_impossible_worlds_are_refused():
+    with pytest.raises(UserError, match="even number of ranks"):
+        traffic("decentralized", 3, topology="ring")
+    with pytest.raises(UserError, match="ranks_per_host"):
+        traffic("neighbor", 2).loads(0)
+    with pytest.raises(UserError, match="count"):
+        traffic("neighbor", 2).every(0)
+
+
+def test_every_algorithm_says_how_short_its_steps_can_be():
+    for name in algorithm_names():
+        found, options = algorithm_class(name), algorithm_options(name, {})
+        assert found.bound_of(options) is not None, name
+        alike = found.capabilities.consistency in ("synchronous", "delayed")
+        assert (found.traffic(options, 4, 1) is None) == alike, name

@@ -1,17 +1,29 @@
-"""What an experiment file may say about virtual hosts."""
+"""Virtual hosts: what an experiment may say, how much slower they run, and whether they fit."""
 
-import subprocess
-import sys
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
 from pathlib import Path
 
 import pytest
 
+from common import machine as memory
 from common.emulation import network
+from common.emulation.cluster import network_record
 from common.emulation.config import (
     ClusterConfig,
     Fault,
     NetworkProfile,
     network_profile,
+)
+from common.emulation.dilation import (
+    Calibration,
+    Load,
+    check_scale,
+    choose_time_scale,
+    readable_scales,
 )
 from dear.errors import UserError
 from dear.options import build_options
@@ -43,10 +55,8 @@ def test_a_bare_bandwidth_is_a_network(name, gbps):
     ("name", "words"),
     [
         ("10gb", "did you mean '10gbe'"),
-        ("fast", "unknown network 'fast'"),
-        ("0mbit", "from 1mbit to 1000gbit"),
-        ("2000gbit", "from 1mbit to 1000gbit"),
-        ("../networks/10gbe", "unknown network"),
+        *((name, f"unknown network '{name}'") for name in ("fast", "../networks/10gbe")),
+        *((name, "from 1mbit to 1000gbit") for name in ("0mbit", "2000gbit")),
     ],
 )
 def test_an_unknown_network_is_one_clear_line(name, words):
@@ -56,64 +66,30 @@ def test_an_unknown_network_is_one_clear_line(name, words):
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("kind", "given", "words"),
     [
-        ({"hosts": 0}, "cluster.hosts must be at least 1, got 0"),
-        ({"hosts": 5000}, "cluster.hosts must be at most 4096"),
-        ({"ranks_per_host": 0}, "cluster.ranks_per_host must be at least 1"),
-        ({"time_scale": 0}, "cluster.time_scale must be greater than 0"),
-        ({"kind": "real"}, "unknown key of cluster 'kind' 'real'"),
+        (ClusterConfig, {"hosts": 0}, "cluster.hosts must be at least 1, got 0"),
+        (ClusterConfig, {"hosts": 5000}, "cluster.hosts must be at most 4096"),
+        (ClusterConfig, {"ranks_per_host": 0}, "cluster.ranks_per_host must be at least 1"),
+        (ClusterConfig, {"time_scale": 0}, "cluster.time_scale must be greater than 0"),
+        (ClusterConfig, {"kind": "real"}, "unknown key of cluster 'kind' 'real'"),
+        (Fault, {"kind": "link_down"}, "needs `host:`"),
+        (Fault, {"kind": "link_down", "host": 1, "rank": 1}, "has no `rank:`"),
+        (Fault, {"kind": "link_rate", "host": 1}, "needs `rate:`"),
+        (Fault, {"kind": "link_rate", "host": 1, "rate": "slow"}, "unknown network 'slow'"),
+        (Fault, {"kind": "slow_host", "host": 1}, "needs `factor:`"),
+        (Fault, {"kind": "slow_host", "host": 1, "factor": 0}, "factor must be greater than 0"),
+        (Fault, {"kind": "kill_rank", "host": 1}, "fault kill_rank: has no `host:`"),
+        (Fault, {"kind": "kill_rank", "rank": 1, "for_s": 1}, "has no `for_s:`"),
+        (Fault, {"kind": "link_down", "host": -1}, "host must be at least 0"),
+        (Fault, {"kind": "link_down", "host": 0, "at_s": -1}, "at_s must be at least 0"),
+        (Fault, {"kind": "link_down", "host": 0, "for_s": 0}, "for_s must be greater than 0"),
+        (Fault, {"kind": "earthquake"}, "unknown kind of fault"),
     ],
 )
-def test_a_wrong_cluster_is_one_clear_line(given, words):
+def test_a_wrong_cluster_or_fault_is_one_clear_line(kind, given, words):
     with pytest.raises(UserError, match=words):
-        build_options(ClusterConfig, given, "key of cluster")
-
-
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        ({"kind": "link_down"}, "needs `host:`"),
-        ({"kind": "link_down", "host": 1, "rank": 1}, "has no `rank:`"),
-        ({"kind": "link_rate", "host": 1}, "needs `rate:`"),
-        ({"kind": "link_rate", "host": 1, "rate": "slow"}, "unknown network 'slow'"),
-        ({"kind": "slow_host", "host": 1}, "needs `factor:`"),
-        ({"kind": "slow_host", "host": 1, "factor": 0}, "factor must be greater than 0"),
-        ({"kind": "kill_rank", "host": 1}, "fault kill_rank: has no `host:`"),
-        ({"kind": "kill_rank", "rank": 1, "for_s": 1}, "has no `for_s:`"),
-        ({"kind": "link_down", "host": -1}, "host must be at least 0"),
-        ({"kind": "link_down", "host": 0, "at_s": -1}, "at_s must be at least 0"),
-        ({"kind": "link_down", "host": 0, "for_s": 0}, "for_s must be greater than 0"),
-        ({"kind": "earthquake"}, "unknown kind of fault"),
-    ],
-)
-def test_a_wrong_fault_is_one_clear_line(given, words):
-    with pytest.raises(UserError, match=words):
-        Fault(**given)
-
-
-def test_faults_have_short_titles():
-    faults = [
-        Fault(kind="link_down", host=1, at_s=2, for_s=0.5),
-        Fault(kind="link_rate", host=0, rate="1gbit"),
-        Fault(kind="slow_host", host=3, factor=2.5),
-        Fault(kind="kill_rank", rank=2, at_s=1),
-    ]
-    assert [fault.title for fault in faults] == [
-        "link_down h1 at 2 s for 0.5 s",
-        "link_rate h0 1gbit at 0 s",
-        "slow_host h3 x2.5 at 0 s",
-        "kill_rank rank 2 at 1 s",
-    ]
-
-
-def test_the_driver_reads_it_without_importing_torch():
-    names = "config, sandbox, cluster, dilation, faults, rsh"
-    program = (
-        f"import sys; from common.emulation import {names}; sys.exit('torch' in sys.modules or "
-        "'numpy' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT).returncode == 0
+        Fault(**given) if kind is Fault else build_options(kind, given, "key of cluster")
 
 
 def test_a_delay_is_put_before_the_bucket_and_stretched_with_time():
@@ -137,3 +113,128 @@ def test_the_bucket_holds_the_largest_packet_of_tcp_and_is_small(gbps):
     assert burst >= 65536 + 46 * 66
     assert burst <= max(131072, gbps * 1e9 / 8 * 1e-3)
     assert limit >= 8 * 131072
+
+
+# About what a core of a small virtual machine does.
+MACHINE = Calibration(cpu_s_per_byte=0.8e-9, memory_bytes_per_s=12e9)
+BERT = Load(world_size=4, hosts=4, parameter_bytes=438_000_000, step_s=0.3)
+RESNET = Load(world_size=4, hosts=4, parameter_bytes=102_000_000, step_s=0.253)
+
+
+def linked(gbps: float) -> NetworkProfile:
+    return NetworkProfile(name=f"{gbps}", gbps=gbps)
+
+
+def scale(load: Load, gbps: float = 10, machine: Calibration = MACHINE, cores: int = 2) -> float:
+    return choose_time_scale(load, linked(gbps), machine, cores).time_scale
+
+
+def test_scales_are_readable_and_grow_for_ever():
+    first = list(itertools.islice(readable_scales(), 40))
+    assert first[:12] == [1, 1.5, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20]
+    assert first == sorted(set(first))
+    assert first[-1] > 1000
+
+
+def test_scales_of_known_cases():
+    assert 10 <= scale(BERT) <= 20, "two cores, 10 GbE"
+    assert 2 <= scale(RESNET) < scale(BERT), "fewer bytes per second of compute"
+    assert scale(BERT, gbps=0.1, cores=16) == 1, "slow links and many cores"
+    alone = Load(world_size=1, hosts=1, parameter_bytes=438_000_000, step_s=0.3)
+    assert 1 <= scale(alone) <= scale(BERT), "no links to wait for"
+
+
+def test_the_scale_grows_with_the_load_and_shrinks_with_the_machine():
+    base = scale(BERT)
+    assert scale(dataclasses.replace(BERT, hosts=16, world_size=16)) > base
+    assert scale(dataclasses.replace(BERT, world_size=16)) > base
+    assert scale(BERT, gbps=100) > base
+    assert scale(BERT, cores=8) < base
+    slow = Calibration(cpu_s_per_byte=5e-9, memory_bytes_per_s=4e9)
+    assert scale(BERT, machine=slow) > base
+
+
+def test_the_reason_is_one_line_with_the_numbers():
+    choice = choose_time_scale(BERT, linked(10), MACHINE, 2)
+    assert choice.reason == (
+        "0.26 s of update and Python must stay within 5% of 0.53 s, on this machine: "
+        "at least 9.9 times slower than real time"
+    )
+    fits = choose_time_scale(BERT, linked(0.1), MACHINE, 16).reason
+    assert fits.endswith("CPU seconds a step fit into 53 s of 16 cores")
+
+
+def test_only_a_replayed_model_can_be_dilated():
+    for replayed, given in ((True, None), (True, 10.0), (False, None), (False, 1.0)):
+        check_scale(replayed, given)
+    with pytest.raises(UserError, match=r"time_scale: 4 would slow the links but not a model"):
+        check_scale(False, 4)
+
+
+def measured(*rates: tuple[float, float]) -> list[dict]:
+    return [
+        {"host": f"h{i}", "up_gbps": up, "down_gbps": down} for i, (up, down) in enumerate(rates)
+    ]
+
+
+def test_links_are_recorded_and_the_worst_is_named_where_it_is_far_off():
+    block = network_record(linked(10), measured((9.9, 10.1), (9.7, 10.0)))
+    assert block["requested"]["gbps"] == 10
+    assert block["measured"][1] == {"host": "h1", "up_gbps": 9.7, "down_gbps": 10.0}
+    assert (block["off_percent"], block["flagged"], block["notes"]) == (-3.0, False, [])
+    assert json.loads(json.dumps(block)) == block
+    block = network_record(linked(1), measured((1.0, 0.99), (1.02, 0.8)))
+    assert (block["off_percent"], block["flagged"]) == (-20.0, True)
+    assert block["notes"] == ["links are not as asked: h1 down 0.8 Gb/s instead of 1 (-20.0 %)"]
+    assert network_record(linked(1), measured((1.2, 1.0)))["flagged"]
+    block = network_record(linked(1), [])
+    assert (block["off_percent"], block["flagged"], block["measured"]) == (None, False, [])
+
+
+GIB = 1 << 30
+
+
+def test_a_rank_needs_several_copies_of_its_parameters():
+    small, large = memory.required_bytes(0, 2), memory.required_bytes(GIB, 2)
+    assert small < 0.5 * GIB
+    assert 5 * GIB <= large - small <= 8 * GIB
+    assert memory.required_bytes(GIB, 2, optimizer_copies=2) == large + 2 * GIB
+
+
+def test_what_does_not_fit_is_refused_with_what_would():
+    with pytest.raises(UserError) as refusal:
+        memory.check_memory(GIB, hosts=64, ranks_per_host=2, available=30 * GIB)
+    text = str(refusal.value)
+    assert "64 hosts of 2 x 6." in text
+    assert "30.0 GiB are available" in text
+    assert text.endswith("; 2 would fit")
+    assert "\n" not in text
+    memory.check_memory(GIB, hosts=2, ranks_per_host=2, available=30 * GIB)
+    with pytest.raises(UserError):
+        memory.check_memory(GIB, hosts=3, ranks_per_host=2, available=30 * GIB)
+    with pytest.raises(UserError, match="not even 1 would fit"):
+        memory.check_memory(GIB, hosts=1, ranks_per_host=1, available=GIB)
+
+
+@pytest.mark.parametrize(
+    ("limit", "files", "rest"),
+    [
+        ("max", {"max": "1000", "current": "700", "stat": "anon 5\ninactive_file 200\n"}, 500),
+        ("max", {"max": "max", "current": "700", "stat": "inactive_file 200\n"}, None),
+        ("max", {"max": "1000", "current": "1300", "stat": "inactive_file 0\n"}, 0),
+        ("max", {}, None),
+        (
+            "limit_in_bytes",  # version 1
+            {
+                "limit_in_bytes": "1000\n",
+                "usage_in_bytes": "900\n",
+                "stat": "inactive_file 20\ntotal_inactive_file 100\n",
+            },
+            200,
+        ),
+    ],
+)
+def test_a_control_group_limits(tmp_path, limit, files, rest):
+    for name, text in files.items():
+        (tmp_path / f"memory.{name}").write_text(text)
+    assert memory.group_rest(tmp_path, limit) == rest

@@ -19,8 +19,7 @@ from common.models import datasets
 from common.models.registry import build
 from dear.comm import runtime
 from dear.errors import UserError
-from tests.system.made_mnist import write_mnist
-from tests.system.made_trials import make_trial
+from tests.system.made import make_trial, write_mnist
 
 GOOD = {
     "algorithms": ["dear", "asyncddp"],
@@ -92,17 +91,6 @@ def test_data_is_part_of_a_trial_by_its_digest_not_by_its_path(read, tmp_path):
     assert trial(write_mnist(tmp_path / "c", shift=1)).hash != plain.hash
     assert str(tmp_path) not in json.dumps(plain.to_json())
     assert Trial.from_json(json.loads(json.dumps(plain.to_json()))) == plain
-
-
-def test_trials_that_do_not_learn_have_the_identity_that_they_had_before():
-    trial = make_trial("dear")
-    values = {
-        k: v for k, v in trial.to_json().items() if k not in ("label", "learn", "data_digest")
-    }
-    text = json.dumps(values, sort_keys=True, separators=(",", ":"))
-    assert trial.hash == hashlib.sha256(text.encode()).hexdigest()[:12]
-    old = {k: v for k, v in trial.to_json().items() if k not in ("learn", "data_digest")}
-    assert Trial.from_json(old) == trial
 
 
 def test_batch_sizes_are_those_of_ranks_and_part_of_a_trial(read):
@@ -221,7 +209,7 @@ def _in_step(budget_s: float) -> dict:
     return {"steps": pace.steps, "elapsed_s": pace.elapsed_s, "taken": taken}
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [1, 3])
 def test_ranks_in_step_end_and_copy_at_the_same_steps_in_time(world, size):
     results = world(size).run(_in_step, 0.4)
     assert all(result == results[0] for result in results)
@@ -260,24 +248,6 @@ def test_ranks_share_a_round_or_have_one_of_their_own():
         Batches(learn, (images[:9], labels[:9]), batch_size=4, seed=3, rank=0, size=3)
 
 
-def test_data_that_has_changed_is_noticed(tmp_path):
-    folder = write_mnist(tmp_path / "a")
-    other = write_mnist(tmp_path / "b", images=20)
-    assert datasets.digest("mnist", folder) != datasets.digest("mnist", other)
-    assert datasets.digest("digits", None) == datasets.digest("digits", None)
-    (images, labels), (test_images, _) = datasets.load("mnist", other)
-    assert len(images) == len(labels) == 18 and len(test_images) == 2
-
-
-@pytest.mark.parametrize("ask", [datasets.load, datasets.digest])
-def test_data_is_what_its_name_says_not_what_a_folder_suggests(ask, tmp_path, monkeypatch):
-    monkeypatch.delenv("MNIST_DIR", raising=False)
-    with pytest.raises(UserError, match="where is mnist"):
-        ask("mnist", None)
-    with pytest.raises(UserError, match="digits comes with scikit-learn and has no folder"):
-        ask("digits", write_mnist(tmp_path))
-
-
 @pytest.mark.parametrize(
     ("may_lose", "codes", "status"),
     [
@@ -307,3 +277,12 @@ def test_a_killed_rank_is_survived_only_where_the_others_end_well(
         assert outcome.result == {"lost_ranks": [1]}
     else:
         assert "rank 1 " in outcome.error["message"]
+
+
+@pytest.mark.parametrize("ask", [datasets.load, datasets.digest])
+def test_data_is_what_its_name_says_not_what_a_folder_suggests(ask, tmp_path, monkeypatch):
+    monkeypatch.delenv("MNIST_DIR", raising=False)
+    with pytest.raises(UserError, match="where is mnist"):
+        ask("mnist", None)
+    with pytest.raises(UserError, match="digits comes with scikit-learn and has no folder"):
+        ask("digits", write_mnist(tmp_path))

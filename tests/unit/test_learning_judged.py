@@ -19,7 +19,7 @@ from common.results.records import Check, Evaluation, Learning, RankPace, Reache
 from common.results.table import csv_text
 from dear.errors import UserError
 from plots.learning import draw
-from tests.system.made_trials import make_trial
+from tests.system.made import make_trial
 
 RECORDS = Path(__file__).parents[2] / "docs" / "records"
 
@@ -225,7 +225,11 @@ def test_a_row_names_the_batch_size_of_every_rank():
 
 
 @pytest.mark.parametrize(
-    ("name", "evaluations"), [("time_to_accuracy", 18 * 16), ("slow_host", 8 * 4)]
+    ("name", "evaluations"),
+    [
+        pytest.param("time_to_accuracy", 18 * 16, marks=pytest.mark.full),
+        ("slow_host", 8 * 4),
+    ],
 )
 def test_figures_are_drawn_from_records(tmp_path, name, evaluations):
     """Of what has been learned, or of the pace where nothing was to be learned."""

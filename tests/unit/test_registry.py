@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 from common.models import registry
 from dear.errors import UserError
-
-ROOT = Path(__file__).parents[2]
 
 
 def generator(seed=1):
@@ -49,46 +43,24 @@ def test_every_classifier_of_torchvision_is_listed_and_nothing_else():
 
 
 @pytest.mark.parametrize(
-    ("name", "count"),
+    ("name", "count", "shape"),
     [
-        ("resnet50", 25_557_032),
-        ("densenet201", 20_013_928),
-        ("inception_v3", 23_834_568),
-        ("inceptionv4", 42_679_816),
-        ("bert_base", 110_111_042),
-        ("bert", 336_232_258),
-        ("mnist_cnn", 1_199_882),
+        ("resnet50", 25_557_032, (3, 224, 224)),
+        ("densenet201", 20_013_928, (3, 224, 224)),
+        ("inception_v3", 23_834_568, (3, 227, 227)),
+        ("inceptionv4", 42_679_816, (3, 224, 224)),
+        ("mnist_cnn", 1_199_882, (1, 28, 28)),
+        ("bert_base", 110_111_042, None),
+        ("bert", 336_232_258, None),
     ],
 )
-def test_parameter_counts(name, count):
-    assert parameters(shapes_only(name)) == count
-
-
-@pytest.mark.parametrize(
-    ("name", "shape"),
-    [
-        ("resnet50", (2, 3, 224, 224)),
-        ("inception_v3", (2, 3, 227, 227)),
-        ("inceptionv4", (2, 3, 224, 224)),
-        ("mnist_cnn", (2, 1, 28, 28)),
-    ],
-)
-def test_image_models_take_one_batch_of_images(name, shape):
+def test_parameter_counts_and_a_batch_of_images(name, count, shape):
     workload = shapes_only(name)
-    (images,) = workload.inputs
-    (labels,) = workload.targets
-    assert images.shape == shape
-    assert labels.shape == (2,)
-    assert labels.dtype == torch.int64
-
-
-def test_image_labels_are_classes_of_the_model():
-    workload = registry.build("squeezenet1_1", 64, None, generator())
-    (labels,) = workload.targets
-    with torch.no_grad():
-        classes = workload.model(workload.inputs[0][:1]).shape[1]
-    assert labels.min() >= 0
-    assert 900 < labels.max() < classes == 1000
+    assert parameters(workload) == count
+    if shape:
+        (images,), (labels,) = workload.inputs, workload.targets
+        assert images.shape == (2, *shape)
+        assert (labels.shape, labels.dtype) == ((2,), torch.int64)
 
 
 def test_bert_takes_sentences_of_token_ids_below_2000(small_bert):
@@ -101,9 +73,7 @@ def test_bert_takes_sentences_of_token_ids_below_2000(small_bert):
         assert ids.min() >= 0
         assert 1000 < ids.max() < 2000
     assert small_bert.inputs["attention_mask"].all()
-
-
-def test_bert_vocabulary_is_padded_to_a_multiple_of_eight(small_bert):
+    # The vocabulary is padded to a multiple of eight.
     assert small_bert.model.get_input_embeddings().num_embeddings == 30528
     assert small_bert.model.get_output_embeddings().out_features == 30528
 
@@ -114,16 +84,6 @@ def test_bert_trains_all_its_parameters(small_bert):
     assert 9 < loss.item() < 14  # ln 30528 for the words and ln 2 for the next sentence are 11.0
     idle = [name for name, p in small_bert.model.named_parameters() if p.grad is None]
     assert idle == []
-
-
-def test_mnist_cnn_trains_at_batch_two():
-    torch.manual_seed(1)
-    workload = registry.build("mnist_cnn", 2, None, generator())
-    loss = workload.loss()
-    loss.backward()
-    assert loss.shape == ()
-    assert 1 < loss.item() < 5  # ln 10 is 2.3
-    assert all(param.grad.norm() > 0 for param in workload.model.parameters())
 
 
 def test_workload_casts_what_is_floating_point_only(small_bert):
@@ -156,24 +116,3 @@ def test_sentence_length_is_for_sentence_models():
     assert registry.sentence_len("resnet50", None) is None
     with pytest.raises(UserError, match="sentence_len: model resnet50 has no sentences"):
         registry.sentence_len("resnet50", 64)
-
-
-def test_units_are_sentences_for_bert_and_images_else():
-    computed = {n: entry for n, entry in registry.MODELS.items() if not registry.is_replay(n)}
-    units = {name: entry.sample_unit for name, entry in computed.items()}
-    assert [name for name, unit in units.items() if unit == "sen"] == ["bert_base", "bert"]
-    assert set(units.values()) == {"sen", "img"}
-
-
-def test_listing_imports_no_numeric_library():
-    code = (
-        "import sys; from common.harness import commands; listing = commands.listing(); "
-        "assert 'resnet50' in listing['models'] and 'dear' in listing['algorithms']; "
-        "print([m for m in ('torch', 'torchvision', 'transformers', 'timm', 'numpy') "
-        "if m in sys.modules])"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "[]"

@@ -1,21 +1,232 @@
-"""Replayed models: the real one's parameters, and a profile's order and times."""
+"""Layer profiles and their replay: files, the modelled ones, recording, order and times."""
 
 from __future__ import annotations
 
-import copy
+import json
+import re
 import time
 
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional
 
-from common.models import pace, registry, replay
+from common.harness import commands
+from common.models import pace, registry
 from common.models import profile as profiles
 from common.models.replay import Body, Work, plan
+from common.models.workload import Workload
+from common.profiling import layers, modelled, recorder
+from common.profiling.modelled import Device, Roofline
+from common.profiling.recorder import Stretches
 from dear.errors import UserError
 from dear.training.hooks import Hooks
-from tests.system import replay_bodies
+from tests.system import made as made_up
 
 PROFILES = [(name, size) for name, sizes in profiles.batch_sizes().items() for size in sizes]
+
+
+class Small(nn.Module):
+    """Work outside modules, a module that runs twice, and a shared weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(64, 64)
+        self.act = nn.ReLU(inplace=True)
+        self.last = nn.Linear(64, 64)
+        self.last.weight = self.first.weight
+        self.idle = nn.Linear(3, 3)
+
+    def forward(self, x):
+        x = self.act(self.first(x))
+        x = functional.softmax(x, dim=1)
+        return self.act(self.last(x))
+
+
+@pytest.fixture
+def small():
+    torch.manual_seed(1)
+    inputs = (torch.randn(8, 64),)
+    return Workload(model=Small(), inputs=inputs, targets=(), criterion=torch.mean)
+
+
+def split_by_operations(workload):
+    clock = Roofline(Device(name="test", flops=1.0, bandwidth=1e300))
+    stretches = Stretches(workload.model, clock)
+    with clock:
+        step = recorder.hooked_step(workload, stretches)
+    stretches.remove()
+    return step, clock.mark()
+
+
+def test_a_file_holds_what_was_saved(tmp_path):
+    made = made_up.profile()
+    path = tmp_path / "dev" / "tiny-bs2.json"
+    made.save(path)
+    assert profiles.load(path) == made
+    values = json.loads(path.read_text())
+    lines = path.read_text().splitlines()
+    assert [json.loads(line.rstrip(",")) for line in lines[-len(made.modules) - 2 : -2]] == (
+        values["modules"]
+    )
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"schema": 1}', '{"schema": 99}', "[1]"])
+def test_a_file_that_is_no_profile_is_a_user_error(tmp_path, text):
+    path = tmp_path / "x-bs1.json"
+    path.write_text(text)
+    with pytest.raises(UserError, match=r"profile .*x-bs1\.json: "):
+        profiles.load(path)
+
+
+def test_replayed_models_are_listed_with_their_units_and_first_batch():
+    listed = commands.listing()["models"]
+    assert {"resnet50@rtx2080ti-modelled", "bert@rtx2080ti-modelled"} <= set(listed)
+    bert = registry.model_entry("bert@rtx2080ti-modelled")
+    assert (bert.batch_size, bert.sample_unit, bert.sentence_len) == (8, "sen", 64)
+    assert registry.model_entry("resnet50@rtx2080ti-modelled").batch_size == 64
+    assert registry.is_replay("bert@rtx2080ti-modelled")
+    assert not registry.is_replay("bert")
+
+
+BERT, RESNET = "bert@rtx2080ti-modelled", "resnet50@rtx2080ti-modelled"
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda: registry.profile_of(BERT, 16),
+            f"batch_size: no profile of {BERT} for 16; there are some for 8, 32",
+        ),
+        (
+            lambda: registry.model_entry("resnet50@rtx2080ti"),
+            "unknown device of a recorded model 'rtx2080ti'; did you mean 'rtx2080ti-modelled'",
+        ),
+        (
+            lambda: registry.model_entry("resnet5@rtx2080ti-modelled"),
+            "unknown model recorded on rtx2080ti-modelled 'resnet5'; did you mean 'resnet50'",
+        ),
+        (lambda: registry.profile_of("resnet50", 64), "model resnet50 is computed, not replayed"),
+        *(
+            (call, f"sentence_len: no profile of {BERT} for 128; there are some for 64")
+            for call in (
+                lambda: registry.sentence_len(BERT, 128),
+                lambda: registry.profile_of(BERT, 8, 128),
+            )
+        ),
+        (
+            lambda: registry.sentence_len(RESNET, 64),
+            f"sentence_len: model {RESNET} has no sentences",
+        ),
+    ],
+)
+def test_bad_requests_name_what_there_is(call, message):
+    with pytest.raises(UserError) as caught:
+        call()
+    assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize("case", modelled.CASES.values(), ids=lambda case: case.name)
+def test_modelled_profiles_are_committed_and_have_the_published_speed(case):
+    made = registry.profile_of(f"{case.model}@{modelled.FOLDER_NAME}", case.batch_size)
+    assert made.kind == "modelled"
+    assert f"{case.published or modelled.CASES[case.like].published:g} samples/s" in made.rule
+    if case.published:
+        assert made.batch_size / made.step_s == pytest.approx(case.published, rel=1e-3)
+    else:
+        assert case.like in made.rule
+
+
+@pytest.mark.parametrize(("name", "batch_size"), PROFILES)
+def test_committed_profiles_are_consistent(name, batch_size):
+    made = registry.profile_of(name, batch_size)
+    assert (f"{made.model}@{made.device}", made.batch_size) == (name, batch_size)
+    chain = made.gradients()
+    assert [param.position for param in chain] == list(range(len(chain)))
+    times = [param.ready_s for param in chain]
+    assert times == sorted(times)
+    assert 0 <= times[0] <= times[-1] <= made.backward_s * 1.001
+    assert made.forward_s < made.backward_s
+
+
+def test_the_committed_profile_is_what_the_rule_makes(tmp_path, monkeypatch):
+    # Counting the larger model, whose factor this one borrows, would take long.
+    rule = registry.profile_of("resnet50@rtx2080ti-modelled", 64).rule
+    counted_ms = float(re.search(r"; ([\d.]+) ms in all", rule)[1])
+    monkeypatch.setattr(modelled, "_factor", lambda case: 64 / 253.1 / counted_ms * 1e3)
+    made = modelled.model_profile(modelled.CASES["mnist_cnn-bs32"])
+    path = tmp_path / "again.json"
+    made.save(path)
+    again, committed = profiles.load(path), registry.profile_of(f"{made.model}@{made.device}", 32)
+    assert again.parameters == committed.parameters
+    assert again.modules == committed.modules
+    assert again.rule == committed.rule
+    for new, old in zip(again.calls, committed.calls, strict=True):
+        assert new.module == old.module
+        assert new.forward_s == pytest.approx(old.forward_s, rel=1e-3, abs=2e-7)
+        assert new.backward_s == pytest.approx(old.backward_s, rel=1e-3, abs=2e-7)
+
+
+def test_operations_are_attributed_to_the_modules_that_run_them(small):
+    step, total = split_by_operations(small)
+    product = 2 * 8 * 64 * 64
+    by_module = dict.fromkeys(step.modules, 0.0)
+    for name, forward, backward in zip(step.modules, step.forward_s, step.backward_s, strict=True):
+        by_module[name] += forward + backward
+    assert sum(by_module.values()) == pytest.approx(total)
+    # `first` has no gradient of its input to compute.
+    assert by_module["first"] == pytest.approx(2 * product)
+    assert by_module["last"] == pytest.approx(3 * product)
+    assert by_module["act"] == by_module[""] == 0
+
+
+def test_gradients_are_noted_in_the_order_in_which_they_are_complete(small):
+    step, _ = split_by_operations(small)
+    assert [name for name, _ in step.ready][:1] == ["last.bias"]
+    assert sorted(name for name, _ in step.ready) == ["first.bias", "first.weight", "last.bias"]
+    fields = recorder.Layers(small.model, [step]).fields()
+    assert fields["shared"] == {"last.weight": "first.weight"}
+    idle = [param for param in fields["parameters"] if param.name == "idle.weight"]
+    assert idle[0].position is None
+
+
+def test_recording_a_real_model_on_the_cpu(tmp_path, capsys):
+    path = tmp_path / "mnist.json"
+    arguments = ["--model", "mnist_cnn", "--batch", "4", "--device", "cpu", "--name", "here"]
+    assert layers.main([*arguments, "--warmup", "1", "--steps", "3", "--out", str(path)]) == 0
+    made = profiles.load(path)
+    assert (made.kind, made.batch_size, made.device) == ("measured", 4, "here")
+    assert made.device_name
+    times = {call.module: (call.forward_s, call.backward_s) for call in made.calls}
+    assert all(min(times[name]) > 0 for name in ("features.0", "features.2", "classifier.0"))
+    real = registry.build("mnist_cnn", 4, None, torch.Generator()).model
+    assert [(p.name, p.shape) for p in made.parameters] == [
+        (name, tuple(param.shape)) for name, param in real.named_parameters()
+    ]
+    assert {param.module for param in made.gradients()[:2]} == {"classifier.3"}
+    assert {param.module for param in made.gradients()[-2:]} == {"features.0"}
+    assert made.gradients()[-1].ready_s <= made.backward_s * 1.001
+    assert "forward" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "resnet5"], "unknown model 'resnet5'; did you mean 'resnet50'"),
+        (["--model", "mnist_cnn", "--batch", "0"], "--batch must be at least 1, got 0"),
+        (["--model", "mnist_cnn", "--dtype", "int8"], "unknown dtype 'int8'"),
+        (["--model", "mnist_cnn@rtx2080ti-modelled"], "a replayed model computes nothing"),
+        (["--model", "mnist_cnn", "--sentence-len", "8"], "sentence_len: model mnist_cnn has no"),
+        (["--model", "mnist_cnn", "--device", "tpu"], "invalid choice: 'tpu'"),
+        ([], "required: --model"),
+    ],
+)
+def test_mistakes_are_one_line_and_status_two(capsys, arguments, message):
+    assert layers.main(arguments) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
 
 
 class Diary(pace.Pace):
@@ -77,15 +288,6 @@ def test_a_plan_has_the_profiles_times_and_order(name, batch_size):
     assert max(len(unit.params) for unit in units) <= 2
 
 
-@pytest.mark.parametrize("name", ["resnet50", "densenet201", "inceptionv4", "mnist_cnn"])
-def test_a_gradient_belongs_to_a_call_of_its_own_module(name):
-    (batch_size,) = profiles.batch_sizes()[f"{name}@rtx2080ti-modelled"]
-    profile = registry.profile_of(f"{name}@rtx2080ti-modelled", batch_size)
-    for work in works(plan(profile)):
-        for unit in work.units:
-            assert {key.rpartition(".")[0] for key, _ in unit.params} <= {work.module}
-
-
 def test_a_plan_calls_modules_inside_those_that_hold_them():
     def outline(body):
         inside = [p.module if isinstance(p, Work) else outline(p) for p in body.parts]
@@ -98,11 +300,11 @@ def test_a_plan_calls_modules_inside_those_that_hold_them():
             {"head": ["head"]},
         ]
     }
-    assert outline(plan(replay_bodies.profile())) == wanted
+    assert outline(plan(made_up.profile())) == wanted
 
 
 def test_gradients_come_in_the_recorded_order_at_the_recorded_times(diary):
-    workload = replay_bodies.workload(0)
+    workload = made_up.workload(0)
     names = {param: name for name, param in workload.model.named_parameters()}
     loss = workload.loss()
     diary.notes.clear()
@@ -121,7 +323,7 @@ def test_gradients_come_in_the_recorded_order_at_the_recorded_times(diary):
 
 
 def test_hooks_run_before_their_layer_takes_its_time(diary):
-    workload = replay_bodies.workload(0)
+    workload = made_up.workload(0)
     names = {module: name for name, module in workload.model.named_modules()}
     with Hooks() as hooks:
         hooks.before_forward(names, lambda module: diary.notes.append(names[module]))
@@ -131,20 +333,9 @@ def test_hooks_run_before_their_layer_takes_its_time(diary):
     assert [note for note in diary.notes if note != "hold"] == wanted
 
 
-def test_a_hook_that_works_long_delays_the_layer(diary):
-    def update(module):
-        time.sleep(0.01)
-
-    workload = replay_bodies.workload(0)
-    with Hooks() as hooks:
-        hooks.before_forward([workload.model.block], update)
-        workload.loss()
-    assert diary.notes[:3] == [1.3, "hold", 0.1]
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_gradients_differ_by_rank_and_step_and_are_finite(diary, dtype):
-    tasks = [replay_bodies.workload(rank).to(torch.device("cpu"), dtype) for rank in (0, 1)]
+    tasks = [made_up.workload(rank).to(torch.device("cpu"), dtype) for rank in (0, 1)]
     torch.manual_seed(9)
     seen = []
     for task in (*tasks, tasks[0]):
@@ -161,47 +352,13 @@ def test_gradients_differ_by_rank_and_step_and_are_finite(diary, dtype):
     assert not any(torch.equal(a, b) for a, b in zip(seen, seen[1:] + seen[:1], strict=True))
 
 
-def test_the_same_seed_gives_the_same_gradients_again(diary):
-    task = replay_bodies.workload(0)
-    seen = []
-    for _ in range(2):
-        torch.manual_seed(3)
-        task.model.zero_grad()
-        task.loss().backward()
-        seen.append([param.grad.clone() for param in task.model.parameters()])
-    assert all(map(torch.equal, *seen))
-
-
-def test_autograd_scales_accumulates_and_freezes_as_ever(diary):
-    task = replay_bodies.workload(0)
-    model = task.model
-    model.stem.bias.requires_grad_(False)
-    torch.manual_seed(3)
-    task.loss().backward()
-    once = model.head.bias.grad.clone()
-    torch.manual_seed(3)
-    (task.loss() / 4).backward()
-    torch.testing.assert_close(model.head.bias.grad, once * 1.25)
-    assert model.stem.bias.grad is None
-    with torch.no_grad():
-        assert not task.loss().requires_grad
-
-
-def test_a_copy_trains_its_own_parameters(diary):
-    task = replay_bodies.workload(0)
-    twin = copy.deepcopy(task.model)
-    twin(*task.inputs).backward()
-    assert all(param.grad is not None for param in twin.parameters())
-    assert all(param.grad is None for param in task.model.parameters())
-
-
 def test_a_replay_refuses_a_gpu():
     with pytest.raises(UserError, match="replayed models wait on the CPU"):
-        replay_bodies.workload(0).model.to(torch.device("cuda"), torch.float32)
+        made_up.workload(0).model.to(torch.device("cuda"), torch.float32)
 
 
 def test_a_step_takes_the_profiles_time_at_least():
-    task = replay_bodies.workload(0)
+    task = made_up.workload(0)
     pace.set_pace(pace.Pace(10.0, None))
     try:
         began = time.perf_counter()
@@ -209,12 +366,4 @@ def test_a_step_takes_the_profiles_time_at_least():
         wall_s = time.perf_counter() - began
     finally:
         pace.set_pace(pace.Pace(1.0, None))
-    assert wall_s > 0.98 * 10 * replay_bodies.profile().step_s
-
-
-def test_building_through_the_registry_replays_the_profile(diary):
-    workload = registry.build("mnist_cnn@rtx2080ti-modelled", 32, None, torch.Generator())
-    assert isinstance(workload.model, replay.Replay)
-    workload.loss().backward()
-    wanted = registry.profile_of("mnist_cnn@rtx2080ti-modelled", 32).step_s * 1e3
-    assert sum(diary.notes) == pytest.approx(wanted, abs=0.002)
+    assert wall_s > 0.98 * 10 * made_up.profile().step_s

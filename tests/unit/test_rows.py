@@ -1,4 +1,4 @@
-"""Tables: which numbers are compared with which, and that every format says the same."""
+"""Tables: what is compared with what, how near its bound a step is, and all formats agree."""
 
 from __future__ import annotations
 
@@ -9,29 +9,59 @@ import re
 
 import pytest
 
-from common.harness.record import Result, make_record
+from common.harness.record import REAL, FabricFacts, Result, make_record
 from common.launch.job import Outcome
 from common.results import rows
-from common.results.records import Check
+from common.results.records import Network, Record, typed
 from common.results.table import csv_text, significant
-from tests.system.made_trials import make_trial
+from dear.training.algorithm import algorithm_class
+from tests.system.made import make_trial
+
+NBYTES = 1_000_000
+PARTS = {"forward_s": 0.15, "backward_s": 0.2, "update_s": 0.02, "exposed_comm_s": 0.03}
+FACTS = {
+    "breakdown": {**PARTS, "step_s": 0.4},
+    "gradient_bytes": NBYTES,
+    "compute": {"forward_s": 0.1, "backward_s": 0.2, "update_s": 0.04},
+    # For all bytes: all-reduce 0.41 s, reduce-scatter 0.26 s, all-gather 0.16 s, exchange 0.51 s.
+    "costs": {
+        name: {"alpha_s": 0.01, "beta_s_per_byte": beta}
+        for name, beta in (
+            *(("all_reduce", 4e-7), ("reduce_scatter", 2.5e-7)),
+            *(("all_gather", 1.5e-7), ("exchange", 5e-7)),
+        )
+    },
+}
 
 
-def record(algorithm="ddp", step_s=0.1, world=2, *, status="ok", correct=True, run="A", **trial):
-    """A record as a sweep makes it: three repeats of four steps of about `step_s` seconds."""
-    trial = make_trial(algorithm, world, **trial)
+def record(
+    algorithm="ddp",
+    step_s=0.1,
+    world=2,
+    *,
+    status="ok",
+    correct=True,
+    run="A",
+    fabric=REAL,
+    facts=None,
+    **trial,
+):
+    """As a sweep makes it: three repeats of four steps; `facts` are those of the first repeat."""
     steps = [step_s * factor for factor in (0.999, 1.001, 1.0, 1.0)]
-    result = Result(
-        iters=[steps[:2], steps[2:]],
-        loss=1.0,
-        check=Check(replicas_agree=True, matches_reference=correct, reference_error=0.0),
-        cpu_s_per_s=1.0,
-        foreign_cpu_s_per_s=0.0,
-    )
+    result = {
+        "iters": [steps[:2], steps[2:]],
+        "loss": 1.0,
+        "check": {"replicas_agree": True, "matches_reference": correct, "reference_error": 0.0},
+        "cpu_s_per_s": 1.0,
+        "foreign_cpu_s_per_s": 0.0,
+    }
+    later = {k: v for k, v in (facts or {}).items() if k not in ("compute", "costs")}
+    repeats = [typed(Result, result | more) for more in (facts or {}, later, later)]
     error = None if status == "ok" else {"message": f"it was a {status} | and\nmore, much more"}
-    repeats = [result] * 3 if status == "ok" else []
     outcome = Outcome(status=status, error=error)
-    return make_record(trial, repeats, outcome, {"cores": 64}, "now", 1.0, run=run)
+    made = make_trial(algorithm, world, **trial)
+    given = repeats if status == "ok" else []
+    return make_record(made, given, outcome, {"cores": 64}, "now", 1.0, fabric, run=run)
 
 
 SWEEP = [record("none", 0.08, 1), record("ddp", 0.1), record("dear", 0.05)]
@@ -45,15 +75,13 @@ def test_speedup_is_relative_to_the_compared_algorithm():
     none, ddp, dear = rows.make_rows(SWEEP, "ddp")
     assert dear.speedup == pytest.approx(2.0)
     assert dear.speedup_low <= dear.speedup <= dear.speedup_high
-    assert dear.verdict == "FASTER"
-    assert dear.reason is None
-    assert (ddp.speedup, ddp.verdict) == (None, None)
-    assert (none.speedup, none.verdict) == (None, None)
-    assert rows.make_rows(SWEEP, "dear")[1].verdict == "SLOWER"
-
-
-def test_the_plain_single_worker_is_in_no_race():
+    assert (dear.verdict, dear.reason) == ("FASTER", None)
+    # The plain single worker is in no race.
+    assert (ddp.speedup, ddp.verdict) == (none.speedup, none.verdict) == (None, None)
     assert last_row([record("ddp", world=1), record("none", world=1)]).speedup is None
+    assert rows.make_rows(SWEEP, "dear")[1].verdict == "SLOWER"
+    own = record("dear", 0.1, label="dear(fusion=none)", options={"fusion": "none"})
+    assert last_row([own, record("dear", 0.05)], "dear(fusion=none)").verdict == "FASTER"
 
 
 def test_a_row_says_what_was_measured():
@@ -67,24 +95,23 @@ def test_a_row_says_what_was_measured():
 
 @pytest.mark.parametrize(
     "other",
-    [{"world": 4}, {"batch_size": 9}, {"model": "alexnet"}, {"seed": 2}, {"dtype": "float64"}],
+    [
+        *({"world": 4}, {"batch_size": 9}, {"model": "alexnet"}, {"seed": 2}, {"dtype": "float64"}),
+        {"status": "failed"},
+        {"fault": {"kind": "link_down", "host": 1, "at_s": 2.0}, "network": "1gbe"},
+    ],
     ids=str,
 )
-def test_no_speedup_across_worlds_or_settings(other):
+def test_no_speedup_across_worlds_or_settings_or_what_failed_or_was_disturbed(other):
     assert last_row([record("ddp", **other), record("dear")]).speedup is None
-
-
-def test_a_label_can_be_compared_to():
-    own = record("dear", 0.1, label="dear(fusion=none)", options={"fusion": "none"})
-    assert last_row([own, record("dear", 0.05)], "dear(fusion=none)").verdict == "FASTER"
 
 
 def test_efficiency_is_relative_to_the_single_worker_of_the_same_settings():
     none, ddp, _ = rows.make_rows(SWEEP, "ddp")
     assert none.efficiency == 1
     assert ddp.efficiency == pytest.approx(0.8)
-    assert last_row([record("none", 0.08, 1, seed=2), record("ddp")]).efficiency is None
-    assert last_row([record("none", world=1, status="failed"), record("ddp")]).efficiency is None
+    for other in ({"seed": 2}, {"status": "failed"}):
+        assert last_row([record("none", 0.08, 1, **other), record("ddp")]).efficiency is None
 
 
 @pytest.mark.parametrize("status", ["failed", "timeout", "oom", "unsupported", "interrupted"])
@@ -95,18 +122,10 @@ def test_a_trial_without_a_number_says_why(status):
     assert (row.throughput, row.speedup, row.correct) == (None, None, None)
 
 
-def test_nothing_is_compared_with_a_failed_trial():
-    assert last_row([record("ddp", status="failed"), record("dear")]).speedup is None
-
-
-def test_wrong_training_is_marked():
+def test_what_is_wrong_or_of_another_run_is_marked():
     row = last_row([*SWEEP, record("wfbp", 0.01, correct=False)])
-    assert row.correct is False
-    assert row.throughput > 0
+    assert row.correct is False and row.throughput > 0
     assert "| NO " in rows.comparison([row], "ddp").markdown()
-
-
-def test_trials_of_different_runs_are_marked():
     row = last_row([record("ddp", run="A"), record("dear", run="B")])
     assert row.reason == "not measured together with ddp"
     assert row.speedup is not None
@@ -117,12 +136,9 @@ def test_trials_of_different_runs_are_marked():
 def test_network_and_fault_are_columns_where_something_is_emulated():
     fault = {"kind": "link_down", "host": 1, "at_s": 2.0}
     emulated = [record("ddp", network="1gbe", fault=fault), record("dear", network="1gbe")]
-    table = rows.make_rows(emulated, "ddp")
-    lines = rows.comparison(table, "ddp").markdown().splitlines()
+    lines = rows.comparison(rows.make_rows(emulated, "ddp"), "ddp").markdown().splitlines()
     assert "| network |" in lines[0] and "| 1gbe " in lines[2]
     assert "link_down h1 at 2 s" in lines[2] and "link_down" not in lines[3]
-    # What was disturbed is no measure of what was not.
-    assert table[1].speedup is None
 
 
 def test_markdown_is_one_aligned_line_per_row():
@@ -140,76 +156,184 @@ def test_markdown_is_one_aligned_line_per_row():
 
 
 def test_csv_holds_all_fields_at_full_precision():
-    failed = record("wfbp", status="failed")
-    table = rows.make_rows([record("ddp", 0.7), failed, record("dear", 0.3)], "ddp")
+    bounded = record("dear", 0.3, facts=FACTS)
+    table = rows.make_rows([record("ddp", 0.7), record("wfbp", status="failed"), bounded], "ddp")
     parsed = list(csv.DictReader(io.StringIO(csv_text(rows.Row, table))))
-    assert len(parsed) == len(table)
     for found, row in zip(parsed, table, strict=True):
         assert found == {
             key: "" if value is None else str(value) for key, value in vars(row).items()
         }
     assert float(parsed[2]["speedup"]) == table[2].speedup
-    assert float(parsed[2]["ci_low"]) == table[2].ci_low
+    assert {name: float(parsed[2][name]) for name in PARTS} == PARTS
 
 
 def test_reference_reports_have_the_references_structure():
-    step_s = 64 * 64 / 7897.6
-    one = record("mgwfbp", step_s, 64, model="resnet50", batch_size=64)
+    one = record("mgwfbp", 64 * 64 / 7897.6, 64, model="resnet50", batch_size=64)
     assert rows.reference_reports([one]) == {"0": {"resnet50_64": {"mgwfbp": ["7897.600"]}}}
     assert list(rows.reference_reports([one], rdma=1)) == ["1"]
-
-
-def test_reference_reports_list_worlds_ascending_and_leave_out_the_rest():
+    # Worlds ascending, and the rest left out.
     failed, single = record("wfbp", status="failed"), record("none", world=1)
-    found = rows.reference_reports([record("ddp", 0.2, 4), failed, single, record("ddp", 0.1, 2)])
-    assert found == {"0": {"mnist_cnn_8": {"ddp": ["160.000", "160.000"]}}}
-    found = rows.reference_reports([record("ddp", 0.1, 4), record("ddp", 0.1, 2)])
+    found = rows.reference_reports([record("ddp", 0.1, 4), failed, single, record("ddp", 0.1, 2)])
     assert found == {"0": {"mnist_cnn_8": {"ddp": ["160.000", "320.000"]}}}
 
 
-def test_summary_names_the_best_and_its_lead():
+def test_summary_names_the_best_of_each_model_and_world_and_its_lead():
     (line,) = rows.summary(rows.make_rows(SWEEP, "ddp"), "ddp")
     assert line.startswith("mnist_cnn, 2 workers: dear has the highest median, 2.00x ddp (95 % CI ")
     assert line.endswith(": FASTER)")
-
-
-def test_summary_without_a_ratio_says_why_unless_the_compared_one_wins():
     (line,) = rows.summary(rows.make_rows(SWEEP, "dear"), "dear")
     assert line == "mnist_cnn, 2 workers: dear has the highest median"
     (line,) = rows.summary(rows.make_rows(SWEEP, "wfbp"), "wfbp")
     assert line == "mnist_cnn, 2 workers: dear has the highest median (no wfbp to compare with)"
-
-
-def test_summary_passes_over_wrong_and_failed_trials():
     bad = [record("wfbp", 0.01, correct=False), record("horovod", status="failed")]
     (line,) = rows.summary(rows.make_rows([*SWEEP, *bad], "ddp"), "ddp")
     assert ": dear has" in line
     assert rows.summary(rows.make_rows([record("dear"), *bad], "ddp"), "ddp") == []
-
-
-def test_summary_has_a_sentence_per_model_and_world():
     cells = [{"world": 2}, {"world": 4}, {"world": 2, "model": "alexnet"}]
-    table = rows.make_rows(
-        [record(name, **cell) for cell in cells for name in ("ddp", "dear")], "ddp"
-    )
+    table = rows.make_rows([record(name, **c) for c in cells for name in ("ddp", "dear")], "ddp")
     assert [line.partition(":")[0] for line in rows.summary(table, "ddp")] == [
-        "mnist_cnn, 2 workers",
-        "mnist_cnn, 4 workers",
-        "alexnet, 2 workers",
+        f"{model} workers" for model in ("mnist_cnn, 2", "mnist_cnn, 4", "alexnet, 2")
     ]
 
 
+def test_numbers_are_shown_to_three_digits():
+    texts = {123456.7: "123457", 123.4: "123", 12.34: "12.3", 0.1234: "0.123"}
+    texts |= {0.00001234: "0.0000123", None: ""}  # without an exponent
+    assert {value: significant(value) for value in texts} == texts
+
+
+# Bounds
+
+
+def bounded(algorithm="dear", step_s=2.0, world=4, facts=None, gbps=0.04, **trial):
+    """A record on four hosts whose links carry `gbps`, twice as slow as real time."""
+    network = Network(requested={"gbps": gbps}, measured=[])
+    fabric = FabricFacts(fabric="emulated", time_scale=2.0, network=network)
+    trial = {"network": "40mbit", "ranks_per_host": 1, **trial}
+    return record(algorithm, step_s, world, fabric=fabric, facts=FACTS | (facts or {}), **trial)
+
+
 @pytest.mark.parametrize(
-    ("value", "text"),
+    ("algorithm", "wanted"),
+    [("wfbp", 0.1 + 0.41 + 0.04), ("bytescheduler", 0.41), ("dear", 0.16 + 0.26)],
+)
+def test_the_bound_is_that_of_the_algorithms_idea(algorithm, wanted):
+    made = record(algorithm, 0.6, 4, facts=FACTS)
+    bound = made.bound
+    assert bound.kind == algorithm_class(algorithm).bound
+    assert bound.step_s == pytest.approx(wanted)
+    assert bound.reached == pytest.approx(wanted / 0.6)
+    assert bound.compute_limit_s == pytest.approx(0.3 + 0.04 / 4)
+    assert bound.wire_limit_s is None
+    found = made.to_json()
+    assert (found["compute"], found["costs"]) == (FACTS["compute"], FACTS["costs"])
+    assert found["bytes"]["gradients"] == NBYTES
+
+
+# One exchange takes 0.51 s, one of two neighbours at once 1.01 s; compute 0.34 s.
+@pytest.mark.parametrize(
+    ("algorithm", "options", "kind", "wanted", "wire_s"),
     [
-        (123456.7, "123457"),
-        (123.4, "123"),
-        (12.34, "12.3"),
-        (1.234, "1.23"),
-        (0.1234, "0.123"),
-        (0.00001234, "0.0000123"),
-        (None, ""),
+        ("decentralized", {"topology": "one-peer-exp"}, "decentralized", 0.51, 0.2),
+        ("decentralized", {"topology": "alternating-exp-ring"}, "decentralized", 0.34, 0.1),
+        ("decentralized", {"topology": "complete"}, "decentralized", 0.41, 0.3),
+        ("neighbor", {"topology": "ring"}, "beside_passes", 1.01 + 0.04, 0.4),
+        ("neighbor", {"topology": "ring", "combine": "atc"}, "after_update", 1.01 + 0.2, 0.4),
+        ("gradient-tracking", {"topology": "ring-left"}, "beside_passes", 1.05, 0.4),
+        ("exact-diffusion", {"topology": "star"}, "after_update", 1.51 + 0.2, 0.6),
+        ("push-sum", {"topology": "ring-left", "barrier": True}, "sequential", 0.85, 0.2),
+        ("pull-get", {"topology": "ring-left"}, "beside_passes", 0.51 + 0.04, 0.2),
+        ("win-put", {}, "asynchronous", 0.34, None),
+        ("asyncddp", {}, "asynchronous", 0.34, None),
+        ("asyncddp", {"max_staleness": 4, "topology": "ring"}, "decentralized", 1.01, 0.4),
     ],
 )
-def test_three_significant_digits_without_an_exponent(value, text):
-    assert significant(value) == text
+def test_what_exchanges_with_a_few_is_bounded_by_its_own_links(
+    algorithm, options, kind, wanted, wire_s
+):
+    bound = bounded(algorithm, facts={"local_size": 1}, options=options).bound
+    assert bound.kind == kind
+    assert bound.step_s == pytest.approx(wanted)
+    assert bound.reached == pytest.approx(wanted / 2)
+    assert bound.wire_limit_s == (None if wire_s is None else pytest.approx(wire_s))
+
+
+def test_no_bound_is_below_what_the_links_of_hosts_carry():
+    bound = bounded(gbps=0.01).bound
+    assert bound.wire_limit_s == bound.step_s == pytest.approx(1.2)
+    assert bound.reached == pytest.approx(0.6)
+    for per_host, hosts in ((1, 4), (2, 2)):
+        limit = bounded(ranks_per_host=per_host).bound.wire_limit_s
+        assert limit == pytest.approx(2 * (hosts - 1) / hosts * NBYTES / 5e6)
+    options = {"topology": "one-peer-exp"}
+    bound = bounded("decentralized", facts={"local_size": 2}, ranks_per_host=2, options=options)
+    # Inside the hosts, then between them: both ranks' megabyte over one link, every other step.
+    assert bound.bound.step_s == pytest.approx(0.34)
+    assert bound.bound.wire_limit_s == pytest.approx(2 * 0.2 / 2)
+    # Without virtual hosts, ranks of one machine have a way of their own each.
+    facts = FACTS | {"local_size": 4}
+    real = record("decentralized", 0.5, 4, facts=facts, options=options).bound
+    assert real.step_s == pytest.approx(0.51) and real.wire_limit_s is None
+
+
+@pytest.mark.parametrize("algorithm", ["none", "dear"])
+def test_one_worker_can_reach_what_it_computes(algorithm):
+    bound = bounded(algorithm, 0.4, world=1, facts={"costs": None}).bound
+    assert (bound.kind, bound.wire_limit_s) == ("compute", None)
+    assert bound.step_s == bound.compute_limit_s == pytest.approx(0.34)
+    assert bound.reached == pytest.approx(0.34 / 0.4)
+
+
+def test_nothing_is_bounded_where_nothing_was_measured_or_no_formula_is_known(monkeypatch):
+    assert bounded(facts={"compute": None}).bound is None
+    bound = bounded(facts={"costs": None}).bound
+    assert bound.step_s is None and bound.compute_limit_s > 0
+    monkeypatch.setattr(algorithm_class("wfbp"), "bound", None)
+    bound = record("wfbp", facts=FACTS).bound
+    assert (bound.kind, bound.step_s, bound.reached) == (None, None, None)
+    assert bound.compute_limit_s > 0
+
+
+def test_the_table_says_how_much_of_the_bound_is_reached():
+    near = [record(name, s, 4, facts=FACTS) for name, s in (("wfbp", 0.6), ("dear", 0.5))]
+    lines = rows.comparison(rows.make_rows(near, "wfbp"), "wfbp").markdown().splitlines()
+    assert "| of bound |" in lines[0]
+    assert "|      92% |" in lines[2] and "|      84% |" in lines[3]
+    assert rows.remarks(near) == []
+    # What is better than its bound is shown as it is, and named.
+    quick = record("dear", 0.3, 4, facts=FACTS)
+    (row,) = rows.make_rows([quick], "dear")
+    assert row.of_bound == pytest.approx(1.4)
+    assert "|     140% |" in rows.comparison([row], "dear").markdown()
+    (line,) = rows.remarks([quick, *near])
+    assert line.startswith("beyond its bound: dear;")
+
+
+def broken_down(row):
+    table = rows.breakdown([row])
+    return dict(zip(table.titles, *table.body, strict=True))
+
+
+def test_the_breakdown_is_in_milliseconds():
+    (row,) = rows.make_rows([bounded(step_s=0.5)], "dear")
+    shown = broken_down(row)
+    assert shown["step"] == "500" and shown["of bound"] == "84%"
+    assert [shown[key] for key in ("forward", "backward", "update")] == ["150", "200", "20.0"]
+    assert (shown["exposed comm"], shown["bound"]) == ("30.0", "420")
+    assert (shown["compute limit"], shown["wire limit"]) == ("310", "300")
+    hidden = {"breakdown": {**PARTS, "exposed_comm_s": None, "step_s": 0.4}, "compute": None}
+    (row,) = rows.make_rows([record(facts=FACTS | hidden)], "dear")
+    shown = broken_down(row)
+    assert shown["forward"] == "150"
+    assert [shown[key] for key in ("exposed comm", "bound", "wire limit", "of bound")] == ["-"] * 4
+
+
+def test_a_record_from_before_there_were_bounds_is_still_shown():
+    values = record("dear", 0.5, facts=FACTS).to_json()
+    for key in ("compute", "costs", "bound"):
+        del values[key]
+    values["breakdown"] = PARTS  # they contained the waiting, and did not add up
+    (row,) = rows.make_rows([Record.from_json(values)], "dear")
+    assert row.of_bound is None and row.forward_s is None and row.step_s == pytest.approx(0.5)
+    assert "of bound" not in rows.comparison([row], "dear").markdown()
+    assert list(broken_down(row).values())[7:] == ["-"] * 8

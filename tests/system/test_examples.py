@@ -1,7 +1,8 @@
-"""The MNIST example: real images, every algorithm, started as users start it."""
+"""The examples, started as users start them: MNIST, and the decentralized methods."""
 
 from __future__ import annotations
 
+import csv
 import os
 import re
 import shutil
@@ -11,12 +12,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from torch.nn import functional
 
 import dear
 from common.launch.ranks import Ranks, rank_env
 from common.models.datasets import load_digits, load_mnist, read_idx
 from dear.training.algorithm import algorithm_class, algorithm_names
-from tests.system.made_mnist import idx, write_mnist
+from tests.system.made import idx, write_mnist
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "mnist" / "train.py"
@@ -72,7 +75,13 @@ def bar(algorithm: str) -> float:
     return {"mgs": 0.9, "dadt": 0.9}.get(algorithm, 0.94 if asynchronous else 0.96)
 
 
-@pytest.mark.parametrize("algorithm", algorithm_names())
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        name if name == "dear" else pytest.param(name, marks=pytest.mark.full)
+        for name in algorithm_names()
+    ],
+)
 def test_two_workers_learn_the_digits_in_3_epochs(tmp_path, algorithm):
     reason = algorithm_class(algorithm).unavailable()
     if reason:
@@ -81,6 +90,7 @@ def test_two_workers_learn_the_digits_in_3_epochs(tmp_path, algorithm):
     assert last_accuracy(train_in_ranks(tmp_path, *flags)) >= bar(algorithm)
 
 
+@pytest.mark.full
 def test_it_runs_under_torchrun():
     done = run(
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
@@ -90,6 +100,7 @@ def test_it_runs_under_torchrun():
     assert "2 process(es), dear" in done.stdout
 
 
+@pytest.mark.full
 def test_it_runs_alone_and_offline_on_the_bundled_digits():
     done = run(sys.executable, str(SCRIPT), "--epochs", "4", "--lr", "0.05")
     assert done.returncode == 0, done.stderr
@@ -97,6 +108,7 @@ def test_it_runs_alone_and_offline_on_the_bundled_digits():
     assert "1 process(es), dear" in done.stdout
 
 
+@pytest.mark.full
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="no mpirun here")
 def test_it_runs_under_mpirun():
     root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
@@ -108,6 +120,7 @@ def test_it_runs_under_mpirun():
     assert "2 process(es), wfbp" in done.stdout
 
 
+@pytest.mark.full
 def test_the_shell_script_starts_as_many_workers_as_it_is_told():
     env = {**os.environ, "nworkers": "2", "method": "allreduce"}
     done = subprocess.run(
@@ -124,7 +137,7 @@ def test_the_shell_script_starts_as_many_workers_as_it_is_told():
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--algorithm", "deer"], "did you mean 'dear'?"),
+        pytest.param(["--algorithm", "deer"], "did you mean 'dear'?", marks=pytest.mark.full),
         (["--data-dir", "/nonexistent"], "no MNIST files"),
     ],
 )
@@ -154,3 +167,105 @@ def test_the_bundled_digits_look_like_mnist():
     (images, labels), (test_images, _) = load_digits()
     assert images.shape[1:] == (1, 28, 28) and len(images) + len(test_images) == 1797
     assert set(labels.tolist()) == set(range(10))
+
+
+FOLDER = ROOT / "examples" / "decentralized"
+sys.path.insert(0, str(FOLDER))
+
+import logistic_regression  # noqa: E402
+
+BIASED = ["averaging (awc)", "diffusion (atc)"]
+EXACT = ["exact diffusion", "gradient tracking", "push-DIGing (directed)"]
+
+
+def run_ranks(script: str, *flags: str, ranks: int) -> subprocess.CompletedProcess:
+    launcher = ["-m", "torch.distributed.run_ranks", "--standalone", "--nproc-per-node", str(ranks)]
+    return subprocess.run_ranks(
+        [sys.executable, *(launcher if ranks > 1 else []), str(FOLDER / script), *flags],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+
+
+def curves(path: Path) -> dict[str, list[float]]:
+    with path.open() as file:
+        header, *rows = csv.reader(file)
+    columns = [list(map(float, column)) for column in zip(*rows, strict=True)]
+    assert columns[0] == list(range(len(rows)))
+    return dict(zip(header[1:], columns[1:], strict=True))
+
+
+def results(script: str, folder: Path, *flags: str) -> tuple[str, dict[str, list[float]]]:
+    """What four ranks print, and their curves."""
+    done = run_ranks(script, "--out", str(folder), *flags, ranks=4)
+    assert done.returncode == 0, done.stderr
+    stem = folder / Path(script).stem
+    assert stem.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    return done.stdout, curves(stem.with_suffix(".csv"))
+
+
+@pytest.mark.full
+def test_consensus_is_exact_and_as_fast_as_the_spectral_gap_says(tmp_path):
+    said, found = results("consensus.py", tmp_path, "--iterations", "60")
+    measured = {name: curve for name, curve in found.items() if "predicted" not in name}
+    assert list(measured) == [
+        *("ring", "star", "2-D mesh", "exponential", "fully connected", "one-peer exponential")
+    ]
+    for name, curve in measured.items():
+        assert name in said
+        assert curve[0] == 1 and curve[-1] < 1e-6
+        for distance, bound in zip(curve, found.get(f"{name} (predicted)", []), strict=False):
+            assert distance <= bound * (1 + 1e-6) + 1e-13
+    assert measured["fully connected"][1] < 1e-12
+    assert measured["one-peer exponential"][1] > 0.1
+    assert measured["one-peer exponential"][2] < 1e-12
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("script", ["linear_regression.py", "logistic_regression.py"])
+def test_corrected_methods_converge_linearly_and_plain_averaging_stalls(tmp_path, script):
+    said, found = results(script, tmp_path)
+    assert list(found) == BIASED + EXACT
+    assert all(name in said for name in found)
+    last = len(found[EXACT[0]]) - 1
+    for name in BIASED:
+        curve = found[name]
+        assert curve[-1] > 1e-3
+        assert curve[-1] == pytest.approx(curve[last * 3 // 4], rel=1e-3)  # it moves no more
+    for name in EXACT:
+        curve = found[name]
+        assert curve[0] == pytest.approx(1)
+        assert curve[-1] < 1e-8
+        # Linearly: no part of the way is much slower than another.
+        reached = next(k for k, distance in enumerate(curve) if distance < 1e-8)
+        assert curve[reached // 2] < 1e-3
+
+
+@pytest.mark.full
+def test_alone_every_method_is_gradient_descent():
+    done = run_ranks("linear_regression.py", "--iterations", "400", ranks=1)
+    assert done.returncode == 0, done.stderr
+    rows = [line.split() for line in done.stdout.splitlines()[2:]]
+    assert len(rows) == len(BIASED + EXACT)
+    assert all(float(row[-1]) < 1e-8 for row in rows)
+
+
+@pytest.mark.full
+def test_a_script_that_needs_others_says_so():
+    done = run_ranks("consensus.py", ranks=1)
+    assert done.returncode == 2
+    assert "start several" in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_newton_finds_where_the_gradient_is_zero():
+    generator = torch.Generator().manual_seed(3)
+    features = torch.randn(40, 4, generator=generator, dtype=torch.float64)
+    answers = torch.where(torch.rand(40, generator=generator) > 0.3, 1.0, -1.0).double()
+    weights = logistic_regression.newton(features, answers).requires_grad_()
+    loss = functional.softplus(-answers * (features @ weights)).mean()
+    loss = loss + logistic_regression.PENALTY / 2 * weights.square().sum()
+    loss.backward()
+    assert weights.grad.norm() <= 1e-11
+    assert weights.norm() > 0.1

@@ -1,4 +1,4 @@
-"""Launchers by name, their options, and the commands that they make of hosts and settings."""
+"""Launchers by name, their options and commands, and the hosts that get the ranks."""
 
 from __future__ import annotations
 
@@ -6,19 +6,26 @@ import dataclasses
 import os
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from common.launch import hosts as hosts_module
-from common.launch import job as job_module
-from common.launch.hosts import Envs, Host, NetworkOptions, interface, network_env, read_envs
-from common.launch.job import Job, Launcher, launcher_names, make_launcher
+from common.launch.hosts import (
+    Block,
+    Envs,
+    Host,
+    NetworkOptions,
+    blocks,
+    interface,
+    network_env,
+    read_envs,
+    read_hostfile,
+)
+from common.launch.job import Job, launcher_names, make_launcher
 from dear.errors import UserError
 
 ROOT = Path(__file__).parents[2]
-NAMES = ["local", "mpirun", "slurm", "ssh", "torchrun"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,62 +77,38 @@ def conf(tmp_path, monkeypatch):
     return path.write_text
 
 
-def test_launchers_are_found_by_file_name():
-    assert launcher_names() == NAMES
-    for name in NAMES:
-        assert issubclass(job_module._launchers()[name], Launcher)
-
-
-def test_an_unknown_launcher_is_refused_with_the_nearest():
-    with pytest.raises(UserError, match=r"unknown launcher 'mpirn'; did you mean 'mpirun'\?"):
-        make_launcher("mpirn", hosts=None, world_size=1)
-    for name in ("job", "node", "ranks"):  # files of the same folder that are none
-        with pytest.raises(UserError, match="unknown launcher"):
-            make_launcher(name, hosts=None, world_size=1)
+NAMES = ["local", "mpirun", "slurm", "ssh", "torchrun"]
+A, AB, LOCAL_B = real("a"), real("a", "b"), real("localhost", "b")
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "words"),
+    ("name", "hosts", "options", "words"),
     [
-        *((name, {"rmda": 1}, f"unknown option of launcher {name} 'rmda'") for name in NAMES),
-        ("ssh", {"port": 70000}, "port must be in 1..65535, got 70000"),
-        ("ssh", {"agent": " "}, "option agent: must be a command"),
-        ("ssh", {"rdma": 3}, "'rdma' 3"),
-        ("mpirun", {"mca": "btl=tcp"}, "'mca': must be a mapping"),
-        ("slurm", {"queue_s": 0}, "queue_s must be greater than 0"),
+        ("mpirn", None, {}, r"unknown launcher 'mpirn'; did you mean 'mpirun'\?"),
+        # Files of the same folder that are none.
+        *((name, None, {}, "unknown launcher") for name in ("job", "node", "ranks")),
+        *((name, A, {"rmda": 1}, f"unknown option of launcher {name} 'rmda'") for name in NAMES),
+        ("ssh", A, {"port": 70000}, "port must be in 1..65535, got 70000"),
+        ("ssh", A, {"agent": " "}, "option agent: must be a command"),
+        ("ssh", A, {"rdma": 3}, "'rdma' 3"),
+        ("mpirun", A, {"mca": "btl=tcp"}, "'mca': must be a mapping"),
+        ("slurm", None, {"queue_s": 0}, "queue_s must be greater than 0"),
+        ("local", A, {}, "runs on this machine only"),
+        ("ssh", None, {}, "needs hosts"),
+        ("slurm", A, {}, "reads no hostfile"),
+        ("slurm", virtual("h0"), {}, "does not run on virtual hosts"),
+        ("ssh", [], {}, "list of hosts is empty"),
+        ("ssh", LOCAL_B, {}, "'localhost', which the others cannot reach"),
+        ("ssh", real("a", slots=1), {}, "have 1 slots, fewer than the 2 workers"),
     ],
 )
-def test_a_bad_option_is_refused(name, options, words, tools):
+def test_what_does_not_fit_is_refused(name, hosts, options, words, tools):
+    assert launcher_names() == NAMES
     tools("mpirun", "echo 'mpirun (Open MPI) 4.1.4'")
-    with pytest.raises(UserError, match=words):
-        make_launcher(
-            name, hosts=None if name == "slurm" else real("a"), world_size=1, options=options
-        )
-
-
-def test_launchers_and_hosts_that_do_not_fit_are_refused(tools):
     tools("srun", "true")
-    for name, hosts, words in (
-        ("local", real("a"), "runs on this machine only"),
-        ("ssh", None, "needs hosts"),
-        ("slurm", real("a"), "reads no hostfile"),
-        ("slurm", virtual("h0"), "does not run on virtual hosts"),
-        ("ssh", [], "list of hosts is empty"),
-        ("ssh", real("localhost", "b"), "'localhost', which the others cannot reach"),
-    ):
-        with pytest.raises(UserError, match=words):
-            make_launcher(name, hosts=hosts, world_size=2).command(a_job())
-    with pytest.raises(UserError, match="have 4 slots, fewer than the 5 workers"):
-        make_launcher("ssh", hosts=real("a", "b"), world_size=5)
-
-
-def test_the_driver_imports_no_torch_with_the_launchers():
-    code = (
-        "import sys, common.launch.job as l; l.launcher_names(); "
-        "l.make_launcher('local', hosts=None, world_size=2); "
-        "sys.exit(any(m in sys.modules for m in ('torch', 'numpy')))"
-    )
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=100).returncode == 0
+    hosts = None if name == "slurm" and options else hosts
+    with pytest.raises(UserError, match=words):
+        make_launcher(name, hosts=hosts, world_size=2, options=options).command(a_job())
 
 
 def test_two_node_torchrun(conf):
@@ -138,11 +121,6 @@ def test_two_node_torchrun(conf):
         assert f"--nnodes 2 --node-rank {place} --master-addr a --master-port 29500" in words[-1]
         assert f"--nproc-per-node {2 - place} -m worker /logs/t 0" in words[-1]
         assert "GLOO_SOCKET_IFNAME=eth7" in words[-1]
-
-
-def test_torchrun_on_this_machine():
-    printed = make_launcher("torchrun", hosts=None, world_size=4).command(a_job())
-    assert "--standalone --nproc-per-node 4 -m worker /logs/t 0" in printed
 
 
 def test_ssh_passes_the_jobs_environment_quoted():
@@ -212,11 +190,15 @@ def test_virtual_hosts_use_their_own_interface_and_shell(tools, conf):
 
 def test_an_mpirun_of_another_kind_or_in_no_place_is_refused(tools, conf):
     tools("mpirun", "echo 'HYDRA build details:'")
-    with pytest.raises(UserError, match="must be Open MPI 4 or 5, it is 'HYDRA build details:'"):
-        make_launcher("mpirun", hosts=None, world_size=2)
-    conf("MPIPATH=/opt/nowhere\n")
-    with pytest.raises(UserError, match="no mpirun in /opt/nowhere/bin"):
-        make_launcher("mpirun", hosts=None, world_size=2)
+    for text, words in (
+        ("", "must be Open MPI 4 or 5, it is 'HYDRA build details:'"),
+        ("MPIPATH=/opt/nowhere\n", "no mpirun in /opt/nowhere/bin"),
+        ("# facts\nIB_INTERFACE='ib1'  # quoted\nETH_INTERFACE eth0\n", "must be KEY=VALUE"),
+        ("ETH_IFACE=eth0\n", "did you mean 'ETH_INTERFACE'"),
+    ):
+        conf(text)
+        with pytest.raises(UserError, match=words):
+            make_launcher("mpirun", hosts=None, world_size=2)
 
 
 @pytest.mark.parametrize("allocated", [True, False])
@@ -241,21 +223,7 @@ def test_the_shipped_facts_are_readable_by_us_and_by_a_shell():
     show = "set -u; . configs/envs.conf; echo $PY$ETH_INTERFACE$IB_INTERFACE$MPIPATH"
     done = subprocess.run(["sh", "-c", show], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout == "ib0\n" and not done.stderr
-
-
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ("ETH_INTERFACE eth0", "must be KEY=VALUE"),
-        ("ETH_IFACE=eth0", "did you mean 'ETH_INTERFACE'"),
-    ],
-)
-def test_a_bad_line_of_facts_is_named(tmp_path, line, words):
-    path = tmp_path / "envs.conf"
-    path.write_text(f"# facts\nIB_INTERFACE='ib1'  # quoted\n{line}\n")
-    with pytest.raises(UserError, match=words):
-        read_envs(path)
-    assert read_envs(tmp_path / "none") == Envs()
+    assert read_envs(ROOT / "none") == Envs()
 
 
 def test_an_interface_that_this_host_does_not_have_is_refused():
@@ -301,8 +269,74 @@ def test_the_scripts_plan_a_sweep(tools, tmp_path, script, words):
     assert words in done.stdout and "mnist_cnn bs=32 n=2" in done.stdout
 
 
-def test_a_script_passes_rdma_on(tools):
-    tools("mpirun", "echo 'mpirun (Open MPI) 4.1.4'")
-    done = plan("run_mpi.sh", rdma="7")
-    assert done.returncode == 2
-    assert "option of launcher mpirun 'rdma' 7 (allowed: 0, 1, 2)" in done.stderr
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("node-a slots=4\nnode-b slots=2\n", {"node-a": 4, "node-b": 2}),
+        ("node-a\nnode-b\n", {"node-a": 1, "node-b": 1}),
+        ("# rack 1\n\n  node-a\tslots=2   # the first\n#node-b slots=9\n", {"node-a": 2}),
+        ("# nobody\n", {}),
+    ],
+)
+def test_hosts_are_read_with_their_slots(tmp_path, text, hosts):
+    path = tmp_path / "hosts"
+    path.write_text(text)
+    total = sum(hosts.values())
+    if hosts:
+        wanted = [Host(name=name, slots=slots) for name, slots in hosts.items()]
+        assert read_hostfile(path, total) == wanted
+    with pytest.raises(UserError, match=f"has {total} slots, fewer than the {total + 1} workers"):
+        read_hostfile(path, total + 1)
+
+
+VALUES = ("0", "-1", "two", "\u00b2", "")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *(f"node-b slots={value}" for value in VALUES),
+        *("node-b slots", "node-b cores=4", "node-b node-c", "node-b slots = 4"),
+    ],
+)
+def test_a_bad_line_is_quoted_with_its_number(tmp_path, line):
+    path = tmp_path / "hosts"
+    path.write_text(f"node-a slots=4\n\n{line}  # why\n")
+    with pytest.raises(UserError) as caught:
+        read_hostfile(path, 1)
+    text = str(caught.value)
+    assert all(words in text for words in ("line 3", line, "HOST slots=N", str(path)))
+    assert "\n" not in text
+    path.write_text("node-a slots=4\nnode-a slots=2\n")
+    for given, words in (
+        (path, "line 2: host node-a stands twice"),
+        (tmp_path / "nowhere", "nowhere: No such file"),
+        (tmp_path, "directory"),
+    ):
+        with pytest.raises(UserError, match=words):
+            read_hostfile(given, 1)
+
+
+def test_ranks_fill_the_hosts_in_their_order():
+    hosts = [Host(name=name, slots=slots) for name, slots in (("a", 2), ("b", 1), ("c", 4))]
+    assert blocks(hosts, 5) == [
+        Block(host=hosts[0], first=0, count=2),
+        Block(host=hosts[1], first=2, count=1),
+        Block(host=hosts[2], first=3, count=2),
+    ]
+    assert [list(block.ranks) for block in blocks(hosts, 2)] == [[0, 1]]
+    with pytest.raises(UserError, match="the hosts have 7 slots, fewer than the 8 workers"):
+        blocks(hosts, 8)
+
+
+def test_the_shipped_cluster_files_have_the_slots_of_their_name():
+    sizes = [int(path.name.removeprefix("cluster")) for path in CONFIGS.glob("cluster[0-9]*")]
+    assert sorted(sizes) == [1, 2, 4, 8, 16, 32, 48, 64]
+    for size in sizes:
+        hosts = read_hostfile(CONFIGS / f"cluster{size}", size)
+        assert sum(host.slots for host in hosts) == size
+    emulated = read_hostfile(CONFIGS / "cluster.emulated", 4)
+    assert [host.name for host in emulated] == ["h0", "h1", "h2", "h3"]

@@ -1,18 +1,65 @@
-"""A small profile, and what ranks do with its replay."""
+"""Trials, a folder of MNIST and a small profile, made up for tests."""
 
 from __future__ import annotations
 
+import gzip
+import struct
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-import dear
-from common.harness.worker import correctness as check
-from common.harness.worker.training import plain_steps
-from common.models import pace, replay
+from common.emulation.config import Fault
+from common.harness.trial import MeasureConfig, OptimizerConfig, Trial, options_of
+from common.models import replay
 from common.models.profile import Call, Profile, ProfiledParameter
 from common.models.workload import Workload
-from dear.comm import runtime
+
+
+def make_trial(algorithm: str, world: int = 4, **more: Any) -> Trial:
+    """A small trial; `more` are fields that differ, options and fault as an experiment has them."""
+    fields = {
+        "model": "mnist_cnn",
+        "batch_size": 8,
+        "sentence_len": None,
+        "launcher": "local",
+        "backend": "gloo",
+        "device": "cpu",
+        "dtype": "float32",
+        "seed": 1,
+        "threads_per_rank": 1,
+        "optimizer": OptimizerConfig(),
+        "measure": MeasureConfig(),
+        "label": algorithm,
+    }
+    options = options_of(algorithm, more.pop("options", {}))
+    fault = Fault(**more.pop("fault")) if more.get("fault") else None
+    return Trial(
+        algorithm=algorithm,
+        world_size=world,
+        options=options,
+        fault=fault,
+        **{**fields, **more},
+    )
+
+
+def idx(array: np.ndarray) -> bytes:
+    """The array as an IDX file of bytes."""
+    header = struct.pack(">HBB", 0, 0x08, array.ndim) + struct.pack(f">{array.ndim}I", *array.shape)
+    return header + array.astype(np.uint8).tobytes()
+
+
+def write_mnist(folder: Path, *, zipped: bool = False, images: int = 10, shift: int = 0) -> Path:
+    """Test images with the labels 0, 1, 2, ...; `shift` changes every pixel."""
+    folder.mkdir(parents=True, exist_ok=True)
+    pixels = (np.arange(images * 28 * 28).reshape(images, 28, 28) + shift) % 256
+    for name, array in (("images-idx3", pixels), ("labels-idx1", np.arange(images) % 10)):
+        data = idx(array)
+        path = folder / f"t10k-{name}-ubyte{'.gz' if zipped else ''}"
+        path.write_bytes(gzip.compress(data) if zipped else data)
+    return folder
+
 
 _SHAPES = {
     "scale": (3,),
@@ -79,49 +126,3 @@ def workload(rank: int) -> Workload:
     """The same weights on all ranks, and gradients of this rank."""
     torch.manual_seed(5)
     return replay.workload(profile(), torch.Generator().manual_seed(rank))
-
-
-def train(algorithm: str, options: dict[str, Any], steps: int) -> tuple[float, float, float]:
-    """Trains with an algorithm, plainly, and plainly without the others.
-
-    Returns:
-        How far the algorithm ended from plain averaging, how far training alone ended from it (both
-        relative to the way), and the largest difference between ranks.
-    """
-    pace.set_pace(pace.Pace(0.1, None))
-    rank, communicator = dear.rank(), runtime.communicator()
-    task = workload(rank)
-    start = check.snapshot(task.model)
-    names = [name for name, _ in task.model.named_parameters()]
-
-    torch.manual_seed(100 + rank)
-    optimizer = torch.optim.SGD(task.model.parameters(), 0.1, momentum=0.9)
-    wanted, _ = plain_steps(task, optimizer, communicator, steps)
-
-    task.model.load_state_dict(start)
-    torch.manual_seed(100 + rank)
-    alone = torch.optim.SGD(task.model.parameters(), 0.1, momentum=0.9)
-    _steps(task, alone, steps)
-    alone_off = check.distance(check.snapshot(task.model), wanted, start, names)
-
-    task.model.load_state_dict(start)
-    torch.manual_seed(100 + rank)
-    optimizer = dear.DistributedOptimizer(
-        torch.optim.SGD(task.model.parameters(), 0.1, momentum=0.9),
-        task.model,
-        algorithm=algorithm,
-        **options,
-    )
-    _steps(task, optimizer, steps)
-    optimizer.synchronize()
-    off = check.distance(check.snapshot(task.model), wanted, start, names)
-    spread = check.replica_spread(task.model, communicator)
-    optimizer.close()
-    return off, alone_off, spread
-
-
-def _steps(task: Workload, optimizer: torch.optim.Optimizer, steps: int) -> None:
-    for _ in range(steps):
-        optimizer.zero_grad()
-        task.loss().backward()
-        optimizer.step()

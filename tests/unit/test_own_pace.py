@@ -1,10 +1,14 @@
-"""Batches and time budgets for ranks at their own pace."""
+"""Ranks at their own pace: batches, time budgets, and waiting for who is too far behind."""
 
 from __future__ import annotations
+
+from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from dear.algorithms.asynchronous.asyncddp import DEFAULT_PATIENCE_S, POLL_S, AsyncEngine
 from dear.errors import UserError
 from dear.training.pace import LocalStepRandomBatchSampler, Pace, run_for
 
@@ -44,12 +48,6 @@ def test_y8_orders_follow_from_seed_rank_and_round():
     assert rounds(2)[1] == torch.randperm(50, generator=generator).tolist()
 
 
-def test_it_feeds_a_data_loader():
-    sampler = LocalStepRandomBatchSampler(range(10), 4, base_seed=1)
-    loader = torch.utils.data.DataLoader(torch.arange(10), batch_sampler=sampler)
-    assert [len(batch) for batch in loader] == [4, 4, 2]
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -64,7 +62,9 @@ def test_sizes_that_cannot_be(arguments, said):
 
 
 class Clock:
-    """A communicator whose time passes only by steps."""
+    """A communicator whose time passes only by steps and pauses."""
+
+    blocked_s = 0.0
 
     def __init__(self):
         self.now = 100.0
@@ -74,6 +74,9 @@ class Clock:
 
     def barrier(self):
         self.now += 5.0  # not counted
+
+    def pause(self, seconds):
+        self.now += seconds
 
 
 def test_h10_a_run_ends_with_the_step_in_which_the_time_is_over():
@@ -89,3 +92,17 @@ def test_h10_a_run_ends_with_the_step_in_which_the_time_is_over():
     assert run_for(0.1, step, communicator).steps == 1
     with pytest.raises(UserError, match="budget_s"):
         run_for(0.0, step, communicator)
+
+
+@pytest.mark.parametrize(
+    ("timeout", "limit_s"), [(timedelta(seconds=7), 7.0), (None, DEFAULT_PATIENCE_S)]
+)
+def test_patience_with_who_is_too_far_behind_ends_by_the_same_clock(timeout, limit_s):
+    engine = AsyncEngine.__new__(AsyncEngine)  # with 8 steps, whose neighbour has 3
+    engine.communicator, engine.steps, engine._max_staleness = Clock(), 8, 2
+    engine.communicator.timeout = timeout
+    engine.windows = {None: SimpleNamespace(steps_in=lambda source: 3)}
+    engine.peers = SimpleNamespace(departures=SimpleNamespace(gone=lambda rank: False))
+    with pytest.raises(RuntimeError, match="rank 1 is 4 steps behind, more than max_staleness=2"):
+        engine._catch_up(1, 5)
+    assert engine.communicator.now - 100 == pytest.approx(limit_s, abs=2 * POLL_S[1])

@@ -190,7 +190,7 @@ class FaultInjector:
             what = f"link changed to {fault.rate}"
             return _Change(what, change, "link back at its rate", cluster.restore)
         if fault.kind == "slow_host":
-            slow, restore = (partial(self._set_slowdown, by) for by in (fault.factor or 1.0, 1.0))
+            slow, restore = (partial(self._set_slowdown, by) for by in (fault.factor, 1.0))
             what = f"compute {fault.factor:g} times slower"
             return _Change(what, slow, "compute back at its speed", restore)
         return _Change(f"rank {fault.rank} killed", self._kill)

@@ -1,6 +1,7 @@
 """Every model by name, without importing torch: what makes it, and what one sample is called.
 
-`resnet50` computes; `resnet50@h200` replays the times recorded in `configs/profiles/h200/`.
+`resnet50` computes; `resnet50@rtx2080ti-modelled` replays the times that are recorded in
+`configs/profiles/rtx2080ti-modelled/`.
 """
 
 from __future__ import annotations

@@ -342,7 +342,7 @@ def planned_order(
         cost: seconds of a task by its size.
     """
     coming = deque(sorted(range(len(arrivals)), key=lambda task: arrivals[task]))
-    ready: list[tuple[float, int, int]] = []  # priority, how many were ready before, task
+    ready: list[tuple[float, int, int]] = []  # priority, order of arrival, task
     order: list[int] = []
     ends: deque[tuple[float, int]] = deque()  # of started tasks, ascending: the link is a queue
     free = 0.0

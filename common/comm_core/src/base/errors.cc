@@ -29,6 +29,4 @@ std::string message_of(const std::exception_ptr& error) {
   }
 }
 
-// A connection of collectives and where the engine watches it.
-
 }  // namespace comm_core

@@ -126,12 +126,16 @@ class _HorovodEngine(GradientEngine):
         # its hooks and its waiting are used, so any class will do; the user's may need arguments.
         carrier = torch.optim.SGD(self.held, lr=0.0)
         half = options.compression == "fp16"
-        self._horovod = hvd.DistributedOptimizer(
-            carrier,
-            named_parameters=named,
-            compression=hvd.Compression.fp16 if half else hvd.Compression.none,
-            gradient_predivide_factor=float(self.communicator.size) if half else 1.0,
-        )
+        try:
+            self._horovod = hvd.DistributedOptimizer(
+                carrier,
+                named_parameters=named,
+                compression=hvd.Compression.fp16 if half else hvd.Compression.none,
+                gradient_predivide_factor=float(self.communicator.size) if half else 1.0,
+            )
+        except Exception:
+            self.hooks.remove()  # the model stays as it was
+            raise
         if options.adasum:
             # Horovod's own Adasum optimizer reduces updates in `step()`; here the user's runs.
             self._horovod.op = hvd.Adasum

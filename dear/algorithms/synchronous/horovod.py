@@ -140,10 +140,12 @@ class _HorovodEngine(GradientEngine):
             # Horovod's own Adasum optimizer reduces updates in `step()`; here the user's runs.
             self._horovod.op = hvd.Adasum
         self._paused = False
+        self._laid_out: dict[torch.nn.Parameter, torch.Tensor] = {}
 
     def arrived(self, param: torch.nn.Parameter) -> None:
-        if not param.grad.is_contiguous():  # Horovod takes no channels_last
-            param.grad = param.grad.contiguous()
+        if self.communicator.size > 1 and not param.grad.is_contiguous():
+            # Horovod takes no channels_last, and torch's fused updates need it again.
+            self._laid_out[param], param.grad = param.grad, param.grad.contiguous()
 
     def ready(self, unit: int) -> None:
         """Horovod has sent each gradient by itself."""
@@ -177,6 +179,10 @@ class _HorovodEngine(GradientEngine):
         for param, somewhere in zip(self.params, used.tolist(), strict=True):
             if not somewhere:
                 param.grad = None
+        for param, gradient in self._laid_out.items():
+            if param.grad is not None:
+                param.grad = gradient.copy_(param.grad)
+        self._laid_out.clear()
 
 
 _VARIABLES = {

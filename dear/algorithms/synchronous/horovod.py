@@ -170,6 +170,9 @@ class _HorovodEngine(GradientEngine):
     def passed(self) -> None:
         if self.communicator.size == 1:
             return  # Horovod registers no hooks then
+        for param in self.params:
+            if param.grad is not None:  # of an earlier pass, if this one has no backward
+                self.arrived(param)
         # Horovod gives every parameter a gradient, zero where there was none. One that no rank
         # used must stay without, or weight decay and momentum would move it.
         used = torch.tensor([param.grad is not None for param in self.params], dtype=torch.int32)

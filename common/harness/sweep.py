@@ -168,10 +168,17 @@ class Sweep:
         self.report(self._progress)
 
     def _record(self, turn: _Turn, outcome: Outcome) -> None:
-        spent = (turn.started, turn.duration_s)
-        facts = self.fabric.describe(turn.trial)
-        done = (turn.trial, turn.results, outcome, self.machine)
-        records.append(self._path, make_record(*done, *spent, facts, self._run_id))
+        record = make_record(
+            turn.trial,
+            turn.results,
+            outcome,
+            self.machine,
+            started=turn.started,
+            duration_s=turn.duration_s,
+            fabric=self.fabric.describe(turn.trial),
+            run=self._run_id,
+        )
+        records.append(self._path, record)
 
 
 class _Turn:

@@ -322,14 +322,16 @@ def _reduce_op(op: Op) -> Any:
 
 
 class Exchange:
-    """Sends `send` to rank `peer` of the job, which sends as much; like a work of torch's."""
+    """Sends `send` to rank `peer` of the job, which sends as much; like a work of torch's,
+    but without times."""
 
     def __init__(
         self, send: torch.Tensor, recv: torch.Tensor, peer: int, group: dist.ProcessGroup
     ) -> None:
         self._tensors = send, recv
         self._works: list[Any] = []
-        """Those that have not been waited for, or all (CUDA: each stream that asks must wait)."""
+        self._ended: set[Any] = set()
+        """Those that have been waited for; CUDA: none, as each stream that asks must wait."""
         if recv.is_cuda:
             # NCCL makes progress on a send only beside the receive that its peer waits for.
             ops = [dist.P2POp(dist.irecv, recv, peer, group)]
@@ -340,10 +342,11 @@ class Exchange:
 
     def wait(self) -> None:
         """Blocks until both have ended (CUDA: makes the current stream wait)."""
-        for work in list(self._works):
-            work.wait()
-            if not self._tensors[0].is_cuda:
-                self._works.remove(work)  # Gloo's messages can be waited for only once
+        for work in self._works:
+            if work not in self._ended:
+                work.wait()
+                if not self._tensors[0].is_cuda:
+                    self._ended.add(work)  # Gloo's messages can be waited for only once
 
     def is_completed(self) -> bool:
         """True once both have ended."""

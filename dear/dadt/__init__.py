@@ -45,6 +45,26 @@ from dear.optimizer import broadcast_parameters
 from dear.options import at_least, positive
 from dear.training.trace import Timeline
 
+__all__ = [
+    "DistributedOptimizer",
+    "all_reduce",
+    "all_reduce_async",
+    "barrier",
+    "broad_cast",
+    "coo_all_reduce",
+    "coo_all_reduce_async",
+    "flush",
+    "init",
+    "initialize",
+    "initialized",
+    "local_barrier",
+    "local_rank",
+    "local_size",
+    "rank",
+    "shutdown",
+    "size",
+]
+
 BUFFER_BYTES = 64 * MIB
 T = TypeVar("T")
 
@@ -288,6 +308,7 @@ def _in_session(fact: Callable[[], T]) -> Callable[[], T]:
         current()
         return fact()
 
+    call.__module__ = __name__  # where pickle finds it
     return call
 
 

@@ -27,7 +27,7 @@ from dear.algorithms.decentralized.decentralized import GroupEngine
 from dear.buckets.flat import Bucket
 from dear.comm import runtime
 from dear.comm.neighbors import GlobalAverage
-from dear.decentralized.optim import (  # noqa: F401 - names for users, as Edge is
+from dear.decentralized.optim import (
     AccumAdam,
     AccumAdamW,
     lr_scheduler_fn_cosine_with_warmup,
@@ -39,9 +39,24 @@ from dear.decentralized.optim import (  # noqa: F401 - names for users, as Edge 
 from dear.errors import UserError
 from dear.optimizer import broadcast_parameters
 from dear.options import at_least, positive
-from dear.topology.schedules import Edge, Topology, TopologyReg  # noqa: F401
+from dear.topology.schedules import Edge, Topology, TopologyReg
 from dear.training.engine import Replica
 from dear.training.parameters import LocalOptions
+
+__all__ = [
+    "AccumAdam",
+    "AccumAdamW",
+    "DecentralizedDataParallel",
+    "Edge",
+    "Topology",
+    "TopologyReg",
+    "initialize_dist",
+    "lr_scheduler_fn_cosine_with_warmup",
+    "optim_fn_accum_adam",
+    "optim_fn_accum_adamw",
+    "optim_fn_adam",
+    "optim_fn_adamw",
+]
 
 OptimFn = Callable[[list[tuple[str, torch.Tensor]]], Optimizer]
 SchedulerFn = Callable[[Optimizer], LRScheduler]

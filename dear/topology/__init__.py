@@ -12,9 +12,10 @@ converges (also importable as `dear.mixing`). Schedules that change from step to
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable, Iterable
-from typing import Literal
+from typing import Any, Literal
 
 from dear.errors import UserError, one_of
 from dear.lazy import np, nx
@@ -22,6 +23,14 @@ from dear.options import at_least
 
 RingStyle = Literal["both", "left", "right"]
 TOLERANCE = 1e-6
+_SCHEDULES = ("DYNAMIC", "Edge", "Topology", "TopologyError", "TopologyReg", "schedule")
+
+
+def __getattr__(name: str) -> Any:
+    """The names of `dear.topology.schedules`, which stands on this module."""
+    if name in _SCHEDULES:
+        return getattr(importlib.import_module("dear.topology.schedules"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def from_matrix(weights: np.ndarray) -> nx.DiGraph:

@@ -98,14 +98,14 @@ class Algorithm(ABC):
                 nothing to train, or is distributed already.
             Unavailable: a library that the algorithm stands on is missing.
         """
-        missing = self.unavailable()
+        shared = communicator.size > 1 or self.alone(options)
+        missing = self.unavailable() if shared else None
         if missing:
             raise Unavailable(missing)
         replica = Replica(model, optimizer, communicator, options)
         self.refuse(replica)
         options.refuse(replica.params)
-        make = self.engine if communicator.size > 1 or self.alone(options) else Engine
-        return model, distribute(optimizer, make(replica))
+        return model, distribute(optimizer, (self.engine if shared else Engine)(replica))
 
 
 def _modules() -> dict[str, str]:

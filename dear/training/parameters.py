@@ -450,9 +450,10 @@ class ParameterEngine(Engine):
 class LocalOptions(Options):
     """Who averages with whom, in what portions, and when."""
 
-    every = 1
-    """Averages in each so many steps only, the last of them; the others are local."""
-    update = "backward"
+    every: ClassVar[int] = 1
+    """Averages in each so many steps only, the last of them; the others are local. This and the
+    next are options where a subclass makes fields of them."""
+    update: ClassVar[str] = "backward"
 
     topology: str = "complete"
     bucket_mb: float = BUCKET_MB

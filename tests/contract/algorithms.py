@@ -74,14 +74,24 @@ _APART: dict[str, set[str]] = {
     "call=closure": {*_CHANGED, *_REPEATED, "model=idle"},
     "steps=left out": {*_CHANGED, "model=idle"},
     "steps=twice": {*_CHANGED, "model=idle"},
-    "zero=zeros": {"model=idle", "model=branches"},
+    "zero=zeros": {"model=idle", "model=branches", "model=freezing"},
     # Ranks must make the same number of passes that communicate, and a rank without any takes part
     # in `step()`, not in `synchronize()`.
     "model=idle": {"micros=two", "clip=own", "clip=torch"},
     "scaler=overflow": {"model=idle", "model=complex"},
     "model=complex": {"optimizer=own", "optimizer=fused"},
-}
+    # torch's fused updates read memory as it lies, and take no group in which only some parameters
+    # have momentum.
+    "optimizer=fused": {"model=odd", "model=branches"},
+    # It divides by the root of what is rounding in bfloat16.
+    "model=types": {"optimizer=RMSprop"},
+    # A bias of its attention has gradients that are rounding alone, of which these take the sign.
+    "model=recurrent": {"optimizer=own", "optimizer=AdamW", "optimizer=Adagrad",
+                        "optimizer=RMSprop"},
+}  # fmt: skip
 """What a plain optimizer, too, cannot do together or does not define on several ranks."""
+_NO_WINDOW = frozenset({"model=complex"})
+"""Windows hold floating-point values."""
 _NOT_SHARDED = frozenset(
     {"model=branches", "model=idle", "model=complex", "model=types", "optimizer=fused"}
 )
@@ -116,6 +126,10 @@ def _of_dear() -> tuple[dict[str, Any], ...]:
 
 def _sharded_lacks(options: dict[str, Any]) -> frozenset[str]:
     return frozenset({"optimizer=own"} if options.get("update") == "sharded" else ())
+
+
+def _zero_lacks(options: dict[str, Any]) -> frozenset[str]:
+    return frozenset({"model=complex", "model=types"} if options.get("zero") else ())
 
 
 def _in_backward(options: dict[str, Any]) -> frozenset[str]:
@@ -168,7 +182,9 @@ TABLE: dict[str, Meaning] = {
             },
             {"find_unused_parameters": True, "zero": True},
         ),
-        lacks=frozenset({"model=idle"}),
+        # torch's reducer marks a parameter twice that a reentrant checkpoint runs again.
+        lacks=frozenset({"model=idle", "model=reentrant"}),
+        lacks_with=_zero_lacks,
         # torch's reducer, which an evaluation with gradients has told to find unused parameters.
         apart=(frozenset({"model=branches", "evaluate=grad", "micros=paused"}),),
     ),
@@ -177,7 +193,11 @@ TABLE: dict[str, Meaning] = {
         options=({"min_mb": 0.00001}, {"stage": 2}),
         lacks=_NOT_SHARDED,
         # torch's scaler and its clipping take no sharded and whole gradients together.
-        apart=tuple(frozenset({what, "model=odd"}) for what in ("scaler=overflow", "clip=torch")),
+        apart=tuple(
+            frozenset({what, model})
+            for what in ("scaler=overflow", "clip=torch")
+            for model in ("model=odd", "model=channels_last")
+        ),
     ),
     # Horovod 0.28.1 has no bfloat16 on CPUs.
     "horovod": Meaning(
@@ -243,6 +263,7 @@ TABLE: dict[str, Meaning] = {
     ),
     "win-put": Meaning(
         family="asynchronous",
+        lacks=_NO_WINDOW,
         options=(
             {"barrier": True, "bucket_mb": 0.001},
             {"barrier": True, "topology": "star", "every": 2},
@@ -250,6 +271,7 @@ TABLE: dict[str, Meaning] = {
     ),
     "pull-get": Meaning(
         family="asynchronous",
+        lacks=_NO_WINDOW,
         options=(
             {"barrier": True, "bucket_mb": 0.001},
             {"barrier": True, "topology": "ring-right", "every": 2},
@@ -262,7 +284,7 @@ TABLE: dict[str, Meaning] = {
             {"barrier": True, "topology": "star"},
             {"barrier": True, "topology": "ring", "every": 2},
         ),
-        lacks=frozenset({"model=bfloat16", "model=types"}),  # p needs float32 or float64
+        lacks=_NO_WINDOW | {"model=bfloat16", "model=types"},  # p needs float32 or float64
     ),
     "asyncddp": Meaning(
         family="asynchronous",
@@ -272,7 +294,12 @@ TABLE: dict[str, Meaning] = {
             {"topology": "star", "update": "step"},
         ),
         lacks=frozenset(
-            {"checkpoint=before", "checkpoint=model first", "checkpoint=optimizer first"}
+            {
+                "checkpoint=before",
+                "checkpoint=model first",
+                "checkpoint=optimizer first",
+                *_NO_WINDOW,
+            }
         ),
         lacks_with=_in_backward,
         in_turn=True,

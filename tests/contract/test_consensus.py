@@ -54,6 +54,7 @@ BY_TOPOLOGY: list[tuple[str, dict[str, Any], list[str]]] = [
     ("push-diging", {}, ["star", "exp2"]),
     ("push-sum", {}, ["mesh", "ring-left"]),
     ("win-put", {}, ["star", "exp2"]),
+    ("pull-get", {}, ["ring", "symmetric-exp"]),
     ("decentralized", {}, ["complete", "ring", "one-peer-exp", "alternating-exp-ring"]),
     ("decentralized", {"ranks_per_node": 2}, ["alternating-exp-ring"]),
 ]

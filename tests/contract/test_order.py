@@ -54,7 +54,7 @@ class ByHand(Communicator):
     def __init__(self) -> None:
         self.rank, self.size, self.timeout = 0, 2, None
         self.backend = "by hand"
-        self.native = self.native_times = self.record_times = False
+        self.native = self.record_times = False
         self.clock, self.pause = time.perf_counter, time.sleep
         self.blocked_s, self.bytes_sent = 0.0, 0
         self.channel_free_s: dict[int, float] = {}

@@ -10,6 +10,7 @@ import dataclasses
 import importlib
 import json
 import operator
+import pickle
 import re
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any
 import pytest
 
 from common.harness.cli import main
+from dear import dadt
 from dear.training.algorithm import algorithm_class
 
 HERE = Path(__file__).parent
@@ -40,6 +42,11 @@ def _missing(name: str) -> bool:
 
 def test_every_documented_name_can_be_imported():
     assert [name for name in PUBLIC["names"] if _missing(name)] == []
+
+
+def test_functions_can_be_pickled():
+    functions = [getattr(dadt, name) for name in dadt.__all__]
+    assert pickle.loads(pickle.dumps(functions)) == functions
 
 
 @pytest.mark.parametrize("algorithm", PUBLIC["options"])

@@ -38,7 +38,8 @@ MORE = {
     "optimizer": ["Adagrad", "RMSprop", "fused"],
 }  # fmt: skip
 """What is combined with everything else by `make test-all` only."""
-TOLERANCE = {"bfloat16": 2e-2, "types": 2e-2, "recurrent": 5e-4}
+TOLERANCE = {"bfloat16": 3.2e-2, "types": 2e-2, "recurrent": 5e-4}
+"""2 units in the last place of a bfloat16 between 2 and 4 are 0.031."""
 
 
 def _cases() -> list[Any]:

@@ -185,6 +185,11 @@ class _Lap:
             found |= message.means()
         return found
 
+    def due(self) -> Gradients:
+        """What an update is given: nothing for a layer that was frozen meanwhile."""
+        found = self.gradients().items()
+        return {param: mean if param.requires_grad else None for param, mean in found}
+
 
 class DelayedEngine(GradientEngine):
     """Update t applies the averaged gradients of step t - delay; the first `delay` ones are none.
@@ -419,7 +424,7 @@ class DelayedEngine(GradientEngine):
     def _apply(self, update: Callable[[], Any]) -> Any:
         """The update of the oldest gradients that are held back."""
         lap = self._held.popleft()
-        gradients = lap.gradients()
+        gradients = lap.due()
         began = self.communicator.clock()
         try:
             if lap.scale is not None and not _unscale(gradients, lap.scale):
@@ -435,7 +440,7 @@ class DelayedEngine(GradientEngine):
         self._watched.refuse_changed()
         self._watched.forget()
         if len(self._held) == self.options.delay:
-            for param, gradient in self._held[0].gradients().items():
+            for param, gradient in self._held[0].due().items():
                 param.grad = _copied(gradient)
         else:
             for param in self.params:

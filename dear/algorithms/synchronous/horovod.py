@@ -126,20 +126,26 @@ class _HorovodEngine(GradientEngine):
         # its hooks and its waiting are used, so any class will do; the user's may need arguments.
         carrier = torch.optim.SGD(self.held, lr=0.0)
         half = options.compression == "fp16"
-        self._horovod = hvd.DistributedOptimizer(
-            carrier,
-            named_parameters=named,
-            compression=hvd.Compression.fp16 if half else hvd.Compression.none,
-            gradient_predivide_factor=float(self.communicator.size) if half else 1.0,
-        )
+        try:
+            self._horovod = hvd.DistributedOptimizer(
+                carrier,
+                named_parameters=named,
+                compression=hvd.Compression.fp16 if half else hvd.Compression.none,
+                gradient_predivide_factor=float(self.communicator.size) if half else 1.0,
+            )
+        except Exception:
+            self.hooks.remove()  # the model stays as it was
+            raise
         if options.adasum:
             # Horovod's own Adasum optimizer reduces updates in `step()`; here the user's runs.
             self._horovod.op = hvd.Adasum
         self._paused = False
+        self._laid_out: dict[torch.nn.Parameter, torch.Tensor] = {}
 
     def arrived(self, param: torch.nn.Parameter) -> None:
-        if not param.grad.is_contiguous():  # Horovod takes no channels_last
-            param.grad = param.grad.contiguous()
+        if self.communicator.size > 1 and not param.grad.is_contiguous():
+            # Horovod takes no channels_last, and torch's fused updates need it again.
+            self._laid_out[param], param.grad = param.grad, param.grad.contiguous()
 
     def ready(self, unit: int) -> None:
         """Horovod has sent each gradient by itself."""
@@ -164,6 +170,9 @@ class _HorovodEngine(GradientEngine):
     def passed(self) -> None:
         if self.communicator.size == 1:
             return  # Horovod registers no hooks then
+        for param in self.params:
+            if param.grad is not None:  # of an earlier pass, if this one has no backward
+                self.arrived(param)
         # Horovod gives every parameter a gradient, zero where there was none. One that no rank
         # used must stay without, or weight decay and momentum would move it.
         used = torch.tensor([param.grad is not None for param in self.params], dtype=torch.int32)
@@ -173,6 +182,10 @@ class _HorovodEngine(GradientEngine):
         for param, somewhere in zip(self.params, used.tolist(), strict=True):
             if not somewhere:
                 param.grad = None
+        for param, gradient in self._laid_out.items():
+            if param.grad is not None:
+                param.grad = gradient.copy_(param.grad)
+        self._laid_out.clear()
 
 
 _VARIABLES = {

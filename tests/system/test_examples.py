@@ -179,8 +179,8 @@ EXACT = ["exact diffusion", "gradient tracking", "push-DIGing (directed)"]
 
 
 def run_ranks(script: str, *flags: str, ranks: int) -> subprocess.CompletedProcess:
-    launcher = ["-m", "torch.distributed.run_ranks", "--standalone", "--nproc-per-node", str(ranks)]
-    return subprocess.run_ranks(
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    return subprocess.run(
         [sys.executable, *(launcher if ranks > 1 else []), str(FOLDER / script), *flags],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,

@@ -15,7 +15,7 @@ CORE_SOURCES := $(shell find common/comm_core -name '*.cc' -o -name '*.h' -o -na
 
 help:
 	@echo "make bench            set up, then the default sweep: a table and a plot"
-	@echo "make test             set up, then the tests of every part (about 20 minutes on 2 cores)"
+	@echo "make test             set up, then the tests of every part (about 8 minutes on 2 cores)"
 	@echo "make test-all         the same and everything that takes longer"
 	@echo "make retest           only the tests that failed last"
 	@echo "make core             build the comm core (part of bench and test)"

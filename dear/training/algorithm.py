@@ -98,7 +98,7 @@ class Algorithm(ABC):
                 nothing to train, or is distributed already.
             Unavailable: a library that the algorithm stands on is missing.
         """
-        shared = communicator.size > 1 or self.alone(options)
+        shared = self.alone(options) or communicator.size > 1
         missing = self.unavailable() if shared else None
         if missing:
             raise Unavailable(missing)

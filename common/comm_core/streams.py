@@ -124,15 +124,21 @@ class HostOperation:
         self._ended.set()
 
 
-_open_streams: weakref.WeakSet[HostStream] = weakref.WeakSet()
+_open_lanes: weakref.WeakSet[Lane] = weakref.WeakSet()
 
 
 @atexit.register
 def _end_threads() -> None:
-    # For a script that ends without `destroy`: a thread that comes back from a collective into an
-    # interpreter that is gone aborts the process.
-    for stream in list(_open_streams):
-        stream.close(EXIT_TIMEOUT_S)
+    # For a script that ends without `destroy`: a thread that comes back into an interpreter that
+    # is gone aborts the process, be it ours, from a collective, or one of Gloo's, which gives back
+    # the tensors of an operation a little after it has ended. Gloo joins its threads when the
+    # process group goes; one that still waits for somebody would not come back.
+    while _open_lanes:
+        lane = _open_lanes.pop()
+        lane.host.close(EXIT_TIMEOUT_S)
+        if set(lane.backends.values()) == {"gloo"} and lane.idle():
+            lane.close()
+            lane.channel = None
 
 
 class HostStream:
@@ -150,7 +156,6 @@ class HostStream:
         self._queue: deque[HostOperation] = deque()
         self._thread: threading.Thread | None = None
         self._closing = False
-        _open_streams.add(self)
 
     def submit(self, name: str, body: Body, *, tensors: Sequence[torch.Tensor], lone: bool) -> Any:
         """Queues `body`; `lone` says that it is one collective and nothing after it.
@@ -273,7 +278,9 @@ class Lane:
         ordered = self.backends.get("cpu") in _ORDERED
         self.host = HostStream(ordered)
         self.devices: dict[torch.device, DeviceStream] = {}
-        self.channel = Channel(group, dist.get_world_size(group), ordered)
+        self.channel: Channel | None = Channel(group, dist.get_world_size(group), ordered)
+        """None once the interpreter ends."""
+        _open_lanes.add(self)
 
     def stream(self, device: torch.device) -> HostStream | DeviceStream:
         """The stream for tensors of `device`."""

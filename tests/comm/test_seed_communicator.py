@@ -418,6 +418,14 @@ def test_the_ranks_of_a_group_are_enough_and_may_be_in_several(comm: Communicato
 
 
 _FORGETFUL = """
+import atexit, os
+
+def workers():
+    folder = "/proc/self/task"
+    names = [open(f"{folder}/{task}/comm").read().strip() for task in os.listdir(folder)]
+    return names.count("pt_gloo_runloop")
+
+atexit.register(lambda: print(workers() - of_the_job))  # the first, so it runs last
 import torch, torch.distributed as dist
 from comm_core.communicator import Communicator, init
 init("gloo")
@@ -425,6 +433,7 @@ late = Communicator(2)
 dist.destroy_process_group()
 late.destroy()  # after its process groups have gone
 init("gloo")
+of_the_job = workers()
 forgotten = Communicator(2)
 for _ in range(50):
     forgotten.allReduceRSAG(torch.ones(50_001))
@@ -433,7 +442,12 @@ for _ in range(50):
 
 def test_a_script_may_end_without_destroy():
     folder = Path(__file__).parents[2] / "common"  # comm_core is not installed
-    subprocess.run([sys.executable, "-c", _FORGETFUL], cwd=folder, check=True, timeout=240)
+    command = [sys.executable, "-c", _FORGETFUL]
+    done = subprocess.run(
+        command, cwd=folder, check=True, timeout=240, stdout=subprocess.PIPE, text=True
+    )
+    # A worker of Gloo's that gives back a tensor when Python has ended aborts the process.
+    assert done.stdout == "0\n"
 
 
 @on_ranks(streams)

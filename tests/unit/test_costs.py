@@ -22,6 +22,7 @@ from dear.cost.bounds import (
     Traffic,
     comm_times,
     compute_limit_s,
+    exchange_times,
     exchange_wire_limit_s,
     reached,
     step_bound_s,
@@ -270,6 +271,57 @@ def test_hierarchical_averaging_sends_each_place_its_share():
     # One machine: a mean of all, and no link carries any of it.
     alone = traffic("neighbor", 2, 2, hierarchical=True).loads(2)
     assert alone == [[Load(reduced=1)]] and exchange_wire_limit_s(1, alone, 1) == 0
+
+
+CHUNKS = 200
+
+
+def scheduled_s(found: Traffic, compute: StepTimes, exchange_s: float) -> float:
+    """Seconds per step of the schedule of `decentralized`, written out piece by piece.
+
+    Every rank's parameters are so many equal pieces. A piece is updated in the backward pass, once
+    what its group sent after the step before is there; then both ends of a pair send it, in turn
+    with their other pieces.
+    """
+    ranks, periods = range(found.world_size), 12
+    peers = [{m.source: m.target for m in step} for step in found.steps]
+    wire = exchange_s / CHUNKS
+    now = [0.0 for _ in ranks]
+    free = [0.0 for _ in ranks]
+    arrived = [[0.0] * CHUNKS for _ in ranks]
+    half = 0.0
+    for step in range(periods * len(peers)):
+        peer = peers[step % len(peers)]
+        if step == periods // 2 * len(peers):
+            half = max(now)
+        now = [end + compute.forward_s for end in now]
+        after = [[0.0] * CHUNKS for _ in ranks]
+        for piece in range(CHUNKS):
+            for rank in ranks:
+                now[rank] = max(now[rank] + compute.backward_s / CHUNKS, arrived[rank][piece])
+                now[rank] += compute.update_s / CHUNKS
+            for rank, other in peer.items():
+                begins = max(now[rank], now[other], free[rank], free[other])
+                after[rank][piece] = begins + wire
+            for rank in peer:
+                free[rank] = after[rank][piece]
+        arrived = after
+    return (max(now) - half) / (periods // 2 * len(peers))
+
+
+@pytest.mark.parametrize("topology", ["ring", "one-peer-exp", "alternating-exp-ring"])
+@pytest.mark.parametrize("exchange_s", [0.1, 0.9, 1.4, 3.0])
+def test_the_bound_is_what_the_written_out_schedule_takes(topology, exchange_s):
+    found = traffic("decentralized", 8, topology=topology)
+    compute = StepTimes(forward_s=0.3, backward_s=0.6, update_s=0.1)
+    fit = AlphaBeta(alpha_s=0.0, beta_s_per_byte=exchange_s)
+    each = exchange_times(1, found.loads(), {"exchange": fit})
+    bound = max(step_bound_s("decentralized", compute, comm) for comm in each)
+    taken = scheduled_s(found, compute, exchange_s)
+    assert bound <= taken * (1 + 1e-9)
+    # What is longer than a step and its backward pass cannot all be worked off in quiet steps.
+    late = topology == "alternating-exp-ring" and exchange_s > 1.6
+    assert taken <= bound * (1.2 if late else 1.02)
 
 
 COUNTED = [

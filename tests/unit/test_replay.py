@@ -352,6 +352,38 @@ def test_gradients_differ_by_rank_and_step_and_are_finite(diary, dtype):
     assert not any(torch.equal(a, b) for a, b in zip(seen, seen[1:] + seen[:1], strict=True))
 
 
+def _gradients(task):
+    torch.manual_seed(9)
+    task.model.zero_grad()
+    task.loss().backward()
+    return {name: p.grad.clone() for name, p in task.model.named_parameters()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_gradients_depend_on_the_parameters_that_the_forward_pass_has_read(diary, dtype):
+    task = made_up.workload(0).to(torch.device("cpu"), dtype)
+    before, again = _gradients(task), _gradients(task)
+    assert all(torch.equal(before[name], again[name]) for name in before)
+    with torch.no_grad():
+        for param in task.model.parameters():
+            param += 0.002  # about a step of the shipped experiments
+    after = _gradients(task)
+    for name, gradient in before.items():
+        off = ((after[name] - gradient).norm() / gradient.norm()).item()
+        assert off > (1e-3 if gradient.numel() < 1 << 18 else 2e-4), name
+        assert off < 1, name
+    # What changes once the layer has run is too late.
+    torch.manual_seed(9)
+    loss = task.loss()
+    with torch.no_grad():
+        for param in task.model.parameters():
+            param -= 0.1
+    task.model.zero_grad()
+    loss.backward()
+    late = {name: p.grad for name, p in task.model.named_parameters()}
+    assert all(torch.equal(late[name], after[name]) for name in after)
+
+
 def test_a_replay_refuses_a_gpu():
     with pytest.raises(UserError, match="replayed models wait on the CPU"):
         made_up.workload(0).model.to(torch.device("cuda"), torch.float32)

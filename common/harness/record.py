@@ -181,11 +181,10 @@ def _check(results: Sequence[Result]) -> Check:
 
     agree = [check.replicas_agree for check in checks]
     return _finite(
-        Check(
+        dataclasses.replace(
+            checks[0],
             replicas_agree=None if None in agree else all(agree),
-            matches_reference=checks[0].matches_reference,
             replica_spread=worst("replica_spread"),
-            reference_error=checks[0].reference_error,
             consensus_distance=worst("consensus_distance"),
         )
     )

@@ -10,7 +10,7 @@ import types
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from common.emulation.config import Fault
 from dear.cost.bounds import StepTimes
@@ -89,10 +89,30 @@ class Check:
 
     replicas_agree: bool | None = None
     matches_reference: bool | None = None
+    """What the trial was compared with is what it did, in the first steps and to the end."""
     replica_spread: float | None = None
     """Largest difference of any parameter element between ranks; None also if it is infinite."""
     reference_error: float | None = None
+    """Of the tensor that was farthest off after the first steps, relative to how far it should have
+    moved; None also if it is not finite, as the next but one."""
     consensus_distance: float | None = None
+    judged_by: Literal["reference", "invariants", "replicas"] | None = None
+    """What it was compared with: its serial reference, what holds for whatever order ranks came in,
+    or nothing but the other replicas. None in older records, whose comparison knew less."""
+    worst_tensor: str | None = None
+    """The one that was farthest off, in the first steps or at the end, whichever is worse."""
+    end_error: float | None = None
+    """The same as `reference_error` over all steps of the first repeat, timed ones included."""
+    finding: str | None = None
+    """What was wrong, or why nothing was compared; None where all was right."""
+
+    @property
+    def verdict(self) -> Literal["yes", "NO", "unchecked"]:
+        """Whether the training was right, as far as it was looked at."""
+        found = (self.replicas_agree, self.matches_reference)
+        if False in found:
+            return "NO"
+        return "unchecked" if None in found else "yes"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.results.records import SCHEMA, Record, append, latest, load, mend
+from common.results.records import SCHEMA, Check, Record, append, latest, load, mend
 from common.results.stats import Estimate, median_step_s, speedup, throughput, verdict
 from dear.errors import UserError
 
@@ -237,3 +237,18 @@ def test_interval_covers_the_true_median_about_as_often_as_it_says():
     found = [median_step_s(starts(rng, [1, 1, 1], 0.1, 0.02, 10)) for _ in range(200)]
     assert np.mean([each.low <= 1 <= each.high for each in found]) >= 0.9
     assert np.mean([half_width(each) for each in found]) < 0.3  # nor by being very wide
+
+
+@pytest.mark.parametrize(
+    ("agree", "matches", "verdict"),
+    [
+        (True, True, "yes"),
+        (False, True, "NO"),
+        (True, False, "NO"),
+        (None, False, "NO"),
+        (True, None, "unchecked"),
+        (None, None, "unchecked"),
+    ],
+)
+def test_what_was_not_compared_is_not_right(agree, matches, verdict):
+    assert Check(replicas_agree=agree, matches_reference=matches).verdict == verdict

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import math
-import resource
+import os
 import struct
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from dear.errors import UserError
 
@@ -16,16 +18,22 @@ from dear.errors import UserError
 SHORTEST_SLEEP_S = 40e-6
 # How often the slowdown is read again, in wall seconds.
 SLOWDOWN_PERIOD_S = 0.01
+# A thread that rests for less has met a lock; communication that is waited for takes longer.
+BLOCKED_S = 200e-6
 _PR_SET_TIMERSLACK = 29
+T = TypeVar("T")
 
 
 class Pace:
     """Waits for emulated seconds of compute, one layer after the other.
 
     Plays a device that computes while its host runs ahead. Deadlines are absolute: late wake-ups
-    and the host's own work between two layers do not add up, the next layer ends by as much
-    earlier. But a layer begins when its inputs are there: if the thread had to wait for something
-    in between, as it does for communication, the layer takes its full time from then.
+    and the host's own work between two layers do not add up, the next layers end by as much
+    earlier. So does what this CPU does in the device's place, as the optimizer's update (`work`):
+    the device is held for as long as it would need, and what the CPU takes beyond that is made up
+    for by the layers that follow. But work begins when its inputs are there: if the thread had to
+    wait for something in between, as it does for communication, it takes its full time from then,
+    and what the thread was late by is lost, as it hid behind that.
 
     Args:
         time_scale: wall seconds per emulated second.
@@ -39,8 +47,13 @@ class Pace:
         self._factor = 1.0
         self._read_again = 0.0
         self._deadline = 0.0
+        self._lead = 0.0
         self._thread = 0
-        self._blocked = 0
+        self._left = 0.0
+        self.host_s = 0.0
+        """Seconds that the thread had run, or waited for a core, when it was last here."""
+        self.queued_s = 0.0
+        """Seconds of this machine that the device has been given to do so far."""
 
     def slowdown(self, now: float) -> float:
         """By how much compute takes longer now, at `now` of `time.perf_counter`."""
@@ -64,43 +77,86 @@ class Pace:
         """The device is idle: what comes next begins now."""
         self._deadline = time.perf_counter()
 
-    def hold(self, seconds: float) -> None:
-        """The device was busy with something else for so long, in wall seconds."""
-        self._deadline += seconds
+    def clock(self) -> float:
+        """When the device is done with what it has been given; where nothing is paced, now.
+
+        What lies between two readings is what a device would have needed, and its waiting.
+        """
+        now = time.perf_counter()
+        if self._thread != threading.get_ident() or self._blocked_s(now, _host_s()) > BLOCKED_S:
+            return max(self._deadline, now)
+        return self._deadline
 
     def wait(self, seconds: float) -> None:
         """Returns when `seconds` emulated seconds of compute would have ended."""
         self.begin(seconds)
         self.finish()
 
-    def begin(self, seconds: float) -> None:
-        """The compute begins; what is done until `finish` counts as part of it."""
-        now = time.perf_counter()
+    def work(self, compute: Callable[[], T], seconds: Callable[[], float]) -> T:
+        """`compute()`, for which the device needs `seconds()`, asked afterwards, of its own."""
+        self.begin(0.0)
+        result = compute()
+        self.hold(seconds())
+        self.finish()
+        return result
+
+    def begin(self, seconds: float, lead_s: float = 0.0) -> None:
+        """The compute begins; what is done until `finish` counts as part of it.
+
+        Args:
+            lead_s: `finish` returns by so many seconds of this machine earlier than the device.
+        """
+        now, host_s = time.perf_counter(), _host_s()
         thread = threading.get_ident()
         if thread != self._thread:
             self._thread = thread
-            self._blocked = -1
+            self._deadline = max(self._deadline, now)
             # Lets the kernel wake this thread in time; by default it may take 50 us more.
             ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(1), 0, 0, 0)
-        if _times_blocked() != self._blocked:
+        elif self._blocked_s(now, host_s) > BLOCKED_S:
             self._deadline = max(self._deadline, now)
-        self._deadline += seconds * self.time_scale * self.slowdown(now)
+        self.host_s = host_s
+        self._lead = lead_s
+        self.hold(seconds)
+
+    def hold(self, seconds: float) -> None:
+        """The device has so many emulated seconds more to do."""
+        wall_s = seconds * self.time_scale * self.slowdown(time.perf_counter())
+        self._deadline += wall_s
+        self.queued_s += wall_s
 
     def rest(self) -> float:
-        """Wall seconds until the compute that has begun would have ended."""
-        return self._deadline - time.perf_counter()
+        """Wall seconds until `finish` would return."""
+        return self._deadline - self._lead - time.perf_counter()
 
     def finish(self) -> None:
         """Returns when the compute that has begun would have ended."""
         rest = self.rest()
         if rest >= SHORTEST_SLEEP_S:
             time.sleep(rest)
-        self._blocked = _times_blocked()
+        self._left, self.host_s = time.perf_counter(), _host_s()
+
+    def _blocked_s(self, now: float, host_s: float) -> float:
+        """For how long the thread has neither run nor waited for a core since it was last here."""
+        return now - self._left - (host_s - self.host_s)
 
 
-def _times_blocked() -> int:
-    """How often this thread has given up its core because it had to wait."""
-    return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
+_SCHEDSTAT = Path("/proc/thread-self/schedstat")
+
+
+_own = threading.local()
+
+
+def _host_s() -> float:
+    """Seconds that this thread has run, and has waited for a core where the kernel tells."""
+    if getattr(_own, "process", None) != os.getpid():  # else it may be the file of a parent
+        _own.process = os.getpid()
+        try:
+            _own.file = os.open(_SCHEDSTAT, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            _own.file = None
+    waited_ns = 0 if _own.file is None else int(os.pread(_own.file, 64, 0).split()[1])
+    return time.thread_time() + waited_ns / 1e9
 
 
 _current = Pace(1.0, None)
@@ -115,9 +171,6 @@ def set_pace(pace: Pace) -> None:
 def current() -> Pace:
     """The process's pace; by default real time."""
     return _current
-
-
-_SCHEDSTAT = Path("/proc/thread-self/schedstat")
 
 
 class Brake:

@@ -20,8 +20,8 @@ _COLUMNS = {
     "parameters": ["name", "shape", "position among the gradients", "ms from backward's start"],
 }
 _HEAD = (
-    "model", "device", "device_name", "kind", "batch_size", "sentence_len", "sample_unit", "dtype",
-    "rule",
+    "model", "device", "device_name", "memory_bytes_per_s", "kind", "batch_size", "sentence_len",
+    "sample_unit", "dtype", "rule",
 )  # fmt: skip
 
 
@@ -61,6 +61,9 @@ class Profile:
     """Name of the folder; `MODEL@DEVICE` names the replayed model."""
     device_name: str
     """What the device calls itself."""
+    memory_bytes_per_s: float
+    """Bytes that the device reads and writes per second, in memory of its own. A replayed model's
+    updates, and copies of gradients, take as long as this says."""
     kind: Literal["measured", "modelled"]
     batch_size: int
     sentence_len: int | None
@@ -128,6 +131,11 @@ def load(path: Path) -> Profile:
         values = json.loads(path.read_text())
         if values["schema"] != SCHEMA:
             raise UserError(f"profile {path}: schema {values['schema']}, this reads {SCHEMA}")
+        if values.get("memory_bytes_per_s", 0) <= 0:
+            raise UserError(
+                f"profile {path}: says nothing of its device's memory; record it again, or add to "
+                'its head a line such as "memory_bytes_per_s": 616e9'
+            )
         rows = values["modules"]
         calls = sorted(
             (position, Call(module=name, forward_s=forward / 1e3, backward_s=backward / 1e3))

@@ -19,16 +19,15 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from common.models import pace
+from common.models import lead, pace
 from common.models.profile import Profile
 from common.models.registry import profile_of
 from common.models.workload import Workload
 from dear.errors import UserError
+from dear.training.hooks import at_end_of_backward
 
 _WEIGHT_SCALE = 0.02
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # of glibc's malloc.h
-# What hooks do in less time is the host's work, in whose shadow the device goes on.
-_SHORTEST_UPDATE_S = 100e-6
 
 
 def build(
@@ -54,7 +53,6 @@ class Module(nn.Module):
 
     def forward(self, x: torch.Tensor, body: Body, step: _Step) -> torch.Tensor:
         """Does what `body` says; `x` only ties the stretches of the backward pass together."""
-        step.arrived()
         for part in body.parts:
             if isinstance(part, Work):
                 step.forward(part.forward_s)
@@ -63,7 +61,6 @@ class Module(nn.Module):
                     x = _Backward.apply(x, step, unit, *params)
             else:
                 child = self._modules[part.module.rpartition(".")[2]]
-                step.left(child)
                 x = child(x, part, step)
         return x
 
@@ -91,6 +88,9 @@ class Replay(Module):
         places = {param.name: place for place, param in enumerate(profile.parameters)}
         self._chain = [(param.name, places[param.name]) for param in profile.gradients()]
         self._source = GradientSource(generator)
+        self.memory_bytes_per_s = profile.memory_bytes_per_s
+        """Of the device that is replayed."""
+        self.lead = lead.Lead(profile.memory_bytes_per_s)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`x`, after the recorded time."""
@@ -130,8 +130,7 @@ class _Step:
         self.model = model
         self.gradients = gradients
         self.pace = pace.current()
-        self.pace.restart()
-        self._left: float | None = None
+        self.lead: lead.Pass | None = None
 
     def forward(self, seconds: float) -> None:
         """A layer computes; the host makes gradients for later, if it has time."""
@@ -139,17 +138,17 @@ class _Step:
         self.gradients.work_ahead(self.pace.rest)
         self.pace.finish()
 
-    def left(self, child: nn.Module) -> None:
-        """`child` is called next; its hooks may update parameters, which takes a device time."""
-        self._left = time.perf_counter() if child._forward_pre_hooks else None
+    def backward(self, unit: Unit) -> None:
+        """A stretch of the backward pass begins; `done` must follow."""
+        if self.lead is None:
+            self.lead = self.model.lead.begin(self.pace)
+            at_end_of_backward(self.lead.end)
+        self.lead.next(unit.backward_s)
 
-    def arrived(self) -> None:
-        """The child's own code runs."""
-        if self._left is not None:
-            hooks_s = time.perf_counter() - self._left
-            if hooks_s > _SHORTEST_UPDATE_S:
-                self.pace.hold(hooks_s)
-            self._left = None
+    def done(self, nbytes: int) -> None:
+        """The stretch has ended, with so many bytes of gradients."""
+        self.pace.finish()
+        self.lead.left(nbytes)
 
 
 def _check_device(device: torch.device) -> None:
@@ -196,7 +195,7 @@ class _Backward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         step = ctx.step
-        step.pace.begin(ctx.unit.backward_s)
+        step.backward(ctx.unit)
         scale = gradient.item()
         gradients = [
             step.gradients.take(param, index, scale, factor) if wanted else None
@@ -205,7 +204,7 @@ class _Backward(torch.autograd.Function):
             )
         ]
         step.gradients.work_ahead(step.pace.rest)
-        step.pace.finish()
+        step.done(sum(made.nbytes for made in gradients if made is not None))
         return gradient, None, None, *gradients
 
 

@@ -26,7 +26,7 @@ def record_profile(options: argparse.Namespace) -> Profile:
     import torch
 
     from common.machine import machine_card
-    from common.profiling.recorder import record
+    from common.profiling.recorder import memory_bytes_per_s, record
 
     model, dtype, warmup, steps = options.model, options.dtype, options.warmup, options.steps
     entry = registry.model_entry(model)
@@ -53,6 +53,7 @@ def record_profile(options: argparse.Namespace) -> Profile:
         model=model,
         device=options.name or folder_name(name),
         device_name=name,
+        memory_bytes_per_s=round(memory_bytes_per_s(place)),
         kind="measured",
         batch_size=batch_size,
         sentence_len=sentence_len,

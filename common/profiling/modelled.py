@@ -68,6 +68,8 @@ def _is_free(func: Any) -> bool:
 
 
 FOLDER_NAME = "rtx2080ti-modelled"
+# NVIDIA's Turing white paper (WP-09183-001), table of GeForce GPUs: 13.45 TFLOP/s and 616 GB/s are
+# those of the Founders Edition (boost clock; 352 bits at 14 Gb/s).
 RTX_2080_TI = Device(name="NVIDIA GeForce RTX 2080 Ti", flops=13.45e12, bandwidth=616e9)
 _SOURCE = "HKBU-HPML/ddl-benchmarks, results of 2020-05-29 (arXiv 2005.13247)"
 
@@ -113,6 +115,7 @@ def model_profile(case: Case) -> Profile:
         model=case.model,
         device=FOLDER_NAME,
         device_name=RTX_2080_TI.name,
+        memory_bytes_per_s=RTX_2080_TI.bandwidth,
         kind="modelled",
         batch_size=case.batch_size,
         sentence_len=entry.sentence_len,

@@ -16,6 +16,7 @@ from common.models.workload import Workload
 from dear.errors import UserError
 
 _SHORTEST_SHARE = 1e-5
+_COPIED_BYTES, _COPIES = 256 << 20, 11
 
 
 class Clock:
@@ -77,6 +78,22 @@ def record(
     before = layers.forward_s + layers.backward_s
     layers.scale(*(statistics.median(times) for times in zip(*plain, strict=True)))
     return layers, before / (layers.forward_s + layers.backward_s)
+
+
+def memory_bytes_per_s(device: torch.device) -> float:
+    """Bytes that the device reads and writes per second: of the median of some copies of a tensor
+    that no cache holds, each of whose bytes is read once and written once."""
+    clock = CudaClock() if device.type == "cuda" else Clock()
+    source = torch.ones(_COPIED_BYTES, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    marks = []
+    for _ in range(_COPIES):
+        began = clock.mark()
+        target.copy_(source)
+        marks.append((began, clock.mark()))
+    # The first makes the system hand out the memory.
+    times = [clock.seconds(*pair) for pair in marks[1:]]
+    return 2 * _COPIED_BYTES / statistics.median(times)
 
 
 def _plain_step(workload: Workload, clock: Any) -> list[Any]:

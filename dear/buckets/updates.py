@@ -63,11 +63,13 @@ class PartialUpdate:
     def possible(self) -> bool:
         """True if updating group by group equals updating all parameters at once.
 
-        So it is for torch's own optimizers (but for LBFGS). Of others that is not known, and step
-        hooks expect the whole step.
+        So it is for torch's own optimizers (but for LBFGS), and for those that say of themselves
+        that they are `element_wise`. Of others it is not known, and step hooks expect the whole
+        step.
         """
-        of_torch = f"{self._plain.__module__}.".startswith("torch.optim.")
-        return of_torch and not has_hooks(self._optimizer)
+        known = f"{self._plain.__module__}.".startswith("torch.optim.")
+        known = known or bool(self._plain.__dict__.get("element_wise"))
+        return known and not has_hooks(self._optimizer)
 
     def note(self) -> None:
         """Keeps the hyper-parameters: schedulers change them later, some in place."""

@@ -98,6 +98,7 @@ def profile() -> Profile:
         model="tiny",
         device="test",
         device_name="none",
+        memory_bytes_per_s=100e9,
         kind="modelled",
         batch_size=2,
         sentence_len=None,

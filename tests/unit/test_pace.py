@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import struct
 import time
 
 import pytest
+import torch
 
 from common.models import pace
+from common.models.lead import Lead
 from common.models.pace import Brake, Pace
+from common.models.updates import paced
+from dear.buckets.updates import PartialUpdate, element_wise
 from dear.errors import UserError
 
 
@@ -18,30 +23,29 @@ class FakeTime:
     def __init__(self, late_s: float) -> None:
         self.now = 100.0
         self.late_s = late_s
-        self.blocked = 0
+        self.host_s = 0.0
 
     def perf_counter(self) -> float:
         return self.now
 
     def sleep(self, seconds: float) -> None:
         self.now += seconds + self.late_s
-        self.blocked += 1
 
     def work(self, seconds: float) -> None:
         """The thread computes."""
         self.now += seconds
+        self.host_s += seconds
 
     def block(self, seconds: float) -> None:
         """The thread waits for something."""
         self.now += seconds
-        self.blocked += 1
 
 
 @pytest.fixture
 def clock(monkeypatch):
     made = FakeTime(late_s=0.003)
     monkeypatch.setattr(pace, "time", made)
-    monkeypatch.setattr(pace, "_times_blocked", lambda: made.blocked)
+    monkeypatch.setattr(pace, "_host_s", lambda: made.host_s)
     return made
 
 
@@ -182,3 +186,161 @@ def test_a_kernel_that_does_not_tell_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(pace, "_SCHEDSTAT", tmp_path / "schedstat")
     with pytest.raises(UserError, match="slow_host: this kernel has no"), slowed(tmp_path, 2.0):
         compute(0.01)
+
+
+def cpu_work(clock, it, takes_s, device_s):
+    it.work(lambda: clock.work(takes_s), lambda: device_s)
+
+
+def test_what_the_cpu_takes_longer_than_the_device_is_made_up_for(clock):
+    it, began = started(clock, time_scale=10.0)
+    it.wait(0.05)
+    cpu_work(clock, it, takes_s=0.2, device_s=0.002)
+    late = clock.now
+    assert late - began == pytest.approx(0.703)
+    assert it.clock() - began == pytest.approx(0.52)  # when the device is done with it
+    it.wait(0.05)
+    assert clock.now - began == pytest.approx(0.5 + 0.02 + 0.5 + 0.003)
+
+
+def test_an_update_lasts_as_long_as_the_device_needs_at_least(clock):
+    it, began = started(clock, time_scale=100.0)
+    it.wait(0.01)
+    cpu_work(clock, it, takes_s=0.05, device_s=0.002)
+    assert clock.now - began == pytest.approx(1.0 + 0.2, abs=0.004)
+
+
+def test_what_was_late_before_a_wait_for_communication_is_not_made_up_for(clock):
+    it, _ = started(clock)
+    cpu_work(clock, it, takes_s=0.2, device_s=0.002)
+    clock.block(0.05)
+    began = clock.now
+    it.wait(0.1)
+    assert clock.now - began == pytest.approx(0.103)
+
+
+def test_waiting_at_a_lock_is_no_communication(clock):
+    it, began = started(clock)
+    cpu_work(clock, it, takes_s=0.2, device_s=0.002)
+    clock.block(0.5 * pace.BLOCKED_S)
+    it.wait(0.5)
+    assert clock.now - began == pytest.approx(0.502 + 0.003)
+
+
+def test_the_clock_of_a_process_that_replays_nothing_is_time_itself(clock):
+    it = Pace(1.0, None)
+    assert it.clock() == clock.now
+    clock.work(1.0)
+    assert it.clock() == clock.now
+
+
+def test_this_threads_own_time_is_told_also_after_a_fork():
+    before = pace._host_s()
+    compute(0.02)
+    assert 0.02 <= pace._host_s() - before < 10
+    child = os.fork()
+    if not child:
+        # The parent's file would tell of the parent's waiting.
+        mine = pace._SCHEDSTAT.read_text().split()[1]
+        pace._host_s()
+        os._exit(abs(int(os.pread(pace._own.file, 64, 0).split()[1]) - int(mine)) > 50e6)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def passes(clock, time_scale, units, hooks, count=3):
+    """When each stretch of the last of some passes was left, and its hooks had ended, in seconds of
+    this machine from its begin; the device's memory moves 100 GB a second.
+
+    Args:
+        units: emulated seconds and bytes of gradients by stretch.
+        hooks: seconds that each one's hooks compute.
+    """
+    it = Pace(time_scale, None)
+    lead = Lead(100e9)
+    for _ in range(count):
+        clock.block(1.0)
+        began, found = clock.now, []
+        one = lead.begin(it)
+        for (seconds, nbytes), hook_s in zip(units, hooks, strict=True):
+            one.next(seconds)
+            it.finish()
+            one.left(nbytes)
+            left = clock.now - began
+            clock.work(hook_s)
+            found.append((left, clock.now - began))
+        one.end()
+    return found
+
+
+def test_gradients_leave_when_the_device_would_have_packed_them(clock):
+    clock.late_s = 0.0
+    # 50 MB are read and written by the device in 1 ms: 10 ms of this machine.
+    units = [(0.02, 0), (0.02, 50_000_000), (0.02, 50_000_000)]
+    found = passes(clock, 10.0, units, [0.0, 0.06, 0.06])
+    assert [left for left, _ in found] == pytest.approx([0.2, 0.35, 0.56])
+    assert [ended for _, ended in found] == pytest.approx([0.2, 0.41, 0.62])
+
+
+def test_several_stretches_end_earlier_where_one_is_too_short(clock):
+    clock.late_s = 0.0
+    units = [(0.02, 0), (0.02, 0), (0.001, 50_000_000)]
+    found = passes(clock, 10.0, units, [0.0, 0.0, 0.06])
+    assert found[1][0] == pytest.approx(0.4 - 0.04)
+    assert found[2][1] == pytest.approx(0.41 + 0.01)
+
+
+def test_hooks_too_fast_to_have_copied_cost_the_device_nothing(clock):
+    clock.late_s = 0.0
+    units = [(0.02, 500_000_000), (0.02, 0)]
+    found = passes(clock, 10.0, units, [0.001, 0.0])
+    assert found[0] == pytest.approx((0.199, 0.2))
+    assert found[1][0] == pytest.approx(0.4)
+
+
+def test_an_update_in_a_hook_counts_once(clock):
+    clock.late_s = 0.0
+    it, lead = Pace(10.0, None), Lead(100e9)
+    for _ in range(2):
+        clock.block(1.0)
+        began = clock.now
+        one = lead.begin(it)
+        one.next(0.02)
+        it.finish()
+        one.left(0)
+        cpu_work(clock, it, takes_s=0.1, device_s=0.003)
+        ended = clock.now - began
+        one.next(0.02)
+        it.finish()
+        one.left(0)
+        one.end()
+    assert ended == pytest.approx(0.2 + 0.03)
+    assert clock.now - began == pytest.approx(0.2 + 0.03 + 0.2)
+
+
+@pytest.mark.parametrize(
+    ("make", "tensors"),
+    [
+        (lambda p: paced(torch.optim.SGD, 1.0)(p, 0.1), 3),
+        (lambda p: paced(torch.optim.SGD, 1.0)(p, 0.1, momentum=0.9), 5),
+        (lambda p: paced(torch.optim.AdamW, 1.0)(p, 0.1), 7),
+    ],
+)
+def test_an_update_touches_what_a_fused_kernel_would(clock, make, tensors):
+    params = [torch.nn.Parameter(torch.ones(10)) for _ in range(3)]
+    params[0].grad = params[1].grad = torch.ones(10)
+    optimizer = make(params)
+    it, _ = started(clock)
+    pace.set_pace(it)
+    try:
+        before = it.queued_s
+        optimizer.step()
+    finally:
+        pace.set_pace(Pace(1.0, None))
+    assert it.queued_s - before == pytest.approx(2 * 40 * tensors)
+    assert params[2].eq(1).all() and not params[0].eq(1).any()
+
+
+def test_paced_optimizers_are_taken_for_what_they_are():
+    optimizer = paced(torch.optim.SGD, 1e9)([torch.nn.Parameter(torch.ones(2))], 0.1)
+    assert element_wise(optimizer)
+    assert PartialUpdate(optimizer, type(optimizer)).possible()

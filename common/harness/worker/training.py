@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import statistics
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,6 +21,8 @@ from common.harness.worker import correctness
 from common.models import pace
 from common.models.pace import Brake
 from common.models.registry import is_replay
+from common.models.replay import Replay
+from common.models.updates import paced
 from common.models.workload import Workload
 from common.results.records import Breakdown, Check
 from dear.comm import runtime
@@ -43,11 +44,13 @@ Mark = tuple[float, float]
 
 def make_optimizer(config: OptimizerConfig, model: torch.nn.Module) -> torch.optim.Optimizer:
     """The experiment's optimizer, for all parameters of `model`."""
-    if config.name == "adamw":
-        return torch.optim.AdamW(model.parameters(), config.lr, weight_decay=config.weight_decay)
-    return torch.optim.SGD(
-        model.parameters(), config.lr, config.momentum, weight_decay=config.weight_decay
-    )
+    kind: Any = torch.optim.AdamW if config.name == "adamw" else torch.optim.SGD
+    if isinstance(model, Replay):
+        kind = paced(kind, model.memory_bytes_per_s)
+    given = {"lr": config.lr, "weight_decay": config.weight_decay}
+    if config.name != "adamw":
+        given["momentum"] = config.momentum
+    return kind(model.parameters(), **given)
 
 
 def untimed_steps(trial: Trial) -> int:
@@ -173,7 +176,7 @@ class Training:
             self._optimizer.close()
 
     def _mark(self) -> Mark:
-        return time.perf_counter(), self._communicator.blocked_s
+        return pace.current().clock(), self._communicator.blocked_s
 
 
 def plain_steps(
@@ -218,7 +221,7 @@ def timed_step(
     Args:
         average: run between the backward pass and the update; its time is left out.
     """
-    began = time.perf_counter()
+    began = pace.current().clock()
     optimizer.zero_grad()
     loss = workload.loss()
     forward = _done(loss.device)
@@ -270,7 +273,7 @@ def _done(device: torch.device) -> float:
     """The time when the device has nothing left to do."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return time.perf_counter()
+    return pace.current().clock()
 
 
 def step_parts(began: Mark, forward: Mark, backward: Mark, end: Mark) -> Breakdown:

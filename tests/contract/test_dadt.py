@@ -12,7 +12,7 @@ from torch import nn
 
 import dear
 from common.harness.worker import correctness as check
-from common.harness.worker.training import plain_steps
+from common.harness.worker.plain import plain_steps
 from common.models.workload import Workload
 from dear.algorithms import reference as references
 from dear.algorithms.delayed.dadt import PENDING

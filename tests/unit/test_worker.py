@@ -9,7 +9,7 @@ import torch
 
 from common.harness.record import Result, make_record
 from common.harness.trial import BASELINE, MeasureConfig
-from common.harness.worker import correctness, measure, training
+from common.harness.worker import correctness, measure, plain
 from common.harness.worker.measure import steps_of_all
 from common.harness.worker.training import step_parts, typical, untimed_steps
 from common.launch.job import Outcome
@@ -140,11 +140,11 @@ def _steps(steps, before):
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     communicator = runtime.communicator()
     start = correctness.snapshot(model)
-    state, times = training.plain_steps(task, optimizer, communicator, steps)
+    state, times = plain.plain_steps(task, optimizer, communicator, steps)
     # Each rank has times of its own; the first step of all does not count.
     rank = communicator.rank
     timed = [StepTimes(forward_s=f + rank, backward_s=b, update_s=u) for f, b, u in before]
-    found = training.slowest_rank(task, optimizer, communicator, timed or times)
+    found = plain.slowest_rank(task, optimizer, communicator, timed or times)
     moved = any(not torch.equal(start[name], state[name]) for name in state)
     return found, model.calls, moved
 
@@ -163,7 +163,7 @@ def test_more_steps_are_timed_where_there_are_too_few(world):
     results = world(2).run(_steps, 1, [])
     (first, calls, moved), (second, _, _) = results
     assert first == second and min(vars(first).values()) > 0
-    assert training.ENOUGH <= calls - 1 <= training.SHORT and moved
+    assert plain.ENOUGH <= calls - 1 <= plain.SHORT and moved
     # Two that took long are enough, and what disturbs only adds.
     timed = [(9.0, 9.0, 9.0), (2.0, 1.0, 2.0), (1.0, 3.0, 1.0)]
     found, calls, _ = world(2).run(_steps, 1, timed)[0]

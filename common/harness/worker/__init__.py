@@ -29,7 +29,8 @@ from common.harness.trial import Briefing, Trial
 from common.harness.worker import correctness
 from common.harness.worker.learning import learn
 from common.harness.worker.measure import Measured, measure_costs, measure_steps
-from common.harness.worker.training import Reference, Training, typical, untimed_steps
+from common.harness.worker.plain import Reference
+from common.harness.worker.training import Training, typical, untimed_steps
 from common.models.pace import set_pace
 from common.models.registry import build
 from common.models.workload import Workload

@@ -1,0 +1,171 @@
+"""The training of a trial plainly: to compare with, and to time its compute.
+
+Written-out gradient averaging from the same start with the same data. The steps also tell how long
+one computes: forward, backward and update without communication between them.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import torch
+
+import dear
+from common.harness.trial import Trial
+from common.harness.worker import correctness
+from common.harness.worker.training import Training, make_optimizer
+from common.models import pace
+from common.models.workload import Workload
+from common.results.records import Check
+from dear.comm import runtime
+from dear.comm.communicator import Communicator
+from dear.cost.bounds import StepTimes, compute_limit_s
+
+LEAST, ENOUGH, ENOUGH_S = 2, 3, 1.0
+"""Timed steps beyond the first, at least; and enough of them, in number or in seconds of this
+machine."""
+SHORT, SHORT_S = 20, 0.3
+"""More where they are short, and the first few tell little of the rest: up to so many, within so
+many seconds."""
+
+
+class Reference:
+    """Where plain training leads from the same start with the same data, and what it computes.
+
+    The model is left as it was. Everything goes on all ranks at once. At least one step is trained
+    and compared, of a delayed algorithm so many updates.
+    """
+
+    def __init__(self, trial: Trial, workload: Workload, steps: int) -> None:
+        staleness = trial.options.staleness()
+        self._trial, self._workload, self._steps = trial, workload, steps + staleness
+        self._start = correctness.snapshot(workload.model)
+        optimizer = make_optimizer(trial.optimizer, workload.model)
+        self._seed()
+        communicator = runtime.communicator()
+        # Gradients stay until all steps are timed: new memory for them would take longer.
+        self._wanted, times = plain_steps(workload, optimizer, communicator, self._steps, staleness)
+        updated = times[staleness:]
+        self.compute = slowest_rank(workload, optimizer, communicator, updated)
+        """Seconds of this machine that a step takes without communication."""
+        optimizer.zero_grad()
+        workload.model.load_state_dict(self._start)
+
+    def compare(self, training: Training) -> Check:
+        """Trains the same steps with the algorithm and says how far it ended from there."""
+        self._seed()
+        training.run(self._steps)
+        training.synchronize()
+        names = [name for name, _ in self._workload.model.named_parameters()]
+        # Not a copy: the memory check counts on it.
+        reached = self._workload.model.state_dict()
+        tolerance = correctness.TOLERANCE[self._trial.dtype]
+        if training.consistency in correctness.MEAN_TOLERANCE:
+            # Replicas differ; only their mean goes where plain training does, roughly.
+            reached = correctness.Means(reached, runtime.communicator())
+            tolerance = correctness.MEAN_TOLERANCE[training.consistency]
+        off = correctness.distance(reached, self._wanted, self._start, names)
+        return Check(reference_error=off, matches_reference=off <= tolerance)
+
+    def _seed(self) -> None:
+        # Dropout then draws the same masks in both trainings; each rank has its own.
+        torch.manual_seed(self._trial.seed * 1000 + dear.rank())
+
+
+def plain_steps(
+    workload: Workload,
+    optimizer: torch.optim.Optimizer,
+    communicator: Communicator,
+    steps: int,
+    staleness: int = 0,
+) -> tuple[dict[str, torch.Tensor], list[StepTimes]]:
+    """Trains `steps` steps with written-out gradient averaging; the last gradients stay.
+
+    Args:
+        staleness: each update applies the gradients of so many steps before; the first ones update
+            nothing.
+
+    Returns:
+        The state that they lead to, and what each step computed on this rank, averaging left out.
+    """
+
+    params = list(workload.model.parameters())
+    held: deque[list[torch.Tensor | None]] = deque([[None] * len(params)] * staleness)
+
+    def average() -> None:
+        for param in params:
+            if param.grad is not None:
+                communicator.all_reduce(param.grad, op="mean").wait()
+        held.append([param.grad for param in params])
+        for param, gradient in zip(params, held.popleft(), strict=True):
+            param.grad = gradient
+
+    times = [timed_step(workload, optimizer, average) for _ in range(steps)]
+    return correctness.snapshot(workload.model), times
+
+
+def timed_step(
+    workload: Workload,
+    optimizer: torch.optim.Optimizer,
+    average: Callable[[], None] = lambda: None,
+) -> StepTimes:
+    """One plain training step; what it takes on this rank, in seconds of this machine.
+
+    Args:
+        average: run between the backward pass and the update; its time is left out.
+    """
+    began = pace.current().clock()
+    optimizer.zero_grad()
+    loss = workload.loss()
+    forward = _done(loss.device)
+    loss.backward()
+    backward = _done(loss.device)
+    average()
+    resumed = _done(loss.device)
+    optimizer.step()
+    return StepTimes(
+        forward_s=forward - began,
+        backward_s=backward - forward,
+        update_s=_done(loss.device) - resumed,
+    )
+
+
+def slowest_rank(
+    workload: Workload,
+    optimizer: torch.optim.Optimizer,
+    communicator: Communicator,
+    steps: Sequence[StepTimes],
+) -> StepTimes:
+    """The medians of the rank that computes longest, with all ranks at work at once.
+
+    Trains on without averaging until there are enough steps: parameters, optimizer state, gradients
+    and random state are the caller's to restore.
+
+    Args:
+        steps: those that this rank has timed before; the first, which touches much memory for the
+            first time, does not count.
+    """
+    counted = list(steps[1:])
+    # One rank decides, or some would compute while others rest.
+    while communicator.broadcast_object(_too_few(counted)):
+        communicator.barrier()
+        counted.append(timed_step(workload, optimizer))
+    # Of two the lower: what disturbs only adds.
+    low = {n: statistics.median_low(getattr(one, n) for one in counted) for n in vars(counted[0])}
+    return max(communicator.gather_objects(StepTimes(**low)), key=compute_limit_s)
+
+
+def _too_few(counted: Sequence[StepTimes]) -> bool:
+    spent = sum(compute_limit_s(step) for step in counted)
+    if len(counted) < ENOUGH:
+        return len(counted) < LEAST or spent < ENOUGH_S
+    return len(counted) < SHORT and spent < SHORT_S
+
+
+def _done(device: torch.device) -> float:
+    """The time when the device has nothing left to do."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return pace.current().clock()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 from typing import Any
 
+from matplotlib import patheffects
 from matplotlib.axes import Axes
 
 from common.results import rows
@@ -12,6 +14,10 @@ from common.results.records import Comparison, Record
 from common.results.rows import Row
 from common.results.table import csv_text, significant
 from plots import style
+
+_GREY = "#666666"
+# So that numbers stay readable on lines.
+_HALO = [patheffects.withStroke(linewidth=2.5, foreground="white", alpha=0.8)]
 
 
 def draw(folder: Path, out: Path) -> list[Path]:
@@ -53,20 +59,23 @@ def _panel(
     axis: Axes, rows: list[tuple[Row, str]], colour: dict[str, str], single: Row | None
 ) -> None:
     first = rows[0][0]
+    most = max(row.throughput for row, _ in rows)
+    # Few repeats may have an interval many times as long as its bar: it leaves the figure then.
+    ends = [row.ci_high or 0.0 for row, _ in rows if not row.doubt]
+    most = max(most, min(max(ends, default=0.0), 1.6 * most))
+    ideal = None
+    if single is not None and not single.doubt and single.world_size != first.world_size:
+        ideal = single.throughput * first.world_size
+        most = max(most, ideal)
+    axis.set_xlim(0, most * 1.15)
     for place, (row, name) in enumerate(rows):
-        error = [[row.throughput - row.ci_low], [row.ci_high - row.throughput]]
-        axis.barh(place, row.throughput, color=colour[name], height=0.72)
-        axis.errorbar(row.throughput, place, xerr=error, color="#222222", capsize=2.5, lw=1)
-        text = f" {significant(row.throughput)}" + ("" if row.correct else "  INCORRECT")
-        axis.annotate(
-            text, (row.ci_high, place), xytext=(3, 0), textcoords="offset points", va="center"
-        )
-    axis.set_yticks(range(len(rows)), [row.algorithm for row, _ in rows])
+        _bar(axis, place, row, colour[name])
+    axis.set_yticks(range(len(rows)), [_wrapped(row.algorithm) for row, _ in rows])
+    for label, (row, _) in zip(axis.get_yticklabels(), rows, strict=True):
+        label.set_color(_GREY if row.doubt else "black")
     axis.invert_yaxis()
     axis.tick_params(axis="y", length=0)
-    most = max(row.ci_high for row, _ in rows)
-    if single is not None and single.world_size != first.world_size:
-        ideal = single.throughput * first.world_size
+    if ideal is not None:
         axis.axvline(ideal, color="#777777", lw=1, ls="--")
         axis.annotate(
             f"{first.world_size} x single worker",
@@ -78,8 +87,6 @@ def _panel(
             fontsize=7,
             color="#555555",
         )
-        most = max(most, ideal)
-    axis.set_xlim(0, most * 1.13)
     axis.set_ylim(len(rows) - 0.5, -1.0)
     where = "".join(f", {name}" for name in (first.network, first.fault) if name)
     feed = f"batch {first.batch_size} per worker, {first.world_size} workers"
@@ -87,12 +94,45 @@ def _panel(
     axis.set_xlabel(f"{first.unit}, all workers together", fontsize=8)
 
 
+def _bar(axis: Axes, place: int, row: Row, colour: str) -> None:
+    """A bar with its interval and number; a grey one with its reason where it is not believed."""
+    if row.doubt:
+        axis.barh(place, row.throughput, color="#e4e4e4", height=0.72)
+        reason = textwrap.shorten(f"({significant(row.throughput)}) {row.doubt}", 75)
+        at = (0, place)
+        more = {"xytext": (4, 0), "fontsize": 7, "color": _GREY, "path_effects": _HALO}
+        axis.annotate(reason, at, textcoords="offset points", va="center", **more)
+        return
+    axis.barh(place, row.throughput, color=colour, height=0.72)
+    end = row.throughput
+    if row.ci_low is not None:
+        end = row.ci_high
+        error = [[row.throughput - row.ci_low], [row.ci_high - row.throughput]]
+        axis.errorbar(row.throughput, place, xerr=error, color="#222222", capsize=2.5, lw=1)
+    text, at = f" {significant(row.throughput)}", (min(end, axis.get_xlim()[1] / 1.15), place)
+    more = {"xytext": (3, 0), "path_effects": _HALO}
+    axis.annotate(text, at, textcoords="offset points", va="center", **more)
+
+
+def _wrapped(label: str) -> str:
+    """On lines that leave most of the figure to the bars."""
+    return "\n".join(textwrap.wrap(label, 26)) if len(label) > 26 else label
+
+
 def _about(good: list[Record], table: list[Row]) -> str:
-    counts = sorted({row.n for row in table})
-    steps = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
-    count = len(good[0].iters)
-    repeats = "1 repeat" if count == 1 else f"{count} interleaved repeats"
-    return f"Medians of n = {steps} steps in {repeats}; bars: 95 % bootstrap CI"
+    def told(values: list[int]) -> str:
+        least, most = min(values), max(values)
+        return f"{least}" if least == most else f"{least} to {most}"
+
+    counts = [row.repeats for row in table]
+    text = f"Samples over elapsed time, n = {told(counts)} "
+    text += "repeat" if max(counts) == 1 else "repeats, in turns,"
+    text += f" of {told([round(row.n / row.repeats) for row in table])} steps"
+    if any(row.ci_low is not None and not row.doubt for row in table):
+        text += "; whiskers: 95 % t interval over repeats"
+    if any(row.doubt for row in table):
+        text += "; grey: not believed, for the reason given"
+    return text
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from common.harness.experiment import Experiment, load
 from common.harness.trial import Trial
 from common.models.registry import MODELS
 from common.results import learning, records
+from common.results.faith import doubt, incorrect
 from common.results.learning import is_learning
 from common.results.records import Comparison, Record, fabric_words
 from common.results.table import Table, csv_text
@@ -30,7 +31,9 @@ _ON_VIRTUAL_HOSTS = "(on virtual hosts: they live only while a sweep runs)"
 
 
 def run(options: argparse.Namespace, draw: Callable[[Path, bool], list[Path]] | None = None) -> int:
-    """Runs an experiment (or prints its plan); the exit status, 1 if a trial that can run did not.
+    """Runs an experiment (or prints its plan); the exit status.
+
+    It is 1 if a trial that can run did not, or was not the right training.
 
     Args:
         options: the flags of the verb, and as `arguments` all that started this process: an
@@ -82,10 +85,13 @@ def run(options: argparse.Namespace, draw: Callable[[Path, bool], list[Path]] | 
         if not (options.json or options.quiet):
             kinds = ", ".join(path.suffix[1:] for path in paths[1:])
             print(f"figure: {_short(str(paths[0]))} (and {kinds})")
-    status = {result.hash: result.status for result in results}
-    ended = [status.get(trial.hash) for trial in trials]
+    known = {result.hash: result for result in results}
+    ended = [known.get(trial.hash) for trial in trials]
     # What cannot run here is no failure; but a sweep of nothing else has measured nothing.
-    good = "ok" in ended and all(one in ("ok", "unsupported") for one in ended)
+    good = any(one is not None and one.ok for one in ended) and all(
+        one is not None and one.status in ("ok", "unsupported") and not incorrect(one)
+        for one in ended
+    )
     return 0 if good else 1
 
 
@@ -209,22 +215,24 @@ def _write_outputs(folder: Path, results: list[Record], compare_to: str) -> None
 
 def _summarized(results: list[Record], compare_to: str) -> tuple[Table, type, list[str]]:
     """The table of a sweep, the kind of its rows, and the answer in sentences."""
+    from common.results import answer, rows
+
     if is_learning(results):
         learned = learning.make_rows(results)
-        return learning.table(learned), learning.LearnRow, learning.summary(learned)
-    from common.results import rows
-
+        lines = [*learning.summary(learned), *answer.remarks([], results)]
+        return learning.table(learned), learning.LearnRow, lines
     found = rows.make_rows(results, compare_to)
-    return rows.comparison(found, compare_to), rows.Row, rows.summary(found, compare_to)
+    lines = [*answer.summary(found, compare_to), *answer.remarks(found, results)]
+    return rows.comparison(found, compare_to), rows.Row, lines
 
 
 def _print_results(folder: Path, results: list[Record], compare_to: str) -> None:
-    from common.results import rows
-
     table, _, lines = _summarized(results, compare_to)
     table.print(_title(folder, results))
-    for line in [*lines, *rows.remarks(results)]:
+    for line in lines:
         print(line)
+    for result in filter(incorrect, results):
+        print(f"incorrect: {result.id}: {doubt(result)}")
     for result in results:
         if result.status not in ("ok", "unsupported"):
             logs = sorted((folder / result.id).glob(f"log-*-rank{result.error.rank or 0}.txt"))

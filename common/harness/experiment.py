@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from common.harness.trial import BASELINE, LearnConfig, MeasureConfig, Optimizer
 from common.launch.job import launcher_options
 from common.models import datasets
 from common.models.registry import DTYPES, is_replay, model_entry, profile_of, sentence_len
+from common.results.records import base_among
 from dear.errors import UserError, unknown
 from dear.options import at_least, build_options, positive
 from dear.training.algorithm import Options, algorithm_options
@@ -31,6 +33,12 @@ class AlgorithmChoice:
     name: str
     options: dict[str, Any] = field(default_factory=dict)
     label: str | None = None
+
+    @property
+    def title(self) -> str:
+        """How tables name it."""
+        shown = ",".join(f"{key}={value}" for key, value in self.options.items())
+        return self.label or self.name + (f"({shown})" if shown else "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +71,8 @@ class Experiment:
     baseline: bool = True
     """Also run one worker with the plain optimizer; scaling efficiency is relative to it."""
     compare_to: str | None = None
-    """The algorithm (or its label) that speed-ups are relative to; None takes the first."""
+    """The label that speed-ups are relative to, or an algorithm of which there is one variant;
+    None takes the first."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     measure: MeasureConfig = field(default_factory=MeasureConfig)
     learn: LearnConfig | None = None
@@ -118,9 +127,10 @@ class Experiment:
         self._check_launch()
         self._check_cluster()
         self._check_learning()
-        known = {n for a, _ in self._chosen for n in (a.name, a.label) if n is not None}
-        if self.compare_to is not None and self.compare_to not in known:
-            raise unknown("compare_to", self.compare_to, known)
+        for choice, others in itertools.groupby(sorted(a.title for a, _ in self._chosen)):
+            if len(list(others)) > 1:
+                raise UserError(f"algorithms: {choice} stands twice; give one of them a label")
+        _ = self.base
         for choice in self.models:
             sentence_len(choice.name, choice.sentence_len)
             if is_replay(choice.name):
@@ -228,12 +238,24 @@ class Experiment:
 
     @property
     def base(self) -> str:
-        """What speed-ups are relative to."""
-        first = self.algorithms[0]
-        return self.compare_to or first.label or first.name
+        """The label of what speed-ups are relative to.
+
+        Raises:
+            UserError: `compare_to` names none of the algorithms, or several variants of one.
+        """
+        if self.compare_to is None:
+            return self.algorithms[0].title
+        variants = [(one.title, one.name) for one in self.algorithms]
+        index = base_among(self.compare_to, variants)
+        if index is None:
+            raise unknown("compare_to", self.compare_to, {name for one in variants for name in one})
+        return variants[index][0]
 
     def trials(self) -> list[Trial]:
-        """Every combination, by model and network; the baseline comes first."""
+        """Every combination, by model and network; the baseline comes first.
+
+        What stands there under two labels is measured twice: how far apart are equal trials?
+        """
         alone = AlgorithmChoice(name=BASELINE, label="single worker"), Options()
         trials = []
         for model in self.models:
@@ -244,11 +266,13 @@ class Experiment:
                     for fault in (None, *self.faults):
                         for chosen in self._chosen:
                             trials.append(self._trial(*chosen, model, world_size, network, fault))
-        seen: dict[str, Trial] = {}
-        for trial in trials:
-            if trial.hash in seen:
+        seen: dict[str, list[str]] = {}
+        for index, trial in enumerate(trials):
+            labels = seen.setdefault(trial.hash, [])
+            if trial.label in labels:
                 raise UserError(f"{trial.title} stands twice in the experiment")
-            seen[trial.hash] = trial
+            trials[index] = dataclasses.replace(trial, twin=len(labels))
+            labels.append(trial.label)
         return trials
 
     def _networks(self) -> tuple[str | None, ...]:
@@ -274,7 +298,6 @@ class Experiment:
         digest = None
         if learn is not None and learn.data is not None:
             digest = datasets.digest(learn.data, self._data_folder())
-        shown = ",".join(f"{key}={value}" for key, value in algorithm.options.items())
         return Trial(
             **{key: getattr(self, key) for key in _AS_GIVEN},
             algorithm=algorithm.name,
@@ -285,7 +308,7 @@ class Experiment:
             world_size=world_size,
             backend=self.backend or {"cpu": "comm_core", "cuda": "nccl"}[self.device],
             threads_per_rank=threads,
-            label=algorithm.label or algorithm.name + (f"({shown})" if shown else ""),
+            label=algorithm.title,
             network=network,
             ranks_per_host=self.cluster.ranks_per_host if self.cluster else None,
             time_scale=self.cluster.time_scale if self.cluster else None,

@@ -87,8 +87,7 @@ class Result:
         """Samples per second of all workers together."""
         if self.samples_per_s is not None:
             return self.samples_per_s
-        steps = sorted(self.steps)
-        return trial.batch_size * trial.world_size / steps[len(steps) // 2]
+        return trial.batch_size * trial.world_size * len(self.steps) / math.fsum(self.steps)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,7 +260,7 @@ def _bound(trial: Trial, first: Result, throughput: Throughput, network: Network
             bound_s = max(step_bound_s(kind, compute, comm, trial.world_size) for comm in each)
             # Measured costs are good to some per cent only.
             bound_s = bound_s if wire_s is None else max(bound_s, wire_s)
-    # The median step that the table's throughput stands for.
+    # The elapsed time per step that the table's throughput stands for.
     step_s = trial.batch_size * trial.world_size / throughput.value
     return Bound(
         kind=kind,

@@ -168,6 +168,8 @@ class Trial:
     """Training for a time instead of timed steps; of `measure` only the repeats count then."""
     data_digest: str | None = None
     """Of what it learns from; None where that is made up."""
+    twin: int = 0
+    """Counts trials of an experiment that differ in nothing but their label."""
 
     @property
     def hash(self) -> str:
@@ -229,13 +231,16 @@ class Trial:
         """What compared trials have in common: all but algorithm and world size."""
         learn = self.learn and dataclasses.replace(self.learn, batch_sizes=None)
         same = dataclasses.replace(
-            self, algorithm="", options=Options(), label="", world_size=0, learn=learn
+            self, algorithm="", options=Options(), label="", world_size=0, learn=learn, twin=0
         )
         return (self.model, self.batch_size, same.hash)
 
     def to_json(self) -> dict[str, Any]:
-        """As it stands in files and records: JSON has no tuples."""
-        return json.loads(json.dumps(dataclasses.asdict(self)))
+        """As it stands in files and records: JSON has no tuples, and few trials have a twin."""
+        values = json.loads(json.dumps(dataclasses.asdict(self)))
+        if not self.twin:
+            del values["twin"]
+        return values
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Trial:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 import os
+import statistics
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -18,6 +20,16 @@ from dear.cost.collectives import AlphaBeta
 from dear.errors import UserError
 
 SCHEMA = 1
+
+
+def mean_step_s(iters: Iterable[Iterable[Sequence[float]]]) -> float:
+    """Elapsed time per step in seconds: of each repeat, then their mean.
+
+    Args:
+        iters: step times by repeat and block.
+    """
+    repeats = [[step for block in repeat for step in block] for repeat in iters]
+    return statistics.fmean(math.fsum(repeat) / len(repeat) for repeat in repeats)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +84,7 @@ class Bound:
     wire_limit_s: float | None
     """None where the links' rate is not known, or the limit does not hold."""
     reached: float | None
-    """`step_s` over the median step."""
+    """`step_s` over the mean step; over the median in old records, so it is taken anew."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +125,23 @@ class Check:
         if False in found:
             return "NO"
         return "unchecked" if None in found else "yes"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Systematic:
+    """The same trial at another time scale: what of its step does not scale."""
+
+    time_scale: float
+    """Twice the record's own, k."""
+    iters: list[list[list[float]]]
+    """Step times there, in seconds of what is emulated, by repeat and block."""
+    step_s: float
+    """T(k): the mean step of the record itself, `Record.step_s`."""
+
+    @property
+    def relative(self) -> float:
+        """|T(k) - T(2k)| / T(k)."""
+        return abs(self.step_s - mean_step_s(self.iters)) / self.step_s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,6 +261,8 @@ class Record:
     parameters: int | None = None
     cpu_s_per_s: list[float] = field(default_factory=list)
     foreign_cpu_s_per_s: list[float] = field(default_factory=list)
+    systematic: Systematic | None = None
+    """Of emulated trials that were measured at twice the time scale, too."""
     unfaithful: bool | None = None
     """Whether the machine was too busy to be the emulated cluster; None where it was none."""
     started_by: str | None = None
@@ -267,8 +298,8 @@ class Record:
 
     @property
     def step_s(self) -> float:
-        """Median step of the slowest rank."""
-        return self.trial["batch_size"] * self.trial["world_size"] / self.throughput.value
+        """Elapsed time per step, of all ranks together; only where steps were timed."""
+        return mean_step_s(self.iters)
 
     def to_json(self) -> dict[str, Any]:
         """As it stands in the file; `repeats` once more beside `iters`, for simple readers."""
@@ -384,6 +415,27 @@ class Comparison:
         """The newest record of each trial that has one."""
         found = latest(load(folder / "records.jsonl"))
         return [found[trial] for trial in self.trials if trial in found]
+
+
+def base_among(compare_to: str, variants: Sequence[tuple[str, str]]) -> int | None:
+    """Which of the variants `compare_to` names: by its label, or by an algorithm that has only one.
+
+    Args:
+        variants: label and algorithm of each.
+
+    Raises:
+        UserError: it is no label, and several are variants of that algorithm.
+    """
+    for index, (label, _) in enumerate(variants):
+        if label == compare_to:
+            return index
+    fitting = [index for index, (_, name) in enumerate(variants) if name == compare_to]
+    if len(fitting) > 1:
+        labels = ", ".join(variants[index][0] for index in fitting)
+        raise UserError(
+            f"compare_to: {compare_to!r} fits several; use the label of one of them: {labels}"
+        )
+    return fitting[0] if fitting else None
 
 
 def fabric_words(records: Iterable[Record]) -> str:

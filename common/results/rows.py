@@ -1,21 +1,23 @@
-"""The comparison that a sweep is run for: rows, their tables, and the references' reports."""
+"""The comparison that a sweep is run for: its rows, their tables, and the references' reports."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from common.results.records import Record
-from common.results.stats import speedup, verdict
-from common.results.table import PLACE, Column, Table, given, identity, significant
+from common.results import stats
+from common.results.faith import doubt
+from common.results.records import Record, base_among
+from common.results.stats import Difference
+from common.results.table import PLACE, Column, Table, doubted, given, identity, significant
 
-# A bound comes from a short measurement: only more than this beyond it is worth a remark.
-_BEYOND = 1.02
 UNKNOWN = "-"
 LEGEND = (
-    "milliseconds per step; forward, backward, update and exposed comm are rank 0's and add up to "
-    "its step; exposed comm -: contained in the others (docs/measurement.md)"
+    "milliseconds per step; step is elapsed time over steps, median and p95 are of single steps; "
+    "forward, backward, update and exposed comm are rank 0's and add up to its step; exposed comm "
+    "-: contained in the others (docs/measurement.md)"
 )
 
 
@@ -23,7 +25,8 @@ LEGEND = (
 class Row:
     """One trial in a table, and a line of its CSV file; None where there is nothing to say.
 
-    Every trial with a result has `throughput` to `repeats`, `correct` and `step_s`.
+    Every trial with a result has `throughput`, `unit`, `n` and `repeats`, `correct` and the step
+    times; what is relative to others only where both are believed.
     """
 
     model: str
@@ -36,27 +39,46 @@ class Row:
     fault: str | None = None
     """What was done to the emulated cluster meanwhile."""
     throughput: float | None = None
+    """Samples of all workers over elapsed time."""
     unit: str | None = None
     ci_low: float | None = None
+    """Ends of 95 % intervals, as all that are called low and high; a single repeat has none."""
     ci_high: float | None = None
     n: int | None = None
     """Timed steps."""
     repeats: int | None = None
+    compared_to: str | None = None
+    """Label of what the next ones are relative to, also where it is not believed."""
     speedup: float | None = None
-    """Median step time of the algorithm compared to, over this one's."""
+    """Step time of the trial compared to, over this one's."""
     speedup_low: float | None = None
     speedup_high: float | None = None
+    paired: bool | None = None
+    """Whether the speed-up was taken round by round."""
     verdict: str | None = None
+    detectable: float | None = None
+    """The true difference that had got a word in 4 of 5 such sweeps; 0.05 is 5 %."""
+    leads: bool | None = None
+    """Whether it is the fastest of its place or cannot be told from it."""
     efficiency: float | None = None
     """Throughput over world size times the single worker's throughput."""
+    efficiency_low: float | None = None
+    efficiency_high: float | None = None
     of_bound: float | None = None
-    """The least step time that the algorithm allows here, over the median step time."""
-    correct: bool | None = None
-    """Replicas agree, and the first steps match plain training."""
+    """The least step time that the algorithm allows here, over the step time."""
+    systematic: float | None = None
+    """|T(k) - T(2k)| / T(k): how far the step depends on the emulation's time scale k."""
+    correct: str | None = None
+    """yes, NO or unchecked."""
+    doubt: str | None = None
+    """Why the number may not be believed."""
     reason: str | None = None
-    """Why there is no number, or why to doubt it."""
+    """Why there is no number, why to doubt it, or what else to keep in mind."""
     step_s: float | None = None
-    """Median of the slowest rank."""
+    """Elapsed time per step, of all ranks together."""
+    step_median_s: float | None = None
+    """Of single steps, as the next one."""
+    step_p95_s: float | None = None
     forward_s: float | None = None
     """Of rank 0, as the next three, which add up to about `step_s`; without waiting."""
     backward_s: float | None = None
@@ -80,59 +102,154 @@ class Row:
 
 
 def make_rows(records: Iterable[Record], compare_to: str) -> list[Row]:
-    """One row per record; speed-ups are relative to `compare_to` in the same cell and world."""
+    """One row per record; speed-ups are relative to `compare_to` in the same cell and world.
+
+    Raises:
+        UserError: `compare_to` is no label, and names several variants of an algorithm.
+    """
     records = list(records)
-    return [_row(record, records, compare_to) for record in records]
+    own = {id(record): _measured(record) for record in records}
+    for peers in _cells(records):
+        for record in peers:
+            own[id(record)] |= _efficiency(record, records)
+        _compare(peers, compare_to, own)
+        _lead(peers, own)
+    return [Row(**_told(own[id(record)])) for record in records]
 
 
-def _row(record: Record, records: list[Record], compare_to: str) -> Row:
-    trial, found, check = record.trial, record.throughput, record.check
+def _measured(record: Record) -> dict[str, Any]:
+    """What a row says without looking at others; `notes` are to become its reason."""
+    trial, found = record.trial, record.throughput
     known: dict[str, Any] = {**identity(record), "batch_size": trial["batch_size"]}
-    if found is None or check is None:
-        return Row(**known, reason=record.error and record.error.message)
-    known |= {key: getattr(found, key) for key in ("unit", "ci_low", "ci_high", "n")}
+    if found is None or record.check is None:
+        return known | {"notes": [record.error and record.error.message]}
+    rate = stats.throughput(record.repeats, trial["batch_size"] * trial["world_size"])
+    why = doubt(record)
     known |= {
-        "throughput": found.value,
+        "throughput": rate.value,
+        "unit": found.unit,
+        "ci_low": rate.low,
+        "ci_high": rate.high,
+        "n": rate.n,
         "repeats": len(record.repeats),
-        "correct": check.replicas_agree and check.matches_reference,
+        "correct": record.check.verdict,
+        "doubt": why,
+        "notes": [why, *record.notes],
         "step_s": record.step_s,
+        "step_median_s": stats.percentile_step_s(record.repeats, 0.5),
+        "step_p95_s": stats.percentile_step_s(record.repeats, 0.95),
+        "systematic": record.systematic and record.systematic.relative,
     }
-    notes = list(record.notes)
-
-    peers = [one for one in records if one.ok and _settings(one.trial) == _settings(trial)]
-    base = next((one for one in peers if _is(one.trial, compare_to, trial["world_size"])), None)
-    if base is not None and base is not record and trial["algorithm"] != "none":
-        ratio = speedup(record.repeats, base.repeats)
-        known |= {
-            "speedup": ratio.value,
-            "speedup_low": ratio.low,
-            "speedup_high": ratio.high,
-            "verdict": verdict(ratio, min(len(record.repeats), len(base.repeats))),
-        }
-        if record.run != base.run:
-            notes.append(f"not measured together with {compare_to}")
-    single = next((one for one in peers if one.trial["algorithm"] == "none"), None)
-    if single is not None and single.throughput is not None:
-        known["efficiency"] = found.value / (trial["world_size"] * single.throughput.value)
     if record.breakdown is not None and record.breakdown.step_s is not None:
         known |= {name: getattr(record.breakdown, name) for name in _PARTS}
-    if record.bound is not None:
-        known |= {name: getattr(record.bound, name) for name in ("compute_limit_s", "wire_limit_s")}
-        known |= {"bound": record.bound.kind, "bound_s": record.bound.step_s}
-        known["of_bound"] = record.bound.reached
-    return Row(**known, reason="; ".join(notes) or None)
+    bound = record.bound
+    if bound is not None:
+        known |= {name: getattr(bound, name) for name in ("compute_limit_s", "wire_limit_s")}
+        known |= {"bound": bound.kind, "bound_s": bound.step_s}
+        if bound.step_s is not None:
+            known["of_bound"] = bound.step_s / record.step_s
+    return known
 
 
 _PARTS = ("forward_s", "backward_s", "update_s", "exposed_comm_s")
 
 
-def _is(trial: dict[str, Any], algorithm: str, world_size: int) -> bool:
-    named = algorithm in (trial["algorithm"], trial["label"])
-    return named and trial["world_size"] == world_size
+def _cells(records: Sequence[Record]) -> list[list[Record]]:
+    """Those that are compared with each other, in the order of their first ones."""
+    cells: list[tuple[dict[str, Any], list[Record]]] = []
+    for record in records:
+        settings = _settings(record.trial) | {"world_size": record.trial["world_size"]}
+        known = next((cell for key, cell in cells if key == settings), None)
+        if known is None:
+            cells.append((settings, [record]))
+        else:
+            known.append(record)
+    return [cell for _, cell in cells]
+
+
+def _compare(peers: Sequence[Record], compare_to: str, own: dict[int, dict[str, Any]]) -> None:
+    """Adds to the rows of a cell how they compare with the base, if both are believed."""
+    base = base_of(peers, compare_to)
+    if base is None:
+        return
+    rivals = [one for one in peers if one is not base and one.trial["algorithm"] != "none"]
+    believed = [one for one in rivals if doubt(one) is None and doubt(base) is None]
+    found = [difference(one, base) for one in believed]
+    for record in rivals:
+        own[id(record)]["compared_to"] = base.label
+    for record, one, word in zip(believed, found, stats.verdicts(found), strict=True):
+        row, ratio = own[id(record)], one.ratio
+        row |= {"speedup": ratio.value, "speedup_low": ratio.low, "speedup_high": ratio.high}
+        row |= {"paired": one.paired, "verdict": word}
+        row["detectable"] = stats.detectable(one, len(found))
+        if not one.paired:
+            row["notes"].append(f"not measured in turn with {compare_to}: compared unpaired")
+
+
+def _lead(peers: Sequence[Record], own: dict[int, dict[str, Any]]) -> None:
+    """Adds to the rows of a cell whether they are the fastest or cannot be told from it."""
+    rivals = [one for one in peers if doubt(one) is None and one.trial["algorithm"] != "none"]
+    if len(rivals) < 2:
+        return
+    rows = [own[id(one)] for one in rivals]
+    best, *others = stats.leaders([one.repeats for one in rivals], _in_turn(rivals))
+    words, base = [row.get("verdict") for row in rows], rows[best].get("compared_to")
+    # What the verdicts say already holds here, too: slower than what the best one is faster than.
+    faster = words[best] == "FASTER"
+    if faster:
+        others = [i for i in others if rivals[i].label != base]
+    if faster or words[best] is None:
+        others = [i for i in others if words[i] != "SLOWER"]
+    for index, row in enumerate(rows):
+        row["leads"] = index in (best, *others)
+
+
+def base_of(peers: Sequence[Record], compare_to: str) -> Record | None:
+    """The one that the others of its cell are compared to; raises as `base_among`."""
+    index = base_among(compare_to, [(one.label, one.trial["algorithm"]) for one in peers])
+    return None if index is None else peers[index]
+
+
+def difference(record: Record, base: Record) -> Difference:
+    """Of two trials, round by round where they took turns."""
+    return stats.compare(record.repeats, base.repeats, _took_turns(record, base))
+
+
+def _took_turns(one: Record, other: Record) -> bool:
+    return one.run == other.run and len(one.repeats) == len(other.repeats)
+
+
+def _in_turn(records: Sequence[Record]) -> Callable[[int, int], bool]:
+    return lambda i, j: _took_turns(records[i], records[j])
+
+
+def _efficiency(record: Record, records: Sequence[Record]) -> dict[str, float]:
+    """Relative to the single worker of the same settings, if both are believed."""
+    alone = (
+        one
+        for one in records
+        if one.trial["algorithm"] == "none" and _settings(one.trial) == _settings(record.trial)
+    )
+    single = next(alone, None)
+    if single is None or doubt(single) is not None or doubt(record) is not None:
+        return {}
+    value = single.step_s / record.step_s
+    wide = stats.compare(record.repeats, single.repeats, paired=False).half_width
+    known = {"efficiency": value}
+    if single is not record and math.isfinite(wide):
+        known |= {"efficiency_low": value * math.exp(-wide)}
+        known |= {"efficiency_high": value * math.exp(wide)}
+    return known
+
+
+def _told(known: dict[str, Any]) -> dict[str, Any]:
+    """With one reason made of all notes."""
+    notes = dict.fromkeys(filter(None, known.pop("notes")))
+    return known | {"reason": "; ".join(notes) or None}
 
 
 def _settings(trial: dict[str, Any]) -> dict[str, Any]:
-    own = ("algorithm", "options", "label", "world_size")
+    own = ("algorithm", "options", "label", "world_size", "twin")
     return {key: value for key, value in trial.items() if key not in own}
 
 
@@ -146,95 +263,84 @@ def breakdown(rows: Iterable[Row]) -> Table:
     return Table([row for row in rows if row.status == "ok"], (*PLACE, *_TIMES))
 
 
+def _interval(low: float | None, high: float | None, form: Callable[[float], str]) -> str:
+    return "" if low is None or high is None else f"{form(low)}-{form(high)}"
+
+
 def _ratio(compare_to: str) -> Column:
     def text(row: Row) -> str:
         if row.speedup is None:
             return ""
-        return f"{row.speedup:.2f} ({row.speedup_low:.2f}-{row.speedup_high:.2f})"
+        ends = _interval(row.speedup_low, row.speedup_high, "{:.2f}".format)
+        return f"{row.speedup:.2f}" + (f" ({ends})" if ends else "")
 
     return Column(title=f"speed-up vs {compare_to} (95 % CI)", text=text, numeric=False)
 
 
+def _efficient(row: Row) -> str:
+    if row.efficiency is None:
+        return ""
+    ends = _interval(row.efficiency_low, row.efficiency_high, lambda end: f"{100 * end:.0f}")
+    return f"{row.efficiency:.0%}" + (f" ({ends})" if ends else "")
+
+
 _MEASURED = (
-    Column(title="throughput", text=lambda row: f"{significant(row.throughput)} {row.unit}"),
+    Column(
+        title="throughput",
+        text=lambda row: doubted(row, f"{significant(row.throughput)} {row.unit}"),
+    ),
     Column(
         title="95 % CI",
-        text=lambda row: f"{significant(row.ci_low)}-{significant(row.ci_high)}",
+        text=lambda row: doubted(row, _interval(row.ci_low, row.ci_high, significant)),
     ),
-    Column(title="n", text=lambda row: str(row.n)),
+    Column(title="n", text=lambda row: f"{row.repeats} x {row.n / row.repeats:.3g}"),
 )
 _JUDGED = (
     Column(title="verdict", text=lambda row: row.verdict or "", numeric=False),
-    Column(title="efficiency", text=given("efficiency", ".0%")),
-    Column(title="of bound", text=given("of_bound", ".0%"), sparse=True),
-    Column(title="correct", text=lambda row: "yes" if row.correct else "NO", numeric=False),
+    Column(title="efficiency", text=_efficient),
+    Column(
+        title="of bound",
+        text=lambda row: doubted(row, given("of_bound", ".0%")(row)),
+        sparse=True,
+    ),
+    Column(title="systematic", text=given("systematic", ".1%"), sparse=True),
+    Column(title="correct", text=lambda row: row.correct, numeric=False),
     Column(title="notes", text=lambda row: row.reason or "", numeric=False),
 )
 
 
-def _milliseconds(title: str) -> Column:
+def _milliseconds(title: str, field: str | None = None) -> Column:
+    name = field or f"{title.replace(' ', '_')}_s"
+
     def text(row: Row) -> str:
-        seconds = getattr(row, f"{title.replace(' ', '_')}_s")
+        seconds = getattr(row, name)
         if seconds is None:
             return UNKNOWN
-        return significant(seconds * 1000) if seconds else "0"
+        return doubted(row, significant(seconds * 1000)) if seconds else "0"
 
     return Column(title=title, text=text)
 
 
 _TIMES = (
-    *(_milliseconds(part) for part in ("step", "forward", "backward", "update", "exposed comm")),
+    _milliseconds("step"),
+    _milliseconds("median", "step_median_s"),
+    _milliseconds("p95", "step_p95_s"),
+    *(_milliseconds(part) for part in ("forward", "backward", "update", "exposed comm")),
     *(_milliseconds(limit) for limit in ("bound", "compute limit", "wire limit")),
     Column(title="of bound", text=given("of_bound", ".0%", UNKNOWN)),
 )
-
-
-def remarks(records: Iterable[Record]) -> list[str]:
-    """What is to be said of the network and of bounds, once for all rows."""
-    records = list(records)
-    notes = [f"{one.trial['network']}: {note}" for one in records for note in one.network.notes]
-    beyond = [one.label for one in records if one.bound and (one.bound.reached or 0.0) > _BEYOND]
-    found = [*dict.fromkeys(notes)]
-    if beyond:
-        found.append(
-            f"beyond its bound: {', '.join(dict.fromkeys(beyond))}; a bound comes from a short "
-            "measurement, and does not know of compression"
-        )
-    return found
-
-
-def summary(table: list[Row], compare_to: str) -> list[str]:
-    """The answer in a sentence per model and world size."""
-    lines = []
-    for cell in dict.fromkeys(row.place for row in table):
-        rivals = [row for row in table if row.place == cell and row.throughput and row.correct]
-        if len(rivals) < 2:
-            continue
-        best = max(rivals, key=lambda row: row.throughput or 0.0)
-        where = "".join(f", {name}" for name in (best.network, best.fault) if name)
-        text = f"{best.model}, {best.world_size} workers{where}: "
-        text += f"{best.algorithm} has the highest median"
-        if best.speedup is None:
-            others = [row for row in rivals if row.speedup is not None]
-            text += "" if others else f" (no {compare_to} to compare with)"
-        else:
-            text += (
-                f", {best.speedup:.2f}x {compare_to} "
-                f"(95 % CI {best.speedup_low:.2f}-{best.speedup_high:.2f}: {best.verdict})"
-            )
-        lines.append(text)
-    return lines
 
 
 def reference_reports(records: Iterable[Record], rdma: int = 0) -> dict[str, Any]:
     """`reports.json` of the reference suites: {rdma: {MODEL_BS: {method: [samples/s, ...]}}}.
 
     One number per world size, ascending, as text with three decimals; mean rate as they take it.
+    What is not believed is left out: these files have no place for a reason.
     """
     speeds: dict[str, dict[str, Any]] = {}
     for record in records:
         trial = record.trial
-        if not record.ok or trial["algorithm"] == "none":
+        if doubt(record) is not None or trial["algorithm"] == "none":
             continue
         task = f"{trial['model']}_{trial['batch_size']}"
         rates = [

@@ -90,7 +90,7 @@ class Table:
         return "\n".join(map(shown, [lines[0], rule, *lines[1:]])) + "\n"
 
     def print(self, title: str) -> None:
-        """To stdout, a block per model; colours only where they can be seen."""
+        """To stdout, a block per model; colours, and grey, only where they can be seen."""
         from rich.console import Console
         from rich.table import Table as Grid
         from rich.text import Text
@@ -109,7 +109,9 @@ class Table:
             if before is not None and before.model != row.model:
                 grid.add_section()
             before = row
-            grid.add_row(*(Text(line[i], style=_COLOURS.get(line[i], "")) for i in used))
+            usual = "dim" if getattr(row, "doubt", None) else ""
+            styles = [_COLOURS.get(line[i], usual) for i in used]
+            grid.add_row(*(Text(line[i], style=how) for i, how in zip(used, styles, strict=True)))
         console.print(grid)
 
 
@@ -139,6 +141,11 @@ def given(field: str, form: str, missing: str = "") -> Callable[[Any], str]:
         return missing if value is None else format(value, form)
 
     return text
+
+
+def doubted(row: Any, text: str) -> str:
+    """A number in parentheses where the row's number may not be believed."""
+    return f"({text})" if text and row.doubt else text
 
 
 def significant(value: float | None) -> str:

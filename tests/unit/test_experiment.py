@@ -34,6 +34,12 @@ GOOD = {
 }
 
 
+VARIANTS = [
+    {"name": "dear", "options": {"fusion": "none"}},
+    {"name": "dear", "options": {"fusion": "tuned"}, "label": "tuned"},
+]
+
+
 @pytest.fixture
 def read(tmp_path):
     """`read(content, *overrides)` loads an experiment file that holds `content`."""
@@ -84,7 +90,14 @@ def one_line(read, content, *overrides):
             ["option of dear 'threshold_mb'", "greater than 0"],
         ),
         ({"algorithms": ["dear", "dear"]}, ["dear", "twice"]),
-        ({"algorithms": ["dear", {"name": "dear", "label": "other"}]}, ["other", "twice"]),
+        (
+            {"algorithms": ["ddp", {"name": "dear", "label": "ddp"}]},
+            ["algorithms: ddp stands twice", "label"],
+        ),
+        (
+            {"algorithms": VARIANTS, "compare_to": "dear"},
+            ["compare_to: 'dear' fits several", ": dear(fusion=none), tuned"],
+        ),
         ({"world_sizes": [0]}, ["world_sizes", "at least 1"]),
         ({"world_sizes": []}, ["world_sizes", "empty"]),
         ({"world_sizes": [2, 2]}, ["n=2", "twice"]),
@@ -225,8 +238,19 @@ def test_hash_survives_a_json_round_trip(trial):
     assert again.id.startswith("mnist_cnn-bs8-n2-dear-")
 
 
+def test_what_stands_there_under_two_labels_is_measured_twice(read):
+    again = {"name": "dear", "label": "dear again"}
+    trials = read(GOOD | {"algorithms": ["dear", again], "world_sizes": [2]}).trials()
+    assert [trial.label for trial in trials] == ["single worker", "dear", "dear again"]
+    _, first, second = trials
+    assert first.hash != second.hash and first.id != second.id and first.cell == second.cell
+    assert Trial.from_json(second.to_json()) == second
+    assert "twin" not in first.to_json()
+
+
 def test_hash_changes_with_every_field_but_the_label(trial):
     other = {
+        "twin": 1,
         "algorithm": "ddp",
         "options": options_of("dear", {"fusion": "none"}),
         "model": "resnet18",
@@ -271,5 +295,12 @@ def test_a_key_that_stands_twice_is_refused_with_its_line(read):
 def test_speed_ups_are_relative_to_an_algorithm_of_the_experiment(read):
     assert read(GOOD | {"algorithms": ["wfbp", "dear"]}).base == "wfbp"
     assert read(GOOD | {"algorithms": ["wfbp", "dear"], "compare_to": "dear"}).base == "dear"
+    # The exact label comes first, then the only variant of an algorithm.
+    chosen = GOOD | {"algorithms": [*VARIANTS, "dear"]}
+    assert read(chosen).base == "dear(fusion=none)"
+    for wanted in ("dear", "dear(fusion=none)", "tuned"):
+        assert read(chosen | {"compare_to": wanted}).base == wanted
+    chosen = GOOD | {"algorithms": ["ddp", VARIANTS[0]], "compare_to": "dear"}
+    assert read(chosen).base == "dear(fusion=none)"
     text = one_line(read, GOOD | {"algorithms": ["wfbp", "dear"], "compare_to": "dera"})
     assert "unknown compare_to 'dera'; did you mean 'dear'?" in text

@@ -11,9 +11,11 @@ import pytest
 
 from common.harness.record import REAL, FabricFacts, Result, make_record
 from common.launch.job import Outcome
-from common.results import rows
-from common.results.records import Network, Record, typed
+from common.results import answer, rows
+from common.results.faith import doubt, incorrect
+from common.results.records import Network, Record, Systematic, typed
 from common.results.table import csv_text, significant
+from dear.errors import UserError
 from dear.training.algorithm import algorithm_class
 from tests.system.made import make_trial
 
@@ -80,17 +82,31 @@ def test_speedup_is_relative_to_the_compared_algorithm():
     assert (ddp.speedup, ddp.verdict) == (none.speedup, none.verdict) == (None, None)
     assert last_row([record("ddp", world=1), record("none", world=1)]).speedup is None
     assert rows.make_rows(SWEEP, "dear")[1].verdict == "SLOWER"
+
+
+def test_the_base_is_the_one_with_that_label_or_the_only_variant_of_that_algorithm():
     own = record("dear", 0.1, label="dear(fusion=none)", options={"fusion": "none"})
-    assert last_row([own, record("dear", 0.05)], "dear(fusion=none)").verdict == "FASTER"
+    dear = record("dear", 0.05)
+    assert last_row([own, dear], "dear(fusion=none)").verdict == "FASTER"
+    # The variant comes first, but is not what is called so.
+    found = rows.make_rows([own, dear], "dear")
+    assert [row.verdict for row in found] == ["SLOWER", None]
+    assert found[0].compared_to == "dear"
+    quick = record("dear", 0.05, label="quick")
+    assert rows.make_rows([record(), own], "dear")[0].compared_to == "dear(fusion=none)"
+    with pytest.raises(UserError, match=r"'dear' fits several; use .*: dear\(fusion=none\), quick"):
+        rows.make_rows([own, quick], "dear")
 
 
 def test_a_row_says_what_was_measured():
     row = last_row(SWEEP)
     assert (row.model, row.batch_size, row.world_size, row.algorithm) == ("mnist_cnn", 8, 2, "dear")
-    assert (row.status, row.n, row.repeats, row.correct) == ("ok", 12, 3, True)
+    assert (row.status, row.n, row.repeats, row.correct) == ("ok", 12, 3, "yes")
     assert row.throughput == pytest.approx(16 / 0.05)
     assert row.ci_low <= row.throughput <= row.ci_high
     assert row.unit == "img/s"
+    assert (row.step_s, row.step_median_s) == (pytest.approx(0.05), pytest.approx(0.05))
+    assert row.step_p95_s == pytest.approx(0.05005)
 
 
 @pytest.mark.parametrize(
@@ -110,6 +126,14 @@ def test_efficiency_is_relative_to_the_single_worker_of_the_same_settings():
     none, ddp, _ = rows.make_rows(SWEEP, "ddp")
     assert none.efficiency == 1
     assert ddp.efficiency == pytest.approx(0.8)
+    assert none.efficiency_low is None
+    noisy = record("none", 0.08, 1)
+    noisy = dataclasses.replace(noisy, iters=[[[0.07]], [[0.08]], [[0.09]]])
+    row = last_row([noisy, record()])
+    # 2.92 x sqrt(1/2) of a log is Welch's with 2 degrees of freedom; the other side has no noise.
+    assert row.efficiency_low == pytest.approx(0.8 / 1.37, rel=0.01)
+    assert row.efficiency_high == pytest.approx(0.8 * 1.37, rel=0.01)
+    assert "80% (59-109)" in rows.comparison([row], "ddp").markdown()
     for other in ({"seed": 2}, {"status": "failed"}):
         assert last_row([record("none", 0.08, 1, **other), record("ddp")]).efficiency is None
 
@@ -122,15 +146,83 @@ def test_a_trial_without_a_number_says_why(status):
     assert (row.throughput, row.speedup, row.correct) == (None, None, None)
 
 
-def test_what_is_wrong_or_of_another_run_is_marked():
-    row = last_row([*SWEEP, record("wfbp", 0.01, correct=False)])
-    assert row.correct is False and row.throughput > 0
-    assert "| NO " in rows.comparison([row], "ddp").markdown()
+def test_throughput_is_samples_over_elapsed_time_also_of_older_records():
+    periodic = [[0.7, 0.1, 0.1, 0.1]]
+    made = dataclasses.replace(record("neighbor"), iters=[periodic] * 3)
+    row = last_row([made])
+    assert row.throughput == pytest.approx(16 / 0.25) and row.step_s == pytest.approx(0.25)
+    assert (row.step_median_s, row.step_p95_s) == (pytest.approx(0.1), pytest.approx(0.7))
+    found = rows.breakdown([row])
+    shown = dict(zip(found.titles, *found.body, strict=True))
+    assert [shown[key] for key in ("step", "median", "p95")] == ["250", "100", "700"]
+
+
+def test_trials_that_did_not_take_turns_are_compared_without_pairs():
     row = last_row([record("ddp", run="A"), record("dear", run="B")])
-    assert row.reason == "not measured together with ddp"
-    assert row.speedup is not None
-    noted = dataclasses.replace(record("dear", run="B"), notes=["disturbed"])
-    assert last_row([record(), noted]).reason == "disturbed; not measured together with ddp"
+    assert row.reason == "not measured in turn with ddp: compared unpaired"
+    assert row.speedup is not None and row.paired is False
+    assert last_row([record("ddp"), record("dear")]).paired is True
+    noted = dataclasses.replace(record("dear", run="B"), notes=["oversubscribed"])
+    assert last_row([record(), noted]).reason.startswith("oversubscribed; not measured in turn")
+    # Nor did those of which one went on alone.
+    longer = record("dear")
+    longer = dataclasses.replace(longer, iters=longer.iters * 2)
+    assert last_row([record("ddp"), longer]).paired is False
+
+
+def noted(*notes, **more):
+    return dataclasses.replace(record("dear", 0.05), notes=list(notes), **more)
+
+
+def unchecked(made):
+    check = dataclasses.replace(made.check, matches_reference=None)
+    return dataclasses.replace(made, check=check)
+
+
+DOUBTED = {
+    "incorrect": record("dear", 0.05, correct=False),
+    "unchecked": unchecked(record("dear", 0.05)),
+    "unfaithful": noted("unfaithful: ranks waited for cores for 3 % of a step"),
+    "unfaithful: the": dataclasses.replace(record("dear", 0.05), unfaithful=True),
+    "disturbed": noted("oversubscribed", "disturbed: others used 1.0 cores"),
+}
+
+
+@pytest.mark.parametrize("kind", DOUBTED)
+def test_what_is_not_believed_is_in_parentheses_and_has_no_word_and_is_no_base(kind):
+    made = DOUBTED[kind]
+    assert doubt(made).startswith(kind)
+    table = rows.make_rows([record("none", 0.08, 1), record("ddp"), made], "ddp")
+    row = table[-1]
+    assert row.throughput > 0 and row.doubt == doubt(made) and row.doubt in row.reason
+    assert (row.speedup, row.verdict, row.efficiency, row.leads) == (None,) * 4
+    cells = [
+        c.strip() for c in rows.comparison(table, "ddp").markdown().splitlines()[-1].split("|")
+    ]
+    assert cells[5:7] == ["(320 img/s)", "(320-320)"]
+    assert cells[-3] == {"incorrect": "NO", "unchecked": "unchecked"}.get(kind, "yes")
+    assert incorrect(made) == (kind == "incorrect")
+    # The best of those that are believed is not compared with it either.
+    assert [row.leads for row in table] == [None] * 3
+    table = rows.make_rows([made, record("ddp"), record("wfbp", 0.09)], "dear")
+    assert [row.verdict for row in table] == [None] * 3
+    assert [row.leads for row in table] == [None, False, True]
+    found = answer.remarks(table, [])
+    assert found == [
+        "mnist_cnn, 2 workers: no speed-ups and no verdicts, for what they would be relative to is "
+        f"not believed: dear ({doubt(made)})"
+    ]
+    assert rows.reference_reports([made]) == {"0": {}}
+
+
+def test_a_single_worker_that_is_not_believed_gives_no_efficiency():
+    alone = unchecked(record("none", 0.08, 1))
+    assert last_row([alone, record()]).efficiency is None
+
+
+def test_what_is_learned_is_judged_by_that():
+    made = unchecked(record())
+    assert doubt(dataclasses.replace(made, learning=[])) is None
 
 
 def test_network_and_fault_are_columns_where_something_is_emulated():
@@ -148,7 +240,7 @@ def test_markdown_is_one_aligned_line_per_row():
     assert len({len(line) for line in lines}) == 1
     # A bar within a cell must be escaped, or it would open another column.
     assert {len(re.findall(r"(?<!\\)\|", line)) for line in lines} == {13}
-    unused = ("network", "fault", "of bound")
+    unused = ("network", "fault", "of bound", "systematic")
     shown = [name for name in rows.comparison(table, "ddp").titles if name not in unused]
     assert [cell.strip() for cell in lines[0].split("|")[1:-1]] == shown
     assert "speed-up vs ddp (95 % CI)" in lines[0]
@@ -177,23 +269,65 @@ def test_reference_reports_have_the_references_structure():
     assert found == {"0": {"mnist_cnn_8": {"ddp": ["160.000", "320.000"]}}}
 
 
-def test_summary_names_the_best_of_each_model_and_world_and_its_lead():
-    (line,) = rows.summary(rows.make_rows(SWEEP, "ddp"), "ddp")
-    assert line.startswith("mnist_cnn, 2 workers: dear has the highest median, 2.00x ddp (95 % CI ")
-    assert line.endswith(": FASTER)")
-    (line,) = rows.summary(rows.make_rows(SWEEP, "dear"), "dear")
-    assert line == "mnist_cnn, 2 workers: dear has the highest median"
-    (line,) = rows.summary(rows.make_rows(SWEEP, "wfbp"), "wfbp")
-    assert line == "mnist_cnn, 2 workers: dear has the highest median (no wfbp to compare with)"
+def summary(records, compare_to="ddp"):
+    return answer.summary(rows.make_rows(records, compare_to), compare_to)
+
+
+def varied(algorithm, factors, **more):
+    made = record(algorithm, **more)
+    return dataclasses.replace(made, iters=[[[0.05 * factor] * 4] for factor in factors])
+
+
+def test_summary_names_the_fastest_of_each_model_and_world_and_its_lead():
+    (line,) = summary(SWEEP)
+    lead = "mnist_cnn, 2 workers: dear has the highest throughput"
+    assert line == f"{lead}, 2.00x ddp (95 % CI 2.00-2.00: FASTER)"
+    assert summary(SWEEP, "dear") == [lead]
+    assert summary(SWEEP, "wfbp") == [f"{lead} (no wfbp to compare with)"]
     bad = [record("wfbp", 0.01, correct=False), record("horovod", status="failed")]
-    (line,) = rows.summary(rows.make_rows([*SWEEP, *bad], "ddp"), "ddp")
-    assert ": dear has" in line
-    assert rows.summary(rows.make_rows([record("dear"), *bad], "ddp"), "ddp") == []
+    (line,) = summary([*SWEEP, *bad])
+    assert line.startswith(lead)
+    assert summary([record("dear"), *bad]) == []
     cells = [{"world": 2}, {"world": 4}, {"world": 2, "model": "alexnet"}]
-    table = rows.make_rows([record(name, **c) for c in cells for name in ("ddp", "dear")], "ddp")
-    assert [line.partition(":")[0] for line in rows.summary(table, "ddp")] == [
+    found = summary([record(n, s, **c) for c in cells for n, s in (("ddp", 0.1), ("dear", 0.05))])
+    assert [line.partition(":")[0] for line in found] == [
         f"{model} workers" for model in ("mnist_cnn, 2", "mnist_cnn, 4", "alexnet, 2")
     ]
+
+
+def test_summary_lists_all_that_cannot_be_told_from_the_fastest():
+    near = [varied("dear", (1, 1.02, 0.98)), varied("wfbp", (1.01, 0.99, 1.02)), record("ddp")]
+    (line,) = summary(near)
+    assert line.endswith("FASTER); not distinguishable from it: wfbp")
+    # What has its word is told, though in more pairs it would not be.
+    assert [row.leads for row in rows.make_rows(near, "ddp")] == [True, True, False]
+    few = [dataclasses.replace(one, iters=one.iters[:2]) for one in near]
+    (line,) = summary(few)
+    assert line.endswith("UNSURE); not distinguishable from it: dear, ddp")
+
+
+def test_below_the_table_stands_what_could_have_been_detected():
+    table = rows.make_rows([varied("dear", (1, 1.02, 0.98)), record("ddp"), record("wfbp")], "ddp")
+    (line,) = answer.remarks(table, [])
+    assert line == (
+        "mnist_cnn, 2 workers: detectable differences (power 80 %, Holm over 2): "
+        f"dear {table[0].detectable:.1%}, wfbp 2.0%"
+    )
+    assert table[0].detectable > 0.08
+    few = [dataclasses.replace(one, iters=one.iters[:2]) for one in SWEEP]
+    (line,) = answer.remarks(rows.make_rows(few, "ddp"), [])
+    assert line.endswith("fewer than 3 repeats detect no difference")
+
+
+def test_what_depends_on_the_time_scale_stands_beside_the_interval():
+    other = Systematic(time_scale=4.0, iters=[[[0.049, 0.049]]], step_s=0.05)
+    made = dataclasses.replace(record("dear", 0.05), systematic=other)
+    assert Record.from_json(made.to_json()) == made
+    table = rows.make_rows([record("ddp"), made], "ddp")
+    assert table[1].systematic == pytest.approx(0.02)
+    lines = rows.comparison(table, "ddp").markdown().splitlines()
+    assert "| systematic |" in lines[0] and "|       2.0% |" in lines[3]
+    assert any(line.startswith("systematic: |T(k) - T(2k)|") for line in answer.remarks(table, []))
 
 
 def test_numbers_are_shown_to_three_digits():
@@ -299,14 +433,14 @@ def test_the_table_says_how_much_of_the_bound_is_reached():
     lines = rows.comparison(rows.make_rows(near, "wfbp"), "wfbp").markdown().splitlines()
     assert "| of bound |" in lines[0]
     assert "|      92% |" in lines[2] and "|      84% |" in lines[3]
-    assert rows.remarks(near) == []
+    assert not any("beyond" in line for line in answer.remarks(rows.make_rows(near, "wfbp"), near))
     # What is better than its bound is shown as it is, and named.
     quick = record("dear", 0.3, 4, facts=FACTS)
     (row,) = rows.make_rows([quick], "dear")
     assert row.of_bound == pytest.approx(1.4)
     assert "|     140% |" in rows.comparison([row], "dear").markdown()
-    (line,) = rows.remarks([quick, *near])
-    assert line.startswith("beyond its bound: dear;")
+    found = answer.remarks(rows.make_rows([quick, *near[:1]], "dear"), [])
+    assert found[-1].startswith("beyond its bound: dear;")
 
 
 def broken_down(row):
@@ -336,4 +470,4 @@ def test_a_record_from_before_there_were_bounds_is_still_shown():
     (row,) = rows.make_rows([Record.from_json(values)], "dear")
     assert row.of_bound is None and row.forward_s is None and row.step_s == pytest.approx(0.5)
     assert "of bound" not in rows.comparison([row], "dear").markdown()
-    assert list(broken_down(row).values())[7:] == ["-"] * 8
+    assert list(broken_down(row).values())[9:] == ["-"] * 8

@@ -1,0 +1,95 @@
+"""What is said below the table of a comparison: the answer, and what it does not say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from common.results.records import Record
+from common.results.rows import Row
+from common.results.stats import MIN_REPEATS
+
+# A bound comes from a short measurement: only more than this beyond it is worth a remark.
+_BEYOND = 1.02
+
+
+def summary(rows: Sequence[Row], compare_to: str) -> list[str]:
+    """Who is fastest, in a sentence per model and world size, and who cannot be told from it."""
+    lines = []
+    for found in _by_place(rows):
+        leaders = sorted((row for row in found if row.leads), key=lambda row: row.step_s or 0.0)
+        if not leaders:
+            continue
+        best, *others = leaders
+        text = f"{_where(best)}: {best.algorithm} has the highest throughput"
+        if best.speedup is not None:
+            text += f", {best.speedup:.2f}x {best.compared_to} ({_interval(best)}{best.verdict})"
+        elif not any(row.compared_to for row in found):
+            text += f" (no {compare_to} to compare with)"
+        if others:
+            text += f"; not distinguishable from it: {', '.join(row.algorithm for row in others)}"
+        lines.append(text)
+    return lines
+
+
+def _interval(row: Row) -> str:
+    if row.speedup_low is None:
+        return ""
+    return f"95 % CI {row.speedup_low:.2f}-{row.speedup_high:.2f}: "
+
+
+def remarks(rows: Sequence[Row], records: Iterable[Record]) -> list[str]:
+    """What is to be kept in mind, once for all rows."""
+    found = [f"{one.trial['network']}: {note}" for one in records for note in one.network.notes]
+    for place in _by_place(rows):
+        found += [line for line in (_without_base(place), _power(place)) if line]
+    if any(row.systematic is not None for row in rows):
+        found.append(
+            "systematic: |T(k) - T(2k)| / T(k), how far the step time T depends on the time scale "
+            "k; it adds to the random interval, and more repeats do not reduce it"
+        )
+    beyond = [row.algorithm for row in rows if not row.doubt and (row.of_bound or 0.0) > _BEYOND]
+    if beyond:
+        found.append(
+            f"beyond its bound: {', '.join(dict.fromkeys(beyond))}; a bound comes from a short "
+            "measurement, and does not know of compression"
+        )
+    return [*dict.fromkeys(found)]
+
+
+def _without_base(rows: Sequence[Row]) -> str | None:
+    """Why there are no words in a place, where what they would be relative to is not believed."""
+    names = {row.compared_to for row in rows if row.compared_to}
+    for base in (row for row in rows if row.algorithm in names):
+        if base.doubt or base.status != "ok":
+            return (
+                f"{_where(base)}: no speed-ups and no verdicts, for what they would be relative to "
+                f"is not believed: {base.algorithm} ({base.doubt or base.status})"
+            )
+    return None
+
+
+def _power(rows: Sequence[Row]) -> str | None:
+    """What difference the repeats of a place could have shown."""
+    compared = [row for row in rows if row.verdict]
+    if not compared:
+        return None
+    known = [row for row in compared if row.detectable is not None]
+    if not known:
+        return f"{_where(compared[0])}: fewer than {MIN_REPEATS} repeats detect no difference"
+    parts = ", ".join(f"{row.algorithm} {row.detectable:.1%}" for row in known)
+    return (
+        f"{_where(known[0])}: detectable differences (power 80 %, Holm over {len(compared)}): "
+        f"{parts}"
+    )
+
+
+def _by_place(rows: Iterable[Row]) -> list[list[Row]]:
+    places: dict[object, list[Row]] = {}
+    for row in rows:
+        places.setdefault(row.place, []).append(row)
+    return list(places.values())
+
+
+def _where(row: Row) -> str:
+    more = "".join(f", {name}" for name in (row.network, row.fault) if name)
+    return f"{row.model}, {row.world_size} workers{more}"

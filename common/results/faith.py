@@ -1,0 +1,50 @@
+"""Whether the number of a record may be believed, and why not.
+
+What may not is shown in grey with the reason; it gets no word, and nothing is compared with it.
+"""
+
+from __future__ import annotations
+
+from common.results.records import Record
+
+# Notes of a record that begin with one of these say that its number is of something else than
+# the trial; all others are only to be kept in mind.
+_DOUBTS = ("unfaithful", "disturbed", "unsteady")
+
+
+def doubt(record: Record) -> str | None:
+    """Why the record's number may not be believed, in a few words; None if it may.
+
+    It has failed, it is not the right training (or nobody knows), or it has measured something
+    else: a machine too busy for the cluster that it emulates, other processes, a start.
+    """
+    if not record.ok:
+        return record.error.message if record.error else record.status
+    if incorrect(record):
+        return _what_is_wrong(record)
+    for kind in _DOUBTS:
+        for note in record.notes:
+            if note.startswith(kind):
+                return note
+    if record.unfaithful:
+        return "unfaithful: the machine was too busy to be the cluster"
+    # Where something is learned, that itself is what is judged.
+    if record.learning is None and (record.check is None or record.check.verdict == "unchecked"):
+        finding = record.check and record.check.finding
+        return f"unchecked: {finding or 'it was not compared with plain training'}"
+    return None
+
+
+def incorrect(record: Record) -> bool:
+    """Whether it is known not to be the right training."""
+    return record.ok and record.check is not None and record.check.verdict == "NO"
+
+
+def _what_is_wrong(record: Record) -> str:
+    check = record.check
+    if check.finding:
+        return f"incorrect: {check.finding}"
+    if check.matches_reference is False:
+        error = check.reference_error
+        return f"incorrect: {'infinitely' if error is None else f'{error:.2g}'} off plain training"
+    return "incorrect: replicas differ"

@@ -232,7 +232,7 @@ def _print_results(folder: Path, results: list[Record], compare_to: str) -> None
     for line in lines:
         print(line)
     for result in filter(incorrect, results):
-        print(f"incorrect: {result.id}: {doubt(result)}")
+        print(f"not the right training: {result.id} ({doubt(result)})")
     for result in results:
         if result.status not in ("ok", "unsupported"):
             logs = sorted((folder / result.id).glob(f"log-*-rank{result.error.rank or 0}.txt"))

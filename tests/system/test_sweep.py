@@ -121,7 +121,7 @@ def test_a_second_run_runs_nothing_unless_it_is_told_to(line, capsys, monkeypatc
     assert [record.label for record in line.records[2:]] == ["dear"]
     # The table still compares everything.
     out = capsys.readouterr().out
-    assert "not measured together with ddp" in out and "ddp " in out
+    assert "not measured in turn with ddp" in out and "ddp " in out
 
 
 def test_a_failed_trial_is_named_and_it_alone_is_run_again(line, capsys):
@@ -192,13 +192,33 @@ def test_training_that_diverges_is_marked_and_the_sweep_goes_on(line, capsys):
     check = Check(replicas_agree=False, matches_reference=False, replica_spread=math.inf)
     wild = dataclasses.replace(GOOD, loss=math.nan, check=check)
     line.made.outcomes["ddp"] = ended_well(wild)
-    assert line.run(*ONE_CELL) == 0
+    assert line.run(*ONE_CELL) == 1
     ddp, dear = sorted(line.records, key=lambda record: record.label != "ddp")
     assert ddp.ok and ddp.loss is None and ddp.check.replica_spread is None
     assert ddp.check.replicas_agree is False and "diverged" in ddp.notes[0]
     assert dear.check.matches_reference
     out = capsys.readouterr().out
     assert "diverged" in out and "NO" in out
+
+
+def test_what_was_not_the_right_training_has_no_word_and_the_exit_status_is_1(line, capsys):
+    wrong = Check(replicas_agree=True, matches_reference=False, finding="nothing was exchanged")
+    fast = dataclasses.replace(GOOD, iters=[[0.01, 0.01]], check=wrong)
+    line.made.outcomes["dear"] = ended_well(fast)
+    repeats = ("--set", "measure.repeats=3")
+    assert line.run(*ONE_CELL, *repeats) == 1
+    out = capsys.readouterr().out
+    assert "FASTER" not in out and "NO" in out and "(400 img/s)" in out
+    dear = next(record for record in line.records if record.label == "dear")
+    assert f"not the right training: {dear.id} (incorrect: nothing was exchanged)" in out
+    # It stays so when nothing is left to run, and is not asked of others; showing is not running.
+    assert line.run(*ONE_CELL, *repeats) == 1 and line.made.started == []
+    assert line.run(*ONE_CELL, *repeats, "-k", "ddp") == 0
+    assert cli.main(["show", "tiny", "--logs", str(line.logs)]) == 0
+    # What nobody has compared is no mistake, but no result either.
+    line.made.outcomes["dear"] = ended_well(dataclasses.replace(GOOD, check=Check()))
+    assert line.run(*ONE_CELL, *repeats, "--rerun", "all") == 0
+    assert "unchecked" in capsys.readouterr().out
 
 
 def test_a_cell_whose_network_fails_is_recorded_and_the_sweep_goes_on(line):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 import types
@@ -12,6 +13,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 from dear.errors import UserError, unknown
 
 T = TypeVar("T")
+Own = TypeVar("Own", bound="Options")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +40,18 @@ class Options:
         Then ranks must make the same number of steps.
         """
         return False
+
+    def slowed(self: Own, factor: float) -> Own:
+        """The same for a job in which all else takes `factor` times as long: an emulated cluster.
+
+        What is a time, by the end of its name, is as much longer.
+        """
+        made = copy.copy(self)  # what may be given with what has been looked at already
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name.endswith("_ms") and value is not None:
+                object.__setattr__(made, field.name, value * factor)
+        return made
 
     def refuse(self, params: Sequence[Any]) -> None:
         """Raises `UserError` if one of the trained `params` cannot be had with these settings."""

@@ -16,6 +16,9 @@ _FOLDER = Path(__file__).parents[2] / "configs/networks"
 _BANDWIDTH = re.compile(r"(\d+(?:\.\d+)?)(k|m|g)bit", re.IGNORECASE)
 _GBPS = {"k": 1e-6, "m": 1e-3, "g": 1.0}
 _MIN_GBPS, _MAX_GBPS = 1e-3, 1000.0
+# Of a full segment of TCP on Ethernet with packets of 1500 bytes: what the limit on a virtual link
+# counts (network.py says how), and what of it is payload.
+FRAME_BYTES, PAYLOAD_BYTES = 1514, 1448
 # Two bytes of the address count the hosts; far beyond what one machine has memory for.
 MAX_HOSTS = 4096
 
@@ -72,6 +75,11 @@ class NetworkProfile:
             raise UserError(f"network {self.name!r}: jitter_us must not exceed latency_us")
         if self.loss_percent >= 100:
             raise UserError(f"network {self.name!r}: loss_percent must be below 100")
+
+
+def payload_bytes_per_s(gbps: float) -> float:
+    """What TCP carries at most over a virtual link of so many Gb/s, headers left out."""
+    return gbps * 1e9 / 8 * PAYLOAD_BYTES / FRAME_BYTES
 
 
 def network_profile(name: str) -> NetworkProfile:

@@ -2,7 +2,7 @@
 
 The ends on hosts are this file run as a script, which prints as JSON what it has received:
 
-    flow.py listen ADDRESS                                    prints its port first, receives
+    flow.py listen ADDRESS SKIP_S                             prints its port first, receives
     flow.py connect ADDRESS PORT SECONDS SKIP_S MAX_BYTES     sends, then receives
 """
 
@@ -18,12 +18,12 @@ import sys
 import time
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
-FRAME_BYTES = 1514  # of a full TCP segment, as tbf counts it
+FRAME_BYTES, PAYLOAD_BYTES = 1514, 1448  # as in config.py; this file imports nothing of it
 _CHUNK_BYTES = 256 * 1024
 # On very fast links a direction ends by bytes before it ends by time.
 _MAX_BYTES = 256 * 1024 * 1024
@@ -75,17 +75,39 @@ def measure_link(host: OnHost, address: str, seconds: float, skip_s: float) -> t
     return up * factor, down * factor
 
 
+def ring(hosts: Sequence[OnHost], seconds: float, skip_s: float) -> list[float]:
+    """What each host receives from the one before it, all sending at once: Gb/s of frames.
+
+    Args:
+        seconds: of which the first `skip_s` do not count.
+
+    Raises:
+        RuntimeError: nothing, or next to nothing, comes through.
+    """
+    with ExitStack() as stack:
+        receiving = [
+            stack.enter_context(_started(host, "listen", host.address, str(skip_s)))
+            for host in hosts
+        ]
+        ports = [_port(process) for process in receiving]
+        senders = [hosts[-1], *hosts[:-1]]
+        for sender, receiver, port in zip(senders, hosts, ports, strict=True):
+            numbers = (port, seconds, 0.0, math.inf)
+            stack.enter_context(_started(sender, "connect", receiver.address, *map(str, numbers)))
+        found = [_answer(process)["bytes_per_s"] for process in receiving]
+    if None in found:
+        raise RuntimeError("too little data came to measure all links at once by")
+    return [rate * FRAME_BYTES / PAYLOAD_BYTES * 8e-9 for rate in found]
+
+
 def transfer_cost(sender: OnHost, receiver: OnHost) -> float:
     """CPU seconds, of both ends and of the kernel between them, per byte moved over their links.
 
     Raises:
         RuntimeError: the hosts cannot talk to each other.
     """
-    with _started(receiver, "listen", receiver.address) as receiving:
-        port = receiving.stdout.readline().strip()
-        if not port:
-            _answer(receiving)  # raises with its last words
-        numbers = (port, _TRANSFER_S, 0.0, math.inf)
+    with _started(receiver, "listen", receiver.address, "0") as receiving:
+        numbers = (_port(receiving), _TRANSFER_S, 0.0, math.inf)
         with _started(sender, "connect", receiver.address, *map(str, numbers)) as sending:
             sent, received = _answer(sending), _answer(receiving)
     # The kernel's part between the ends is charged to whoever is running: it shows in the
@@ -105,13 +127,21 @@ def _started(host: OnHost, *arguments: str) -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
+def _port(receiving: subprocess.Popen[str]) -> str:
+    """Where it listens, from then on."""
+    port = receiving.stdout.readline().strip()
+    if not port:
+        _answer(receiving)  # raises with its last words
+    return port
+
+
 def _answer(process: subprocess.Popen[str]) -> dict[str, Any]:
     try:
         output, errors = process.communicate(timeout=_LIMIT_S)
     except subprocess.TimeoutExpired:
-        raise RuntimeError(f"calibration: no transfer in {_LIMIT_S:.0f} s") from None
+        raise RuntimeError(f"no transfer in {_LIMIT_S:.0f} s") from None
     if process.returncode:
-        raise RuntimeError(f"calibration: {(errors.strip().splitlines() or ['no reason'])[-1]}")
+        raise RuntimeError(f"no transfer: {(errors.strip().splitlines() or ['no reason'])[-1]}")
     return json.loads(output)
 
 
@@ -169,7 +199,7 @@ def main(role: str, address: str, *numbers: str) -> None:
             server.settimeout(_LIMIT_S)
             print(server.getsockname()[1], flush=True)
             line, _ = server.accept()
-        seconds = skip_s = max_bytes = 0.0
+        seconds, skip_s, max_bytes = 0.0, float(numbers[0]), 0.0
     else:
         line = socket.create_connection((address, int(numbers[0])), timeout=_TIMEOUT_S)
         seconds, skip_s, max_bytes = map(float, numbers[1:])

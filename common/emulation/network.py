@@ -18,8 +18,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from common.emulation.config import NetworkProfile
-from common.emulation.flow import FRAME_BYTES
+from common.emulation.config import FRAME_BYTES, NetworkProfile
 from common.emulation.namespaces import enter, proc_pid
 from common.emulation.sandbox import LOCALHOST, SWITCH
 from dear.errors import unknown
@@ -33,6 +32,8 @@ _PER_BLOCK = 250  # of the 256 values of the last byte
 _MIN_BURST_BYTES = 128 * 1024
 # Tokens for the time that a timer may be late.
 _BURST_S = 200e-6
+# Linux's least time before TCP sends again what was not acknowledged (TCP_RTO_MIN).
+_RTO_MIN_MS = 200
 # A switch with deep buffers: in seconds of this machine, and never less than a few bursts.
 _QUEUE_S, _MIN_QUEUE_BYTES = 0.05, 1024 * 1024
 # Handles of the queues: of different kinds they must differ, or the kernel refuses to replace one.
@@ -124,14 +125,19 @@ def loopback_commands(congestion: str) -> list[str]:
 
 
 def congestion_commands(device: str, address: str, congestion: str) -> list[str]:
-    """Has every connection over `device`, or within the host, use this congestion control."""
+    """Has every connection within the host use this congestion control."""
     own = f"table local proto kernel scope host src {address} congctl {congestion}"
-    link = f"proto kernel scope link src {address} congctl {congestion}"
-    return [
-        *loopback_commands(congestion),
-        f"route replace local {address} dev {device} {own}",
-        f"route replace {_SUBNET} dev {device} {link}",
-    ]
+    return [*loopback_commands(congestion), f"route replace local {address} dev {device} {own}"]
+
+
+def route_command(device: str, address: str, congestion: str, time_scale: float) -> str:
+    """Has every connection over `device` use this congestion control, and wait for a lost packet
+    for as long as on the real network at least, in emulated time."""
+    rto_min_ms = max(1, round(_RTO_MIN_MS * time_scale))
+    return (
+        f"route replace {_SUBNET} dev {device} proto kernel scope link src {address} "
+        f"congctl {congestion} rto_min {rto_min_ms}ms"
+    )
 
 
 def delays(profile: NetworkProfile) -> bool:
@@ -160,11 +166,16 @@ def shape(device: str, profile: NetworkProfile, time_scale: float, netem: bool) 
     return delay + reshape(device, profile.gbps, time_scale, netem)
 
 
+def burst_bytes(gbps: float, time_scale: float) -> int:
+    """What a link passes at once after a rest, as fast as this machine can."""
+    return max(_MIN_BURST_BYTES, math.ceil(gbps * 1e9 / time_scale / 8 * _BURST_S))
+
+
 def reshape(device: str, gbps: float, time_scale: float, netem: bool) -> list[str]:
     """Changes the rate alone; what is queued stays queued."""
     where = f"parent {_NETEM}1 handle {_TBF_BELOW}" if netem else f"root handle {_TBF_ALONE}"
     bits_per_s = gbps * 1e9 / time_scale
-    burst = max(_MIN_BURST_BYTES, math.ceil(bits_per_s / 8 * _BURST_S))
+    burst = burst_bytes(gbps, time_scale)
     limit = burst + max(_MIN_QUEUE_BYTES, math.ceil(bits_per_s / 8 * _QUEUE_S))
     return [
         f"qdisc replace dev {device} {where} "

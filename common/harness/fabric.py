@@ -101,7 +101,8 @@ class EmulatedFabric(Fabric):
         self._cluster.set_profile(profile, self._choice.time_scale)
         key = (profile.name, self._choice.time_scale)
         if key not in self._network:
-            found = network_record(profile, self._cluster.measure())
+            one_by_one, together = self._cluster.measure(), self._cluster.measure_together()
+            found = network_record(profile, one_by_one, together)
             found["notes"] = [*self._cluster.notes, *found["notes"]]
             self._network[key] = Network(**found)
 
@@ -111,6 +112,7 @@ class EmulatedFabric(Fabric):
             time_scale=self._choice.time_scale,
             hosts=tuple(host.name for host in self._cluster.hosts[: trial.hosts]),
             ranks_per_host=self._config.ranks_per_host,
+            burst_bytes=self._cluster.burst_bytes,
         )
 
     def run(self, trial: Trial, job: Job) -> Outcome:

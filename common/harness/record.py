@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from common.emulation.config import payload_bytes_per_s
 from common.harness.trial import BASELINE, Trial
 from common.launch.job import Outcome
 from common.models.registry import model_entry
@@ -21,6 +22,7 @@ from common.results.records import (
     Breakdown,
     Bytes,
     Check,
+    CostCheck,
     Failure,
     Learning,
     Network,
@@ -51,6 +53,11 @@ FOREIGN_CORES = 0.25
 SATURATED = 0.85
 
 
+# Fits of collectives further off what they were made of, or than this from begin to end, are of a
+# network or a machine that something else has used.
+COST_RESIDUAL, COST_DRIFT = 0.15, 0.1
+
+
 @dataclass(frozen=True, kw_only=True)
 class Result:
     """One repeat of a trial, as its rank 0 writes it; seconds of what the fabric stands for."""
@@ -71,8 +78,12 @@ class Result:
     gradient_bytes: int | None = None
     started_by: str | None = None
     compute: StepTimes | None = None
-    """As the next two, in the first repeat only."""
+    """As the next four, in the first repeat only."""
     costs: dict[str, AlphaBeta] | None = None
+    cost_check: CostCheck | None = None
+    """Of the trial that has measured `costs`, as the next."""
+    cost_samples: list[dict[str, Any]] | None = None
+    """What was measured, in seconds of this machine (`worker.costs.CostSamples`)."""
     local_size: int | None = None
     """Ranks on a host."""
     lost_ranks: list[int] = field(default_factory=list)
@@ -128,6 +139,8 @@ def make_record(
         # real cluster would have had.
         unfaithful = busy > SATURATED * machine["cores"]
     notes = _notes(trial, results, machine, fabric)
+    if first and first.cost_check and (doubtful := _doubtful_costs(first.cost_check)):
+        notes.append(doubtful)
     if unfaithful:
         notes.append(f"unfaithful: {busy:.1f} of {machine['cores']} cores were busy")
     return Record(
@@ -145,6 +158,7 @@ def make_record(
         breakdown=_breakdown(results),
         compute=first and first.compute,
         costs=first and first.costs,
+        cost_check=first and first.cost_check,
         bound=_bound(trial, first, throughput, fabric.network) if first and throughput else None,
         bytes=Bytes(sent_per_step=first.bytes_per_step, gradients=first.gradient_bytes)
         if first
@@ -239,6 +253,14 @@ def _notes(
     return notes
 
 
+def _doubtful_costs(check: CostCheck) -> str | None:
+    if check.residual > COST_RESIDUAL:
+        return f"costs of collectives are doubtful: {check.residual:.0%} off their fit"
+    if abs(check.drift) > COST_DRIFT:
+        return f"costs of collectives are doubtful: {check.drift:+.0%} from begin to end"
+    return None
+
+
 def _bound(trial: Trial, first: Result, throughput: Throughput, network: Network) -> Bound | None:
     """None if the compute was not measured."""
     compute = first.compute
@@ -286,7 +308,7 @@ def _wire_limit_s(
 ) -> float | None:
     if not network.requested or trial.hosts is None:
         return None
-    bytes_per_s = network.requested["gbps"] * 1e9 / 8
+    bytes_per_s = payload_bytes_per_s(network.requested["gbps"])
     if traffic is not None:
         loads = traffic.loads(trial.ranks_per_host)
         return exchange_wire_limit_s(first.gradient_bytes, loads, bytes_per_s)

@@ -271,6 +271,8 @@ class Briefing:
     """How many times slower than what it stands for the emulated cluster runs."""
     hosts: Sequence[str] = ()
     ranks_per_host: int = 1
+    burst_bytes: int = 0
+    """What the link of each host passes at once after a rest."""
     costs: dict[str, AlphaBeta] | None = None
     """What another trial has found out of collectives, in seconds of what the fabric stands for."""
 

@@ -214,9 +214,24 @@ class Network:
 
     requested: dict[str, Any] | None = None
     measured: list[dict[str, Any]] | None = None
+    """Of each link by itself."""
+    together: list[dict[str, Any]] = field(default_factory=list)
+    """What each host received from the one before it, all of them sending at once."""
     off_percent: float | None = None
     flagged: bool | None = None
     notes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostCheck:
+    """Whether the fits of collectives may be believed."""
+
+    residual: float
+    """How far measurements are off the fit, as a share of what it says: the median over sizes of
+    the operation that fits worst."""
+    drift: float
+    """By how much longer the largest messages took at the trial's end than at its begin, as a
+    share: of the operation that changed most."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,6 +265,8 @@ class Record:
     compute: StepTimes | None = None
     costs: dict[str, AlphaBeta] | None = None
     """Of collectives, by operation."""
+    cost_check: CostCheck | None = None
+    """Of the trial that has measured them; others use the same."""
     bound: Bound | None = None
     bytes: Bytes = field(default_factory=Bytes)
     check: Check | None = None

@@ -134,6 +134,9 @@ class Communicator:
         self.channel_free_s: dict[int, float] = {}
         self.blocked_s = 0.0
         """Seconds that callers of `Work.wait` were held up: exposed communication."""
+        self.burst_bytes = 0
+        """Payload that the link of each host passes at once after a rest, as a token bucket does
+        that emulates a slower one; fits of what collectives cost leave it out."""
         self.bytes_sent = 0
         """Payload bytes handed to collectives so far (input tensors of this rank)."""
         self.groups = [group]

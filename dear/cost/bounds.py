@@ -302,7 +302,8 @@ def compute_limit_s(compute: StepTimes, world_size: int = 1) -> float:
 
 
 def wire_limit_s(nbytes: float, world_size: int, bytes_per_s: float) -> float:
-    """Seconds to average `nbytes` of gradients over links of `bytes_per_s` each way, at least.
+    """Seconds to average `nbytes` of gradients over links of `bytes_per_s` of payload each way, at
+    least.
 
     Every rank must send and receive 2 (P-1)/P of the bytes (Patarasuk and Yuan, JPDC 2009, for
     reductions without help of the network); no synchronous algorithm that sends every byte of the

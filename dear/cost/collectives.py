@@ -143,6 +143,8 @@ ENOUGH_S = 0.1
 """Larger messages are not tried once one takes so long and its time is mostly that of its bytes."""
 MOSTLY = 4.0
 """It is if the message takes so many times longer than the smallest."""
+LARGE = 4.0
+"""And if it has so many times the bytes that links pass at once."""
 
 _fits: WeakKeyDictionary[Communicator, dict[tuple[str, str], AlphaBeta]] = WeakKeyDictionary()
 
@@ -155,14 +157,40 @@ class Measurement:
     nbytes: list[int]
     seconds: list[list[float]]
     """Per size the repeats, each the maximum over ranks."""
+    free_bytes: float = 0.0
+    """So much of the buffer costs nothing: what links pass at once after a rest."""
 
     @property
     def medians_s(self) -> list[float]:
         return [statistics.median(times) for times in self.seconds]
 
     def fit(self) -> AlphaBeta:
-        """Alpha and beta by a robust fit of the medians."""
-        return fit_alpha_beta(self.nbytes, self.medians_s)
+        """Alpha and beta by a robust fit of alpha + beta x (bytes - free bytes) to the medians.
+
+        So beta is what a byte costs a link that is busy, and not less by what rests give away.
+        """
+        return fit_alpha_beta(self._charged(), self.medians_s)
+
+    def residuals(self) -> list[float]:
+        """By size, how much longer the median is than the fit says, as a share of that."""
+        fit = self.fit()
+        expected = [fit.alpha_s + fit.beta_s_per_byte * nbytes for nbytes in self._charged()]
+        return [t / e - 1 for t, e in zip(self.medians_s, expected, strict=True)]
+
+    def _charged(self) -> list[float]:
+        return [max(0.0, nbytes - self.free_bytes) for nbytes in self.nbytes]
+
+
+def free_bytes(operation: Operation, world_size: int, burst_bytes: float) -> float:
+    """Bytes of the full buffer whose transfer fits into a burst of every link.
+
+    Of a reduce-scatter or an all-gather each link carries (P-1)/P of the buffer each way, of an
+    all-reduce twice that, and of an exchange all of it.
+    """
+    at_least("world_size", world_size, 2)
+    share = (world_size - 1) / world_size
+    carried = {"all_reduce": 2 * share, "reduce_scatter": share, "all_gather": share, EXCHANGE: 1}
+    return burst_bytes / carried[operation]
 
 
 def measure_collective(
@@ -187,6 +215,9 @@ def measure_collective(
     nbytes: list[int] = []
     own: list[list[float]] = []
     pair = _pair(communicator) if operation == EXCHANGE else None
+    free = 0.0
+    if communicator.size > 1:
+        free = free_bytes(operation, communicator.size, communicator.burst_bytes)
     for count in sorted({-(-size // unit) * communicator.size for size in sizes}):
         call = _caller(communicator, operation, count, device, shared, pair)
         times = []
@@ -197,7 +228,9 @@ def measure_collective(
         nbytes.append(count * 4)
         own.append(times)
         typical, least = statistics.median(times), statistics.median(own[0])
-        enough = len(own) > 2 and typical > max(ENOUGH_S, MOSTLY * least)
+        enough = (
+            len(own) > 2 and count * 4 > LARGE * free and typical > max(ENOUGH_S, MOSTLY * least)
+        )
         # One rank decides, or the ranks would go on to different sizes.
         if communicator.broadcast_object(enough):
             break
@@ -207,7 +240,7 @@ def measure_collective(
     seconds = [
         [max(times) for times in zip(*size, strict=True)] for size in zip(*ranks, strict=True)
     ]
-    return Measurement(operation=operation, nbytes=nbytes, seconds=seconds)
+    return Measurement(operation=operation, nbytes=nbytes, seconds=seconds, free_bytes=free)
 
 
 def measured_costs(

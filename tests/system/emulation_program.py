@@ -88,7 +88,9 @@ def hosts_have_names_addresses_and_memory_of_their_own() -> None:
         text = "import socket; print(socket.gethostbyname('h0'))"
         assert output(again.hosts[0], python(text)) == "10.78.0.1\n"
         routes = output(again.hosts[0], ["ip", "route"])
-        assert "congctl reno" in routes
+        assert "congctl reno" in routes and "rto_min lock 200ms" in routes
+        again.set_profile(network_profile("100mbit"), 4.0)
+        assert "rto_min lock 800ms" in output(again.hosts[0], ["ip", "route"])
 
 
 def remote_shell(cluster: EmulatedCluster) -> None:
@@ -113,6 +115,8 @@ def links_have_the_speed_asked_for() -> None:
     with EmulatedCluster(hosts=2, profile=network_profile("5gbit"), time_scale=50) as cluster:
         assert cluster.notes == []
         near(cluster.measure(0.2), [5, 5])
+        for host in cluster.measure_together(0.3):
+            assert 0.8 * 5 < host["gbps"] < 1.1 * 5, host
         cluster.set_rate(1, 0.5)
         near(cluster.measure(0.2), [5, 0.5])
         cluster.restore()

@@ -48,12 +48,18 @@ def test_real_training_on_virtual_hosts(tmp_path):
     done = driver.run()
     assert done.returncode == 0, done.stderr + done.stdout
     ddp, dear = driver.records()
+    # The first trial has measured what collectives cost, at its begin and at its end.
+    assert ddp["cost_check"]["residual"] >= 0 and dear["cost_check"] is None
+    assert dear["costs"] == ddp["costs"]
     for record in (ddp, dear):
         assert record["fabric"] == "emulated" and record["time_scale"] == 1.0
         assert record["status"] == "ok" and record["check"]["matches_reference"]
         assert record["network"]["requested"]["gbps"] == 1.0
         assert [link["host"] for link in record["network"]["measured"]] == ["h0", "h1"]
         assert all(0 < link["up_gbps"] <= 1.2 for link in record["network"]["measured"])
+        together = record["network"]["together"]
+        assert [link["host"] for link in together] == ["h0", "h1"]
+        assert all(0 < link["gbps"] <= 1.2 for link in together)
         assert record["trial"]["network"] == "1gbe" and record["trial"]["world_size"] == 2
         assert record["unfaithful"] in (True, False)
     assert "emulated" in done.stdout and "1gbe" in done.stdout
@@ -68,13 +74,17 @@ def test_replayed_compute_and_time_scale(replayed):
     assert record["time_scale"] == 2.0 and record["status"] == "ok"
     assert record["check"]["matches_reference"] and record["check"]["replicas_agree"]
     (steps,) = record["repeats"]
-    # 64 samples at 253.1 per second are 0.253 s; communication and a busy machine come on top.
-    assert min(steps) > 0.25
-    # The recorded times, not those of this machine; and 102 MB through each of two 10 Gb/s links.
+    # 64 samples at 253.1 per second are 0.253 s; communication and a busy machine come on top. What
+    # the CPU is late by in one step it makes up for in the next.
+    assert sum(steps) / len(steps) > 0.24
+    # The recorded times, not those of this machine; and 102 MB, with headers, through each of two
+    # 10 Gb/s links.
     compute, bound = record["compute"], record["bound"]
     assert compute["forward_s"] + compute["backward_s"] > 0.25
-    assert bound["kind"] == "dear" and bound["wire_limit_s"] == pytest.approx(0.0818, rel=0.01)
+    assert bound["kind"] == "dear" and bound["wire_limit_s"] == pytest.approx(0.0855, rel=0.01)
     assert bound["compute_limit_s"] <= bound["step_s"]
+    # That of the GPU: 307 MB at 616 GB/s.
+    assert compute["update_s"] == pytest.approx(0.0005, abs=0.0003)
     assert bound["reached"] > 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from typing import get_args
 
@@ -32,7 +33,9 @@ from dear.cost.collectives import (
     OPERATIONS,
     TABLES,
     AlphaBeta,
+    Measurement,
     fit_alpha_beta,
+    free_bytes,
     measure_collective,
     measured_costs,
     table_costs,
@@ -127,6 +130,53 @@ def test_measurements_are_the_same_on_all_ranks(world, operation):
     nbytes, seconds = results[0]
     assert nbytes == [12, 4104 // 12 * 12, 65544]
     assert all(len(repeats) == 2 and min(repeats) > 0 for repeats in seconds)
+
+
+BURST, RATE = 131072, 10e9 / 8
+FRAMED = 1514 / 1448
+"""What a link counts for each byte of payload."""
+
+
+def over_buckets(operation, nbytes, world, alpha_s=60e-6, noise=0.0, seed=0):
+    """Seconds of a ring over links that each pass a burst at once and then go on at their rate."""
+    carried = {"all_reduce": 2.0, "reduce_scatter": 1.0, "all_gather": 1.0}.get(operation)
+    share = 1.0 if carried is None else carried * (world - 1) / world
+    wire_s = max(0.0, nbytes * share * FRAMED - BURST) / RATE
+    luck = random.Random(f"{seed} {nbytes}").gauss(0, noise)
+    return (alpha_s + wire_s) * math.exp(abs(luck))  # what disturbs only adds
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("world", [2, 4, 8])
+@pytest.mark.parametrize("noise", [0.0, 0.03])
+def test_no_fit_is_below_what_a_byte_costs_its_link(operation, world, noise):
+    sizes = [4096 << 2 * power for power in range(8)]
+    seconds = [
+        [over_buckets(operation, size, world, noise=noise, seed=repeat) for repeat in range(3)]
+        for size in sizes
+    ]
+    free = free_bytes(operation, world, BURST / FRAMED)
+    made = Measurement(operation=operation, nbytes=sizes, seconds=seconds, free_bytes=free)
+    least = over_buckets(operation, 1e12, world, alpha_s=0.0) / 1e12
+    fit = made.fit()
+    assert least * 0.997 <= fit.beta_s_per_byte <= least * (1.003 + 2 * noise)
+    assert fit.alpha_s == pytest.approx(60e-6, rel=0.01 + 2 * noise)
+    assert max(map(abs, made.residuals())) < 0.05 + 3 * noise
+    naive = fit_alpha_beta(sizes, made.medians_s)
+    assert naive.beta_s_per_byte < 0.97 * least, "without the burst it would be too low"
+
+
+def _bursting() -> tuple[float, list[int]]:
+    communicator = runtime.communicator()
+    communicator.burst_bytes = 1 << 14
+    made = measure_collective(
+        communicator, "all_reduce", torch.device("cpu"), sizes=[4096, 1 << 20], repeats=1
+    )
+    return made.free_bytes, made.nbytes
+
+
+def test_a_measurement_knows_what_links_pass_at_once(world):
+    assert world(2).run(_bursting) == [(1 << 14, [4096, 1 << 20])] * 2
 
 
 def _fit() -> AlphaBeta:

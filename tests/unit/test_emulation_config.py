@@ -17,6 +17,7 @@ from common.emulation.config import (
     Fault,
     NetworkProfile,
     network_profile,
+    payload_bytes_per_s,
 )
 from common.emulation.dilation import (
     Calibration,
@@ -115,6 +116,19 @@ def test_the_bucket_holds_the_largest_packet_of_tcp_and_is_small(gbps):
     assert limit >= 8 * 131072
 
 
+def test_lost_packets_are_waited_for_in_emulated_time():
+    command = network.route_command("eth0", "10.78.0.2", "cubic", 8)
+    assert command == (
+        "route replace 10.78.0.0/16 dev eth0 proto kernel scope link src 10.78.0.2 "
+        "congctl cubic rto_min 1600ms"
+    )
+    assert network.route_command("eth0", "10.78.0.2", "cubic", 1).endswith(" rto_min 200ms")
+
+
+def test_a_link_carries_less_payload_than_its_rate():
+    assert payload_bytes_per_s(8) == pytest.approx(1e9 * 1448 / 1514)
+
+
 # About what a core of a small virtual machine does.
 MACHINE = Calibration(cpu_s_per_byte=0.8e-9, memory_bytes_per_s=12e9)
 BERT = Load(world_size=4, hosts=4, parameter_bytes=438_000_000, step_s=0.3)
@@ -187,6 +201,10 @@ def test_links_are_recorded_and_the_worst_is_named_where_it_is_far_off():
     assert (block["off_percent"], block["flagged"]) == (-20.0, True)
     assert block["notes"] == ["links are not as asked: h1 down 0.8 Gb/s instead of 1 (-20.0 %)"]
     assert network_record(linked(1), measured((1.2, 1.0)))["flagged"]
+    block = network_record(linked(1), measured((1.0, 1.0)), [{"host": "h0", "gbps": 0.9}])
+    assert block["together"] == [{"host": "h0", "gbps": 0.9}]
+    (note,) = block["notes"]
+    assert "h0 down with all links busy 0.9 Gb/s instead of 1 (-10.0 %)" in note
     block = network_record(linked(1), [])
     assert (block["off_percent"], block["flagged"], block["measured"]) == (None, False, [])
 

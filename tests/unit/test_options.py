@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import pytest
 
+from common.harness.trial import options_of
 from dear.errors import UserError
 from dear.options import at_least, build_options, positive
 
@@ -119,3 +120,21 @@ def test_limits_refuse_what_is_below_and_nan(value):
         positive("lr", value)
     with pytest.raises(UserError, match=rf"^repeats must be at least 1.*got {value}$"):
         at_least("repeats", value, 1)
+
+
+def test_times_among_options_are_those_of_the_cluster_that_is_emulated(monkeypatch):
+    monkeypatch.delenv("HOROVOD_CYCLE_TIME", raising=False)
+    slowed = options_of("dear", {"fusion": "wait_time", "cycle_time_ms": 2.0}).slowed(8)
+    assert (slowed.cycle_time_ms, slowed.threshold_mb) == (16.0, 25.0)
+    assert options_of("dear", {}).slowed(8).fusion == "threshold"
+    assert options_of("dadt", {}).slowed(8).cycle_time_ms is None
+
+    def cycle_ms(factor, **given):
+        return options_of("horovod", given).slowed(factor).cycle_time_ms
+
+    assert cycle_ms(8, cycle_time_ms=2.5) == 20.0
+    assert cycle_ms(8) == 8.0, "Horovod's own default"
+    assert cycle_ms(1) is None
+    assert cycle_ms(8, autotune=True) is None
+    monkeypatch.setenv("HOROVOD_CYCLE_TIME", "3")
+    assert cycle_ms(8) == 24.0

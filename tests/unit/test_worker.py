@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 from common.harness.record import Result, make_record
 from common.harness.trial import BASELINE, MeasureConfig
-from common.harness.worker import correctness, measure, plain
+from common.harness.worker import correctness, costs, plain
 from common.harness.worker.measure import steps_of_all
 from common.harness.worker.training import step_parts, typical, untimed_steps
 from common.launch.job import Outcome
@@ -105,20 +106,31 @@ def test_the_recorded_breakdown_is_that_of_the_repeat_in_the_middle():
 
 
 def test_sizes_reach_the_models_gradients_within_reason():
-    sizes = measure.sizes_up_to
+    sizes = costs.sizes_up_to
     assert sizes(4) == [4096, 16384, 65536]
     assert sizes(3 << 20) == [4096, 16384, 65536, 262144, 1 << 20, 4 << 20]
     assert sizes(1 << 40)[-1] == 64 << 20
+    assert sizes(4, burst_bytes=1 << 17)[-2:] == [1 << 20, 4 << 20], "large beside the burst"
 
 
 def _measure(time_scale):
-    return measure.measure_costs(runtime.communicator(), torch.device("cpu"), 1 << 17, time_scale)
+    communicator, device = runtime.communicator(), torch.device("cpu")
+    first, again = (
+        costs.time_collectives(communicator, device, 1 << 17, largest=largest)
+        for largest in (False, True)
+    )
+    found = costs.CostSamples(time_scale=time_scale, first=first, again=again)
+    return costs.fits(first, time_scale), found.check, json.dumps(found.to_json())
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_costs_are_the_same_on_all_ranks(world, ranks):
-    first, *others = world(ranks).run(_measure, 1.0)  # of three, one has nobody to exchange with
-    assert all(other == first for other in others)
+    found = world(ranks).run(_measure, 1.0)  # of three, one has nobody to exchange with
+    assert all(other == found[0] for other in found)
+    first, check, samples = found[0]
+    assert check.residual >= 0 and check.drift > -1
+    kept = [(one["operation"], one["when"], one["nbytes"]) for one in json.loads(samples)]
+    assert len(kept) == 8 and [nbytes for _, when, nbytes in kept if when == "end"]
     assert first.keys() == {"all_reduce", "reduce_scatter", "all_gather", "exchange"}
     assert all(fit(1 << 20) > 0 for fit in first.values())
 

@@ -27,8 +27,9 @@ from common.harness import ui
 from common.harness.record import Result
 from common.harness.trial import Briefing, Trial
 from common.harness.worker import correctness
+from common.harness.worker.costs import CostSamples, fits, time_collectives
 from common.harness.worker.learning import learn
-from common.harness.worker.measure import Measured, measure_costs, measure_steps
+from common.harness.worker.measure import Measured, measure_steps
 from common.harness.worker.plain import Reference
 from common.harness.worker.training import Training, typical, untimed_steps
 from common.models.pace import set_pace
@@ -38,7 +39,7 @@ from common.results.records import Breakdown, Check
 from dear.comm import runtime
 from dear.comm.environment import rank_facts
 from dear.cost.bounds import StepTimes
-from dear.cost.collectives import AlphaBeta
+from dear.cost.collectives import Measurement
 from dear.errors import Unavailable, UserError
 
 
@@ -85,6 +86,7 @@ def _run(trial: Trial, briefing: Briefing, repeat: int, phase: Phase) -> Result 
     phase("joining the other ranks")
     dear.init(backend=trial.backend, timeout_s=trial.collective_timeout_s)
     _check_world(trial)
+    runtime.communicator().burst_bytes = briefing.burst_bytes
     set_pace(briefing.pace(dear.rank()))
     launcher = runtime.facts().launcher
     phase("building the model")
@@ -112,10 +114,16 @@ def _timed(
     communicator, scale = runtime.communicator(), briefing.time_scale
     steps = trial.measure.check_steps if repeat == 0 else 0
     limits: dict[str, Any] = {}
+    samples: list[Measurement] = []
+    """Of collectives, where this trial is the one that measures them."""
     if steps:
         if trial.world_size > 1:
             phase("timing collectives")
-            limits["costs"] = _costs(briefing, workload.model)
+            # Rank 0's word: a shared file system may show the others something older.
+            limits["costs"] = communicator.broadcast_object(briefing.costs)
+            if limits["costs"] is None:
+                samples = _time_collectives(workload.model)
+                limits["costs"] = fits(samples, scale)
             limits["local_size"] = dear.local_size()
         phase("training plainly, to compare with")
         reference = Reference(trial, workload, steps)
@@ -145,6 +153,11 @@ def _timed(
     statistics = communicator.gather_objects(training.statistics())
     iters = [[step_s / scale for step_s in block] for block in measured.iters]
     _say(ui.log_results(trial, iters))
+    if samples:
+        phase("timing collectives again")
+        again = _time_collectives(workload.model, largest=True)
+        costs = CostSamples(time_scale=scale, first=samples, again=again)
+        limits |= {"cost_check": costs.check, "cost_samples": costs.to_json()}
     phase("leaving")
     training.close()
     dear.shutdown()
@@ -188,16 +201,10 @@ def _gradient_bytes(model: torch.nn.Module) -> int:
     return sum(param.nbytes for param in model.parameters() if param.requires_grad)
 
 
-def _costs(briefing: Briefing, model: torch.nn.Module) -> dict[str, AlphaBeta]:
-    """What another trial has measured, else measured now."""
+def _time_collectives(model: torch.nn.Module, *, largest: bool = False) -> list[Measurement]:
+    device = next(model.parameters()).device
     communicator = runtime.communicator()
-    # Rank 0's word: a shared file system may show the others something older.
-    costs = communicator.broadcast_object(briefing.costs)
-    if costs is None:
-        device = next(model.parameters()).device
-        nbytes = _gradient_bytes(model)
-        costs = measure_costs(communicator, device, nbytes, briefing.time_scale)
-    return costs
+    return time_collectives(communicator, device, _gradient_bytes(model), largest=largest)
 
 
 def _breakdown(

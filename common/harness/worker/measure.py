@@ -1,4 +1,4 @@
-"""Times training steps and collectives.
+"""Times training steps.
 
 Steps: a barrier, steps, and for each step when the last rank has done it.
 """
@@ -10,17 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-import torch
-
 from common.emulation.flow import cpu_s
 from common.harness.trial import MeasureConfig
 from dear.comm.communicator import Communicator
-from dear.cost.collectives import OPERATIONS, AlphaBeta, measure_collective
 
 MAX_STEPS = 1000
-_SMALLEST, _LARGEST = 4 << 10, 64 << 20
-_LEAST_SIZES = 3
-_REPEATS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,28 +100,3 @@ class Usage:
         own, busy, clock = self._began
         now = cpu_s()
         return now[0] - own, now[1] - busy, time.perf_counter() - clock
-
-
-def measure_costs(
-    communicator: Communicator, device: torch.device, nbytes: int, time_scale: float
-) -> dict[str, AlphaBeta]:
-    """The fits for messages up to about `nbytes`, the gradients of the model; all ranks call it."""
-    sizes = sizes_up_to(nbytes)
-    found = {}
-    for operation in OPERATIONS:
-        timed = measure_collective(
-            communicator, operation, device, sizes=sizes, repeats=_REPEATS, shared=True
-        )
-        fit = timed.fit()
-        found[operation] = AlphaBeta(
-            alpha_s=fit.alpha_s / time_scale, beta_s_per_byte=fit.beta_s_per_byte / time_scale
-        )
-    return found
-
-
-def sizes_up_to(nbytes: int) -> list[int]:
-    """Sizes of messages in bytes, each four times the one before; a few in any case."""
-    sizes = [_SMALLEST << 2 * power for power in range(_LEAST_SIZES)]
-    while 2 * sizes[-1] < nbytes and sizes[-1] < _LARGEST:
-        sizes.append(sizes[-1] << 2)
-    return sizes

@@ -69,9 +69,11 @@ class Training:
         self.consistency = "synchronous"
         if self._distributed:
             algorithm = algorithm_class(trial.algorithm)()
+            # Options that are times are of what the fabric stands for.
+            options = trial.options.slowed(pace.current().time_scale)
             self.consistency = algorithm.capabilities.consistency
             workload.model, self._optimizer = algorithm.wrap(
-                workload.model, self._optimizer, self._communicator, trial.options
+                workload.model, self._optimizer, self._communicator, options
             )
         self.loss = torch.zeros(())
         self.last_step_s = 0.0

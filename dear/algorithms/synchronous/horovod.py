@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib.util
 import itertools
 import os
@@ -76,6 +77,15 @@ class Horovod(Algorithm):
                     f"controllers that has it on CPUs, got controller={self.controller!r}"
                 )
 
+        def slowed(self, factor: float) -> Horovod.Options:
+            given = self.cycle_time_ms
+            if factor == 1 or (given is None and self.autotune):  # it looks for one by itself
+                return self
+            if given is None:
+                variable = os.environ.get(_VARIABLES["cycle_time_ms"])
+                given = CYCLE_TIME_MS if variable is None else float(variable)
+            return dataclasses.replace(self, cycle_time_ms=given * factor)
+
     # scripts/horovod.sh builds it for CPU tensors only.
     capabilities = Capabilities(consistency="synchronous", devices=("cpu",))
     bound = "wfbp"
@@ -104,6 +114,8 @@ class Horovod(Algorithm):
 
 
 _counter = itertools.count()
+CYCLE_TIME_MS = 1.0
+"""Horovod's own default (`cycle_time_ms` in its horovod/common/global_state.h)."""
 
 
 class _HorovodEngine(GradientEngine):

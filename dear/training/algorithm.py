@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Literal
 
 from dear.comm.communicator import Communicator
 from dear.cost.bounds import Bound, Traffic
+from dear.cost.overlap import Overlap, Unstated
 from dear.errors import Unavailable, unknown
 from dear.lazy import torch
 from dear.options import Options, build_options
@@ -43,11 +44,18 @@ class Algorithm(ABC):
     capabilities: ClassVar[Capabilities]
     bound: ClassVar[Bound | None] = None
     """Which formula of `dear.cost.bounds` says how short a step can be; None: none is known."""
+    overlap: ClassVar[Overlap | Unstated | None] = None
+    """When transfers start and what waits for them (`dear.cost.overlap`). The tests refuse None."""
 
     @classmethod
     def bound_of(cls, options: Any) -> Bound | None:
         """The formula with these options."""
         return cls.bound
+
+    @classmethod
+    def overlap_of(cls, options: Any) -> Overlap | Unstated | None:
+        """The statement with these options."""
+        return cls.overlap
 
     @classmethod
     def traffic(cls, options: Any, world_size: int, local_size: int) -> Traffic | None:

@@ -13,6 +13,7 @@ from dear.buckets.updates import PartialUpdate
 from dear.comm.communicator import Communicator
 from dear.comm.neighbors import Exchange, Round
 from dear.cost.bounds import Traffic
+from dear.cost.overlap import Content, Transfer
 from dear.errors import UserError, unknown
 from dear.lazy import torch
 from dear.options import Options, at_least, option_of, positive
@@ -500,6 +501,16 @@ class GraphAlgorithm(Algorithm):
 
     def alone(self, options: GraphOptions) -> bool:
         return True  # averages with itself
+
+
+def combine_then_adapt(*carries: Content) -> Transfer:
+    """What the order of that name states."""
+    return Transfer(kind="exchange", carries=carries, starts="model", awaited="step")
+
+
+def adapt_then_combine(*carries: Content) -> Transfer:
+    """What the order of that name states."""
+    return Transfer(kind="exchange", carries=carries, starts="step", awaited="layer", steps_later=1)
 
 
 def always(part: Round) -> Rounds:

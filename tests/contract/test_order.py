@@ -1,205 +1,157 @@
-"""What overlaps what: in which order algorithms compute, send and wait.
+"""What overlaps what: every algorithm does what it states (`dear.cost.overlap`), without a clock.
 
-Of a job of two ranks one is here: what it sends ends when somebody waits for it. So a test sees
-the order whatever the machine is doing.
+Whether these tests would notice: test_order_cuts.
 """
 
 from __future__ import annotations
 
-import itertools
-import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
-from dear.comm.communicator import Communicator
-from tests.contract.algorithms import algorithm_class, algorithm_options
+from dear.algorithms.synchronous.wfbp import Wfbp
+from dear.cost.overlap import Unstated
+from dear.training.algorithm import algorithm_names
+from tests.contract.algorithms import (
+    Meaning,
+    algorithm_class,
+    algorithm_options,
+    skip_if_unavailable,
+)
+from tests.contract.by_hand import Network
+from tests.contract.order import Run, statement, violations
 
-WIDTHS = (4, 8, 16, 4)
-"""Of the layers 0, 1, 2; what they send is told apart by its size."""
-LAYERS = {a * b: i for i, (a, b) in enumerate(itertools.pairwise(WIDTHS))}
-
-
-class Transfer:
-    """A collective that ends in its first `wait`.
-
-    Args:
-        name: None: it is not told of.
-    """
-
-    def __init__(self, job: ByHand, name: str | None, effect: Callable[[], Any]) -> None:
-        self._job, self._name, self._effect = job, name, effect
-        self._step, self._ended = job.step, False
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        if self._ended:
-            return
-        self._ended = True
-        with torch.no_grad():
-            self._effect()
-        if self._name is not None:
-            ago = self._job.step - self._step
-            self._job.log.append(f"wait {self._name}" + (f", {ago} ago" if ago else ""))
-
-    def done(self) -> bool:
-        return self._ended
-
-
-class ByHand(Communicator):
-    """Rank 0 of two that do the same; `log` has what was started and what was waited for."""
-
-    def __init__(self) -> None:
-        self.rank, self.size, self.timeout = 0, 2, None
-        self.backend = "by hand"
-        self.native = self.record_times = False
-        self.clock, self.pause = time.perf_counter, time.sleep
-        self.blocked_s, self.bytes_sent = 0.0, 0
-        self.channel_free_s: dict[int, float] = {}
-        self.groups: list[Any] = [None]
-        self.log: list[str] = []
-        self.step = 0
-
-    def ensure_channels(self, count: int) -> None:
-        self.groups += [None] * (count - len(self.groups))
-
-    def all_reduce(self, tensor: Any, *, op: str, **queue: int) -> Any:
-        return self._start("all_reduce", tensor, lambda: op == "sum" and tensor.mul_(2))
-
-    def reduce_scatter(self, output: Any, input: Any, *, op: str, **queue: int) -> Any:
-        half = input[: output.numel()]
-        return self._start("reduce", input, lambda: output.copy_(half * (1 + (op == "sum"))))
-
-    def all_gather(self, output: Any, input: Any, **queue: int) -> Any:
-        half = output[: input.numel()]
-        return self._start("gather", output, lambda: half.copy_(input))
-
-    def reduce(self, tensor: Any, *, root: int, op: str, **queue: int) -> Any:
-        return self._start("reduce", tensor, lambda: op == "sum" and tensor.mul_(2))
-
-    def broadcast(self, tensor: Any, *, root: int, **queue: int) -> Any:
-        return self._start("gather", tensor, lambda: None)
-
-    def exchange(self, recv: Any, send: Any, *, peer: int, channel: int = 0) -> Any:
-        return self._start("exchange", send, lambda: recv.copy_(send))
-
-    def broadcast_object(self, value: Any, *, root: int = 0) -> Any:
-        return value
-
-    def gather_objects(self, value: Any) -> list[Any]:
-        return [value] * 2
-
-    def barrier(self) -> None:
-        return
-
-    def _start(self, kind: str, tensor: torch.Tensor, effect: Callable[[], Any]) -> Any:
-        # Marks of who has a gradient may come behind a layer, or alone.
-        layer = [i for size, i in LAYERS.items() if size <= tensor.numel() < size + 8]
-        if not layer:
-            return Transfer(self, None, effect)
-        name = f"{kind} {layer[0]}"
-        self.log.append(name)
-        return Transfer(self, name, effect)
+LAYER_MB = 0.0001
+"""Less than any layer's."""
+NONE = {"fusion": "none", "small_kb": 0}
+USUAL = {"mgs": {"density": 1.0}}
+"""In place of the defaults: what it keeps back would add up and look like another layer's."""
+APART: dict[str, tuple[dict[str, Any], ...]] = {
+    "mgwfbp": ({"merge": "threshold", "threshold_mb": 0.0, "profile_steps": 1},),
+    "bytescheduler": ({"partition_mb": LAYER_MB}, {"levels": 2}),
+    "dear": (
+        NONE,
+        {**NONE, "update": "replicated"},
+        {**NONE, "decouple": "reduce_broadcast"},
+        {**NONE, "decouple": "reduce_broadcast", "update": "replicated"},
+        {**NONE, "compression": "fp16"},
+        {"fusion": "none", "compression": "topk", "density": 1.0},
+        {"fusion": "wait_time", "small_kb": 0, "cycle_time_ms": 0.5},
+        {"fusion": "none", "small_kb": 0.2},
+    ),
+    "ddp": ({"bucket_cap_mb": LAYER_MB}, {"bucket_cap_mb": LAYER_MB, "zero": True}),
+    "fsdp": ({"min_mb": 0.0}, {"min_mb": 0.0, "stage": 2}),
+    "dadt": ({"buffer_mb": 0.0}, {"buffer_mb": 0.0, "delay": 3}),
+    "decentralized": ({"bucket_mb": LAYER_MB}, {"bucket_mb": LAYER_MB, "update": "step"}),
+    "neighbor": (
+        {"bucket_mb": LAYER_MB},
+        {"bucket_mb": LAYER_MB, "combine": "atc"},
+        {"bucket_mb": LAYER_MB, "combine": "atc", "every": 2},
+    ),
+    "gradient-tracking": ({"bucket_mb": LAYER_MB},),
+    "exact-diffusion": ({"bucket_mb": LAYER_MB},),
+    "push-diging": ({"bucket_mb": LAYER_MB},),
+    "asyncddp": (
+        {"bucket_mb": LAYER_MB},
+        {"bucket_mb": LAYER_MB, "update": "step"},
+        {"bucket_mb": LAYER_MB, "max_staleness": 1},
+    ),
+    **{
+        name: tuple(
+            {"bucket_mb": LAYER_MB, "barrier": barrier, "every": every}
+            for barrier, every in [(False, 1), (False, 2), (True, 1)]
+        )
+        for name in ("win-put", "pull-get", "push-sum")
+    },
+}
+"""Settings in which layers travel by themselves, which shows most."""
 
 
-def order_of_a_step(algorithm: str, **options: Any) -> list[str]:
-    """What happens from the end of one forward pass to that of the next, after some steps.
-
-    "forward i" and "gradient i" are layer i's, "step" and "stepped" are around `step()`; "2 ago" is
-    what was started two steps before.
-    """
-    torch.manual_seed(1)
-    shapes = itertools.pairwise(WIDTHS)
-    model = nn.Sequential(*(nn.Linear(*shape, bias=False) for shape in shapes))
-    communicator = ByHand()
-    log = communicator.log
-    for i, layer in enumerate(model):
-        layer.weight.register_post_accumulate_grad_hook(lambda _, i=i: log.append(f"gradient {i}"))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    typed = algorithm_options(algorithm, options)
-    algorithm_class(algorithm)().wrap(model, optimizer, communicator, typed)
-    for i, layer in enumerate(model):  # after the hooks of the algorithm
-        layer.register_forward_pre_hook(lambda *_, i=i: log.append(f"forward {i}"))
-    for step in range(6):
-        loss = model(torch.ones(2, WIDTHS[0])).square().sum()
-        if step == 5:
-            break
-        log.clear()
-        communicator.step = step
-        optimizer.zero_grad()
-        loss.backward()
-        log.append("step")
-        optimizer.step()
-        log.append("stepped")
-    return list(log)
+def cases() -> list[Any]:
+    """Every algorithm with its defaults, with those settings, and those of the other tests."""
+    found = {}
+    for name in algorithm_names():
+        meaning = Meaning.of(name)
+        tested = [options for options in meaning.options if meaning.worlds(options, 2)]
+        for options in [USUAL.get(name, {}), *APART.get(name, ()), *tested]:
+            # A machine's ranks average in a thread of their own; a credit has a test of its own.
+            if not {"hierarchical", "credit_mb"} & options.keys():
+                told = "-".join([name, *map(str, options.values())])
+                found[told] = pytest.param(name, options, id=told)
+    return list(found.values())
 
 
-GRADIENTS = ["gradient 2", "gradient 1", "gradient 0"]
-FORWARDS = ["forward 0", "forward 1", "forward 2"]
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize(("name", "options"), cases())
+def test_an_algorithm_does_what_it_states(name, options, native):
+    if not native and "levels" in options:
+        pytest.skip("refused: priorities are the comm core's")
+    skip_if_unavailable(name)
+    typed = algorithm_options(name, options)
+    found = violations(algorithm_class(name)(), typed, native=native, every=options.get("every", 1))
+    assert not found, "\n".join(found)
 
 
-def between(lists: list[list[str]]) -> list[str]:
-    """The first of each, then the second of each, ..."""
-    return [one for several in zip(*lists, strict=True) for one in several]
+class Silent(Wfbp):
+    """States nothing."""
+
+    overlap = None
 
 
-def each(what: str, layers: str, ago: str = "") -> list[str]:
-    return [f"{what} {layer}{ago}" for layer in layers]
+def test_an_algorithm_that_states_nothing_is_told_what_to_write():
+    options = algorithm_options("wfbp", {})
+    with pytest.raises(AssertionError, match=r"(?s)Silent does not state.*overlap = Overlap\("):
+        violations(Silent(), options)
+    with pytest.raises(AssertionError, match="says why"):
+        statement(type("Mute", (Silent,), {"overlap": Unstated("secret")})(), options)
+
+
+ALL = [[0, 1, 2, 3]]
+FROM_BEHIND = [[3], [2], [1], [0]]
+FROM_FRONT = [[0], [1], [2], [3]]
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "options"),
+    ("name", "options", "network", "groups"),
     [
-        ("wfbp", {}),
-        ("wfbp", {"channels": 2}),
-        ("mgwfbp", {"merge": "threshold", "threshold_mb": 0.0, "profile_steps": 1}),
+        ("wfbp", {}, {}, FROM_BEHIND),
+        # A message costs 10 layers' time: gradients wait for each other. Or next to nothing.
+        ("mgwfbp", {}, {"alpha_s": 1e-2}, ALL),
+        ("mgwfbp", {}, {"alpha_s": 1e-9}, FROM_BEHIND),
+        ("mgwfbp", {"merge": "asc"}, {"alpha_s": 1e-2}, [[3], [0, 1, 2]]),
+        ("mgwfbp", {"merge": "optimal"}, {"alpha_s": 1e-2}, ALL),
+        ("mgwfbp", {"merge": "threshold", "threshold_mb": 0.0007}, {}, [[2, 3], [0, 1]]),
+        ("mgs", {"density": 1.0}, {"alpha_s": 1e-2}, ALL),
+        ("mgs", {"density": 1.0}, {"alpha_s": 1e-9}, FROM_BEHIND),
+        ("dear", NONE, {}, [*FROM_BEHIND, *FROM_FRONT]),
+        (
+            "dear",
+            {"small_kb": 0, "threshold_mb": 0.00095, "first_mb": None},
+            {},
+            [[3], [0, 1, 2], [0, 1, 2], [3]],
+        ),
+        ("dear", {"small_kb": 0, "fusion": "nearby_layers", "nearby_layers": -1}, {}, [*ALL, *ALL]),
+        # One layer is at most 0.2 KB.
+        ("dear", {"fusion": "none", "small_kb": 0.2}, {}, [[3], [2], [1], [0], [0], [2], [3]]),
+        ("dear", {}, {}, ALL),
+        ("dadt", {"buffer_mb": 0.0}, {}, FROM_BEHIND),
+        ("dadt", {"buffer_mb": 0.00095}, {}, [[2, 3], [0, 1]]),
+        ("dadt", {}, {}, ALL),
+        ("ddp", {}, {}, ALL),
+        ("ddp", {"bucket_cap_mb": LAYER_MB}, {}, FROM_BEHIND),
+        ("fsdp", {"min_mb": 0.0, "stage": 2}, {}, [*FROM_FRONT, *FROM_BEHIND]),
+        (
+            "fsdp",
+            {"min_mb": 0.0},
+            {},
+            [*FROM_FRONT, [3], [2], [3], [1], [2], [0], [1], [0]],
+        ),
+        ("bytescheduler", {}, {}, FROM_BEHIND),
+        ("decentralized", {"bucket_mb": 0.00095}, {}, [[2, 3], [0, 1]]),
+        ("neighbor", {"bucket_mb": 0.0005}, {}, [[0, 1], [2], [3]]),
+        ("win-put", {"bucket_mb": 0.0005}, {}, [[0, 1], [2], [3]]),
     ],
 )
-def test_every_gradient_is_sent_before_the_next_one_is_there(algorithm, options):
-    assert order_of_a_step(algorithm, **options) == [
-        *between([GRADIENTS, each("all_reduce", "210")]),
-        *each("wait all_reduce", "210"),
-        "step",
-        "stepped",
-        *FORWARDS,
-    ]
-
-
-def test_allreduce_sends_when_the_backward_pass_is_over():
-    assert order_of_a_step("allreduce") == [
-        *GRADIENTS,
-        *each("all_reduce", "012"),
-        *each("wait all_reduce", "012"),
-        "step",
-        "stepped",
-        *FORWARDS,
-    ]
-
-
-@pytest.mark.parametrize("update", ["sharded", "replicated"])
-@pytest.mark.parametrize("decouple", ["reduce_scatter_all_gather", "reduce_broadcast"])
-def test_the_first_halves_of_dear_are_hidden_by_the_backward_pass_the_second_by_the_next_forward(
-    update, decouple
-):
-    options = {"fusion": "none", "small_kb": 0, "update": update, "decouple": decouple}
-    assert order_of_a_step("dear", **options) == [
-        *between([GRADIENTS, each("reduce", "210")]),
-        "step",
-        *each("wait reduce", "210"),
-        *each("gather", "012"),  # in the order in which layers run; nobody waits for them
-        "stepped",
-        *between([each("wait gather", "012"), FORWARDS]),
-    ]
-
-
-@pytest.mark.parametrize("delay", [1, 2, 3])
-def test_an_update_of_dadt_waits_for_gradients_of_earlier_steps_only(delay):
-    assert order_of_a_step("dadt", buffer_mb=0.0, delay=delay) == [
-        *between([GRADIENTS, each("all_reduce", "210")]),
-        "step",
-        *each("wait all_reduce", "210", f", {delay} ago"),
-        "stepped",
-        *FORWARDS,
-    ]
+def test_layers_travel_together_as_options_and_costs_say(name, options, network, groups):
+    run = Run(algorithm_class(name)(), algorithm_options(name, options), Network(**network))
+    assert run.groups() == groups

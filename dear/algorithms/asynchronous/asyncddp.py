@@ -10,6 +10,7 @@ from typing import Any
 from dear.buckets.flat import Bucket
 from dear.comm.neighbors import core_module
 from dear.cost.bounds import Bound
+from dear.cost.overlap import Overlap, Transfer
 from dear.options import at_least, positive
 from dear.training.algorithm import Capabilities
 from dear.training.engine import Replica
@@ -127,6 +128,19 @@ class AsyncDdp(GraphAlgorithm):
     def bound_of(cls, options: Options) -> Bound:
         # Where neighbours are waited for, puts are, too.
         return "asynchronous" if options.max_staleness is None else "decentralized"
+
+    @classmethod
+    def overlap_of(cls, options: Options) -> Overlap:
+        at = "gradient" if options.update == "backward" else "step"
+        follows = options.max_staleness is not None
+        sent = Transfer(
+            kind="put",
+            carries=("parameters",),
+            starts=at,
+            awaited=at if follows else None,
+            steps_later=int(follows),
+        )
+        return Overlap(transfers=(sent,), updates=at)
 
     @classmethod
     def unavailable(cls) -> str | None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from dear.buckets.flat import Bucket
 from dear.comm.neighbors import timed
+from dear.cost.overlap import Overlap, Transfer
 from dear.training.algorithm import Capabilities
 from dear.training.one_sided import WindowAlgorithm, WindowEngine, WindowOptions
 
@@ -70,3 +71,8 @@ class PullGet(WindowAlgorithm):
     capabilities = Capabilities(consistency="asynchronous", needs_topology=True)
     bound = "beside_passes"
     barrier_bound = "beside_passes"
+
+    @classmethod
+    def overlap_of(cls, options: WindowOptions) -> Overlap:
+        sent = Transfer(kind="get", carries=("parameters",), starts="model", awaited="step")
+        return Overlap(transfers=(sent,), meetings=("model", "step") if options.barrier else ())

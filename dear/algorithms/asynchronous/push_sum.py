@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dear.buckets.flat import Bucket
+from dear.cost.overlap import Overlap, Transfer
 from dear.lazy import torch
 from dear.training.algorithm import Capabilities
 from dear.training.one_sided import WindowAlgorithm, WindowEngine, WindowOptions
@@ -119,3 +120,13 @@ class PushSum(WindowAlgorithm):
     capabilities = Capabilities(consistency="asynchronous", needs_topology=True)
     bound = "asynchronous"
     barrier_bound = "sequential"
+
+    @classmethod
+    def overlap_of(cls, options: WindowOptions) -> Overlap:
+        sent = Transfer(
+            kind="put",
+            carries=("parameters",),
+            starts="step",
+            awaited="step" if options.barrier else None,
+        )
+        return Overlap(transfers=(sent,), meetings=("step",) if options.barrier else ())

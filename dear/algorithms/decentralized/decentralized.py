@@ -11,6 +11,7 @@ from dear.buckets.flat import Bucket, value_bucket
 from dear.comm import runtime
 from dear.comm.communicator import sub_communicators
 from dear.cost.bounds import Traffic
+from dear.cost.overlap import Overlap, Transfer
 from dear.errors import UserError
 from dear.lazy import torch
 from dear.options import at_least
@@ -65,6 +66,14 @@ class Decentralized(Algorithm):
 
     capabilities = Capabilities(consistency="decentralized", needs_topology=True)
     bound = "decentralized"
+
+    @classmethod
+    def overlap_of(cls, options: Options) -> Overlap:
+        at = "gradient" if options.update == "backward" else "step"
+        sent = Transfer(
+            kind="exchange", carries=("parameters",), starts=at, awaited=at, steps_later=1
+        )
+        return Overlap(transfers=(sent,), updates=at)
 
     @classmethod
     def traffic(cls, options: Options, world_size: int, local_size: int) -> Traffic:

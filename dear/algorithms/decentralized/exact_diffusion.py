@@ -7,13 +7,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from dear.comm.neighbors import Round
+from dear.cost.overlap import Overlap
 from dear.errors import UserError
 from dear.lazy import np, torch
 from dear.options import option_of
 from dear.topology import from_matrix, matrix
 from dear.training.algorithm import Capabilities
 from dear.training.engine import Replica
-from dear.training.parameters import GraphAlgorithm, GraphOptions, ParameterEngine, always
+from dear.training.parameters import (
+    GraphAlgorithm,
+    GraphOptions,
+    ParameterEngine,
+    adapt_then_combine,
+    always,
+)
 
 _DIRECTED = ("ring-left", "ring-right", "exp2")
 
@@ -46,6 +53,7 @@ class ExactDiffusion(GraphAlgorithm):
 
     capabilities = Capabilities(consistency="decentralized", needs_topology=True)
     bound = "after_update"
+    overlap = Overlap(transfers=(adapt_then_combine("parameters"),))
 
     def engine(self, replica: Replica) -> ExactDiffusionEngine:
         weights = matrix(replica.options.graph(replica.communicator, symmetric=True))

@@ -8,10 +8,17 @@ from typing import Any
 
 from dear.buckets.flat import Bucket, with_gradients
 from dear.comm.neighbors import Round
+from dear.cost.overlap import Overlap
 from dear.lazy import torch
 from dear.training.algorithm import Capabilities
 from dear.training.engine import Replica
-from dear.training.parameters import GraphAlgorithm, GraphOptions, ParameterEngine, always
+from dear.training.parameters import (
+    GraphAlgorithm,
+    GraphOptions,
+    ParameterEngine,
+    always,
+    combine_then_adapt,
+)
 
 
 class GradientTracking(GraphAlgorithm):
@@ -34,6 +41,7 @@ class GradientTracking(GraphAlgorithm):
 
     capabilities = Capabilities(consistency="decentralized", needs_topology=True)
     bound = "beside_passes"
+    overlap = Overlap(transfers=(combine_then_adapt("parameters"), combine_then_adapt("gradients")))
 
     copies = 2
 

@@ -10,6 +10,7 @@ from dear.comm.communicator import Communicator
 from dear.comm.neighbors import Machines, Round
 from dear.comm.runtime import ranks_per_machine
 from dear.cost.bounds import Bound, Traffic
+from dear.cost.overlap import Overlap
 from dear.errors import UserError
 from dear.options import at_least, option_of
 from dear.topology import check_graph, graph
@@ -22,7 +23,9 @@ from dear.training.parameters import (
     Order,
     ParameterEngine,
     Rounds,
+    adapt_then_combine,
     always,
+    combine_then_adapt,
 )
 
 
@@ -84,6 +87,11 @@ class Neighbor(GraphAlgorithm):
     @classmethod
     def bound_of(cls, options: Options) -> Bound:
         return "beside_passes" if options.combine == "awc" else "after_update"
+
+    @classmethod
+    def overlap_of(cls, options: Options) -> Overlap:
+        sent = combine_then_adapt if options.combine == "awc" else adapt_then_combine
+        return Overlap(transfers=(sent("parameters"),))
 
     @classmethod
     def traffic(cls, options: Options, world_size: int, local_size: int) -> Traffic:

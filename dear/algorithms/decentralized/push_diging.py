@@ -9,10 +9,17 @@ from typing import Any
 from dear.algorithms.decentralized.gradient_tracking import Trackers
 from dear.buckets.flat import Bucket
 from dear.comm.neighbors import Round
+from dear.cost.overlap import Overlap
 from dear.lazy import torch
 from dear.training.algorithm import Capabilities
 from dear.training.engine import Replica
-from dear.training.parameters import GraphAlgorithm, GraphOptions, ParameterEngine, always
+from dear.training.parameters import (
+    GraphAlgorithm,
+    GraphOptions,
+    ParameterEngine,
+    adapt_then_combine,
+    always,
+)
 
 
 class PushDiging(GraphAlgorithm):
@@ -34,6 +41,7 @@ class PushDiging(GraphAlgorithm):
 
     capabilities = Capabilities(consistency="decentralized", needs_topology=True)
     bound = "after_update"
+    overlap = Overlap(transfers=(adapt_then_combine("parameters", "gradients"),))
 
     copies = 2
 

@@ -11,6 +11,7 @@ from dear.buckets.carriers import SparseSum, gather_entries
 from dear.buckets.flat import Bucket, packed_buckets, with_gradients
 from dear.buckets.grouping import MIB, RunOrder, agree, ready_groups
 from dear.comm.communicator import Communicator, Work
+from dear.cost.overlap import Overlap, Transfer
 from dear.errors import UserError
 from dear.lazy import torch
 from dear.options import Options as AlgorithmOptions
@@ -74,6 +75,13 @@ class Dadt(Algorithm):
 
     capabilities = Capabilities(consistency="delayed")
     bound = "delayed"
+
+    @classmethod
+    def overlap_of(cls, options: Options) -> Overlap:
+        sent = Transfer(
+            kind="average", starts="gradient", awaited="step", steps_later=options.delay
+        )
+        return Overlap(transfers=(sent,))
 
     def refuse(self, replica: Replica) -> None:
         refuse_lbfgs(replica.optimizer, "dadt")

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from dear.algorithms.synchronous.wfbp import AveragingEngine
 from dear.buckets.compressors import CompressedOptions
+from dear.cost.overlap import Overlap, Transfer
 from dear.training.algorithm import Algorithm, Capabilities
 from dear.training.engine import Replica
 
@@ -26,6 +27,7 @@ class AllReduce(Algorithm):
 
     capabilities = Capabilities(consistency="synchronous")
     bound = "sequential"
+    overlap = Overlap(transfers=(Transfer(kind="average", starts="pass", awaited="pass"),))
 
     def engine(self, replica: Replica) -> AveragingEngine:
         return AveragingEngine(replica, replica.params, overlap=False)

@@ -17,6 +17,7 @@ from dear.buckets.grouping import MIB, Cost, fuse, layers
 from dear.buckets.updates import PartialUpdate
 from dear.comm.communicator import Work
 from dear.cost.collectives import measured_costs
+from dear.cost.overlap import Overlap, Transfer
 from dear.errors import UserError
 from dear.lazy import torch
 from dear.options import at_least, positive
@@ -76,6 +77,14 @@ class ByteScheduler(Algorithm):
 
     capabilities = Capabilities(consistency="synchronous")
     bound = "cross_iteration"
+    overlap = Overlap(
+        transfers=(
+            Transfer(
+                kind="average", starts="gradient", awaited="layer", steps_later=1, urgent=True
+            ),
+        ),
+        updates="layer",
+    )
 
     def refuse(self, replica: Replica) -> None:
         refuse_lbfgs(replica.optimizer, "bytescheduler")

@@ -13,6 +13,7 @@ from dear.buckets.carriers import Carrier, make_carrier
 from dear.buckets.compressors import CompressedOptions
 from dear.buckets.updates import beside, run_hooks
 from dear.comm.communicator import Communicator, Work
+from dear.cost.overlap import Overlap, Transfer
 from dear.errors import UserError
 from dear.lazy import torch
 from dear.options import at_least, only_with, option_of, positive
@@ -70,6 +71,12 @@ class Ddp(Algorithm):
 
     capabilities = Capabilities(consistency="synchronous")
     bound = "wfbp"
+
+    @classmethod
+    def overlap_of(cls, options: Options) -> Overlap:
+        sent = Transfer(kind="average", starts="gradient", awaited="pass")
+        updated = Transfer(kind="gather", carries=("parameters",), starts="step", awaited="step")
+        return Overlap(transfers=(sent, *[updated] * options.zero))
 
     def alone(self, options: Options) -> bool:
         return True  # DDP's reducer is there all the same

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -18,6 +19,7 @@ from dear.buckets.halves import (
     Usage,
 )
 from dear.buckets.updates import Replicated, Sharded, element_wise, has_hooks
+from dear.cost.overlap import Overlap, Transfer
 from dear.errors import UserError
 from dear.lazy import torch
 from dear.options import at_least, only_with, positive
@@ -125,6 +127,30 @@ class Dear(Algorithm):
 
     capabilities = Capabilities(consistency="synchronous")
     bound = "dear"
+
+    @classmethod
+    def overlap_of(cls, options: Options) -> Overlap:
+        at_once = Transfer(kind="average", starts="gradient", awaited="step", buckets="instead")
+        if options.gathers:
+            whole = dataclasses.replace(at_once, buckets="all")
+            return Overlap(transfers=(whole,), updates="layer")
+        replicated = options.update == "replicated"
+        first = Transfer(kind="reduce", starts="gradient", awaited="step")
+        second = Transfer(
+            kind="gather",
+            carries=("gradients",) if replicated else ("parameters",),
+            starts="step",
+            awaited="layer",
+            steps_later=1,
+            urgent=True,
+        )
+        parts = {"reducescatter": first, "allgather": second}
+        halves = [part for name, part in parts.items() if name not in options.exclude_parts]
+        small = bool(options.small_kb) and options.decouple == "reduce_scatter_all_gather"
+        return Overlap(
+            transfers=(*halves, *[at_once] * (small and not options.exclude_parts)),
+            updates="layer" if replicated else "step",
+        )
 
     def refuse(self, replica: Replica) -> None:
         refuse_lbfgs(replica.optimizer, "dear")

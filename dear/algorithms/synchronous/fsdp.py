@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -10,6 +11,7 @@ from typing import Any, Literal
 from dear.algorithms.synchronous.wfbp import AveragingEngine
 from dear.buckets.compressors import HalfOptions
 from dear.buckets.grouping import MIB
+from dear.cost.overlap import Overlap, Transfer
 from dear.errors import UserError
 from dear.lazy import torch
 from dear.options import at_least
@@ -50,6 +52,15 @@ class Fsdp(Algorithm):
 
     capabilities = Capabilities(consistency="synchronous")
     bound = "sharded"
+
+    @classmethod
+    def overlap_of(cls, options: Options) -> Overlap:
+        # The host's order. On a GPU streams wait, not the host, which so runs ahead of them. What
+        # belongs to no layer of a list is not gathered twice.
+        gathered = Transfer(kind="gather", carries=("parameters",), starts="layer", awaited="layer")
+        again = dataclasses.replace(gathered, starts="ahead", awaited="ahead", buckets="some")
+        scattered = Transfer(kind="reduce", starts="gradient", awaited="gradient")
+        return Overlap(transfers=(gathered, *[again] * (options.stage == 3), scattered))
 
     def refuse(self, replica: Replica) -> None:
         optimizer = replica.optimizer

@@ -18,6 +18,7 @@ from dear.buckets.grouping import MIB
 from dear.comm.communicator import Communicator
 from dear.comm.environment import RankFacts
 from dear.comm.runtime import address_of
+from dear.cost.overlap import Unstated
 from dear.errors import UserError
 from dear.lazy import torch
 from dear.options import Options as AlgorithmOptions
@@ -89,6 +90,10 @@ class Horovod(Algorithm):
     # scripts/horovod.sh builds it for CPU tensors only.
     capabilities = Capabilities(consistency="synchronous", devices=("cpu",))
     bound = "wfbp"
+    overlap = Unstated(
+        "Horovod's own thread decides in each cycle what is sent; only that `backward()` waits for "
+        "everything is made here"
+    )
 
     @classmethod
     def unavailable(cls) -> str | None:

@@ -9,6 +9,7 @@ from dear.algorithms.synchronous.mgwfbp import MergedEngine
 from dear.buckets.compressors import CompressedOptions, make_compressor
 from dear.buckets.grouping import Groups, greedy, optimal
 from dear.cost.collectives import measured_call
+from dear.cost.overlap import Overlap, Transfer
 from dear.lazy import torch
 from dear.options import at_least
 from dear.training.algorithm import Algorithm, Capabilities
@@ -49,6 +50,7 @@ class Mgs(Algorithm):
 
     capabilities = Capabilities(consistency="synchronous")
     bound = "wfbp"
+    overlap = Overlap(transfers=(Transfer(kind="average", starts="gradient", awaited="pass"),))
 
     def engine(self, replica: Replica) -> SparsifyingEngine:
         return SparsifyingEngine(replica)

@@ -12,6 +12,7 @@ from dear.buckets.flat import packed_bucket
 from dear.buckets.grouping import MIB, Cost, Groups, by_total, fuse, greedy, optimal
 from dear.comm.communicator import Communicator, Work
 from dear.cost.collectives import measured_costs, table_costs
+from dear.cost.overlap import Overlap, Transfer
 from dear.errors import UserError
 from dear.lazy import torch
 from dear.options import at_least, only_with
@@ -79,6 +80,7 @@ class MgWfbp(Algorithm):
 
     capabilities = Capabilities(consistency="synchronous")
     bound = "wfbp"
+    overlap = Overlap(transfers=(Transfer(kind="average", starts="gradient", awaited="pass"),))
 
     def engine(self, replica: Replica) -> MergedEngine:
         return MergedEngine(replica)

@@ -9,6 +9,7 @@ from dear.buckets.carriers import make_carrier
 from dear.buckets.compressors import CompressedOptions
 from dear.buckets.halves import Usage
 from dear.comm.communicator import Work
+from dear.cost.overlap import Overlap, Transfer
 from dear.lazy import torch
 from dear.options import at_least
 from dear.training.algorithm import Algorithm, Capabilities
@@ -39,6 +40,7 @@ class Wfbp(Algorithm):
 
     capabilities = Capabilities(consistency="synchronous")
     bound = "wfbp"
+    overlap = Overlap(transfers=(Transfer(kind="average", starts="gradient", awaited="pass"),))
 
     def engine(self, replica: Replica) -> AveragingEngine:
         return AveragingEngine(replica, replica.params, channels=replica.options.channels)

@@ -12,13 +12,14 @@ import pytest
 from dear.algorithms.synchronous.wfbp import Wfbp
 from dear.cost.overlap import Unstated
 from dear.training.algorithm import algorithm_names
+from dear.training.tuning import Tuner
 from tests.contract.algorithms import (
     Meaning,
     algorithm_class,
     algorithm_options,
     skip_if_unavailable,
 )
-from tests.contract.by_hand import Network
+from tests.contract.by_hand import SIZES, Network, Program, on
 from tests.contract.order import Run, statement, violations
 
 LAYER_MB = 0.0001
@@ -155,3 +156,96 @@ FROM_FRONT = [[0], [1], [2], [3]]
 def test_layers_travel_together_as_options_and_costs_say(name, options, network, groups):
     run = Run(algorithm_class(name)(), algorithm_options(name, options), Network(**network))
     assert run.groups() == groups
+
+
+STATED: dict[str, set[tuple[Any, ...]]] = {
+    "sequential": {("pass", "pass", 0)},
+    "wfbp": {("gradient", "pass", 0)},
+    "cross_iteration": {("gradient", "layer", 1)},
+    "delayed": {("gradient", "step", 1)},
+    "dear": {("gradient", "step", 0), ("step", "layer", 1)},
+    "sharded": {("layer", "layer", 0), ("ahead", "ahead", 0), ("gradient", "gradient", 0)},
+    "decentralized": {("gradient", "gradient", 1), ("step", "step", 1)},
+    "beside_passes": {("model", "step", 0)},
+    "after_update": {("step", "layer", 1)},
+    "asynchronous": {("model", None, 0), ("gradient", None, 0), ("step", None, 0)},
+}
+"""What may be stated where a formula of `dear.cost.bounds` is named."""
+
+
+@pytest.mark.parametrize(("name", "options"), cases())
+def test_what_is_stated_allows_what_the_bound_assumes(name, options):
+    algorithm, typed = algorithm_class(name), algorithm_options(name, options)
+    stated, bound = algorithm.overlap_of(typed), algorithm.bound_of(typed)
+    if isinstance(stated, Unstated):
+        return
+    for t in stated.transfers:
+        later = min(t.steps_later, 1)
+        if bound == "sequential" and options.get("barrier"):  # nothing overlaps
+            assert (t.starts, t.awaited, later) == ("step", "step", 0)
+        elif not options.get("zero") or t.kind == "average":
+            assert (t.starts, t.awaited, later) in STATED[bound]
+
+
+BUSY = [
+    ("win-put", {"bucket_mb": LAYER_MB}),
+    ("push-sum", {"bucket_mb": LAYER_MB}),
+    ("asyncddp", {"bucket_mb": LAYER_MB}),
+    ("asyncddp", {"bucket_mb": LAYER_MB, "update": "step"}),
+]
+
+
+@pytest.mark.parametrize(("name", "options"), BUSY)
+def test_a_neighbour_that_takes_nothing_holds_nobody_up_and_gets_nothing_more(name, options):
+    network = Network()
+    with on(network):
+        trained = Program(algorithm_class(name)(), algorithm_options(name, options), network)
+        trained.train(2, after=network.end)
+        network.ends_itself = False  # waiting is an error from now on
+        trained.train(3)
+        sent = [e for e in network.events if e.what == "start" and e.message.carries]
+        assert [e.step for e in sent if e.step >= 2] == [2] * len(SIZES)
+        network.end()
+        trained.train(1)
+        sent = [e for e in network.events if e.what == "start" and e.message.carries]
+        assert [e.step for e in sent if e.step > 2] == [5] * len(SIZES)
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_with_credit_for_one_partition_the_most_urgent_one_goes_next(native):
+    """Each message takes longer than all gradients: all are ready when the first one has ended."""
+    network = Network(native=native, alpha_s=1.0)
+    given = {"partition_mb": LAYER_MB, "profile_steps": 1, "credit_mb": 1e-6}
+    with on(network):
+        trained = Program(
+            algorithm_class("bytescheduler")(), algorithm_options("bytescheduler", given), network
+        )
+        trained.train(1)
+        trained.optimizer.zero_grad()
+        trained.backward()
+        layers, nbytes = [], []
+        while network.under_way:
+            (work,) = network.under_way  # never more than the credit allows
+            layers.append(min(work.message.layers))
+            nbytes.append(work.nbytes)
+            work.end()
+    assert layers == [3, *[0] * 3, *[1] * 2, *[2] * 5, *[3] * 3]
+    assert max(nbytes) <= LAYER_MB * 2**20
+
+
+def test_the_tuner_of_dear_regroups_as_it_says(monkeypatch):
+    """It tries a threshold below every layer, then keeps the better one: all in one."""
+    tried = iter([LAYER_MB] * 9)
+    monkeypatch.setattr(Tuner, "observe", lambda self, seconds: None)
+    monkeypatch.setattr(Tuner, "propose", lambda self: next(tried))
+    monkeypatch.setattr(Tuner, "best", lambda self: 25.0)
+    options = algorithm_options("dear", {"fusion": "tuned", "small_kb": 0, "first_mb": None})
+    network = Network()
+    with on(network):
+        trained = Program(algorithm_class("dear")(), options, network)
+        trained.train(options.settling_steps() + 2)
+    sent = [e.message for e in network.events if e.what == "start" and e.message.carries]
+    reduced = [(m.step, sorted(m.layers)) for m in sent if m.operation == "reduce_scatter"]
+    groups = [[layers for at, layers in reduced if at == step] for step in range(network.step)]
+    assert groups[1] == groups[-1] == ALL
+    assert groups[10] == groups[40] == FROM_BEHIND

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,6 +36,9 @@ class ClusterConfig:
     """A profile of configs/networks or a bandwidth such as 100mbit or 2.5gbit."""
     time_scale: float | None = None
     """One emulated second takes this many real ones; None: chosen by what this machine can do."""
+    max_time_scale: float = 40.0
+    """The largest time scale that is chosen; a trial that needs more is `unsupported`, as too heavy
+    for this machine."""
 
     def __post_init__(self) -> None:
         at_least("cluster.hosts", self.hosts, 1)
@@ -42,6 +47,7 @@ class ClusterConfig:
         at_least("cluster.ranks_per_host", self.ranks_per_host, 1)
         if self.time_scale is not None:
             positive("cluster.time_scale", self.time_scale)
+        at_least("cluster.max_time_scale", self.max_time_scale, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +81,13 @@ class NetworkProfile:
             raise UserError(f"network {self.name!r}: jitter_us must not exceed latency_us")
         if self.loss_percent >= 100:
             raise UserError(f"network {self.name!r}: loss_percent must be below 100")
+
+    @property
+    def digest(self) -> str:
+        """Of all that the links follow; `stands_for` and `source` are for people."""
+        values = asdict(self)
+        del values["stands_for"], values["source"]
+        return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def payload_bytes_per_s(gbps: float) -> float:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from common.emulation.config import NetworkProfile
@@ -14,6 +16,9 @@ from dear.errors import UserError
 
 BUSY_TARGET = 0.6
 """Share of all cores that a step may keep busy; above it ranks wait for cores, not for links."""
+WAIT_TARGET = 0.015
+"""Share of a step that a rank's threads may wait for a core in a cell's first round; later rounds
+must stay below the 2 % from which a record is unfaithful."""
 SERIAL_TARGET = 0.05
 """Share of a step that may pass in work that runs at this machine's speed and hides nowhere."""
 
@@ -25,7 +30,8 @@ _GRADIENT_PASSES, _COMMUNICATION_PASSES, _UPDATE_PASSES = 1, 4 + 3, 3
 # Python of the model's modules, hooks and collectives, per rank and step.
 _OVERHEAD_S = 0.02
 _SMALL, _DECADE = (1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0), (10, 12, 16, 20, 30, 40, 50, 60, 80)
-_MEMORY = 64 << 20
+# More than the caches of a server hold.
+_MEMORY = 256 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +52,8 @@ class Calibration:
     cpu_s_per_byte: float
     """CPU seconds, of both ends and of the kernel between them, per byte moved over a link."""
     memory_bytes_per_s: float
-    """Bytes that one core reads and writes per second, in memory that it has used before."""
+    """Bytes that one core reads and writes per second, in memory that it has used before, while all
+    cores do."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +62,24 @@ class Choice:
 
     time_scale: float
     reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """What a trial took of the machine in its timed steps at some time scale."""
+
+    time_scale: float
+    step_s: float
+    """Emulated, as it was measured: too long where ranks waited for cores."""
+    cpu_s_per_s: float
+    """CPU seconds of all ranks per second of this machine."""
+    core_wait: float | None
+    """Of the rank that waited longest: seconds of its threads per second; None: not known."""
+
+    @property
+    def cpu_s_per_step(self) -> float:
+        """It is the same at every time scale."""
+        return self.cpu_s_per_s * self.step_s * self.time_scale
 
 
 def calibrate(hosts: Sequence[OnHost]) -> Calibration:
@@ -66,14 +91,24 @@ def calibrate(hosts: Sequence[OnHost]) -> Calibration:
         RuntimeError: the hosts cannot talk to each other.
     """
     per_byte = transfer_cost(hosts[0], hosts[1]) if len(hosts) > 1 else 0.0
-    source, target = b"\1" * _MEMORY, bytearray(_MEMORY)
+    cores = len(os.sched_getaffinity(0))
+    with ThreadPoolExecutor(cores) as pool:
+        times = list(pool.map(_copy_s, [_MEMORY // cores] * cores))
+    rate = 2 * (_MEMORY // cores) / max(times)
+    return Calibration(cpu_s_per_byte=per_byte, memory_bytes_per_s=rate)
+
+
+def _copy_s(nbytes: int) -> float:
+    """CPU seconds of this thread to copy so much from one place to another."""
+    import numpy as np  # only here: a dry run must not pay for it
+
+    source, target = np.ones(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
     best = math.inf
-    # The first round only makes the kernel hand out the pages.
     for _ in range(4):
         began = time.thread_time()  # not elapsed time: whatever else runs here does not count
-        memoryview(target)[:] = source
+        np.copyto(target, source)  # others copy meanwhile: it holds no lock
         best = min(best, time.thread_time() - began)
-    return Calibration(cpu_s_per_byte=per_byte, memory_bytes_per_s=2 * _MEMORY / best)
+    return best
 
 
 def choose_time_scale(
@@ -91,7 +126,7 @@ def choose_time_scale(
     """
     world, hosts, size = load.world_size, load.hosts, load.parameter_bytes
     link_bytes = 2 * (hosts - 1) * size
-    wire_s = link_bytes / hosts * 8 / (network.gbps * 1e9)
+    wire_s = _wire_s(load, network)
     step_s = max(load.step_s, wire_s)
     touched_s = world * size / calibration.memory_bytes_per_s
     links_cpu = link_bytes * calibration.cpu_s_per_byte
@@ -114,6 +149,39 @@ def choose_time_scale(
     if scale == 1:
         reason = f"{cpu:.2g} CPU seconds a step fit into {step_s:.2g} s of {cores} cores"
     return Choice(time_scale=scale, reason=reason)
+
+
+def needed_scale(seen: Seen, load: Load, network: NetworkProfile, cores: int) -> Choice:
+    """The smallest readable scale at which a trial would have had the cores that it needs.
+
+    Its CPU seconds per step must fit into 60 % of the cores, and its ranks' threads may wait 1.5 %
+    of a step for one. A step that lacked cores was too long: of those measured no more counts than
+    computing and sending one after the other. Waits shrink with the scale, but how fast is not
+    known: they ask for twice the scale at most, and are looked at again there.
+    """
+    step_s = min(seen.step_s, load.step_s + _wire_s(load, network))
+    busy = seen.cpu_s_per_step / (BUSY_TARGET * cores * step_s)
+    why = (
+        f"{seen.cpu_s_per_step:.2g} CPU seconds a step must fit into {BUSY_TARGET:.0%} of {cores} "
+        f"cores in {step_s:.2g} s"
+    )
+    bounds = [(busy, why)]
+    if seen.core_wait is not None:
+        longer = min(2.0, seen.core_wait / WAIT_TARGET)
+        why = (
+            f"at {seen.time_scale:g} its ranks waited {seen.core_wait:.1%} of the time for a core, "
+            f"of which {WAIT_TARGET:.1%} are allowed"
+        )
+        bounds.append((seen.time_scale * longer, why))
+    needed, why = max(bounds)
+    scale = next(scale for scale in readable_scales() if scale >= needed)
+    return Choice(time_scale=scale, reason=why)
+
+
+def _wire_s(load: Load, network: NetworkProfile) -> float:
+    """The time in which every host sends and receives 2 (H-1)/H of the parameters."""
+    link_bytes = 2 * (load.hosts - 1) / load.hosts * load.parameter_bytes
+    return link_bytes * 8 / (network.gbps * 1e9)
 
 
 def readable_scales() -> Iterator[float]:

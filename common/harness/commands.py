@@ -187,7 +187,7 @@ def _print_plan(
         print(f"{trial.title}  [{state}]")
         options = ", ".join(f"{k}={value}" for k, value in entry["trial"]["options"].items())
         print(
-            f"    {trial.measure.repeats} repeats, global batch "
+            f"    {trial.measure.plan}, global batch "
             f"{sum(trial.rank_batches)}, {trial.dtype}, {trial.backend}, "
             f"{trial.threads_per_rank} threads per rank"
             + (f", {trial.hosts} virtual hosts on {trial.network}" if trial.hosts else "")

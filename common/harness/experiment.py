@@ -185,6 +185,8 @@ class Experiment:
             for key in ("networks", "faults"):
                 if getattr(self, key):
                     raise UserError(f"{key}: need virtual hosts; add `cluster: {{hosts: 4}}`")
+            if self.measure.repeats_at_2k:
+                raise UserError("measure.repeats_at_2k: only virtual hosts have a time scale")
             return
         network_profile(self.cluster.network)
         if self.hostfile is not None:
@@ -202,6 +204,11 @@ class Experiment:
         for choice in self.models:
             replayed = is_replay(choice.name)
             check_scale(replayed, self.cluster.time_scale)
+            if self.measure.repeats_at_2k and not replayed:
+                raise UserError(
+                    f"measure.repeats_at_2k: {choice.name} computes for real, at time scale 1; "
+                    "allowed: replayed models (MODEL@DEVICE)"
+                )
             for fault in self.faults:
                 check_fault(
                     fault,
@@ -298,12 +305,16 @@ class Experiment:
         digest = None
         if learn is not None and learn.data is not None:
             digest = datasets.digest(learn.data, self._data_folder())
+        batch_size = model.batch_size or entry.batch_size
+        profile = None
+        if is_replay(model.name):
+            profile = profile_of(model.name, batch_size, model.sentence_len).digest
         return Trial(
             **{key: getattr(self, key) for key in _AS_GIVEN},
             algorithm=algorithm.name,
             options=options,
             model=model.name,
-            batch_size=model.batch_size or entry.batch_size,
+            batch_size=batch_size,
             sentence_len=sentence_len(model.name, model.sentence_len),
             world_size=world_size,
             backend=self.backend or {"cpu": "comm_core", "cuda": "nccl"}[self.device],
@@ -315,6 +326,8 @@ class Experiment:
             fault=fault,
             learn=learn,
             data_digest=digest,
+            profile_digest=profile,
+            network_digest=None if network is None else network_profile(network).digest,
         )
 
 

@@ -13,10 +13,18 @@ from typing import Any
 
 from common.emulation.cluster import EmulatedCluster, network_record
 from common.emulation.config import network_profile
-from common.emulation.dilation import Calibration, Choice, Load, calibrate, choose_time_scale
+from common.emulation.dilation import (
+    Calibration,
+    Choice,
+    Load,
+    Seen,
+    calibrate,
+    choose_time_scale,
+    needed_scale,
+)
 from common.emulation.faults import FaultInjector, blame
 from common.harness.experiment import Experiment
-from common.harness.record import REAL, FabricFacts
+from common.harness.record import REAL, FabricFacts, Result
 from common.harness.trial import Briefing, Trial
 from common.launch.hosts import Host, read_hostfile
 from common.launch.job import Job, Launcher, Outcome, make_launcher
@@ -45,12 +53,36 @@ class Fabric:
     def __exit__(self, *error: Any) -> None:
         return None
 
-    def enter_cell(self, trials: Sequence[Trial]) -> None:
+    def enter_cell(self, trials: Sequence[Trial], settled: Choice | None = None) -> None:
         """Prepares for these trials, which are compared with each other and share a network.
+
+        Args:
+            settled: the time scale of others of the cell, which these must have as well.
 
         Raises:
             RuntimeError: they cannot be run, which one line says.
         """
+
+    def slow_down(self, choice: Choice) -> None:
+        """Gives the cell another time scale; `RuntimeError` as above."""
+
+    @property
+    def time_scale(self) -> float:
+        """That of the cell under way."""
+        return 1.0
+
+    @property
+    def max_time_scale(self) -> float:
+        """The largest that may be chosen."""
+        return 1.0
+
+    def needed(self, trial: Trial, result: Result) -> Choice | None:
+        """The time scale that a repeat turned out to need, if that is more than it had.
+
+        None also where nothing may be chosen (it is given, or the model computes for real), and
+        where a fault makes steps longer than they need to be.
+        """
+        return None
 
     def briefing(self, trial: Trial, folder: Path) -> Briefing:
         """What the workers of the trial in `folder` must know of the fabric."""
@@ -77,6 +109,7 @@ class EmulatedFabric(Fabric):
         )
         self._calibration: Calibration | None = None
         self._choice = Choice(time_scale=1.0, reason="")
+        self._links = self._cluster.profile
         self._network: dict[tuple[str, float], Network] = {}
         self._events: dict[str, list[dict[str, Any]]] = {}
 
@@ -94,17 +127,42 @@ class EmulatedFabric(Fabric):
     def __exit__(self, *error: Any) -> None:
         self._cluster.__exit__(*error)
 
-    def enter_cell(self, trials: Sequence[Trial]) -> None:
+    def enter_cell(self, trials: Sequence[Trial], settled: Choice | None = None) -> None:
+        if self._calibration is None:
+            self._calibration = calibrate(self._cluster.hosts)
         largest = max(trials, key=lambda trial: trial.world_size)
-        profile = network_profile(largest.network)
-        self._choice = self._choose(largest)
-        self._cluster.set_profile(profile, self._choice.time_scale)
-        key = (profile.name, self._choice.time_scale)
+        self._links = network_profile(largest.network)
+        self.slow_down(settled or self._choose(largest))
+
+    def slow_down(self, choice: Choice) -> None:
+        self._choice, profile = choice, self._links
+        self._cluster.set_profile(profile, choice.time_scale)
+        key = (profile.name, choice.time_scale)
         if key not in self._network:
             one_by_one, together = self._cluster.measure(), self._cluster.measure_together()
             found = network_record(profile, one_by_one, together)
             found["notes"] = [*self._cluster.notes, *found["notes"]]
             self._network[key] = Network(**found)
+
+    @property
+    def time_scale(self) -> float:
+        return self._choice.time_scale
+
+    @property
+    def max_time_scale(self) -> float:
+        return self._config.max_time_scale
+
+    def needed(self, trial: Trial, result: Result) -> Choice | None:
+        if trial.time_scale is not None or trial.fault is not None or not is_replay(trial.model):
+            return None
+        seen = Seen(
+            time_scale=self.time_scale,
+            step_s=sum(trial.rank_batches) / result.rate(trial),
+            cpu_s_per_s=result.cpu_s_per_s,
+            core_wait=_core_wait(result),
+        )
+        choice = needed_scale(seen, _load(trial), self._links, _cores())
+        return choice if choice.time_scale > self.time_scale else None
 
     def briefing(self, trial: Trial, folder: Path) -> Briefing:
         return Briefing(
@@ -125,9 +183,10 @@ class EmulatedFabric(Fabric):
             outcome = super().run(trial, job)
         finally:
             events = injector.stop()
-            self._events.setdefault(trial.hash, []).extend(
-                {"repeat": job.repeat, **event} for event in events
-            )
+            # A launch may be done again.
+            others = [e for e in self._events.get(trial.hash, []) if e["repeat"] != job.repeat]
+            own = [{"repeat": job.repeat, **event} for event in events]
+            self._events[trial.hash] = others + own
         phrase = blame(outcome.error, events)
         if phrase and outcome.error is not None:
             outcome.error["message"] = f"{outcome.error['message']} ({phrase})"
@@ -139,6 +198,7 @@ class EmulatedFabric(Fabric):
             fabric="emulated",
             time_scale=self._choice.time_scale,
             time_scale_reason=self._choice.reason,
+            calibration=self._calibration,
             network=measured or Network(**network_record(network_profile(trial.network or ""), [])),
             fault_events=self._events.get(trial.hash, []),
         )
@@ -148,17 +208,31 @@ class EmulatedFabric(Fabric):
             return Choice(time_scale=trial.time_scale, reason="given")
         if not is_replay(trial.model):
             return Choice(time_scale=1.0, reason="the model computes for real")
-        if self._calibration is None:
-            self._calibration = calibrate(self._cluster.hosts)
-        profile = profile_of(trial.model, trial.batch_size, trial.sentence_len)
-        load = Load(
-            world_size=trial.world_size,
-            hosts=trial.hosts or 1,
-            parameter_bytes=profile.parameter_bytes,
-            step_s=profile.step_s,
-        )
-        network = network_profile(trial.network or "")
-        return choose_time_scale(load, network, self._calibration, len(os.sched_getaffinity(0)))
+        choice = choose_time_scale(_load(trial), self._links, self._calibration, _cores())
+        if choice.time_scale <= self.max_time_scale:
+            return choice
+        # An estimate refuses nothing; what the trials turn out to need may.
+        reason = f"cluster.max_time_scale, though {choice.reason}"
+        return Choice(time_scale=self.max_time_scale, reason=reason)
+
+
+def _load(trial: Trial) -> Load:
+    profile = profile_of(trial.model, trial.batch_size, trial.sentence_len)
+    return Load(
+        world_size=trial.world_size,
+        hosts=trial.hosts or 1,
+        parameter_bytes=profile.parameter_bytes,
+        step_s=profile.step_s,
+    )
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def _core_wait(result: Result) -> float | None:
+    """None until ranks tell."""
+    return None
 
 
 def make_fabric(experiment: Experiment, trials: Sequence[Trial]) -> Fabric:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from common.emulation.config import payload_bytes_per_s
+from common.emulation.dilation import Calibration
 from common.harness.trial import BASELINE, Trial
 from common.launch.job import Outcome
 from common.models.registry import model_entry
@@ -108,6 +109,7 @@ class FabricFacts:
     fabric: str = "real"
     time_scale: float = 1.0
     time_scale_reason: str | None = None
+    calibration: Calibration | None = None
     network: Network = field(default_factory=Network)
     fault_events: list[dict[str, Any]] = field(default_factory=list)
 

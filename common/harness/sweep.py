@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import datetime
 import fcntl
 import json
 import os
 import shutil
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
+from common.emulation.dilation import Choice
+from common.harness.cell import Cell, Turn, now, planned
 from common.harness.experiment import Experiment
 from common.harness.fabric import WORKER, Fabric
 from common.harness.record import Result, make_record
@@ -50,11 +50,10 @@ class Sweep:
 
     def __post_init__(self) -> None:
         self._path = self.folder / "records.jsonl"
-        self._run_id = f"{_now()}-{os.getpid()}"
+        self._run_id = f"{now()}-{os.getpid()}"
         self._costs: dict[tuple[Any, ...], dict[str, AlphaBeta]] = {}
         self._progress = Progress(total=0)
-        self._running: list[_Turn] = []  # of the cell under way
-        self._best_rate = 0.0
+        self._todo: list[Trial] = []
 
     def run(self, rerun: Rerun = "failed", fail_fast: bool = False) -> None:
         """Runs what has no `ok` record (or everything), and records each trial as it ends.
@@ -67,83 +66,62 @@ class Sweep:
             records.mend(self._path)
             self.comparison.save(self.folder)
             (self.folder / "machine.json").write_text(json.dumps(self.machine, indent=2))
-            todo = to_run(self.trials, self._path, rerun)
-            launches = [trial.cell for trial in todo for _ in range(trial.measure.repeats)]
+            todo = self._todo = to_run(self.trials, self._path, rerun)
+            launches = planned(todo)
             self._progress = Progress(total=len(launches), left=launches)
             if not todo:
                 return
             with self.fabric:
-                for _, cell in groupby(todo, key=lambda trial: trial.cell):
-                    if not self._run_cell([_Turn(trial) for trial in cell], fail_fast):
+                for _, trials in groupby(todo, key=lambda trial: trial.cell):
+                    if not self._run_cell(list(trials), fail_fast):
                         return
 
-    def _run_cell(self, turns: list[_Turn], fail_fast: bool) -> bool:
-        """Every repeat runs all trials, in turn; False if one failed and `fail_fast` says to stop.
-
-        Trials of a cell are compared with each other.
-        """
-        self._running, self._best_rate = turns, 0.0
-        try:
-            self.fabric.enter_cell([turn.trial for turn in turns])
-        except RuntimeError as error:  # the network is not what it should be
-            outcome = Outcome.of("failed", f"the cluster could not be prepared: {error}")
-            for turn in turns:
-                self._end(turn, outcome, 0)
-            return not fail_fast
-        for turn in turns:
-            folder = self.folder / turn.trial.id
+    def _run_cell(self, trials: list[Trial], fail_fast: bool) -> bool:
+        """False if a trial failed and `fail_fast` says to stop."""
+        for trial in trials:
+            folder = self.folder / trial.id
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
-            turn.trial.save(folder)
-            reason = _unavailable(turn.trial)
-            if reason:
-                self._end(turn, Outcome.of("unsupported", reason), 0)
-        most = max((turn.trial.measure.repeats for turn in self._running), default=0)
-        for repeat in range(most):
-            # Another one goes first in every round, so that no trial always has the same neighbour.
-            shift = repeat % max(len(self._running), 1)
-            for turn in self._running[shift:] + self._running[:shift]:
-                status = self._take_turn(turn, repeat)
-                if status not in ("ok", "unsupported") and fail_fast:
-                    return False
-        return True
+            trial.save(folder)
+        cell = Cell(
+            trials,
+            fabric=self.fabric,
+            settled=self._settled(trials),
+            base=self.experiment.base,
+            timeout_s=self.experiment.timeout_s,
+            launch=self._launch,
+            record=self._record,
+            progress=self._progress,
+            report=self.report,
+        )
+        return cell.run(_unavailable, fail_fast)
 
-    def _take_turn(self, turn: _Turn, repeat: int) -> str:
-        trial, progress = turn.trial, self._progress
-        progress.title = trial.title
-        self.report(progress)
-        began = time.monotonic()
-        try:
-            outcome, result = self._launch(trial, repeat)
-        except KeyboardInterrupt:
-            for other in self._running:
-                if other is turn or other.results:
-                    self._record(other, Outcome.of("interrupted", "Ctrl-C"))
-            raise
-        spent = time.monotonic() - began
-        turn.duration_s += spent
-        progress.spent_s.setdefault(trial.cell, []).append(spent)
-        progress.done += 1
-        progress.left.remove(trial.cell)
-        if result is None:
-            self._end(turn, outcome, repeat + 1)
-            return outcome.status
-        turn.results.append(result)
-        rate = result.rate(trial)
-        if trial.algorithm != BASELINE and rate > self._best_rate:
-            self._best_rate = rate
-            progress.best = f"{trial.label} {rate:.3g}/s"
-        if repeat + 1 == trial.measure.repeats:
-            self._end(turn, outcome, repeat + 1)
-        return "ok"
+    def _settled(self, cell: Sequence[Trial]) -> Choice | None:
+        """The time scale of trials that these are compared with and that are not run again.
 
-    def _launch(self, trial: Trial, repeat: int) -> tuple[Outcome, Result | None]:
+        Those of the same cell, and what a fault is compared with: the same without it.
+        """
+        again = {trial.hash for trial in self._todo}
+        for record in reversed(records.load(self._path)):
+            kept = record.hash not in again or record.run == self._run_id
+            if not (kept and record.ok and record.hash in self.comparison.trials):
+                continue
+            if _undisturbed(Trial.from_json(record.trial)).cell == _undisturbed(cell[0]).cell:
+                reason = record.time_scale_reason or ""
+                if not reason.startswith(_AS_THE_OTHERS):
+                    reason = _AS_THE_OTHERS + reason
+                return Choice(time_scale=record.time_scale, reason=reason)
+        return None
+
+    def _launch(
+        self, trial: Trial, repeat: int, slower: float = 1.0
+    ) -> tuple[Outcome, Result | None]:
         """Runs one repeat; the workers are told what collectives cost, if another trial knows."""
         job = Job(
             folder=self.folder / trial.id,
             repeat=repeat,
             world_size=trial.world_size,
-            timeout_s=self.experiment.timeout_s,
+            timeout_s=slower * self.experiment.timeout_s,
             worker_module=WORKER,
             env=self.experiment.worker_env,
             may_lose_ranks=trial.own_pace,
@@ -159,15 +137,7 @@ class Sweep:
             self._costs[place] = result.costs
         return outcome, result
 
-    def _end(self, turn: _Turn, outcome: Outcome, launched: int) -> None:
-        self._record(turn, outcome)
-        self._running = [other for other in self._running if other is not turn]
-        for _ in range(turn.trial.measure.repeats - launched):
-            self._progress.done += 1
-            self._progress.left.remove(turn.trial.cell)
-        self.report(self._progress)
-
-    def _record(self, turn: _Turn, outcome: Outcome) -> None:
+    def _record(self, turn: Turn, outcome: Outcome) -> None:
         record = make_record(
             turn.trial,
             turn.results,
@@ -175,20 +145,24 @@ class Sweep:
             self.machine,
             started=turn.started,
             duration_s=turn.duration_s,
-            fabric=self.fabric.describe(turn.trial),
+            fabric=turn.facts or self.fabric.describe(turn.trial),
             run=self._run_id,
+        )
+        record = dataclasses.replace(
+            record,
+            order=turn.order,
+            set_aside=turn.set_aside,
+            systematic=turn.systematic if record.ok else None,
+            notes=[*record.notes, *turn.notes],
         )
         records.append(self._path, record)
 
 
-class _Turn:
-    """A trial under way: its repeats so far."""
+_AS_THE_OTHERS = "as others of the cell, which are on record: "
 
-    def __init__(self, trial: Trial) -> None:
-        self.trial = trial
-        self.results: list[Result] = []
-        self.started = _now()
-        self.duration_s = 0.0
+
+def _undisturbed(trial: Trial) -> Trial:
+    return dataclasses.replace(trial, fault=None)
 
 
 def to_run(trials: list[Trial], path: Path, rerun: Rerun) -> list[Trial]:
@@ -230,7 +204,3 @@ def _exclusive(folder: Path) -> Iterator[None]:
         except BlockingIOError:
             raise UserError(f"another run is using {folder}; wait for it or name=OTHER") from None
         yield
-
-
-def _now() -> str:
-    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")

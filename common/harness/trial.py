@@ -53,8 +53,15 @@ class OptimizerConfig:
 class MeasureConfig:
     """How long to measure. Steps are timed one by one; the first ones are left out."""
 
-    repeats: int = 3
-    """Separate starts of the workers, interleaved with those of the compared algorithms."""
+    repeats: int | tuple[int, int] = 3
+    """Separate starts of the workers, interleaved with those of the compared algorithms; or the
+    least and the most, with `precision`."""
+    precision: float | None = None
+    """Half width of the 95 % intervals, as a share of the value, at which the trials of a cell stop
+    together; whether they differ plays no part."""
+    repeats_at_2k: int = 0
+    """Further repeats of an emulated cell at twice its time scale k, which tell how far step times
+    depend on it: the systematic error. They are no part of the result."""
     warmup_steps: int = 3
     """At least; all steps in which the algorithm still looks for its settings are left out too."""
     num_iters: int = 1
@@ -68,12 +75,48 @@ class MeasureConfig:
     """Steps that are first trained plainly and then with the algorithm, and compared."""
 
     def __post_init__(self) -> None:
-        for name in ("repeats", "num_iters", "min_steps", "check_steps"):
+        if not isinstance(self.repeats, int):
+            object.__setattr__(self, "repeats", tuple(self.repeats))
+            if len(self.repeats) != 2 or self.repeats[0] > self.repeats[1]:
+                raise UserError(
+                    f"measure.repeats: must be a number or [least, most], got {list(self.repeats)}"
+                )
+        positive("measure.precision", self.precision)
+        if isinstance(self.repeats, int) != (self.precision is None):
+            raise UserError(
+                "measure: `precision` and a range of `repeats` go together, e.g. "
+                "{repeats: [5, 12], precision: 0.02}"
+            )
+        at_least("measure.repeats", self.least_repeats, 1)
+        for name in ("num_iters", "min_steps", "check_steps"):
             at_least(f"measure.{name}", getattr(self, name), 1)
+        at_least("measure.repeats_at_2k", self.repeats_at_2k, 0)
         at_least("measure.warmup_steps", self.warmup_steps, 0)
         positive("measure.min_iter_s", self.min_iter_s)
         if self.steps_per_iter is not None:
             at_least("measure.steps_per_iter", self.steps_per_iter, 1)
+
+    @property
+    def least_repeats(self) -> int:
+        """How many there are in any case."""
+        return self.repeats if isinstance(self.repeats, int) else self.repeats[0]
+
+    @property
+    def most_repeats(self) -> int:
+        """How many there are if the intervals stay too wide."""
+        return self.repeats if isinstance(self.repeats, int) else self.repeats[1]
+
+    @property
+    def plan(self) -> str:
+        """For people: how many repeats there will be, and until when."""
+        text = f"{self.least_repeats} repeats"
+        if self.precision is not None:
+            text = (
+                f"{self.least_repeats} to {self.most_repeats} repeats, until the interval is "
+                f"+-{self.precision:.2g} of its value"
+            )
+        more = self.repeats_at_2k
+        return text + (f", and {more} at twice the time scale" if more else "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,15 +213,23 @@ class Trial:
     """Of what it learns from; None where that is made up."""
     twin: int = 0
     """Counts trials of an experiment that differ in nothing but their label."""
+    profile_digest: str | None = None
+    """Of the layer profile that is replayed; None where the model computes for real."""
+    network_digest: str | None = None
+    """Of what `network` stood for; None where nothing is emulated."""
 
     @property
     def hash(self) -> str:
         """Identity: a digest of all fields but the label."""
         values = self.to_json()
         del values["label"]
-        for key in ("learn", "data_digest"):  # later than the first records
+        # Later than the first records:
+        for key in ("learn", "data_digest", "profile_digest", "network_digest"):
             if values[key] is None:
                 del values[key]
+        for key in ("precision", "repeats_at_2k"):
+            if not values["measure"][key]:
+                del values["measure"][key]
         if self.learn is not None and self.learn.batch_sizes is None:
             del values["learn"]["batch_sizes"]  # later than the first records that learn
         text = json.dumps(values, sort_keys=True, separators=(",", ":"))

@@ -18,6 +18,14 @@ from common.models.registry import model_entry
 _LONG_UNITS = {"img": "img", "sen": "sentences"}
 
 
+@dataclass(frozen=True)
+class Planned:
+    """A launch to come, of a trial whose cell then runs so many times slower than otherwise."""
+
+    trial: Trial
+    slower: float = 1.0
+
+
 @dataclass
 class Progress:
     """What a progress line tells; counts launches, because trials take turns."""
@@ -27,15 +35,27 @@ class Progress:
     title: str = ""
     best: str = ""
     spent_s: dict[tuple[Any, ...], list[float]] = field(default_factory=dict)
-    left: list[tuple[Any, ...]] = field(default_factory=list)
-    """Cell of each launch to come."""
+    """What launches took, by cell, in seconds of a cell that is not slower."""
+    left: list[Planned] = field(default_factory=list)
+
+    def end(self, launch: Planned, spent_s: float) -> None:
+        """That launch is over."""
+        self.spent_s.setdefault(launch.trial.cell, []).append(spent_s / launch.slower)
+        self.done += 1
+        self.left.remove(launch)
+
+    def forget(self, cell: tuple[Any, ...]) -> None:
+        """What its launches took says nothing of those to come."""
+        self.spent_s.pop(cell, None)
 
     def eta_s(self) -> float | None:
         """Seconds that the remaining launches will take, None before the first has ended."""
         known = [seconds for spent in self.spent_s.values() for seconds in spent]
         if not known:
             return None
-        return sum(statistics.fmean(self.spent_s.get(cell) or known) for cell in self.left)
+        means = {cell: statistics.fmean(spent) for cell, spent in self.spent_s.items()}
+        other = statistics.fmean(known)
+        return sum(one.slower * means.get(one.trial.cell, other) for one in self.left)
 
 
 class ProgressLine:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import hashlib
 import json
 import math
 from dataclasses import dataclass, field
@@ -79,6 +81,13 @@ class Profile:
     """In the model's order."""
     shared: dict[str, str] = field(default_factory=dict)
     """Further names of parameters, with their first ones."""
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """Of all that a replay follows; `device_name` and `rule` are for people."""
+        values = dataclasses.asdict(self)
+        del values["device_name"], values["rule"]
+        return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
     @property
     def forward_s(self) -> float:

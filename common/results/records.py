@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from common.emulation.config import Fault
+from common.emulation.dilation import Calibration
 from dear.cost.bounds import StepTimes
 from dear.cost.collectives import AlphaBeta
 from dear.errors import UserError
@@ -235,6 +236,27 @@ class CostCheck:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Order:
+    """When the trial's turn was in each round of its cell: rounds are in random order."""
+
+    seed: int
+    """Of the cell's rounds; it follows from the experiment's seed and the cell."""
+    positions: list[int] = field(default_factory=list)
+    """By repeat, from 0."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SetAside:
+    """A launch that went well but is no result: evidence of why it was done again."""
+
+    repeat: int
+    time_scale: float
+    reason: str
+    iters: list[list[float]] = field(default_factory=list)
+    """Step times by block."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Record:
     """A trial that has ended. Seconds and bytes throughout; older records lack some values."""
 
@@ -256,6 +278,11 @@ class Record:
     duration_s: float
     """Set-up of the workers included."""
     machine: dict[str, Any]
+    calibration: Calibration | None = None
+    """CPU costs of the machine that the time scale was first chosen by; None where nothing is
+    emulated."""
+    order: Order | None = None
+    set_aside: list[SetAside] = field(default_factory=list)
     network: Network = field(default_factory=Network)
     fault_events: list[dict[str, Any]] = field(default_factory=list)
     iters: list[list[list[float]]] = field(default_factory=list)

@@ -22,8 +22,10 @@ from common.emulation.config import (
 from common.emulation.dilation import (
     Calibration,
     Load,
+    Seen,
     check_scale,
     choose_time_scale,
+    needed_scale,
     readable_scales,
 )
 from dear.errors import UserError
@@ -73,6 +75,7 @@ def test_an_unknown_network_is_one_clear_line(name, words):
         (ClusterConfig, {"hosts": 5000}, "cluster.hosts must be at most 4096"),
         (ClusterConfig, {"ranks_per_host": 0}, "cluster.ranks_per_host must be at least 1"),
         (ClusterConfig, {"time_scale": 0}, "cluster.time_scale must be greater than 0"),
+        (ClusterConfig, {"max_time_scale": 0.5}, "cluster.max_time_scale must be at least 1"),
         (ClusterConfig, {"kind": "real"}, "unknown key of cluster 'kind' 'real'"),
         (Fault, {"kind": "link_down"}, "needs `host:`"),
         (Fault, {"kind": "link_down", "host": 1, "rank": 1}, "has no `rank:`"),
@@ -176,6 +179,43 @@ def test_the_reason_is_one_line_with_the_numbers():
     )
     fits = choose_time_scale(BERT, linked(0.1), MACHINE, 16).reason
     assert fits.endswith("CPU seconds a step fit into 53 s of 16 cores")
+
+
+HEAVY = Seen(time_scale=5, step_s=1.3, cpu_s_per_s=1.85, core_wait=None)
+"""Horovod and BERT-Base on 2 cores, which it keeps busy all the time."""
+
+
+def need(seen: Seen, load: Load = BERT) -> float:
+    return needed_scale(seen, load, linked(10), 2).time_scale
+
+
+def test_the_scale_that_a_trial_needs_follows_from_what_it_took():
+    """CPU seconds per step stay the same; the step was too long, for it lacked cores."""
+    assert HEAVY.cpu_s_per_step == pytest.approx(12, rel=0.01)
+    assert need(HEAVY) == 16
+    easy = Seen(time_scale=16, step_s=0.73, cpu_s_per_s=1.0, core_wait=None)
+    assert need(easy) <= 16
+    # Of a step that had its cores, its own time counts: 12 / (1.2 x 0.6).
+    short = Seen(time_scale=20, step_s=0.6, cpu_s_per_s=1.0, core_wait=None)
+    assert need(short) == 20
+
+
+def test_ranks_that_wait_for_cores_need_a_larger_scale_however_idle_the_machine_is():
+    idle = Seen(time_scale=4, step_s=0.6, cpu_s_per_s=0.3, core_wait=0.014)
+    assert need(idle) <= 4
+    assert need(dataclasses.replace(idle, core_wait=0.019)) == 6
+    # How fast waits shrink is not known: no more than twice the scale at once.
+    assert need(dataclasses.replace(idle, core_wait=0.5)) == 8
+
+
+def test_the_reason_for_a_larger_scale_has_the_numbers():
+    choice = needed_scale(HEAVY, BERT, linked(10), 2)
+    assert choice.reason == "12 CPU seconds a step must fit into 60% of 2 cores in 0.83 s"
+    waiting = Seen(time_scale=4, step_s=0.6, cpu_s_per_s=0.3, core_wait=0.05)
+    choice = needed_scale(waiting, BERT, linked(10), 2)
+    assert choice.reason == (
+        "at 4 its ranks waited 5.0% of the time for a core, of which 1.5% are allowed"
+    )
 
 
 def test_only_a_replayed_model_can_be_dilated():

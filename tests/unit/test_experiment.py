@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from common.emulation.config import Fault
+from common.emulation.config import Fault, network_profile
+from common.harness import experiment as experiments
 from common.harness.experiment import load
 from common.harness.trial import (
     BASELINE,
@@ -116,6 +117,17 @@ def one_line(read, content, *overrides):
         ({"optimizer": {"name": "lion"}}, ["'optimizer' 'name' 'lion'", "adamw"]),
         ({"optimizer": {"name": "adamw", "momentum": 0.9}}, ["optimizer.momentum", "adamw"]),
         ({"measure": {"repeats": 0}}, ["measure.repeats", "at least 1"]),
+        ({"measure": {"repeats": [5, 3]}}, ["measure.repeats", "[least, most]", "[5, 3]"]),
+        ({"measure": {"repeats": [1, 2, 3]}}, ["measure.repeats", "[1, 2, 3]"]),
+        ({"measure": {"repeats": [5, 12]}}, ["`precision`", "go together"]),
+        ({"measure": {"precision": 0.02}}, ["`precision`", "go together"]),
+        ({"measure": {"repeats": [0, 2], "precision": 0.1}}, ["measure.repeats", "at least 1"]),
+        ({"measure": {"repeats": [5, 9], "precision": -1}}, ["measure.precision", "-1"]),
+        ({"measure": {"repeats_at_2k": 1}}, ["repeats_at_2k", "only virtual hosts"]),
+        (
+            {"measure": {"repeats_at_2k": 1}, "cluster": {"hosts": 2}},
+            ["repeats_at_2k", "mnist_cnn computes for real"],
+        ),
         ({"measure": 3}, ["'measure'", "mapping"]),
     ],
     ids=lambda value: next(iter(value)),
@@ -273,11 +285,63 @@ def test_hash_changes_with_every_field_but_the_label(trial):
         "fault": Fault(kind="kill_rank", rank=1),
         "learn": LearnConfig(),
         "data_digest": "0123456789abcdef",
+        "profile_digest": "0123456789abcdef",
+        "network_digest": "0123456789abcdef",
     }
     assert {*other, "label"} == {field.name for field in dataclasses.fields(Trial)}
     changed = [dataclasses.replace(trial, **{key: value}).hash for key, value in other.items()]
     assert len({trial.hash, *changed}) == len(other) + 1
     assert dataclasses.replace(trial, label="other").hash == trial.hash
+
+
+def test_hash_changes_with_what_the_profile_and_the_network_stand_for(read, monkeypatch):
+    """Not only with their names: what was measured of other definitions is not finished."""
+    content = GOOD | {
+        "models": [{"name": "resnet50@rtx2080ti-modelled", "batch_size": 64}],
+        "cluster": {"hosts": 2, "network": "10gbe"},
+        "baseline": False,
+    }
+    first = read(content).trials()[0]
+    profile, network = first.profile_digest, first.network_digest
+    assert read(content).trials()[0].hash == first.hash
+
+    loaded = experiments.profile_of("resnet50@rtx2080ti-modelled", 64)
+    said = dataclasses.replace(loaded, rule="in other words")
+    faster = dataclasses.replace(loaded, calls=loaded.calls[:-1])
+    monkeypatch.setattr(experiments, "profile_of", lambda *of: said)
+    assert read(content).trials()[0].profile_digest == profile
+    monkeypatch.setattr(experiments, "profile_of", lambda *of: faster)
+    changed = read(content).trials()[0]
+    assert changed.profile_digest != profile and changed.hash != first.hash
+    monkeypatch.undo()
+
+    links = network_profile("10gbe")
+    said = dataclasses.replace(links, source="elsewhere")
+    slower = dataclasses.replace(links, latency_us=11)
+    assert said.digest == network != slower.digest
+    monkeypatch.setattr(experiments, "network_profile", lambda name: slower)
+    changed = read(content).trials()[0]
+    assert changed.network_digest == slower.digest and changed.hash != first.hash
+
+
+def test_trials_of_earlier_records_keep_their_hash(trial):
+    """They have none of the keys that came later."""
+    values = trial.to_json()
+    for key in ("learn", "data_digest", "profile_digest", "network_digest"):
+        assert values.pop(key) is None
+    for key in ("precision", "repeats_at_2k"):
+        assert not values["measure"].pop(key)
+    assert Trial.from_json(values).hash == trial.hash
+
+
+def test_a_range_of_repeats_stays_one_through_json(read):
+    measure = {"repeats": [5, 12], "precision": 0.02}
+    trial = read(GOOD | {"measure": measure}).trials()[0]
+    assert (trial.measure.least_repeats, trial.measure.most_repeats) == (5, 12)
+    again = Trial.from_json(json.loads(json.dumps(trial.to_json())))
+    assert again == trial and again.hash == trial.hash
+    plain = read(GOOD | {"measure": {"repeats": 5}}).trials()[0].measure
+    assert (plain.least_repeats, plain.most_repeats) == (5, 5)
 
 
 def test_cell_joins_trials_that_differ_in_algorithm_or_world_size_only(trial):

@@ -1,0 +1,332 @@
+"""The trials of a cell, which are compared with each other: their rounds, order, scale and end.
+
+In each round every trial is launched once, in a random order. The first round also finds the time
+scale of an emulated cell: where a trial lacks cores the whole cell begins again at a larger one, so
+that all its trials stand for the same cluster equally well. The cell ends with a whole round: when
+it has had its repeats, or when its intervals are narrow enough.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import hashlib
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from common.emulation.dilation import Choice
+from common.harness.fabric import Fabric
+from common.harness.record import FabricFacts, Result
+from common.harness.trial import BASELINE, Trial
+from common.harness.ui import Planned, Progress
+from common.launch.job import Outcome
+from common.results.records import Order, SetAside, Systematic, mean_step_s
+
+RELAUNCHES = 2
+"""How often a repeat that was disturbed is done again."""
+_OK = Outcome(status="ok")
+
+
+@dataclass(eq=False)
+class Turn:
+    """A trial of the cell under way: its repeats so far."""
+
+    trial: Trial
+    order: Order
+    started: str = field(default_factory=lambda: now())
+    duration_s: float = 0.0
+    results: list[Result] = field(default_factory=list)
+    set_aside: list[SetAside] = field(default_factory=list)
+    at_2k: list[Result] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    facts: FabricFacts | None = None
+    """Of the fabric that the results are of; None while it is the current one."""
+
+    @property
+    def systematic(self) -> Systematic | None:
+        """None without results at 2k."""
+        if not self.at_2k or self.facts is None:
+            return None
+        return Systematic(
+            time_scale=2 * self.facts.time_scale,
+            iters=[result.iters for result in self.at_2k],
+            step_s=mean_step_s(result.iters for result in self.results),
+        )
+
+
+Launch = Callable[[Trial, int, float], tuple[Outcome, Result | None]]
+"""Runs a repeat of a trial, within so many times its time limit; no result if it did not end well.
+"""
+
+
+class _UnpreparedError(Exception):
+    """The fabric cannot run the cell."""
+
+
+class Cell:
+    """Runs trials that share model and settings.
+
+    Args:
+        trials: those of the cell that are to run.
+        settled: the time scale of the others, if there are some; it is kept.
+        base: what the trials are compared with, by label or name of its algorithm.
+        timeout_s: of a launch.
+        record: called once for every trial as it ends.
+        report: called whenever the progress has changed.
+    """
+
+    def __init__(
+        self,
+        trials: Sequence[Trial],
+        *,
+        fabric: Fabric,
+        settled: Choice | None,
+        base: str,
+        timeout_s: float,
+        launch: Launch,
+        record: Callable[[Turn, Outcome], None],
+        progress: Progress,
+        report: Callable[[Progress], None],
+    ) -> None:
+        self._seed = order_seed(trials[0])
+        self._all = [Turn(trial, Order(seed=self._seed)) for trial in trials]
+        self._running = list(self._all)
+        self._fabric, self._settled, self._base = fabric, settled, base
+        self._timeout_s, self._launch = timeout_s, launch
+        self._record, self._progress, self._report = record, progress, report
+        self._measure = trials[0].measure
+        self._best_rate = 0.0
+        self._current: Turn | None = None
+        self._spent_s = 0.0
+
+    def run(self, unavailable: Callable[[Trial], str | None], fail_fast: bool) -> bool:
+        """Runs all rounds; False if a trial failed and `fail_fast` says to stop.
+
+        Args:
+            unavailable: why a trial cannot run here, or None.
+
+        Raises:
+            KeyboardInterrupt: after the trials under way have been recorded.
+        """
+        trials = [turn.trial for turn in self._all]
+        try:
+            self._prepare(lambda: self._fabric.enter_cell(trials, self._settled))
+            for turn in self._all:
+                reason = unavailable(turn.trial)
+                if reason:
+                    self._end(turn, Outcome.of("unsupported", reason))
+            if not self._rounds(fail_fast):
+                return False
+            self._rounds_at_2k()
+        except _UnpreparedError as error:
+            outcome = Outcome.of("failed", f"the cluster could not be prepared: {error}")
+            for turn in self._running:
+                self._end(turn, _OK if turn.facts else outcome)
+            return not fail_fast
+        except KeyboardInterrupt:
+            for turn in self._running:
+                if turn.facts is not None:  # only the repeats at another scale are missing
+                    self._end(turn, _OK)
+                elif turn.results or turn is self._current:
+                    self._end(turn, Outcome.of("interrupted", "Ctrl-C"))
+            raise
+        for turn in self._running:
+            self._end(turn, _OK)
+        return True
+
+    def _prepare(self, change: Callable[[], None]) -> None:
+        """Changes the fabric."""
+        try:
+            change()
+        except RuntimeError as error:  # the network is not what it should be
+            raise _UnpreparedError(str(error)) from error
+
+    def _rounds(self, fail_fast: bool) -> bool:
+        repeat = 0
+        while self._running and not self._enough(repeat):
+            if repeat >= self._measure.least_repeats:
+                for turn in self._running:
+                    self._plan(turn)
+            for position, turn in enumerate(self._order(repeat)):
+                outcome, choice = self._take_turn(turn, repeat, position)
+                if outcome.status not in ("ok", "unsupported") and fail_fast:
+                    return False
+                if choice is not None:
+                    self._begin_again(turn, choice)
+                    repeat = -1
+                    break
+            repeat += 1
+        for turn in self._running:
+            turn.facts = self._fabric.describe(turn.trial)
+        return True
+
+    def _rounds_at_2k(self) -> None:
+        if not self._running or not self._measure.repeats_at_2k:
+            return
+        scale = 2 * self._fabric.time_scale
+        choice = Choice(time_scale=scale, reason="twice that of the cell")
+        self._prepare(lambda: self._fabric.slow_down(choice))
+        first = max(len(turn.results) for turn in self._running)
+        for repeat in range(first, first + self._measure.repeats_at_2k):
+            for turn in self._order(repeat):
+                outcome, result = self._launched(turn, repeat, slower=2.0)
+                if result is None:
+                    message = (outcome.error or {}).get("message")
+                    turn.notes.append(f"at time scale {scale:g}: {outcome.status}: {message}")
+                else:
+                    turn.at_2k.append(result)
+
+    def _enough(self, repeats: int) -> bool:
+        """Whether all trials have had their repeats, or their intervals are narrow enough."""
+        measure = self._measure
+        if repeats < measure.least_repeats:
+            return False
+        return repeats >= measure.most_repeats or self._precise()
+
+    def _precise(self) -> bool:
+        from common.results.stats import precise_enough  # numpy: a dry run must not pay for it
+
+        repeats = {turn.trial.hash: [one.steps for one in turn.results] for turn in self._running}
+        bases = {turn.trial.world_size: turn for turn in self._running if self._is_base(turn.trial)}
+        for world_size in {turn.trial.world_size for turn in self._running}:
+            base = bases.get(world_size)
+            others = [
+                repeats[turn.trial.hash]
+                for turn in self._running
+                if turn is not base and turn.trial.world_size == world_size
+            ]
+            known = base and repeats[base.trial.hash]
+            if not precise_enough(others or [known], self._measure.precision, known):
+                return False
+        return True
+
+    def _is_base(self, trial: Trial) -> bool:
+        labels = {turn.trial.label for turn in self._all}
+        return self._base == (trial.label if self._base in labels else trial.algorithm)
+
+    def _order(self, repeat: int) -> Iterator[Turn]:
+        """The trials under way, in an order that depends on the seed and the round alone."""
+        mixed = list(self._all)
+        random.Random(f"{self._seed} {repeat}").shuffle(mixed)
+        return (turn for turn in mixed if turn in self._running)
+
+    def _take_turn(self, turn: Turn, repeat: int, position: int) -> tuple[Outcome, Choice | None]:
+        """How it ended, and the time scale that the cell must have instead, if it must."""
+        outcome, result = self._undisturbed(turn, repeat)
+        if result is None:
+            self._end(turn, outcome)
+            return outcome, None
+        choice = self._fabric.needed(turn.trial, result) if repeat == 0 else None
+        if choice is not None:
+            reason = self._too_heavy(turn, choice)
+            if reason is not None:
+                turn.set_aside.append(self._aside(result, repeat, choice.reason))
+                outcome = Outcome.of("unsupported", reason)
+                self._end(turn, outcome)
+                return outcome, None
+        turn.results.append(result)
+        turn.order.positions.append(position)
+        rate = result.rate(turn.trial)
+        if turn.trial.algorithm != BASELINE and rate > self._best_rate:
+            self._best_rate = rate
+            self._progress.best = f"{turn.trial.label} {rate:.3g}/s"
+        return outcome, None if self._settled else choice
+
+    def _undisturbed(self, turn: Turn, repeat: int) -> tuple[Outcome, Result | None]:
+        """A launch; done again if the machine was disturbed meanwhile, the last one counts."""
+        for _ in range(RELAUNCHES):
+            outcome, result = self._launched(turn, repeat)
+            reason = None if result is None else disturbance(result)
+            if result is None or reason is None:
+                return outcome, result
+            turn.set_aside.append(self._aside(result, repeat, reason))
+            self._plan(turn)
+        return self._launched(turn, repeat)
+
+    def _launched(
+        self, turn: Turn, repeat: int, slower: float = 1.0
+    ) -> tuple[Outcome, Result | None]:
+        trial, progress = turn.trial, self._progress
+        progress.title = trial.title
+        self._report(progress)
+        self._current = turn
+        began = time.monotonic()
+        outcome, result = self._launch(trial, repeat, slower)
+        self._spent_s = time.monotonic() - began
+        turn.duration_s += self._spent_s
+        progress.end(Planned(trial, slower), self._spent_s)
+        return outcome, result
+
+    def _too_heavy(self, turn: Turn, choice: Choice) -> str | None:
+        """Why the trial cannot be had here at that time scale; None if it can."""
+        most = self._fabric.max_time_scale
+        if choice.time_scale > most:
+            return (
+                f"too heavy for this machine: {choice.reason}, which takes time scale "
+                f"{choice.time_scale:g}; cluster.max_time_scale is {most:g}"
+            )
+        longer_s = self._spent_s * choice.time_scale / self._fabric.time_scale
+        if longer_s > self._timeout_s and not self._settled:
+            return (
+                f"too heavy for this machine: {choice.reason}, which takes time scale "
+                f"{choice.time_scale:g} and up to {longer_s:.0f} s for a repeat; timeout_s is "
+                f"{self._timeout_s:g}"
+            )
+        return None
+
+    def _begin_again(self, heaviest: Turn, choice: Choice) -> None:
+        """At a larger time scale, for all; what was measured is kept aside."""
+        reason = f"{heaviest.trial.label}: {choice.reason}; found in the cell's first round"
+        for turn in self._running:
+            self._plan(turn, len(turn.results))
+            turn.set_aside += [self._aside(one, 0, f"time scale: {reason}") for one in turn.results]
+            turn.results, turn.order = [], Order(seed=self._seed)
+        self._best_rate = 0.0
+        # What launches took tells nothing of those to come.
+        self._progress.forget(heaviest.trial.cell)
+        self._prepare(lambda: self._fabric.slow_down(dataclasses.replace(choice, reason=reason)))
+
+    def _aside(self, result: Result, repeat: int, reason: str) -> SetAside:
+        scale = self._fabric.time_scale
+        return SetAside(repeat=repeat, time_scale=scale, reason=reason, iters=result.iters)
+
+    def _plan(self, turn: Turn, launches: int = 1) -> None:
+        """More launches than were planned."""
+        self._progress.total += launches
+        self._progress.left += [Planned(turn.trial)] * launches
+
+    def _end(self, turn: Turn, outcome: Outcome) -> None:
+        self._record(turn, outcome)
+        self._running = [other for other in self._running if other is not turn]
+        progress = self._progress
+        still = [launch for launch in progress.left if launch.trial is not turn.trial]
+        progress.done += len(progress.left) - len(still)  # they will not be
+        progress.left = still
+        self._report(progress)
+
+
+def order_seed(trial: Trial) -> int:
+    """Of the rounds of the trial's cell; the same for all of them, and in every run."""
+    text = f"{trial.seed} {trial.cell}"
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big")
+
+
+def planned(trials: Sequence[Trial]) -> list[Planned]:
+    """The launches that these take at least."""
+    found = []
+    for trial in trials:
+        found += [Planned(trial)] * trial.measure.least_repeats
+        found += [Planned(trial, slower=2.0)] * trial.measure.repeats_at_2k
+    return found
+
+
+def disturbance(result: Result) -> str | None:
+    """Why a launch tells little, as others used the machine meanwhile; None if it was quiet."""
+    return None
+
+
+def now() -> str:
+    """In UTC, for records."""
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")

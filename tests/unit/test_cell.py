@@ -1,0 +1,295 @@
+"""The rounds of a cell on a made-up fabric: order, time scale, repetitions, and when it ends."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from common.emulation.dilation import Choice
+from common.harness import cell as cells
+from common.harness.cell import Cell, Turn, order_seed, planned
+from common.harness.fabric import Fabric
+from common.harness.record import FabricFacts, Result
+from common.harness.trial import MeasureConfig, Trial
+from common.harness.ui import Progress
+from common.launch.job import Outcome
+from common.results.records import Check
+from tests.system.made import make_trial
+
+NAMES = ("ddp", "wfbp", "dear", "allreduce")
+
+
+def result(step_s: float = 1.0) -> Result:
+    return Result(
+        iters=[[step_s, step_s]],
+        cpu_s_per_s=1.0,
+        foreign_cpu_s_per_s=0.0,
+        loss=1.0,
+        check=Check(replicas_agree=True, matches_reference=True),
+    )
+
+
+class Scaled(Fabric):
+    """Trials need the time scale that `needs` says, or have enough at any."""
+
+    def __init__(self, needs: dict[str, float] | None = None) -> None:
+        self.needs, self.scales = needs or {}, [4.0]
+        self.settled: Choice | None = None
+
+    def enter_cell(self, trials: Sequence[Trial], settled: Choice | None = None) -> None:
+        self.settled = settled
+        if settled is not None:
+            self.scales = [settled.time_scale]
+
+    def slow_down(self, choice: Choice) -> None:
+        self.scales.append(choice.time_scale)
+        self.reason = choice.reason
+
+    @property
+    def time_scale(self) -> float:
+        return self.scales[-1]
+
+    @property
+    def max_time_scale(self) -> float:
+        return 40.0
+
+    def needed(self, trial: Trial, result: Result) -> Choice | None:
+        scale = self.needs.get(trial.algorithm, 1.0)
+        if scale <= self.time_scale:
+            return None
+        return Choice(time_scale=scale, reason=f"{trial.algorithm} is heavy")
+
+    def describe(self, trial: Trial) -> FabricFacts:
+        return FabricFacts(fabric="emulated", time_scale=self.time_scale)
+
+
+class Rounds:
+    """Runs a cell of `NAMES`; each launch takes no time and gives `times[name]`, or 1 s a step."""
+
+    def __init__(self, measure: MeasureConfig, needs: dict[str, float] | None = None) -> None:
+        self.trials = [make_trial(name, measure=measure) for name in NAMES]
+        self.fabric = Scaled(needs)
+        self.launched: list[tuple[str, int, float]] = []
+        self.recorded: dict[str, tuple[Turn, Outcome]] = {}
+        self.etas: list[float | None] = []
+        self.outcome: Callable[[Trial, int], Outcome | Result] = lambda trial, repeat: result()
+        self.progress = Progress(total=0)
+        self.settled: Choice | None = None
+        self.timeout_s = 600.0
+
+    def launch(self, trial: Trial, repeat: int, slower: float) -> tuple[Outcome, Result | None]:
+        self.launched.append((trial.algorithm, repeat, self.fabric.time_scale))
+        found = self.outcome(trial, repeat)
+        if isinstance(found, Result):
+            return Outcome(status="ok"), found
+        return found, None
+
+    def run(self, fail_fast: bool = False) -> bool:
+        left = planned(self.trials)
+        self.progress = Progress(total=len(left), left=left)
+        cell = Cell(
+            self.trials,
+            fabric=self.fabric,
+            settled=self.settled,
+            base="ddp",
+            timeout_s=self.timeout_s,
+            launch=self.launch,
+            record=self.record,
+            progress=self.progress,
+            report=lambda progress: self.etas.append(progress.eta_s()),
+        )
+        return cell.run(lambda trial: None, fail_fast)
+
+    def record(self, turn: Turn, outcome: Outcome) -> None:
+        assert turn.trial.algorithm not in self.recorded, "each trial is recorded once"
+        self.recorded[turn.trial.algorithm] = turn, outcome
+
+    def order(self, repeat: int) -> list[str]:
+        return [name for name, index, _ in self.launched if index == repeat]
+
+    def statuses(self) -> dict[str, str]:
+        return {name: outcome.status for name, (_, outcome) in self.recorded.items()}
+
+
+def test_rounds_are_in_random_order_that_the_seed_repeats():
+    rounds = Rounds(MeasureConfig(repeats=6))
+    assert rounds.run()
+    orders = [rounds.order(repeat) for repeat in range(6)]
+    assert all(sorted(order) == sorted(NAMES) for order in orders)
+    assert len(set(map(tuple, orders))) > 2, "not the same in each round, nor one and its reverse"
+    # Neighbours change, which a rotation would not do.
+    behind = {order[i + 1] for order in orders for i in range(3) if order[i] == "ddp"}
+    assert len(behind) > 1
+    for name in NAMES:
+        turn, outcome = rounds.recorded[name]
+        assert outcome.status == "ok" and len(turn.results) == 6
+        assert turn.order.positions == [order.index(name) for order in orders]
+        assert turn.order.seed == order_seed(rounds.trials[0])
+    again = Rounds(MeasureConfig(repeats=6))
+    again.run()
+    assert again.launched == rounds.launched
+    other = make_trial("ddp", measure=MeasureConfig(repeats=6), seed=2)
+    assert order_seed(other) != order_seed(rounds.trials[0])
+
+
+def test_a_heavy_trial_slows_the_whole_cell_and_what_was_measured_before_is_set_aside():
+    rounds = Rounds(MeasureConfig(repeats=2), needs={"dear": 16.0})
+    assert rounds.run()
+    assert rounds.fabric.scales == [4.0, 16.0]
+    assert rounds.fabric.reason == "dear: dear is heavy; found in the cell's first round"
+    early = [name for name, _, scale in rounds.launched if scale == 4.0]
+    assert early == rounds.order(0)[: rounds.order(0).index("dear") + 1]
+    assert [scale for _, _, scale in rounds.launched[len(early) :]] == [16.0] * 8
+    for name in NAMES:
+        turn, outcome = rounds.recorded[name]
+        assert outcome.status == "ok" and len(turn.results) == len(turn.order.positions) == 2
+        assert turn.facts.time_scale == 16.0
+        aside = [(one.repeat, one.time_scale, one.iters) for one in turn.set_aside]
+        assert aside == ([(0, 4.0, [[1.0, 1.0]])] if name in early else [])
+    assert (rounds.progress.done, rounds.progress.left) == (rounds.progress.total, [])
+
+
+@pytest.mark.parametrize("limit", ["scale", "time"])
+def test_a_trial_that_is_too_heavy_has_no_number_and_slows_nobody(limit, monkeypatch):
+    rounds = Rounds(MeasureConfig(repeats=2), needs={"dear": 50.0 if limit == "scale" else 20.0})
+    if limit == "time":
+        rounds.timeout_s = 40.0
+        clock = iter(range(0, 1000, 10))  # each launch takes 10 s
+        monkeypatch.setattr(cells.time, "monotonic", lambda: next(clock))
+    assert rounds.run()
+    assert rounds.fabric.scales == [4.0]
+    turn, outcome = rounds.recorded["dear"]
+    assert outcome.status == "unsupported" and turn.results == []
+    assert outcome.error["message"].startswith("too heavy for this machine: dear is heavy")
+    wanted = "cluster.max_time_scale is 40" if limit == "scale" else "timeout_s is 40"
+    assert wanted in outcome.error["message"]
+    assert len(turn.set_aside) == 1, "what it was judged by"
+    assert sorted(rounds.statuses().values()) == ["ok", "ok", "ok", "unsupported"]
+    assert (rounds.progress.done, rounds.progress.left) == (rounds.progress.total, [])
+
+
+def test_a_cell_that_goes_on_keeps_its_scale():
+    rounds = Rounds(MeasureConfig(repeats=2), needs={"dear": 16.0, "wfbp": 80.0})
+    rounds.settled = Choice(time_scale=8.0, reason="as the others")
+    assert rounds.run()
+    assert rounds.fabric.scales == [8.0]
+    assert rounds.statuses() == dict.fromkeys(NAMES, "ok") | {"wfbp": "unsupported"}
+
+
+def test_a_cell_stops_together_when_its_intervals_are_narrow():
+    measure = MeasureConfig(repeats=(3, 8), precision=0.02)
+    quiet = Rounds(measure)
+    assert quiet.run()
+    assert len(quiet.launched) == 3 * len(NAMES)
+
+    noisy = Rounds(measure)
+    noise = [1.0, 1.3, 0.8, 1.2, 0.9, 1.1, 1.4, 0.7]
+    noisy.outcome = lambda trial, repeat: result(
+        noise[repeat] if trial.algorithm == "dear" else 1.0
+    )
+    assert noisy.run()
+    assert len(noisy.launched) == 8 * len(NAMES), "one wide interval keeps all of them going"
+    assert (noisy.progress.done, noisy.progress.left) == (noisy.progress.total, [])
+
+
+def test_a_large_difference_does_not_stop_a_cell():
+    """Stopping as soon as something is significant would make false words of luck."""
+    rounds = Rounds(MeasureConfig(repeats=(3, 6), precision=0.02))
+    noise = [1.0, 1.1, 0.9, 1.05, 0.95, 1.0]
+    rounds.outcome = lambda trial, repeat: result(
+        noise[repeat]
+        * (0.2 if trial.algorithm == "dear" else 1.0)
+        * (1 + 0.1 * (repeat % 2) * (trial.algorithm == "dear"))
+    )
+    assert rounds.run()
+    assert len(rounds.launched) == 6 * len(NAMES)
+
+
+def test_a_disturbed_launch_is_done_again_twice_at_most_and_kept_as_evidence(monkeypatch):
+    disturbed = {("dear", 1): 1, ("wfbp", 0): 9}  # how often
+
+    def outcome(trial: Trial, repeat: int) -> Result:
+        left = disturbed.get((trial.algorithm, repeat), 0)
+        disturbed[trial.algorithm, repeat] = left - 1
+        return result(7.0 if left > 0 else 1.0)
+
+    def disturbance(one: Result) -> str | None:
+        return "a canary took 9 % longer" if one.steps[0] == 7.0 else None
+
+    monkeypatch.setattr(cells, "disturbance", disturbance)
+    rounds = Rounds(MeasureConfig(repeats=2))
+    rounds.outcome = outcome
+    assert rounds.run()
+    dear, wfbp, ddp = (rounds.recorded[name][0] for name in ("dear", "wfbp", "ddp"))
+    assert [one.steps[0] for one in dear.results] == [1.0, 1.0]
+    assert [(one.repeat, one.reason) for one in dear.set_aside] == [(1, "a canary took 9 % longer")]
+    # The last one counts, whatever it is; its note says so.
+    assert [one.steps[0] for one in wfbp.results] == [7.0, 1.0]
+    assert [(one.repeat, one.iters) for one in wfbp.set_aside] == [(0, [[7.0, 7.0]])] * 2
+    assert ddp.set_aside == []
+    assert len(rounds.launched) == 2 * len(NAMES) + 3
+    assert (rounds.progress.done, rounds.progress.left) == (rounds.progress.total, [])
+
+
+def test_repeats_at_twice_the_scale_give_the_systematic_error():
+    rounds = Rounds(MeasureConfig(repeats=2, repeats_at_2k=2))
+    slow = {"dear": 0.97}
+    rounds.outcome = lambda trial, repeat: result(
+        slow.get(trial.algorithm, 1.0) if rounds.fabric.time_scale == 8.0 else 1.0
+    )
+    assert rounds.run()
+    assert [scale for _, _, scale in rounds.launched] == [4.0] * 8 + [8.0] * 8
+    assert [repeat for _, repeat, _ in rounds.launched] == [0] * 4 + [1] * 4 + [2] * 4 + [3] * 4
+    turn, _ = rounds.recorded["dear"]
+    assert turn.facts.time_scale == 4.0 and len(turn.results) == 2, "they are no result"
+    assert turn.systematic.time_scale == 8.0
+    assert turn.systematic.iters == [[[0.97, 0.97]]] * 2
+    assert turn.systematic.relative == pytest.approx(0.03)
+    assert rounds.recorded["ddp"][0].systematic.relative == 0.0
+
+
+def test_what_goes_wrong_at_twice_the_scale_costs_no_result():
+    def outcome(trial: Trial, repeat: int) -> Outcome | Result:
+        if repeat < 2:
+            return result()
+        if trial.algorithm == "dear":
+            return Outcome.of("timeout", "longer than 2 s")
+        if trial.algorithm == rounds.order(2)[-1] and len(rounds.order(2)) == len(NAMES):
+            raise KeyboardInterrupt
+        return result()
+
+    rounds = Rounds(MeasureConfig(repeats=2, repeats_at_2k=1))
+    rounds.outcome = outcome
+    with pytest.raises(KeyboardInterrupt):
+        rounds.run()
+    assert rounds.statuses() == dict.fromkeys(NAMES, "ok")
+    turn, _ = rounds.recorded["dear"]
+    assert turn.systematic is None
+    assert turn.notes in ([], ["at time scale 8: timeout: longer than 2 s"])
+
+
+def test_the_time_to_go_counts_rounds_at_twice_the_scale_twice(monkeypatch):
+    clock = iter(range(0, 10_000, 5))  # each launch takes 5 s
+    monkeypatch.setattr(cells.time, "monotonic", lambda: next(clock))
+    rounds = Rounds(MeasureConfig(repeats=1, repeats_at_2k=1))
+    assert rounds.run()
+    # Before the second launch: 3 at k and 4 at 2k are to come.
+    assert rounds.etas[:2] == [None, 3 * 5 + 4 * 10]
+
+
+def test_fail_fast_stops_and_other_trials_go_on_without_it():
+    def outcome(trial: Trial, repeat: int) -> Outcome | Result:
+        return Outcome.of("failed", "broken") if trial.algorithm == "dear" else result()
+
+    rounds = Rounds(MeasureConfig(repeats=2))
+    rounds.outcome = outcome
+    assert not rounds.run(fail_fast=True)
+    assert rounds.statuses() == {"dear": "failed"}
+    rounds = Rounds(MeasureConfig(repeats=2))
+    rounds.outcome = outcome
+    assert rounds.run()
+    assert rounds.statuses() == dict.fromkeys(NAMES, "ok") | {"dear": "failed"}
+    assert [turn.results for turn, _ in [rounds.recorded["dear"]]] == [[]]
+    assert dataclasses.asdict(rounds.recorded["ddp"][0].order)["positions"] != []

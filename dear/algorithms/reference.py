@@ -2,9 +2,10 @@
 
 A reference is a generator that makes one step at each `next`. `ranks.x` and `ranks.g` are the
 trained parameters and their gradients of all ranks, one row for each; `ranks.update()` makes each
-rank's optimizer step with its row of `ranks.g`. When it is asked for a step, `ranks.g` holds what
-each rank's backward pass gave. `tests/contract` holds the algorithms to these; an algorithm that is
-not here has its reference in its own file, by the name `reference`.
+rank's optimizer step with its row of `ranks.g`, and `ranks.local_size` ranks share a host. When it
+is asked for a step, `ranks.g` holds what each rank's backward pass gave. `tests/contract` holds the
+algorithms to these, and a benchmark compares its trials with them; an algorithm that is not here
+has its reference in its own file, by the name `reference`.
 
 Averaging with weights `W[sender, receiver]` is `x <- W' x`, a product with the rows of all ranks.
 Nobody waits in one-sided algorithms, so what a rank finds depends on who was when where: written
@@ -13,14 +14,39 @@ out here, all wait (`barrier`), or (`asyncddp`) ranks make their steps one after
 
 from __future__ import annotations
 
+import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import count
 from typing import Any
 
+from dear.buckets.compressors import SPARSE
 from dear.lazy import torch
 from dear.topology import graph, matrix, splitting
 from dear.topology.schedules import TopologyReg, one_peer_machines, schedule
+from dear.training.algorithm import algorithm_class
+
+
+def reference_of(name: str, options: Any) -> Callable[[Any, Any], Iterator[None]] | None:
+    """The reference of algorithm `name` with these options; None: there is none.
+
+    What replicas promise is one, too: those that say that they train as one process would are held
+    to that. Elements that are chosen among many (`error_feedback`) depend on what travels together,
+    which is tensors here; what some compressors send has no reference.
+    """
+    found = algorithm_class(name)
+    own = sys.modules[found.__module__]
+    if hasattr(own, "reference"):
+        return own.reference
+    compression = getattr(options, "compression", "none")
+    if getattr(options, "density", 1.0) < 1 and compression in SPARSE:
+        return error_feedback if compression == "eftopk" else None
+    if compression in ("efsignum", "powersgd"):
+        return None
+    if compression == "signum":
+        return majority
+    promised = {"synchronous": average, "delayed": delayed}.get(found.capabilities.consistency)
+    return globals().get(name.replace("-", "_"), promised)
 
 
 def average(ranks: Any, options: Any) -> Iterator[None]:
@@ -58,13 +84,21 @@ mgs = average
 """With density=1; otherwise `error_feedback`, of merged groups instead of tensors."""
 
 
-def dadt(ranks: Any, options: Any) -> Iterator[None]:
-    """x <- x - update(mean of the g of `delay` steps before); `close` applies what is left."""
+def majority(ranks: Any, options: Any) -> Iterator[None]:
+    """x_i <- x_i - update(what most of the g say, of 1 and -1)."""
+    while True:
+        ranks.g = torch.where(ranks.g >= 0, 1.0, -1.0).double().sum(0).sign()
+        ranks.update()
+        yield
+
+
+def delayed(ranks: Any, options: Any) -> Iterator[None]:
+    """x <- x - update(mean of the g of some steps before); `close` applies what is left."""
     held: deque[Any] = deque()
     try:
         while True:
-            held.append(ranks.g.mean(0) if options.average else ranks.g.sum(0))
-            if len(held) > options.delay:
+            held.append(ranks.g.mean(0) if getattr(options, "average", True) else ranks.g.sum(0))
+            if len(held) > options.staleness():
                 ranks.g = held.popleft()
                 ranks.update()
             yield
@@ -73,11 +107,16 @@ def dadt(ranks: Any, options: Any) -> Iterator[None]:
             ranks.update()
 
 
+dadt = delayed
+
+
 def neighbor(ranks: Any, options: Any) -> Iterator[None]:
     """awc: x <- W' x - update(g(x)); atc: x <- W' (x - update(g(x)))."""
     for step in count():
         due = step % options.every == options.every - 1
-        weights = _weights(options, len(ranks.x), step) if due else torch.eye(len(ranks.x)).double()
+        weights = torch.eye(len(ranks.x)).double()
+        if due:
+            weights = _weights(options, ranks, step // options.every)
         if options.combine == "atc":
             ranks.update()
         ranks.x = weights.T @ ranks.x
@@ -88,10 +127,8 @@ def neighbor(ranks: Any, options: Any) -> Iterator[None]:
 
 def decentralized(ranks: Any, options: Any) -> Iterator[None]:
     """x <- (1 - a) x + a W' x - update(g(x)); everybody starts equal, so the first W is 1."""
-    size = len(ranks.x)
-    made = TopologyReg.make(
-        options.topology, world_size=size, rank=0, local_world_size=options.ranks_per_node or 1
-    )
+    size, node = len(ranks.x), options.ranks_per_node or ranks.local_size
+    made = TopologyReg.make(options.topology, world_size=size, rank=0, local_world_size=node)
     for step in count():
         weights = torch.eye(size).double()
         for edge in made.edges_at(step) if step else ():
@@ -144,21 +181,22 @@ def push_diging(ranks: Any, options: Any) -> Iterator[None]:
         yield
 
 
-def _weights(options: Any, size: int, step: int) -> Any:
-    """`W[sender, receiver]` of a step of `neighbor`."""
-    machines = size // options.local_size if options.hierarchical else size
+def _weights(options: Any, ranks: Any, step: int) -> Any:
+    """`W[sender, receiver]` of round `step` of `neighbor`."""
+    size, local_size = len(ranks.x), options.local_size or ranks.local_size
+    machines = size // local_size if options.hierarchical else size
     if machines == 1 or options.dynamic == "none":
         weights = torch.as_tensor(matrix(graph(options.topology, machines)))
     else:
         weights = torch.eye(machines).double()
         for rank in range(machines):
-            peers = schedule(options.dynamic, machines, rank, options.local_size or 1)
+            peers = schedule(options.dynamic, machines, rank, local_size)
             if options.hierarchical:
                 peers = one_peer_machines(machines, rank)
             sources = peers(step)[1]
             weights[[rank, *sources], rank] = 1 / (1 + len(sources))
     if options.hierarchical:  # the ranks of a machine are one
-        inside = torch.full((options.local_size,) * 2, 1 / options.local_size).double()
+        inside = torch.full((local_size,) * 2, 1 / local_size).double()
         weights = torch.kron(weights, inside)
     return weights
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -308,13 +307,9 @@ TABLE: dict[str, Meaning] = {
 
 
 def reference_of(name: str, options: dict[str, Any]) -> Any:
-    """The serial reference: `reference` in the algorithm's own file, else the one of its name."""
-    own = sys.modules[algorithm_class(name).__module__]
-    if hasattr(own, "reference"):
-        return own.reference
-    if options.get("compression") == "eftopk":
-        return references.error_feedback
-    return getattr(references, name.replace("-", "_"))
+    """The serial reference with these options, or with the first that are tested."""
+    given = options or Meaning.of(name).options[0]
+    return references.reference_of(name, algorithm_options(name, given))
 
 
 def skip_if_unavailable(name: str) -> None:

@@ -30,7 +30,7 @@ class Rows:
     """All ranks' parameters, without models: `update` is plain SGD."""
 
     def __init__(self, x: torch.Tensor, rate: float = 0.0) -> None:
-        self.x, self.g, self.rate = x, torch.zeros_like(x), rate
+        self.x, self.g, self.rate, self.local_size = x, torch.zeros_like(x), rate, 1
 
     def update(self, rank: int | None = None) -> None:
         change = torch.zeros_like(self.x)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import dear
+from common.harness.worker.serial import Ranks
 from dear.comm import runtime
 from dear.comm.neighbors import GlobalAverage
 from dear.topology import graph, matrix, recv_weights
@@ -19,7 +20,6 @@ from tests.contract.loops import loss_of, make_model, mine, steps
 from tests.contract.models import loss_of as loss_of_kind
 from tests.contract.models import make_model as make_kind
 from tests.contract.models import make_optimizer
-from tests.contract.ranks_in_one import Ranks
 from tests.contract.training import difference, state_of
 from tests.ranks import RankPool
 

@@ -15,9 +15,9 @@ from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR
 
 import dear
+from common.harness.worker.serial import Ranks
 from tests.contract.algorithms import Meaning, algorithm_options, reference_of
 from tests.contract.models import batch, loss_of, make_model, make_optimizer
-from tests.contract.ranks_in_one import Ranks
 
 STEPS = 5
 States = dict[str, dict[str, np.ndarray]]

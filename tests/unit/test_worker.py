@@ -11,6 +11,7 @@ import torch
 from common.harness.record import Result, make_record
 from common.harness.trial import BASELINE, MeasureConfig
 from common.harness.worker import correctness, costs, plain
+from common.harness.worker.correctness import Farthest
 from common.harness.worker.measure import steps_of_all
 from common.harness.worker.training import step_parts, typical, untimed_steps
 from common.launch.job import Outcome
@@ -195,7 +196,15 @@ def test_the_spread_is_the_largest_difference_and_infinite_for_nan(world):
     assert world(2).run(_spread_of, [1.0, math.nan, 3.0]) == [math.inf, math.inf]
 
 
-def test_a_mean_that_has_not_moved_does_not_pass():
-    start, wanted = {"w": torch.zeros(3)}, {"w": torch.ones(3)}
-    off = correctness.distance(start, wanted, start, ["w"])
-    assert all(off > tolerance for tolerance in correctness.MEAN_TOLERANCE.values())
+def test_the_farthest_tensor_counts_and_rounding_is_no_error():
+    start = {"large": torch.zeros(10_000), "small": torch.zeros(2), "still": torch.ones(2)}
+    wanted = {name: value + 1.0 for name, value in start.items()} | {"still": torch.ones(2)}
+
+    def found(**changed):
+        return correctness.farthest(wanted | changed, wanted, start, start, least=1e-3)
+
+    assert found() == Farthest()
+    assert found(small=torch.zeros(2)) == Farthest(error=1.0, tensor="small")
+    # What has hardly moved is measured by its own size.
+    assert found(still=torch.ones(2) + 1e-7).error == pytest.approx(1.2e-4, rel=0.05)
+    assert found(still=torch.full((2,), math.nan)) == Farthest(error=math.inf, tensor="still")

@@ -28,9 +28,9 @@ from common.harness.record import Result
 from common.harness.trial import Briefing, Trial
 from common.harness.worker import correctness
 from common.harness.worker.costs import CostSamples, fits, time_collectives
+from common.harness.worker.inquiry import Inquiry
 from common.harness.worker.learning import learn
 from common.harness.worker.measure import Measured, measure_steps
-from common.harness.worker.plain import Reference
 from common.harness.worker.training import Training, typical, untimed_steps
 from common.models.pace import set_pace
 from common.models.registry import build
@@ -126,27 +126,31 @@ def _timed(
                 limits["costs"] = fits(samples, scale)
             limits["local_size"] = dear.local_size()
         phase("training plainly, to compare with")
-        reference = Reference(trial, workload, steps)
-        compute = vars(reference.compute)
+        inquiry = Inquiry(trial, workload, steps)
+        compute = vars(inquiry.compute)
         limits["compute"] = StepTimes(**{name: s / scale for name, s in compute.items()})
     phase("wrapping the model")
     training = Training(trial, workload)
-    verdict = Check()
     if steps:
         phase("comparing with plain training")
-        verdict = reference.compare(training)
-        del reference
+        inquiry.first_steps(training)
     phase("warming up")
     training.warm_up(max(untimed_steps(trial) - steps, 0 if steps else 1))
     phase("measuring")
     _say(["Running benchmark..."])
     training.parts.clear()
+    if steps:
+        inquiry.look_away()
     measured = measure_steps(training.step, trial.measure, communicator, training.last_step_s)
+    parts, check = list(training.parts), Check()
+    if steps:
+        phase("comparing all steps with a reference")
+        check = inquiry.end(training)
     phase("checking that the replicas agree")
     training.synchronize()
     spread = correctness.replica_spread(workload.model, communicator)
     agree, apart = spread == 0.0, None
-    if training.consistency in correctness.MEAN_TOLERANCE:
+    if training.consistency in correctness.APART:
         apart = correctness.consensus_distance(workload.model, communicator)
         agree = apart <= correctness.CONSENSUS_LIMIT
     losses = communicator.gather_objects(training.loss.item())
@@ -166,10 +170,10 @@ def _timed(
         bytes_per_step=measured.bytes_sent or None,
         cpu_s_per_s=measured.cpu_s,
         foreign_cpu_s_per_s=measured.foreign_cpu_s,
-        breakdown=_breakdown(trial, scale, measured, training.parts),
+        breakdown=_breakdown(trial, scale, measured, parts),
         loss=float(np.mean(losses)),
         check=dataclasses.replace(
-            verdict, replicas_agree=agree, replica_spread=spread, consensus_distance=apart
+            check, replicas_agree=agree, replica_spread=spread, consensus_distance=apart
         ),
         statistics=statistics if any(statistics) else None,
         **limits,

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 import torch
 
 from dear.comm.communicator import Communicator
 
-# Largest difference to plain training, relative to how far training moved the parameters. A lost
-# or doubled step gives about 1; rounding, magnified by a few steps, stays far below.
-TOLERANCE = {"float32": 0.02, "float64": 1e-6, "bfloat16": 0.2}
-# The same for the mean of replicas that are meant to differ. Their gradients are those of other
-# points, and stale in asynchronous training: this only says that it moved to about where plain
-# training went, rather than not at all, which is 1. Tests compare the algorithms with their
-# equations.
-MEAN_TOLERANCE = {"decentralized": 0.75, "asynchronous": 0.95}
+
+@dataclass(frozen=True, kw_only=True)
+class Farthest:
+    """The tensor that is farthest off, relative to how far it should have moved."""
+
+    error: float = 0.0
+    tensor: str | None = None
+
+
+APART = ("decentralized", "asynchronous")
+"""Promises under which replicas differ."""
 # Largest distance of a replica to the mean of all, relative to the norm of the mean.
 CONSENSUS_LIMIT = 1.0
 _PIECE = 1 << 20
@@ -27,16 +31,37 @@ def snapshot(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
-def distance(
-    state: Mapping[str, torch.Tensor] | Means,
-    wanted: dict[str, torch.Tensor],
-    start: dict[str, torch.Tensor],
-    names: list[str],
-) -> float:
-    """Norm of `state - wanted` over norm of `wanted - start`, over the parameters `names`."""
-    off = sum(_squared_distance(state[name], wanted[name]) for name in names)
-    moved = sum(_squared_distance(wanted[name], start[name]) for name in names)
-    return (off / moved) ** 0.5 if moved else float("inf") if off else 0.0
+def rounding(dtype: str, steps: int) -> float:
+    """Relative to a tensor's norm, what its rounding may add up to in so many steps.
+
+    Averages of parameters round several times in each.
+    """
+    return 8 * torch.finfo(getattr(torch, dtype)).eps * max(steps, 1) ** 0.5
+
+
+def farthest(
+    state: Mapping[str, torch.Tensor],
+    wanted: Mapping[str, torch.Tensor],
+    start: Mapping[str, torch.Tensor],
+    names: Iterable[str],
+    least: float,
+) -> Farthest:
+    """The worst of the tensors `names`: norm of `state - wanted` over norm of `wanted - start`.
+
+    Args:
+        least: the latter counts as at least so many times the norm of `wanted`. A tensor that
+            hardly moves differs by rounding, which is no error.
+    """
+    worst = Farthest()
+    for name in names:
+        off = _squared_distance(state[name], wanted[name]) ** 0.5
+        moved = _squared_distance(wanted[name], start[name]) ** 0.5
+        moved = max(moved, least * wanted[name].double().norm().item())
+        error = off / moved if moved else float("inf") if off else 0.0
+        error = error if math.isfinite(error) else math.inf
+        if error > worst.error:
+            worst = Farthest(error=error, tensor=name)
+    return worst
 
 
 def _squared_distance(one: torch.Tensor, other: torch.Tensor) -> float:

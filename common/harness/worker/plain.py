@@ -15,10 +15,10 @@ import torch
 import dear
 from common.harness.trial import Trial
 from common.harness.worker import correctness
+from common.harness.worker.correctness import Farthest
 from common.harness.worker.training import Training, make_optimizer
 from common.models import pace
 from common.models.workload import Workload
-from common.results.records import Check
 from dear.comm import runtime
 from dear.comm.communicator import Communicator
 from dear.cost.bounds import StepTimes, compute_limit_s
@@ -53,21 +53,28 @@ class Reference:
         optimizer.zero_grad()
         workload.model.load_state_dict(self._start)
 
-    def compare(self, training: Training) -> Check:
-        """Trains the same steps with the algorithm and says how far it ended from there."""
+    def train(self, training: Training) -> None:
+        """The same steps with the algorithm."""
         self._seed()
         training.run(self._steps)
         training.synchronize()
+
+    def farthest(self, tolerance: float) -> Farthest:
+        """How far the model is from where plain training led, of the worst tensor of any rank.
+
+        Args:
+            tolerance: what rounding alone is held to be below.
+        """
         names = [name for name, _ in self._workload.model.named_parameters()]
+        least = correctness.rounding(self._trial.dtype, self._steps) / tolerance
         # Not a copy: the memory check counts on it.
         reached = self._workload.model.state_dict()
-        tolerance = correctness.TOLERANCE[self._trial.dtype]
-        if training.consistency in correctness.MEAN_TOLERANCE:
-            # Replicas differ; only their mean goes where plain training does, roughly.
-            reached = correctness.Means(reached, runtime.communicator())
-            tolerance = correctness.MEAN_TOLERANCE[training.consistency]
-        off = correctness.distance(reached, self._wanted, self._start, names)
-        return Check(reference_error=off, matches_reference=off <= tolerance)
+        here = correctness.farthest(reached, self._wanted, self._start, names, least)
+        return max(runtime.communicator().gather_objects(here), key=lambda one: one.error)
+
+    def forget(self) -> None:
+        """Lets go of the copies of the model."""
+        self._start = self._wanted = {}
 
     def _seed(self) -> None:
         # Dropout then draws the same masks in both trainings; each rank has its own.

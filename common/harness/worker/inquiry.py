@@ -1,0 +1,141 @@
+"""Whether a trial trains rightly: its first steps, and all steps to the end of the timed ones."""
+
+from __future__ import annotations
+
+import dear
+from common.harness.trial import BASELINE, Trial
+from common.harness.worker import serial
+from common.harness.worker.correctness import Farthest
+from common.harness.worker.invariants import hold
+from common.harness.worker.plain import Reference
+from common.harness.worker.training import Training
+from common.harness.worker.witness import Testimony, Witness
+from common.models.registry import is_replay
+from common.models.workload import Workload
+from common.results.records import Check
+from dear.algorithms import reference as references
+from dear.comm import runtime
+
+# Largest error of any tensor, relative to how far it moved. Rounding alone stays far below; a step
+# that is lost is an error of 1 / steps at least.
+TOLERANCE = {"float32": 1e-4, "float64": 1e-9, "bfloat16": 0.05}
+# The same after some steps of a model that computes: what rounding changes in the parameters, the
+# next gradients magnify.
+COMPUTED_TOLERANCE = {"float32": 2e-3, "float64": 1e-7, "bfloat16": 0.2}
+# At least, where gradients travel in a smaller type.
+WIRE_TOLERANCE = {"fp16": 5e-3, "bf16": 0.05}
+
+
+class Inquiry:
+    """Of one trial on this rank; everything goes on all ranks at once.
+
+    Args:
+        workload: as it is before an algorithm wraps it. It is trained plainly, and left as it was.
+        steps: the first ones, which are compared in whole tensors, where plain training is what the
+            algorithm promises.
+    """
+
+    def __init__(self, trial: Trial, workload: Workload, steps: int) -> None:
+        self._trial, self._workload = trial, workload
+        self._plain = Reference(trial, workload, steps)
+        self.compute = self._plain.compute
+        """Seconds of this machine that a step takes without communication."""
+        self._witness = Witness(workload.model, trial.seed)
+        self._reference = (
+            references.average
+            if trial.algorithm == BASELINE
+            else references.reference_of(trial.algorithm, trial.options)
+        )
+
+    def first_steps(self, training: Training) -> None:
+        """Trains them, plainly trained before, with the algorithm."""
+        self._sent = runtime.communicator().bytes_sent
+        self._witness.attend(self._workload.model)
+        self._plain.train(training)
+        self._first = None
+        if self._reference in (references.average, references.delayed) and training.consistency in (
+            "synchronous",
+            "delayed",
+        ):
+            self._first = self._plain.farthest(self._tolerance(computed=True))
+        self._plain.forget()
+
+    def look_away(self) -> None:
+        """Lets timed steps be as undisturbed as may be."""
+        self._witness.look_away()
+
+    def end(self, training: Training) -> Check:
+        """One more step; rank 0 says what was found. Parameters are current afterwards."""
+        self._witness.look()
+        training.step()
+        training.synchronize()
+        communicator = runtime.communicator()
+        sent = communicator.bytes_sent - self._sent
+        told = self._witness.end(self._workload.model), sent
+        seen = communicator.gather_objects(told)
+        if dear.rank() != 0:
+            return Check()
+        return self._judged(training.consistency, [one for one, _ in seen], sum(n for _, n in seen))
+
+    def _tolerance(self, computed: bool) -> float:
+        trial = self._trial
+        computed = computed and not is_replay(trial.model)
+        least = (COMPUTED_TOLERANCE if computed else TOLERANCE)[trial.dtype]
+        return max(least, WIRE_TOLERANCE.get(getattr(trial.options, "compression", "none"), 0.0))
+
+    def _judged(self, consistency: str, seen: list[Testimony], sent_bytes: int) -> Check:
+        trial, local_size = self._trial, dear.local_size()
+        if consistency == "asynchronous" and not trial.options.in_step():
+            size = sum(p.nbytes for p in self._workload.model.parameters() if p.requires_grad)
+            held = hold(trial, self._reference, seen, local_size, sent_bytes, size)
+            return Check(
+                judged_by="invariants",
+                matches_reference=held.finding is None,
+                finding=held.finding,
+                worst_tensor=held.drift.tensor,
+                end_error=held.drift.error,
+            )
+        if self._reference in (None, references.error_feedback):
+            return Check(judged_by="replicas", finding=_why(trial))
+        return self._compared(seen, local_size)
+
+    def _compared(self, seen: list[Testimony], local_size: int) -> Check:
+        limit = self._tolerance(computed=False)
+        found = serial.compare(self._trial, self._reference, seen, local_size, limit)
+        finding, worst = None, found.end
+        if self._first is not None:
+            first_limit = self._tolerance(computed=True)
+            if self._first.error > first_limit:
+                finding = _off("after the first steps", self._first, first_limit)
+            if self._first.error / first_limit > worst.error / limit:
+                worst = self._first
+        if finding is None and found.end.error > limit:
+            finding = _off("at the end", found.end, limit)
+        if finding is None and found.read.error > limit:
+            finding = (
+                f"the forward pass of step {found.read_in} read other values of "
+                f"{found.read.tensor} than the step before should have left"
+            )
+            worst = found.read
+        return Check(
+            judged_by="reference",
+            matches_reference=finding is None,
+            reference_error=None if self._first is None else self._first.error,
+            end_error=found.end.error,
+            worst_tensor=worst.tensor,
+            finding=finding,
+        )
+
+
+def _off(when: str, worst: Farthest, limit: float) -> str:
+    return f"{when} {worst.tensor} is off by {worst.error:.2g} of its way (at most {limit:g})"
+
+
+def _why(trial: Trial) -> str:
+    compression = getattr(trial.options, "compression", "none")
+    if compression != "none":
+        return (
+            f"only replicas were compared: what {compression} leaves out depends on what travels "
+            "together"
+        )
+    return f"only replicas were compared: {trial.algorithm} has no serial reference"

@@ -1,0 +1,114 @@
+"""What holds for ranks that wait for nobody, whatever order they came in.
+
+Nothing tells which of a neighbour's values a rank has averaged with, so there is no path that it
+must have taken. But where each rank would be alone is known from its own gradients. Averaging moves
+ranks from there towards each other, every tensor of them, without moving their mean much, and with
+no more bytes than the algorithm declares.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from common.harness.trial import Trial
+from common.harness.worker.correctness import Farthest
+from common.harness.worker.serial import Reference, Sample, again, alone
+from common.harness.worker.witness import Testimony
+from dear.cost.bounds import Message
+from dear.training.algorithm import algorithm_class
+
+LEAST_ROUNDS = 4
+"""With fewer averages nothing can be said."""
+CLOSER = 0.25
+"""Share of the way from each rank alone to all in step that ranks must have come together."""
+DRIFT = 0.5
+"""How far the mean of all ranks may be from where it would be without averaging, relative to how
+far it moved and to how far ranks alone are apart. Stale values move it a little."""
+TOUCHED = 1e-3
+"""A tensor that differs from the rank alone by less, relative to how far ranks alone are apart, has
+not been averaged."""
+HEADERS = 1.02
+"""Bytes that may be sent, relative to what is declared: messages carry steps and weights."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """What was found: None where all holds."""
+
+    finding: str | None
+    drift: Farthest
+    """Of the mean, of the worst tensor."""
+
+
+def hold(
+    trial: Trial,
+    reference: Reference | None,
+    seen: Sequence[Testimony],
+    local_size: int,
+    sent_bytes: int,
+    parameter_bytes: int,
+) -> Held:
+    """Looks at all of them.
+
+    Args:
+        reference: with all ranks in step.
+        sent_bytes: by all ranks together, since the first step.
+        parameter_bytes: of one replica.
+    """
+    sample = Sample(seen)
+    start = np.stack([one.start for one in seen]).astype(np.float64)
+    end = np.stack([one.end for one in seen]).astype(np.float64)
+    apart = _last(again(trial, alone, seen, local_size))
+    distance = sample.norms(_from_mean(apart)).max(axis=0)
+    moved = sample.norms(np.broadcast_to(apart.mean(0) - start.mean(0), end.shape))
+    drift = sample.farthest(
+        sample.norms(np.broadcast_to(end.mean(0) - apart.mean(0), end.shape)), moved + distance
+    )
+    together = 0.0
+    if reference is not None:
+        in_step = _last(again(trial, reference, seen, local_size))
+        together = _typical(sample.norms(_from_mean(in_step)), distance)
+    came = _typical(sample.norms(_from_mean(end)), distance)
+    untouched = sample.norms(end - apart).max(axis=0) <= TOUCHED * distance
+    finding = None
+    if not np.isfinite(end).all() or drift.error > DRIFT:
+        finding = f"the mean of {drift.tensor} has gone elsewhere than gradients have moved it"
+    elif came > 1 - CLOSER * (1 - together):
+        finding = (
+            f"ranks are {came:.2f} as far apart as each alone would be; {together:.2f} in step"
+        )
+    elif untouched.any():
+        finding = f"{seen[0].names[int(untouched.argmax())]} was never averaged"
+    declared = _declared(trial, local_size, sample.steps) * parameter_bytes
+    if finding is None and declared is not None and not 0 < sent_bytes <= HEADERS * declared:
+        finding = f"{sent_bytes:,} bytes were sent, and at most {declared:,.0f} are declared"
+    return Held(finding=finding, drift=drift)
+
+
+def _last(path: Iterable[np.ndarray]) -> np.ndarray:
+    return deque(path, maxlen=1)[0]
+
+
+def _from_mean(x: np.ndarray) -> np.ndarray:
+    return x - x.mean(axis=0)
+
+
+def _typical(norms: np.ndarray, distance: np.ndarray) -> float:
+    """Of the farthest rank, the median over the tensors, relative to `distance`."""
+    return float(np.median(norms.max(axis=0)[distance > 0] / distance[distance > 0]))
+
+
+def _declared(trial: Trial, local_size: int, steps: int) -> float | None:
+    """Sizes of all messages of all ranks in so many steps, in units of the parameters."""
+    made = algorithm_class(trial.algorithm).traffic(trial.options, trial.world_size, local_size)
+    if made is None:
+        return None
+    shares = [
+        sum(part.share * (1 if isinstance(part, Message) else len(part.ranks)) for part in step)
+        for step in made.steps
+    ]
+    return sum(shares[step % len(shares)] for step in range(steps))

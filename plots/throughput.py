@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from common.results.table import csv_text, significant
 from plots import style
 
 _GREY = "#666666"
-# So that numbers stay readable on lines.
+# So that reasons stay readable on lines.
 _HALO = [patheffects.withStroke(linewidth=2.5, foreground="white", alpha=0.8)]
 
 
@@ -59,10 +60,7 @@ def _panel(
     axis: Axes, rows: list[tuple[Row, str]], colour: dict[str, str], single: Row | None
 ) -> None:
     first = rows[0][0]
-    most = max(row.throughput for row, _ in rows)
-    # Few repeats may have an interval many times as long as its bar: it leaves the figure then.
-    ends = [row.ci_high or 0.0 for row, _ in rows if not row.doubt]
-    most = max(most, min(max(ends, default=0.0), 1.6 * most))
+    most = _longest([row for row, _ in rows if not row.doubt] or [row for row, _ in rows])
     ideal = None
     if single is not None and not single.doubt and single.world_size != first.world_size:
         ideal = single.throughput * first.world_size
@@ -73,6 +71,7 @@ def _panel(
     axis.set_yticks(range(len(rows)), [_wrapped(row.algorithm) for row, _ in rows])
     for label, (row, _) in zip(axis.get_yticklabels(), rows, strict=True):
         label.set_color(_GREY if row.doubt else "black")
+        label.set_fontsize(6.5 if "\n" in label.get_text() else 9)
     axis.invert_yaxis()
     axis.tick_params(axis="y", length=0)
     if ideal is not None:
@@ -80,9 +79,9 @@ def _panel(
         axis.annotate(
             f"{first.world_size} x single worker",
             (ideal, -0.62),
-            ha="right",
+            ha="right" if ideal > 0.4 * most else "left",
             va="bottom",
-            xytext=(-3, 0),
+            xytext=(-3 if ideal > 0.4 * most else 3, 0),
             textcoords="offset points",
             fontsize=7,
             color="#555555",
@@ -94,8 +93,17 @@ def _panel(
     axis.set_xlabel(f"{first.unit}, all workers together", fontsize=8)
 
 
+def _longest(rows: list[Row]) -> float:
+    """What the axis must hold: all bars, and intervals unless they are far longer than any bar.
+
+    Few repeats can have such intervals; they leave the figure then.
+    """
+    most = max(row.throughput for row in rows)
+    return max(most, min(max(row.ci_high or 0.0 for row in rows), 1.6 * most))
+
+
 def _bar(axis: Axes, place: int, row: Row, colour: str) -> None:
-    """A bar with its interval and number; a grey one with its reason where it is not believed."""
+    """A bar with its interval and number; a grey one with the reason where it is not believed."""
     if row.doubt:
         axis.barh(place, row.throughput, color="#e4e4e4", height=0.72)
         reason = textwrap.shorten(f"({significant(row.throughput)}) {row.doubt}", 75)
@@ -109,14 +117,14 @@ def _bar(axis: Axes, place: int, row: Row, colour: str) -> None:
         end = row.ci_high
         error = [[row.throughput - row.ci_low], [row.ci_high - row.throughput]]
         axis.errorbar(row.throughput, place, xerr=error, color="#222222", capsize=2.5, lw=1)
-    text, at = f" {significant(row.throughput)}", (min(end, axis.get_xlim()[1] / 1.15), place)
-    more = {"xytext": (3, 0), "path_effects": _HALO}
+    text, at = significant(row.throughput), (min(end, axis.get_xlim()[1] / 1.15), place)
+    more = {"xytext": (5, 0), "bbox": {"facecolor": "white", "edgecolor": "none", "pad": 0.8}}
     axis.annotate(text, at, textcoords="offset points", va="center", **more)
 
 
 def _wrapped(label: str) -> str:
     """On lines that leave most of the figure to the bars."""
-    return "\n".join(textwrap.wrap(label, 26)) if len(label) > 26 else label
+    return "\n".join(textwrap.wrap(re.sub(r",\s*", ", ", label), 30)) if len(label) > 26 else label
 
 
 def _about(good: list[Record], table: list[Row]) -> str:

@@ -1,0 +1,105 @@
+"""The bench of words on pairs of equal trials, and the figure that shows what is believed."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from subprocess import CompletedProcess
+
+import pytest
+from matplotlib.colors import to_hex
+
+from bench import words
+from common.harness.experiment import load
+from common.results.records import Comparison, append
+from plots import style, throughput
+from tests.unit.test_rows import record
+
+MACHINE = {"cores": 2, "cpu": "CPU", "packages": {"torch": "2"}, "commit": "abc"}
+
+
+def varied(algorithm, factors, step_s=0.1, **more):
+    made = record(algorithm, step_s, **more)
+    iters = [[[step_s * factor] * 2] for factor in factors]
+    return dataclasses.replace(made, iters=iters, machine=MACHINE)
+
+
+@pytest.fixture
+def sweep(tmp_path):
+    """`sweep(records)` is the folder of a sweep that holds them."""
+
+    def sweep(records, compare_to="ddp"):
+        for one in records:
+            append(tmp_path / "records.jsonl", one)
+        trials = tuple(one.hash for one in records)
+        Comparison(compare_to=compare_to, trials=trials).save(tmp_path)
+        return tmp_path
+
+    return sweep
+
+
+def twin(made, factor=1.0):
+    trial = made.trial | {"label": f"{made.label} again", "twin": 1}
+    iters = [[[step * factor for step in made.iters[i - 1][0]]] for i, _ in enumerate(made.iters)]
+    return dataclasses.replace(made, hash=f"{made.hash}-again", trial=trial, iters=iters)
+
+
+def test_words_of_twins_are_judged_among_the_pairs_of_a_cell(sweep, capsys):
+    ddp, dear = varied("ddp", (1, 1.01, 0.99)), varied("dear", (1, 1.002, 0.998))
+    doubted = dataclasses.replace(varied("wfbp", (1, 1, 1)), notes=["disturbed: very"])
+    folder = sweep([ddp, twin(ddp), dear, twin(dear), doubted, twin(doubted)])
+    assert words.main(["read", str(folder)]) == 0
+    out = capsys.readouterr().out
+    assert "0 of 2 rows (0.0%) have a false word; SAME 2, UNSURE 0; 1 are not believed" in out
+    assert "disturbed: very" in out
+    folder = sweep([ddp, twin(ddp), dear, twin(dear, 1.1)])
+    assert words.main(["read", str(folder)]) == 1
+    assert "1 of 2 rows (50.0%) have a false word" in capsys.readouterr().out
+    assert words.main(["read", str(sweep([ddp, dear]))]) == 1
+
+
+def test_sweeps_of_twins_have_every_algorithm_twice(monkeypatch, tmp_path):
+    ran = []
+    monkeypatch.setattr(
+        words.subprocess, "run", lambda command: ran.append(command) or CompletedProcess(command, 1)
+    )
+    monkeypatch.setattr(words, "read", lambda folders: len(folders))
+    assert words.main(["twins", "2", str(words.DEFAULT)]) == 2
+    given = load(words.DEFAULT)
+    for index, command in enumerate(ran):
+        overrides = [text for flag, text in itertools.pairwise(command) if flag == "--set"]
+        changed = load(words.DEFAULT, overrides)
+        assert changed.name == f"{given.name}-twins-{index}" and changed.measure == given.measure
+        labels = [trial.label for trial in changed.trials()]
+        titles = [one.title for one in given.algorithms]
+        assert labels == [label for one in titles for label in (one, f"{one} again")]
+        assert changed.base == given.base
+
+
+def test_the_figure_is_grey_where_a_number_is_not_believed(sweep, tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(style, "save", lambda figure, stem: drawn.append(figure) or [])
+    reason = "unfaithful: ranks waited for a core for 9 % of a step"
+    folder = sweep(
+        [
+            varied("none", (1, 1, 1), world=1),
+            varied("ddp", (1, 1.01, 0.99)),
+            dataclasses.replace(varied("horovod", (1, 1.1, 0.9), 0.01), notes=[reason]),
+            varied("dear", (1,), 0.05, label="a label, " * 8),
+            varied("wfbp", (1, 2), 0.05),
+        ]
+    )
+    throughput.draw(folder, tmp_path)
+    (axis,) = drawn[0].axes
+    names = [text.get_text() for text in axis.get_yticklabels()]
+    bars = dict(zip(names, axis.patches, strict=True))
+    assert to_hex(bars["horovod"].get_facecolor()) == "#e4e4e4"
+    assert to_hex(bars["ddp"].get_facecolor()) == "#0072b2"
+    texts = [text.get_text() for text in axis.texts]
+    assert f"(1600) {reason}" in texts and {"160", "320"} <= set(texts)
+    # Two whiskers: one repeat has none, and what is not believed shows none.
+    assert len(axis.containers) - len(bars) == 2
+    # Neither what is not believed nor an interval of two repeats makes the others small.
+    assert axis.get_xlim()[1] < 700
+    about = drawn[0].get_supxlabel().replace("\n", " ")
+    assert "95 % t interval" in about and "grey: not believed" in about

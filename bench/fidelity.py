@@ -4,7 +4,8 @@
   python bench/fidelity.py links         rates of the links, asked and measured; bar 2 %
   python bench/fidelity.py compute       replayed steps against their profiles; bar 2 %
   python bench/fidelity.py collective    a 4-rank all-reduce at 1 Gb/s against the wire; bar 6 %
-  python bench/fidelity.py scales        the same trial at time scales k and 2k; bar 3 %
+  python bench/fidelity.py scales        the same trials at time scales k and 2k; bar 1.5 %, and 1 %
+                                         for the ratio to the first
 
 Exit status: 0 within the bar, 1 not or something failed, 2 a mistake in the options.
 """
@@ -32,11 +33,12 @@ import yaml
 from bench.collectives import measure
 from bench.rig import session
 from bench.rig.output import Output, note
-from bench.rig.table import Ratio, bucket_bytes, bus_factor, digits, layout, parse_size, slowest
+from bench.rig.table import bucket_bytes, bus_factor, digits, layout, parse_size, slowest
 from bench.rig.team import Layout, Teams
 from common.emulation import network, sandbox
 from common.emulation.cluster import EmulatedCluster
 from common.emulation.config import NetworkProfile
+from common.models import registry
 from dear.errors import UserError, unknown
 from dear.lazy import torch
 from dear.options import positive
@@ -191,7 +193,7 @@ _WARMUP_STEPS = 2
 
 def compute(args: argparse.Namespace, check: Check) -> int:
     """Does a replayed step take as long as its profile says? Every profile that there is."""
-    from common.models import pace, profile, registry
+    from common.models import pace, profile
 
     cases = []
     for model, sizes in profile.batch_sizes().items():
@@ -215,8 +217,6 @@ def compute(args: argparse.Namespace, check: Check) -> int:
 
 
 def _replay(case: Replay, repeats: int) -> None:
-    from common.models import registry
-
     generator = torch.Generator().manual_seed(1)
     workload = registry.build(case.model, case.batch_size, None, generator)
     for index in range(_WARMUP_STEPS + repeats):
@@ -317,30 +317,59 @@ def all_reduce(args: argparse.Namespace, check: Check) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Scales(Case):
-    """An algorithm: the median emulated step time of every round at k and at 2k."""
+    """A trial of a sweep: mean emulated step times of its repeats at time scales k and 2k."""
 
-    bar_percent = 3.0
-    header = ("algorithm", "n", "step at k", "step at 2k", "k / 2k by round", "off")
+    bar_percent = 1.5
+    ratio_bar_percent: ClassVar[float] = 1.0
+    header = (
+        *("model", "algorithm", "k", "n", "step at k", "step at 2k", "off"),
+        *("ratio to base", "ratio off"),
+    )
 
+    model: str
     algorithm: str
-    at_k_s: list[float] = field(default_factory=list)
-    at_2k_s: list[float] = field(default_factory=list)
+    time_scale: float
+    at_k_s: list[float]
+    at_2k_s: list[float]
+    base_at_k_s: float
+    """Mean step of the algorithm that the others are compared with."""
+    base_at_2k_s: float
 
     @property
     def off_percent(self) -> float:
-        """How much longer a step is at k than at 2k."""
-        return 100 * (statistics.median(self.at_k_s) / statistics.median(self.at_2k_s) - 1)
+        """T(k) - T(2k) as a share of T(k)."""
+        return 100 * (1 - statistics.fmean(self.at_2k_s) / statistics.fmean(self.at_k_s))
+
+    @property
+    def ratio(self) -> float:
+        """Of the mean step at k to that of the base."""
+        return statistics.fmean(self.at_k_s) / self.base_at_k_s
+
+    @property
+    def ratio_off_percent(self) -> float:
+        """By how much that ratio is larger than at 2k."""
+        at_2k = statistics.fmean(self.at_2k_s) / self.base_at_2k_s
+        return 100 * (self.ratio / at_2k - 1)
+
+    @property
+    def verdict(self) -> str:
+        near = abs(self.ratio_off_percent) <= self.ratio_bar_percent
+        return super().verdict if near else "MISSED"
 
     def cells(self) -> list[str]:
-        # Either may come first in a round: of the last one there may be but half.
-        ratio = Ratio.of(self.at_k_s, self.at_2k_s)
         return [
-            *(self.algorithm, str(len(self.at_2k_s))),
-            f"{digits(statistics.median(self.at_k_s), 4)} s",
-            f"{digits(statistics.median(self.at_2k_s), 4)} s",
-            ratio.spread() if ratio else "-",
+            *(self.model.partition("@")[0], self.algorithm, f"{self.time_scale:g}"),
+            f"{len(self.at_k_s)} + {len(self.at_2k_s)}",
+            f"{digits(statistics.fmean(self.at_k_s) * 1e3, 4)} ms",
+            f"{digits(statistics.fmean(self.at_2k_s) * 1e3, 4)} ms",
             f"{self.off_percent:+.2f} %",
+            f"{self.ratio:.3f}",
+            f"{self.ratio_off_percent:+.2f} % of {self.ratio_bar_percent:g} %",
         ]
+
+
+_COMPARED = ["ddp", "horovod", "wfbp", "dear", "dadt", "decentralized"]
+_MODELS = [f"{name}@rtx2080ti-modelled" for name in ("bert_base", "resnet50", "densenet201")]
 
 
 class SweepError(Exception):
@@ -349,77 +378,99 @@ class SweepError(Exception):
 
 def scales(args: argparse.Namespace, check: Check) -> int:
     """Do two time scales give the same emulated step time?"""
-    cases = [Scales(algorithm=name) for name in args.algorithms]
-    records: list[dict[str, Any]] = []
-    failures = []
-    try:
-        with tempfile.TemporaryDirectory(prefix="fidelity-") as folder:
-            for index in range(args.repeats):
-                # The scale that goes first alternates, as does whatever disturbs the machine.
-                both = (args.time_scale, 2 * args.time_scale)
-                for scale in both if index % 2 == 0 else reversed(both):
-                    found = _sweep(args, scale, f"scale-{scale:g}-round-{index}", Path(folder))
-                    records += found
-                    for case, record in itertools.product(cases, found):
-                        if record["trial"]["algorithm"] == case.algorithm:
-                            times = case.at_k_s if scale == args.time_scale else case.at_2k_s
-                            times.append(_step_s(record, index))
-                    check.save(cases, sweeps=records)
-    except SweepError as error:
-        failures.append(str(error))
-    remark = (
-        f"# {args.model} bs={args.batch_size}, {args.hosts} hosts, {args.network}, "
-        f"time scales {args.time_scale:g} and {2 * args.time_scale:g}"
-    )
-    measured = [case for case in cases if case.at_k_s and case.at_2k_s]
-    return check.end(measured, remark, failures=failures)
+    cases: list[Scales] = []
+    sweeps: list[dict[str, Any]] = []
+    failures: list[str] = []
+    with tempfile.TemporaryDirectory(prefix="fidelity-") as folder:
+        for index, model in enumerate(args.models):
+            try:
+                found = _sweep(args, model, f"scales-{index}", Path(folder))
+            except SweepError as error:
+                failures.append(str(error))
+                continue
+            sweeps += found
+            failures += [_failure(record) for record in found if record["status"] != "ok"]
+            cases += _compared(found, args.algorithms[0])
+            check.save(cases, sweeps=sweeps)
+    remark = f"# {args.hosts} hosts, {args.network}; ratios to {args.algorithms[0]}"
+    return check.end(cases, remark, failures=failures)
 
 
-def experiment(args: argparse.Namespace, scale: float, name: str) -> dict[str, Any]:
+def experiment(args: argparse.Namespace, model: str, name: str) -> dict[str, Any]:
     """The keys of the experiment file of one sweep."""
-    steps = {"steps_per_iter": args.steps}
+    cluster = {"hosts": args.hosts, "network": args.network}
+    if args.time_scale is not None:
+        cluster["time_scale"] = args.time_scale
+    measure = {"repeats": args.repeats, "repeats_at_2k": args.repeats, "check_steps": 1}
+    measure |= {"warmup_steps": 2, "steps_per_iter": args.steps}
     return {
         "name": name,
         "algorithms": list(args.algorithms),
-        "models": [{"name": args.model, "batch_size": args.batch_size}],
+        "models": [{"name": model, "batch_size": registry.model_entry(model).batch_size}],
         "world_sizes": [args.hosts],
         "baseline": False,
-        "cluster": {"hosts": args.hosts, "network": args.network, "time_scale": scale},
-        "measure": {"repeats": 1, "warmup_steps": 2, "check_steps": 1, **steps},
+        "cluster": cluster,
+        "optimizer": {"name": "sgd", "lr": 0.01},
+        "measure": measure,
         "timeout_s": 1800.0,
     }
 
 
-def _sweep(args: argparse.Namespace, scale: float, name: str, folder: Path) -> list[dict[str, Any]]:
+def _compared(records: Sequence[dict[str, Any]], base: str) -> list[Scales]:
+    """Those that have been measured at both scales, if the base is one of them."""
+    times = {}
+    for record in records:
+        if record["status"] == "ok" and record["systematic"]:
+            both = (record["iters"], record["systematic"]["iters"])
+            times[record["trial"]["algorithm"]] = tuple(
+                [statistics.fmean(itertools.chain(*blocks)) for blocks in repeats]
+                for repeats in both
+            )
+    if base not in times:
+        return []
+    at_k_s, at_2k_s = map(statistics.fmean, times[base])
+    return [
+        Scales(
+            model=record["trial"]["model"],
+            algorithm=record["trial"]["algorithm"],
+            time_scale=record["time_scale"],
+            at_k_s=times[record["trial"]["algorithm"]][0],
+            at_2k_s=times[record["trial"]["algorithm"]][1],
+            base_at_k_s=at_k_s,
+            base_at_2k_s=at_2k_s,
+        )
+        for record in records
+        if record["trial"]["algorithm"] in times
+    ]
+
+
+def _failure(record: dict[str, Any]) -> str:
+    said = (record["error"] or {}).get("message")
+    return f"{record['trial']['model']} {record['trial']['algorithm']}: {record['status']}: {said}"
+
+
+def _sweep(args: argparse.Namespace, model: str, name: str, folder: Path) -> list[dict[str, Any]]:
     """The records of one run of the driver."""
     path = folder / f"{name}.yaml"
-    path.write_text(yaml.safe_dump(experiment(args, scale, name)))
+    path.write_text(yaml.safe_dump(experiment(args, model, name)))
     driver = str(Path(__file__).parents[1] / "benchmarks.py")
     command = [sys.executable, driver, "run", str(path), "--json", "--quiet"]
     command += ["--no-plot", "--logs", str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     if done.returncode == 2:
         raise UserError(done.stderr.strip().removeprefix("error: "))
+    note(done.stderr.strip())
     if not done.stdout.strip():
         last = (done.stderr.strip().splitlines() or ["nothing was said"])[-1]
-        raise SweepError(f"the sweep at scale {scale:g} failed: {last}")
+        raise SweepError(f"the sweep of {model} failed: {last}")
     return json.loads(done.stdout)
-
-
-def _step_s(record: dict[str, Any], index: int) -> float:
-    title = f"{record['trial']['algorithm']} at {record.get('time_scale')}"
-    if record["status"] != "ok":
-        raise SweepError(f"{title}: {record['status']}: {(record['error'] or {}).get('message')}")
-    step = statistics.median(step for repeat in record["repeats"] for step in repeat)
-    note(f"round {index + 1}: {title}: {step:.4f} s a step  {'; '.join(record['notes'])}".rstrip())
-    return step
 
 
 CHECKS = {
     "links": (links, Link, 5, "rates of the links, asked and measured"),
     "compute": (compute, Replay, 5, "replayed steps against their profiles"),
     "collective": (all_reduce, AllReduce, 7, "an all-reduce against the wire"),
-    "scales": (scales, Scales, 3, "the same trial at time scales k and 2k"),
+    "scales": (scales, Scales, 3, "the same trials at time scales k and 2k"),
 }
 """What runs, its cases, rounds by default, and what it compares."""
 
@@ -432,8 +483,12 @@ def main(argv: list[str]) -> int:
         raise session.NeedsSandbox
     if args.what == "scales":
         positive("--time-scale", args.time_scale)
-        if len(set(args.algorithms)) != len(args.algorithms):
-            raise UserError(f"--algorithms names one twice: {' '.join(args.algorithms)}")
+        for option, names in (("--algorithms", args.algorithms), ("--models", args.models)):
+            if len(set(names)) != len(names):
+                raise UserError(f"{option} names one twice: {' '.join(names)}")
+        for model in args.models:
+            if not registry.is_replay(model):
+                raise UserError(f"--models {model}: has no time scale; use MODEL@DEVICE")
     with Output(args.json) as output:
         check, kind, *_ = CHECKS[args.what]
         return check(args, Check(args.what, kind, output))
@@ -456,10 +511,9 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     add("--size", default="25Mi", help="bytes to reduce")
     add("--mtu", nargs="+", type=int, default=[1500], help="packet sizes of the links, in bytes")
     add = made["scales"]
-    add("--time-scale", type=float, default=10.0, help="k; the other scale is 2k")
-    add("--algorithms", nargs="+", default=["ddp", "dear"], metavar="NAME", help="algorithms")
-    add("--model", default="bert_base@rtx2080ti-modelled", help="a replayed model")
-    add("--batch-size", type=int, default=64, help="samples per worker")
+    add("--time-scale", type=float, default=None, help="k; else what the sweep finds by itself")
+    add("--algorithms", nargs="+", default=_COMPARED, metavar="NAME", help="the base first")
+    add("--models", nargs="+", default=_MODELS, metavar="NAME", help="replayed models")
     add("--hosts", type=int, default=4, help="virtual hosts, one rank each")
     add("--network", default="10gbe", help="network profile or bandwidth")
     add("--steps", type=int, default=3, help="timed steps in each round")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
@@ -166,14 +167,36 @@ def test_an_all_reduce_is_compared_with_its_payload_and_with_its_frames():
     assert fidelity.AllReduce(engine="comm_core", mtu=9000, payload_s=1.0).framed_s < 1.01
 
 
-def test_scales_are_compared_by_their_medians_and_by_whole_rounds():
-    case = fidelity.Scales(algorithm="ddp", at_k_s=[1.0, 1.03, 1.2], at_2k_s=[0.9, 1.0, 1.0])
-    assert case.off_percent == pytest.approx(3.0)
-    for ended in ("at_k_s", "at_2k_s"):
-        times = {"at_k_s": [1.0, 1.0], "at_2k_s": [2.0, 2.0]}
-        times[ended].pop()
-        case = fidelity.Scales(algorithm="ddp", **times)
-        assert "(0.50..0.50, 1 rounds)" in fidelity.table(fidelity.Scales, [case])
+def at_two_scales(algorithm, at_k_s, at_2k_s, status="ok"):
+    systematic = {"time_scale": 16.0, "iters": [[[step]] for step in at_2k_s]}
+    return {
+        "trial": {"model": "m@d", "algorithm": algorithm},
+        "status": status,
+        "error": None,
+        "time_scale": 8.0,
+        "iters": [[[step - 0.1, step], [step + 0.1]] for step in at_k_s],
+        "systematic": systematic if at_2k_s else None,
+    }
+
+
+def test_scales_are_compared_by_means_and_by_the_ratio_to_the_base():
+    records = [
+        at_two_scales("ddp", [1.0, 1.04], [1.01]),
+        at_two_scales("dear", [0.5], [0.5]),
+        at_two_scales("wfbp", [1.0], [0.98]),
+        at_two_scales("dadt", [1.0], []),
+        at_two_scales("horovod", [1.0], [1.0], status="failed"),
+    ]
+    ddp, dear, wfbp = fidelity._compared(records, "ddp")
+    assert ddp.off_percent == pytest.approx(100 * 0.01 / 1.02) and ddp.ratio == 1.0
+    assert (ddp.verdict, dear.verdict, wfbp.verdict) == ("ok", "ok", "MISSED")
+    assert dear.ratio == pytest.approx(0.5 / 1.02)
+    assert dear.ratio_off_percent == pytest.approx(100 * (1.01 / 1.02 - 1))
+    assert wfbp.off_percent == pytest.approx(2.0)
+    far = dataclasses.replace(dear, base_at_2k_s=1.04)
+    assert abs(far.off_percent) <= far.bar_percent and far.verdict == "MISSED"
+    assert "2 + 1" in fidelity.table(fidelity.Scales, [ddp])
+    assert fidelity._compared(records[1:], "ddp") == []
 
 
 @pytest.mark.parametrize(
@@ -205,6 +228,7 @@ def test_scales_are_compared_by_their_medians_and_by_whole_rounds():
         (fidelity, "links --repeats 0", "--repeats 0: must be at least 1"),
         (fidelity, "scales --time-scale 0", "--time-scale must be greater than 0"),
         (fidelity, "scales --algorithms ddp ddp", "--algorithms names one twice"),
+        (fidelity, "scales --models resnet50", "--models resnet50: has no time scale"),
         (wrappers, "overhead --steps 0", "--steps must be at least 1"),
         (wrappers, "overhead --ranks 0", "--ranks must be at least 1"),
         (wrappers, "overhead --tensors -1", "--tensors must be at least 1"),

@@ -20,6 +20,8 @@ SHORTEST_SLEEP_S = 40e-6
 SLOWDOWN_PERIOD_S = 0.01
 # A thread that rests for less has met a lock; communication that is waited for takes longer.
 BLOCKED_S = 200e-6
+# What a thread computes in less is not worth asking when its inputs came.
+LONG_S = 1e-3
 _PR_SET_TIMERSLACK = 29
 T = TypeVar("T")
 
@@ -52,6 +54,9 @@ class Pace:
         self._left = 0.0
         self.host_s = 0.0
         """Seconds that the thread had run, or waited for a core, when it was last here."""
+        self.ended_s: Callable[[], float] = lambda: -math.inf
+        """Tells when the last collective ended, by `time.perf_counter`; known late or not at all,
+        it is taken to have ended when the thread comes back here."""
         self.queued_s = 0.0
         """Seconds of this machine that the device has been given to do so far."""
 
@@ -83,9 +88,9 @@ class Pace:
         What lies between two readings is what a device would have needed, and its waiting.
         """
         now = time.perf_counter()
-        if self._thread != threading.get_ident() or self._blocked_s(now, _host_s()) > BLOCKED_S:
+        if self._thread != threading.get_ident():
             return max(self._deadline, now)
-        return self._deadline
+        return self._free(now, _host_s())
 
     def wait(self, seconds: float) -> None:
         """Returns when `seconds` emulated seconds of compute would have ended."""
@@ -113,8 +118,8 @@ class Pace:
             self._deadline = max(self._deadline, now)
             # Lets the kernel wake this thread in time; by default it may take 50 us more.
             ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(1), 0, 0, 0)
-        elif self._blocked_s(now, host_s) > BLOCKED_S:
-            self._deadline = max(self._deadline, now)
+        else:
+            self._deadline = self._free(now, host_s)
         self.host_s = host_s
         self._lead = lead_s
         self.hold(seconds)
@@ -136,9 +141,19 @@ class Pace:
             time.sleep(rest)
         self._left, self.host_s = time.perf_counter(), _host_s()
 
-    def _blocked_s(self, now: float, host_s: float) -> float:
-        """For how long the thread has neither run nor waited for a core since it was last here."""
-        return now - self._left - (host_s - self.host_s)
+    def _free(self, now: float, host_s: float) -> float:
+        """When the device can begin with what comes next: once it is done with what it was given,
+        and has what the thread has waited for since it was last here, if it was blocked.
+
+        What the thread has computed after waiting is no part of the waiting.
+        """
+        computed_s = host_s - self.host_s
+        if now - self._left - computed_s <= BLOCKED_S:
+            return self._deadline
+        came = now
+        if computed_s >= LONG_S and (ended := self.ended_s()) > self._left:
+            came = min(now, max(ended, now - computed_s))
+        return max(self._deadline, came)
 
 
 _SCHEDSTAT = Path("/proc/thread-self/schedstat")

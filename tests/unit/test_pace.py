@@ -219,6 +219,29 @@ def test_what_was_late_before_a_wait_for_communication_is_not_made_up_for(clock)
     assert clock.now - began == pytest.approx(0.103)
 
 
+@pytest.mark.parametrize(
+    ("copies_s", "ended_before_s", "made_up_s"),
+    [
+        (0.1, 0.1, 0.1),
+        (0.1, 0.04, 0.04),  # another one ended while it copied
+        (0.1, 0.3, 0.1),  # it cannot have computed longer than it has
+        (0.1, 1000.0, 0.0),  # before the thread was last here: what it waited for is not known
+        (0.0005, 0.0005, 0.0),
+    ],
+)
+def test_what_is_copied_after_a_collective_is_made_up_for(
+    clock, copies_s, ended_before_s, made_up_s
+):
+    it, _ = started(clock)
+    it.wait(0.1)
+    clock.block(0.5)
+    clock.work(copies_s)
+    it.ended_s = lambda: clock.now - ended_before_s
+    began = clock.now
+    it.wait(0.2)
+    assert clock.now - began == pytest.approx(0.203 - made_up_s)
+
+
 def test_waiting_at_a_lock_is_no_communication(clock):
     it, began = started(clock)
     cpu_work(clock, it, takes_s=0.2, device_s=0.002)

@@ -5,20 +5,39 @@ Facts that explain a number, and none that identify a person.
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import importlib.metadata
+import json
 import os
 import platform
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from common import cgroups
 from dear.errors import UserError
 
 _PACKAGES = ("torch", "torchvision", "timm", "transformers", "horovod", "numpy")
 # Variables that change what the libraries do; never the whole environment, which holds secrets.
-_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-_VARIABLES += ("NCCL_IB_DISABLE", "CUDA_VISIBLE_DEVICES")
+_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "GLOO_SOCKET_IFNAME", "CUDA_VISIBLE_DEVICES")
+_VARIABLES += ("CUDA_DEVICE_MAX_CONNECTIONS", "LD_PRELOAD", "GLIBC_TUNABLES")
+_FAMILIES = ("HOROVOD_", "NCCL_", "OMP_", "KMP_", "MALLOC_", "COMM_CORE_", "DEAR_", "TORCH_NUM_")
+"""What all such names begin with."""
+_SYSCTLS = (
+    *("net/ipv4/tcp_congestion_control", "net/ipv4/tcp_rmem", "net/ipv4/tcp_wmem"),
+    *(
+        "net/ipv4/tcp_slow_start_after_idle",
+        "net/ipv4/tcp_notsent_lowat",
+        "net/ipv4/tcp_autocorking",
+    ),
+    *("net/core/rmem_max", "net/core/wmem_max"),
+    *("vm/overcommit_memory", "vm/swappiness", "kernel/sched_autogroup_enabled"),
+)
+_PRESSURES = ("cpu", "memory", "io")
+_CPU = Path("/sys/devices/system/cpu")
+_COMM_CORE = Path(__file__).parent / "comm_core"
+_ROOT = Path(__file__).parents[1]
 
 # Measured with smaps_rollup on trials of 4 and 16 ranks, torch 2.13 for CPUs.
 _SHARED = 350 << 20
@@ -30,8 +49,6 @@ _PER_PEER = 1 << 20
 # Parameters, gradients, an algorithm's buffers, and while the first repeat is compared with plain
 # training its start and its end. Copying out a large gradient takes the rest.
 _COPIES = 6
-# v1 and v2 of control groups; both may be mounted.
-_GROUP_ROOTS = {"memory": Path("/sys/fs/cgroup/memory"), "": Path("/sys/fs/cgroup")}
 
 
 def machine_card() -> dict[str, Any]:
@@ -40,14 +57,31 @@ def machine_card() -> dict[str, Any]:
         "cpu": _cpu_name(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "governor": _first_line("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor"),
+        "cpus": sorted(os.sched_getaffinity(0)),
+        "cores_online": os.cpu_count(),
+        "core_limit": cgroups.cpu_limit(),
+        "mhz": _mhz(),
+        "governor": _first_line(_CPU / "cpu0/cpufreq/scaling_governor"),
+        "turbo": _turbo(),
+        "smt": _first_line(_CPU / "smt/active"),
+        "huge_pages": _first_line(Path("/sys/kernel/mm/transparent_hugepage/enabled")),
+        "load": list(os.getloadavg()),
+        "pressure": {what: _first_line(Path("/proc/pressure") / what) for what in _PRESSURES},
         "gpus": _gpus(),
         "kernel": platform.release(),
+        "sysctl": {name: _first_line(Path("/proc/sys") / name) for name in _SYSCTLS},
         "os": platform.freedesktop_os_release().get("PRETTY_NAME", platform.system()),
+        "libc": " ".join(platform.libc_ver()),
         "python": platform.python_version(),
         "packages": {name: version(name) for name in _PACKAGES},
+        "comm_core": _comm_core(),
         "commit": _commit(),
-        "environment": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
+        "diff": _diff(),
+        "environment": {
+            name: value
+            for name, value in sorted(os.environ.items())
+            if name in _VARIABLES or name.startswith(_FAMILIES)
+        },
     }
 
 
@@ -58,11 +92,27 @@ def _cpu_name() -> str:
     return platform.machine()
 
 
-def _first_line(path: str) -> str | None:
+def _first_line(path: Path) -> str | None:
     try:
-        return Path(path).read_text().split("\n")[0]
+        return path.read_text().split("\n")[0]
     except OSError:  # virtual machines have no such file
         return None
+
+
+def _mhz() -> list[float] | None:
+    """Of each core at this moment, where it is visible."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    found = [float(line.partition(":")[2]) for line in lines if line.startswith("cpu MHz")]
+    return found or None
+
+
+def _turbo() -> bool | None:
+    """Whether the clock may rise above its nominal frequency; None where it is not visible."""
+    boost = _first_line(_CPU / "cpufreq/boost")
+    if boost is not None:
+        return boost == "1"
+    none = _first_line(_CPU / "intel_pstate/no_turbo")
+    return None if none is None else none == "0"
 
 
 def _gpus() -> list[str]:
@@ -82,17 +132,38 @@ def version(package: str) -> str | None:
         return None
 
 
+def _comm_core() -> dict[str, Any] | None:
+    """What the compiled part was built for, and a digest of it; None if it is not built."""
+    facts, built = _COMM_CORE / "_built_for.json", sorted(_COMM_CORE.glob("_core*.so"))
+    if not facts.exists() or not built:
+        return None
+    digest = hashlib.sha256(built[0].read_bytes()).hexdigest()[:12]
+    return {**json.loads(facts.read_text()), "library": built[0].name, "digest": digest}
+
+
 def _commit() -> str | None:
     """The checked-out commit, with `+dirty` if files differ from it; None outside a checkout."""
-    root = Path(__file__).parents[1]
+    commit = _git("rev-parse", "--short=12", "HEAD")
+    return commit and commit + ("+dirty" if _git("status", "--porcelain") else "")
 
-    def git(*args: str) -> str:
-        command = ["git", "-C", str(root), *args]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
+def _diff() -> str | None:
+    """A digest of how the files differ from the commit, new ones too; None if they do not."""
+    changed = _git("status", "--porcelain")
+    if not changed:
+        return None
+    digest = hashlib.sha256((_git("diff", "HEAD", "--binary") or "").encode())
+    for name in (_git("ls-files", "--others", "--exclude-standard") or "").splitlines():
+        with contextlib.suppress(OSError):  # a link to nowhere
+            digest.update(name.encode() + (_ROOT / name).read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def _git(*args: str) -> str | None:
+    """What git says of this checkout; None if there is none."""
+    command = ["git", "-C", str(_ROOT), *args]
     try:
-        commit = git("rev-parse", "--short=12", "HEAD")
-        return commit + ("+dirty" if git("status", "--porcelain") else "")
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
 
@@ -144,44 +215,7 @@ def available_bytes() -> int:
     """What this process and its children may still use: the machine's rest or its group's."""
     import psutil  # only here: the check of a GPU machine has the standard library alone
 
-    return min([psutil.virtual_memory().available, *_group_rests()])
-
-
-def _group_rests() -> Iterator[int]:
-    """For each control group that this process is in, and those above, what its limit leaves."""
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers not in _GROUP_ROOTS:
-            continue
-        root = _GROUP_ROOTS[controllers]
-        here = root / path.lstrip("/")
-        for folder in (here, *here.parents):
-            if folder == root.parent:
-                break
-            rest = group_rest(folder, "limit_in_bytes" if controllers else "max")
-            if rest is not None:
-                yield rest
-
-
-def group_rest(folder: Path, limit_name: str) -> int | None:
-    """What the control group's limit leaves, in bytes; None if it has none.
-
-    Args:
-        limit_name: `max` in version 2, `limit_in_bytes` in version 1.
-    """
-    used_name = "current" if limit_name == "max" else "usage_in_bytes"
-    try:
-        limit = (folder / f"memory.{limit_name}").read_text().strip()
-        used = int((folder / f"memory.{used_name}").read_text())
-        statistics = (folder / "memory.stat").read_text()
-    except OSError:  # the root group, or a group whose files are not visible from in here
-        return None
-    if limit == "max":
-        return None
-    values = dict(line.split() for line in statistics.splitlines())
-    # v1 counts the groups below only in the `total_` values.
-    cached = int(values.get("total_inactive_file", values.get("inactive_file", 0)))
-    return max(0, int(limit) - used + cached)
+    return min([psutil.virtual_memory().available, *cgroups.memory_rests()])
 
 
 def _gib(size: int) -> str:

@@ -16,9 +16,9 @@ from dear.errors import UserError
 
 BUSY_TARGET = 0.6
 """Share of all cores that a step may keep busy; above it ranks wait for cores, not for links."""
-WAIT_TARGET = 0.015
-"""Share of a step that a rank's threads may wait for a core in a cell's first round; later rounds
-must stay below the 2 % from which a record is unfaithful."""
+WAIT_TARGET = 0.68
+"""Seconds that a rank's threads, all together, may wait for a core per second in a cell's first
+round; later rounds must stay below the 0.7 from which a record is unfaithful."""
 SERIAL_TARGET = 0.05
 """Share of a step that may pass in work that runs at this machine's speed and hides nowhere."""
 
@@ -154,10 +154,10 @@ def choose_time_scale(
 def needed_scale(seen: Seen, load: Load, network: NetworkProfile, cores: int) -> Choice:
     """The smallest readable scale at which a trial would have had the cores that it needs.
 
-    Its CPU seconds per step must fit into 60 % of the cores, and its ranks' threads may wait 1.5 %
-    of a step for one. A step that lacked cores was too long: of those measured no more counts than
-    computing and sending one after the other. Waits shrink with the scale, but how fast is not
-    known: they ask for twice the scale at most, and are looked at again there.
+    Its CPU seconds per step must fit into 60 % of the cores, and its ranks' threads may wait 0.68
+    seconds per second for one. A step that lacked cores was too long: of those measured no more
+    counts than computing and sending one after the other. Waits shrink with the scale, but how fast
+    is not known: they ask for twice the scale at most, and are looked at again there.
     """
     step_s = min(seen.step_s, load.step_s + _wire_s(load, network))
     busy = seen.cpu_s_per_step / (BUSY_TARGET * cores * step_s)
@@ -169,8 +169,8 @@ def needed_scale(seen: Seen, load: Load, network: NetworkProfile, cores: int) ->
     if seen.core_wait is not None:
         longer = min(2.0, seen.core_wait / WAIT_TARGET)
         why = (
-            f"at {seen.time_scale:g} its ranks waited {seen.core_wait:.1%} of the time for a core, "
-            f"of which {WAIT_TARGET:.1%} are allowed"
+            f"at {seen.time_scale:g} a rank's threads waited {seen.core_wait:.2f} s per second for "
+            f"a core, of which {WAIT_TARGET:g} are allowed"
         )
         bounds.append((seen.time_scale * longer, why))
     needed, why = max(bounds)

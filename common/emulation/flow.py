@@ -184,12 +184,30 @@ def _receive(line: socket.socket, skip_s: float) -> dict[str, Any]:
 
 
 def cpu_s() -> tuple[float, float, float]:
-    """CPU time of this process, all busy time of this machine, and that of interrupts."""
-    # user, nice, system, idle, iowait, irq, softirq, in clock ticks
-    ticks = [int(v) for v in Path("/proc/stat").read_text().split("\n")[0].split()[1:8]]
+    """CPU time of this process, all busy time of its cores, and that of interrupts."""
+    ticks = _ticks().values()
     per_s = os.sysconf("SC_CLK_TCK")
-    busy = sum(ticks) - ticks[3] - ticks[4]
-    return time.process_time(), busy / per_s, (ticks[5] + ticks[6]) / per_s
+    busy = sum(busy for busy, _, _ in ticks)
+    return time.process_time(), busy / per_s, sum(irq for _, irq, _ in ticks) / per_s
+
+
+def cores_s() -> dict[int, tuple[float, float]]:
+    """By core that this process may use: seconds that it was busy, and that another virtual
+    machine had it."""
+    per_s = os.sysconf("SC_CLK_TCK")
+    return {core: (busy / per_s, steal / per_s) for core, (busy, _, steal) in _ticks().items()}
+
+
+def _ticks() -> dict[int, tuple[int, int, int]]:
+    """By core that this process may use, in clock ticks: busy, with interrupts, and stolen."""
+    ours = os.sched_getaffinity(0)
+    found = {}
+    for line in Path("/proc/stat").read_text().splitlines():
+        name, *values = line.split()
+        if name.startswith("cpu") and name != "cpu" and int(name[3:]) in ours:
+            user, nice, system, _, _, irq, softirq, steal = map(int, values[:8])
+            found[int(name[3:])] = user + nice + system + irq + softirq, irq + softirq, steal
+    return found
 
 
 def main(role: str, address: str, *numbers: str) -> None:

@@ -12,11 +12,13 @@ import dataclasses
 import datetime
 import hashlib
 import random
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from common.emulation.dilation import Choice
+from common.harness import notes
 from common.harness.fabric import Fabric
 from common.harness.record import FabricFacts, Result
 from common.harness.trial import BASELINE, Trial
@@ -100,6 +102,7 @@ class Cell:
         self._best_rate = 0.0
         self._current: Turn | None = None
         self._spent_s = 0.0
+        self._canaries: list[float] = []
 
     def run(self, unavailable: Callable[[Trial], str | None], fail_fast: bool) -> bool:
         """Runs all rounds; False if a trial failed and `fail_fast` says to stop.
@@ -238,12 +241,16 @@ class Cell:
         """A launch; done again if the machine was disturbed meanwhile, the last one counts."""
         for _ in range(RELAUNCHES):
             outcome, result = self._launched(turn, repeat)
-            reason = None if result is None else disturbance(result)
+            reason = None if result is None else disturbance(result, self._canaries)
             if result is None or reason is None:
                 return outcome, result
             turn.set_aside.append(self._aside(result, repeat, reason))
             self._plan(turn)
-        return self._launched(turn, repeat)
+        outcome, result = self._launched(turn, repeat)
+        reason = None if result is None else disturbance(result, self._canaries)
+        if reason is not None and reason not in turn.notes:
+            turn.notes.append(reason)
+        return outcome, result
 
     def _launched(
         self, turn: Turn, repeat: int, slower: float = 1.0
@@ -282,7 +289,7 @@ class Cell:
         for turn in self._running:
             self._plan(turn, len(turn.results))
             turn.set_aside += [self._aside(one, 0, f"time scale: {reason}") for one in turn.results]
-            turn.results, turn.order = [], Order(seed=self._seed)
+            turn.results, turn.notes, turn.order = [], [], Order(seed=self._seed)
         self._best_rate = 0.0
         # What launches took tells nothing of those to come.
         self._progress.forget(heaviest.trial.cell)
@@ -322,9 +329,16 @@ def planned(trials: Sequence[Trial]) -> list[Planned]:
     return found
 
 
-def disturbance(result: Result) -> str | None:
-    """Why a launch tells little, as others used the machine meanwhile; None if it was quiet."""
-    return None
+def disturbance(result: Result, canaries: list[float]) -> str | None:
+    """Why a launch tells little, as the machine was not what it is else; None if it was quiet.
+
+    Args:
+        canaries: what the fixed work took in earlier launches, in seconds; this one's is added.
+    """
+    reason = notes.disturbed(result.strain) or notes.off_course(result.strain, canaries)
+    if result.strain.canary_s is not None:
+        canaries.append(statistics.fmean(result.strain.canary_s))
+    return reason
 
 
 def now() -> str:

@@ -159,7 +159,7 @@ class EmulatedFabric(Fabric):
             time_scale=self.time_scale,
             step_s=sum(trial.rank_batches) / result.rate(trial),
             cpu_s_per_s=result.cpu_s_per_s,
-            core_wait=_core_wait(result),
+            core_wait=result.strain.core_wait,
         )
         choice = needed_scale(seen, _load(trial), self._links, _cores())
         return choice if choice.time_scale > self.time_scale else None
@@ -228,11 +228,6 @@ def _load(trial: Trial) -> Load:
 
 def _cores() -> int:
     return len(os.sched_getaffinity(0))
-
-
-def _core_wait(result: Result) -> float | None:
-    """None until ranks tell."""
-    return None
 
 
 def make_fabric(experiment: Experiment, trials: Sequence[Trial]) -> Fabric:

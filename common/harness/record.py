@@ -15,6 +15,7 @@ from typing import Any
 
 from common.emulation.config import payload_bytes_per_s
 from common.emulation.dilation import Calibration
+from common.harness import notes
 from common.harness.trial import BASELINE, Trial
 from common.launch.job import Outcome
 from common.models.registry import model_entry
@@ -28,6 +29,7 @@ from common.results.records import (
     Learning,
     Network,
     Record,
+    Strain,
     Throughput,
     typed,
 )
@@ -48,10 +50,6 @@ from dear.training.algorithm import algorithm_class
 
 ALONE = "compute"
 """The kind of bound where nothing is communicated."""
-# Others on the machine using more than this many cores make a number doubtful.
-FOREIGN_CORES = 0.25
-# An emulated cluster on a machine busier than this (fraction of its cores) is not to be believed.
-SATURATED = 0.85
 
 
 # Fits of collectives further off what they were made of, or than this from begin to end, are of a
@@ -65,11 +63,15 @@ class Result:
 
     iters: list[list[float]] = field(default_factory=list)
     """Step times, by block; none of a trial that learns."""
+    untimed: list[list[float]] = field(default_factory=list)
+    """Of the steps before each block."""
+    period: int = 1
+    """Steps after which the algorithm's schedule repeats."""
     samples_per_s: float | None = None
     """Of a trial that learns: all workers together."""
     bytes_per_step: int | None = None
     cpu_s_per_s: float
-    foreign_cpu_s_per_s: float
+    strain: Strain = field(default_factory=Strain)
     breakdown: Breakdown | None = None
     loss: float
     check: Check
@@ -134,17 +136,9 @@ def make_record(
     ok = outcome.status == "ok"
     first = results[0] if results else None
     throughput = _throughput(trial, results) if ok else None
-    busy = max((one.cpu_s_per_s + one.foreign_cpu_s_per_s for one in results), default=0.0)
-    unfaithful = None
-    if fabric.fabric == "emulated":
-        # All virtual hosts share its cores: ranks that wait for a core wait for something that the
-        # real cluster would have had.
-        unfaithful = busy > SATURATED * machine["cores"]
-    notes = _notes(trial, results, machine, fabric)
-    if first and first.cost_check and (doubtful := _doubtful_costs(first.cost_check)):
-        notes.append(doubtful)
-    if unfaithful:
-        notes.append(f"unfaithful: {busy:.1f} of {machine['cores']} cores were busy")
+    emulated = fabric.fabric == "emulated"
+    strain = [result.strain for result in results]
+    unfaithful = notes.unfaithful(strain) if emulated else None
     return Record(
         id=trial.id,
         hash=trial.hash,
@@ -156,6 +150,8 @@ def make_record(
         duration_s=round(duration_s, 3),
         machine=machine,
         iters=[result.iters for result in results],
+        untimed=[result.untimed for result in results],
+        period=first.period if first else 1,
         loss=_finite(results[-1].loss) if ok else None,
         breakdown=_breakdown(results),
         compute=first and first.compute,
@@ -171,10 +167,11 @@ def make_record(
         learning=[_finite(result.learning) for result in results] if trial.learn else None,
         parameters=first and first.parameters,
         cpu_s_per_s=[result.cpu_s_per_s for result in results],
-        foreign_cpu_s_per_s=[result.foreign_cpu_s_per_s for result in results],
+        foreign_cpu_s_per_s=[one.foreign_cores for one in strain],
+        strain=strain,
         unfaithful=unfaithful,
         started_by=first and first.started_by,
-        notes=notes,
+        notes=_notes(trial, results, machine, emulated, unfaithful),
         run=run,
     )
 
@@ -233,26 +230,33 @@ def _throughput(trial: Trial, results: Sequence[Result]) -> Throughput:
 
 
 def _notes(
-    trial: Trial, results: Sequence[Result], machine: dict[str, Any], fabric: FabricFacts
+    trial: Trial,
+    results: Sequence[Result],
+    machine: dict[str, Any],
+    emulated: bool,
+    unfaithful: bool | None,
 ) -> list[str]:
-    notes = []
+    found: list[str | None] = []
     threads = trial.threads_per_rank * trial.world_size
-    real = fabric.fabric == "real"
-    if real and trial.launcher == "local" and trial.device == "cpu" and threads > machine["cores"]:
-        notes.append(
+    crowded = trial.launcher == "local" and trial.device == "cpu" and threads > machine["cores"]
+    if crowded and not emulated:
+        found.append(
             f"oversubscribed: {trial.world_size} ranks x {trial.threads_per_rank} threads on "
             f"{machine['cores']} cores"
         )
     if not all(math.isfinite(result.loss) for result in results):
-        notes.append("training diverged: the loss is not finite; lower optimizer.lr")
+        found.append("training diverged: the loss is not finite; lower optimizer.lr")
     for repeat, result in enumerate(results):
         for rank in result.lost_ranks:
-            notes.append(f"rank {rank} was killed (repeat {repeat}); the others went on without it")
-    foreign = max((result.foreign_cpu_s_per_s for result in results), default=0.0)
-    # On virtual hosts the kernel's work for the links is nobody's.
-    if real and foreign > FOREIGN_CORES:
-        notes.append(f"disturbed: other processes used {foreign:.1f} cores meanwhile")
-    return notes
+            found.append(f"rank {rank} was killed (repeat {repeat}); the others went on without it")
+    # One word for all repeats.
+    found.append(next(filter(None, (notes.disturbed(one.strain) for one in results)), None))
+    if results:
+        found.append(notes.not_stationary([result.iters for result in results], results[0].period))
+        found.append(results[0].cost_check and _doubtful_costs(results[0].cost_check))
+    if unfaithful:
+        found.append(notes.unfaithful_note([result.strain for result in results]))
+    return [note for note in found if note is not None]
 
 
 def _doubtful_costs(check: CostCheck) -> str | None:

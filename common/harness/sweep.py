@@ -153,7 +153,7 @@ class Sweep:
             order=turn.order,
             set_aside=turn.set_aside,
             systematic=turn.systematic if record.ok else None,
-            notes=[*record.notes, *turn.notes],
+            notes=list(dict.fromkeys((*record.notes, *turn.notes))),
         )
         records.append(self._path, record)
 

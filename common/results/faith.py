@@ -9,7 +9,7 @@ from common.results.records import Record
 
 # Notes of a record that begin with one of these say that its number is of something else than
 # the trial; all others are only to be kept in mind.
-_DOUBTS = ("unfaithful", "disturbed", "unsteady")
+_DOUBTS = ("unfaithful", "disturbed", "not stationary")
 
 
 def doubt(record: Record) -> str | None:

@@ -60,7 +60,7 @@ class Throughput:
 
 @dataclass(frozen=True, kw_only=True)
 class Breakdown:
-    """Where a step's time goes on rank 0; the parts add up to `step_s`."""
+    """Where a step's time goes on one rank; the parts add up to `step_s`."""
 
     forward_s: float
     """`zero_grad`, the forward pass and the loss, without waiting, as the next two."""
@@ -71,6 +71,8 @@ class Breakdown:
     """Held up in `Work.wait`; None where an algorithm hides it in the other three."""
     step_s: float | None = None
     """None in old records, whose parts include waiting and do not add up."""
+    rank: int | None = None
+    """The one that is held up least, for which the others wait; None in old records: rank 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,6 +145,25 @@ class Systematic:
     def relative(self) -> float:
         """|T(k) - T(2k)| / T(k)."""
         return abs(self.step_s - mean_step_s(self.iters)) / self.step_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strain:
+    """How hard the machine was pressed while steps were timed; of several machines, the worst."""
+
+    core_wait: float | None = None
+    """Of the rank that waited longest: seconds that its threads, all together, waited for a core,
+    per second of timed steps; None where the kernel does not tell."""
+    busy_cores: float = 0.0
+    """Of those that the ranks may use, as the next two, in the mean over the timed steps."""
+    foreign_cores: float = 0.0
+    """Used by other processes."""
+    steal_cores: float = 0.0
+    """Taken by other virtual machines."""
+    throttled_s: float = 0.0
+    """Seconds of this machine for which a limit of its control group kept a rank from running."""
+    canary_s: list[float] | None = None
+    """What a fixed piece of work took before and after."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -286,7 +307,12 @@ class Record:
     network: Network = field(default_factory=Network)
     fault_events: list[dict[str, Any]] = field(default_factory=list)
     iters: list[list[list[float]]] = field(default_factory=list)
-    """Step times, by repeat and block; none of trials that learn."""
+    """Step times, by repeat and block; none of trials that learn. Blocks are whole periods of the
+    algorithm's schedule, and a block's sum is the time that it took."""
+    untimed: list[list[list[float]]] = field(default_factory=list)
+    """The same of the steps after the barrier before each block, until all was in flow."""
+    period: int = 1
+    """Steps after which the algorithm's schedule repeats."""
     loss: float | None = None
     breakdown: Breakdown | None = None
     compute: StepTimes | None = None
@@ -307,8 +333,11 @@ class Record:
     foreign_cpu_s_per_s: list[float] = field(default_factory=list)
     systematic: Systematic | None = None
     """Of emulated trials that were measured at twice the time scale, too."""
+    strain: list[Strain] = field(default_factory=list)
+    """By repeat."""
     unfaithful: bool | None = None
-    """Whether the machine was too busy to be the emulated cluster; None where it was none."""
+    """Whether ranks of an emulated cluster waited for cores that the real one would have had; None
+    where nothing is emulated, or the kernel does not tell."""
     started_by: str | None = None
     notes: list[str] = field(default_factory=list)
     run: str = ""

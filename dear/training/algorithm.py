@@ -71,6 +71,15 @@ class Algorithm(ABC):
         return None
 
     @classmethod
+    def period(cls, options: Any, world_size: int, local_size: int) -> int:
+        """Steps after which what a rank does repeats; arguments and errors as of `traffic`.
+
+        Only whole periods say how long a step takes in the mean.
+        """
+        traffic = cls.traffic(options, world_size, local_size)
+        return 1 if traffic is None else len(traffic.steps)
+
+    @classmethod
     def unavailable(cls) -> str | None:
         """Why the algorithm cannot run in this installation (no torch import), or None."""
         return None

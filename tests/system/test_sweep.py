@@ -35,7 +35,6 @@ COSTS = {"all_reduce": AlphaBeta(alpha_s=0.01, beta_s_per_byte=1e-9)}
 GOOD = Result(
     iters=[[0.5, 0.5]],
     cpu_s_per_s=1.0,
-    foreign_cpu_s_per_s=0.0,
     loss=1.0,
     check=Check(replicas_agree=True, matches_reference=True, replica_spread=0.0),
     costs=COSTS,

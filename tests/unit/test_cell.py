@@ -25,7 +25,6 @@ def result(step_s: float = 1.0) -> Result:
     return Result(
         iters=[[step_s, step_s]],
         cpu_s_per_s=1.0,
-        foreign_cpu_s_per_s=0.0,
         loss=1.0,
         check=Check(replicas_agree=True, matches_reference=True),
     )
@@ -215,7 +214,7 @@ def test_a_disturbed_launch_is_done_again_twice_at_most_and_kept_as_evidence(mon
         disturbed[trial.algorithm, repeat] = left - 1
         return result(7.0 if left > 0 else 1.0)
 
-    def disturbance(one: Result) -> str | None:
+    def disturbance(one: Result, canaries: list[float]) -> str | None:
         return "a canary took 9 % longer" if one.steps[0] == 7.0 else None
 
     monkeypatch.setattr(cells, "disturbance", disturbance)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from common import cgroups
 from common import machine as memory
 from common.emulation import network
 from common.emulation.cluster import network_record
@@ -201,20 +202,20 @@ def test_the_scale_that_a_trial_needs_follows_from_what_it_took():
 
 
 def test_ranks_that_wait_for_cores_need_a_larger_scale_however_idle_the_machine_is():
-    idle = Seen(time_scale=4, step_s=0.6, cpu_s_per_s=0.3, core_wait=0.014)
+    idle = Seen(time_scale=4, step_s=0.6, cpu_s_per_s=0.3, core_wait=0.67)
     assert need(idle) <= 4
-    assert need(dataclasses.replace(idle, core_wait=0.019)) == 6
+    assert need(dataclasses.replace(idle, core_wait=0.95)) == 6
     # How fast waits shrink is not known: no more than twice the scale at once.
-    assert need(dataclasses.replace(idle, core_wait=0.5)) == 8
+    assert need(dataclasses.replace(idle, core_wait=3.0)) == 8
 
 
 def test_the_reason_for_a_larger_scale_has_the_numbers():
     choice = needed_scale(HEAVY, BERT, linked(10), 2)
     assert choice.reason == "12 CPU seconds a step must fit into 60% of 2 cores in 0.83 s"
-    waiting = Seen(time_scale=4, step_s=0.6, cpu_s_per_s=0.3, core_wait=0.05)
+    waiting = Seen(time_scale=4, step_s=0.6, cpu_s_per_s=0.3, core_wait=0.9)
     choice = needed_scale(waiting, BERT, linked(10), 2)
     assert choice.reason == (
-        "at 4 its ranks waited 5.0% of the time for a core, of which 1.5% are allowed"
+        "at 4 a rank's threads waited 0.90 s per second for a core, of which 0.68 are allowed"
     )
 
 
@@ -295,4 +296,4 @@ def test_what_does_not_fit_is_refused_with_what_would():
 def test_a_control_group_limits(tmp_path, limit, files, rest):
     for name, text in files.items():
         (tmp_path / f"memory.{name}").write_text(text)
-    assert memory.group_rest(tmp_path, limit) == rest
+    assert cgroups.group_rest(tmp_path, limit) == rest

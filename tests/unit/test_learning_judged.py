@@ -37,9 +37,14 @@ def _saved(rows, *, steps, elapsed_s=2.0, behind=None, **more):
         "samples": 8 * steps,
         "elapsed_s": elapsed_s,
         "loss": 1.0,
-        "cpu_s": 1.0,
-        "busy_s": 4.0,
-        "wall_s": 2.0,
+        "pressure": {
+            "machine": "one",
+            "elapsed_s": 2.0,
+            "cpu_s": 1.0,
+            "waited_s": {"main": 0.5},
+            "busy_s": {"0": 4.0},
+            "steal_s": {"0": 0.0},
+        },
         "bytes_sent": 800 * steps,
         "statistics": {},
         **more,
@@ -104,6 +109,7 @@ def test_the_mean_model_is_judged_and_the_ranks_own(model, test_split):
     assert result.samples_per_s == pytest.approx((32 + 16) / 2.5)
     assert result.learning.to_target == Reached(seconds=0.0, steps=0.0)
     assert result.check.replicas_agree is True
+    assert result.strain.core_wait == 0.25 and result.strain.foreign_cores == 1.0
 
 
 def test_what_a_dead_rank_leaves_is_said_and_the_rest_judged(model, test_split):
@@ -174,7 +180,6 @@ def _record(trial, *rates, loss=1.0, statistics=None):
     result = Result(
         samples_per_s=32.0,
         cpu_s_per_s=1.0,
-        foreign_cpu_s_per_s=0.0,
         loss=1.0,
         check=Check(replicas_agree=True),
         statistics=statistics,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 
@@ -10,16 +11,17 @@ import torch
 
 from common.harness.record import Result, make_record
 from common.harness.trial import BASELINE, MeasureConfig
-from common.harness.worker import correctness, costs, plain
+from common.harness.worker import correctness, costs, measure, plain, training
 from common.harness.worker.correctness import Farthest
-from common.harness.worker.measure import steps_of_all
-from common.harness.worker.training import step_parts, typical, untimed_steps
+from common.harness.worker.measure import measure_steps, steps_of_all, untimed_in_block
+from common.harness.worker.stopwatch import DeviceStopwatch
+from common.harness.worker.training import of_slowest_rank, step_parts, typical, untimed_steps
 from common.launch.job import Outcome
 from common.models.workload import Workload
 from common.results.records import Breakdown, Check
 from dear.comm import runtime
 from dear.cost.bounds import StepTimes
-from dear.training.algorithm import algorithm_options
+from dear.training.algorithm import algorithm_class, algorithm_options
 from tests.system.made import make_trial
 
 SETTLING = [
@@ -68,8 +70,159 @@ def test_the_harness_times_none_of_them(algorithm, options, warmup_steps, untime
         ([[0, 1, 4, 5, 8], [0, 3, 4, 7, 8], [0, 2, 4, 6, 8]], [3, 1, 3, 1]),
     ],
 )
-def test_a_step_ends_when_the_last_rank_has_done_it(ends, steps):
-    assert steps_of_all(ends) == pytest.approx(steps)
+@pytest.mark.parametrize("one_clock", [True, False])
+def test_a_step_ends_when_the_last_rank_has_done_it(ends, steps, one_clock):
+    assert steps_of_all(ends, one_clock) == pytest.approx(steps)
+
+
+def test_ranks_that_are_out_of_phase_do_not_lengthen_a_block_on_one_clock():
+    # Two ranks that wait for nobody make a step per second, the second of them half a second later,
+    # and the last step of the first takes half a second more: it ends as the other's does.
+    ends = [[10.0, 11.0, 12.5], [10.5, 11.5, 12.5]]
+    assert sum(steps_of_all(ends, True)) == 2.0
+    assert sum(steps_of_all(ends, False)) == 2.5
+    # Other machines have clocks of their own, which mean nothing to each other.
+    elsewhere = [ends[0], [moment + 5000.0 for moment in ends[1]]]
+    assert sum(steps_of_all(elsewhere, False)) == 2.5
+
+
+class _Alone:
+    """A communicator of one rank."""
+
+    bytes_sent, blocked_s = 0, 0.0
+
+    def __init__(self) -> None:
+        self.calls = []
+
+    def barrier(self):
+        self.calls.append("barrier")
+
+    def gather_objects(self, value):
+        return [value]
+
+    def broadcast_object(self, value):
+        return value
+
+
+@pytest.mark.parametrize(
+    ("config", "period", "step_s", "steps"),
+    [
+        ({"min_iter_s": 1.0, "min_steps": 3}, 1, 0.1, 10),
+        ({"min_iter_s": 1.0, "min_steps": 3}, 1, 2.0, 3),
+        ({"min_iter_s": 1.0, "min_steps": 3}, 4, 0.1, 12),
+        ({"min_iter_s": 1.0, "min_steps": 3}, 4, 2.0, 8),  # two periods at least
+        ({"steps_per_iter": 10}, 4, 2.0, 12),
+        ({"steps_per_iter": 1}, 1, 2.0, 2),
+        ({"min_iter_s": 1e9}, 7, 0.1, 1001),
+    ],
+)
+def test_blocks_are_whole_periods_of_the_schedule(config, period, step_s, steps):
+    found = measure.block_steps(MeasureConfig(**config), period, step_s, _Alone())
+    assert found == steps
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "options", "world", "period"),
+    [
+        ("ddp", {}, 4, 1),
+        ("neighbor", {"every": 4}, 4, 4),
+        ("neighbor", {"dynamic": "one-peer-exp"}, 8, 3),
+        ("neighbor", {"dynamic": "one-peer-exp", "every": 2}, 8, 6),
+        ("win-put", {"every": 3}, 4, 3),
+        ("decentralized", {"topology": "alternating-exp-ring"}, 4, 4),
+    ],
+)
+def test_the_period_of_an_algorithm_is_that_of_what_it_exchanges(algorithm, options, world, period):
+    options = algorithm_options(algorithm, options)
+    assert algorithm_class(algorithm).period(options, world, 1) == period
+
+
+@pytest.mark.parametrize(("options", "untimed"), [({}, 3), ({"delay": 3}, 5)])
+def test_as_many_steps_fill_the_pipeline_as_it_is_long(options, untimed):
+    assert untimed_in_block(algorithm_options("dadt", options).staleness()) == untimed
+
+
+class _Ticks:
+    """A stopwatch by which each step takes as long as its number."""
+
+    def start(self):
+        self.now, self.marks = 0.0, []
+
+    def mark(self):
+        self.marks.append(self.now)
+
+    def read(self):
+        return self.marks
+
+
+def test_untimed_steps_stand_behind_each_barrier_and_are_kept():
+    alone, watch = _Alone(), _Ticks()
+
+    def step():
+        alone.calls.append("step")
+        alone.bytes_sent += 10
+        watch.now += len(alone.calls)
+
+    found = measure_steps(step, alone, blocks=2, steps=3, untimed=2, watch=watch)
+    assert alone.calls == (["barrier"] + ["step"] * 5) * 2
+    assert found.untimed == [[2, 3], [8, 9]] and found.iters == [[4, 5, 6], [10, 11, 12]]
+    assert found.ends == [[[5, 9, 14, 20], [17, 27, 38, 50]]]
+    assert found.bytes_sent == 10
+
+
+class _Cuda:
+    """What `DeviceStopwatch` needs of `torch.cuda`: a device that takes a second per event."""
+
+    def __init__(self) -> None:
+        self.log, self.events = [], 0
+
+    def synchronize(self):
+        self.log.append("synchronize")
+
+    def Event(self, *, enable_timing):  # noqa: N802
+        assert enable_timing
+        return _Event(self)
+
+
+class _Event:
+    def __init__(self, cuda) -> None:
+        self._cuda = cuda
+
+    def record(self):
+        self._cuda.log.append("record")
+        self._cuda.events += 1
+        self.at_ms = 1000.0 * self._cuda.events
+
+    def elapsed_time(self, other):
+        assert self._cuda.log[-1] == "synchronize"
+        return other.at_ms - self.at_ms
+
+
+def test_the_device_is_waited_for_before_and_after_a_block_only():
+    cuda = _Cuda()
+    watch = DeviceStopwatch(cuda)
+    found = measure_steps(lambda: None, _Alone(), blocks=1, steps=3, untimed=2, watch=watch)
+    around = ["synchronize", "record", "synchronize"]
+    assert cuda.log == [*around, *["record"] * 7, "synchronize"]
+    # Of the 7 the first is the barrier, and one more the begin of the block.
+    assert found.iters == [pytest.approx([1.0] * 3)]
+    assert found.untimed == [pytest.approx([1.0] * 2)]
+
+
+def test_a_step_on_a_gpu_does_not_wait_for_it(monkeypatch):
+    trial = make_trial(BASELINE, world=1, device="cuda")
+    model = torch.nn.Linear(2, 1)
+    workload = Workload(model=model, inputs=(torch.ones(1, 2),), targets=(), criterion=torch.sum)
+    log = []
+    monkeypatch.setattr(training.runtime, "communicator", _Alone)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: log.append(device))
+    trained = training.Training(trial, workload)
+    trained.run(3)
+    assert log == [] and trained.parts == []
+    trained.warm_up(1)  # what a step takes there can only be said of finished ones
+    assert len(log) == 4
+    trained.finish()
+    assert len(log) == 5
 
 
 def step(forward, backward, update, waiting):
@@ -96,11 +249,15 @@ def test_a_straggler_does_not_count_and_the_parts_add_up():
     assert found == step(1.0, 2.0, 0.5, None)
 
 
+def test_the_breakdown_is_that_of_the_rank_which_the_others_wait_for():
+    ranks = [step(1.0, 2.0, 0.1, 0.9), step(1.2, 2.5, 0.1, 0.2), step(1.0, 2.0, 0.2, 0.8)]
+    assert of_slowest_rank(ranks) == dataclasses.replace(ranks[1], rank=1)
+
+
 def test_the_recorded_breakdown_is_that_of_the_repeat_in_the_middle():
     facts = {"iters": [[0.5]], "loss": 1.0, "check": Check(replicas_agree=True)}
     results = [
-        Result(cpu_s_per_s=1.0, foreign_cpu_s_per_s=0.0, breakdown=step(s, 0, 0, 0), **facts)
-        for s in (0.9, 0.4, 0.5)
+        Result(cpu_s_per_s=1.0, breakdown=step(s, 0, 0, 0), **facts) for s in (0.9, 0.4, 0.5)
     ]
     made = make_record(make_trial("dear"), results, Outcome(status="ok"), {"cores": 64}, "now", 1.0)
     assert made.breakdown.step_s == 0.5

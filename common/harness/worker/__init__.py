@@ -27,13 +27,21 @@ import comm_core
 import dear
 from common.harness import ui
 from common.harness.record import Result
-from common.harness.trial import Briefing, Trial
+from common.harness.trial import BASELINE, Briefing, Trial
 from common.harness.worker import correctness
+from common.harness.worker.canary import canary_s
 from common.harness.worker.costs import CostSamples, fits, time_collectives
 from common.harness.worker.inquiry import Inquiry
 from common.harness.worker.learning import learn
-from common.harness.worker.measure import Measured, measure_steps
-from common.harness.worker.training import Training, typical, untimed_steps
+from common.harness.worker.measure import (
+    Measured,
+    block_steps,
+    measure_steps,
+    untimed_in_block,
+)
+from common.harness.worker.stopwatch import stopwatch
+from common.harness.worker.strain import strain_of, used_cores
+from common.harness.worker.training import Training, of_slowest_rank, typical, untimed_steps
 from common.models.pace import set_pace
 from common.models.registry import build
 from common.models.workload import Workload
@@ -43,6 +51,7 @@ from dear.comm.environment import rank_facts
 from dear.cost.bounds import StepTimes
 from dear.cost.collectives import Measurement
 from dear.errors import Unavailable, UserError
+from dear.training.algorithm import algorithm_class
 
 
 def main(folder: Path, repeat: int) -> int:
@@ -140,19 +149,30 @@ def _timed(
         phase("comparing with plain training")
         inquiry.first_steps(training)
     phase("warming up")
-    training.warm_up(max(untimed_steps(trial) - steps, 0 if steps else 1))
+    step_s = training.warm_up(max(untimed_steps(trial) - steps, 1))
     phase("measuring")
     _say(["Running benchmark..."])
     training.parts.clear()
     if steps:
         inquiry.look_away()
-    measured = measure_steps(training.step, trial.measure, communicator, training.last_step_s)
+    period = _period(trial)
+    before_s = canary_s(communicator)
+    untimed = untimed_in_block(trial.options.staleness())
+    measured = measure_steps(
+        training.step,
+        communicator,
+        blocks=trial.measure.num_iters,
+        steps=block_steps(trial.measure, period, step_s, communicator),
+        untimed=untimed,
+        watch=stopwatch(trial.device),
+    )
     parts, check = list(training.parts), Check()
     if steps:
         phase("comparing all steps with a reference")
         check = inquiry.end(training)
     phase("checking that the replicas agree")
     training.synchronize()
+    after_s = canary_s(communicator)
     spread = correctness.replica_spread(workload.model, communicator)
     agree, apart = spread == 0.0, None
     if training.consistency in correctness.APART:
@@ -160,7 +180,8 @@ def _timed(
         agree = apart <= correctness.CONSENSUS_LIMIT
     losses = communicator.gather_objects(training.loss.item())
     statistics = communicator.gather_objects(training.statistics())
-    iters = [[step_s / scale for step_s in block] for block in measured.iters]
+    parts_of_all = communicator.gather_objects(parts)
+    iters = _scaled(measured.iters, scale)
     _say(ui.log_results(trial, iters))
     if samples:
         phase("timing collectives again")
@@ -172,10 +193,12 @@ def _timed(
     dear.shutdown()
     return Result(
         iters=iters,
+        untimed=_scaled(measured.untimed, scale),
+        period=period,
         bytes_per_step=measured.bytes_sent or None,
-        cpu_s_per_s=measured.cpu_s,
-        foreign_cpu_s_per_s=measured.foreign_cpu_s,
-        breakdown=_breakdown(trial, scale, measured, parts),
+        cpu_s_per_s=used_cores(measured.pressure),
+        strain=strain_of(measured.pressure, [before_s, after_s]),
+        breakdown=_breakdown(trial, scale, measured, parts_of_all, untimed),
         loss=float(np.mean(losses)),
         check=dataclasses.replace(
             check, replicas_agree=agree, replica_spread=spread, consensus_distance=apart
@@ -189,6 +212,17 @@ def _last_ended_s() -> float:
     """When the core's last collective ended; Linux's monotonic clock is the performance counter."""
     ended = comm_core.events()[-1:]
     return ended[0]["finished_s"] if ended else -math.inf
+
+
+def _period(trial: Trial) -> int:
+    if trial.algorithm == BASELINE or trial.world_size == 1:
+        return 1
+    algorithm = algorithm_class(trial.algorithm)
+    return algorithm.period(trial.options, trial.world_size, dear.local_size())
+
+
+def _scaled(blocks: list[list[float]], time_scale: float) -> list[list[float]]:
+    return [[step_s / time_scale for step_s in block] for block in blocks]
 
 
 def _check_world(trial: Trial) -> None:
@@ -223,16 +257,25 @@ def _time_collectives(model: torch.nn.Module, *, largest: bool = False) -> list[
 
 
 def _breakdown(
-    trial: Trial, time_scale: float, measured: Measured, parts: list[Breakdown]
+    trial: Trial,
+    time_scale: float,
+    measured: Measured,
+    parts: list[list[Breakdown]],
+    untimed: int,
 ) -> Breakdown | None:
-    """Of rank 0, or None on a GPU, where the host runs ahead."""
+    """Of the timed steps of the slowest rank, or None on a GPU, where the host runs ahead.
+
+    Args:
+        parts: by rank, of all steps since the first block.
+        untimed: steps before each block.
+    """
     if trial.device != "cpu":
         return None
-    block = len(measured.iters[0]) + 1  # the first step of each is not timed
-    timed = [step for place, step in enumerate(parts) if place % block]
+    block = untimed + len(measured.iters[0])
     # DDP and Horovod communicate and wait in code of their own.
     waits_seen = measured.bytes_sent > 0 or trial.world_size == 1
-    return typical(timed, time_scale, waits_seen=waits_seen)
+    timed = [[s for place, s in enumerate(rank) if place % block >= untimed] for rank in parts]
+    return of_slowest_rank([typical(rank, time_scale, waits_seen=waits_seen) for rank in timed])
 
 
 def _kind(error: BaseException) -> str:

@@ -13,6 +13,7 @@ import torch
 from common.harness.record import Result
 from common.harness.trial import Trial
 from common.harness.worker.correctness import CONSENSUS_LIMIT
+from common.harness.worker.strain import Pressure, strain_of, used_cores
 from common.models.datasets import Split
 from common.models.registry import build
 from common.models.workload import Workload
@@ -101,14 +102,13 @@ def result(trial: Trial, saved: Sequence[Saved | None], test: Split | None) -> R
     if test is not None:
         _judge(found, trial, alive, test)
     evaluations = [Evaluation(**evaluation) for evaluation in found]
-    wall_s = max(rank["wall_s"] for rank in alive)
-    used_s = sum(rank["cpu_s"] for rank in alive)
+    pressure = [typed(Pressure, rank["pressure"]) for rank in alive]
     return Result(
         samples_per_s=sum(rank["samples"] for rank in alive)
         / max(rank["elapsed_s"] for rank in alive),
         bytes_per_step=first["bytes_sent"] // first["steps"] or None,
-        cpu_s_per_s=used_s / wall_s,
-        foreign_cpu_s_per_s=max(0.0, first["busy_s"] - used_s) / wall_s,
+        cpu_s_per_s=used_cores(pressure),
+        strain=strain_of(pressure),
         loss=sum(rank["loss"] for rank in alive) / len(alive),
         check=_check(evaluations[-1], first.get("replica_spread")),
         statistics=[rank and rank["statistics"] for rank in saved]

@@ -23,7 +23,7 @@ import dear
 from common.harness.record import Result
 from common.harness.trial import Briefing, LearnConfig, Trial
 from common.harness.worker import correctness, judge
-from common.harness.worker.measure import Usage
+from common.harness.worker.strain import Gauge
 from common.harness.worker.training import Training, untimed_steps
 from common.models import datasets
 from common.models.datasets import Split
@@ -118,15 +118,13 @@ class _Session:
             communicator=self._communicator,
         )
         sent = self._communicator.bytes_sent
-        usage = Usage()
+        gauge = Gauge()
         own_pace = self._trial.own_pace
-        self._pace = loop.own_pace() if own_pace else loop.in_step()
-        own_s, busy_s, elapsed_s = usage.since()
+        with gauge.block():
+            self._pace = loop.own_pace() if own_pace else loop.in_step()
         self._more = {
             "bytes_sent": self._communicator.bytes_sent - sent,
-            "cpu_s": own_s,
-            "busy_s": busy_s,
-            "wall_s": elapsed_s,
+            "pressure": asdict(gauge.found),
             "loss": self._training.loss.item(),
             "statistics": self._training.statistics(),
         }
@@ -144,6 +142,8 @@ class _Session:
             samples = self._batches.feed(self._workload)
         self._training.step()
         self._training.parts.clear()
+        if self._trial.own_pace:  # steps count once they are done; ranks in step settle for that
+            self._training.finish()
         return samples
 
     def _take(self, marks: range, seconds: float, steps: int) -> None:

@@ -1,102 +1,133 @@
 """Times training steps.
 
-Steps: a barrier, steps, and for each step when the last rank has done it.
+Steps: a barrier, steps until all is in flow, timed ones, and for each when the last rank has done
+it.
 """
 
 from __future__ import annotations
 
-import time
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from common.emulation.flow import cpu_s
 from common.harness.trial import MeasureConfig
+from common.harness.worker.stopwatch import Stopwatch
+from common.harness.worker.strain import Gauge, Pressure
 from dear.comm.communicator import Communicator
 
 MAX_STEPS = 1000
+"""Of a block, up to whole periods."""
+LEAST_PERIODS = 2
+FILLING_STEPS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """Result of `measure_steps`, the same on all ranks."""
+    """Result of `measure_steps`, the same on all ranks but for `bytes_sent`."""
 
     iters: list[list[float]]
     """Step times in seconds, a list per block: from when all ranks had done the step before to when
     all have done this one."""
+    untimed: list[list[float]]
+    """The same of the steps before each block, the first from the barrier."""
+    ends: list[list[list[float]]]
+    """By rank and block, when the timed steps ended in seconds of that rank's clock; the begin of
+    the first before them."""
     bytes_sent: int
     """Payload bytes that this rank handed to the communicator per step."""
-    cpu_s: float
-    """CPU seconds of all ranks per second of measurement."""
-    foreign_cpu_s: float
-    """CPU seconds of all other processes of this host per second of measurement."""
+    pressure: list[Pressure]
+    """By rank."""
+
+
+def untimed_in_block(staleness: int) -> int:
+    """Steps after a barrier until a pipeline is full again that reaches over so many steps."""
+    return FILLING_STEPS + staleness
+
+
+def block_steps(
+    config: MeasureConfig, period: int, step_s: float, communicator: Communicator
+) -> int:
+    """Timed steps of a block: whole periods of the algorithm's schedule, two at least.
+
+    Args:
+        step_s: this rank's guess of a step's duration, from the warm-up.
+    """
+    wanted = config.steps_per_iter
+    if wanted is None:
+        wanted = max(config.min_steps, round(config.min_iter_s / max(step_s, 1e-6)))
+        wanted = min(wanted, MAX_STEPS)
+    # One rank decides, or the ranks would run different numbers of collectives.
+    return communicator.broadcast_object(max(LEAST_PERIODS, math.ceil(wanted / period)) * period)
 
 
 def measure_steps(
-    step: Callable[[], None], config: MeasureConfig, communicator: Communicator, estimate_s: float
+    step: Callable[[], None],
+    communicator: Communicator,
+    *,
+    blocks: int,
+    steps: int,
+    untimed: int,
+    watch: Stopwatch | None = None,
 ) -> Measured:
-    """Runs and times blocks of steps.
+    """Runs and times blocks of steps. Seconds are those of this machine, whatever they stand for.
+
+    Behind a barrier nothing is under way, so that the first step is spared what an algorithm leaves
+    of one step to the next: DeAR's all-gather, or with delayed gradients the waiting for several
+    steps. A few untimed steps fill the pipeline again.
 
     Args:
-        step: one training step, which returns when the device has finished it.
-        estimate_s: this rank's guess of a step's duration, from the warm-up.
-
-    Seconds are those of this machine's clock, whatever they stand for.
+        step: one training step, which need not wait for the device.
+        untimed: steps after the barrier that are no part of the block.
+        watch: for the device; None: the host's clock.
     """
-    steps = config.steps_per_iter
-    if steps is None:
-        # One rank decides, or the ranks would run different numbers of collectives.
-        wanted = max(config.min_steps, round(config.min_iter_s / max(estimate_s, 1e-6)))
-        steps = communicator.broadcast_object(min(wanted, MAX_STEPS))
-    iters = []
+    watch, gauge = watch or Stopwatch(), Gauge()
+    marks: list[list[float]] = []
     sent = 0
-    spent = [0.0, 0.0, 0.0]
-    for _ in range(config.num_iters):
+    for _ in range(blocks):
         communicator.barrier()
-        # Not timed: behind a barrier nothing is under way, so that the step would be spared what
-        # an algorithm leaves of one step to the next (DeAR's all-gather).
-        step()
-        before = communicator.bytes_sent
-        usage = Usage()
-        marks = [time.perf_counter()]
-        for _ in range(steps):
+        watch.start()
+        watch.mark()
+        for _ in range(untimed):
             step()
-            marks.append(time.perf_counter())
-        spent = [sum(pair) for pair in zip(spent, usage.since(), strict=True)]
+            watch.mark()
+        before = communicator.bytes_sent
+        with gauge.block():
+            watch.mark()
+            for _ in range(steps):
+                step()
+                watch.mark()
+            marks.append(watch.read())
         sent += communicator.bytes_sent - before
-        iters.append([mark - marks[0] for mark in marks])
-    own, busy, elapsed = spent
-    ranks = communicator.gather_objects((iters, own))
-    used = sum(cpu for _, cpu in ranks)
+    ranks = communicator.gather_objects((marks, gauge.found))
+    one_clock = len({pressure.machine for _, pressure in ranks}) == 1
+
+    def of_all(chosen: slice) -> list[list[float]]:
+        blocks = zip(*(found for found, _ in ranks), strict=True)
+        return [steps_of_all([rank[chosen] for rank in block], one_clock) for block in blocks]
+
+    timed = slice(untimed + 1, None)
     return Measured(
-        iters=[steps_of_all(blocks) for blocks in zip(*(b for b, _ in ranks), strict=True)],
-        bytes_sent=sent // (steps * config.num_iters),
-        cpu_s=used / elapsed,
-        foreign_cpu_s=max(0.0, busy - used) / elapsed,
+        iters=of_all(timed),
+        untimed=of_all(slice(untimed + 1)),
+        ends=[[block[timed] for block in found] for found, _ in ranks],
+        bytes_sent=sent // (steps * blocks),
+        pressure=[pressure for _, pressure in ranks],
     )
 
 
-def steps_of_all(ends: Sequence[Sequence[float]]) -> list[float]:
-    """The steps of a block, of all ranks together.
+def steps_of_all(moments: Sequence[Sequence[float]], one_clock: bool) -> list[float]:
+    """The steps of a block in seconds, of all ranks together.
 
     Where no step waits for all ranks, now this one is behind, now that one, and is ahead in the
     next step. The slowest of each step would add up to more than any rank needs for the block.
 
     Args:
-        ends: by rank, when its steps ended in seconds since the block began, its begin first.
+        moments: by rank, when the block began and when each of its steps ended.
+        one_clock: the ranks read the same clock. Otherwise each counts from its own begin, and the
+            block of ranks that are not in phase is a little too long.
     """
-    together = [max(times) for times in zip(*ends, strict=True)]
+    starts = [0.0 if one_clock else times[0] for times in moments]
+    since = [[t - start for t in times] for times, start in zip(moments, starts, strict=True)]
+    together = [max(times) for times in zip(*since, strict=True)]
     return [after - before for before, after in pairwise(together)]
-
-
-class Usage:
-    """CPU time of this process and of the whole host since construction."""
-
-    def __init__(self) -> None:
-        self._began = (*cpu_s()[:2], time.perf_counter())
-
-    def since(self) -> tuple[float, float, float]:
-        """CPU seconds of this process, of the host, and elapsed seconds."""
-        own, busy, clock = self._began
-        now = cpu_s()
-        return now[0] - own, now[1] - busy, time.perf_counter() - clock

@@ -16,7 +16,7 @@ import dear
 from common.harness.trial import Trial
 from common.harness.worker import correctness
 from common.harness.worker.correctness import Farthest
-from common.harness.worker.training import Training, make_optimizer
+from common.harness.worker.training import Training, done, make_optimizer
 from common.models import pace
 from common.models.workload import Workload
 from dear.comm import runtime
@@ -126,16 +126,16 @@ def timed_step(
     began = pace.current().clock()
     optimizer.zero_grad()
     loss = workload.loss()
-    forward = _done(loss.device)
+    forward = done(loss.device)
     loss.backward()
-    backward = _done(loss.device)
+    backward = done(loss.device)
     average()
-    resumed = _done(loss.device)
+    resumed = done(loss.device)
     optimizer.step()
     return StepTimes(
         forward_s=forward - began,
         backward_s=backward - forward,
-        update_s=_done(loss.device) - resumed,
+        update_s=done(loss.device) - resumed,
     )
 
 
@@ -169,10 +169,3 @@ def _too_few(counted: Sequence[StepTimes]) -> bool:
     if len(counted) < ENOUGH:
         return len(counted) < LEAST or spent < ENOUGH_S
     return len(counted) < SHORT and spent < SHORT_S
-
-
-def _done(device: torch.device) -> float:
-    """The time when the device has nothing left to do."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return pace.current().clock()

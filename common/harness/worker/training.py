@@ -5,6 +5,7 @@ The parts of a step tell where its time goes: computing, or held up by communica
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import statistics
 from collections.abc import Sequence
@@ -51,14 +52,13 @@ class Training:
 
     Attributes:
         loss: of the last step.
-        last_step_s: its duration, in seconds of this machine.
-        parts: of every step so far.
+        parts: of every step so far; none on GPUs, where the host runs ahead.
         consistency: what the algorithm promises (`dear.training.algorithm.Capabilities`).
     """
 
     def __init__(self, trial: Trial, workload: Workload) -> None:
         self._workload = workload
-        self._cuda = trial.device == "cuda"
+        self._device = torch.device(trial.device)
         self._communicator = runtime.communicator()
         self._optimizer = make_optimizer(trial.optimizer, workload.model)
         # A replayed model slows down by itself. Hosts that can be slowed are all on this machine.
@@ -76,7 +76,6 @@ class Training:
                 workload.model, self._optimizer, self._communicator, options
             )
         self.loss = torch.zeros(())
-        self.last_step_s = 0.0
         self.parts: list[Breakdown] = []
 
     def run(self, steps: int) -> None:
@@ -84,14 +83,25 @@ class Training:
         for _ in range(steps):
             self.step()
 
-    def warm_up(self, steps: int) -> None:
-        """At least `steps`; more if they are short, since the first few tell little of the rest."""
+    def warm_up(self, steps: int) -> float:
+        """At least `steps`; more if they are short, since the first few tell little of the rest.
+
+        Returns:
+            About how long a step takes, in seconds of this machine.
+        """
+        self.run(steps - 1)
+        step_s = self._mean_s(1)
+        if self._communicator.broadcast_object(step_s < SHORT_STEP_S):
+            step_s = self._mean_s(EXTRA_WARMUP_STEPS)
+        return step_s
+
+    def _mean_s(self, steps: int) -> float:
+        began = done(self._device)
         self.run(steps)
-        more = self._communicator.broadcast_object(self.last_step_s < SHORT_STEP_S)
-        self.run(EXTRA_WARMUP_STEPS if more else 0)
+        return (done(self._device) - began) / steps
 
     def step(self) -> None:
-        """One step; returns when the device has finished it."""
+        """One step; on a GPU it may return before the device has finished it."""
         began = self._mark()
         self._optimizer.zero_grad()
         with self._brake:
@@ -101,16 +111,18 @@ class Training:
             self.loss.backward()
         backward = self._mark()
         self._optimizer.step()
-        if self._cuda:
-            torch.cuda.synchronize()
-        end = self._mark()
-        self.last_step_s = end[0] - began[0]
-        self.parts.append(step_parts(began, forward, backward, end))
+        if self._device.type == "cpu":
+            self.parts.append(step_parts(began, forward, backward, self._mark()))
 
     def synchronize(self) -> None:
-        """Parameters are current afterwards, and nothing is in flight."""
+        """Parameters are current afterwards, and nothing is in flight, on the device neither."""
         if self._distributed:
             self._optimizer.synchronize()
+        self.finish()
+
+    def finish(self) -> None:
+        """Returns when the device has done the steps so far."""
+        done(self._device)
 
     def statistics(self) -> dict[str, Any]:
         """What the algorithm has counted on this rank; `{}` if nothing."""
@@ -123,6 +135,13 @@ class Training:
 
     def _mark(self) -> Mark:
         return pace.current().clock(), self._communicator.blocked_s
+
+
+def of_slowest_rank(ranks: Sequence[Breakdown]) -> Breakdown:
+    """That of the rank which is held up least, for which the others wait."""
+    busy_s = [one.forward_s + one.backward_s + one.update_s for one in ranks]
+    slowest = busy_s.index(max(busy_s))
+    return dataclasses.replace(ranks[slowest], rank=slowest)
 
 
 def step_parts(began: Mark, forward: Mark, backward: Mark, end: Mark) -> Breakdown:
@@ -154,8 +173,16 @@ def typical(steps: Sequence[Breakdown], time_scale: float, *, waits_seen: bool) 
     ordered = sorted(steps, key=lambda step: step.step_s)
     cut = (len(ordered) + 1) // 4
     middle = ordered[cut : len(ordered) - cut]
+    names = [name for name, value in vars(middle[0]).items() if value is not None]
     values = {
         name: statistics.fmean(getattr(step, name) for step in middle) / time_scale
-        for name in vars(middle[0])
+        for name in names
     }
     return Breakdown(**values | ({} if waits_seen else {"exposed_comm_s": None}))
+
+
+def done(device: torch.device) -> float:
+    """The time when the device has nothing left to do."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return pace.current().clock()

@@ -1,0 +1,117 @@
+"""Why to doubt a trial's number, in words: what of its machine, its course and its steps says so.
+
+The word before the colon is fixed; `common.results.faith` and readers of records go by it.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+
+from common.results.records import Strain
+
+UNFAITHFUL_WAIT = 0.7
+"""Seconds that a rank's threads may wait for a core per second, all together, on an emulated
+cluster. Far from nothing, for queues of links and the deadlines of replayed compute absorb most of
+it: see docs/measurement.md for the runs that it was chosen by."""
+FOREIGN_CORES = 0.25
+STEAL_CORES = 0.05
+THROTTLED_S = 0.01
+"""More of these makes a number doubtful: cores, and seconds of this machine."""
+CANARY_OFF = 0.03
+"""The same work in so much more or less time, relative: the machine is not what it was."""
+LEAST_CANARIES = 3
+"""Of so many launches the median tells what the machine is like."""
+TRANSIENT = 0.03
+"""The first period of blocks may differ so much from the others, relative."""
+
+
+def unfaithful(strain: Sequence[Strain]) -> bool | None:
+    """Whether an emulated trial's ranks waited for cores that a real cluster would have had.
+
+    None where the kernel does not tell.
+    """
+    waits = [one.core_wait for one in strain]
+    if not waits or None in waits:
+        return None
+    return max(waits) > UNFAITHFUL_WAIT
+
+
+def unfaithful_note(strain: Sequence[Strain]) -> str:
+    """What to say of an unfaithful trial."""
+    wait = max(one.core_wait for one in strain)
+    return f"unfaithful: for lack of cores a rank's threads waited {wait:.2f} s per second in all"
+
+
+def disturbed(strain: Strain) -> str | None:
+    """What was amiss with the machine during one repeat, by that repeat alone; None: nothing."""
+    if strain.foreign_cores > FOREIGN_CORES:
+        return f"disturbed: other processes used {strain.foreign_cores:.1f} cores meanwhile"
+    if strain.steal_cores > STEAL_CORES:
+        return f"disturbed: other virtual machines took {strain.steal_cores:.2f} cores meanwhile"
+    if strain.throttled_s > THROTTLED_S:
+        return (
+            f"disturbed: a limit of the control group stopped ranks for {strain.throttled_s:.2g} s"
+        )
+    if strain.canary_s is not None:
+        before, after = strain.canary_s
+        if abs(after / before - 1) > CANARY_OFF:
+            return f"disturbed: the same work took {after / before - 1:+.0%} time afterwards"
+    return None
+
+
+def off_course(strain: Strain, earlier: Sequence[float]) -> str | None:
+    """What was amiss with the machine beside how it was in other launches; None: nothing.
+
+    Args:
+        earlier: what the fixed work took in those, in seconds.
+    """
+    if strain.canary_s is None or len(earlier) < LEAST_CANARIES:
+        return None
+    off = statistics.fmean(strain.canary_s) / statistics.median(earlier) - 1
+    if abs(off) <= CANARY_OFF:
+        return None
+    return f"disturbed: the same work took {off:+.0%} time beside other launches"
+
+
+def not_stationary(iters: Sequence[Sequence[Sequence[float]]], period: int) -> str | None:
+    """A note if blocks do not begin as they go on, by more than the noise between them explains.
+
+    The first period of each block is held against the rest of it. With one block alone, the spread
+    of its periods says how much one of them may be off.
+
+    Args:
+        iters: step times by repeat and block.
+        period: steps of the algorithm's schedule.
+    """
+    blocks = [_periods(block, period) for repeat in iters for block in repeat]
+    ratios = [math.log(b[0] / statistics.fmean(b[1:])) for b in blocks if len(b) > 1]
+    if len(ratios) > 1:
+        spread = statistics.stdev(ratios) / math.sqrt(len(ratios))
+        freedom = len(ratios) - 1
+    elif ratios and len(blocks[0]) > 3:
+        rest = [math.log(value) for value in blocks[0][1:]]
+        spread = statistics.stdev(rest) * math.sqrt(1 + 1 / len(rest))
+        freedom = len(rest) - 1
+    else:
+        return None
+    off = statistics.fmean(ratios)
+    if abs(math.expm1(off)) <= TRANSIENT or abs(off) <= _t(freedom) * spread:
+        return None
+    first = "step" if period == 1 else f"{period} steps"
+    longer = "longer" if off > 0 else "shorter"
+    return (
+        f"not stationary: the first {first} of a block took {abs(math.expm1(off)):.1%} {longer} "
+        "than the rest"
+    )
+
+
+def _periods(steps: Sequence[float], period: int) -> list[float]:
+    return [sum(steps[at : at + period]) for at in range(0, len(steps) - period + 1, period)]
+
+
+def _t(freedom: int) -> float:
+    from scipy.stats import t  # only here: it takes a second
+
+    return float(t.ppf(0.975, freedom))

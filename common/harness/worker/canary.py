@@ -1,0 +1,61 @@
+"""The same work before and after the timed steps: is the machine what it was, and what it is else?
+
+Another load on a shared host, or another clock frequency, makes everything slower without being
+seen in what this machine counts. So one rank of each machine does a fixed piece of work on one core
+while the others wait, and how long it took stands in the record.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from common.harness.worker.strain import machine_id
+from dear.comm.communicator import Communicator
+
+PIECES = 24
+_SIDE, _PRODUCTS = 192, 12
+_COPY_FLOATS, _COPIES = 1 << 20, 2
+"""About 4 ms for each piece: products that stay in a core's cache, and copies that do not."""
+
+
+def canary_s(communicator: Communicator) -> float:
+    """Seconds of this machine for the work, of the slowest machine; all ranks call it.
+
+    Nothing may be under way.
+    """
+    machines = communicator.gather_objects(machine_id())
+    first = machines.index(machine_id()) == communicator.rank
+    communicator.barrier()
+    took_s = work_s() if first else 0.0
+    communicator.barrier()
+    return max(communicator.gather_objects(took_s))
+
+
+def work_s() -> float:
+    """Seconds for the work: what all pieces would have taken at the pace of the faster half.
+
+    A piece that another process has interrupted says nothing of the machine's pace.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        matrix, product = torch.full((_SIDE, _SIDE), 0.01), torch.empty(_SIDE, _SIDE)
+        source, target = torch.ones(_COPY_FLOATS), torch.empty(_COPY_FLOATS)
+        times = [_piece_s(matrix, product, source, target) for _ in range(1 + PIECES)]
+    finally:
+        torch.set_num_threads(threads)
+    faster = sorted(times[1:])[: PIECES // 2]  # the first one only touches the memory
+    return sum(faster) * PIECES / len(faster)
+
+
+def _piece_s(
+    matrix: torch.Tensor, product: torch.Tensor, source: torch.Tensor, target: torch.Tensor
+) -> float:
+    began = time.perf_counter()
+    for _ in range(_PRODUCTS):
+        torch.mm(matrix, matrix, out=product)
+    for _ in range(_COPIES):
+        target.copy_(source)
+    return time.perf_counter() - began

@@ -1,0 +1,257 @@
+"""What is asked of the machine while steps are timed, and what makes a number doubtful."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from common import cgroups, machine
+from common.emulation import flow
+from common.harness import notes
+from common.harness.cell import disturbance
+from common.harness.record import Result
+from common.harness.worker import canary, strain
+from common.harness.worker.strain import Gauge, Pressure, strain_of, used_cores
+from common.results.records import Check, Strain
+
+
+def pressure(machine="one", **more):
+    facts = {"elapsed_s": 2.0, "cpu_s": 1.0, "waited_s": {"main": 0.02, "comm": 0.04}}
+    cores = {"busy_s": {"0": 1.5, "1": 1.0}, "steal_s": {"0": 0.0, "1": 0.1}}
+    return Pressure(machine=machine, **{**facts, **cores, **more})
+
+
+def test_virtual_hosts_are_held_together_against_their_machine():
+    found = strain_of([pressure(), pressure(cpu_s=0.5, waited_s={"main": 0.5})], [0.1, 0.1])
+    assert found.busy_cores == pytest.approx(1.25)
+    assert found.foreign_cores == pytest.approx((2.5 - 1.5) / 2)
+    assert found.steal_cores == pytest.approx(0.05)
+    assert found.core_wait == pytest.approx(0.25)  # of the rank that waited longest
+    assert found.canary_s == [0.1, 0.1]
+    assert used_cores([pressure(), pressure(cpu_s=0.5)]) == pytest.approx(0.75)
+
+
+def test_of_several_machines_each_has_its_own_ranks_and_the_worst_counts():
+    quiet = pressure("two", cpu_s=2.5)
+    found = strain_of([pressure(), quiet])
+    assert found.foreign_cores == pytest.approx(0.75)  # not covered by what the other's rank used
+    assert strain_of([quiet]).foreign_cores == 0.0
+
+
+def test_the_threads_of_a_rank_wait_together_and_unknown_stays_unknown():
+    assert strain_of([pressure()]).core_wait == pytest.approx(0.03)
+    assert strain_of([pressure(), pressure(waited_s=None)]).core_wait is None
+
+
+def test_a_gauge_counts_all_threads_and_adds_up_blocks(monkeypatch):
+    readings = iter(
+        [
+            {str(os.getpid()): (1.0, 0.5), "7": (1.0, 1.0), "8": (5.0, 5.0)},
+            {str(os.getpid()): (1.5, 0.6), "7": (1.2, 1.3), "9": (0.1, 0.2)},  # 8 ended, 9 began
+            {str(os.getpid()): (9.0, 9.0)},
+            {str(os.getpid()): (9.0, 9.4)},
+        ]
+    )
+    monkeypatch.setattr(strain, "_threads", lambda: next(readings))
+    gauge = Gauge()
+    for _ in range(2):
+        with gauge.block():
+            pass
+    assert gauge.found.waited_s == pytest.approx({"main": 0.5, "ended": 0.5})
+    assert gauge.found.ran_s == pytest.approx({"main": 0.5, "ended": 0.3})
+
+
+@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="this kernel does not count")
+def test_a_gauge_reads_what_this_kernel_tells():
+    done = threading.Event()
+    other = threading.Thread(target=done.wait)
+    gauge = Gauge()
+    with gauge.block():
+        other.start()
+        sum(range(10**6))
+    done.set()
+    other.join()
+    found = gauge.found
+    assert found.cpu_s > 0 and "main" in found.waited_s and len(found.waited_s) > 1
+    assert found.busy_s.keys() == {str(core) for core in os.sched_getaffinity(0)}
+    assert strain_of([found]).core_wait >= 0
+
+
+STAT = """cpu  9 9 9 9 9 9 9 9
+cpu0 1 2 3 1000 1000 4 5 6 0 0
+cpu7 100 0 0 0 0 0 0 0 0 0
+intr 1
+"""
+
+
+def test_busy_is_what_the_cores_do_that_the_process_may_use(monkeypatch):
+    monkeypatch.setattr(flow.os, "sched_getaffinity", lambda pid: {0})
+    monkeypatch.setattr(flow.os, "sysconf", lambda name: 10)
+    monkeypatch.setattr(flow.Path, "read_text", lambda path: STAT)
+    assert flow.cores_s() == {0: (1.5, 0.6)}
+    assert flow.cpu_s()[1:] == (1.5, 0.9)
+
+
+@pytest.fixture
+def groups(tmp_path, monkeypatch):
+    """Makes `tmp_path` the only control group, of version 2."""
+    monkeypatch.setattr(cgroups, "_groups", lambda controller: [(tmp_path, 2)])
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("files", "cores", "stopped_s"),
+    [
+        ({"cpu.max": "150000 100000\n", "cpu.stat": "throttled_usec 2000000\n"}, 1.5, 2.0),
+        ({"cpu.max": "max 100000\n"}, None, 0.0),
+        (
+            {
+                "cpu.cfs_quota_us": "50000\n",
+                "cpu.cfs_period_us": "100000\n",
+                "cpu.stat": "nr_throttled 3\nthrottled_time 500000000\n",
+            },
+            0.5,
+            0.5,
+        ),
+        ({"cpu.cfs_quota_us": "-1\n", "cpu.cfs_period_us": "100000\n"}, None, 0.0),
+        ({}, None, 0.0),
+    ],
+)
+def test_a_limit_of_cores_and_how_long_it_stopped_the_process(groups, files, cores, stopped_s):
+    for name, text in files.items():
+        (groups / name).write_text(text)
+    assert cgroups.cpu_limit() == cores and cgroups.throttled_s() == stopped_s
+
+
+@pytest.mark.parametrize(
+    ("facts", "word"),
+    [
+        ({}, None),
+        ({"foreign_cores": 0.2, "steal_cores": 0.01, "canary_s": [0.100, 0.102]}, None),
+        ({"foreign_cores": 1.0}, "disturbed: other processes used 1.0 cores"),
+        ({"steal_cores": 0.2}, "disturbed: other virtual machines took 0.20 cores"),
+        ({"throttled_s": 0.5}, "disturbed: a limit of the control group stopped ranks for 0.5 s"),
+        ({"canary_s": [0.100, 0.110]}, "disturbed: the same work took +10% time afterwards"),
+    ],
+)
+def test_what_disturbs(facts, word):
+    found = notes.disturbed(Strain(**facts))
+    assert found is None if word is None else found.startswith(word)
+
+
+def test_a_machine_that_is_not_what_it_was_in_other_launches_disturbs():
+    quiet, slow = Strain(canary_s=[0.1, 0.102]), Strain(canary_s=[0.11, 0.111])
+    assert notes.off_course(slow, [0.1, 0.1]) is None, "two say too little"
+    assert notes.off_course(quiet, [0.1, 0.1, 0.2]) is None
+    found = notes.off_course(slow, [0.1, 0.1, 0.2])
+    assert found == "disturbed: the same work took +10% time beside other launches"
+    assert notes.off_course(Strain(), [0.1] * 5) is None
+    seen = []
+    launches = [Result(cpu_s_per_s=1.0, loss=1.0, check=Check(), strain=s) for s in [quiet] * 3]
+    assert [disturbance(one, seen) for one in launches] == [None] * 3 and len(seen) == 3
+    assert disturbance(dataclasses.replace(launches[0], strain=slow), seen).startswith("disturbed")
+
+
+def test_only_ranks_that_wait_for_cores_are_unfaithful():
+    # Horovod with BERT-Base at time scales 16, with the right step, and 8, with one 19 % too long;
+    # and ddp beside another program, with the right step.
+    right, wrong = Strain(core_wait=0.66, busy_cores=1.6), Strain(core_wait=0.78, busy_cores=1.7)
+    assert notes.unfaithful([right, right]) is False and notes.unfaithful([right, wrong]) is True
+    busy = Strain(core_wait=0.41, busy_cores=2.0, foreign_cores=0.9)
+    assert notes.unfaithful([busy, busy]) is False
+    assert notes.unfaithful([busy, Strain(core_wait=2.0)]) is True
+    assert notes.unfaithful([busy, Strain(core_wait=None)]) is None
+    assert notes.unfaithful_note([busy, Strain(core_wait=2.0)]).startswith("unfaithful: ")
+
+
+def test_blocks_that_begin_otherwise_than_they_go_on_are_told():
+    # Three starts of two steps, of a pipeline whose first step is spared a part.
+    off = notes.not_stationary([[[0.446, 0.558]], [[0.44, 0.551]], [[0.453, 0.56]]], 1)
+    assert off == "not stationary: the first step of a block took 19.8% shorter than the rest"
+    # The same difference within the noise, and a small one without any.
+    assert notes.not_stationary([[[0.4, 0.5]], [[0.5, 0.4]], [[0.45, 0.5]]], 1) is None
+    assert notes.not_stationary([[[0.49, 0.5]], [[0.491, 0.501]], [[0.49, 0.5]]], 1) is None
+
+
+def test_a_periodic_schedule_is_stationary():
+    block = [0.75, 0.26, 0.26, 0.27, 0.73, 0.26, 0.27, 0.26]
+    assert notes.not_stationary([[block], [block]], 4) is None
+    assert notes.not_stationary([[block], [[0.76, *block[1:]]]], 1) is not None
+
+
+def test_one_block_alone_is_held_against_its_own_spread():
+    assert notes.not_stationary([[[0.38, 0.521, 0.517, 0.524, 0.519]]], 1) is not None
+    assert notes.not_stationary([[[0.38, 0.62, 0.41, 0.6, 0.52]]], 1) is None
+    assert notes.not_stationary([[[0.38, 0.5, 0.5]]], 1) is None  # too few to tell
+    assert notes.not_stationary([], 1) is None
+
+
+def test_the_canary_is_the_same_work_on_one_core():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    assert canary.work_s() > 0 and torch.get_num_threads() == 2
+    torch.set_num_threads(threads)
+
+
+class _Rank:
+    """A communicator of the second of three ranks, of which the first and the last share a host."""
+
+    rank = 1
+
+    def __init__(self, machines):
+        self.calls, self._machines = [], machines
+
+    def gather_objects(self, value):
+        if isinstance(value, str):
+            return self._machines
+        return [0.3, value, 0.0]
+
+    def barrier(self):
+        self.calls.append("barrier")
+
+
+@pytest.mark.parametrize(("machines", "works"), [("aba", True), ("aaa", False)])
+def test_one_rank_of_each_machine_works_while_all_others_wait(monkeypatch, machines, works):
+    found = [strain.machine_id() if name == machines[1] else name for name in machines]
+    communicator = _Rank(found)
+    monkeypatch.setattr(canary, "work_s", lambda: communicator.calls.append("work") or 0.5)
+    assert canary.canary_s(communicator) == (0.5 if works else 0.3)
+    assert communicator.calls == ["barrier", *["work"] * works, "barrier"]
+
+
+def test_the_machine_card_tells_what_may_change_a_number(monkeypatch):
+    monkeypatch.setenv("HOROVOD_CYCLE_TIME", "5")
+    monkeypatch.setenv("SOME_SECRET", "x")
+    card = json.loads(json.dumps(machine.machine_card()))
+    assert card["environment"]["HOROVOD_CYCLE_TIME"] == "5"
+    assert "SOME_SECRET" not in card["environment"]
+    assert card["cpus"] == sorted(os.sched_getaffinity(0)) and len(card["load"]) == 3
+    assert "net/ipv4/tcp_congestion_control" in card["sysctl"]
+    assert {"core_limit", "smt", "turbo", "huge_pages", "mhz", "pressure", "comm_core"} <= set(card)
+
+
+def test_a_changed_checkout_is_told_by_a_digest_of_its_changes(tmp_path, monkeypatch):
+    def git(*args):
+        command = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b", *args]
+        subprocess.run(command, check=True, capture_output=True)
+
+    monkeypatch.setattr(machine, "_ROOT", tmp_path)
+    git("init")
+    (tmp_path / "file").write_text("1")
+    git("add", "file")
+    git("commit", "-m", "one")
+    assert machine._diff() is None and not machine._commit().endswith("+dirty")
+    found = set()
+    for text in ("2", "3"):
+        (tmp_path / "file").write_text(text)
+        found.add(machine._diff())
+    (tmp_path / "new").write_text("4")
+    found.add(machine._diff())
+    assert len(found) == 3 and None not in found and machine._commit().endswith("+dirty")

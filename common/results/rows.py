@@ -68,6 +68,8 @@ class Row:
     """The least step time that the algorithm allows here, over the step time."""
     systematic: float | None = None
     """|T(k) - T(2k)| / T(k): how far the step depends on the emulation's time scale k."""
+    systematic_luck: float | None = None
+    """What `systematic` may be by chance alone (95 %)."""
     correct: str | None = None
     """yes, NO or unchecked."""
     doubt: str | None = None
@@ -138,8 +140,10 @@ def _measured(record: Record) -> dict[str, Any]:
         "step_s": record.step_s,
         "step_median_s": stats.percentile_step_s(record.repeats, 0.5),
         "step_p95_s": stats.percentile_step_s(record.repeats, 0.95),
-        "systematic": record.systematic and record.systematic.relative,
     }
+    if record.systematic is not None:
+        known["systematic"] = record.systematic.relative
+        known["systematic_luck"] = stats.luck(record.repeats, len(record.systematic.iters))
     if record.breakdown is not None and record.breakdown.step_s is not None:
         known |= {name: getattr(record.breakdown, name) for name in _PARTS}
     bound = record.bound
@@ -284,6 +288,11 @@ def _efficient(row: Row) -> str:
     return f"{row.efficiency:.0%}" + (f" ({ends})" if ends else "")
 
 
+def _systematic(row: Row) -> str:
+    text = given("systematic", ".1%")(row)
+    return text if row.systematic_luck is None else f"{text} (+-{100 * row.systematic_luck:.1f})"
+
+
 _MEASURED = (
     Column(
         title="throughput",
@@ -303,7 +312,7 @@ _JUDGED = (
         text=lambda row: doubted(row, given("of_bound", ".0%")(row)),
         sparse=True,
     ),
-    Column(title="systematic", text=given("systematic", ".1%"), sparse=True),
+    Column(title="systematic", text=_systematic, sparse=True),
     Column(title="correct", text=lambda row: row.correct, numeric=False),
     Column(title="notes", text=lambda row: row.reason or "", numeric=False),
 )

@@ -128,6 +128,18 @@ def compare(repeats: Repeats, base: Repeats, paired: bool) -> Difference:
     )
 
 
+def luck(repeats: Repeats, more: int) -> float | None:
+    """How far the mean of so many `more` repeats of the same may be off by chance; 0.02 is 2 %.
+
+    Half of the width of the 95 % interval of its ratio to the mean of `repeats`; None with one.
+    """
+    error = _error(list(map(math.log, _times(repeats))))
+    if error is None:
+        return None
+    beside = error * (1 + len(repeats) / more) ** 0.5
+    return math.expm1(_half_width(beside, len(repeats) - 1))
+
+
 def verdicts(differences: Sequence[Difference]) -> list[str]:
     """A word for each: FASTER, SLOWER, SAME, or UNSURE where nothing can be said.
 

@@ -328,7 +328,7 @@ def test_what_depends_on_the_time_scale_stands_beside_the_interval():
     table = rows.make_rows([record("ddp"), made], "ddp")
     assert table[1].systematic == pytest.approx(0.02)
     lines = rows.comparison(table, "ddp").markdown().splitlines()
-    assert "| systematic |" in lines[0] and "|       2.0% |" in lines[3]
+    assert "systematic |" in lines[0] and "| 2.0% (+-0.0) |" in lines[3]
     assert any(line.startswith("systematic: |T(k) - T(2k)|") for line in answer.remarks(table, []))
 
 

@@ -44,9 +44,9 @@ def remarks(rows: Sequence[Row], records: Iterable[Record]) -> list[str]:
         found += [line for line in (_without_base(place), _power(place)) if line]
     if any(row.systematic is not None for row in rows):
         found.append(
-            "systematic: |T(k) - T(2k)| / T(k), how far the step time T depends on the time scale k, "
-            "+- what chance alone does to it; the interval does not know of it, and more repeats do "
-            "not reduce it"
+            "systematic: |T(k) - T(2k)| / T(k), how far the step time T depends on the time scale "
+            "k, +- what chance alone does to it; the interval does not know of it, and more "
+            "repeats do not reduce it"
         )
     beyond = [row.algorithm for row in rows if not row.doubt and (row.of_bound or 0.0) > _BEYOND]
     if beyond:

@@ -16,11 +16,12 @@ from dear.errors import UserError
 
 BUSY_TARGET = 0.6
 """Share of all cores that a step may keep busy; above it ranks wait for cores, not for links."""
-WAIT_TARGET = 0.68
+WAIT_TARGET = 0.6
 """Seconds that a rank's threads, all together, may wait for a core per second in a cell's first
 round; later rounds must stay below the 0.7 from which a record is unfaithful."""
-SERIAL_TARGET = 0.05
-"""Share of a step that may pass in work that runs at this machine's speed and hides nowhere."""
+SERIAL_TARGET = 0.1
+"""Share of a step that may pass in work that runs at this machine's speed; replayed compute makes
+up for most of it."""
 
 # Passes over the memory of all parameters, per rank and step. Replay writes each gradient;
 # algorithms copy it into a buffer and the average out again (two reads, two writes) and add what
@@ -154,7 +155,7 @@ def choose_time_scale(
 def needed_scale(seen: Seen, load: Load, network: NetworkProfile, cores: int) -> Choice:
     """The smallest readable scale at which a trial would have had the cores that it needs.
 
-    Its CPU seconds per step must fit into 60 % of the cores, and its ranks' threads may wait 0.68
+    Its CPU seconds per step must fit into 60 % of the cores, and its ranks' threads may wait 0.6
     seconds per second for one. A step that lacked cores was too long: of those measured no more
     counts than computing and sending one after the other. Waits shrink with the scale, but how fast
     is not known: they ask for twice the scale at most, and are looked at again there.

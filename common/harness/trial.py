@@ -113,7 +113,7 @@ class MeasureConfig:
         if self.precision is not None:
             text = (
                 f"{self.least_repeats} to {self.most_repeats} repeats, until the interval is "
-                f"+-{self.precision:.2g} of its value"
+                f"+-{100 * self.precision:g} % of its value"
             )
         more = self.repeats_at_2k
         return text + (f", and {more} at twice the time scale" if more else "")

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from common.emulation import sandbox
 from common.emulation.dilation import Choice
 from common.harness import cli, fabric, sweep
 from common.harness.fabric import Fabric
-from common.harness.record import Result
+from common.harness.record import FabricFacts, Result
 from common.harness.sweep import cost_place
 from common.harness.trial import Briefing, Trial
 from common.launch.job import Job, Outcome
@@ -57,13 +58,20 @@ class Made(Fabric):
         self.outcomes: dict[str, Outcome] = {}
         self.broken_cells = 0
         self.interrupted_launch: int | None = None
+        self.settled: list[Choice | None] = []
+        self.scale = 1.0
         self.started: list[str] = []
         self.told: list[Briefing] = []
 
     def enter_cell(self, trials: Sequence[Trial], settled: Choice | None = None) -> None:
+        self.settled.append(settled)
         self.broken_cells -= 1
         if self.broken_cells >= 0:
             raise RuntimeError("the link of h1 carries no data: timed out")
+
+    def describe(self, trial: Trial) -> FabricFacts:
+        reason = self.settled[-1].reason if self.settled[-1] else "12 CPU seconds a step"
+        return FabricFacts(fabric="emulated", time_scale=self.scale, time_scale_reason=reason)
 
     def run(self, trial: Trial, job: Job) -> Outcome:
         self.started.append(trial.title)
@@ -136,6 +144,46 @@ def test_a_failed_trial_is_named_and_it_alone_is_run_again(line, capsys):
     line.made.outcomes.clear()
     assert line.run(*ONE_CELL) == 0
     assert [record.label for record in line.records[2:]] == ["ddp"]
+
+
+def test_trials_that_are_run_later_have_the_time_scale_of_those_on_record(line):
+    """They are compared with each other."""
+    line.made.scale, line.made.outcomes["ddp"] = 12.0, TOO_SLOW
+    assert line.run(*ONE_CELL) == 1
+    line.made.outcomes.clear()
+    assert line.run() == 0
+    first, again, other_cell = line.made.settled
+    assert first is None and other_cell is None
+    assert again.time_scale == 12.0
+    assert again.reason == "as others of the cell, which are on record: 12 CPU seconds a step"
+    line.made.settled.clear()
+    assert line.run(*ONE_CELL, "-k", "dear", "--rerun", "all") == 0
+    assert [choice.reason for choice in line.made.settled] == [again.reason], "said once"
+    line.made.settled.clear()
+    assert line.run(*ONE_CELL, "--rerun", "all") == 0
+    assert line.made.settled == [None], "nothing of the cell stays"
+
+
+def test_a_fault_has_the_time_scale_of_what_it_is_compared_with(line, monkeypatch):
+    monkeypatch.setattr(sandbox, "inside", lambda: True)
+    line.made.scale = 12.0
+    fault = "faults=[{kind: kill_rank, rank: 1, at_s: 1}]"
+    cluster = ["--set", "cluster={hosts: 2}", "--set", fault]
+    assert line.run(*ONE_CELL, *cluster) == 0
+    undisturbed, faulty = line.made.settled
+    assert undisturbed is None and faulty.time_scale == 12.0
+
+
+def test_a_record_tells_the_order_of_its_cell_and_a_dry_run_how_long_it_goes_on(line, capsys):
+    assert line.run(*ONE_CELL) == 0
+    ddp, dear = line.records
+    assert ddp.order.seed == dear.order.seed
+    pairs = zip(ddp.order.positions, dear.order.positions, strict=True)
+    assert [sorted(pair) for pair in pairs] == [[0, 1], [0, 1]]
+    capsys.readouterr()
+    ranged = ("--set", "measure.repeats=[5, 12]", "--set", "measure.precision=0.02")
+    assert line.run(*ONE_CELL, "--dry-run", *ranged) == 0
+    assert "5 to 12 repeats, until the interval is +-2 % of its value" in capsys.readouterr().out
 
 
 def test_an_interrupted_trial_and_those_under_way_are_recorded(line, capsys):

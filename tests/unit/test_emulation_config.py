@@ -155,7 +155,7 @@ def test_scales_are_readable_and_grow_for_ever():
 
 
 def test_scales_of_known_cases():
-    assert 10 <= scale(BERT) <= 20, "two cores, 10 GbE"
+    assert 5 <= scale(BERT) <= 20, "two cores, 10 GbE"
     assert 2 <= scale(RESNET) < scale(BERT), "fewer bytes per second of compute"
     assert scale(BERT, gbps=0.1, cores=16) == 1, "slow links and many cores"
     alone = Load(world_size=1, hosts=1, parameter_bytes=438_000_000, step_s=0.3)
@@ -175,8 +175,8 @@ def test_the_scale_grows_with_the_load_and_shrinks_with_the_machine():
 def test_the_reason_is_one_line_with_the_numbers():
     choice = choose_time_scale(BERT, linked(10), MACHINE, 2)
     assert choice.reason == (
-        "0.26 s of update and Python must stay within 5% of 0.53 s, on this machine: "
-        "at least 9.9 times slower than real time"
+        "3.8 CPU seconds a step must fit into 60% of 2 cores in 0.53 s, on this machine: "
+        "at least 6.0 times slower than real time"
     )
     fits = choose_time_scale(BERT, linked(0.1), MACHINE, 16).reason
     assert fits.endswith("CPU seconds a step fit into 53 s of 16 cores")
@@ -202,9 +202,9 @@ def test_the_scale_that_a_trial_needs_follows_from_what_it_took():
 
 
 def test_ranks_that_wait_for_cores_need_a_larger_scale_however_idle_the_machine_is():
-    idle = Seen(time_scale=4, step_s=0.6, cpu_s_per_s=0.3, core_wait=0.67)
+    idle = Seen(time_scale=4, step_s=0.6, cpu_s_per_s=0.3, core_wait=0.59)
     assert need(idle) <= 4
-    assert need(dataclasses.replace(idle, core_wait=0.95)) == 6
+    assert need(dataclasses.replace(idle, core_wait=0.8)) == 6
     # How fast waits shrink is not known: no more than twice the scale at once.
     assert need(dataclasses.replace(idle, core_wait=3.0)) == 8
 
@@ -215,7 +215,7 @@ def test_the_reason_for_a_larger_scale_has_the_numbers():
     waiting = Seen(time_scale=4, step_s=0.6, cpu_s_per_s=0.3, core_wait=0.9)
     choice = needed_scale(waiting, BERT, linked(10), 2)
     assert choice.reason == (
-        "at 4 a rank's threads waited 0.90 s per second for a core, of which 0.68 are allowed"
+        "at 4 a rank's threads waited 0.90 s per second for a core, of which 0.6 are allowed"
     )
 
 

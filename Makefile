@@ -9,9 +9,10 @@ HOROVOD := $(VENV)/horovod-tried
 CORE := $(VENV)/comm-core-built
 CORE_TESTS := $(VENV)/comm-core-tests-built
 NOTEBOOKS := $(VENV)/notebooks-ready
+MUTANTS := $(VENV)/mutants-ready
 CORE_SOURCES := $(shell find common/comm_core -name '*.cc' -o -name '*.h' -o -name CMakeLists.txt)
 
-.PHONY: bench test test-all retest core core-tests horovod gpu-check sanitize torch-suite lint system-packages clean help
+.PHONY: bench test test-all retest core core-tests horovod gpu-check sanitize torch-suite mutants records lint system-packages clean help
 
 help:
 	@echo "make bench            set up, then the default sweep: a table and a plot"
@@ -23,6 +24,8 @@ help:
 	@echo "make sanitize         the comm core's C++ tests under ThreadSanitizer and AddressSanitizer"
 	@echo "make gpu-check        everything that needs an NVIDIA GPU, in at most 8 minutes"
 	@echo "make torch-suite      torch's own tests of backends on the comm core, 2 and 4 ranks"
+	@echo "make mutants          small changes of meaning in the code: does a test notice each? (hours)"
+	@echo "make records          docs/records anew, from a clean commit (hours); ONLY=NAME for one"
 	@echo "make horovod          build Horovod into .venv (part of bench and test)"
 	@echo "make lint             ruff, import-linter, clang-format and shellcheck"
 	@echo "make system-packages  install Open MPI and what the builds need (Debian, as root)"
@@ -34,7 +37,7 @@ bench: $(READY) $(CORE) $(HOROVOD)
 test: $(READY) $(CORE_TESTS) $(HOROVOD) lint
 	$(PY) -m pytest -m "not full"
 
-test-all: $(READY) $(CORE_TESTS) $(HOROVOD) $(NOTEBOOKS) lint
+test-all: $(READY) $(CORE_TESTS) $(HOROVOD) $(NOTEBOOKS) $(MUTANTS) lint
 	$(PY) -m pytest
 
 # Only what failed last; nothing to repeat is a failure too.
@@ -54,8 +57,15 @@ gpu-check:
 
 torch-suite: $(CORE)
 	$(PY) -m pip install --disable-pip-version-check -q -r tests/comm/torch_suite/requirements.txt
-	$(PY) tests/comm/torch_suite/run.py --world-size 2 --json docs/records/torch_suite/world2.json
-	$(PY) tests/comm/torch_suite/run.py --world-size 4 --json docs/records/torch_suite/world4.json
+	$(PY) tests/comm/torch_suite/run.py --world-size 2
+	$(PY) tests/comm/torch_suite/run.py --world-size 4
+
+# Stopped, it goes on where it was; MUTANTS_ARGS="--only dear/comm --out plots/out" tries a part.
+mutants: $(CORE_TESTS) $(HOROVOD) $(MUTANTS)
+	$(PY) -m tests.mutants $(MUTANTS_ARGS)
+
+records: $(CORE_TESTS) $(HOROVOD) $(MUTANTS)
+	$(PY) bench/records.py $(ONLY)
 
 horovod:
 	rm -f $(HOROVOD)
@@ -81,6 +91,10 @@ $(HOROVOD): $(READY) scripts/horovod.sh
 # Of the examples; only the tests need it.
 $(NOTEBOOKS): $(READY) examples/requirements.txt
 	$(PY) -m pip install --disable-pip-version-check -q -r examples/requirements.txt
+	touch $@
+
+$(MUTANTS): $(READY) tests/mutants/requirements.txt
+	$(PY) -m pip install --disable-pip-version-check -q -r tests/mutants/requirements.txt
 	touch $@
 
 lint: $(READY)

@@ -39,6 +39,8 @@ _CPU = Path("/sys/devices/system/cpu")
 _COMM_CORE = Path(__file__).parent / "comm_core"
 _ROOT = Path(__file__).parents[1]
 
+_CODE = ("--", ".", ":(exclude)*.md", ":(exclude)docs/records")
+
 # Measured with smaps_rollup on trials of 4 and 16 ranks, torch 2.13 for CPUs.
 _SHARED = 350 << 20
 """Interpreter and torch, of which forked ranks have one copy together."""
@@ -142,18 +144,21 @@ def _comm_core() -> dict[str, Any] | None:
 
 
 def _commit() -> str | None:
-    """The checked-out commit, with `+dirty` if files differ from it; None outside a checkout."""
+    """The checked-out commit, with `+dirty` if files differ from it; None outside a checkout.
+
+    Texts and records do not count: they change no number, and making one record changes both.
+    """
     commit = _git("rev-parse", "--short=12", "HEAD")
-    return commit and commit + ("+dirty" if _git("status", "--porcelain") else "")
+    return commit and commit + ("+dirty" if _git("status", "--porcelain", *_CODE) else "")
 
 
 def _diff() -> str | None:
     """A digest of how the files differ from the commit, new ones too; None if they do not."""
-    changed = _git("status", "--porcelain")
+    changed = _git("status", "--porcelain", *_CODE)
     if not changed:
         return None
-    digest = hashlib.sha256((_git("diff", "HEAD", "--binary") or "").encode())
-    for name in (_git("ls-files", "--others", "--exclude-standard") or "").splitlines():
+    digest = hashlib.sha256((_git("diff", "HEAD", "--binary", *_CODE) or "").encode())
+    for name in (_git("ls-files", "--others", "--exclude-standard", *_CODE) or "").splitlines():
         with contextlib.suppress(OSError):  # a link to nowhere
             digest.update(name.encode() + (_ROOT / name).read_bytes())
     return digest.hexdigest()[:12]

@@ -258,21 +258,28 @@ class Experiment:
             raise unknown("compare_to", self.compare_to, {name for one in variants for name in one})
         return variants[index][0]
 
-    def trials(self) -> list[Trial]:
+    def trials(self, data_digest: str | None = None) -> list[Trial]:
         """Every combination, by model and network; the baseline comes first.
 
         What stands there under two labels is measured twice: how far apart are equal trials?
+
+        Args:
+            data_digest: of what is learned from, where the files need not be; None: of the files.
         """
+        if self.learn is None or self.learn.data is None:
+            data_digest = None
+        elif data_digest is None:
+            data_digest = datasets.digest(self.learn.data, self._data_folder())
         alone = AlgorithmChoice(name=BASELINE, label="single worker"), Options()
         trials = []
         for model in self.models:
             for network in self._networks():
                 if self.baseline:
-                    trials.append(self._trial(*alone, model, 1, network, None))
+                    trials.append(self._trial(*alone, model, 1, network, None, data_digest))
                 for world_size in self.worlds:
                     for fault in (None, *self.faults):
-                        for chosen in self._chosen:
-                            trials.append(self._trial(*chosen, model, world_size, network, fault))
+                        place = (model, world_size, network, fault, data_digest)
+                        trials += [self._trial(*chosen, *place) for chosen in self._chosen]
         seen: dict[str, list[str]] = {}
         for index, trial in enumerate(trials):
             labels = seen.setdefault(trial.hash, [])
@@ -295,6 +302,7 @@ class Experiment:
         world_size: int,
         network: str | None,
         fault: Fault | None,
+        data_digest: str | None,
     ) -> Trial:
         entry = model_entry(model.name)
         cores = len(os.sched_getaffinity(0))
@@ -302,9 +310,6 @@ class Experiment:
         learn = self.learn
         if learn is not None and algorithm.name == BASELINE:
             learn = dataclasses.replace(learn, batch_sizes=None)  # it has one worker
-        digest = None
-        if learn is not None and learn.data is not None:
-            digest = datasets.digest(learn.data, self._data_folder())
         batch_size = model.batch_size or entry.batch_size
         profile = None
         if is_replay(model.name):
@@ -325,7 +330,7 @@ class Experiment:
             time_scale=self.cluster.time_scale if self.cluster else None,
             fault=fault,
             learn=learn,
-            data_digest=digest,
+            data_digest=data_digest,
             profile_digest=profile,
             network_digest=None if network is None else network_profile(network).digest,
         )

@@ -1,29 +1,232 @@
-"""Puts the table of a committed record into README.md: `python -m common.results.readme`."""
+"""Fills README.md and docs with what the records give: `python -m common.results.readme`.
+
+Comments in the Markdown say what stands where. Of a record NAME (docs/records/NAME):
+
+    <!-- standing of NAME -->      which commit and machine it is of, or that it is withdrawn
+    <!-- table of NAME -->         the comparison of its sweep, and what follows from it in words
+    <!-- table of NAME: speedup, of_bound -->     these, a row per cell and a column per algorithm
+    <!-- output of NAME: FILE -->  a file of it, as it is
+    <!-- figure of NAME: FILE | WHAT IT SHOWS -->
+
+each followed by the text and `<!-- end -->`. A number in a sentence is followed by its source:
+`1.84<!-- delayed: speedup of dadt, bert -->`, a field of the row that these words choose, with
+`as .0%` to show it in another way. In every section that quotes a record its standing is told;
+tables, outputs and figures of a withdrawn one are empty, and its numbers are crossed out, as are
+those of single rows that may not be believed.
+"""
 
 from __future__ import annotations
 
 import re
+import subprocess
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from common.results import rows
-from common.results.records import Comparison
+from common.results import answer, learning, rows, shipped
+from common.results.records import Comparison, Record
+from common.results.table import significant
 
-ROOT = Path(__file__).parents[2]
-_PLACE = re.compile(r"(<!-- table of (\S+), .*-->\n).*?(<!-- end of table -->)", re.DOTALL)
+ROOT = shipped.ROOT
+_BLOCK = re.compile(
+    r"(?P<head><!-- (?P<kind>standing|table|output|figure) of (?P<name>[\w-]+)"
+    r"(?:: (?P<what>[^>]+?))? -->\n)(?P<body>.*?)(?P<end><!-- end -->)",
+    re.DOTALL,
+)
+_NUMBER = re.compile(
+    r"(?:~~)?(?P<value>[-+0-9.,e]+%?)(?:~~)?(?P<from><!-- (?P<name>[\w-]+): (?P<what>[^>]+?) -->)"
+)
+_QUERY = re.compile(r"(?P<field>\w+) of (?P<words>.+?)(?: as (?P<form>\S+))?$")
 
 
-def with_tables(text: str) -> str:
-    """`text` with every marked place filled from the records it names."""
+class PlaceError(ValueError):
+    """A marked place asks for what its record does not have."""
 
-    def fill(place: re.Match[str]) -> str:
-        folder = ROOT / place[2]
-        comparison = Comparison.load(folder)
-        found = rows.make_rows(comparison.results(folder), comparison.compare_to)
-        return place[1] + rows.comparison(found, comparison.compare_to).markdown() + place[3]
 
-    return _PLACE.sub(fill, text)
+def documents() -> list[Path]:
+    """Every Markdown file of the repository but those in records."""
+    command = ["git", "-C", str(ROOT), "ls-files", "*.md"]
+    try:
+        names = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    except (OSError, subprocess.CalledProcessError):  # an unpacked archive
+        names = ["README.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
+    return [ROOT / name for name in names if not name.startswith("docs/records/")]
+
+
+def filled(text: str, place: Path, folder: Path = shipped.FOLDER) -> str:
+    """`text`, which stands in the folder `place`, with every marked place as the records say.
+
+    Raises:
+        PlaceError: a place asks for what is not there.
+    """
+    gone = shipped.withdrawn(folder)
+
+    def block(found: re.Match[str]) -> str:
+        kind, name = found["kind"], found["name"]
+        if kind == "standing":
+            body = standing(name, folder)
+        elif name in gone:
+            body = ""
+        else:
+            body = _BLOCKS[kind](folder / name, found["what"], place)
+        return f"{found['head']}{body}{found['end']}"
+
+    def number(found: re.Match[str]) -> str:
+        value = None
+        if found["name"] not in gone:
+            value = value_of(folder / found["name"], found["what"])
+        return (f"~~{found['value']}~~" if value is None else value) + found["from"]
+
+    return _NUMBER.sub(number, _BLOCK.sub(block, text))
+
+
+def standing(name: str, folder: Path = shipped.FOLDER) -> str:
+    """What a reader must know of a record before its numbers."""
+    reason = shipped.withdrawn(folder).get(name)
+    if reason is not None:
+        return f"**Withdrawn until it is made again** (`make records ONLY={name}`): {reason}\n"
+    made = shipped.made(name, folder)
+    if made is None:
+        raise PlaceError(f"{name} was not made by `make records`, and is not withdrawn")
+    machine = made["machine"]
+    return (
+        f"*Measured {made['started'][:10]} at commit {made['commit']} on {machine['cores']} x "
+        f"{machine['cpu']} (`make records ONLY={name}`).*\n"
+    )
+
+
+def quoted(text: str) -> list[tuple[str, set[str], set[str]]]:
+    """Of each section with a record: heading, records that are quoted, records whose standing is.
+
+    A link to a record's folder or files quotes it, too.
+    """
+    found = []
+    for section in re.split(r"^(?=#+ )", text, flags=re.MULTILINE):
+        blocks = list(_BLOCK.finditer(section))
+        told = {one["name"] for one in blocks if one["kind"] == "standing"}
+        used = {one["name"] for one in blocks if one["kind"] != "standing"}
+        used |= {one["name"] for one in _NUMBER.finditer(section)}
+        used |= set(re.findall(r"\]\([^)]*?records/([\w-]+)", section))
+        if told or used:
+            found.append((section.partition("\n")[0], used, told))
+    return found
+
+
+def bare_figures(text: str) -> list[str]:
+    """Images of records that stand outside of a marked place."""
+    return re.findall(r"!\[[^]]*\]\(([^)]*records/[^)]*)\)", _BLOCK.sub("", text))
+
+
+def value_of(folder: Path, query: str) -> str | None:
+    """The text of one number of a sweep (see the module's words); None of a row that is doubted."""
+    asked = _QUERY.fullmatch(query)
+    if asked is None:
+        raise PlaceError(f"{query!r} is not `FIELD of WORDS` or `FIELD of WORDS as FORM`")
+    words = asked["words"].split(", ")
+    chosen = [row for row in _rows(folder) if all(_is_of(row, word) for word in words)]
+    if len(chosen) != 1:
+        raise PlaceError(f"{len(chosen)} rows of {folder.name} are {asked['words']!r}, not one")
+    value = getattr(chosen[0], asked["field"], None)
+    if getattr(chosen[0], "doubt", None):
+        return None
+    if value is None:
+        raise PlaceError(f"{folder.name}: {asked['words']} has no {asked['field']}")
+    return format(value, asked["form"]) if asked["form"] else significant(value)
+
+
+def _is_of(row: Any, word: str) -> bool:
+    """An algorithm by its label; a model, network or fault by its beginning."""
+    parts = [row.model, row.network or "", row.fault or "no fault"]
+    return row.algorithm == word or any(part.startswith(word) for part in parts)
+
+
+def _sweep(folder: Path) -> tuple[list[Record], str]:
+    comparison = Comparison.load(folder)
+    return comparison.results(folder), comparison.compare_to
+
+
+def _rows(folder: Path) -> list[Any]:
+    records, compare_to = _sweep(folder)
+    if learning.is_learning(records):
+        return learning.make_rows(records)
+    return rows.make_rows(records, compare_to)
+
+
+def _table(folder: Path, what: str | None, _: Path) -> str:
+    if what is not None:
+        return _crossed(_rows(folder), what.split(", "))
+    records, compare_to = _sweep(folder)
+    if learning.is_learning(records):
+        learned = learning.make_rows(records)
+        table, words = learning.table(learned), learning.summary(learned)
+        words += answer.remarks([], records)
+    else:
+        found = rows.make_rows(records, compare_to)
+        table = rows.comparison(found, compare_to)
+        words = [*answer.summary(found, compare_to), *answer.remarks(found, records)]
+    lines = "".join(f"- {line}\n" for line in words)
+    return table.markdown() + (f"\n{lines}" if lines else "")
+
+
+def _crossed(found: list[Any], fields: list[str]) -> str:
+    """A line per model and network, and of each algorithm the fields."""
+    cells = list(dict.fromkeys((row.model, row.network) for row in found))
+    names = list(dict.fromkeys(row.algorithm for row in found))
+    by_place = {(row.model, row.network, row.algorithm): row for row in found}
+    titles = [f"{name} {field.replace('_', ' ')}" for name in names for field in fields]
+    lines = [["model", "network", *titles], ["---", "---", *["---:"] * len(titles)]]
+    for model, network in cells:
+        values = [
+            _short(by_place.get((model, network, name)), field)
+            for name in names
+            for field in fields
+        ]
+        lines.append([model, network or "", *values])
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _short(row: Any, field: str) -> str:
+    value = getattr(row, field, None)
+    if value is None:
+        return ""
+    text = f"{value:.0%}" if field == "of_bound" else f"{value:.2f}"
+    return f"({text})" if getattr(row, "doubt", None) else text
+
+
+def _output(folder: Path, what: str | None, _: Path) -> str:
+    return f"```\n{(folder / (what or '')).read_text().rstrip()}\n```\n"
+
+
+def _figure(folder: Path, what: str | None, place: Path) -> str:
+    name, _, shows = (what or "").partition(" | ")
+    path = (folder / name).resolve()
+    if not path.is_file():
+        raise PlaceError(f"there is no figure {name} in {folder.name}")
+    up = "../" * len(place.resolve().relative_to(ROOT).parts)
+    inside = place.resolve() == ROOT / "docs"
+    target = path.relative_to(ROOT / "docs") if inside else f"{up}{path.relative_to(ROOT)}"
+    return f"![{shows}]({target})\n"
+
+
+_BLOCKS: dict[str, Callable[[Path, str | None, Path], str]] = {
+    "table": _table,
+    "output": _output,
+    "figure": _figure,
+}
+
+
+def fill() -> list[Path]:
+    """Writes every document anew; returns those that changed."""
+    changed = []
+    for path in documents():
+        text = path.read_text()
+        new = filled(text, path.parent)
+        if new != text:
+            path.write_text(new)
+            changed.append(path)
+    return changed
 
 
 if __name__ == "__main__":
-    readme = ROOT / "README.md"
-    readme.write_text(with_tables(readme.read_text()))
+    for path in fill():
+        print(f"filled {path.relative_to(ROOT)}")

@@ -12,8 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from common.results.readme import with_tables
-from common.results.records import load
 from dear.errors import Unavailable
 from dear.training.algorithm import algorithm_class
 
@@ -113,22 +111,6 @@ def test_a_second_make_does_no_set_up_work(tmp_path, make_level):
 
 
 README = (ROOT / "README.md").read_text()
-
-
-def test_the_table_is_that_of_the_committed_record():
-    assert with_tables(README) == README
-    assert "| dear " in README
-
-
-@pytest.mark.parametrize(
-    ("name", "trials"),
-    [("quick", 12), ("emulated-quick", 3), ("emulated", 20), ("emulated-bert", 8)],
-)
-def test_the_committed_record_is_good_and_complete(name, trials):
-    found = load(ROOT / "docs" / "records" / name / "records.jsonl")
-    assert len(found) == trials
-    assert all(record.ok for record in found)
-    assert all("dirty" not in record.machine["commit"] for record in found)
 
 
 def test_every_link_leads_to_a_file():

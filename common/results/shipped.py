@@ -1,0 +1,83 @@
+"""What docs/records holds: how each record is made, what it was made of, and which are withdrawn.
+
+A record is a folder there, and an entry of `records.yaml` in it. `bench/records.py` makes records
+and says which are not of today's definitions; those are withdrawn in `withdrawn.yaml`, with the
+reason, until they are made again, and every text that quotes one says so.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from dear.options import build_options
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "docs" / "records"
+LIST, WITHDRAWN = "records.yaml", "withdrawn.yaml"
+MADE = "made.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """How one record is made."""
+
+    minutes: float
+    """About how long that takes on two cores."""
+    sweep: str | None = None
+    """The experiment file whose sweep it is; None: what `commands` write."""
+    set: tuple[str, ...] = ()
+    """Keys of the experiment that differ, as `--set` takes them."""
+    commands: tuple[str, ...] = ()
+    """For bash, in the repository; `{out}` is a new folder, all of whose files are the record."""
+    needs: tuple[str, ...] = ()
+    """Environment variables that must be set: folders of what does not come with the repository."""
+
+    def __post_init__(self) -> None:
+        if (self.sweep is None) == (not self.commands):
+            raise ValueError("a record is a sweep or made by commands")
+
+
+def recipes(folder: Path = FOLDER) -> dict[str, Recipe]:
+    """All records by name, in the order in which `make records` makes them."""
+    listed = yaml.safe_load((folder / LIST).read_text())
+    return {name: build_options(Recipe, values, "key") for name, values in listed.items()}
+
+
+def withdrawn(folder: Path = FOLDER) -> dict[str, str]:
+    """Reasons, by record."""
+    path = folder / WITHDRAWN
+    return (yaml.safe_load(path.read_text()) or {}) if path.exists() else {}
+
+
+def restore(name: str, folder: Path = FOLDER) -> None:
+    """Takes a record off the list of what is withdrawn; its comments stay."""
+    path = folder / WITHDRAWN
+    if name in withdrawn(folder):
+        lines, kept = path.read_text().splitlines(keepends=True), []
+        inside = False
+        for line in lines:
+            inside = line.startswith(f"{name}:") or (inside and line[:1] in (" ", "\t"))
+            if not inside:
+                kept.append(line)
+        path.write_text("".join(kept))
+
+
+def made(name: str, folder: Path = FOLDER) -> dict[str, Any] | None:
+    """Commit, machine, commands, files and when, as `make records` wrote it; None: it did not."""
+    path = folder / name / MADE
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """Of every file of a record but the one that holds these."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MADE)
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+        for path in files
+    }

@@ -1,0 +1,1 @@
+"""Mutation testing: small changes of meaning that the tests should notice; `make mutants`."""

@@ -1,0 +1,218 @@
+"""What README.md and docs say is what the records give, and the records are of today's code."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from bench import records as maker
+from common.results import readme, shipped
+from common.results.records import Comparison, Failure, Record, append
+from common.results.shipped import Recipe
+from dear.errors import UserError
+
+RECIPES = shipped.recipes()
+HEAD = maker._git("rev-parse", "--short=12", "HEAD").strip() or "0123456789ab"
+
+
+@pytest.mark.parametrize("path", readme.documents(), ids=lambda path: path.name)
+def test_a_text_says_what_its_records_give_and_which_are_withdrawn(path):
+    text = path.read_text()
+    new = readme.filled(text, path.parent)
+    assert text == new, "run `python -m common.results.readme`"
+    assert not readme.bare_figures(text), "figures of records stand in marked places"
+    for heading, used, told in readme.quoted(text):
+        assert used <= told, f"{heading}: does not tell the standing of {used - told}"
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_record_is_of_todays_definitions_or_withdrawn(name):
+    problems = maker.problems(name, RECIPES[name])
+    if name in shipped.withdrawn():
+        assert problems, f"{name} is fine: take it off {shipped.WITHDRAWN}"
+    else:
+        assert not problems, f"make records ONLY={name}, or withdraw it with a reason"
+
+
+def test_the_lists_name_what_is_there():
+    folders = {path.name for path in shipped.FOLDER.iterdir() if path.is_dir()}
+    assert folders <= RECIPES.keys()
+    assert shipped.withdrawn().keys() <= RECIPES.keys()
+
+
+RECIPE = Recipe(sweep="quick", minutes=1)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A record `quick` as of today."""
+    record = tmp_path / "quick"
+    record.mkdir()
+    trials = maker.todays_trials(RECIPE, [])
+    for trial in trials:
+        append(
+            record / "records.jsonl",
+            Record(
+                id=trial.id,
+                hash=trial.hash,
+                trial=trial.to_json(),
+                status="failed",
+                error=Failure(message="broke"),
+                started="now",
+                duration_s=1.0,
+                machine={"commit": HEAD},
+            ),
+        )
+    Comparison(compare_to="ddp", trials=tuple(trial.hash for trial in trials)).save(record)
+    _note(record)
+    return tmp_path
+
+
+def _note(record: Path, **changed: object) -> None:
+    facts = {
+        "commit": HEAD,
+        "machine": {"cores": 2, "cpu": "a processor"},
+        "made_by": maker.made_by(RECIPE),
+        "started": "2026-01-02T03:04:05+00:00",
+        "files": shipped.digests(record),
+    }
+    (record / shipped.MADE).write_text(json.dumps({**facts, **changed}))
+
+
+def test_a_record_of_today_has_no_problem(folder):
+    assert maker.problems("quick", RECIPE, folder) == []
+
+
+def test_a_record_of_another_definition_is_told(folder):
+    record = folder / "quick"
+
+    def problem() -> str:
+        (found,) = maker.problems("quick", RECIPE, folder)
+        return found
+
+    _note(record, commit=f"{HEAD}+dirty")
+    assert "says not which code ran" in maker.problems("quick", RECIPE, folder)[0]
+    _note(record, made_by=["something else"])
+    assert "other commands" in problem()
+    _note(record)
+    lines = (record / "records.jsonl").read_text().splitlines(keepends=True)
+    changed = json.loads(lines[0])
+    changed["hash"] = "0" * 12
+    trials = json.loads((record / "experiment.json").read_text())["trials"]
+    Comparison(compare_to="ddp", trials=("0" * 12, *trials[1:])).save(record)
+    (record / "records.jsonl").write_text(json.dumps(changed) + "\n" + "".join(lines[1:]))
+    assert "files that were not made with it" in maker.problems("quick", RECIPE, folder)[0]
+    _note(record)
+    strange, lacking = maker.problems("quick", RECIPE, folder)
+    assert "not today's" in strange and lacking == f"lacks 1 of today's {len(lines)} trials"
+    (record / shipped.MADE).unlink()
+    assert problem() == "was not made by `make records`"
+
+
+def test_a_commit_that_git_does_not_know_is_told():
+    if maker._git("rev-parse", "--is-shallow-repository").strip() != "false":
+        pytest.skip("no whole history here")
+    assert maker.commit_doubt(HEAD) is None
+    assert "not in git's history" in maker.commit_doubt("0" * 12)
+
+
+def test_marked_places_are_filled_and_of_a_withdrawn_record_emptied(folder):
+    (folder / "quick" / "words.txt").write_text("so it is\n")
+    text = (
+        "<!-- standing of quick -->\n<!-- end -->\n<!-- output of quick: words.txt -->\n"
+        "<!-- end -->\n<!-- table of quick -->\nold\n<!-- end -->\n"
+        "It is 1.5<!-- quick: world_size of dear, mnist as .1f --> fast.\n"
+    )
+    found = readme.filled(text, readme.ROOT, folder)
+    assert "Measured 2026-01-02 at commit" in found and "```\nso it is\n```" in found
+    assert "broke" in found and "old" not in found
+    assert "It is 2.0<!-- quick" in found
+    assert readme.filled(found, readme.ROOT, folder) == found
+
+    (folder / shipped.WITHDRAWN).write_text("# why\nother: it\nquick: >-\n  it is\n  old\n")
+    gone = readme.filled(found, readme.ROOT, folder)
+    assert "**Withdrawn until it is made again** (`make records ONLY=quick`): it is old" in gone
+    assert "so it is" not in gone and "broke" not in gone
+    assert "It is ~~2.0~~<!-- quick" in gone
+    assert readme.filled(gone, readme.ROOT, folder) == gone
+    shipped.restore("quick", folder)
+    assert (folder / shipped.WITHDRAWN).read_text() == "# why\nother: it\n"
+    assert readme.filled(gone, readme.ROOT, folder) == found
+
+
+@pytest.mark.parametrize(
+    ("query", "message"),
+    [
+        ("world_size of mnist", "6 rows of quick are 'mnist', not one"),
+        ("world_size of nobody", "0 rows"),
+        ("loudness of dear, mnist", "has no loudness"),
+        ("world_size", "is not `FIELD of WORDS`"),
+    ],
+)
+def test_a_number_that_no_record_gives_is_refused(folder, query, message):
+    with pytest.raises(readme.PlaceError, match=message):
+        readme.filled(f"1<!-- quick: {query} -->", readme.ROOT, folder)
+
+
+def test_a_section_that_quotes_a_record_without_its_standing_is_found():
+    text = (
+        "# A\n[record](records/quick/table.md)\n## B\n<!-- standing of peer -->\n<!-- end -->\n"
+        "2<!-- peer: x of y -->\n## C\n![x](records/peer/x.png)\n"
+    )
+    assert readme.quoted(text) == [
+        ("# A", {"quick"}, set()),
+        ("## B", {"peer"}, {"peer"}),
+        ("## C", {"peer"}, set()),
+    ]
+    assert readme.bare_figures(text) == ["records/peer/x.png"]
+
+
+def test_a_record_takes_its_place_only_when_all_of_it_is_done(tmp_path, monkeypatch):
+    monkeypatch.setattr(maker, "ROOT", tmp_path)
+    monkeypatch.setattr(maker, "machine_card", lambda: {"commit": HEAD, "cores": 2})
+    shelf = tmp_path / "shelf"
+    (shelf / "it").mkdir(parents=True)
+    (shelf / "it" / "old.txt").write_text("old")
+    (shelf / shipped.WITHDRAWN).write_text("it: is old\n")
+    bad = Recipe(minutes=1, commands=("echo new > {out}/new.txt", "false"))
+    assert not maker.make("it", bad, HEAD, shelf)
+    assert [path.name for path in (shelf / "it").iterdir()] == ["old.txt"]
+    assert "it" in shipped.withdrawn(shelf)
+
+    assert not maker.make("it", Recipe(minutes=1, commands=("true",), needs=("NO_SUCH",)), HEAD)
+
+    good = Recipe(minutes=1, commands=("echo new > {out}/new.txt",))
+    assert maker.make("it", good, HEAD, shelf)
+    assert sorted(path.name for path in (shelf / "it").iterdir()) == ["made.json", "new.txt"]
+    assert maker.problems("it", good, shelf) == []
+    assert not shipped.withdrawn(shelf)
+
+
+def test_records_are_made_from_a_clean_commit_only(monkeypatch, capsys):
+    monkeypatch.setattr(maker, "machine_card", lambda: {"commit": "123+dirty"})
+    with pytest.raises(UserError, match="a clean commit, and this is 123"):
+        maker.main(["quick"])
+    with pytest.raises(UserError, match="unknown record 'quack'"):
+        maker.main(["quack"])
+    assert maker.main(["--plan", "quick", "peer"]) == 0
+    assert "2 records, about" in capsys.readouterr().out
+
+
+def test_texts_and_records_do_not_make_a_tree_dirty(tmp_path, monkeypatch):
+    from common import machine
+
+    (tmp_path / "common").mkdir()
+    (tmp_path / "docs" / "records").mkdir(parents=True)
+    (tmp_path / "common" / "code.py").write_text("1\n")
+    for arguments in (["init", "-q"], ["add", "-A"], ["commit", "-q", "-m", "one"]):
+        who = ["-c", "user.name=x", "-c", "user.email=x"]
+        subprocess.run(["git", "-C", tmp_path, *who, *arguments], check=True)
+    monkeypatch.setattr(machine, "_ROOT", tmp_path)
+    (tmp_path / "README.md").write_text("new\n")
+    (tmp_path / "docs" / "records" / "new.json").write_text("{}")
+    assert "dirty" not in machine._commit() and machine._diff() is None
+    (tmp_path / "common" / "code.py").write_text("2\n")
+    assert machine._commit().endswith("+dirty") and machine._diff()

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from dear.buckets.compressors import HalfOptions
 from dear.cost.overlap import Moment, Overlap, Transfer, Unstated
 from dear.training.algorithm import Algorithm
 from tests.contract.by_hand import SIZES, Event, Message, Network, Place, Program, on
 
+MARKS = 64
+"""Bytes per message for who has a gradient, and to fill up."""
 LAYERS = frozenset(range(len(SIZES)))
 OPERATIONS = {
     "average": ("all_reduce", "all_gather"),
@@ -59,6 +62,7 @@ def violations(
     found += _of_updates(stated, run)
     for step in run.steps:
         found += _of_urgency(stated, run.started(step), native)
+        found += _of_bytes(run.started(step), options)
     found += _of_accumulation(run)
     return list(dict.fromkeys(found))
 
@@ -248,6 +252,21 @@ def _of_urgency(stated: Overlap, sent: list[Message], native: bool) -> Iterator[
         levels = {m.priority for m in messages}
         if native and transfer.starts == "gradient" and len(levels) < 2 < len(messages):
             yield "all messages are equally urgent: none can overtake another"
+
+
+def _of_bytes(sent: list[Message], options: Any) -> Iterator[str]:
+    """Gradients take the room that the compression says, and a little for marks."""
+    if not isinstance(options, HalfOptions):
+        return
+    once = [m for m in sent if m.carries == {"gradients"} and _reduces(m)]
+    found, wanted = sum(m.nbytes for m in once), options.share(4) * sum(SIZES) * 4
+    if not wanted <= found <= wanted + MARKS * len(once):
+        yield f"gradients take {found} bytes on their way, by the options {wanted:g}"
+
+
+def _reduces(message: Message) -> bool:
+    """Not a second half."""
+    return message.place[0] in ("gradient", "pass")
 
 
 def _of_accumulation(run: Run) -> Iterator[str]:

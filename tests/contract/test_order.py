@@ -225,7 +225,8 @@ def test_with_credit_for_one_partition_the_most_urgent_one_goes_next(native):
         trained.backward()
         layers, nbytes = [], []
         while network.under_way:
-            (work,) = network.under_way  # never more than the credit allows
+            assert len(network.under_way) == 1, "more is under way than the credit allows"
+            (work,) = network.under_way
             layers.append(min(work.message.layers))
             nbytes.append(work.nbytes)
             work.end()

@@ -55,33 +55,36 @@ class Transfer:
     """`some`: not every bucket has it; `instead`: those that have it lack the others."""
 
     def __str__(self) -> str:
-        started = _STARTED[self.starts]
-        if self.awaited is None:
-            waits = "nothing waits for them"
-        else:
-            when = {0: "", 1: "the next "}.get(self.steps_later, f"{self.steps_later} steps later ")
-            who = _WAITING[self.awaited]
-            waits = f"{when or 'the same '}{who} waits" if when or who[0] != "`" else f"{who} waits"
+        what = f"{self.kind} of {' and '.join(self.carries)}"
+        sent = f"{_WHICH[self.buckets]}{what} {_STARTED[self.starts]}"
         first = ", what runs first goes first" if self.urgent else ""
-        return f"{self.kind} {' and '.join(self.carries)} {started}{first}; {waits}"
+        if self.awaited is None:
+            return f"{sent}{first}; nobody waits"
+        later = f", {_steps(self.steps_later)} later" if self.steps_later else ""
+        return f"{sent}{first}; awaited {_WAITING[self.awaited]}{later}"
 
 
+_WHICH = {"all": "", "some": "for some buckets: ", "instead": "for some buckets instead: "}
 _STARTED = {
-    "model": "before a training forward",
+    "model": "before the forward pass",
     "layer": "before their layer runs",
     "ahead": "one layer ahead of the backward pass",
-    "gradient": "as soon as the bucket's last gradient is there",
+    "gradient": "with the bucket's last gradient",
     "pass": "when the backward pass is over",
     "step": "in `step()`",
 }
 _WAITING = {
-    "model": "forward",
-    "layer": "run of their layer",
-    "ahead": "backward pass",
-    "gradient": "update of their bucket",
-    "pass": "`backward()`",
-    "step": "`step()`",
+    "model": "before the forward pass",
+    "layer": "before their layer runs",
+    "ahead": "at once",
+    "gradient": "with the bucket's last gradient",
+    "pass": "before `backward()` returns",
+    "step": "in `step()`",
 }
+
+
+def _steps(count: int) -> str:
+    return "one step" if count == 1 else f"{count} steps"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,9 +100,19 @@ class Overlap:
     meetings: tuple[Moment, ...] = ()
     """Where all ranks wait for each other besides (barriers)."""
 
+    def __str__(self) -> str:
+        parts = [str(one) for one in self.transfers]
+        if self.updates != "step":
+            parts.append(f"updated {_WAITING[self.updates]}")
+        parts += [f"all ranks meet {_WAITING[moment]}" for moment in self.meetings]
+        return ". ".join(part[0].upper() + part[1:] for part in parts)
+
 
 @dataclass(frozen=True)
 class Unstated:
     """An algorithm that states nothing, and why: its order is made where nobody can look."""
 
     reason: str
+
+    def __str__(self) -> str:
+        return f"Not stated: {self.reason}"

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
+import subprocess
+import sys
 from typing import Any
 
 import pytest
+import torch
 
 from tests.contract.algorithms import skip_if_unavailable
 from tests.contract.loops import make_model, make_sgd, message, train_both, wrap
@@ -56,3 +61,27 @@ def test_settings_are_there_when_horovod_starts_and_cannot_change(own_pool, opti
         assert "option of horovod 'cycle_time_ms'=7.5" in seen["said"]
         assert "runs in this process already" in seen["said"]
         assert seen["free"] == ""
+
+
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="no mpirun here")
+def test_adasum_adds_what_the_gradients_do_not_share():
+    """Maleki et al. 2020, equation 1; the mean of the same gradients is something else."""
+    skip_if_unavailable("horovod")
+    root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
+    done = subprocess.run(
+        [
+            *("mpirun", *root, "--oversubscribe", "-np", "2"),
+            *(sys.executable, "-m", "tests.contract.adasum_program"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    found = {name: torch.tensor(values) for name, values in json.loads(done.stdout).items()}
+    one, other = torch.tensor([3.0, 1.0]), torch.tensor([3.0, 2.0])
+    shared = one @ other / 2
+    wanted = (1 - shared / (one @ one)) * one + (1 - shared / (other @ other)) * other
+    torch.testing.assert_close(found["adasum"], wanted)
+    torch.testing.assert_close(found["mean"], (one + other) / 2)
+    assert (wanted - found["mean"]).norm() > 0.1

@@ -5,6 +5,8 @@ Whether these tests would notice: test_order_cuts.
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -250,3 +252,14 @@ def test_the_tuner_of_dear_regroups_as_it_says(monkeypatch):
     groups = [[layers for at, layers in reduced if at == step] for step in range(network.step)]
     assert groups[1] == groups[-1] == ALL
     assert groups[10] == groups[40] == FROM_BEHIND
+
+
+def test_the_docs_tell_what_every_algorithm_states():
+    docs = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
+    told = dict(re.findall(r"^\| `([a-z-]+)` \| (.+) \|$", _section(docs), re.MULTILINE))
+    stated = {name: algorithm_class(name) for name in algorithm_names()}
+    assert told == {name: str(c.overlap_of(c.Options())) for name, c in stated.items()}
+
+
+def _section(docs: str) -> str:
+    return docs.partition("## Order and overlap")[2].partition("\n## ")[0]

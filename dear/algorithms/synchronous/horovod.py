@@ -91,8 +91,7 @@ class Horovod(Algorithm):
     capabilities = Capabilities(consistency="synchronous", devices=("cpu",))
     bound = "wfbp"
     overlap = Unstated(
-        "Horovod's own thread decides in each cycle what is sent; only that `backward()` waits for "
-        "everything is made here"
+        "Horovod's own thread decides in each cycle what it sends; `backward()` waits for it all"
     )
 
     @classmethod

@@ -1,0 +1,104 @@
+"""Whether the comparison with serial references would notice: averages that average nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from dear.comm.communicator import Communicator
+from dear.training.parameters import ParameterEngine
+from tests.contract.algorithms import Meaning, algorithm_names, skip_if_unavailable
+from tests.contract.training import OnRank, Script, States, far
+
+TOLERANCE = 2e-5
+"""Of test_reference."""
+_ENGINES = (
+    "dear.algorithms.decentralized.decentralized:GroupEngine",
+    "dear.algorithms.decentralized.push_diging:PushDigingEngine",
+    "dear.algorithms.decentralized.gradient_tracking:GradientTrackingEngine",
+    "dear.algorithms.asynchronous.pull_get:PullGetEngine",
+    "dear.algorithms.asynchronous.push_sum:PushSumEngine",
+    "dear.algorithms.asynchronous.asyncddp:AsyncEngine",
+    "dear.training.one_sided:WindowEngine",
+)
+
+
+class MixingNothing(OnRank):
+    """What has come from others is waited for, and leaves the parameters as they were."""
+
+    def run(self) -> States:
+        with contextlib.ExitStack() as cuts:
+            for place in _ENGINES:
+                module, _, name = place.partition(":")
+                cuts.enter_context(_mixing_nothing(getattr(importlib.import_module(module), name)))
+            cuts.enter_context(_mixing_nothing(ParameterEngine))
+            return super().run()
+
+
+def _mixing_nothing(engine: Any) -> Any:
+    plain = vars(engine).get("mix")
+    if plain is None:
+        return contextlib.nullcontext()
+
+    def mix(self: Any, bucket: Any) -> None:
+        kept = bucket.values.clone()
+        plain(self, bucket)
+        bucket.values.copy_(kept)
+
+    return mock.patch.object(engine, "mix", mix)
+
+
+class SendingNothing(OnRank):
+    """Sums over ranks are this rank's own values, as often as there are ranks."""
+
+    def run(self) -> States:
+        def alone(self: Any, tensor: Any, *, op: str, **_: Any) -> Any:
+            tensor.mul_(self.size if op == "sum" else 1)
+            return _Ended()
+
+        def scattered(self: Any, output: Any, input: Any, *, op: str, **_: Any) -> Any:
+            start = self.rank * output.numel()
+            output.copy_(input[start : start + output.numel()] * self.size)
+            return _Ended()
+
+        with (
+            mock.patch.object(Communicator, "all_reduce", alone),
+            mock.patch.object(Communicator, "reduce_scatter", scattered),
+        ):
+            return super().run()
+
+
+class _Ended:
+    nbytes = 0
+
+    def wait(self) -> None:
+        return
+
+    def done(self) -> bool:
+        return True
+
+    def on_complete(self, callback: Any) -> None:
+        callback()
+
+
+MIXING = [n for n in algorithm_names() if not Meaning.of(n).averages_gradients]
+
+
+def _far(world: Any, name: str, kind: Any) -> float:
+    skip_if_unavailable(name)
+    options = Meaning.of(name).options[0]
+    return far(world(2), 2, name, options, Script(model="plain"), kind)
+
+
+@pytest.mark.parametrize("name", MIXING)
+def test_mixing_that_mixes_nothing_is_noticed(world, name):
+    assert _far(world, name, OnRank) < TOLERANCE < 1e-3 < _far(world, name, MixingNothing)
+
+
+@pytest.mark.parametrize("name", ["allreduce", "wfbp", "mgwfbp", "bytescheduler", "dear", "dadt"])
+def test_averages_of_one_rank_alone_are_noticed(world, name):
+    assert _far(world, name, OnRank) < TOLERANCE < 1e-3 < _far(world, name, SendingNothing)

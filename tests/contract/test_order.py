@@ -263,3 +263,14 @@ def test_the_docs_tell_what_every_algorithm_states():
 
 def _section(docs: str) -> str:
     return docs.partition("## Order and overlap")[2].partition("\n## ")[0]
+
+
+def test_tensors_of_wfbp_take_turns_on_its_channels():
+    run = Run(algorithm_class("wfbp")(), algorithm_options("wfbp", {"channels": 2}))
+    assert [message.channel for message in run.started(run.ordinary[0])] == [0, 1, 0, 1]
+
+
+def test_levels_of_bytescheduler_are_channels_of_rising_priority():
+    run = Run(algorithm_class("bytescheduler")(), algorithm_options("bytescheduler", {}))
+    sent = {min(m.layers): (m.channel, m.priority) for m in run.started(run.ordinary[0])}
+    assert sent[0] == (1, 3) and sent[3] == (4, 0)  # channel 0 is left to everything else

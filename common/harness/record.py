@@ -67,6 +67,8 @@ class Result:
     """Of the steps before each block."""
     period: int = 1
     """Steps after which the algorithm's schedule repeats."""
+    evidence: str | None = None
+    """The file's name in the trial's folder (`worker.evidence`)."""
     samples_per_s: float | None = None
     """Of a trial that learns: all workers together."""
     bytes_per_step: int | None = None
@@ -84,9 +86,7 @@ class Result:
     """As the next four, in the first repeat only."""
     costs: dict[str, AlphaBeta] | None = None
     cost_check: CostCheck | None = None
-    """Of the trial that has measured `costs`, as the next."""
-    cost_samples: list[dict[str, Any]] | None = None
-    """What was measured, in seconds of this machine (`worker.costs.CostSamples`)."""
+    """Of the trial that has measured `costs`."""
     local_size: int | None = None
     """Ranks on a host."""
     lost_ranks: list[int] = field(default_factory=list)
@@ -152,6 +152,7 @@ def make_record(
         iters=[result.iters for result in results],
         untimed=[result.untimed for result in results],
         period=first.period if first else 1,
+        evidence=f"{trial.id}/{first.evidence}" if first and first.evidence else None,
         loss=_finite(results[-1].loss) if ok else None,
         breakdown=_breakdown(results),
         compute=first and first.compute,

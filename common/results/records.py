@@ -313,6 +313,9 @@ class Record:
     """The same of the steps after the barrier before each block, until all was in flow."""
     period: int = 1
     """Steps after which the algorithm's schedule repeats."""
+    evidence: str | None = None
+    """The file with raw measurements of the first repeat, from the records' folder; those of others
+    stand beside it (see docs/measurement.md)."""
     loss: float | None = None
     breakdown: Breakdown | None = None
     compute: StepTimes | None = None

@@ -12,7 +12,7 @@ import importlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from types import ModuleType
@@ -53,9 +53,10 @@ class Work:
         """Payload in bytes: the larger of input and output on this rank."""
         self._recorded: threading.Event | None = None
         if communicator.record_times and not communicator.native:
-            self._recorded = threading.Event()
-            enqueued = communicator.clock()
-            handle.get_future().add_done_callback(lambda _: self._finished(enqueued))
+            with contextlib.suppress(RuntimeError):  # Gloo's reduce-scatter has no future
+                future, recorded = handle.get_future(), threading.Event()
+                self._recorded, enqueued = recorded, communicator.clock()
+                future.add_done_callback(lambda _: self._finished(enqueued))
 
     def wait(self) -> None:
         """Blocks until the result may be used (on CUDA: by the current stream).
@@ -113,6 +114,9 @@ class Communicator:
             default. (Those of the first have the limit that `group` was made with.)
     """
 
+    _log: list[tuple[str, int, Work | _Noted]] | None = None
+    """What is started, while somebody wants to know."""
+
     def __init__(
         self,
         group: dist.ProcessGroup,
@@ -141,6 +145,34 @@ class Communicator:
         """Payload bytes handed to collectives so far (input tensors of this rank)."""
         self.groups = [group]
         self.ensure_channels(channels)
+
+    @contextlib.contextmanager
+    def logged(self) -> Iterator[list[tuple[str, int, Work | _Noted]]]:
+        """Within it, `Work.times()` is kept, and the list gets what is started on this rank.
+
+        Each as the name of the call, its channel (of a sub-group: its own), and the work.
+        """
+        before, self._log = self.record_times, []
+        self.record_times = True
+        try:
+            yield self._log
+        finally:
+            self.record_times, self._log = before, None
+
+    def note(self, name: str, nbytes: int) -> Callable[[], None]:
+        """Logs what is sent now past this class; to be called when it has been waited for.
+
+        Its end is that of the waiting, which may be later than the true one.
+        """
+        if self._log is None:
+            return lambda: None
+        sent = _Noted(nbytes, self.clock())
+        self._log.append((name, 0, sent))
+
+        def ended() -> None:
+            sent.finished_s = sent.finished_s or self.clock()
+
+        return ended
 
     def ensure_channels(self, count: int) -> None:
         """Makes the missing ones of `count` channels; then it is a collective call."""
@@ -215,7 +247,7 @@ class Communicator:
         """
         self._queue(channel, 0)
         handle = Exchange(send, recv, self._global_rank(peer), self.groups[channel])
-        return self._work(handle, channel, recv.nbytes, send.nbytes)
+        return self._work("exchange", handle, channel, recv.nbytes, send.nbytes)
 
     def broadcast_object(self, value: T, *, root: int = 0) -> T:
         """Returns rank `root`'s picklable `value` on every rank; blocking, for set-up only."""
@@ -272,11 +304,14 @@ class Communicator:
         with _at(priority):
             handle = call(*tensors, group=self.groups[channel], async_op=True, **how)
         nbytes = max(tensor.nbytes for tensor in tensors)
-        return self._work(handle, channel, nbytes, tensors[-1].nbytes)
+        return self._work(call.__name__, handle, channel, nbytes, tensors[-1].nbytes)
 
-    def _work(self, handle: Any, channel: int, nbytes: int, sent: int) -> Work:
+    def _work(self, name: str, handle: Any, channel: int, nbytes: int, sent: int) -> Work:
         self.bytes_sent += sent
-        return Work(self, handle, channel, nbytes)
+        work = Work(self, handle, channel, nbytes)
+        if self._log is not None:
+            self._log.append((name, channel, work))
+        return work
 
 
 @functools.cache
@@ -360,6 +395,21 @@ class Exchange:
         return torch.futures.collect_all([work.get_future() for work in self._works])
 
 
+class _Noted:
+    """For `Communicator.note`: like a work that may be asked for its times only."""
+
+    def __init__(self, nbytes: int, enqueued_s: float) -> None:
+        self.nbytes, self._enqueued_s = nbytes, enqueued_s
+        self.finished_s: float | None = None
+
+    def times(self) -> WorkTimes:
+        """Raises `UserError` as long as nobody has waited for it."""
+        if self.finished_s is None:
+            raise UserError("no times: nobody has waited for it yet")
+        began = self._enqueued_s
+        return WorkTimes(enqueued_s=began, started_s=began, finished_s=self.finished_s)
+
+
 class SubCommunicator(Communicator):
     """A communicator of some ranks of another, which counts their bytes and waits as its own."""
 
@@ -367,9 +417,8 @@ class SubCommunicator(Communicator):
         super().__init__(group)
         self._parent = parent
 
-    def _work(self, handle: Any, channel: int, nbytes: int, sent: int) -> Work:
-        self._parent.bytes_sent += sent
-        return Work(self._parent, handle, channel, nbytes)
+    def _work(self, name: str, handle: Any, channel: int, nbytes: int, sent: int) -> Work:
+        return self._parent._work(name, handle, channel, nbytes, sent)
 
     def close(self) -> None:
         """Lets go of the process group, which is this communicator's own."""

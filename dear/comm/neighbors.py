@@ -137,8 +137,13 @@ class Exchange:
     ) -> Pending:
         """A handle of `core`, accounted for: `nbytes` leave this rank."""
         self._communicator.bytes_sent += nbytes
-        core = self.core
-        wait = timed(self._communicator, lambda: core.sync_stream(handle))
+        core, ended = self.core, self._communicator.note("neighbors", nbytes)
+
+        def sync() -> None:
+            core.sync_stream(handle)
+            ended()
+
+        wait = timed(self._communicator, sync)
         return Pending(wait, lambda: core.done(handle), combine)
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ to the engine of the algorithm, and turns back into the optimizer's own step:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -125,6 +125,14 @@ class Engine:
         """What the algorithm has counted so far, by name; most count nothing."""
         return {}
 
+    def groups(self) -> list[tuple[int, Sequence[torch.nn.Parameter]]]:
+        """What travels together at present, in the order in which it is started.
+
+        Bytes of each group and its parameters (none where they are not known); nothing of engines
+        that leave it to a library, or send nothing.
+        """
+        return []
+
     def synchronize(self) -> None:
         """Leaves nothing in flight: parameters current, gradients averaged."""
         self.settle()
@@ -182,6 +190,10 @@ class _Distributed:
     def statistics(self) -> dict[str, Any]:
         """What the algorithm has counted so far on this rank, by name (JSON); `{}` if nothing."""
         return self._engine.statistics()
+
+    def groups(self) -> list[tuple[int, Sequence[torch.nn.Parameter]]]:
+        """What travels together at present: bytes and parameters, as they are started."""
+        return self._engine.groups()
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Gradient accumulation: backward passes inside communicate nothing."""
@@ -329,6 +341,13 @@ def refuse_lbfgs(optimizer: torch.optim.Optimizer, what: str) -> None:
             f"{what} cannot train with LBFGS, whose step runs several backward passes of its own; "
             "use algorithm='allreduce'"
         )
+
+
+def grouped(
+    groups: Iterable[Sequence[torch.nn.Parameter]],
+) -> list[tuple[int, Sequence[torch.nn.Parameter]]]:
+    """For `Engine.groups`: with the bytes of each."""
+    return [(sum(param.nbytes for param in params), params) for params in groups]
 
 
 def _held(optimizer: Any) -> list[torch.nn.Parameter]:

@@ -22,7 +22,7 @@ from dear.buckets.flat import Bucket
 from dear.comm.communicator import Communicator
 from dear.errors import UserError
 from dear.lazy import torch
-from dear.training.engine import Engine, GradScaling, Replica
+from dear.training.engine import Engine, GradScaling, Replica, grouped
 from dear.training.hooks import Hooks, ReaderMap, at_end_of_backward
 
 
@@ -90,6 +90,10 @@ class BackwardSchedule:
         self._set_units(units)
         self.order = order
         self._learnt = True
+
+    def launched(self) -> list[Sequence[torch.nn.Parameter]]:
+        """The units in the order in which they are launched."""
+        return [self._units[unit] for unit in self.order]
 
     def restart(self) -> None:
         """Forgets the last pass: the next step needs a new one."""
@@ -201,6 +205,9 @@ class GradientEngine(Engine):
             learn=learn,
             sparse=sparse,
         )
+
+    def groups(self) -> list[tuple[int, Sequence[torch.nn.Parameter]]]:
+        return grouped(self.schedule.launched())
 
     def ready(self, unit: int) -> None:
         """All gradients of `unit` are there, or missing at the end of the pass: start."""

@@ -19,7 +19,7 @@ from dear.lazy import torch
 from dear.options import Options, at_least, option_of, positive
 from dear.topology import TOPOLOGIES, Name, check_graph, graph, nx
 from dear.training.algorithm import Algorithm
-from dear.training.engine import Engine, GradScaling, Replica, refuse_lbfgs
+from dear.training.engine import Engine, GradScaling, Replica, grouped, refuse_lbfgs
 from dear.training.gradients import BackwardSchedule
 from dear.training.hooks import ReaderMap
 
@@ -276,6 +276,9 @@ class ParameterEngine(Engine):
         for bucket in self.buckets:
             bucket.release()
         self.buckets = []
+
+    def groups(self) -> list[tuple[int, Sequence[torch.nn.Parameter]]]:
+        return grouped(bucket.params for bucket in self.buckets)
 
     def due(self) -> bool:
         """True in steps that average."""

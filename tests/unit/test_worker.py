@@ -166,7 +166,7 @@ def test_untimed_steps_stand_behind_each_barrier_and_are_kept():
     found = measure_steps(step, alone, blocks=2, steps=3, untimed=2, watch=watch)
     assert alone.calls == (["barrier"] + ["step"] * 5) * 2
     assert found.untimed == [[2, 3], [8, 9]] and found.iters == [[4, 5, 6], [10, 11, 12]]
-    assert found.ends == [[[5, 9, 14, 20], [17, 27, 38, 50]]]
+    assert found.marks == [[[0, 2, 5, 5, 9, 14, 20], [0, 8, 17, 17, 27, 38, 50]]]
     assert found.bytes_sent == 10
 
 

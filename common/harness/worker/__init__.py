@@ -28,7 +28,7 @@ import dear
 from common.harness import ui
 from common.harness.record import Result
 from common.harness.trial import BASELINE, Briefing, Trial
-from common.harness.worker import correctness
+from common.harness.worker import correctness, evidence
 from common.harness.worker.canary import canary_s
 from common.harness.worker.costs import CostSamples, fits, time_collectives
 from common.harness.worker.inquiry import Inquiry
@@ -158,6 +158,7 @@ def _timed(
     period = _period(trial)
     before_s = canary_s(communicator)
     untimed = untimed_in_block(trial.options.staleness())
+    counted = evidence.network_counters()
     measured = measure_steps(
         training.step,
         communicator,
@@ -166,13 +167,26 @@ def _timed(
         untimed=untimed,
         watch=stopwatch(trial.device),
     )
-    parts, check = list(training.parts), Check()
+    parts = list(training.parts)
+    counted = evidence.gained(counted, evidence.network_counters())
+    trace: evidence.Trace | None = None
+    if repeat == 0:
+        phase("tracing some more steps")
+        trace = evidence.Trace(training, workload.model, communicator)
+    check = Check()
     if steps:
         phase("comparing all steps with a reference")
         check = inquiry.end(training)
     phase("checking that the replicas agree")
     training.synchronize()
     after_s = canary_s(communicator)
+    facts: dict[str, Any] = {}
+    if trace is not None:
+        facts = {
+            "traces": communicator.gather_objects(trace.told()),
+            "plan": evidence.plan(training, workload.model),
+            "host_costs": communicator.gather_objects(evidence.host_costs(trial.optimizer)),
+        }
     spread = correctness.replica_spread(workload.model, communicator)
     agree, apart = spread == 0.0, None
     if training.consistency in correctness.APART:
@@ -187,7 +201,13 @@ def _timed(
         phase("timing collectives again")
         again = _time_collectives(workload.model, largest=True)
         costs = CostSamples(time_scale=scale, first=samples, again=again)
-        limits |= {"cost_check": costs.check, "cost_samples": costs.to_json()}
+        limits["cost_check"] = costs.check
+        facts["collectives"] = costs.to_json()
+    counters = communicator.gather_objects(counted)
+    if dear.rank() == 0:
+        facts |= {"trial": trial.id, "repeat": repeat, "time_scale": scale, "period": period}
+        facts |= evidence.timing(measured, parts_of_all, counters)
+        evidence.write(briefing.folder / evidence.file_name(repeat), facts)
     phase("leaving")
     training.close()
     dear.shutdown()
@@ -195,6 +215,7 @@ def _timed(
         iters=iters,
         untimed=_scaled(measured.untimed, scale),
         period=period,
+        evidence=evidence.file_name(repeat),
         bytes_per_step=measured.bytes_sent or None,
         cpu_s_per_s=used_cores(measured.pressure),
         strain=strain_of(measured.pressure, [before_s, after_s]),

@@ -31,9 +31,9 @@ class Measured:
     all have done this one."""
     untimed: list[list[float]]
     """The same of the steps before each block, the first from the barrier."""
-    ends: list[list[list[float]]]
-    """By rank and block, when the timed steps ended in seconds of that rank's clock; the begin of
-    the first before them."""
+    marks: list[list[list[float]]]
+    """By rank and block, in seconds of that rank's clock: the barrier, the ends of the untimed
+    steps, the begin of the first timed step, and the ends of the timed ones."""
     bytes_sent: int
     """Payload bytes that this rank handed to the communicator per step."""
     pressure: list[Pressure]
@@ -110,7 +110,7 @@ def measure_steps(
     return Measured(
         iters=of_all(timed),
         untimed=of_all(slice(untimed + 1)),
-        ends=[[block[timed] for block in found] for found, _ in ranks],
+        marks=[found for found, _ in ranks],
         bytes_sent=sent // (steps * blocks),
         pressure=[pressure for _, pressure in ranks],
     )

@@ -128,6 +128,10 @@ class Training:
         """What the algorithm has counted on this rank; `{}` if nothing."""
         return self._optimizer.statistics() if self._distributed else {}
 
+    def groups(self) -> list[tuple[int, Sequence[torch.nn.Parameter]]]:
+        """What travels together at present (`dear.training.engine.Engine.groups`)."""
+        return self._optimizer.groups() if self._distributed else []
+
     def close(self) -> None:
         """Takes the algorithm out of the model again."""
         if self._distributed:

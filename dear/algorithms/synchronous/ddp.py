@@ -141,6 +141,12 @@ class _DdpEngine(Engine):
         if self._zero is not None:
             self._zero.take_state()
 
+    def groups(self) -> list[tuple[int, Sequence[torch.nn.Parameter]]]:
+        """By bytes only, as DDP tells: the buckets that it has rebuilt after the first pass."""
+        told = self._ddp._get_ddp_logging_data()
+        sizes = str(told.get("rebuilt_bucket_sizes") or told.get("bucket_sizes") or "")
+        return [(int(size), ()) for size in sizes.split(",") if size.strip()]
+
     def synchronize(self) -> None:
         """Nothing to do: gradients are averages when `backward()` returns."""
         self._refuse_unsent()

@@ -1,0 +1,173 @@
+"""What stands in the file beside a record: the steps traced, the groups, the counters."""
+
+from __future__ import annotations
+
+import gzip
+import json
+
+import pytest
+import torch
+
+from common.harness.trial import BASELINE, OptimizerConfig
+from common.harness.worker import evidence
+from common.harness.worker.measure import Measured, measure_steps
+from common.harness.worker.strain import Pressure
+from common.harness.worker.training import Training
+from common.models.workload import Workload
+from common.results.records import Breakdown
+from dear.comm import runtime
+from tests.system.made import make_trial
+
+
+def _workload():
+    torch.manual_seed(3)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
+    return Workload(model=model, inputs=(torch.ones(2, 8),), targets=(), criterion=torch.sum)
+
+
+def _traced(algorithm, options):
+    workload, communicator = _workload(), runtime.communicator()
+    training = Training(make_trial(algorithm, world=2, options=options), workload)
+    training.run(3)
+    trace = evidence.Trace(training, workload.model, communicator)
+    training.synchronize()
+    found = trace.told(), evidence.plan(training, workload.model), communicator.record_times
+    started = communicator._log
+    training.close()
+    return *found, started
+
+
+NAMES = {"0.weight", "0.bias", "2.weight", "2.bias"}
+GRADIENT_BYTES = 4 * (8 * 8 + 8 + 8 * 4 + 4)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "options", "per_step"),
+    [
+        ("wfbp", {}, {"all_reduce": 4}),
+        ("dear", {"fusion": "none", "small_kb": 0}, {"reduce_scatter": 4, "all_gather": 4}),
+        ("neighbor", {"topology": "ring"}, {"neighbors": 1}),
+        ("ddp", {}, {}),  # in code of its own
+        (BASELINE, {}, {}),
+    ],
+)
+@pytest.mark.parametrize("backend", ["", "gloo"])
+def test_a_trace_has_all_gradients_and_all_that_is_sent(
+    world, backend, algorithm, options, per_step
+):
+    for told, _, recording, started in world(2, backend).run(_traced, algorithm, options):
+        assert not recording and started is None, "nothing is recorded afterwards"
+        began, *ends = told["marks_s"]
+        assert len(ends) == evidence.TRACED_STEPS == len(told["gradients"])
+        for step, begin, end in zip(told["gradients"], [began, *ends], ends, strict=False):
+            assert {one["name"] for one in step} == NAMES
+            assert sum(one["bytes"] for one in step) == GRADIENT_BYTES
+            assert all(begin <= one["at_s"] <= end for one in step)
+        names = [one["name"] for one in told["collectives"]]
+        for name, count in per_step.items():
+            # One that says which gradients there are may be sent besides.
+            assert sum(one.startswith(name) for one in names) >= count * evidence.TRACED_STEPS
+        assert bool(names) == bool(per_step)
+        known = sum("enqueued_s" in one for one in told["collectives"])
+        assert known == len(names) or backend == "gloo"
+        for one in told["collectives"]:
+            if "enqueued_s" in one:  # Gloo tells nothing of a reduce-scatter
+                assert began <= one["enqueued_s"] <= one["started_s"] <= one["finished_s"]
+        json.dumps(told)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "options", "groups"),
+    [("wfbp", {}, 4), ("dear", {}, 1), ("dear", {"fusion": "none"}, 4), ("neighbor", {}, 1)],
+)
+def test_the_plan_says_what_travels_together(world, algorithm, options, groups):
+    for _, plan, *_ in world(2).run(_traced, algorithm, options):
+        assert len(plan["groups"]) == groups
+        assert {name for one in plan["groups"] for name in one["parameters"]} == NAMES
+        assert sum(one["bytes"] for one in plan["groups"]) == GRADIENT_BYTES
+
+
+def test_the_plan_of_ddp_has_its_buckets_in_bytes(world):
+    for _, plan, *_ in world(2).run(_traced, "ddp", {}):
+        assert sum(one["bytes"] for one in plan["groups"]) == GRADIENT_BYTES
+        assert all(one["parameters"] == [] for one in plan["groups"])
+
+
+def test_copies_and_updates_are_timed_by_size():
+    found = evidence.host_costs(OptimizerConfig(momentum=0.9))
+    assert [one["bytes"] for one in found] == sorted({one["bytes"] for one in found})
+    assert all(one["copy_s"] > 0 and one["update_s"] > 0 for one in found) and len(found) > 2
+
+
+@pytest.fixture
+def counters(tmp_path, monkeypatch):
+    """Makes `tmp_path` what the kernel tells of the network."""
+    monkeypatch.setattr(evidence, "_NETWORK", tmp_path)
+    monkeypatch.setattr(evidence.shutil, "which", lambda name: None)
+    head = "Inter-| Receive | Transmit\n face |bytes packets | bytes\n"
+
+    def tell(received, sent, lost):
+        row = f" eth0: {received} 20 0 1 0 0 0 0 {sent} 30 0 2 0 0 0 0\n"
+        (tmp_path / "dev").write_text(head + row)
+        (tmp_path / "snmp").write_text(
+            f"Ip: Forwarding\nIp: 1\nTcp: A RetransSegs\nTcp: -1 {lost}\n"
+        )
+        (tmp_path / "netstat").write_text("TcpExt: TCPTimeouts Other\nTcpExt: 4 9\n")
+        return evidence.network_counters()
+
+    return tell
+
+
+def test_counters_of_the_network_are_told_as_what_they_have_gained(counters):
+    before, after = counters(1000, 500, 3), counters(1700, 900, 5)
+    found = evidence.gained(before, after)
+    assert (found["eth0"]["rx_bytes"], found["eth0"]["tx_bytes"]) == (700, 400)
+    assert after["eth0"]["rx_drop"] == 1 and after["eth0"]["tx_drop"] == 2
+    assert found["tcp"] == {"RetransSegs": 2, "TCPTimeouts": 0} and found["queues"] == {}
+    del before["eth0"]  # a device that has come since
+    assert "eth0" not in evidence.gained(before, after)
+
+
+def test_this_kernel_tells_of_its_network():
+    found = evidence.network_counters()
+    assert "lo" in found and "RetransSegs" in found["tcp"]
+
+
+def test_the_file_has_every_moment_of_every_rank(tmp_path):
+    marks = [[[0.0, 1.0, 1.1, 2.1, 3.1]], [[0.0, 1.0, 1.2, 2.2, 3.0]]]
+    measured = Measured(
+        iters=[[1.0, 1.0]],
+        untimed=[[1.0]],
+        marks=marks,
+        bytes_sent=0,
+        pressure=[Pressure(machine="one")] * 2,
+    )
+    step = Breakdown(forward_s=0.1, backward_s=0.2, update_s=0.3, exposed_comm_s=0.4, step_s=1.0)
+    counted = [{"eth0": {"rx_bytes": 9}}] * 2
+    facts = evidence.timing(measured, [[step] * 5] * 2, counted)  # two of them were traced
+    path = tmp_path / evidence.file_name(0)
+    evidence.write(path, {"trial": "one", **facts})
+    found = json.loads(gzip.decompress(path.read_bytes()))
+    assert found["schema"] == evidence.SCHEMA and found["marks_s"] == marks
+    assert found["parts"]["columns"] == [
+        *("forward_s", "backward_s", "update_s", "exposed_comm_s", "step_s")
+    ]
+    assert found["parts"]["ranks"] == [[[0.1, 0.2, 0.3, 0.4, 1.0]] * 3] * 2
+    assert found["network"] == {"steps": 3, "ranks": counted} and len(found["pressure"]) == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["evidence.json.gz"]
+    assert evidence.file_name(2) == "evidence-2.json.gz"
+
+
+def _sent_in(blocks, steps):
+    workload, communicator = _workload(), runtime.communicator()
+    training = Training(make_trial("wfbp", world=2), workload)
+    found = measure_steps(training.step, communicator, blocks=blocks, steps=steps, untimed=2)
+    log = communicator._log
+    training.close()
+    return found.bytes_sent, log, len(found.pressure), found.iters
+
+
+def test_nothing_is_traced_while_steps_are_timed(world):
+    results = world(2).run(_sent_in, 2, 3)
+    assert all(sent >= GRADIENT_BYTES and log is None for sent, log, *_ in results)
+    assert results[0][3] == results[1][3] and results[0][2] == 2

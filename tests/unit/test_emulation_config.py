@@ -103,7 +103,7 @@ def test_a_delay_is_put_before_the_bucket_and_stretched_with_time():
     # 0.1 Gb/s x 1.05 ms are 8.7 frames, with as many again to spare.
     words = "qdisc replace dev p0 root handle 2: netem limit 1018 delay 1000us 50us loss 0.5%"
     assert delay == words
-    begin = "qdisc replace dev p0 parent 2:1 handle 3: tbf rate 100000000bit burst 131072b limit "
+    begin = "qdisc replace dev p0 parent 2:1 handle 3: tbf rate 100000000bit burst 71072b limit "
     assert bucket.startswith(begin)
     alone = network.shape("p0", profile, 10, netem=False)
     assert alone == [bucket.replace("parent 2:1 handle 3:", "root handle 1:")]

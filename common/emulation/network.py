@@ -29,8 +29,8 @@ _SUBNET = f"10.78.0.0/{PREFIX_LENGTH}"
 _TCP = Path("/proc/sys/net/ipv4")
 _PER_BLOCK = 250  # of the 256 values of the last byte
 # One large packet of TCP, 64 KiB in 46 segments with headers, as the bucket counts it: what exceeds
-# the bucket is cut up, slowly. And tokens for the time that a timer may be late: four hosts that all
-# send at once then keep 10 Gb/s at time scales from 6 to 16 as they do with twice as many.
+# the bucket is cut up, slowly. And tokens for the time that a timer may be late: with them four
+# hosts that all send at once keep 10 Gb/s at time scales from 6 to 16.
 _LARGEST_BYTES, _LATE_S = 64 * 1024 + 46 * 66, 200e-6
 # Linux's least time before TCP sends again what was not acknowledged (TCP_RTO_MIN).
 _RTO_MIN_MS = 200

@@ -71,6 +71,16 @@ def test_a_file_holds_what_was_saved(tmp_path):
     )
 
 
+def test_a_profile_from_before_memory_was_measured_says_what_to_add(tmp_path):
+    path = tmp_path / "tiny-bs2.json"
+    made_up.profile().save(path)
+    values = json.loads(path.read_text())
+    del values["memory_bytes_per_s"]
+    path.write_text(json.dumps(values))
+    with pytest.raises(UserError, match="memory_bytes_per_s"):
+        profiles.load(path)
+
+
 @pytest.mark.parametrize("text", ["", "{}", '{"schema": 1}', '{"schema": 99}', "[1]"])
 def test_a_file_that_is_no_profile_is_a_user_error(tmp_path, text):
     path = tmp_path / "x-bs1.json"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import signal
 
 import pytest
@@ -62,6 +64,17 @@ def test_real_training_on_virtual_hosts(tmp_path):
         assert all(0 < link["gbps"] <= 1.2 for link in together)
         assert record["trial"]["network"] == "1gbe" and record["trial"]["world_size"] == 2
         assert record["unfaithful"] in (True, False)
+        (strain,), (untimed,) = record["strain"], record["untimed"]
+        assert strain["core_wait"] >= 0 and min(strain["canary_s"]) > 0
+        assert [len(block) for block in untimed] == [2] and record["period"] == 1
+        evidence = json.loads(gzip.decompress((driver.sweep / record["evidence"]).read_bytes()))
+        assert [len(rank[0]) for rank in evidence["marks_s"]] == [2 + 2 + 3] * 2
+        assert all(rank["gradients"] for rank in evidence["traces"]) and evidence["plan"]["groups"]
+        # Through this link went what the algorithm sent, and more: headers.
+        for rank in evidence["network"]["ranks"]:
+            sent = rank["eth0"]["tx_bytes"] / evidence["network"]["steps"]
+            assert sent > record["bytes"]["gradients"]
+        assert ("collectives" in evidence) == (record is ddp)
     assert "emulated" in done.stdout and "1gbe" in done.stdout
     assert Outside.network() == before and processes_of(tmp_path) == []
 

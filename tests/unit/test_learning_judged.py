@@ -109,7 +109,7 @@ def test_the_mean_model_is_judged_and_the_ranks_own(model, test_split):
     assert result.samples_per_s == pytest.approx((32 + 16) / 2.5)
     assert result.learning.to_target == Reached(seconds=0.0, steps=0.0)
     assert result.check.replicas_agree is True
-    assert result.strain.core_wait == 0.25 and result.strain.foreign_cores == 1.0
+    assert result.strain.core_wait == 0.25 and result.strain.foreign_cores > 0.9
 
 
 def test_what_a_dead_rank_leaves_is_said_and_the_rest_judged(model, test_split):

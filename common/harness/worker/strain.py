@@ -160,8 +160,11 @@ def _of_machine(ranks: Sequence[Pressure]) -> tuple[float, float, float]:
             steal[core] = max(steal.get(core, 0.0), rank.steal_s[core])
     own_s = sum(rank.cpu_s for rank in ranks)
     busy_s = sum(busy.values())
-    foreign_s = max(0.0, busy_s - own_s)
-    return busy_s / elapsed_s, foreign_s / elapsed_s, sum(steal.values()) / elapsed_s
+    # Cores are counted in clock ticks, of which one may be too many; in a short block that is much.
+    unsure_s = len(busy) / os.sysconf("SC_CLK_TCK")
+    foreign_s = max(0.0, busy_s - own_s - unsure_s)
+    steal_s = max(0.0, sum(steal.values()) - unsure_s)
+    return busy_s / elapsed_s, foreign_s / elapsed_s, steal_s / elapsed_s
 
 
 def _wait(rank: Pressure) -> float | None:

@@ -35,11 +35,16 @@ class AlphaBeta:
         return self.alpha_s + self.beta_s_per_byte * nbytes if nbytes else 0.0
 
 
-def fit_alpha_beta(nbytes: Sequence[float], seconds: Sequence[float]) -> AlphaBeta:
+def fit_alpha_beta(
+    nbytes: Sequence[float], seconds: Sequence[float], spreads: Sequence[float] | None = None
+) -> AlphaBeta:
     """The line through the measurements, by robust least squares of the relative errors.
 
     Relative, so that small messages say what a start-up costs and large ones what a byte costs;
     robust (Huber's weights), so that a measurement that something disturbed hardly counts.
+
+    Args:
+        spreads: how uncertain each time is, as a share of it; None: all alike.
 
     Raises:
         UserError: fewer than two sizes, or a time that is not positive.
@@ -50,12 +55,15 @@ def fit_alpha_beta(nbytes: Sequence[float], seconds: Sequence[float]) -> AlphaBe
         raise UserError(f"a fit needs times above 0, got {min(seconds)}")
     expected = list(seconds)
     trust = [1.0] * len(seconds)
+    spreads = [1.0] * len(seconds) if spreads is None else spreads
     alpha = beta = 0.0
     for _ in range(ROUNDS):
-        weights = [share / value**2 for share, value in zip(trust, expected, strict=True)]
+        each = zip(trust, expected, spreads, strict=True)
+        weights = [share / (value * spread) ** 2 for share, value, spread in each]
         alpha, beta = _weighted_line(nbytes, seconds, weights)
         fitted = [max(alpha + beta * n, 1e-15) for n in nbytes]
-        errors = [abs(t / f - 1) for t, f in zip(seconds, fitted, strict=True)]
+        each = zip(seconds, fitted, spreads, strict=True)
+        errors = [abs(t / f - 1) / spread for t, f, spread in each]
         # 1.4826: the deviation of normal errors from their median; the floor is rounding.
         limit = HUBER * max(1.4826 * statistics.median(errors), 1e-9)
         trust = [min(1.0, limit / max(error, 1e-15)) for error in errors]
@@ -143,6 +151,8 @@ ENOUGH_S = 0.1
 """Larger messages are not tried once one takes so long and its time is mostly that of its bytes."""
 MOSTLY = 4.0
 """It is if the message takes so many times longer than the smallest."""
+LEAST_SPREAD = 0.01
+"""Times that agree by chance are no more certain than this, as a share."""
 LARGE = 4.0
 """And if it has so many times the bytes that links pass at once."""
 
@@ -167,9 +177,14 @@ class Measurement:
     def fit(self) -> AlphaBeta:
         """Alpha and beta by a robust fit of alpha + beta x (bytes - free bytes) to the medians.
 
-        So beta is what a byte costs a link that is busy, and not less by what rests give away.
+        So beta is what a byte costs a link that is busy, and not less by what rests give away. A
+        size counts by how well its repeats agree: those of small messages may differ by half, and
+        of large ones, which say what a byte costs, by less than a percent.
         """
-        return fit_alpha_beta(self._charged(), self.medians_s)
+        least = [min(times) for times in self.seconds]
+        pairs = zip(self.medians_s, least, strict=True)
+        spreads = [LEAST_SPREAD + median / low - 1 for median, low in pairs]
+        return fit_alpha_beta(self._charged(), self.medians_s, spreads)
 
     def residuals(self) -> list[float]:
         """By size, how much longer the median is than the fit says, as a share of that."""

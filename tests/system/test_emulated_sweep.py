@@ -87,9 +87,8 @@ def test_replayed_compute_and_time_scale(replayed):
     assert record["time_scale"] == 2.0 and record["status"] == "ok"
     assert record["check"]["matches_reference"] and record["check"]["replicas_agree"]
     (steps,) = record["repeats"]
-    # 64 samples at 253.1 per second are 0.253 s; communication and a busy machine come on top. What
-    # the CPU is late by in one step it makes up for in the next.
-    assert sum(steps) / len(steps) > 0.24
+    # 64 samples at 253.1 per second are 0.253 s; communication and a busy machine come on top.
+    assert min(steps) > 0.25
     # The recorded times, not those of this machine; and 102 MB, with headers, through each of two
     # 10 Gb/s links.
     compute, bound = record["compute"], record["bound"]

@@ -9,6 +9,7 @@ import time
 import pytest
 import torch
 
+from common.harness.worker.stopwatch import Stopwatch
 from common.models import pace
 from common.models.lead import Lead
 from common.models.pace import Brake, Pace
@@ -367,3 +368,19 @@ def test_paced_optimizers_are_taken_for_what_they_are():
     optimizer = paced(torch.optim.SGD, 1e9)([torch.nn.Parameter(torch.ones(2))], 0.1)
     assert element_wise(optimizer)
     assert PartialUpdate(optimizer, type(optimizer)).possible()
+
+
+def test_steps_of_a_replayed_model_end_when_its_device_is_done(clock):
+    it, began = started(clock, time_scale=10.0)
+    pace.set_pace(it)
+    try:
+        watch = Stopwatch()
+        watch.start()
+        for update_s in (0.1, 0.5, 0.02):
+            it.wait(0.1)
+            cpu_work(clock, it, takes_s=update_s, device_s=0.002)
+            watch.mark()
+    finally:
+        pace.set_pace(Pace(1.0, None))
+    # 1 s of compute and 20 ms of update in each step, whatever this CPU takes.
+    assert [mark - began for mark in watch.read()] == pytest.approx([1.02, 2.04, 3.06], abs=0.004)

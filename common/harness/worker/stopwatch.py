@@ -12,11 +12,17 @@ from typing import Any
 
 import torch
 
+from common.models import pace
+
 _MS_PER_S = 1e3
 
 
 class Stopwatch:
-    """Moments in seconds of `time.perf_counter`, the same clock in all processes of a machine."""
+    """Moments in seconds of `time.perf_counter`, the same clock in all processes of a machine.
+
+    Of a replayed model those of the device that it plays (`Pace.clock`): what the CPU is late by at
+    the end of a step is not the device's, and is made up for in the next.
+    """
 
     def start(self) -> None:
         """Forgets all moments."""
@@ -24,7 +30,7 @@ class Stopwatch:
 
     def mark(self) -> None:
         """A moment, as the one at which the work issued so far ends; never waits."""
-        self._marks.append(time.perf_counter())
+        self._marks.append(pace.current().clock())
 
     def read(self) -> list[float]:
         """All moments since `start`."""

@@ -28,6 +28,7 @@ import yaml
 
 from bench.rig.table import layout
 from common.harness.experiment import load
+from common.harness.trial import MeasureConfig
 from common.results import stats
 from common.results.faith import doubt
 from common.results.records import Comparison, Record
@@ -78,6 +79,12 @@ class Plan:
     steps: int
     precision: float | None = None
 
+    @classmethod
+    def of(cls, measure: MeasureConfig) -> Plan:
+        """As an experiment has it, with the fewest steps that a repeat may have."""
+        steps = measure.num_iters * (measure.steps_per_iter or measure.min_steps)
+        return cls((measure.least_repeats, measure.most_repeats), steps, measure.precision)
+
     @property
     def title(self) -> str:
         least, most = self.repeats
@@ -85,7 +92,9 @@ class Plan:
         return f"{count} x {self.steps}"
 
 
-PLANS = (Plan((3, 3), 2), Plan((5, 5), 3), Plan((5, 12), 2, 0.02))
+def plans() -> tuple[Plan, ...]:
+    """Two of a fixed number of repeats, and the default sweep's."""
+    return Plan((3, 3), 2), Plan((5, 5), 3), Plan.of(load(DEFAULT).measure)
 
 
 def cell(
@@ -195,7 +204,7 @@ def simulated(tables: int) -> int:
     """Prints a line per noise and plan, shares in per cent."""
     header = ["noise", "repeats x steps", "mean n", "coverage", "false", "leaders", "SAME"]
     header += [f"{effect:.0%}" for effect in EFFECTS]
-    tallies = [Tally.of(noise, plan, tables) for noise in NOISES for plan in PLANS]
+    tallies = [Tally.of(noise, plan, tables) for noise in NOISES for plan in plans()]
     print(layout([*header, ""], [tally.cells() for tally in tallies]))
     print(
         f"{tables} tables each, in per cent. coverage: 95 % intervals that hold the truth; false: "

@@ -16,8 +16,8 @@ from common.results.table import PLACE, Column, Table, doubted, given, identity,
 UNKNOWN = "-"
 LEGEND = (
     "milliseconds per step; step is elapsed time over steps, median and p95 are of single steps; "
-    "forward, backward, update and exposed comm are rank 0's and add up to its step; exposed comm "
-    "-: contained in the others (docs/measurement.md)"
+    "forward, backward, update and exposed comm are of the rank that is held up least and add up "
+    "to its step; exposed comm -: contained in the others (docs/measurement.md)"
 )
 
 
@@ -82,7 +82,8 @@ class Row:
     """Of single steps, as the next one."""
     step_p95_s: float | None = None
     forward_s: float | None = None
-    """Of rank 0, as the next three, which add up to about `step_s`; without waiting."""
+    """Of the rank that is held up least, as the next three, which add up to about `step_s`;
+    without waiting."""
     backward_s: float | None = None
     update_s: float | None = None
     exposed_comm_s: float | None = None

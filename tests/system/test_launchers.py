@@ -14,6 +14,8 @@ import pytest
 from common.harness.fabric import WORKER
 from common.launch.job import Job
 from common.launch.local import LocalLauncher
+from common.results.faith import doubt
+from common.results.records import Record
 from dear.training.algorithm import algorithm_class
 from tests.system.processes import ROOT, python
 from tests.system.sweeps import Driver, write_trial
@@ -97,10 +99,13 @@ def test_the_shell_launcher_runs_one_trial_and_says_how(tmp_path, mpirun):
     for line in ("Iter #4: ", "Img/sec per CPU: ", "Total img/sec on 2 CPU(s): "):
         assert line in done.stdout
     sweep = tmp_path / "logs" / "reference"
-    reports = json.loads((sweep / "reports.json").read_text())["0"]["mnist_cnn_2"]
-    ((name, (speed,)),) = reports.items()
-    assert name == "dear(threshold_mb=1)" and float(speed) > 0
     record = json.loads((sweep / "records.jsonl").read_text())
+    reports = json.loads((sweep / "reports.json").read_text())["0"]
+    if doubt(Record.from_json(record)) is None:  # nobody else was at work meanwhile
+        ((name, (speed,)),) = reports["mnist_cnn_2"].items()
+        assert name == "dear(threshold_mb=1)" and float(speed) > 0
+    else:
+        assert reports == {}
     assert record["trial"]["launcher"] == launcher
     assert record["trial"]["options"]["threshold_mb"] == 1.0
 

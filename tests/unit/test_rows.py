@@ -217,6 +217,18 @@ def test_what_is_not_believed_is_in_parentheses_and_has_no_word_and_is_no_base(k
     assert rows.reference_reports([made]) == {"0": {}}
 
 
+def test_a_terminal_shows_in_grey_what_is_not_believed(monkeypatch, capsys):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "300")
+    table = rows.make_rows([record("ddp"), DOUBTED["incorrect"]], "ddp")
+    rows.comparison(table, "ddp").print("title")
+    lines = capsys.readouterr().out.splitlines()
+    (ddp,) = [line for line in lines if "160 img/s" in line]
+    (dear,) = [line for line in lines if "(320 img/s)" in line]
+    grey, red = "\x1b[2m", "\x1b[1;31m"
+    assert grey in dear.partition("(320 img/s)")[0] and f"{red}NO" in dear and grey not in ddp
+
+
 def test_a_single_worker_that_is_not_believed_gives_no_efficiency():
     alone = unchecked(record("none", 0.08, 1))
     assert last_row([alone, record()]).efficiency is None

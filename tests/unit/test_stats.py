@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.words import COVERAGE, EMULATED, FALSE_WORDS, NOISES, Plan, Tally
+from bench.words import COVERAGE, DEFAULT, EMULATED, FALSE_WORDS, NOISES, Plan, Tally
+from common.harness.experiment import load
 from common.results.stats import (
     Difference,
     compare,
@@ -182,9 +183,6 @@ def test_repeats_are_enough_when_all_intervals_are_narrow_whatever_they_say():
     assert not precise_enough([TIGHT[:1]], 0.02)
 
 
-DEFAULT = Plan((5, 12), 2, 0.02)
-
-
 @pytest.mark.parametrize("noise", NOISES, ids=lambda noise: noise.name)
 def test_intervals_cover_and_false_words_are_rare(noise):
     tally = Tally.of(noise, Plan((4, 4), 2), 400, effects=())
@@ -195,8 +193,10 @@ def test_intervals_cover_and_false_words_are_rare(noise):
 
 
 @pytest.mark.parametrize("noise", NOISES[:3], ids=lambda noise: noise.name)
-def test_stopping_at_a_precision_keeps_what_an_interval_promises(noise):
-    tally = Tally.of(noise, DEFAULT, 250, effects=(0.0, 0.05))
+def test_the_default_sweep_finds_5_percent_and_stopping_keeps_what_an_interval_promises(noise):
+    plan = Plan.of(load(DEFAULT).measure)
+    assert plan.precision is not None
+    tally = Tally.of(noise, plan, 250, effects=(0.0, 0.05))
     assert 0.925 <= tally.coverage <= 0.97
     assert tally.false_words <= FALSE_WORDS
     assert tally.power(0.05) >= 0.8

@@ -16,10 +16,13 @@ from common import cgroups, machine
 from common.emulation import flow
 from common.harness import notes
 from common.harness.cell import disturbance
-from common.harness.record import Result
+from common.harness.record import FabricFacts, Result, make_record
 from common.harness.worker import canary, strain
 from common.harness.worker.strain import Gauge, Pressure, strain_of, used_cores
+from common.launch.job import Outcome
+from common.results.faith import doubt
 from common.results.records import Check, Strain
+from tests.system.made import make_trial
 
 
 def pressure(machine="one", **more):
@@ -179,6 +182,45 @@ def test_only_ranks_that_wait_for_cores_are_unfaithful():
     assert notes.unfaithful([busy, Strain(core_wait=2.0)]) is True
     assert notes.unfaithful([busy, Strain(core_wait=None)]) is None
     assert notes.unfaithful_note([busy, Strain(core_wait=2.0)]).startswith("unfaithful: ")
+
+
+def _record(fabric, *strain, iters=((0.5, 0.5),), period=1):
+    results = [
+        Result(
+            cpu_s_per_s=1.0,
+            loss=1.0,
+            check=Check(replicas_agree=True, matches_reference=True),
+            strain=one,
+            iters=[list(block) for block in iters],
+            untimed=[[0.4, 0.6]],
+            period=period,
+            evidence=f"evidence-{repeat}.json.gz",
+        )
+        for repeat, one in enumerate(strain)
+    ]
+    where = FabricFacts(fabric=fabric)
+    card = {"cores": 2}
+    return make_record(make_trial("dear"), results, Outcome(status="ok"), card, "now", 1.0, where)
+
+
+@pytest.mark.parametrize("fabric", ["emulated", "real"])
+def test_the_record_says_how_the_machine_was_and_whether_to_believe_it(fabric):
+    calm, strained = Strain(core_wait=0.1), Strain(core_wait=0.9, foreign_cores=1.2)
+    good, bad = _record(fabric, calm, calm), _record(fabric, calm, strained)
+    assert (good.unfaithful, bad.unfaithful) == (
+        (False, True) if fabric == "emulated" else (None,) * 2
+    )
+    assert bad.strain == [calm, strained] and bad.foreign_cpu_s_per_s == [0.0, 1.2]
+    words = [note.partition(":")[0] for note in bad.notes]
+    assert words.count("disturbed") == 1, "emulated or not"
+    assert ("unfaithful" in words) == (fabric == "emulated")
+    assert "disturbed" not in {note.partition(":")[0] for note in good.notes}
+    assert doubt(bad) is not None
+    assert good.untimed == [[[0.4, 0.6]]] * 2 and good.period == 1
+    assert good.evidence == f"{good.id}/evidence-0.json.gz"
+    off = _record(fabric, calm, calm, iters=[(0.4, 0.5, 0.5, 0.5), (0.41, 0.5, 0.51, 0.5)])
+    assert doubt(off).startswith("not stationary")
+    assert doubt(_record(fabric, calm, calm, iters=[(0.4, 0.5, 0.4, 0.5)], period=2)) is None
 
 
 def test_blocks_that_begin_otherwise_than_they_go_on_are_told():

@@ -217,11 +217,10 @@ class Cell:
 
     def _take_turn(self, turn: Turn, repeat: int, position: int) -> tuple[Outcome, Choice | None]:
         """How it ended, and the time scale that the cell must have instead, if it must."""
-        outcome, result = self._undisturbed(turn, repeat)
+        outcome, result, choice = self._undisturbed(turn, repeat)
         if result is None:
             self._end(turn, outcome)
             return outcome, None
-        choice = self._fabric.needed(turn.trial, result) if repeat == 0 else None
         if choice is not None:
             reason = self._too_heavy(turn, choice)
             if reason is not None:
@@ -237,20 +236,28 @@ class Cell:
             self._progress.best = f"{turn.trial.label} {rate:.3g}/s"
         return outcome, None if self._settled else choice
 
-    def _undisturbed(self, turn: Turn, repeat: int) -> tuple[Outcome, Result | None]:
-        """A launch; done again if the machine was disturbed meanwhile, the last one counts."""
-        for _ in range(RELAUNCHES):
+    def _undisturbed(self, turn: Turn, repeat: int) -> tuple[Outcome, Result | None, Choice | None]:
+        """A launch; done again if the machine was disturbed meanwhile, the last one counts.
+
+        In the first round also the time scale that it needs, if that is a larger one; then it need
+        not be done again here.
+        """
+        for launch in range(1 + RELAUNCHES):
             outcome, result = self._launched(turn, repeat)
-            reason = None if result is None else disturbance(result, self._canaries)
-            if result is None or reason is None:
-                return outcome, result
-            turn.set_aside.append(self._aside(result, repeat, reason))
-            self._plan(turn)
-        outcome, result = self._launched(turn, repeat)
-        reason = None if result is None else disturbance(result, self._canaries)
-        if reason is not None and reason not in turn.notes:
+            if result is None:
+                return outcome, None, None
+            reason = disturbance(result, self._canaries)
+            choice = None
+            if repeat == 0:
+                choice = self._fabric.needed(turn.trial, result, disturbed=reason is not None)
+            if reason is None or choice is not None:
+                return outcome, result, choice
+            if launch < RELAUNCHES:
+                turn.set_aside.append(self._aside(result, repeat, reason))
+                self._plan(turn)
+        if reason not in turn.notes:
             turn.notes.append(reason)
-        return outcome, result
+        return outcome, result, None
 
     def _launched(
         self, turn: Turn, repeat: int, slower: float = 1.0

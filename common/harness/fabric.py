@@ -76,8 +76,11 @@ class Fabric:
         """The largest that may be chosen."""
         return 1.0
 
-    def needed(self, trial: Trial, result: Result) -> Choice | None:
+    def needed(self, trial: Trial, result: Result, disturbed: bool) -> Choice | None:
         """The time scale that a repeat turned out to need, if that is more than it had.
+
+        Of one that was `disturbed` only what it used itself counts: its ranks waited for cores that
+        others had.
 
         None also where nothing may be chosen (it is given, or the model computes for real), and
         where a fault makes steps longer than they need to be.
@@ -152,14 +155,14 @@ class EmulatedFabric(Fabric):
     def max_time_scale(self) -> float:
         return self._config.max_time_scale
 
-    def needed(self, trial: Trial, result: Result) -> Choice | None:
+    def needed(self, trial: Trial, result: Result, disturbed: bool) -> Choice | None:
         if trial.time_scale is not None or trial.fault is not None or not is_replay(trial.model):
             return None
         seen = Seen(
             time_scale=self.time_scale,
             step_s=sum(trial.rank_batches) / result.rate(trial),
             cpu_s_per_s=result.cpu_s_per_s,
-            core_wait=result.strain.core_wait,
+            core_wait=None if disturbed else result.strain.core_wait,
         )
         choice = needed_scale(seen, _load(trial), self._links, _cores())
         return choice if choice.time_scale > self.time_scale else None

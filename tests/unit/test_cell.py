@@ -36,6 +36,7 @@ class Scaled(Fabric):
     def __init__(self, needs: dict[str, float] | None = None) -> None:
         self.needs, self.scales = needs or {}, [4.0]
         self.settled: Choice | None = None
+        self.disturbed: list[tuple[str, bool]] = []
 
     def enter_cell(self, trials: Sequence[Trial], settled: Choice | None = None) -> None:
         self.settled = settled
@@ -54,7 +55,8 @@ class Scaled(Fabric):
     def max_time_scale(self) -> float:
         return 40.0
 
-    def needed(self, trial: Trial, result: Result) -> Choice | None:
+    def needed(self, trial: Trial, result: Result, disturbed: bool) -> Choice | None:
+        self.disturbed.append((trial.algorithm, disturbed))
         scale = self.needs.get(trial.algorithm, 1.0)
         if scale <= self.time_scale:
             return None
@@ -230,6 +232,21 @@ def test_a_disturbed_launch_is_done_again_twice_at_most_and_kept_as_evidence(mon
     assert ddp.set_aside == []
     assert len(rounds.launched) == 2 * len(NAMES) + 3
     assert (rounds.progress.done, rounds.progress.left) == (rounds.progress.total, [])
+
+
+def test_a_launch_that_needs_a_larger_scale_is_not_done_again_at_this_one(monkeypatch):
+    """A trial that keeps all cores busy looks disturbed, too."""
+    noisy = {4.0: "disturbed: 1 core"}
+    rounds = Rounds(MeasureConfig(repeats=1), needs={"dear": 16.0})
+    monkeypatch.setattr(
+        cells, "disturbance", lambda one, canaries: noisy.get(rounds.fabric.time_scale)
+    )
+    assert rounds.run()
+    at_first = [name for name, _, scale in rounds.launched if scale == 4.0]
+    assert at_first.count("dear") == 1 and at_first[-1] == "dear"
+    assert all(at_first.count(name) == 3 for name in set(at_first) - {"dear"})
+    assert rounds.statuses() == dict.fromkeys(NAMES, "ok")
+    assert ("dear", True) in rounds.fabric.disturbed and ("dear", False) in rounds.fabric.disturbed
 
 
 def test_repeats_at_twice_the_scale_give_the_systematic_error():

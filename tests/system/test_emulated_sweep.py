@@ -101,6 +101,30 @@ def test_replayed_compute_and_time_scale(replayed):
 
 
 @pytest.mark.full
+def test_a_cell_finds_its_time_scale_and_is_measured_at_twice_that(tmp_path):
+    driver = Driver(tmp_path, REPLAYED.replace(", time_scale: 2", ""))
+    flags = ["--set", "measure.repeats_at_2k=1", "--set", "algorithms=[dear, ddp]"]
+    done = driver.run(*flags)
+    assert done.returncode == 0, done.stderr + done.stdout
+    records = driver.records()
+    scales = {record["time_scale"] for record in records}
+    assert len(records) == 2 and len(scales) == 1, "one scale for the whole cell"
+    (scale,) = scales
+    for record in records:
+        assert record["time_scale_reason"] != "given"
+        assert record["calibration"]["cpu_s_per_byte"] > 0
+        assert record["calibration"]["memory_bytes_per_s"] > 1e8
+        assert record["systematic"]["time_scale"] == 2 * scale
+        (steps,) = record["systematic"]["iters"]
+        # Emulated seconds there, too: at k and at 2k a step takes what it does.
+        assert 0.2 < steps[0][0] < 2
+        assert all(one["time_scale"] <= scale for one in record["set_aside"])
+    assert sorted(record["order"]["positions"] for record in records) == [[0], [1]]
+    assert len({record["order"]["seed"] for record in records}) == 1
+    assert "systematic" in done.stdout
+
+
+@pytest.mark.full
 def test_ranks_of_one_host_and_an_axis_of_networks(tmp_path):
     driver = Driver(tmp_path, TINY)
     flags = ["--ranks-per-host", "2", "--set", "networks=[1gbe, 100mbit]", "-k", "dear"]

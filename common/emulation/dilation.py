@@ -155,11 +155,15 @@ def choose_time_scale(
 def needed_scale(seen: Seen, load: Load, network: NetworkProfile, cores: int) -> Choice:
     """The smallest readable scale at which a trial would have had the cores that it needs.
 
-    Its CPU seconds per step must fit into 60 % of the cores, and its ranks' threads may wait 0.6
-    seconds per second for one. A step that lacked cores was too long: of those measured no more
-    counts than computing and sending one after the other. Waits shrink with the scale, but how fast
-    is not known: they ask for twice the scale at most, and are looked at again there.
+    It has them where its ranks' threads waited at most 0.6 seconds per second for one, however busy
+    they were: some only look whether there is something to do. Otherwise it needs the scale at
+    which its CPU seconds per step fit into 60 % of the cores, where a step that lacked cores was too
+    long: of it no more counts than computing and sending one after the other. And it needs a scale
+    that is as much larger as the waits were too long, but no more than twice at once, for they
+    shrink faster. Where the kernel does not tell of waits, the CPU seconds alone count.
     """
+    if seen.core_wait is not None and seen.core_wait <= WAIT_TARGET:
+        return Choice(time_scale=seen.time_scale, reason="no rank waited long for a core")
     step_s = min(seen.step_s, load.step_s + _wire_s(load, network))
     busy = seen.cpu_s_per_step / (BUSY_TARGET * cores * step_s)
     why = (

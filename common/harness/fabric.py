@@ -14,6 +14,7 @@ from typing import Any
 from common.emulation.cluster import EmulatedCluster, network_record
 from common.emulation.config import network_profile
 from common.emulation.dilation import (
+    BUSY_TARGET,
     Calibration,
     Choice,
     Load,
@@ -79,8 +80,8 @@ class Fabric:
     def needed(self, trial: Trial, result: Result, disturbed: bool) -> Choice | None:
         """The time scale that a repeat turned out to need, if that is more than it had.
 
-        Of one that was `disturbed` only what it used itself counts: its ranks waited for cores that
-        others had.
+        Of one that was `disturbed` none, unless it took more of the cores itself than it may: else
+        its ranks waited for those that others had.
 
         None also where nothing may be chosen (it is given, or the model computes for real), and
         where a fault makes steps longer than they need to be.
@@ -162,8 +163,10 @@ class EmulatedFabric(Fabric):
             time_scale=self.time_scale,
             step_s=sum(trial.rank_batches) / result.rate(trial),
             cpu_s_per_s=result.cpu_s_per_s,
-            core_wait=None if disturbed else result.strain.core_wait,
+            core_wait=result.strain.core_wait,
         )
+        if disturbed and seen.cpu_s_per_s <= BUSY_TARGET * _cores():
+            return None
         choice = needed_scale(seen, _load(trial), self._links, _cores())
         return choice if choice.time_scale > self.time_scale else None
 

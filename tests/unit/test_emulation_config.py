@@ -204,6 +204,9 @@ def test_the_scale_that_a_trial_needs_follows_from_what_it_took():
 def test_ranks_that_wait_for_cores_need_a_larger_scale_however_idle_the_machine_is():
     idle = Seen(time_scale=4, step_s=0.6, cpu_s_per_s=0.3, core_wait=0.59)
     assert need(idle) <= 4
+    # Some engines look all the time whether there is something to do, which takes nothing away.
+    assert need(dataclasses.replace(idle, cpu_s_per_s=1.9)) <= 4
+    assert need(dataclasses.replace(HEAVY, core_wait=3.0)) == 16
     assert need(dataclasses.replace(idle, core_wait=0.8)) == 6
     # How fast waits shrink is not known: no more than twice the scale at once.
     assert need(dataclasses.replace(idle, core_wait=3.0)) == 8

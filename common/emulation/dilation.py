@@ -157,10 +157,10 @@ def needed_scale(seen: Seen, load: Load, network: NetworkProfile, cores: int) ->
 
     It has them where its ranks' threads waited at most 0.6 seconds per second for one, however busy
     they were: some only look whether there is something to do. Otherwise it needs the scale at
-    which its CPU seconds per step fit into 60 % of the cores, where a step that lacked cores was too
-    long: of it no more counts than computing and sending one after the other. And it needs a scale
-    that is as much larger as the waits were too long, but no more than twice at once, for they
-    shrink faster. Where the kernel does not tell of waits, the CPU seconds alone count.
+    which its CPU seconds per step fit into 60 % of the cores, where a step that lacked cores was
+    too long: of it no more counts than computing and sending one after the other. And it needs a
+    scale that is as much larger as the waits were too long, but no more than twice at once, for
+    they shrink faster. Where the kernel does not tell of waits, the CPU seconds alone count.
     """
     if seen.core_wait is not None and seen.core_wait <= WAIT_TARGET:
         return Choice(time_scale=seen.time_scale, reason="no rank waited long for a core")

@@ -90,7 +90,11 @@ class Pace:
         now = time.perf_counter()
         if self._thread != threading.get_ident():
             return max(self._deadline, now)
-        return self._free(now, _host_s())
+        # Kept, or a later reading could find out better, and be earlier.
+        host_s = _host_s()
+        self._deadline = self._free(now, host_s)
+        self._left, self.host_s = now, host_s
+        return self._deadline
 
     def wait(self, seconds: float) -> None:
         """Returns when `seconds` emulated seconds of compute would have ended."""

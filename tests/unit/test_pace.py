@@ -251,6 +251,20 @@ def test_waiting_at_a_lock_is_no_communication(clock):
     assert clock.now - began == pytest.approx(0.502 + 0.003)
 
 
+def test_the_clock_never_goes_back(clock):
+    it, _ = started(clock)
+    it.wait(0.1)
+    came = clock.now + 0.3
+    it.ended_s = lambda: came
+    clock.block(0.3)
+    clock.work(0.0005)
+    first = it.clock()
+    clock.work(0.1)  # that it came before could be told now
+    assert it.clock() >= first
+    cpu_work(clock, it, takes_s=0.1, device_s=0.001)
+    assert it.clock() == pytest.approx(first + 0.001)
+
+
 def test_the_clock_of_a_process_that_replays_nothing_is_time_itself(clock):
     it = Pace(1.0, None)
     assert it.clock() == clock.now

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """Is a throughput the elapsed time of training, also where steps differ by a schedule?
 
-  python bench/elapsed.py        neighbor averaging in each fourth step, by the harness, and by one
-                                 look at the clock before and after 40 steps; bar 1 %
+  python bench/elapsed.py        neighbor averaging in each fourth step: what the harness makes of a
+                                 block of two periods, and of all, against one look at the clock
+                                 before and after 40 steps; bar 1 %
 
-The harness's figure is that of a short block, in whole periods of the schedule; the stopwatch is
-that of rank 0 alone, around all steps of a long block in processes of its own.
+The stopwatch is that of rank 0 alone, of the same launch: launches differ by more than that.
 
 Exit status: 0 within the bar, 1 not or something failed.
 """
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -26,41 +27,37 @@ import yaml
 ROOT = Path(__file__).parents[1]
 BAR_PERCENT = 1.0
 EVERY = 4
+BLOCK = 2 * EVERY
 
 
-def experiment(args: argparse.Namespace, steps: int, name: str) -> dict[str, Any]:
-    """The keys of an experiment file: blocks of so many steps."""
+def experiment(args: argparse.Namespace) -> dict[str, Any]:
+    """The keys of the experiment file: one block of so many steps."""
+    measure = {"repeats": 1, "warmup_steps": 2, "check_steps": 1, "steps_per_iter": args.steps}
     return {
-        "name": name,
+        "name": "elapsed",
         "algorithms": [{"name": "neighbor", "options": {"every": EVERY}}],
         "models": [{"name": "resnet50@rtx2080ti-modelled", "batch_size": 64}],
         "cluster": {"hosts": 4, "network": "2.5gbit", "time_scale": args.time_scale},
         "baseline": False,
         "optimizer": {"name": "sgd", "lr": 0.01},
-        "measure": {
-            "repeats": 1,
-            "warmup_steps": 2,
-            "check_steps": 1,
-            "steps_per_iter": steps,
-        },
+        "measure": measure,
     }
 
 
-def run(args: argparse.Namespace, steps: int, folder: Path) -> tuple[dict[str, Any], float]:
-    """The record of a block of so many steps, and the stopwatch's seconds per step."""
-    name = f"elapsed-{steps}"
-    path = folder / f"{name}.yaml"
-    path.write_text(yaml.safe_dump(experiment(args, steps, name)))
+def run(args: argparse.Namespace, folder: Path) -> tuple[dict[str, Any], float]:
+    """The record, and the stopwatch's seconds per step."""
+    path = folder / "elapsed.yaml"
+    path.write_text(yaml.safe_dump(experiment(args)))
     command = [sys.executable, str(ROOT / "benchmarks.py"), "run", str(path), "--logs", str(folder)]
     subprocess.run([*command, "--no-plot", "-q"], check=True, stdout=subprocess.DEVNULL)
-    lines = (folder / name / "records.jsonl").read_text().splitlines()
+    lines = (folder / "elapsed" / "records.jsonl").read_text().splitlines()
     record = json.loads(lines[-1])
     if record["status"] != "ok":
-        raise SystemExit(f"{name}: {record['error']['message']}")
-    with gzip.open(folder / name / record["evidence"], "rt") as file:
-        block = json.load(file)["marks_s"][0][0]
-    begin, end = block[-steps - 1], block[-1]
-    return record, (end - begin) / steps / record["time_scale"]
+        raise SystemExit(f"failed: {record['error']['message']}")
+    with gzip.open(folder / "elapsed" / record["evidence"], "rt") as file:
+        marks = json.load(file)["marks_s"][0][0]
+    begin, end = marks[-args.steps - 1], marks[-1]
+    return record, (end - begin) / args.steps / record["time_scale"]
 
 
 def main() -> int:
@@ -68,20 +65,26 @@ def main() -> int:
     parser.add_argument("--time-scale", type=float, default=3.0)
     parser.add_argument("--steps", type=int, default=40, help="around which the stopwatch runs")
     args = parser.parse_args()
+    if args.steps % BLOCK:
+        parser.error(f"--steps: a multiple of {BLOCK}, got {args.steps}")
     with tempfile.TemporaryDirectory(prefix="elapsed-") as folder:
-        short, _ = run(args, 2 * EVERY, Path(folder))
-        long, stopwatch_s = run(args, args.steps, Path(folder))
-    steps = [step for repeat in short["iters"] for block in repeat for step in block]
-    harness_s = sum(steps) / len(steps)
-    median_s = sorted(steps)[len(steps) // 2]
-    off = 100 * (harness_s / stopwatch_s - 1)
-    print(f"harness    {1e3 * harness_s:7.1f} ms a step, block of {len(steps)}")
-    print(f"stopwatch  {1e3 * stopwatch_s:7.1f} ms a step, around {args.steps}")
-    print(f"off        {off:+7.2f} %, bar {BAR_PERCENT:g} %")
-    print(f"by median  {100 * (median_s / stopwatch_s - 1):+7.2f} %")
-    for note in dict.fromkeys([*short["notes"], *long["notes"]]):
+        record, stopwatch_s = run(args, Path(folder))
+    ((steps,),) = record["iters"]
+    blocks = [statistics.fmean(steps[at : at + BLOCK]) for at in range(0, len(steps), BLOCK)]
+    figures = {
+        f"the first {BLOCK} steps": blocks[0],
+        "all steps": statistics.fmean(steps),
+        "(the median step)": statistics.median(steps),
+    }
+    print(f"stopwatch around {args.steps} steps: {1e3 * stopwatch_s:.1f} ms a step")
+    off = {what: 100 * (step_s / stopwatch_s - 1) for what, step_s in figures.items()}
+    for what, step_s in figures.items():
+        print(f"{what}: {1e3 * step_s:.1f} ms, {off[what]:+.2f} %")
+    print(f"each {BLOCK} steps: {', '.join(f'{1e3 * one:.1f}' for one in blocks)} ms")
+    for note in record["notes"]:
         print(f"# {note}")
-    return 0 if abs(off) <= BAR_PERCENT else 1
+    judged = list(off.values())[:2]
+    return 0 if max(map(abs, judged)) <= BAR_PERCENT else 1
 
 
 if __name__ == "__main__":

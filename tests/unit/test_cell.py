@@ -7,15 +7,18 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
+from common.emulation.config import Fault
 from common.emulation.dilation import Choice
 from common.harness import cell as cells
+from common.harness import fabric as fabrics
 from common.harness.cell import Cell, Turn, order_seed, planned
+from common.harness.experiment import load
 from common.harness.fabric import Fabric
 from common.harness.record import FabricFacts, Result
 from common.harness.trial import MeasureConfig, Trial
 from common.harness.ui import Progress
 from common.launch.job import Outcome
-from common.results.records import Check
+from common.results.records import Check, Strain
 from tests.system.made import make_trial
 
 NAMES = ("ddp", "wfbp", "dear", "allreduce")
@@ -247,6 +250,39 @@ def test_a_launch_that_needs_a_larger_scale_is_not_done_again_at_this_one(monkey
     assert all(at_first.count(name) == 3 for name in set(at_first) - {"dear"})
     assert rounds.statuses() == dict.fromkeys(NAMES, "ok")
     assert ("dear", True) in rounds.fabric.disturbed and ("dear", False) in rounds.fabric.disturbed
+
+
+BERT_SWEEP = """
+algorithms: [ddp]
+models: [{name: bert_base@rtx2080ti-modelled, batch_size: 64}]
+cluster: {hosts: 4, network: 10gbe}
+baseline: false
+"""
+
+
+def test_what_a_launch_needs_is_judged_by_its_own_doing(tmp_path, monkeypatch):
+    """Not where others had the cores, nor where nothing may be chosen or a fault makes it slow."""
+    (tmp_path / "x.yaml").write_text(BERT_SWEEP)
+    experiment = load(tmp_path / "x.yaml")
+    (trial,) = experiment.trials()
+    monkeypatch.setattr(fabrics, "_cores", lambda: 2)
+    fabric = fabrics.EmulatedFabric(experiment, [trial])
+    fabric._choice = Choice(time_scale=5.0, reason="")
+    busy = dataclasses.replace(
+        result(1.3), cpu_s_per_s=1.85, strain=Strain(core_wait=3.0, busy_cores=2.0)
+    )
+    idle = dataclasses.replace(busy, cpu_s_per_s=0.5)
+    assert fabric.needed(trial, busy, disturbed=False).time_scale == 16
+    assert fabric.needed(trial, busy, disturbed=True).time_scale == 16
+    assert fabric.needed(trial, idle, disturbed=False).time_scale == 10
+    assert fabric.needed(trial, idle, disturbed=True) is None
+    rested = dataclasses.replace(busy, strain=Strain(core_wait=0.3))
+    assert fabric.needed(trial, rested, disturbed=False) is None
+    given = dataclasses.replace(trial, time_scale=5.0)
+    faulty = dataclasses.replace(trial, fault=Fault(kind="kill_rank", rank=1))
+    real = dataclasses.replace(trial, model="mnist_cnn")
+    for other in (given, faulty, real):
+        assert fabric.needed(other, busy, disturbed=False) is None
 
 
 def test_repeats_at_twice_the_scale_give_the_systematic_error():

@@ -41,8 +41,8 @@ def reference_of(name: str, options: Any) -> Callable[[Any, Any], Iterator[None]
     compression = getattr(options, "compression", "none")
     if getattr(options, "density", 1.0) < 1 and compression in SPARSE:
         return error_feedback if compression == "eftopk" else None
-    if compression in ("efsignum", "powersgd"):
-        return None
+    if compression in ("efsignum", "powersgd") or getattr(options, "adasum", False):
+        return None  # an element depends on others of its tensor
     if compression == "signum":
         return majority
     promised = {"synchronous": average, "delayed": delayed}.get(found.capabilities.consistency)

@@ -267,7 +267,7 @@ def test_what_does_not_fit_is_refused_with_what_would():
     with pytest.raises(UserError) as refusal:
         memory.check_memory(GIB, hosts=64, ranks_per_host=2, available=30 * GIB)
     text = str(refusal.value)
-    assert "64 hosts of 2 x 6." in text
+    assert "64 hosts of 2 x 5." in text
     assert "30.0 GiB are available" in text
     assert text.endswith("; 2 would fit")
     assert "\n" not in text

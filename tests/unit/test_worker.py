@@ -356,9 +356,10 @@ def test_the_spread_is_the_largest_difference_and_infinite_for_nan(world):
 def test_the_farthest_tensor_counts_and_rounding_is_no_error():
     start = {"large": torch.zeros(10_000), "small": torch.zeros(2), "still": torch.ones(2)}
     wanted = {name: value + 1.0 for name, value in start.items()} | {"still": torch.ones(2)}
+    ways = correctness.ways(wanted, start, start, least=1e-3)
 
     def found(**changed):
-        return correctness.farthest(wanted | changed, wanted, start, start, least=1e-3)
+        return correctness.farthest(wanted | changed, wanted, ways)
 
     assert found() == Farthest()
     assert found(small=torch.zeros(2)) == Farthest(error=1.0, tensor="small")

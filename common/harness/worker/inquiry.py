@@ -37,7 +37,7 @@ class Inquiry:
 
     def __init__(self, trial: Trial, workload: Workload, steps: int) -> None:
         self._trial, self._workload = trial, workload
-        self._plain = Reference(trial, workload, steps)
+        self._plain = Reference(trial, workload, steps, self._tolerance(computed=True))
         self.compute = self._plain.compute
         """Seconds of this machine that a step takes without communication."""
         self._witness = Witness(workload.model, trial.seed)
@@ -46,18 +46,19 @@ class Inquiry:
             if trial.algorithm == BASELINE
             else references.reference_of(trial.algorithm, trial.options)
         )
+        # It is for whole tensors; what is judged otherwise needs the memory more.
+        self._plainly = self._reference in (references.average, references.delayed) and getattr(
+            trial.options, "average", True
+        )
+        if not self._plainly:
+            self._plain.forget()
 
     def first_steps(self, training: Training) -> None:
         """Trains them, plainly trained before, with the algorithm."""
         self._sent = runtime.communicator().bytes_sent
         self._witness.attend(self._workload.model)
         self._plain.train(training)
-        self._first = None
-        if self._reference in (references.average, references.delayed) and training.consistency in (
-            "synchronous",
-            "delayed",
-        ):
-            self._first = self._plain.farthest(self._tolerance(computed=True))
+        self._first = self._plain.farthest() if self._plainly else None
         self._plain.forget()
 
     def look_away(self) -> None:

@@ -36,12 +36,15 @@ class Reference:
 
     The model is left as it was. Everything goes on all ranks at once. At least one step is trained
     and compared, of a delayed algorithm so many updates.
+
+    Args:
+        tolerance: of an error; what rounding may add up to is held to be no more.
     """
 
-    def __init__(self, trial: Trial, workload: Workload, steps: int) -> None:
+    def __init__(self, trial: Trial, workload: Workload, steps: int, tolerance: float) -> None:
         staleness = trial.options.staleness()
         self._trial, self._workload, self._steps = trial, workload, steps + staleness
-        self._start = correctness.snapshot(workload.model)
+        start = correctness.snapshot(workload.model)
         optimizer = make_optimizer(trial.optimizer, workload.model)
         self._seed()
         communicator = runtime.communicator()
@@ -51,7 +54,10 @@ class Reference:
         self.compute = slowest_rank(workload, optimizer, communicator, updated)
         """Seconds of this machine that a step takes without communication."""
         optimizer.zero_grad()
-        workload.model.load_state_dict(self._start)
+        names = [name for name, _ in workload.model.named_parameters()]
+        least = correctness.rounding(trial.dtype, self._steps) / tolerance
+        self._ways = correctness.ways(self._wanted, start, names, least)
+        workload.model.load_state_dict(start)
 
     def train(self, training: Training) -> None:
         """The same steps with the algorithm."""
@@ -59,22 +65,16 @@ class Reference:
         training.run(self._steps)
         training.synchronize()
 
-    def farthest(self, tolerance: float) -> Farthest:
-        """How far the model is from where plain training led, of the worst tensor of any rank.
-
-        Args:
-            tolerance: what rounding alone is held to be below.
-        """
-        names = [name for name, _ in self._workload.model.named_parameters()]
-        least = correctness.rounding(self._trial.dtype, self._steps) / tolerance
+    def farthest(self) -> Farthest:
+        """How far the model is from where plain training led, of the worst tensor of any rank."""
         # Not a copy: the memory check counts on it.
         reached = self._workload.model.state_dict()
-        here = correctness.farthest(reached, self._wanted, self._start, names, least)
+        here = correctness.farthest(reached, self._wanted, self._ways)
         return max(runtime.communicator().gather_objects(here), key=lambda one: one.error)
 
     def forget(self) -> None:
-        """Lets go of the copies of the model."""
-        self._start = self._wanted = {}
+        """Lets go of the copy of the model."""
+        self._wanted = {}
 
     def _seed(self) -> None:
         # Dropout then draws the same masks in both trainings; each rank has its own.

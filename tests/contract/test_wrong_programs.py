@@ -1,0 +1,140 @@
+"""The harness's own check: wrong programs are found, right ones are not."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from common.harness.trial import MeasureConfig, OptimizerConfig
+from dear.algorithms import reference as references
+from dear.training.algorithm import algorithm_names
+from tests.contract import wrong_programs
+from tests.contract.algorithms import skip_if_unavailable
+from tests.contract.wrong_programs import PROGRAMS, checked, mixing_nothing, spoilt
+from tests.system.made import make_trial
+
+REPLAYED = "resnet50@rtx2080ti-modelled"
+SGD = OptimizerConfig(lr=0.01, momentum=0.9)
+ADAMW = OptimizerConfig(name="adamw", lr=0.001)
+FEW_TENSORS = {name for name in PROGRAMS if name.split()[1] not in ("30", "50", "107")}
+"""Those that mean something in a model of some tensors."""
+
+
+def found(pool, name, model, *, size=2, spoil=None, optimizer=SGD, **options):
+    trial = make_trial(
+        name,
+        world=size,
+        model=model,
+        options=options,
+        optimizer=optimizer,
+        backend="comm_core",
+        measure=MeasureConfig(warmup_steps=4, check_steps=2, steps_per_iter=4),
+    )
+    return pool.run(checked, trial.to_json(), spoil)[0]
+
+
+ON_A_REPLAY = {
+    "factor 1.01",
+    "gradients of the step before",
+    "smallest 1 lost",
+    "forward on the parameters of the step before",
+    "third step lost",
+    "no update after step 2",
+}
+"""Of the quick ones; the others are tried on a model that computes, too, but not replayed."""
+
+
+@pytest.mark.parametrize(
+    ("program", "model"),
+    [
+        *((program, "mnist_cnn") for program in sorted(FEW_TENSORS)),
+        *(
+            pytest.param(one, REPLAYED, marks=() if one in ON_A_REPLAY else pytest.mark.full)
+            for one in sorted(FEW_TENSORS)
+        ),
+    ],
+)
+def test_wrong_programs_are_found(world, program, model):
+    check = found(world(2), "allreduce", model, spoil=(spoilt, program))
+    assert check.verdict == "NO" and check.judged_by == "reference"
+    assert check.finding and check.worst_tensor and check.replicas_agree
+
+
+def test_the_finding_says_what_and_where(world):
+    lost = found(world(2), "allreduce", REPLAYED, spoil=(spoilt, "smallest 1 lost"))
+    assert lost.worst_tensor == "scale" and lost.reference_error == pytest.approx(1.0)
+    assert "after the first steps scale is off by 1 of its way" in lost.finding
+    late = found(world(2), "allreduce", "mnist_cnn", spoil=(spoilt, "third step lost"))
+    assert late.reference_error < 2e-3 < late.end_error and "at the end" in late.finding
+
+
+MIXING = ("neighbor", "decentralized", "gradient-tracking", "win-put", "pull-get", "asyncddp")
+
+
+@pytest.mark.parametrize("name", MIXING)
+def test_mixing_that_mixes_nothing_is_found(world, name):
+    check = found(world(3, name), name, REPLAYED, size=3, spoil=(mixing_nothing, name))
+    assert check.verdict == "NO"
+    assert check.judged_by == ("reference" if name in MIXING[:3] else "invariants")
+
+
+@pytest.mark.parametrize("model", [pytest.param("mnist_cnn", marks=pytest.mark.full), REPLAYED])
+@pytest.mark.parametrize("name", algorithm_names())
+def test_right_programs_are_right(world, name, model):
+    skip_if_unavailable(name)
+    lossless = {"density": 1.0} if name == "mgs" else {}
+    check = found(world(3, name), name, model, size=3, **lossless)
+    assert (check.verdict, check.finding) == ("yes", None)
+    free = name in ("win-put", "pull-get", "push-sum", "asyncddp")
+    assert check.judged_by == ("invariants" if free else "reference")
+    assert math.isfinite(check.end_error)
+
+
+MORE = [
+    ("mgs", {}, "unchecked"),
+    ("wfbp", {"compression": "fp16"}, "yes"),
+    ("dear", {"compression": "bf16"}, "yes"),
+    ("allreduce", {"compression": "signum"}, "yes"),
+    ("wfbp", {"compression": "eftopk", "density": 0.1}, "unchecked"),
+    ("ddp", {"compression": "powersgd"}, "unchecked"),
+    ("dadt", {"delay": 3}, "yes"),
+    ("neighbor", {"combine": "atc", "dynamic": "one-peer-exp", "every": 2}, "yes"),
+    ("neighbor", {"every": 3}, "yes"),
+    ("win-put", {"barrier": True}, "yes"),
+    ("push-sum", {"barrier": True, "topology": "star"}, "yes"),
+    ("dear", {"fusion": "tuned"}, "yes"),
+]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("name", "options", "verdict"), MORE)
+def test_settings_are_judged_as_far_as_they_can_be(world, name, options, verdict):
+    check = found(world(3, name), name, REPLAYED, size=3, **options)
+    assert check.verdict == verdict and check.replicas_agree
+    assert (check.finding is None) == (verdict == "yes")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("model", ["mnist_cnn", REPLAYED])
+@pytest.mark.parametrize("name", algorithm_names())
+def test_right_programs_are_right_with_adamw(world, name, model, size):
+    skip_if_unavailable(name)
+    lossless = {"density": 1.0} if name == "mgs" else {}
+    check = found(world(size, name), name, model, size=size, optimizer=ADAMW, **lossless)
+    assert (check.verdict, check.finding) == ("yes", None)
+
+
+def test_without_a_reference_only_replicas_are_compared(world):
+    check = found(world(2), "neighbor", REPLAYED, spoil=(wrong_programs.unreferenced, ""))
+    assert check.verdict == "unchecked" and check.judged_by == "replicas"
+    assert "neighbor has no serial reference" in check.finding
+
+
+def test_every_algorithm_has_a_reference():
+    assert all(references.reference_of(name, _Nothing()) for name in algorithm_names())
+
+
+class _Nothing:
+    """Options that change nothing."""

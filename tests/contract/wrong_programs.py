@@ -1,0 +1,183 @@
+"""Training that is wrong in one way each, on top of algorithms that are right."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from common.harness import worker
+from common.harness.trial import Briefing, Trial
+from common.models.pace import Pace, set_pace
+from common.results.records import Check
+from dear.algorithms.synchronous.allreduce import AllReduce
+from dear.algorithms.synchronous.wfbp import AveragingEngine
+from dear.comm import runtime
+from dear.training.algorithm import algorithm_class
+from dear.training.parameters import ParameterEngine
+from tests.system import made
+
+Fault = Callable[["Wrong", list[torch.Tensor]], None]
+
+
+class Wrong(AveragingEngine):
+    """Averages after the pass, and does something wrong with it in some steps.
+
+    Args:
+        steps: which, by number from 1.
+    """
+
+    name = ""
+    steps: Callable[[int], bool] = staticmethod(lambda step: True)
+
+    def __init__(self, replica: Any) -> None:
+        super().__init__(replica, replica.params, overlap=False)
+        self.at, self.last = 1, []
+        self.noise = torch.Generator().manual_seed(5)
+        if self.name == "stale forward":
+            self.old = self.new = [p.detach().clone() for p in self.params]
+            self.hooks.before_forward([self.model], lambda module: self._set(self.old))
+
+    def ready(self, unit: int) -> None:
+        if self.name == "one rank ignored" and self.steps(self.at) and runtime.rank() == 1:
+            for param in self.params:
+                param.grad.zero_()
+        super().ready(unit)
+
+    def passed(self) -> None:
+        super().passed()
+        gradients = [param.grad for param in self.params]
+        fresh = [gradient.clone() for gradient in gradients]
+        if self.steps(self.at):
+            self._spoil(gradients)
+        self.last = fresh
+
+    def step(self, update: Any) -> Any:
+        lost = self.name == "lost" and self.steps(self.at)
+        if self.name == "stale forward":
+            self._set(self.new)
+        super().step((lambda: None) if lost else update)
+        if self.name == "stale forward":
+            self.old, self.new = self.new, [p.detach().clone() for p in self.params]
+        self.at += 1
+
+    def settle(self) -> None:
+        if self.name == "stale forward":
+            self._set(self.new)
+
+    def _set(self, values: list[torch.Tensor]) -> None:
+        with torch.no_grad():
+            for param, value in zip(self.params, values, strict=True):
+                param.copy_(value)
+
+    def _spoil(self, gradients: list[torch.Tensor]) -> None:
+        kind, _, much = self.name.partition(" ")
+        small = sorted(gradients, key=lambda one: one.numel())
+        if kind == "factor":
+            torch._foreach_mul_(gradients, float(much))
+        if kind == "noise":
+            for gradient in gradients:
+                share = float(much) * gradient.norm() / gradient.numel() ** 0.5
+                gradient += share * torch.randn(gradient.shape, generator=self.noise)
+        if kind == "losing":
+            torch._foreach_zero_(small[: int(much)])
+        if kind == "doubling":
+            torch._foreach_mul_(small[: int(much)], 2.0)
+        if self.name == "stale" and self.last:
+            for gradient, last in zip(gradients, self.last, strict=True):
+                gradient.copy_(last)
+
+
+def always(step: int) -> bool:
+    return True
+
+
+def first(step: int) -> bool:
+    return step == 1
+
+
+def third(step: int) -> bool:
+    return step == 3
+
+
+def late(step: int) -> bool:
+    return step > 2
+
+
+PROGRAMS: dict[str, tuple[str, Callable[[int], bool]]] = {
+    **{f"factor {f}": (f"factor {f}", always) for f in ("1.01", "1.019", "1.021")},
+    "one rank contributes nothing": ("one rank ignored", always),
+    "gradients of the step before": ("stale", always),
+    "first step lost": ("lost", first),
+    "third step lost": ("lost", third),
+    "noise of 1 %": ("noise 0.01", always),
+    "noise of 5 %": ("noise 0.05", always),
+    **{f"smallest {n} lost": (f"losing {n}", always) for n in (1, 4, 30, 107)},
+    **{f"smallest {n} doubled": (f"doubling {n}", always) for n in (1, 4, 50)},
+    "forward on the parameters of the step before": ("stale forward", always),
+    "no update after step 2": ("lost", late),
+    "factor 10 after step 2": ("factor 10", late),
+    "one rank ignored after step 2": ("one rank ignored", late),
+    "stale after step 2": ("stale", late),
+}
+"""By name what is wrong, and when."""
+
+
+def spoilt(name: str) -> Any:
+    """All-reduce, wrong like that, within the context."""
+    what, when = PROGRAMS[name]
+    kind = type("Spoilt", (Wrong,), {"name": what, "steps": staticmethod(when)})
+    return mock.patch.object(AllReduce, "engine", lambda self, replica: kind(replica))
+
+
+def mixing_nothing(name: str) -> Any:
+    """The algorithm of that name, whose messages travel and are forgotten, within the context."""
+    module = __import__(algorithm_class(name).__module__, fromlist=["*"])
+    engines = [
+        value
+        for value in vars(module).values()
+        if isinstance(value, type) and issubclass(value, ParameterEngine)
+    ]
+    (kind,) = [one for one in engines if not any(one in other.__mro__[1:] for other in engines)]
+
+    def mix(self: Any, bucket: Any) -> None:
+        before = bucket.values.clone()
+        right(self, bucket)
+        bucket.values.copy_(before)
+        bucket.push() if hasattr(bucket, "push") else None
+        bucket.touched()
+
+    right = kind.mix
+    return mock.patch.object(kind, "mix", mix)
+
+
+def checked(trial: dict[str, Any], spoil: tuple[Callable[[str], Any], str] | None) -> Check:
+    """On a rank: what the harness finds of the trial, whose algorithm is spoilt like that."""
+    it, build = Trial.from_json(trial), worker.build
+    replayed = "@" in it.model
+    if replayed:  # seven tensors of all kinds instead of its own
+        build = lambda *given: made.workload(runtime.rank())  # noqa: E731
+    set_pace(Pace(0.02, None))
+    try:
+        with (
+            mock.patch("dear.shutdown"),
+            mock.patch.object(worker, "build", build),
+            tempfile.TemporaryDirectory() as folder,
+            spoil[0](spoil[1]) if spoil else mock.MagicMock(),
+        ):
+            workload = worker._workload(it, torch.device("cpu"))
+            briefing = Briefing(folder=Path(folder), time_scale=0.02, costs={})
+            result = worker._timed(it, briefing, workload, 0, lambda phase: None)
+    finally:
+        set_pace(Pace(1.0, None))
+    return dataclasses.replace(result.check)
+
+
+def unreferenced(name: str) -> Any:
+    """No algorithm has a reference, within the context."""
+    return mock.patch("dear.algorithms.reference.reference_of", lambda name, options: None)

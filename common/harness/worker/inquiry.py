@@ -15,6 +15,7 @@ from common.models.workload import Workload
 from common.results.records import Check
 from dear.algorithms import reference as references
 from dear.comm import runtime
+from dear.training.algorithm import algorithm_class
 
 # Largest error of any tensor, relative to how far it moved. Rounding alone stays far below; a step
 # that is lost is an error of 1 / steps at least.
@@ -86,18 +87,22 @@ class Inquiry:
 
     def _judged(self, consistency: str, seen: list[Testimony], sent_bytes: int) -> Check:
         trial, local_size = self._trial, dear.local_size()
-        if consistency == "asynchronous" and not trial.options.in_step():
+        together = trial.world_size == 1 or trial.options.in_step()
+        free = consistency == "asynchronous" and not together
+        if free and algorithm_class(trial.algorithm).traffic(
+            trial.options, trial.world_size, local_size
+        ):
             size = sum(p.nbytes for p in self._workload.model.parameters() if p.requires_grad)
             held = hold(trial, self._reference, seen, local_size, sent_bytes, size)
             return Check(
                 judged_by="invariants",
-                matches_reference=held.finding is None,
+                matches_reference=held.right,
                 finding=held.finding,
                 worst_tensor=held.drift.tensor,
                 end_error=held.drift.error,
             )
-        if self._reference in (None, references.error_feedback):
-            return Check(judged_by="replicas", finding=_why(trial))
+        if self._reference in (None, references.error_feedback) or free:
+            return Check(judged_by="replicas", finding=_why(trial, consistency))
         return self._compared(seen, local_size)
 
     def _compared(self, seen: list[Testimony], local_size: int) -> Check:
@@ -132,11 +137,12 @@ def _off(when: str, worst: Farthest, limit: float) -> str:
     return f"{when} {worst.tensor} is off by {worst.error:.2g} of its way (at most {limit:g})"
 
 
-def _why(trial: Trial) -> str:
+def _why(trial: Trial, consistency: str) -> str:
     compression = getattr(trial.options, "compression", "none")
     if compression != "none":
         return (
             f"only replicas were compared: what {compression} leaves out depends on what travels "
             "together"
         )
-    return f"only replicas were compared: {trial.algorithm} has no serial reference"
+    missing = "serial reference" if consistency != "asynchronous" else "traffic that it declares"
+    return f"only replicas were compared: {trial.algorithm} has no {missing}"

@@ -21,10 +21,12 @@ from common.harness.worker.witness import Testimony
 from dear.cost.bounds import Message
 from dear.training.algorithm import algorithm_class
 
-LEAST_ROUNDS = 4
-"""With fewer averages nothing can be said."""
+LEAST_ROUNDS = 3.0
+"""With fewer messages from each neighbour (on average) nothing can be said: the first brings what
+the receiver has, too."""
 CLOSER = 0.25
-"""Share of the way from each rank alone to all in step that ranks must have come together."""
+"""Share of the way from each rank alone to all in step that ranks must have come together, where
+every message was sent; less where the links could not carry all."""
 DRIFT = 0.5
 """How far the mean of all ranks may be from where it would be without averaging, relative to how
 far it moved and to how far ranks alone are apart. Stale values move it a little."""
@@ -37,9 +39,12 @@ HEADERS = 1.02
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """What was found: None where all holds."""
+    """What was found."""
 
+    right: bool | None
+    """None: nothing could be said."""
     finding: str | None
+    """None where all holds."""
     drift: Farthest
     """Of the mean, of the worst tensor."""
 
@@ -74,19 +79,21 @@ def hold(
         together = _typical(sample.norms(_from_mean(in_step)), distance)
     came = _typical(sample.norms(_from_mean(end)), distance)
     untouched = sample.norms(end - apart).max(axis=0) <= TOUCHED * distance
-    finding = None
+    declared = _declared(trial, local_size, sample.steps) * parameter_bytes
+    rounds = sample.steps // getattr(trial.options, "every", 1) * min(1.0, sent_bytes / declared)
+    due = CLOSER * min(1.0, sent_bytes / declared)
+    right, finding = False, None
     if not np.isfinite(end).all() or drift.error > DRIFT:
         finding = f"the mean of {drift.tensor} has gone elsewhere than gradients have moved it"
-    elif came > 1 - CLOSER * (1 - together):
-        finding = (
-            f"ranks are {came:.2f} as far apart as each alone would be; {together:.2f} in step"
-        )
+    elif sent_bytes > HEADERS * declared:
+        finding = f"{sent_bytes:,} bytes were sent, and at most {declared:,.0f} are declared"
+    elif rounds < LEAST_ROUNDS and sent_bytes:
+        right, finding = None, f"{rounds:.1f} messages from each neighbour are too few to tell"
+    elif came > 1 - due * (1 - together):
+        finding = f"ranks are as far apart as {came:.2f} of each alone; in step {together:.2f}"
     elif untouched.any():
         finding = f"{seen[0].names[int(untouched.argmax())]} was never averaged"
-    declared = _declared(trial, local_size, sample.steps) * parameter_bytes
-    if finding is None and declared is not None and not 0 < sent_bytes <= HEADERS * declared:
-        finding = f"{sent_bytes:,} bytes were sent, and at most {declared:,.0f} are declared"
-    return Held(finding=finding, drift=drift)
+    return Held(right=right if finding else True, finding=finding, drift=drift)
 
 
 def _last(path: Iterable[np.ndarray]) -> np.ndarray:
@@ -102,11 +109,9 @@ def _typical(norms: np.ndarray, distance: np.ndarray) -> float:
     return float(np.median(norms.max(axis=0)[distance > 0] / distance[distance > 0]))
 
 
-def _declared(trial: Trial, local_size: int, steps: int) -> float | None:
+def _declared(trial: Trial, local_size: int, steps: int) -> float:
     """Sizes of all messages of all ranks in so many steps, in units of the parameters."""
     made = algorithm_class(trial.algorithm).traffic(trial.options, trial.world_size, local_size)
-    if made is None:
-        return None
     shares = [
         sum(part.share * (1 if isinstance(part, Message) else len(part.ranks)) for part in step)
         for step in made.steps

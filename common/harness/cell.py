@@ -239,18 +239,16 @@ class Cell:
     def _undisturbed(self, turn: Turn, repeat: int) -> tuple[Outcome, Result | None, Choice | None]:
         """A launch; done again if the machine was disturbed meanwhile, the last one counts.
 
-        In the first round also the time scale that it needs, if that is a larger one; then it need
-        not be done again here.
+        In the first round also the time scale that it needs, if that is a larger one. A disturbed
+        launch tells nothing of that: its ranks waited for cores that others had.
         """
         for launch in range(1 + RELAUNCHES):
             outcome, result = self._launched(turn, repeat)
             if result is None:
                 return outcome, None, None
             reason = disturbance(result, self._canaries)
-            choice = None
-            if repeat == 0:
-                choice = self._fabric.needed(turn.trial, result, disturbed=reason is not None)
-            if reason is None or choice is not None:
+            if reason is None:
+                choice = self._fabric.needed(turn.trial, result) if repeat == 0 else None
                 return outcome, result, choice
             if launch < RELAUNCHES:
                 turn.set_aside.append(self._aside(result, repeat, reason))

@@ -14,7 +14,6 @@ from typing import Any
 from common.emulation.cluster import EmulatedCluster, network_record
 from common.emulation.config import network_profile
 from common.emulation.dilation import (
-    BUSY_TARGET,
     Calibration,
     Choice,
     Load,
@@ -77,11 +76,8 @@ class Fabric:
         """The largest that may be chosen."""
         return 1.0
 
-    def needed(self, trial: Trial, result: Result, disturbed: bool) -> Choice | None:
+    def needed(self, trial: Trial, result: Result) -> Choice | None:
         """The time scale that a repeat turned out to need, if that is more than it had.
-
-        Of one that was `disturbed` none, unless it took more of the cores itself than it may: else
-        its ranks waited for those that others had.
 
         None also where nothing may be chosen (it is given, or the model computes for real), and
         where a fault makes steps longer than they need to be.
@@ -156,7 +152,7 @@ class EmulatedFabric(Fabric):
     def max_time_scale(self) -> float:
         return self._config.max_time_scale
 
-    def needed(self, trial: Trial, result: Result, disturbed: bool) -> Choice | None:
+    def needed(self, trial: Trial, result: Result) -> Choice | None:
         if trial.time_scale is not None or trial.fault is not None or not is_replay(trial.model):
             return None
         seen = Seen(
@@ -165,8 +161,6 @@ class EmulatedFabric(Fabric):
             cpu_s_per_s=result.cpu_s_per_s,
             core_wait=result.strain.core_wait,
         )
-        if disturbed and seen.cpu_s_per_s <= BUSY_TARGET * _cores():
-            return None
         choice = needed_scale(seen, _load(trial), self._links, _cores())
         return choice if choice.time_scale > self.time_scale else None
 

@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from common.harness.experiment import load
 from common.harness.trial import Trial
 from common.machine import machine_card
-from common.results import learning, readme, records, shipped
+from common.results import readme, records, shipped
 from common.results.shipped import Recipe
 from dear.errors import UserError, unknown
 
@@ -157,7 +157,7 @@ def _swept(recipe: Recipe, work: Path, out: Path) -> bool:
     for name in _SWEEP_FILES:
         shutil.copy2(folder / name, out / name)
     found = records.Comparison.load(folder).results(folder)
-    draw = draw_learning if learning.is_learning(found) else throughput.draw
+    draw = draw_learning if records.is_learning(found) else throughput.draw
     shutil.copy2(draw(folder, work / "plots")[0], out)
     return True
 

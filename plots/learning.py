@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Sequence
+import statistics
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,29 +15,32 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
-from common.results import learning
+from common.results import learning, race
+from common.results.faith import doubt
+from common.results.learning import LearnRow
 from common.results.records import Comparison, Evaluation, Record
 from common.results.table import significant
 from plots import style
 
-Curve = tuple[Record, list[Evaluation]]
-"""A trial and the evaluations of its first repeat."""
-
-_FIELDS = ["fault", "algorithm", "repeat", "at_s", "seconds", "steps"]
+_GREY = "#8a8a8a"
+_FIELDS = ["fault", "algorithm", "repeat", "seed", "at_s", "seconds", "steps"]
 _FIELDS += [f"{what}{end}" for what in ("accuracy", "loss") for end in ("", "_min", "_max")]
 _FIELDS += ["consensus_distance", "staleness"]
 
 
 def draw(folder: Path, out: Path) -> list[Path]:
     """Reads `folder/records.jsonl`; writes learning.{png,pdf,csv} to `out`, returns the paths."""
-    good = [r for r in Comparison.load(folder).results(folder) if r.ok]
+    comparison = Comparison.load(folder)
+    good = [r for r in comparison.results(folder) if r.ok]
+    rows = learning.make_rows(good, comparison.compare_to)
+    table = {record.hash: row for record, row in zip(good, rows, strict=True)}
     good.sort(key=lambda record: style.order(record.trial["algorithm"]))
     colour = _colours(good)
     columns = _columns(good)
     style.setup()
     judged = any(record.learning[0].evaluations[0].accuracy is not None for record in good)
-    figure = (_curves if judged else _paces)(columns, colour)
-    style.caption(figure, _about(good[0]), good, 120)
+    figure = (_curves if judged else _paces)(columns, colour, table)
+    style.caption(figure, _about(good, judged), good, 120)
     out.mkdir(parents=True, exist_ok=True)
     data = out / "learning.csv"
     _write(good, data)
@@ -50,6 +55,11 @@ def _colours(good: Sequence[Record]) -> dict[str, str]:
     keys = [names[label] if first[names[label]] == label else label for label in labels]
     found = style.colours(keys)
     return {label: found[key] for label, key in zip(labels, keys, strict=True)}
+
+
+def _shade(record: Record, colour: dict[str, str]) -> str:
+    """Grey for what is not believed."""
+    return _GREY if doubt(record) else colour[record.label]
 
 
 def _columns(good: Sequence[Record]) -> dict[tuple[Any, ...], list[Record]]:
@@ -79,40 +89,106 @@ def _title(place: Sequence[Any]) -> str:
     return f"{model}, {world} workers{where}\n{fault or 'undisturbed'}"
 
 
-def _curves(columns: dict[tuple[Any, ...], list[Record]], colour: dict[str, str]) -> Figure:
-    panels = [partial(y, x=x) for y in (_accuracy, _loss) for x in ("seconds", "steps")]
-    panels += [_consensus, _staleness]
-    shape = (len(panels), len(columns))
-    size = (1.2 + 3.9 * shape[1], 2.1 * shape[0])
-    how = {"squeeze": False, "sharey": "row", "layout": "constrained"}
-    figure, axes = plt.subplots(*shape, figsize=size, **how)
-    handles: dict[str, Any] = {}
+def _curves(
+    columns: dict[tuple[Any, ...], list[Record]],
+    colour: dict[str, str],
+    table: dict[str, LearnRow],
+) -> Figure:
+    everything = [record for records in columns.values() for record in records]
+    panels: list[Callable[..., None]] = []
+    heights = []
+    if everything[0].trial["learn"]["target_accuracy"] is not None:
+        panels.append(partial(_race, table=table))
+        heights.append(0.5 + 0.27 * max(map(len, columns.values())))
+    panels += [partial(_accuracy, x="seconds"), partial(_accuracy, x="steps"), _loss]
+    for panel, key in ((_consensus, "consensus_distance"), (_staleness, "staleness")):
+        if any(getattr(e, key) for record in everything for e in _evaluations(record)):
+            panels.append(panel)
+    heights += [2.1] * (len(panels) - len(heights))
+    figure, axes = plt.subplots(
+        *(len(panels), len(columns)),
+        figsize=(1.6 + 4.1 * len(columns), sum(heights) + 0.5),
+        height_ratios=heights,
+        squeeze=False,
+        layout="constrained",
+    )
     for column, (place, records) in enumerate(columns.items()):
-        curves = [(record, record.learning[0].evaluations) for record in records]
         for row, panel in enumerate(panels):
-            handles |= panel(axes[row, column], curves, colour)
+            panel(axes[row, column], records, colour)
         style.title(axes[0, column], _title(place))
+    for row, panel in enumerate(panels):
+        _same_limits(axes[row], both=getattr(panel, "func", panel) is not _race)
+    shades = {record.label: _shade(record, colour) for record in everything}
+    # One that is believed in some panels only is grey in the others.
+    shades |= {record.label: colour[record.label] for record in everything if not doubt(record)}
+    handles = {label: plt.Line2D([], [], color=shade) for label, shade in shades.items()}
     figure.legend(
-        handles.values(), handles.keys(), loc="outside right upper", frameon=False, fontsize=8
+        handles.values(),
+        [textwrap.fill(label, 26) for label in handles],
+        loc="outside right upper",
+        frameon=False,
+        fontsize=8,
     )
     return figure
 
 
-def _paces(columns: dict[tuple[Any, ...], list[Record]], colour: dict[str, str]) -> Figure:
+def _same_limits(axes: Sequence[Axes], both: bool) -> None:
+    """The panels of a row are compared with each other."""
+    for end, change in (("xlim", "set_xlim"), ("ylim", "set_ylim"))[: 2 if both else 1]:
+        limits = [getattr(axis, f"get_{end}")() for axis in axes]
+        for axis in axes:
+            getattr(axis, change)(min(low for low, _ in limits), max(high for _, high in limits))
+
+
+def _race(
+    axis: Axes, records: Sequence[Record], colour: dict[str, str], *, table: dict[str, LearnRow]
+) -> None:
+    """When each has reached the target: runs, and their mean with its interval."""
+    for place, record in enumerate(records):
+        row, shade = table[record.hash], _shade(record, colour)
+        there = [run.seconds for run in race.finishes(record) if run.there]
+        axis.plot(there, [place] * len(there), "o", ms=3.5, mfc="none", mec=shade, alpha=0.7)
+        if row.to_target_s is not None:
+            axis.plot([row.to_target_s], [place], marker="D", ms=5, color=shade)
+        if row.to_target_low_s is not None:
+            ends = [row.to_target_low_s, row.to_target_high_s]
+            axis.plot(ends, [place, place], color=shade, lw=2)
+        if row.reached != row.runs:
+            text = f"{row.reached} of {row.runs} in {row.budget_s:g} s"
+            at = (row.budget_s, place)
+            axis.annotate(text, at, ha="right", va="center", fontsize=7, color="#333333")
+    axis.set_yticks(range(len(records)), [textwrap.fill(r.label, 24) for r in records], fontsize=7)
+    for label, record in zip(axis.get_yticklabels(), records, strict=True):
+        label.set_color(_GREY if doubt(record) else "black")
+    axis.set_ylim(len(records) - 0.4, -0.6)
+    axis.tick_params(axis="y", length=0)
+    axis.set_xlim(0, records[0].trial["learn"]["budget_s"] * 1.02)
+    target = records[0].trial["learn"]["target_accuracy"]
+    axis.set_xlabel(f"seconds of training to {target:.0%} test accuracy", fontsize=8)
+
+
+def _paces(
+    columns: dict[tuple[Any, ...], list[Record]],
+    colour: dict[str, str],
+    table: dict[str, LearnRow],
+) -> Figure:
     """Steps per second where nothing is learned: of undisturbed ranks, and of the slowed host."""
     counts = [len(records) for records in columns.values()]
     figure, axes = style.stacked(counts, 6.8, 0.42, sharex=True)
-    everything = [record for records in columns.values() for record in records]
-    table = dict(zip(map(id, everything), learning.make_rows(everything), strict=True))
     for axis, (place, records) in zip(axes, columns.items(), strict=True):
         for at, record in enumerate(records):
-            row, label = table[id(record)], record.label
+            row, shade = table[record.hash], _shade(record, colour)
             text = significant(row.steps_per_s)
             text += "" if row.kept is None else f" ({row.kept:.2f} of undisturbed)"
-            axis.barh(at, row.steps_per_s, color=colour[label], height=0.7)
-            axis.annotate(
-                text, (row.steps_per_s, at), xytext=(8, 0), textcoords="offset points", va="center"
-            )
+            axis.barh(at, row.steps_per_s, color="#e4e4e4" if row.doubt else shade, height=0.7)
+            end = row.steps_per_s_high or row.steps_per_s
+            if row.doubt:
+                text = textwrap.shorten(f"({text}) {row.doubt}", 60)
+            elif row.steps_per_s_low is not None:
+                ends = [row.steps_per_s_low, row.steps_per_s_high]
+                axis.plot(ends, [at, at], color="#222222", lw=1, marker="|", ms=5)
+            more = {"textcoords": "offset points", "va": "center", "fontsize": 8}
+            axis.annotate(text, (end, at), xytext=(8, 0), **more)
             if row.slowed_steps_per_s is not None:
                 axis.plot([row.slowed_steps_per_s], [at], marker="D", color="#222222", ms=5)
         axis.set_yticks(range(len(records)), [record.label for record in records])
@@ -126,95 +202,97 @@ def _paces(columns: dict[tuple[Any, ...], list[Record]], colour: dict[str, str])
     return figure
 
 
+def _evaluations(record: Record) -> Iterator[Evaluation]:
+    return (one for run in record.learning or () for one in run.evaluations)
+
+
 def _lines(
-    axis: Axes,
-    curves: Sequence[Curve],
-    colour: dict[str, str],
-    y: str,
-    title: str,
-    *,
-    x: str = "seconds",
-    band: bool = False,
-) -> dict[str, Any]:
-    """A line per trial, and around it the range of the single ranks' models."""
-    axis.set_ylabel(title, fontsize=8)
+    axis: Axes, records: Sequence[Record], colour: dict[str, str], y: str, x: str = "seconds"
+) -> None:
+    """Per trial the mean of its runs at each mark, and around it the range of the runs."""
+    along = "mean_steps" if x == "steps" else "seconds"
+    for record in sorted(records, key=lambda one: doubt(one) is None):
+        points = []
+        for marks in zip(*(run.evaluations for run in record.learning), strict=True):
+            values = [getattr(one, y) for one in marks]
+            if None not in values and not (y == "consensus_distance" and 0.0 in values):
+                at = statistics.fmean(getattr(one, along) for one in marks)
+                points.append((at, statistics.fmean(values), min(values), max(values)))
+        if not points:
+            continue
+        at, mean, low, high = zip(*points, strict=True)
+        shade = _shade(record, colour)
+        axis.plot(at, mean, color=shade, lw=1.3)
+        if low != high:
+            axis.fill_between(at, low, high, color=shade, alpha=0.13, lw=0)
     axis.set_xlabel("seconds of training" if x == "seconds" else "steps per rank", fontsize=8)
-    handles = {}
-    for record, evaluations in curves:
-        label = record.label
-        shown = [e for e in evaluations if getattr(e, y) is not None]
-        along = [e.mean_steps if x == "steps" else e.seconds for e in shown]
-        (line,) = axis.plot(along, [getattr(e, y) for e in shown], color=colour[label], lw=1.3)
-        handles[label] = line
-        if band and any(getattr(e, f"{y}_min") != getattr(e, f"{y}_max") for e in shown):
-            low, high = ([getattr(e, f"{y}_{end}") for e in shown] for end in ("min", "max"))
-            axis.fill_between(along, low, high, color=colour[label], alpha=0.12, lw=0)
     axis.grid(True, axis="both")
     axis.set_xlim(left=0)
-    return handles
 
 
-def _accuracy(
-    axis: Axes, curves: Sequence[Curve], colour: dict[str, str], *, x: str
-) -> dict[str, Any]:
-    handles = _lines(axis, curves, colour, "accuracy", "test accuracy", x=x, band=True)
-    target = curves[0][0].trial["learn"]["target_accuracy"]
+def _accuracy(axis: Axes, records: Sequence[Record], colour: dict[str, str], *, x: str) -> None:
+    _lines(axis, records, colour, "accuracy", x)
+    axis.set_ylabel("test accuracy", fontsize=8)
+    target = records[0].trial["learn"]["target_accuracy"]
     if target is not None:
         axis.axhline(target, color="#777777", lw=1, ls="--")
-    final = [e.accuracy for _, evaluations in curves for e in evaluations[1:]]
-    axis.set_ylim(max(0.0, min(0.8, sorted(final)[len(final) // 4] - 0.05)), 1.0)
+    final = sorted(e.accuracy for record in records for e in _evaluations(record) if e.at_s > 0)
+    axis.set_ylim(max(0.0, min(0.8, final[len(final) // 4] - 0.05)), 1.0)
     axis.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-    return handles
 
 
-def _loss(axis: Axes, curves: Sequence[Curve], colour: dict[str, str], *, x: str) -> dict[str, Any]:
+def _loss(axis: Axes, records: Sequence[Record], colour: dict[str, str]) -> None:
     axis.set_yscale("log")
-    return _lines(axis, curves, colour, "loss", "test loss", x=x)
+    axis.set_ylabel("test loss", fontsize=8)
+    _lines(axis, records, colour, "loss")
 
 
-def _consensus(axis: Axes, curves: Sequence[Curve], colour: dict[str, str]) -> dict[str, Any]:
-    # 0 has no logarithm.
-    found = [(record, [e for e in all_ if e.consensus_distance]) for record, all_ in curves]
-    shown = [(record, evaluations) for record, evaluations in found if evaluations]
-    if shown:
-        axis.set_yscale("log")
-    title = "consensus distance\n(unless equal)"
-    return _lines(axis, shown, colour, "consensus_distance", title)
+def _consensus(axis: Axes, records: Sequence[Record], colour: dict[str, str]) -> None:
+    axis.set_yscale("log")
+    axis.set_ylabel("consensus distance\n(unless equal)", fontsize=8)
+    _lines(axis, records, colour, "consensus_distance")
 
 
-def _staleness(axis: Axes, curves: Sequence[Curve], colour: dict[str, str]) -> dict[str, Any]:
+def _staleness(axis: Axes, records: Sequence[Record], colour: dict[str, str]) -> None:
     """The stalest neighbour's since the evaluation before, and at the end the most of any value."""
-    found = [(record, [e for e in all_ if e.staleness is not None]) for record, all_ in curves]
-    shown = [(record, evaluations) for record, evaluations in found if evaluations]
-    title = "steps that the stalest\nneighbour is behind"
-    handles = _lines(axis, shown, colour, "staleness", title)
-    for record, evaluations in shown:
-        most = max((most for _, most in learning.staleness(record)), default=0)
-        axis.annotate(
-            f"at most {most:g}",
-            (evaluations[-1].seconds, evaluations[-1].staleness),
-            xytext=(-2, 4),
-            textcoords="offset points",
-            ha="right",
-            fontsize=7,
-            color=colour[record.label],
-        )
-    if not shown:
-        counted = any(list(learning.staleness(record)) for record, _ in curves)
-        why = "not recorded over time" if counted else "no algorithm counts it"
-        axis.text(0.5, 0.5, why, transform=axis.transAxes, ha="center")
-    return handles
+    axis.set_ylabel("steps that the stalest\nneighbour is behind", fontsize=8)
+    _lines(axis, records, colour, "staleness")
+    for record in records:
+        shown = [one for one in record.learning[0].evaluations if one.staleness is not None]
+        most = max((most for _, most in learning.staleness(record)), default=None)
+        if shown and most is not None:
+            axis.annotate(
+                f"at most {most:g}",
+                (shown[-1].seconds, shown[-1].staleness),
+                xytext=(-2, 4),
+                textcoords="offset points",
+                ha="right",
+                fontsize=7,
+                color=_shade(record, colour),
+            )
 
 
-def _about(first: Record) -> str:
-    learn = first.trial["learn"]
-    repeats = len(first.learning)
-    text = f"n = {repeats} {'run' if repeats == 1 else 'runs'} of {learn['budget_s']:g} s each"
-    if learn["data"] is not None:
-        text += (
-            f" on {learn['data']} (curves: the first); lines: the mean of all ranks' models, "
-            "bands: their range; judging takes no training time"
-        )
+def _about(good: Sequence[Record], judged: bool) -> str:
+    first = good[0]
+    learn, counts = first.trial["learn"], {len(record.learning) for record in good}
+    runs = max(counts)
+    text = f"n = {runs} {'run' if runs == 1 else 'runs'} of {learn['budget_s']:g} s each"
+    if judged:
+        text += f" on {learn['data']}"
+        if first.data is not None:
+            text += f" (trained on {first.data.title})"
+        text += ", each with a seed of its own" if runs > 1 else ""
+        text += "; lines: the mean model of all ranks"
+        if runs > 1:
+            text += ", mean over the runs, and bands: their range"
+        if learn["target_accuracy"] is not None:
+            text += "; circles: runs"
+            text += ", diamonds: geometric mean with its 95 % t interval" if runs > 1 else ""
+    elif runs > 1:
+        text += "; whiskers: 95 % t interval of the geometric mean"
+    if any(doubt(record) for record in good):
+        reasons = dict.fromkeys(str(doubt(one)).split(":")[0] for one in good if doubt(one))
+        text += f"; grey: not believed ({', '.join(reasons)})"
     return text
 
 
@@ -224,10 +302,11 @@ def _write(good: Sequence[Record], path: Path) -> None:
         writer.writeheader()
         for record in good:
             named = {"fault": record.fault, "algorithm": record.label}
-            for number, repeat in enumerate(record.learning):
-                for one in repeat.evaluations:
+            for number, run in enumerate(record.learning):
+                for one in run.evaluations:
                     steps = " ".join("-" if n is None else str(n) for n in one.steps)
-                    writer.writerow({**vars(one), **named, "repeat": number, "steps": steps})
+                    more = {"repeat": number, "seed": run.seed, "steps": steps}
+                    writer.writerow({**vars(one), **named, **more})
 
 
 if __name__ == "__main__":

@@ -196,13 +196,21 @@ def readable_scales() -> Iterator[float]:
         yield from (float(number * 10**power) for number in _DECADE)
 
 
-def check_scale(model_is_replayed: bool, time_scale: float | None) -> None:
-    """Raises `UserError` for a scale, unless it is to be chosen (None), that a model which really
-    computes cannot have.
+def check_scale(model_is_replayed: bool, learns: bool, time_scale: float | None) -> None:
+    """Raises `UserError` for a scale that a model which really computes cannot have.
+
+    Args:
+        learns: whether the trial trains for a time; then the model is slowed down (`Brake`).
+        time_scale: None: it is to be chosen.
     """
     if time_scale is None or time_scale == 1 or model_is_replayed:
         return
-    raise UserError(
-        f"time_scale: {time_scale:g} would slow the links but not a model that really computes; "
-        "allowed: 1, or a replayed model (MODEL@DEVICE)"
-    )
+    if not learns:
+        raise UserError(
+            f"time_scale: {time_scale:g} would slow the links but not a model that really "
+            "computes; allowed: 1, `learn:`, or a replayed model (MODEL@DEVICE)"
+        )
+    if time_scale < 1:
+        raise UserError(
+            f"time_scale: a model that really computes cannot be made faster, got {time_scale:g}"
+        )

@@ -18,10 +18,9 @@ from common.harness import ui
 from common.harness.experiment import Experiment, load
 from common.harness.trial import Trial
 from common.models.registry import MODELS
-from common.results import learning, records
+from common.results import records
 from common.results.faith import doubt, incorrect
-from common.results.learning import is_learning
-from common.results.records import Comparison, Record, fabric_words
+from common.results.records import Comparison, Record, fabric_words, is_learning
 from common.results.table import Table, csv_text
 from dear.errors import UserError
 from dear.training.algorithm import algorithm_class, algorithm_names
@@ -215,12 +214,12 @@ def _write_outputs(folder: Path, results: list[Record], compare_to: str) -> None
 
 def _summarized(results: list[Record], compare_to: str) -> tuple[Table, type, list[str]]:
     """The table of a sweep, the kind of its rows, and the answer in sentences."""
-    from common.results import answer, rows
+    from common.results import answer, learning, learning_table, rows
 
     if is_learning(results):
-        learned = learning.make_rows(results)
-        lines = [*learning.summary(learned), *answer.remarks([], results)]
-        return learning.table(learned), learning.LearnRow, lines
+        learned = learning.make_rows(results, compare_to)
+        lines = learning_table.words(learned, results)
+        return learning_table.table(learned, compare_to), learning.LearnRow, lines
     found = rows.make_rows(results, compare_to)
     lines = [*answer.summary(found, compare_to), *answer.remarks(found, results)]
     return rows.comparison(found, compare_to), rows.Row, lines

@@ -203,10 +203,10 @@ class Experiment:
             )
         for choice in self.models:
             replayed = is_replay(choice.name)
-            check_scale(replayed, self.cluster.time_scale)
+            check_scale(replayed, self.learn is not None, self.cluster.time_scale)
             if self.measure.repeats_at_2k and not replayed:
                 raise UserError(
-                    f"measure.repeats_at_2k: {choice.name} computes for real, at time scale 1; "
+                    f"measure.repeats_at_2k: {choice.name} computes for real; "
                     "allowed: replayed models (MODEL@DEVICE)"
                 )
             for fault in self.faults:

@@ -15,6 +15,8 @@ UNFAITHFUL_WAIT = 0.7
 """Seconds that a rank's threads may wait for a core per second, all together, on an emulated
 cluster. Far from nothing, for queues of links and the deadlines of replayed compute absorb most of
 it: see docs/measurement.md for the runs that it was chosen by."""
+LATE = 0.02
+"""The same for real compute, as a share of the time: nothing absorbs what it computes longer."""
 FOREIGN_CORES = 0.25
 STEAL_CORES = 0.05
 THROTTLED_S = 0.01
@@ -35,11 +37,19 @@ def unfaithful(strain: Sequence[Strain]) -> bool | None:
     waits = [one.core_wait for one in strain]
     if not waits or None in waits:
         return None
-    return max(waits) > UNFAITHFUL_WAIT
+    return max(waits) > UNFAITHFUL_WAIT or _late(strain) > LATE
+
+
+def _late(strain: Sequence[Strain]) -> float:
+    return max((one.late for one in strain if one.late is not None), default=0.0)
 
 
 def unfaithful_note(strain: Sequence[Strain]) -> str:
     """What to say of an unfaithful trial."""
+    if _late(strain) > LATE:
+        return (
+            f"unfaithful: a rank computed {_late(strain):.0%} of the time longer, for lack of cores"
+        )
     wait = max(one.core_wait for one in strain)
     return f"unfaithful: for lack of cores a rank's threads waited {wait:.2f} s per second in all"
 

@@ -25,6 +25,7 @@ from common.results.records import (
     Bytes,
     Check,
     CostCheck,
+    Data,
     Failure,
     Learning,
     Network,
@@ -79,6 +80,7 @@ class Result:
     check: Check
     statistics: list[dict[str, Any] | None] | None = None
     learning: Learning | None = None
+    data: Data | None = None
     parameters: int | None = None
     gradient_bytes: int | None = None
     started_by: str | None = None
@@ -166,6 +168,7 @@ def make_record(
         statistics=first and first.statistics,
         throughput=throughput,
         learning=[_finite(result.learning) for result in results] if trial.learn else None,
+        data=first and first.data,
         parameters=first and first.parameters,
         cpu_s_per_s=[result.cpu_s_per_s for result in results],
         foreign_cpu_s_per_s=[one.foreign_cores for one in strain],

@@ -21,6 +21,7 @@ from dear.training.algorithm import Options, algorithm_class, algorithm_options
 
 BASELINE = "none"
 """The algorithm of the single-worker baseline: the plain optimizer, no communication."""
+SEED_PER_REPEAT = 100
 
 _TRIAL = "trial.json"
 _BRIEFING = "briefing.json"
@@ -249,6 +250,15 @@ class Trial:
         if self.network is not None:
             text += f" {self.network}"
         return text if self.fault is None else f"{text}, {self.fault.title}"
+
+    def of_repeat(self, repeat: int) -> Trial:
+        """As that repeat trains it: where something is learned each has a seed of its own.
+
+        Every round of the data takes the next seed, so those of repeats are further apart.
+        """
+        if self.learn is None:
+            return self
+        return dataclasses.replace(self, seed=self.seed + SEED_PER_REPEAT * repeat)
 
     @property
     def rank_batches(self) -> tuple[int, ...]:

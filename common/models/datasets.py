@@ -109,6 +109,22 @@ def load_mnist(folder: Path) -> tuple[Split, Split]:
     return train, test
 
 
+def split_of(data: str, folder: Path | None, images: int) -> str | None:
+    """Of what `load` gives both parts, in words; None where the data has parts of its own.
+
+    Args:
+        images: of both parts together.
+    """
+    folder = folder_of(data, folder)
+    if folder is None:
+        return f"scikit-learn's {images:,} digits"
+    found = [name for name in PARTS if pair(folder, name) is not None]
+    if len(found) == len(PARTS):
+        return None
+    kind = {"train": "training", "t10k": "test"}[found[0]]
+    return f"MNIST's {images:,} {kind} images"
+
+
 def load_digits() -> tuple[Split, Split]:
     """scikit-learn's 1,797 digits of 8 x 8 pixels, enlarged and framed to 28 x 28."""
     from sklearn.datasets import load_digits as bundled

@@ -168,14 +168,18 @@ _own = threading.local()
 
 def _host_s() -> float:
     """Seconds that this thread has run, and has waited for a core where the kernel tells."""
+    return time.thread_time() + (_waited_s() or 0.0)
+
+
+def _waited_s() -> float | None:
+    """Seconds that this thread has waited for a core; None where the kernel does not tell."""
     if getattr(_own, "process", None) != os.getpid():  # else it may be the file of a parent
         _own.process = os.getpid()
         try:
             _own.file = os.open(_SCHEDSTAT, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
             _own.file = None
-    waited_ns = 0 if _own.file is None else int(os.pread(_own.file, 64, 0).split()[1])
-    return time.thread_time() + waited_ns / 1e9
+    return None if _own.file is None else int(os.pread(_own.file, 64, 0).split()[1]) / 1e9
 
 
 _current = Pace(1.0, None)
@@ -193,12 +197,14 @@ def current() -> Pace:
 
 
 class Brake:
-    """`with brake:` around a piece of compute; on leaving, waits until that took long enough.
+    """`with brake:` around a piece of real compute; on leaving, waits until that took long enough.
 
-    Long enough is `factor * crowd` times what this thread ran. What it has waited for a core counts
-    towards it, and is no reason to wait longer: whether the other ranks compute at the same time is
-    the algorithm's doing, and their cores are not this host's. Time blocked, as in waiting for
-    communication, is not the host's compute and counts nowhere.
+    Long enough is a number of times what this thread ran: the present factor of `pace`, times its
+    time scale (or `crowd` where that is 1). So a rank computes as fast as if the core were its own,
+    only slower by that number: what it has waited for a core, since the piece before, counts
+    towards it. Whether other ranks compute at the same time is the algorithm's doing, and their
+    cores are not this host's. Time blocked, as in waiting for communication, is not the host's
+    compute and counts nowhere.
 
     Args:
         pace: knows the present factor; None: no wait ever.
@@ -212,21 +218,57 @@ class Brake:
     def __init__(self, pace: Pace | None, crowd: float = 1.0) -> None:
         self._pace = pace
         self._crowd = max(1.0, crowd)
-        self._factor = 1.0
-        self._ran_s = self._waited_s = 0.0
+        self._times = 1.0
+        self._inside = False
+        self._ran_s = self._slept_s = 0.0
+        self._waited_s: float | None = None
+        self.absorbed_s = 0.0
+        """Seconds for which this thread has waited for a core, without being late by them."""
+
+    @property
+    def scaled(self) -> bool:
+        """Whether there is a time scale by which all compute is slowed."""
+        return self._pace is not None and self._pace.time_scale > 1
 
     def __enter__(self) -> None:
         if self._pace is None:
             return
-        self._factor = self._pace.slowdown(time.perf_counter())
-        if self._factor > 1:
-            self._ran_s, self._waited_s = _ran_and_waited_s()
+        self._times = self._pace.slowdown(time.perf_counter())
+        if self._pace.time_scale > 1:
+            self._times *= self._pace.time_scale
+        elif self._times > 1:
+            self._times *= self._crowd
+        if self._times <= 1:
+            self._waited_s = None
+            return
+        self._inside = True
+        self._ran_s, waited_s = _ran_and_waited_s()
+        self._waited_s = waited_s if self._waited_s is None else self._waited_s
+        self._slept_s = 0.0
+
+    def catch_up(self, *_: object) -> None:
+        """Within a piece: waits until what has been computed of it so far took long enough."""
+        if self._inside:
+            self._wait()
 
     def __exit__(self, *_: object) -> None:
-        if self._factor > 1:
-            ran_s, waited_s = _ran_and_waited_s()
-            ran_s, waited_s = ran_s - self._ran_s, waited_s - self._waited_s
-            time.sleep(max(0.0, self._factor * self._crowd * ran_s - (ran_s + waited_s)))
+        if not self._inside:
+            return
+        ran_s, waited_s = self._wait()
+        self.absorbed_s += min(waited_s, (self._times - 1) * ran_s)
+        # What it waits for a core when it wakes is the next piece's.
+        self._waited_s += waited_s
+        self._inside = False
+
+    def _wait(self) -> tuple[float, float]:
+        """What the piece has run and waited so far."""
+        ran_s, waited_s = _ran_and_waited_s()
+        ran_s, waited_s = ran_s - self._ran_s, waited_s - self._waited_s
+        rest_s = self._times * ran_s - (ran_s + waited_s + self._slept_s)
+        if rest_s >= SHORTEST_SLEEP_S:
+            time.sleep(rest_s)
+            self._slept_s += rest_s
+        return ran_s, waited_s
 
 
 def _ran_and_waited_s() -> tuple[float, float]:
@@ -234,11 +276,10 @@ def _ran_and_waited_s() -> tuple[float, float]:
 
     The kernel's file tells what it has run up to the last tick only; its clock tells all.
     """
-    try:
-        _, waited_ns, _ = _SCHEDSTAT.read_text().split()
-    except FileNotFoundError:
+    waited_s = _waited_s()
+    if waited_s is None:
         raise UserError(
-            f"faults: slow_host: this kernel has no {_SCHEDSTAT}, by which models that compute for "
-            "real are slowed; use a model MODEL@DEVICE"
-        ) from None
-    return time.thread_time(), int(waited_ns) / 1e9
+            f"this kernel has no {_SCHEDSTAT}, by which models that compute for real are slowed "
+            "(time_scale, or a slow_host); use a model MODEL@DEVICE"
+        )
+    return time.thread_time(), waited_s

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from common.results.records import Record
 from common.results.rows import Row
@@ -39,9 +40,7 @@ def _interval(row: Row) -> str:
 
 def remarks(rows: Sequence[Row], records: Iterable[Record]) -> list[str]:
     """What is to be kept in mind, once for all rows."""
-    found = [f"{one.trial['network']}: {note}" for one in records for note in one.network.notes]
-    for place in _by_place(rows):
-        found += [line for line in (_without_base(place), _power(place)) if line]
+    found = of_any(rows, records)
     if any(row.systematic is not None for row in rows):
         found.append(
             "systematic: |T(k) - T(2k)| / T(k), how far the step time T depends on the time scale "
@@ -57,7 +56,15 @@ def remarks(rows: Sequence[Row], records: Iterable[Record]) -> list[str]:
     return [*dict.fromkeys(found)]
 
 
-def _without_base(rows: Sequence[Row]) -> str | None:
+def of_any(rows: Sequence[Any], records: Iterable[Record]) -> list[str]:
+    """The same below tables of any kind: of networks, of bases, and of what repeats can show."""
+    found = [f"{one.trial['network']}: {note}" for one in records for note in one.network.notes]
+    for place in _by_place(rows):
+        found += [line for line in (_without_base(place), _power(place)) if line]
+    return [*dict.fromkeys(found)]
+
+
+def _without_base(rows: Sequence[Any]) -> str | None:
     """Why there are no words in a place, where what they would be relative to is not believed."""
     names = {row.compared_to for row in rows if row.compared_to}
     for base in (row for row in rows if row.algorithm in names):
@@ -69,7 +76,7 @@ def _without_base(rows: Sequence[Row]) -> str | None:
     return None
 
 
-def _power(rows: Sequence[Row]) -> str | None:
+def _power(rows: Sequence[Any]) -> str | None:
     """What difference the repeats of a place could have shown."""
     compared = [row for row in rows if row.verdict]
     if not compared:
@@ -84,13 +91,13 @@ def _power(rows: Sequence[Row]) -> str | None:
     )
 
 
-def _by_place(rows: Iterable[Row]) -> list[list[Row]]:
-    places: dict[object, list[Row]] = {}
+def _by_place(rows: Iterable[Any]) -> list[list[Any]]:
+    places: dict[object, list[Any]] = {}
     for row in rows:
         places.setdefault(row.place, []).append(row)
     return list(places.values())
 
 
-def _where(row: Row) -> str:
+def _where(row: Any) -> str:
     more = "".join(f", {name}" for name in (row.network, row.fault) if name)
     return f"{row.model}, {row.world_size} workers{more}"

@@ -1,23 +1,34 @@
-"""Trials that train for a time: how soon and how well they learn, and at what pace."""
+"""Trials that train for a time: how soon and how well they learn, and at what pace.
+
+Everything is taken over the runs of a trial, which have a seed each, the same ones for all
+algorithms. What is compared is the time to the target, or, where nothing is learned, the time of a
+step.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from scipy.special import stdtrit
+
+from common.results import faith, race, stats
 from common.results.records import Record
-from common.results.table import PLACE, Column, Table, given, identity, significant
+from common.results.rows import base_of
+from common.results.stats import Estimate
+from common.results.table import identity
 
 
 @dataclass(frozen=True, kw_only=True)
 class LearnRow:
-    """One trial, and a line of its CSV file; medians over its repeats.
+    """One trial, and a line of its CSV file; over its runs.
 
     None where there is nothing to say; every trial with a result has `samples_per_s`, `unit` and
-    `repeats`.
+    `runs`. Ends of 95 % intervals are called `_low` and `_high`.
     """
 
     model: str
@@ -31,34 +42,67 @@ class LearnRow:
     budget_s: float
     target: float | None = None
     """The accuracy that was to be reached."""
+    runs: int | None = None
+    """Each with a seed of its own, where something is learned."""
+    reached: int | None = None
+    """In how many of them the target was."""
     to_target_s: float | None = None
-    """None if half of the repeats or more did not reach it."""
+    """The geometric mean if all runs have reached it. If only more than half have, the median of
+    all, which needs no more; then there is no interval."""
+    to_target_low_s: float | None = None
+    to_target_high_s: float | None = None
     steps_to_target: float | None = None
-    """Of one rank, the mean of all."""
+    """Of one rank, the mean of all; over the runs as above."""
+    steps_to_target_low: float | None = None
+    steps_to_target_high: float | None = None
+    speedup: float | None = None
+    """Time to the target of the algorithm compared to, over this one's; without a target, of a
+    step. The geometric mean over the seeds. Where seeds of one side have not got there it is only
+    known to be beyond `speedup_low` or `speedup_high`, and None."""
+    speedup_low: float | None = None
+    speedup_high: float | None = None
+    verdict: str | None = None
+    compared_to: str | None = None
+    """What it is compared with; itself is not."""
+    detectable: float | None = None
+    """The true difference to that which had got its word with a probability of 80 %; 0.1 is
+    10 %."""
+    leads: bool | None = None
+    """Whether it is the first of its place, or cannot be told from it."""
     accuracy: float | None = None
-    """Of the mean model at the end, as the next five."""
+    """Of the mean model at the end; the mean over the runs."""
+    accuracy_low: float | None = None
+    accuracy_high: float | None = None
+    accuracy_error: float | None = None
+    """Standard error by the number of test images alone, the same ones for all: how far off the
+    accuracy is for all images that might have been drawn."""
     accuracy_min: float | None = None
-    """Of the rank whose own model is worst."""
+    """Of the rank whose own model is worst; the median over the runs, as the next three."""
     accuracy_max: float | None = None
     loss: float | None = None
     consensus_distance: float | None = None
     samples_per_s: float | None = None
     unit: str | None = None
     steps_per_s: float | None = None
-    """Of the slowest rank that no fault has slowed."""
+    """Of the slowest rank that no fault has slowed; the geometric mean over the runs."""
+    steps_per_s_low: float | None = None
+    steps_per_s_high: float | None = None
     slowed_steps_per_s: float | None = None
     """Of the slowest rank on the host that a fault has slowed."""
     kept: float | None = None
     """`steps_per_s` over that of the same trial without the fault."""
+    kept_low: float | None = None
+    kept_high: float | None = None
     staleness_mean: float | None = None
     """Steps that what a neighbour had sent was behind, on average; of the stalest neighbour of any
     rank, since those that are ahead count below 0."""
     staleness_max: float | None = None
     lost_ranks: str | None = None
     """Ranks that were killed while the others went on."""
-    repeats: int | None = None
+    doubt: str | None = None
+    """Why the numbers may not be believed: then there is no verdict."""
     reason: str | None = None
-    """Why there is no number, or why to doubt it."""
+    """Why there is no number, or what else to know of it."""
 
     @property
     def place(self) -> tuple[Any, ...]:
@@ -66,25 +110,22 @@ class LearnRow:
         return (self.model, self.batch, self.world_size, self.network, self.fault)
 
 
-def is_learning(records: Iterable[Record]) -> bool:
-    """Whether these are records of trials that train for a time."""
-    return any(record.trial.get("learn") for record in records)
+def make_rows(records: Iterable[Record], compare_to: str | None = None) -> list[LearnRow]:
+    """One row per record; speed-ups are relative to `compare_to` in the same place.
 
-
-def make_rows(records: Iterable[Record]) -> list[LearnRow]:
-    """One row per record."""
+    Raises:
+        UserError: `compare_to` is no label, and names several variants of an algorithm.
+    """
     records = list(records)
-    return [_row(record, records) for record in records]
-
-
-def slowed_ranks(trial: dict[str, Any]) -> list[int]:
-    """The ranks on the host that a fault slows."""
-    fault = trial.get("fault") or {}
-    if fault.get("kind") != "slow_host":
-        return []
-    per_host = trial["ranks_per_host"]
-    first = fault["host"] * per_host
-    return list(range(first, min(first + per_host, trial["world_size"])))
+    rows = [_row(record, records) for record in records]
+    for place in dict.fromkeys(row.place for row in rows):
+        here = [index for index, row in enumerate(rows) if row.place == place]
+        peers = [records[index] for index in here]
+        known = [_compared(peers, compare_to), _leading(peers)]
+        for index in here:
+            more = {k: v for one in known for k, v in one.get(records[index].hash, {}).items()}
+            rows[index] = dataclasses.replace(rows[index], **more)
+    return rows
 
 
 def _row(record: Record, records: Sequence[Record]) -> LearnRow:
@@ -98,46 +139,128 @@ def _row(record: Record, records: Sequence[Record]) -> LearnRow:
     }
     if record.throughput is None or record.learning is None:
         return LearnRow(**known, reason=record.error and record.error.message)
-    repeats = record.learning
-    last = [repeat.evaluations[-1] for repeat in repeats]
-    for key in ("accuracy", "accuracy_min", "accuracy_max", "loss", "consensus_distance"):
+    runs = record.learning
+    last = [run.evaluations[-1] for run in runs]
+    known |= _at_target(record) | _accuracy(record)
+    for key in ("accuracy_min", "accuracy_max", "loss", "consensus_distance"):
         known[key] = _median(getattr(one, key) for one in last)
-    reached = [repeat.to_target for repeat in repeats]
-    slowed = slowed_ranks(trial)
+    slowed = race.slowed_ranks(trial)
     stale = list(staleness(record))
-    lost = sorted({rank for repeat in repeats for rank in repeat.lost})
-    rate = _rate(record, lambda rank: rank not in slowed)
+    lost = sorted({rank for run in runs for rank in run.lost})
+    rates = race.rates(record, leave_out=slowed)
     known |= {
-        "to_target_s": _median(one.seconds if one else math.inf for one in reached),
-        "steps_to_target": _median(one.steps if one else math.inf for one in reached),
+        **_ends("steps_per_s{}", race.typical(rates)),
         "samples_per_s": record.throughput.value,
         "unit": record.throughput.unit,
-        "steps_per_s": rate,
-        "slowed_steps_per_s": _rate(record, lambda rank: rank in slowed),
         "staleness_mean": max((mean for mean, _ in stale), default=None),
         "staleness_max": max((most for _, most in stale), default=None),
         "lost_ranks": ", ".join(map(str, lost)) or None,
-        "repeats": len(repeats),
-        "reason": "; ".join(record.notes) or None,
+        "runs": len(runs),
+        "doubt": faith.doubt(record),
+        "reason": "; ".join(_notes(record)) or None,
     }
-    undisturbed = (
-        other
-        for other in records
-        if other.ok and not other.fault and _as_one(other.trial) == _as_one(trial)
-    )
-    calm = next(undisturbed, None) if record.fault else None
-    if calm is not None and rate is not None:
-        before = _rate(calm, lambda rank: rank not in slowed and rank not in lost)
-        known["kept"] = rate / before if before else None
+    if slowed:
+        others = [rank for rank in range(trial["world_size"]) if rank not in slowed]
+        found = race.typical(race.rates(record, leave_out=others))
+        known["slowed_steps_per_s"] = found and found.value
+    calm = _undisturbed(record, records)
+    if calm is not None and known["doubt"] is None:
+        before = race.rates(calm, leave_out=[*slowed, *lost])
+        if len(before) == len(rates) and min(rates + before, default=0.0) > 0:
+            ours, theirs = ([[1 / rate] for rate in one] for one in (rates, before))
+            # They took no turns with each other.
+            known |= _ends("kept{}", stats.compare(ours, theirs, paired=False).ratio)
     return LearnRow(**known)
 
 
-def _rate(record: Record, wanted: Callable[[int], bool]) -> float | None:
-    """Steps per second of the slowest of the ranks that are `wanted`, in the median repeat."""
-    return _median(
-        min((one.steps_per_s for i, one in enumerate(ranks) if one and wanted(i)), default=None)
-        for ranks in (repeat.ranks for repeat in record.learning or ())
+def _notes(record: Record) -> list[str]:
+    """Why to doubt the numbers first."""
+    return list(dict.fromkeys(filter(None, [faith.doubt(record), *record.notes])))
+
+
+def _at_target(record: Record) -> dict[str, Any]:
+    if record.trial["learn"]["target_accuracy"] is None:
+        return {}
+    found = race.finishes(record)
+    there = [one for one in found if one.there]
+    missing = len(found) - len(there)
+    seconds = race.typical([one.seconds for one in there], missing)
+    steps = race.typical([one.steps or 0.0 for one in there], missing)
+    known = _ends("to_target{}_s", seconds) | _ends("steps_to_target{}", steps)
+    return {**known, "reached": len(there)}
+
+
+def _accuracy(record: Record) -> dict[str, Any]:
+    """The mean over the runs, its t interval, and what the number of test images leaves open."""
+    found = [run.evaluations[-1].accuracy for run in record.learning or ()]
+    if None in found:
+        return {}
+    low = high = error = None
+    mean = statistics.fmean(found)
+    if len(found) > 1:
+        quantile = float(-stdtrit(len(found) - 1, stats.ALPHA / 2))
+        half = quantile * statistics.stdev(found) / len(found) ** 0.5
+        low, high = max(0.0, mean - half), min(1.0, mean + half)
+    if record.data is not None:
+        error = (mean * (1 - mean) / record.data.test) ** 0.5
+    known = {"accuracy": mean, "accuracy_low": low, "accuracy_high": high}
+    return {**known, "accuracy_error": error}
+
+
+def _undisturbed(record: Record, records: Sequence[Record]) -> Record | None:
+    """The same trial without its fault, if its numbers may be believed."""
+    if not record.fault:
+        return None
+    same = (
+        other
+        for other in records
+        if not other.fault and _as_one(other.trial) == _as_one(record.trial)
     )
+    return next((other for other in same if faith.doubt(other) is None), None)
+
+
+def _compared(peers: Sequence[Record], compare_to: str | None) -> dict[str, dict[str, Any]]:
+    """By hash: how the trials of a place compare with the base, if both are believed."""
+    base = base_of(peers, compare_to) if compare_to is not None else None
+    if base is None:
+        return {}
+    rivals = [one for one in peers if one is not base and one.trial["algorithm"] != "none"]
+    known: dict[str, dict[str, Any]] = {one.hash: {"compared_to": base.label} for one in rivals}
+    believed = [one for one in rivals if faith.doubt(one) is None and faith.doubt(base) is None]
+    races = [race.race(race.finishes(one), race.finishes(base)) for one in believed]
+    for one, found, word in zip(believed, races, race.words(races), strict=True):
+        known[one.hash] |= {"verdict": word, **_speedup(found, len(races))}
+    return known
+
+
+def _speedup(found: race.Race | None, comparisons: int) -> dict[str, float | None]:
+    if found is None:
+        return {}
+    known = _ends("speedup{}", found.difference.ratio)
+    if found.there and found.base_there:
+        return known | {"detectable": stats.detectable(found.difference, comparisons)}
+    # Which end is known is that of the side which got there.
+    return known | {"speedup": None, "speedup_high" if found.there else "speedup_low": None}
+
+
+def _leading(peers: Sequence[Record]) -> dict[str, dict[str, Any]]:
+    """By hash: whether a trial is the first of its place, or cannot be told from it."""
+    rivals = [one for one in peers if faith.doubt(one) is None and one.trial["algorithm"] != "none"]
+    found = [race.finishes(one) for one in rivals]
+    first, *others = race.leaders(found) or [None]
+    if first is None or len(rivals) < 2:
+        return {}
+    return {one.hash: {"leads": i in (first, *others)} for i, one in enumerate(rivals)}
+
+
+def _ends(name: str, found: Estimate | None) -> dict[str, float | None]:
+    """The fields of a value and its interval: `name` with nothing, _low and _high put in."""
+    if found is None:
+        return {}
+    return {name.format(end): getattr(found, key) for end, key in _ENDS}
+
+
+_ENDS = (("", "value"), ("_low", "low"), ("_high", "high"))
 
 
 def staleness(record: Record) -> Iterator[tuple[float, float]]:
@@ -164,70 +287,3 @@ def _median(values: Iterable[float | None]) -> float | None:
         return None
     median = statistics.median_high(known)
     return median if math.isfinite(median) else None
-
-
-def table(rows: Sequence[LearnRow]) -> Table:
-    """The rows as they are shown."""
-    return Table(rows, (*PLACE, *_COLUMNS))
-
-
-def _target(row: LearnRow) -> str:
-    if row.target is None:
-        return ""
-    return "not reached" if row.to_target_s is None else f"{row.to_target_s:.1f} s"
-
-
-def _spread(row: LearnRow) -> str:
-    if row.accuracy is None or row.accuracy_min == row.accuracy_max:
-        return ""
-    return f"{row.accuracy_min:.2%}-{row.accuracy_max:.2%}"
-
-
-def _stale(row: LearnRow) -> str:
-    if row.staleness_mean is None:
-        return ""
-    return f"{row.staleness_mean:.1f}, max {row.staleness_max:g}"
-
-
-def _shown(title: str, text: Callable[[LearnRow], str], numeric: bool = True) -> Column:
-    return Column(title=title, text=text, numeric=numeric, sparse=True)
-
-
-_COLUMNS = (
-    _shown("to target", _target),
-    _shown("steps to target", given("steps_to_target", ".0f")),
-    _shown("accuracy", given("accuracy", ".2%")),
-    _shown("of single ranks", _spread),
-    _shown("loss", lambda row: significant(row.loss)),
-    _shown("throughput", lambda row: f"{significant(row.samples_per_s)} {row.unit}"),
-    _shown("steps/s", lambda row: significant(row.steps_per_s)),
-    _shown("on the slow host", lambda row: significant(row.slowed_steps_per_s)),
-    _shown("kept", given("kept", ".2f")),
-    _shown(
-        "consensus", lambda row: f"{row.consensus_distance:.1e}" if row.consensus_distance else ""
-    ),
-    _shown("staleness", _stale),
-    _shown("lost", lambda row: row.lost_ranks or "", numeric=False),
-    _shown("notes", lambda row: row.reason or "", numeric=False),
-)
-
-
-def summary(rows: Sequence[LearnRow]) -> list[str]:
-    """Which algorithm is first at the target, in a sentence per model, world and fault."""
-    lines = []
-    places = dict.fromkeys(row.place for row in rows)
-    for place in places:
-        rivals = [row for row in rows if row.place == place and row.status == "ok"]
-        there = [row for row in rivals if row.to_target_s is not None]
-        if len(rivals) < 2 or rivals[0].target is None:
-            continue
-        where = "".join(f", {name}" for name in place[3:] if name)
-        text = f"{place[0]}, {place[2]} workers{where}: "
-        if there:
-            first = min(there, key=lambda row: row.to_target_s or 0.0)
-            text += f"{first.algorithm} is the first at {first.target:.0%}, after "
-            text += f"{first.to_target_s:.1f} s; {len(there)} of {len(rivals)} get there"
-        else:
-            text += f"none reaches {rivals[0].target:.0%} in {rivals[0].budget_s:g} s"
-        lines.append(text)
-    return lines

@@ -23,8 +23,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from common.results import answer, learning, rows, shipped
-from common.results.records import Comparison, Record
+from common.results import answer, learning, learning_table, rows, shipped
+from common.results.records import Comparison, Record, is_learning
 from common.results.table import significant
 
 ROOT = shipped.ROOT
@@ -147,8 +147,8 @@ def _sweep(folder: Path) -> tuple[list[Record], str]:
 
 def _rows(folder: Path) -> list[Any]:
     records, compare_to = _sweep(folder)
-    if learning.is_learning(records):
-        return learning.make_rows(records)
+    if is_learning(records):
+        return learning.make_rows(records, compare_to)
     return rows.make_rows(records, compare_to)
 
 
@@ -156,10 +156,10 @@ def _table(folder: Path, what: str | None, _: Path) -> str:
     if what is not None:
         return _crossed(_rows(folder), what.split(", "))
     records, compare_to = _sweep(folder)
-    if learning.is_learning(records):
-        learned = learning.make_rows(records)
-        table, words = learning.table(learned), learning.summary(learned)
-        words += answer.remarks([], records)
+    if is_learning(records):
+        learned = learning.make_rows(records, compare_to)
+        table = learning_table.table(learned, compare_to)
+        words = learning_table.words(learned, records)
     else:
         found = rows.make_rows(records, compare_to)
         table = rows.comparison(found, compare_to)

@@ -154,6 +154,10 @@ class Strain:
     core_wait: float | None = None
     """Of the rank that waited longest: seconds that its threads, all together, waited for a core,
     per second of timed steps; None where the kernel does not tell."""
+    late: float | None = None
+    """Where compute is real: seconds per second by which the rank that suffered most computed
+    longer because it had no core; what a time scale leaves room for makes nothing longer. None also
+    where compute is replayed, which makes up for them."""
     busy_cores: float = 0.0
     """Of those that the ranks may use, as the next two, in the mean over the timed steps."""
     foreign_cores: float = 0.0
@@ -178,7 +182,8 @@ class Evaluation:
     staleness: float | None = None
     """Since the evaluation before, of the stalest neighbour; None where it is not counted."""
     accuracy: float | None = None
-    """Of the mean of all ranks' models, as `loss`; the other ones are of single ranks."""
+    """Of the mean of all ranks' models, as `loss`; the other ones are of single ranks, which only
+    the last evaluation judges."""
     accuracy_min: float | None = None
     accuracy_max: float | None = None
     loss: float | None = None
@@ -207,27 +212,39 @@ class RankPace:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reached:
-    """When the target was reached."""
-
-    seconds: float
-    steps: float
-    """Mean of the ranks."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Learning:
     """One repeat of a trial that trains for a time."""
 
     evaluations: list[Evaluation]
     ranks: list[RankPace | None]
     """None of one that has died."""
-    to_target: Reached | None
+    seed: int | None = None
+    """Of the data's order, the first weights and dropout. Older records do not tell; they have the
+    trial's, in every repeat."""
 
     @property
     def lost(self) -> list[int]:
         """Ranks that have died while the others went on."""
         return [rank for rank, pace in enumerate(self.ranks) if pace is None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """What a trial has learned from, and what it was judged by."""
+
+    name: str
+    train: int
+    """Number of images."""
+    test: int
+    split: str | None
+    """Of what both are parts; None where the data's own training and test images are used."""
+
+    @property
+    def title(self) -> str:
+        """In a sentence's words."""
+        if self.split is None:
+            return f"{self.train:,} training images of {self.name}, judged by {self.test:,} others"
+        return f"{self.train:,} of {self.split}, judged by the other {self.test:,}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -331,6 +348,8 @@ class Record:
     throughput: Throughput | None = None
     learning: list[Learning] | None = None
     """By repeat, of trials that train for a time (see docs/measurement.md)."""
+    data: Data | None = None
+    """What it was that they have learned from; None where it was made up, and in older records."""
     parameters: int | None = None
     cpu_s_per_s: list[float] = field(default_factory=list)
     foreign_cpu_s_per_s: list[float] = field(default_factory=list)
@@ -512,6 +531,11 @@ def base_among(compare_to: str, variants: Sequence[tuple[str, str]]) -> int | No
             f"compare_to: {compare_to!r} fits several; use the label of one of them: {labels}"
         )
     return fitting[0] if fitting else None
+
+
+def is_learning(records: Iterable[Record]) -> bool:
+    """Whether these are records of trials that train for a time."""
+    return any(record.trial.get("learn") for record in records)
 
 
 def fabric_words(records: Iterable[Record]) -> str:

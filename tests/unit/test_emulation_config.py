@@ -222,11 +222,15 @@ def test_the_reason_for_a_larger_scale_has_the_numbers():
     )
 
 
-def test_only_a_replayed_model_can_be_dilated():
+def test_a_model_that_computes_is_dilated_only_where_it_learns():
     for replayed, given in ((True, None), (True, 10.0), (False, None), (False, 1.0)):
-        check_scale(replayed, given)
+        for learns in (True, False):
+            check_scale(replayed, learns, given)
+    check_scale(False, True, 4)
     with pytest.raises(UserError, match=r"time_scale: 4 would slow the links but not a model"):
-        check_scale(False, 4)
+        check_scale(False, False, 4)
+    with pytest.raises(UserError, match=r"computes cannot be made faster, got 0\.5"):
+        check_scale(False, True, 0.5)
 
 
 def measured(*rates: tuple[float, float]) -> list[dict]:

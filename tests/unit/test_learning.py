@@ -17,6 +17,7 @@ from common.harness.worker.learning import Batches, Loop, Schedule, TrainingCloc
 from common.launch.job import Job, outcome_of
 from common.models import datasets
 from common.models.registry import build
+from common.results.records import Data
 from dear.comm import runtime
 from dear.errors import UserError
 from tests.system.made import make_trial, write_mnist
@@ -250,6 +251,17 @@ def test_ranks_share_a_round_or_have_one_of_their_own():
         Batches(learn, (images[:9], labels[:9]), batch_size=4, seed=3, rank=0, size=3)
 
 
+def test_each_repeat_has_a_seed_of_its_own_and_no_round_of_another(read):
+    trial = read({"measure": {"repeats": 5}}).trials()[0]
+    repeats = [trial.of_repeat(number) for number in range(5)]
+    assert [one.seed for one in repeats] == [1, 101, 201, 301, 401]
+    # An order is drawn with the seed plus the number of the round (and 10,000 per rank).
+    rounds = [{one.seed + number for number in range(50)} for one in repeats]
+    assert len(set.union(*rounds)) == 5 * 50
+    timed = dataclasses.replace(trial, learn=None)
+    assert timed.of_repeat(4) == timed
+
+
 @pytest.mark.parametrize(
     ("may_lose", "codes", "status"),
     [
@@ -279,6 +291,25 @@ def test_a_killed_rank_is_survived_only_where_the_others_end_well(
         assert outcome.result == {"lost_ranks": [1]}
     else:
         assert "rank 1 " in outcome.error["message"]
+
+
+def test_what_is_trained_on_is_said_and_true_training_images_are_used(tmp_path, monkeypatch):
+    monkeypatch.delenv("MNIST_DIR", raising=False)
+    folder = write_mnist(tmp_path, images=20)
+    train, test = datasets.load("mnist", folder)
+    assert (len(train[1]), len(test[1])) == (18, 2)
+    assert datasets.split_of("mnist", folder, 20) == "MNIST's 20 test images"
+    found = Data(name="mnist", train=9000, test=1000, split="MNIST's 10,000 test images")
+    assert found.title == "9,000 of MNIST's 10,000 test images, judged by the other 1,000"
+
+    for path in write_mnist(tmp_path / "more", images=30, shift=1).iterdir():
+        path.rename(folder / path.name.replace("t10k", "train"))
+    train, test = datasets.load("mnist", folder)
+    assert (len(train[1]), len(test[1])) == (30, 20)
+    assert datasets.split_of("mnist", folder, 50) is None
+    found = Data(name="mnist", train=60000, test=10000, split=None)
+    assert found.title == "60,000 training images of mnist, judged by 10,000 others"
+    assert datasets.split_of("digits", None, 1797) == "scikit-learn's 1,797 digits"
 
 
 @pytest.mark.parametrize("ask", [datasets.load, datasets.digest])

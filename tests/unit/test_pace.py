@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import struct
+import threading
 import time
 
 import pytest
@@ -162,7 +163,7 @@ def test_it_takes_as_long_whoever_computes_at_the_same_time(
     monkeypatch.setattr(pace, "_ran_and_waited_s", lambda: next(times))
     with slowed(tmp_path, 5.0, crowd):
         pass
-    assert asked == [pytest.approx(sleeps_ms / 1e3, abs=1e-9)]
+    assert sum(asked) == pytest.approx(sleeps_ms / 1e3, abs=1e-9)
 
 
 def test_time_blocked_is_not_compute(tmp_path, monkeypatch):
@@ -185,8 +186,74 @@ def test_at_full_speed_nothing_waits(tmp_path, monkeypatch, factor):
 
 def test_a_kernel_that_does_not_tell_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(pace, "_SCHEDSTAT", tmp_path / "schedstat")
-    with pytest.raises(UserError, match="slow_host: this kernel has no"), slowed(tmp_path, 2.0):
+    monkeypatch.setattr(pace, "_own", threading.local())
+    with pytest.raises(UserError, match="this kernel has no"), slowed(tmp_path, 2.0):
         compute(0.01)
+
+
+class Host:
+    """A thread that runs, waits for a core, and sleeps, as a test says."""
+
+    def __init__(self, monkeypatch, brake: Brake) -> None:
+        self.brake, self.ran, self.waited, self.slept = brake, 3.0, 7.0, []
+        monkeypatch.setattr(pace, "_ran_and_waited_s", lambda: (self.ran, self.waited))
+        monkeypatch.setattr(pace.time, "sleep", self.slept.append)
+
+    def work(self, ran_s: float, waited_s: float = 0.0) -> None:
+        self.ran, self.waited = self.ran + ran_s, self.waited + waited_s
+
+    def piece(self, ran_s: float, waited_s: float = 0.0) -> None:
+        with self.brake:
+            self.work(ran_s, waited_s)
+
+    def asked(self) -> list[float]:
+        """How long it was asked to sleep since the last time."""
+        found, self.slept[:] = list(self.slept), []
+        return [pytest.approx(seconds, abs=1e-9) for seconds in found]
+
+
+def test_a_time_scale_slows_compute_whoever_else_needs_the_core(tmp_path, monkeypatch):
+    path = tmp_path / "pace-h0"
+    host = Host(monkeypatch, Brake(Pace(4.0, path), crowd=2.0))
+    host.piece(0.01)
+    host.piece(0.01, waited_s=0.02)
+    assert host.asked() == [0.03, 0.01]
+    # A slowed host is slowed on top of that; the crowd is in the time scale already.
+    path.write_bytes(struct.pack("<d", 3.0))
+    monkeypatch.setattr(pace, "SLOWDOWN_PERIOD_S", 0.0)
+    host.brake._pace._read_again = 0.0
+    host.piece(0.01)
+    assert host.asked() == [0.11]
+
+
+def test_what_it_waited_for_a_core_when_it_woke_makes_the_next_piece_shorter(monkeypatch):
+    host = Host(monkeypatch, Brake(Pace(4.0, None)))
+    host.piece(0.01)
+    host.work(0.0, waited_s=0.004)
+    host.piece(0.01, waited_s=0.001)
+    assert host.asked() == [0.03, 0.025]
+    assert host.brake.absorbed_s == pytest.approx(0.005)
+
+
+def test_only_what_a_piece_had_room_for_was_absorbed(monkeypatch):
+    host = Host(monkeypatch, Brake(Pace(2.0, None)))
+    host.piece(0.01, waited_s=0.05)
+    assert host.asked() == [] and host.brake.absorbed_s == pytest.approx(0.01)
+    host.piece(0.01)  # and what it was too late by is not made up for
+    assert host.asked() == [0.01]
+
+
+def test_within_a_piece_results_are_held_back_until_their_time(monkeypatch):
+    host = Host(monkeypatch, Brake(Pace(4.0, None)))
+    with host.brake:
+        host.work(0.01)
+        host.brake.catch_up()
+        host.work(0.02, waited_s=0.01)
+        host.brake.catch_up()
+        host.work(0.01)
+    assert host.asked() == [0.03, 0.05, 0.03]
+    host.brake.catch_up()  # outside of a piece it says nothing
+    assert host.asked() == []
 
 
 def cpu_work(clock, it, takes_s, device_s):

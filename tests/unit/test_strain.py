@@ -182,6 +182,10 @@ def test_only_ranks_that_wait_for_cores_are_unfaithful():
     assert notes.unfaithful([busy, Strain(core_wait=2.0)]) is True
     assert notes.unfaithful([busy, Strain(core_wait=None)]) is None
     assert notes.unfaithful_note([busy, Strain(core_wait=2.0)]).startswith("unfaithful: ")
+    late = Strain(core_wait=0.1, late=0.03)  # real compute, which nothing makes up for
+    assert notes.unfaithful([busy, late]) is True
+    assert notes.unfaithful([busy, Strain(core_wait=0.1, late=0.01)]) is False
+    assert notes.unfaithful_note([busy, late]).endswith("3% of the time longer, for lack of cores")
 
 
 def _record(fabric, *strain, iters=((0.5, 0.5),), period=1):

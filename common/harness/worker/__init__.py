@@ -61,7 +61,8 @@ def main(folder: Path, repeat: int) -> int:
         phase.rank = rank_facts().rank
         phase("start")
         faulthandler.register(signal.SIGUSR1)  # a launcher that loses patience asks for the stack
-        result = _run(Trial.load(folder), Briefing.load(folder), repeat, phase)
+        trial = Trial.load(folder).of_repeat(repeat)
+        result = _run(trial, Briefing.load(folder), repeat, phase)
         if phase.rank == 0:
             _write(folder / f"repeat-{repeat}.json", dataclasses.asdict(result))
     except BaseException as error:

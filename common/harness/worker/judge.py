@@ -17,7 +17,7 @@ from common.harness.worker.strain import Pressure, strain_of, used_cores
 from common.models.datasets import Split
 from common.models.registry import build
 from common.models.workload import Workload
-from common.results.records import Check, Evaluation, Learning, RankPace, Reached, typed
+from common.results.records import Check, Data, Evaluation, Learning, RankPace, typed
 from dear.errors import UserError
 
 MOST_BYTES = 1 << 30
@@ -94,8 +94,15 @@ def _floating(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: value for name, value in state.items() if value.is_floating_point()}
 
 
-def result(trial: Trial, saved: Sequence[Saved | None], test: Split | None) -> Result:
-    """The result of a repeat, from what its ranks have saved (None: of one that has died)."""
+def result(
+    trial: Trial, saved: Sequence[Saved | None], test: Split | None, data: Data | None = None
+) -> Result:
+    """The result of a repeat, from what its ranks have saved (None: of one that has died).
+
+    Args:
+        test: what it is judged by; None where nothing was learned.
+        data: for the record.
+    """
     alive = [rank for rank in saved if rank is not None]
     first = alive[0]
     found = [_at(mark, trial, saved) for mark in range(len(trial.learn.marks))]
@@ -117,8 +124,9 @@ def result(trial: Trial, saved: Sequence[Saved | None], test: Split | None) -> R
         learning=Learning(
             evaluations=evaluations,
             ranks=[rank and typed(RankPace, rank) for rank in saved],
-            to_target=_to_target(evaluations, trial.learn.target_accuracy),
+            seed=trial.seed,
         ),
+        data=data,
     )
 
 
@@ -149,20 +157,24 @@ def _ages(taken: Sequence[dict[str, Any]], mark: int) -> Iterator[float]:
 def _judge(
     evaluations: list[dict[str, Any]], trial: Trial, alive: Sequence[Saved], test: Split
 ) -> None:
-    """Adds to each evaluation accuracy and loss of the mean model, and those of the ranks' own."""
+    """Adds to each evaluation accuracy and loss of the mean model, to the last also the ranks' own.
+
+    Judging those as well every time would take several times as long.
+    """
     torch.set_num_threads(len(os.sched_getaffinity(0)))  # the other ranks have ended
     device = torch.device(trial.device)
     workload = build(trial.model, trial.batch_size, trial.sentence_len, torch.Generator())
     workload = workload.to(device, getattr(torch, trial.dtype))
     workload.model.eval()
-    images = test[0].to(device, getattr(torch, trial.dtype))
+    images, labels = test[0].to(device, getattr(torch, trial.dtype)), test[1].to(device)
     judged: dict[tuple[int, ...], dict[str, Any]] = {}  # marks that share copies
     for mark, evaluation in enumerate(evaluations):
         rows = tuple(rank["taken"][mark]["row"] for rank in alive)
+        copies = [rank["values"][row] for rank, row in zip(alive, rows, strict=True)]
         if rows not in judged:
-            copies = [rank["values"][row] for rank, row in zip(alive, rows, strict=True)]
-            judged[rows] = _verdict(workload, copies, images, test[1].to(device))
+            judged[rows] = _verdict(workload, copies, images, labels)
         evaluation.update(judged[rows])
+    evaluations[-1].update(_of_ranks(workload, copies, images, labels))
 
 
 def _verdict(
@@ -174,18 +186,31 @@ def _verdict(
     mean = sum(copy.double() for copy in copies) / len(copies)
     equal = all(torch.equal(copy, copies[0]) for copy in copies[1:])
     found = _accuracy_and_loss(workload, copies[0] if equal else mean, images, labels)
-    own = [found]
     distance = 0.0
     if not equal:
-        own = [_accuracy_and_loss(workload, copy, images, labels) for copy in copies]
         norm = mean.norm().item()
         distance = max((copy.double() - mean).norm().item() for copy in copies) / (norm or 1.0)
-    verdict = {"consensus_distance": distance if math.isfinite(distance) else math.inf}
-    for what, of_mean, each in zip(
-        ("accuracy", "loss"), found, zip(*own, strict=True), strict=True
-    ):
-        verdict |= {what: of_mean, f"{what}_min": min(each), f"{what}_max": max(each)}
-    return verdict
+    distance = distance if math.isfinite(distance) else math.inf
+    return {"accuracy": found[0], "loss": found[1], "consensus_distance": distance}
+
+
+def _of_ranks(
+    workload: Workload,
+    copies: Sequence[torch.Tensor],
+    images: torch.Tensor,
+    labels: torch.Tensor,
+) -> dict[str, float]:
+    """The least and the most of the ranks' own models."""
+    equal = all(torch.equal(copy, copies[0]) for copy in copies[1:])
+    own = [
+        _accuracy_and_loss(workload, copy, images, labels)
+        for copy in (copies[:1] if equal else copies)
+    ]
+    accuracies, losses = zip(*own, strict=True)
+    return {
+        **{"accuracy_min": min(accuracies), "accuracy_max": max(accuracies)},
+        **{"loss_min": min(losses), "loss_max": max(losses)},
+    }
 
 
 @torch.inference_mode()
@@ -211,11 +236,3 @@ def _check(last: Evaluation, spread: float | None) -> Check:
     elif apart is not None:
         agree = apart <= CONSENSUS_LIMIT
     return Check(replicas_agree=agree, replica_spread=spread, consensus_distance=apart)
-
-
-def _to_target(evaluations: Sequence[Evaluation], target: float | None) -> Reached | None:
-    """The first evaluation in which the mean model is as good as wanted."""
-    for evaluation in evaluations:
-        if target is not None and (evaluation.accuracy or 0.0) >= target:
-            return Reached(seconds=evaluation.seconds, steps=evaluation.mean_steps)
-    return None

@@ -28,6 +28,7 @@ from common.harness.worker.training import Training, untimed_steps
 from common.models import datasets
 from common.models.datasets import Split
 from common.models.workload import Workload
+from common.results.records import Data
 from dear.comm import runtime
 from dear.comm.communicator import Communicator
 from dear.errors import UserError
@@ -76,7 +77,7 @@ def learn(
     paths = [_path(briefing.folder, repeat, other) for other in range(size)]
     # One that is not there is of a rank that has died before.
     saved = [torch.load(path, weights_only=True) if path.exists() else None for path in paths]
-    result = judge.result(trial, saved, test)
+    result = judge.result(trial, saved, test, _described(trial, train, test))
     for path in paths:
         path.unlink(missing_ok=True)
     return result
@@ -118,10 +119,12 @@ class _Session:
             communicator=self._communicator,
         )
         sent = self._communicator.bytes_sent
-        gauge = Gauge()
+        gauge, before_s = Gauge(), self._training.absorbed_s
         own_pace = self._trial.own_pace
         with gauge.block():
             self._pace = loop.own_pace() if own_pace else loop.in_step()
+        if before_s is not None:
+            gauge.found.absorbed_s = self._training.absorbed_s - before_s
         self._more = {
             "bytes_sent": self._communicator.bytes_sent - sent,
             "pressure": asdict(gauge.found),
@@ -173,6 +176,14 @@ def _data(trial: Trial) -> tuple[Split | None, Split | None]:
             f"on this host: digest {found}, wanted {trial.data_digest}"
         )
     return datasets.load(trial.learn.data, folder)
+
+
+def _described(trial: Trial, train: Split | None, test: Split | None) -> Data | None:
+    if train is None or test is None:
+        return None
+    sizes = len(train[1]), len(test[1])
+    split = datasets.split_of(trial.learn.data, None, sum(sizes))
+    return Data(name=trial.learn.data, train=sizes[0], test=sizes[1], split=split)
 
 
 def _path(folder: Path, repeat: int, rank: int) -> Path:

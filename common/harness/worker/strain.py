@@ -23,6 +23,7 @@ from common.results.records import Strain
 _TASKS = Path("/proc/self/task")
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _NS_PER_S = 1e9
+_MAIN = "main"
 
 
 @dataclass(kw_only=True)
@@ -38,6 +39,9 @@ class Pressure:
     """By thread; threads of one name together."""
     waited_s: dict[str, float] | None = field(default_factory=dict)
     """By thread, for a core; None where the kernel does not tell."""
+    absorbed_s: float | None = None
+    """Of what the training thread has waited: without computing longer by it, as its compute is
+    slowed down anyway. None where compute is replayed."""
     busy_s: dict[str, float] = field(default_factory=dict)
     """By core that this process may use: of all processes."""
     steal_s: dict[str, float] = field(default_factory=dict)
@@ -108,7 +112,7 @@ def _threads() -> dict[str, tuple[float, float]] | None:
 
 def _name(thread: str) -> str:
     if thread == str(os.getpid()):
-        return "main"
+        return _MAIN
     try:
         return (_TASKS / thread / "comm").read_text().strip()
     except OSError:
@@ -134,7 +138,9 @@ def strain_of(ranks: Sequence[Pressure], canary_s: Sequence[float] | None = None
         machines[rank.machine].append(rank)
     found = [_of_machine(here) for here in machines.values()]
     waits = [_wait(rank) for rank in ranks]
+    late = [_late(rank) for rank in ranks]
     return Strain(
+        late=None if None in late else max(late),
         core_wait=None if None in waits else max(waits),
         busy_cores=max(busy for busy, _, _ in found),
         foreign_cores=max(foreign for _, foreign, _ in found),
@@ -171,3 +177,9 @@ def _wait(rank: Pressure) -> float | None:
     if rank.waited_s is None:
         return None
     return sum(rank.waited_s.values()) / rank.elapsed_s
+
+
+def _late(rank: Pressure) -> float | None:
+    if rank.waited_s is None or rank.absorbed_s is None:
+        return None
+    return max(0.0, rank.waited_s.get(_MAIN, 0.0) - rank.absorbed_s) / rank.elapsed_s

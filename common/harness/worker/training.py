@@ -64,7 +64,12 @@ class Training:
         # A replayed model slows down by itself. Hosts that can be slowed are all on this machine.
         threads = trial.world_size * trial.threads_per_rank
         crowd = threads / len(os.sched_getaffinity(0))
-        self._brake = Brake(None if is_replay(trial.model) else pace.current(), crowd)
+        self._replayed = is_replay(trial.model)
+        self._brake = Brake(None if self._replayed else pace.current(), crowd)
+        if self._brake.scaled:
+            # Before the algorithm's: a gradient leaves when the slower host would have it.
+            for param in filter(lambda one: one.requires_grad, workload.model.parameters()):
+                param.register_post_accumulate_grad_hook(self._brake.catch_up)
         self._distributed = trial.algorithm != BASELINE
         self.consistency = "synchronous"
         if self._distributed:
@@ -110,7 +115,8 @@ class Training:
         with self._brake:
             self.loss.backward()
         backward = self._mark()
-        self._optimizer.step()
+        with self._brake:
+            self._optimizer.step()
         if self._device.type == "cpu":
             self.parts.append(step_parts(began, forward, backward, self._mark()))
 
@@ -123,6 +129,13 @@ class Training:
     def finish(self) -> None:
         """Returns when the device has done the steps so far."""
         done(self._device)
+
+    @property
+    def absorbed_s(self) -> float | None:
+        """Seconds of this machine that the rank has waited for a core without computing longer by
+        them, as its compute is slowed down anyway; None where compute is replayed.
+        """
+        return None if self._replayed else self._brake.absorbed_s
 
     def statistics(self) -> dict[str, Any]:
         """What the algorithm has counted on this rank; `{}` if nothing."""

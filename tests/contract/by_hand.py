@@ -470,8 +470,8 @@ def on(network: Network) -> Iterator[None]:
         new_group=lambda ranks, **_: group,
         barrier=lambda group=None: network.meet("barrier"),
         destroy_process_group=lambda group: None,
-        PrefixStore=lambda name, store: mock.MagicMock(),
-        distributed_c10d=mock.MagicMock(),
+        PrefixStore=lambda name, store: SimpleNamespace(check=lambda names: False),
+        distributed_c10d=SimpleNamespace(_get_default_store=lambda: None),
     )
 
     def costs(*_: Any) -> AlphaBeta:

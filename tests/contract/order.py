@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from dear.buckets.compressors import HalfOptions
@@ -45,7 +45,6 @@ def violations(
     options: Any,
     *,
     native: bool = True,
-    program: Callable[..., Program] = Program,
     every: int = 1,
 ) -> list[str]:
     """Where a program does something else than the algorithm states, in words.
@@ -56,8 +55,9 @@ def violations(
     stated = statement(algorithm, options)
     if isinstance(stated, Unstated):
         return []
-    run = Run(algorithm, options, Network(native=native), every, program)
-    found = list(_of_messages(stated, run, every))
+    run = Run(algorithm, options, Network(native=native), every)
+    found = list(_of_messages(stated, run))
+    found += _of_layers(stated, run, every)
     found += _of_other_waits(stated, run)
     found += _of_updates(stated, run)
     for step in run.steps:
@@ -79,7 +79,6 @@ class Run:
         options: Any,
         network: Network | None = None,
         every: int = 1,
-        program: Callable[..., Program] = Program,
     ) -> None:
         stated = statement(algorithm, options)
         transfers = stated.transfers if isinstance(stated, Overlap) else ()
@@ -92,7 +91,7 @@ class Run:
                 works[0].end()
 
         with on(network):
-            trained = program(algorithm, options, network)
+            trained = Program(algorithm, options, network)
             trained.train((options.settling_steps() + later + 3) // every * every, after=end_free)
             first = network.step
             trained.train(2 * every, after=end_free)
@@ -151,47 +150,44 @@ def _told(place: Place) -> str:
     }.get(name, "outside all moments")
 
 
-def _of_messages(stated: Overlap, run: Run, every: int) -> Iterator[str]:
+def _of_messages(stated: Overlap, run: Run) -> Iterator[str]:
     waits: dict[Message, Event] = {}
     for event in run.events:
         if event.what == "wait" and event.message is not None:
             waits.setdefault(event.message, event)
-    messages = [message for step in run.steps for message in run.started(step)]
-    for message in messages:
+    for message in (message for step in run.steps for message in run.started(step)):
         transfer = _kind(stated.transfers, message)
         if transfer is None:
             yield f"{message} is not stated"
             continue
         if not _is_at(message.place, transfer.starts, message.layers):
             yield f"{message} starts {_told(message.place)}, stated is {transfer.starts!r}"
-        wait = waits.get(message)
-        if transfer.awaited is None:
-            if wait is not None:
-                yield f"{message} is waited for {_told(wait.place)}, and nothing should"
-        elif wait is None:
-            yield f"{message}: nothing waits for it, stated is {transfer.awaited!r}"
+        wait, awaited = waits.get(message), transfer.awaited
+        if wait is None:
+            if awaited is not None:
+                yield f"{message}: nothing waits for it, stated is {awaited!r}"
+        elif awaited is None:
+            yield f"{message} is waited for {_told(wait.place)}, and nothing should"
         else:
             later = wait.step - message.step
-            if later != transfer.steps_later or not _is_at(
-                wait.place, transfer.awaited, message.layers
-            ):
+            there = _is_at(wait.place, awaited, message.layers)
+            if later != transfer.steps_later or not there:
                 yield (
                     f"{message} is waited for {_told(wait.place)}, {later} steps later; stated is "
-                    f"{transfer.awaited!r}, {transfer.steps_later} steps later"
+                    f"{awaited!r}, {transfer.steps_later} steps later"
                 )
+
+
+def _of_layers(stated: Overlap, run: Run, every: int) -> Iterator[str]:
+    """All are sent in steps that communicate, and none in others."""
     for step in run.steps:
-        due = step % every == every - 1
-        carried = {
-            transfer: frozenset[int]().union(
-                *(
-                    m.layers
-                    for m in messages
-                    if m.step == step and _kind(stated.transfers, m) is transfer
-                )
-            )
-            for transfer in stated.transfers
-        }
+        carried = dict.fromkeys(stated.transfers, frozenset[int]())
+        for message in run.started(step):
+            transfer = _kind(stated.transfers, message)
+            if transfer is not None:
+                carried[transfer] |= message.layers
         instead = frozenset[int]().union(*(carried[t] for t in carried if t.buckets == "instead"))
+        due = step % every == every - 1
         for transfer, layers in carried.items():
             missing = LAYERS - instead - layers
             if due and missing and transfer.buckets == "all":

@@ -494,7 +494,7 @@ def waits_for_reads_at_once(patch: Patch) -> None:
     _then(patch, pull_get.PullGetEngine, "shared", wait)
 
 
-@cut("asyncddp", "nothing is sent of layers", **BUCKETS, max_staleness=0)
+@cut("asyncddp", "nothing is sent of layers", **BUCKETS, max_staleness=1)
 def follows_nobody(patch: Patch) -> None:
     patch.setattr(asyncddp.AsyncEngine, "waits", lambda self: False)
     patch.setattr(asyncddp.AsyncEngine, "_catch_up", lambda self, source, least: None)

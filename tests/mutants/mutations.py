@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import itertools
 import math
 import random
 from collections.abc import Iterator, Mapping
@@ -89,6 +90,13 @@ class Mutant:
         assert changed is not None and changed != source
         return changed
 
+    def means_something(self, source: str) -> bool:
+        """Whether the changed file is another program at all, and no mistake in grammar."""
+        try:
+            return ast.dump(ast.parse(self.apply(source))) != ast.dump(ast.parse(source))
+        except SyntaxError:
+            return False
+
     def diff(self, source: str) -> str:
         """What changes, as a unified diff with one line of context."""
         lines = source.splitlines(), self.apply(source).splitlines()
@@ -106,6 +114,9 @@ def candidates(path: str, source: str) -> list[Mutant]:
             for start, stop in operator.mutation_positions(node):
                 seen[name] += 1
                 if any(first <= start and stop <= last for first, last in noise):
+                    continue
+                # Cosmic Ray takes the star before parameters that go by name for a product.
+                if node.parent is not None and node.parent.type in ("parameters", "lambdef"):
                     continue
                 line, end_line = heads.get(start[0], (start[0], start[0]))
                 found.append(
@@ -134,8 +145,10 @@ def sample(sources: Mapping[str, str], count: int, seed: int) -> list[Mutant]:
     drawn = []
     for path, share in shares.items():
         chance = random.Random(f"{seed}:{path}")
-        for mutants in chance.sample(places[path], share):
-            drawn.append(chance.choice(mutants))
+        shuffled = chance.sample(places[path], len(places[path]))
+        choices = (chance.choice(mutants) for mutants in shuffled)
+        good = (mutant for mutant in choices if mutant.means_something(sources[path]))
+        drawn += itertools.islice(good, share)
     return drawn
 
 

@@ -40,7 +40,7 @@ class Trial:
     by: str | None = None
     """The test that has caught it."""
     message: str | None = None
-    """Last line of what the test said."""
+    """A line of what the test said."""
     asked: int = 0
     """Tests that were to be run."""
     seconds: float = 0.0
@@ -169,4 +169,4 @@ def end_descendants() -> None:
 def _last_error(text: str) -> str:
     """The line of a report that says what was wrong."""
     lines = [line for line in text.splitlines() if line.startswith("E ")]
-    return (lines[-1][2:] if lines else text.strip().rpartition("\n")[2]).strip()[:200]
+    return (lines[0][2:] if lines else text.strip().rpartition("\n")[2]).strip()[:200]

@@ -109,6 +109,21 @@ def test_the_gaussian_threshold_is_the_normal_quantile():
     assert torch.equal(sent[sent != 0], gradient[sent != 0])
 
 
+def test_the_gaussian_threshold_stays_where_it_finds_up_to_a_third_too_many():
+    # 12 of 10 wanted lie above 1.645 standard deviations; half of them not far above.
+    sizes = torch.tensor([2.0] * 6 + [1.3] * 6 + [0.5] * 88)
+    gradient = sizes * torch.tensor([1.0, -1.0]).repeat(50)
+    compressor = make("gaussian", 100, density=0.1)
+    sent = mean_of(compressor, compressor.compress(gradient))
+    assert sent.count_nonzero() == 10 and torch.equal(sent[:6], gradient[:6])
+
+
+def test_equal_elements_travel_though_none_is_in_a_tail():
+    compressor = make("gaussian", 100, density=0.1)
+    sent = mean_of(compressor, compressor.compress(torch.full((100,), 3.0)))
+    assert sent.count_nonzero() == 10 and sent.sum() == 30
+
+
 @pytest.mark.parametrize("name", ["topk", "eftopk", "gaussian", "signum", "efsignum"])
 def test_payloads_are_of_one_length_on_all_ranks(name):
     lengths = set()

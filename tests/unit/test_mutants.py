@@ -1,0 +1,174 @@
+"""What `make mutants` draws, and that a copy's tests catch a mutant and leave nothing behind."""
+
+from __future__ import annotations
+
+import multiprocessing
+import shutil
+import subprocess
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.mutants import report, seen, trees
+
+ROOT = Path(__file__).parents[2]
+SOURCE = '''\
+from __future__ import annotations
+
+Pair = tuple[int, str] | None
+__all__ = ["smaller"]
+
+
+@decorated(1)
+def smaller(one: int | None, other: int = 2, *, limit: int = 100) -> int | None:
+    """Of 2 numbers."""
+    assert one < other
+    if one < other:
+        return one
+    log.info("of %d", 3 - 1)
+    wait(
+        other,
+        one + 1,
+    )
+    raise ValueError(f"{one + 1} not below {other}")
+'''
+
+
+@pytest.mark.full
+def test_only_changes_of_meaning_are_drawn():
+    from tests.mutants import mutations
+
+    found = mutations.candidates("dear/it.py", SOURCE)
+    changed = {
+        (one.operator, one.line, one.end_line) for one in found if one.means_something(SOURCE)
+    }
+    assert changed == {
+        ("NumberReplacer", 8, 8),  # the default 2; not 100, not a star, not the decorator's 1
+        ("AddNot", 11, 11),
+        ("ReplaceComparisonOperator_Lt_LtE", 11, 11),
+        ("ReplaceComparisonOperator_Lt_GtE", 11, 11),
+        ("DropCall", 14, 17),
+        ("NumberReplacer", 14, 17),
+        ("ReplaceBinaryOperator_Add_Sub", 14, 17),
+    }
+    (dropped,) = [one for one in found if (one.operator, one.line) == ("DropCall", 14)]
+    text = dropped.apply(SOURCE)
+    assert "wait(" not in text and "    pass\n    raise" in text
+    compile(text, "it", "exec")
+
+
+@pytest.mark.full
+def test_a_sample_is_that_of_its_seed_and_has_some_of_every_file():
+    from tests.mutants import mutations
+
+    sources = {"large.py": SOURCE + SOURCE.replace("smaller", "less") * 9, "small.py": SOURCE}
+    sources["none.py"] = "import os\n"
+    drawn = mutations.sample(sources, 20, seed=1)
+    assert drawn == mutations.sample(sources, 20, seed=1) != mutations.sample(sources, 20, seed=2)
+    paths = [one.path for one in drawn]
+    assert len(paths) == 20 and 3 < paths.count("small.py") < paths.count("large.py")
+    places = [(one.path, one.line, one.column, one.operator.split("_")[0]) for one in drawn]
+    assert len(set(places)) == 20
+    assert {one.path for one in mutations.sample(sources, 1, seed=1)} == {"large.py", "small.py"}
+
+
+TESTS = """\
+import os, subprocess, sys, time
+import pytest
+from it import number
+
+def test_quick():
+    assert number() > 0
+
+def test_exact():
+    assert number() == 2
+
+@pytest.mark.parametrize("much", [1])
+def test_what_it_starts(much):
+    if number() == 3:  # a child in a session of its own, whose parent dies
+        code = "import subprocess; subprocess.Popen(['sleep', '1234.5'], start_new_session=True)"
+        subprocess.run([sys.executable, "-c", code], check=True)
+        time.sleep(60)
+"""
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> trees.Tree:
+    root = tmp_path / "root"
+    shutil.copytree(ROOT / "tests" / "mutants", root / "tests" / "mutants")
+    (root / "tests" / "__init__.py").touch()
+    (root / "common").mkdir()
+    (root / "common" / "it.py").write_text("def number():\n    return 2\n")
+    (root / "tests" / "test_it.py").write_text(TESTS)
+    subprocess.run(["git", "init", "-q", str(root)], check=True)
+    return trees.Tree(root, tmp_path / "copy")
+
+
+NAMES = [
+    ("tests/test_it.py::test_quick", 0.1),
+    ("tests/test_it.py::test_exact", 0.1),
+    ("tests/test_it.py::test_what_it_starts[1]", 0.1),
+]
+
+
+def _with(number: str) -> str:
+    return f"def number():\n    return {number}\n"
+
+
+def _apart(tree: trees.Tree, *given: object, start_s: float = trees.START_S) -> trees.Trial:
+    """`tree.try_out` in a process of its own: it ends all that its process has ever started."""
+    with multiprocessing.get_context("fork").Pool(1, trees.adopt) as pool:
+        return pool.apply(_try_out, (tree, start_s, given))
+
+
+def _try_out(tree: trees.Tree, start_s: float, given: tuple[object, ...]) -> trees.Trial:
+    trees.START_S = start_s
+    return tree.try_out(*given)
+
+
+def test_a_mutant_is_caught_or_survives_and_leaves_the_copy_as_it_was(tree):
+    path = "common/it.py"
+    caught = _apart(tree, path, _with("4"), NAMES)
+    assert (caught.outcome, caught.by) == ("failed", "tests/test_it.py::test_exact")
+    assert caught.message and "assert 4 == 2" in caught.message
+    assert _apart(tree, path, _with("4"), NAMES[:1]).outcome == "survived"
+    assert _apart(tree, path, "import nothing_of_this_name\n", NAMES).outcome == "unstartable"
+    assert (tree.folder / path).read_text() == _with("2")
+    assert _apart(tree, path, _with("2"), NAMES).outcome == "survived"
+
+
+@pytest.mark.full
+def test_a_mutant_that_hangs_is_told_apart_and_its_processes_are_ended(tree):
+    assert _sleepers() == []
+    assert _apart(tree, "common/it.py", _with("3"), NAMES[2:], start_s=15.0).outcome == "hang"
+    assert _sleepers() == []
+
+
+def _sleepers() -> list[int]:
+    every = psutil.process_iter(["cmdline"])
+    return [one.pid for one in every if one.info["cmdline"] == ["sleep", "1234.5"]]
+
+
+def test_a_context_names_its_test():
+    assert seen.test_of("") == ""
+    assert seen.test_of("tests/a.py::test[x (y)] (call)") == "tests/a.py::test[x (y)]"
+    assert seen.test_of("tests/a.py::test_first (setup)|tests/a.py::test_second") == (
+        "tests/a.py::test_second"
+    )
+
+
+def test_the_report_counts_and_shows_what_survived():
+    one = {"id": "x", "path": "dear/comm/a.py", "line": 3, "operator": "AddNot", "diff": "-a\n+b"}
+    results = [
+        {**one, "outcome": "failed", "asked": 3},
+        {**one, "outcome": "hang", "asked": 3},
+        {**one, "outcome": "unstartable", "asked": 3, "path": "dear/b.py"},
+        {**one, "outcome": "survived", "asked": 0, "path": "dear/b.py"},
+    ]
+    assert report.share(results) == 0.75
+    facts = {"commit": "abc", "seed": 1, "candidates": 9, "files": 2}
+    text = report.markdown(facts, results, {"x": "It is equal."})
+    assert "| dear/comm | 2 | 1 | 1 | 0 | 0 | 0 | 100% |" in text
+    assert "| dear | 2 | 0 | 0 | 1 | 1 | 1 | 50% |" in text
+    assert "It is equal. (AddNot, no test executes it)\n\n```diff\n-a\n+b\n```" in text

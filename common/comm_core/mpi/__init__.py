@@ -46,6 +46,11 @@ def unavailable() -> str | None:
     return None
 
 
+def library_version() -> str:
+    """The MPI library and its version, as it describes itself; the build says it."""
+    return library().Get_library_version().split("\0")[0].strip()
+
+
 class Row:
     """The elements of one or more CPU tensors, one after the other, with a count for each rank.
 

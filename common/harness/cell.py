@@ -12,7 +12,6 @@ import dataclasses
 import datetime
 import hashlib
 import random
-import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ from common.harness.record import FabricFacts, Result
 from common.harness.trial import BASELINE, Trial
 from common.harness.ui import Planned, Progress
 from common.launch.job import Outcome
+from common.models.registry import is_replay
 from common.results.records import Order, SetAside, Systematic, mean_step_s
 
 RELAUNCHES = 2
@@ -102,7 +102,7 @@ class Cell:
         self._best_rate = 0.0
         self._current: Turn | None = None
         self._spent_s = 0.0
-        self._canaries: list[float] = []
+        self._canaries: list[list[float]] = []
 
     def run(self, unavailable: Callable[[Trial], str | None], fail_fast: bool) -> bool:
         """Runs all rounds; False if a trial failed and `fail_fast` says to stop.
@@ -246,7 +246,7 @@ class Cell:
             outcome, result = self._launched(turn, repeat)
             if result is None:
                 return outcome, None, None
-            reason = disturbance(result, self._canaries)
+            reason = disturbance(turn.trial, result, self._canaries)
             if reason is None:
                 choice = self._fabric.needed(turn.trial, result) if repeat == 0 else None
                 return outcome, result, choice
@@ -334,15 +334,20 @@ def planned(trials: Sequence[Trial]) -> list[Planned]:
     return found
 
 
-def disturbance(result: Result, canaries: list[float]) -> str | None:
+def disturbance(trial: Trial, result: Result, canaries: list[list[float]]) -> str | None:
     """Why a launch tells little, as the machine was not what it is else; None if it was quiet.
+
+    Replayed compute takes its time on a slower core as well: what the core still has to do is
+    judged by what ranks waited for it.
 
     Args:
         canaries: what the fixed work took in earlier launches, in seconds; this one's is added.
     """
-    reason = notes.disturbed(result.strain) or notes.off_course(result.strain, canaries)
-    if result.strain.canary_s is not None:
-        canaries.append(statistics.fmean(result.strain.canary_s))
+    reason, canary_s = notes.disturbed(result.strain), result.strain.canary_s
+    if canary_s is None or is_replay(trial.model):
+        return reason
+    reason = reason or notes.off_course(canary_s, canaries)
+    canaries.append(canary_s)
     return reason
 
 

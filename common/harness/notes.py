@@ -22,9 +22,9 @@ STEAL_CORES = 0.05
 THROTTLED_S = 0.01
 """More of these makes a number doubtful: cores, and seconds of this machine."""
 CANARY_OFF = 0.03
-"""The same work in so much more or less time, relative: the machine is not what it was."""
-LEAST_CANARIES = 3
-"""Of so many launches the median tells what the machine is like."""
+"""The same work in so much more or less time, relative, is not worth a word on any machine."""
+LEAST_CANARIES = 5
+"""So many launches tell what the machine is like, and how steady."""
 TRANSIENT = 0.03
 """The first period of blocks may differ so much from the others, relative."""
 
@@ -55,7 +55,7 @@ def unfaithful_note(strain: Sequence[Strain]) -> str:
 
 
 def disturbed(strain: Strain) -> str | None:
-    """What was amiss with the machine during one repeat, by that repeat alone; None: nothing."""
+    """Who else had cores of the machine during one repeat; None: nobody."""
     if strain.foreign_cores > FOREIGN_CORES:
         return f"disturbed: other processes used {strain.foreign_cores:.1f} cores meanwhile"
     if strain.steal_cores > STEAL_CORES:
@@ -64,25 +64,41 @@ def disturbed(strain: Strain) -> str | None:
         return (
             f"disturbed: a limit of the control group stopped ranks for {strain.throttled_s:.2g} s"
         )
-    if strain.canary_s is not None:
-        before, after = strain.canary_s
-        if abs(after / before - 1) > CANARY_OFF:
-            return f"disturbed: the same work took {after / before - 1:+.0%} time afterwards"
     return None
 
 
-def off_course(strain: Strain, earlier: Sequence[float]) -> str | None:
+def off_course(canary_s: Sequence[float], earlier: Sequence[Sequence[float]]) -> str | None:
     """What was amiss with the machine beside how it was in other launches; None: nothing.
 
+    On a machine whose pace is never steady, as one that shares its host with others, this finds
+    only what stands out; the rest is part of every number, and of its interval.
+
     Args:
-        earlier: what the fixed work took in those, in seconds.
+        canary_s: what the fixed work took before and after, in seconds.
+        earlier: the same of other launches.
     """
-    if strain.canary_s is None or len(earlier) < LEAST_CANARIES:
+    if len(earlier) < LEAST_CANARIES:
         return None
-    off = statistics.fmean(strain.canary_s) / statistics.median(earlier) - 1
-    if abs(off) <= CANARY_OFF:
-        return None
-    return f"disturbed: the same work took {off:+.0%} time beside other launches"
+    paces = [math.log(statistics.fmean(pair)) for pair in earlier]
+    usual = statistics.median(paces)
+    off = math.log(statistics.fmean(canary_s)) - usual
+    if abs(off) > _stands_out([pace - usual for pace in paces]):
+        return f"disturbed: the same work took {math.expm1(off):+.0%} time beside other launches"
+    change = _change(canary_s)
+    if abs(change) > _stands_out([_change(pair) for pair in earlier]):
+        return f"disturbed: the same work took {math.expm1(change):+.0%} time afterwards"
+    return None
+
+
+def _change(canary_s: Sequence[float]) -> float:
+    before, after = canary_s
+    return math.log(after / before)
+
+
+def _stands_out(logs: Sequence[float]) -> float:
+    """More than three deviations, which their median tells if they are normal."""
+    spread = 1.4826 * statistics.median(map(abs, logs))
+    return max(math.log1p(CANARY_OFF), 3 * spread)
 
 
 def not_stationary(iters: Sequence[Sequence[Sequence[float]]], period: int) -> str | None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import fcntl
 import json
-import os
 import shutil
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,6 +31,15 @@ from dear.training.algorithm import algorithm_class
 Rerun = Literal["failed", "all"]
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Costs:
+    """What collectives cost, and which launch has measured it."""
+
+    trial: str
+    repeat: int
+    costs: dict[str, AlphaBeta]
+
+
 @dataclass
 class Sweep:
     """One experiment with its folder of records.
@@ -50,8 +59,8 @@ class Sweep:
 
     def __post_init__(self) -> None:
         self._path = self.folder / "records.jsonl"
-        self._run_id = f"{now()}-{os.getpid()}"
-        self._costs: dict[tuple[Any, ...], dict[str, AlphaBeta]] = {}
+        self._run_id = f"{now()}-{uuid.uuid4().hex[:8]}"
+        self._costs: dict[tuple[Any, ...], _Costs] = {}
         self._progress = Progress(total=0)
         self._todo: list[Trial] = []
 
@@ -128,13 +137,16 @@ class Sweep:
         )
         briefing = self.fabric.briefing(trial, job.folder)
         place = cost_place(trial, briefing.time_scale)
-        dataclasses.replace(briefing, costs=self._costs.get(place)).save()
+        known = self._costs.get(place)
+        if known is not None and (known.trial, known.repeat) == (trial.hash, repeat):
+            known = None  # this launch is done again, as it was disturbed: so were the costs
+        dataclasses.replace(briefing, costs=known and known.costs).save()
         outcome = self.fabric.run(trial, job)
         if outcome.status != "ok":
             return outcome, None
         result = typed(Result, outcome.result)
-        if result.costs:
-            self._costs[place] = result.costs
+        if result.costs and known is None:
+            self._costs[place] = _Costs(trial=trial.hash, repeat=repeat, costs=result.costs)
         return outcome, result
 
     def _record(self, turn: Turn, outcome: Outcome) -> None:

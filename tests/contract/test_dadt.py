@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 import dear
-from common.harness.worker import correctness as check
-from common.harness.worker.plain import plain_steps
-from common.harness.worker.serial import Ranks
+from common.harness.worker.checking import correctness as check
+from common.harness.worker.checking.plain import plain_steps
+from common.harness.worker.checking.serial import Ranks
 from common.models.workload import Workload
 from dear.algorithms import reference as references
 from dear.algorithms.delayed.dadt import PENDING

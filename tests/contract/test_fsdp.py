@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import dear
-from common.harness.worker.correctness import replica_spread
+from common.harness.worker.checking.correctness import replica_spread
 from dear.comm import runtime
 from tests.contract.loops import (
     difference,

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import dear
-from common.harness.worker.serial import Ranks
+from common.harness.worker.checking.serial import Ranks
 from dear.comm import runtime
 from dear.comm.neighbors import GlobalAverage
 from dear.topology import graph, matrix, recv_weights

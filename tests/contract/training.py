@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR
 
 import dear
-from common.harness.worker.serial import Ranks
+from common.harness.worker.checking.serial import Ranks
 from tests.contract.algorithms import Meaning, algorithm_options, reference_of
 from tests.contract.models import batch, loss_of, make_model, make_optimizer
 

@@ -13,6 +13,7 @@ import torch
 
 from common.harness import worker
 from common.harness.trial import Briefing, Trial
+from common.harness.worker.timed import time_steps
 from common.models.pace import Pace, set_pace
 from common.results.records import Check
 from dear.algorithms.synchronous.allreduce import AllReduce
@@ -172,7 +173,7 @@ def checked(trial: dict[str, Any], spoil: tuple[Callable[[str], Any], str] | Non
         ):
             workload = worker._workload(it, torch.device("cpu"))
             briefing = Briefing(folder=Path(folder), time_scale=0.02, costs={})
-            result = worker._timed(it, briefing, workload, 0, lambda phase: None)
+            result = time_steps(it, briefing, workload, 0, lambda phase: None)
     finally:
         set_pace(Pace(1.0, None))
     return dataclasses.replace(result.check)

@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from common.harness.worker.stopwatch import stopwatch
+from common.harness.worker.timing.stopwatch import stopwatch
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 

@@ -20,7 +20,7 @@ from common.harness.sweep import cost_place
 from common.harness.trial import Briefing, Trial
 from common.launch.job import Job, Outcome
 from common.results import records
-from common.results.records import Check, Record
+from common.results.records import Check, Record, Strain
 from dear.cost.collectives import AlphaBeta
 from dear.training.algorithm import algorithm_class
 from tests.system.made import make_trial
@@ -293,6 +293,14 @@ def test_what_one_trial_has_measured_of_collectives_the_others_of_its_model_are_
     assert [record.costs for record in line.records] == [COSTS] * 4
     # Both models differ in batch size only.
     assert [briefing.costs for briefing in line.made.told] == [None, *[COSTS] * 7]
+
+
+def test_costs_that_a_disturbed_launch_has_measured_are_measured_again(line):
+    disturbed = dataclasses.replace(GOOD, strain=Strain(foreign_cores=2.0))
+    line.made.outcomes = dict.fromkeys(("ddp", "dear"), ended_well(disturbed))
+    assert line.run(*ONE_CELL, "--set", "measure.repeats=1") == 0
+    told = [briefing.costs for briefing in line.made.told]
+    assert told == [None] * 3 + [COSTS] * 3, "three launches each, the first trial's by itself"
 
 
 def test_costs_of_another_fabric_are_no_word_on_this_one():

@@ -217,7 +217,7 @@ def test_a_disturbed_launch_is_done_again_twice_at_most_and_kept_as_evidence(mon
         disturbed[trial.algorithm, repeat] = left - 1
         return result(7.0 if left > 0 else 1.0)
 
-    def disturbance(one: Result, canaries: list[float]) -> str | None:
+    def disturbance(trial: Trial, one: Result, canaries: list[list[float]]) -> str | None:
         return "a canary took 9 % longer" if one.steps[0] == 7.0 else None
 
     monkeypatch.setattr(cells, "disturbance", disturbance)
@@ -239,7 +239,7 @@ def test_a_disturbed_launch_says_nothing_of_the_time_scale(monkeypatch):
     """Its ranks waited for cores that others had; a busy machine must not slow a sweep for ever."""
     calm = {"dear": 1, "wfbp": 9}  # launches until then
 
-    def disturbance(one: Result, canaries: list[float]) -> str | None:
+    def disturbance(trial: Trial, one: Result, canaries: list[list[float]]) -> str | None:
         name = rounds.launched[-1][0]
         calm[name] = calm.get(name, 0) - 1
         return "disturbed: 1 core" if calm[name] >= 0 else None

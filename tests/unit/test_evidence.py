@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from common.harness.trial import BASELINE, OptimizerConfig
-from common.harness.worker import evidence
-from common.harness.worker.measure import Measured, measure_steps
-from common.harness.worker.strain import Pressure
+from common.harness.worker.timing import evidence
+from common.harness.worker.timing.measure import Measured, measure_steps
+from common.harness.worker.timing.strain import Pressure
 from common.harness.worker.training import Training
 from common.models.workload import Workload
 from common.results.records import Breakdown
@@ -27,6 +27,7 @@ def _workload():
 
 def _traced(algorithm, options):
     workload, communicator = _workload(), runtime.communicator()
+    communicator.record_times = False  # other tests' trainings may have turned it on
     training = Training(make_trial(algorithm, world=2, options=options), workload)
     training.run(3)
     trace = evidence.Trace(training, workload.model, communicator)

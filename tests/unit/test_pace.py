@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 
-from common.harness.worker.stopwatch import Stopwatch
+from common.harness.worker.timing.stopwatch import Stopwatch
 from common.models import pace
 from common.models.lead import Lead
 from common.models.pace import Brake, Pace

@@ -17,8 +17,8 @@ from common.emulation import flow
 from common.harness import notes
 from common.harness.cell import disturbance
 from common.harness.record import FabricFacts, Result, make_record
-from common.harness.worker import canary, strain
-from common.harness.worker.strain import Gauge, Pressure, strain_of, used_cores
+from common.harness.worker.timing import canary, strain
+from common.harness.worker.timing.strain import Gauge, Pressure, strain_of, used_cores
 from common.launch.job import Outcome
 from common.results.faith import doubt
 from common.results.records import Check, Strain
@@ -147,11 +147,10 @@ def test_a_limit_of_cores_and_how_long_it_stopped_the_process(groups, files, cor
     ("facts", "word"),
     [
         ({}, None),
-        ({"foreign_cores": 0.2, "steal_cores": 0.01, "canary_s": [0.100, 0.102]}, None),
+        ({"foreign_cores": 0.2, "steal_cores": 0.01}, None),
         ({"foreign_cores": 1.0}, "disturbed: other processes used 1.0 cores"),
         ({"steal_cores": 0.2}, "disturbed: other virtual machines took 0.20 cores"),
         ({"throttled_s": 0.5}, "disturbed: a limit of the control group stopped ranks for 0.5 s"),
-        ({"canary_s": [0.100, 0.110]}, "disturbed: the same work took +10% time afterwards"),
     ],
 )
 def test_what_disturbs(facts, word):
@@ -159,17 +158,33 @@ def test_what_disturbs(facts, word):
     assert found is None if word is None else found.startswith(word)
 
 
-def test_a_machine_that_is_not_what_it_was_in_other_launches_disturbs():
-    quiet, slow = Strain(canary_s=[0.1, 0.102]), Strain(canary_s=[0.11, 0.111])
-    assert notes.off_course(slow, [0.1, 0.1]) is None, "two say too little"
-    assert notes.off_course(quiet, [0.1, 0.1, 0.2]) is None
-    found = notes.off_course(slow, [0.1, 0.1, 0.2])
-    assert found == "disturbed: the same work took +10% time beside other launches"
-    assert notes.off_course(Strain(), [0.1] * 5) is None
-    seen = []
-    launches = [Result(cpu_s_per_s=1.0, loss=1.0, check=Check(), strain=s) for s in [quiet] * 3]
-    assert [disturbance(one, seen) for one in launches] == [None] * 3 and len(seen) == 3
-    assert disturbance(dataclasses.replace(launches[0], strain=slow), seen).startswith("disturbed")
+STEADY = [[0.1, 0.101], [0.101, 0.1], [0.1, 0.1], [0.1, 0.1005], [0.1005, 0.1]]
+UNSTEADY = [[0.1, 0.12], [0.13, 0.1], [0.09, 0.11], [0.12, 0.12], [0.1, 0.13]]
+
+
+@pytest.mark.parametrize(
+    ("canary_s", "earlier", "word"),
+    [
+        ([0.1, 0.102], STEADY, None),
+        ([0.11, 0.111], STEADY, "disturbed: the same work took +10% time beside other launches"),
+        ([0.0985, 0.104], STEADY, "disturbed: the same work took +6% time afterwards"),
+        ([0.11, 0.111], STEADY[:4], None),  # too few tell what the machine is like
+        ([0.12, 0.13], UNSTEADY, None),  # as it always is there
+        ([0.3, 0.3], UNSTEADY, "disturbed: the same work took +161% time beside other launches"),
+    ],
+)
+def test_a_machine_that_is_not_what_it_was_in_other_launches_disturbs(canary_s, earlier, word):
+    assert notes.off_course(canary_s, earlier) == word
+
+
+def test_the_canary_counts_where_compute_is_real():
+    slow = Result(cpu_s_per_s=1.0, loss=1.0, check=Check(), strain=Strain(canary_s=[0.2, 0.2]))
+    real, replayed = make_trial("wfbp"), make_trial("wfbp", model="resnet50@rtx2080ti-modelled")
+    seen = list(STEADY)
+    assert disturbance(replayed, slow, seen) is None and seen == STEADY
+    assert disturbance(real, slow, seen).startswith("disturbed") and seen == [*STEADY, [0.2, 0.2]]
+    crowded = dataclasses.replace(slow, strain=Strain(foreign_cores=1.0))
+    assert disturbance(replayed, crowded, seen).startswith("disturbed")
 
 
 def test_only_ranks_that_wait_for_cores_are_unfaithful():

@@ -11,10 +11,12 @@ import torch
 
 from common.harness.record import Result, make_record
 from common.harness.trial import BASELINE, MeasureConfig
-from common.harness.worker import correctness, costs, measure, plain, training
-from common.harness.worker.correctness import Farthest
-from common.harness.worker.measure import measure_steps, steps_of_all, untimed_in_block
-from common.harness.worker.stopwatch import DeviceStopwatch
+from common.harness.worker import training
+from common.harness.worker.checking import correctness, plain
+from common.harness.worker.checking.correctness import Farthest
+from common.harness.worker.timing import costs, measure
+from common.harness.worker.timing.measure import measure_steps, steps_of_all, untimed_in_block
+from common.harness.worker.timing.stopwatch import DeviceStopwatch
 from common.harness.worker.training import of_slowest_rank, step_parts, typical, untimed_steps
 from common.launch.job import Outcome
 from common.models.workload import Workload

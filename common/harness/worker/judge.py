@@ -12,8 +12,8 @@ import torch
 
 from common.harness.record import Result
 from common.harness.trial import Trial
-from common.harness.worker.correctness import CONSENSUS_LIMIT
-from common.harness.worker.strain import Pressure, strain_of, used_cores
+from common.harness.worker.checking.correctness import CONSENSUS_LIMIT
+from common.harness.worker.timing.strain import Pressure, strain_of, used_cores
 from common.models.datasets import Split
 from common.models.registry import build
 from common.models.workload import Workload

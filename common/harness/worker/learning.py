@@ -22,8 +22,9 @@ from torch.utils.data.distributed import DistributedSampler
 import dear
 from common.harness.record import Result
 from common.harness.trial import Briefing, LearnConfig, Trial
-from common.harness.worker import correctness, judge
-from common.harness.worker.strain import Gauge
+from common.harness.worker import judge
+from common.harness.worker.checking import correctness
+from common.harness.worker.timing.strain import Gauge
 from common.harness.worker.training import Training, untimed_steps
 from common.models import datasets
 from common.models.datasets import Split

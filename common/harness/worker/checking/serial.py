@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 from common.harness.trial import Trial
-from common.harness.worker.correctness import Farthest, rounding
+from common.harness.worker.checking.correctness import Farthest, rounding
+from common.harness.worker.checking.witness import Testimony
 from common.harness.worker.training import make_optimizer
-from common.harness.worker.witness import Testimony
 
 
 class Ranks:

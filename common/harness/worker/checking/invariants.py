@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from common.harness.trial import Trial
-from common.harness.worker.correctness import Farthest
-from common.harness.worker.serial import Reference, Sample, again, alone
-from common.harness.worker.witness import Testimony
+from common.harness.worker.checking.correctness import Farthest
+from common.harness.worker.checking.serial import Reference, Sample, again, alone
+from common.harness.worker.checking.witness import Testimony
 from dear.cost.bounds import Message
 from dear.training.algorithm import algorithm_class
 

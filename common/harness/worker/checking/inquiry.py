@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dear
 from common.harness.trial import BASELINE, Trial
-from common.harness.worker import serial
-from common.harness.worker.correctness import Farthest
-from common.harness.worker.invariants import hold
-from common.harness.worker.plain import Reference
+from common.harness.worker.checking import serial
+from common.harness.worker.checking.correctness import Farthest
+from common.harness.worker.checking.invariants import hold
+from common.harness.worker.checking.plain import Reference
+from common.harness.worker.checking.witness import Testimony, Witness
 from common.harness.worker.training import Training
-from common.harness.worker.witness import Testimony, Witness
 from common.models.registry import is_replay
 from common.models.workload import Workload
 from common.results.records import Check

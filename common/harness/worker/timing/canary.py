@@ -11,7 +11,7 @@ import time
 
 import torch
 
-from common.harness.worker.strain import machine_id
+from common.harness.worker.timing.strain import machine_id
 from dear.comm.communicator import Communicator
 
 PIECES = 48

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from common.harness.trial import MeasureConfig
-from common.harness.worker.stopwatch import Stopwatch
-from common.harness.worker.strain import Gauge, Pressure
+from common.harness.worker.timing.stopwatch import Stopwatch
+from common.harness.worker.timing.strain import Gauge, Pressure
 from dear.comm.communicator import Communicator
 
 MAX_STEPS = 1000

@@ -14,8 +14,8 @@ import torch
 
 import dear
 from common.harness.trial import Trial
-from common.harness.worker import correctness
-from common.harness.worker.correctness import Farthest
+from common.harness.worker.checking import correctness
+from common.harness.worker.checking.correctness import Farthest
 from common.harness.worker.training import Training, done, make_optimizer
 from common.models import pace
 from common.models.workload import Workload

@@ -1,0 +1,1 @@
+"""How long steps take, what the machine did meanwhile, and the raw moments behind the numbers."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -38,6 +40,13 @@ def cpu_limit() -> float | None:
     """Cores that this process and all others of its groups may use together; None: all."""
     found = [_cores(folder) for folder, _ in _groups("cpu")]
     return min((cores for cores in found if cores is not None), default=None)
+
+
+def usable_cores() -> int:
+    """Cores that this process may use, at least one: its affinity mask, and what a limit leaves."""
+    limit = cpu_limit()
+    mask = len(os.sched_getaffinity(0))
+    return mask if limit is None else max(1, min(mask, math.ceil(limit)))
 
 
 def throttled_s() -> float:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+from common.cgroups import usable_cores
 from common.emulation.config import NetworkProfile
 from common.emulation.flow import OnHost, transfer_cost
 from dear.errors import UserError
@@ -92,7 +92,7 @@ def calibrate(hosts: Sequence[OnHost]) -> Calibration:
         RuntimeError: the hosts cannot talk to each other.
     """
     per_byte = transfer_cost(hosts[0], hosts[1]) if len(hosts) > 1 else 0.0
-    cores = len(os.sched_getaffinity(0))
+    cores = usable_cores()
     with ThreadPoolExecutor(cores) as pool:
         times = list(pool.map(_copy_s, [_MEMORY // cores] * cores))
     rate = 2 * (_MEMORY // cores) / max(times)
@@ -123,7 +123,7 @@ def choose_time_scale(
 
         k >= C / (0.6 cores T)                      the whole step leaves cores idle
         k >= communication / (0.6 cores wire)       also while all links are busy
-        k >= serial / (0.05 T)                      update and overhead hardly lengthen the step
+        k >= serial / (0.1 T)                       update and overhead hardly lengthen the step
     """
     world, hosts, size = load.world_size, load.hosts, load.parameter_bytes
     link_bytes = 2 * (hosts - 1) * size

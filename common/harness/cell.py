@@ -83,6 +83,7 @@ class Cell:
         self,
         trials: Sequence[Trial],
         *,
+        sweep: str,
         fabric: Fabric,
         settled: Choice | None,
         base: str,
@@ -92,7 +93,7 @@ class Cell:
         progress: Progress,
         report: Callable[[Progress], None],
     ) -> None:
-        self._seed = order_seed(trials[0])
+        self._seed = order_seed(sweep, trials[0])
         self._all = [Turn(trial, Order(seed=self._seed)) for trial in trials]
         self._running = list(self._all)
         self._fabric, self._settled, self._base = fabric, settled, base
@@ -174,7 +175,7 @@ class Cell:
         first = max(len(turn.results) for turn in self._running)
         for repeat in range(first, first + self._measure.repeats_at_2k):
             for turn in self._order(repeat):
-                outcome, result = self._launched(turn, repeat, slower=2.0)
+                outcome, result, _ = self._undisturbed(turn, repeat, slower=2.0)
                 if result is None:
                     message = (outcome.error or {}).get("message")
                     turn.notes.append(f"at time scale {scale:g}: {outcome.status}: {message}")
@@ -236,26 +237,35 @@ class Cell:
             self._progress.best = f"{turn.trial.label} {rate:.3g}/s"
         return outcome, None if self._settled else choice
 
-    def _undisturbed(self, turn: Turn, repeat: int) -> tuple[Outcome, Result | None, Choice | None]:
+    def _undisturbed(
+        self, turn: Turn, repeat: int, slower: float = 1.0
+    ) -> tuple[Outcome, Result | None, Choice | None]:
         """A launch; done again if the machine was disturbed meanwhile, the last one counts.
 
         In the first round also the time scale that it needs, if that is a larger one. A disturbed
         launch tells nothing of that: its ranks waited for cores that others had.
         """
+        disturbed: tuple[Outcome, Result] | None = None
+        reason = ""
         for launch in range(1 + RELAUNCHES):
-            outcome, result = self._launched(turn, repeat)
-            if result is None:
+            outcome, result = self._launched(turn, repeat, slower)
+            if result is None and disturbed is None:
                 return outcome, None, None
-            reason = disturbance(turn.trial, result, self._canaries)
-            if reason is None:
+            if result is None:  # what was disturbed is better than nothing
+                turn.notes.append(f"a launch that was done again has {outcome.status}")
+                turn.set_aside.pop()
+                break
+            found = disturbance(turn.trial, result, self._canaries)
+            if found is None:
                 choice = self._fabric.needed(turn.trial, result) if repeat == 0 else None
                 return outcome, result, choice
+            disturbed, reason = (outcome, result), found
             if launch < RELAUNCHES:
                 turn.set_aside.append(self._aside(result, repeat, reason))
-                self._plan(turn)
+                self._plan(turn, slower=slower)
         if reason not in turn.notes:
             turn.notes.append(reason)
-        return outcome, result, None
+        return *disturbed, None
 
     def _launched(
         self, turn: Turn, repeat: int, slower: float = 1.0
@@ -304,10 +314,10 @@ class Cell:
         scale = self._fabric.time_scale
         return SetAside(repeat=repeat, time_scale=scale, reason=reason, iters=result.iters)
 
-    def _plan(self, turn: Turn, launches: int = 1) -> None:
+    def _plan(self, turn: Turn, launches: int = 1, slower: float = 1.0) -> None:
         """More launches than were planned."""
         self._progress.total += launches
-        self._progress.left += [Planned(turn.trial)] * launches
+        self._progress.left += [Planned(turn.trial, slower)] * launches
 
     def _end(self, turn: Turn, outcome: Outcome) -> None:
         self._record(turn, outcome)
@@ -319,9 +329,13 @@ class Cell:
         self._report(progress)
 
 
-def order_seed(trial: Trial) -> int:
-    """Of the rounds of the trial's cell; the same for all of them, and in every run."""
-    text = f"{trial.seed} {trial.cell}"
+def order_seed(sweep: str, trial: Trial) -> int:
+    """Of the rounds of the trial's cell; the same for all of them, and in every run.
+
+    Args:
+        sweep: the experiment's name: sweeps that repeat each other must not repeat their order.
+    """
+    text = f"{sweep} {trial.seed} {trial.cell}"
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big")
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any, Literal
 
 import yaml
 
+from common.cgroups import usable_cores
 from common.emulation.config import ClusterConfig, Fault, network_profile
 from common.emulation.dilation import check_scale
 from common.emulation.faults import check_fault
@@ -305,7 +305,7 @@ class Experiment:
         data_digest: str | None,
     ) -> Trial:
         entry = model_entry(model.name)
-        cores = len(os.sched_getaffinity(0))
+        cores = usable_cores()
         threads = self.threads_per_rank or max(1, cores // max(self.worlds))
         learn = self.learn
         if learn is not None and algorithm.name == BASELINE:

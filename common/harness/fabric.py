@@ -5,12 +5,12 @@ On virtual hosts links are shaped and measured, time is dilated, and faults are 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from common.cgroups import usable_cores
 from common.emulation.cluster import EmulatedCluster, network_record
 from common.emulation.config import network_profile
 from common.emulation.dilation import (
@@ -227,7 +227,7 @@ def _load(trial: Trial) -> Load:
 
 
 def _cores() -> int:
-    return len(os.sched_getaffinity(0))
+    return usable_cores()
 
 
 def make_fabric(experiment: Experiment, trials: Sequence[Trial]) -> Fabric:

@@ -94,6 +94,7 @@ class Sweep:
             trial.save(folder)
         cell = Cell(
             trials,
+            sweep=self.experiment.name,
             fabric=self.fabric,
             settled=self._settled(trials),
             base=self.experiment.base,
@@ -135,6 +136,7 @@ class Sweep:
             env=self.experiment.worker_env,
             may_lose_ranks=trial.own_pace,
         )
+        job.clear()  # a launch may be done again
         briefing = self.fabric.briefing(trial, job.folder)
         place = cost_place(trial, briefing.time_scale)
         known = self._costs.get(place)

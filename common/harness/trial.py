@@ -138,7 +138,7 @@ class LearnConfig:
     """Samples per step of each rank instead of the model's: a slower host may have a smaller part.
     In averages every rank counts the same. Goes with `data`."""
     target_accuracy: float | None = None
-    """Share of right answers, 0 .. 1, whose first time is recorded; null: none."""
+    """Share of right answers, 0 .. 1; how soon it is reached is told. null: none."""
 
     def __post_init__(self) -> None:
         if self.batch_sizes is not None:
@@ -209,7 +209,8 @@ class Trial:
     fault: Fault | None = None
     """What is done to the cluster meanwhile."""
     learn: LearnConfig | None = None
-    """Training for a time instead of timed steps; of `measure` only the repeats count then."""
+    """Training for a time instead of timed steps; of `measure` the repeats count then, and without
+    data the steps of warm-up."""
     data_digest: str | None = None
     """Of what it learns from; None where that is made up."""
     twin: int = 0

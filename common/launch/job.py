@@ -42,6 +42,13 @@ class Job:
     def result_path(self) -> Path:
         return self.folder / f"repeat-{self.repeat}.json"
 
+    def clear(self) -> None:
+        """Removes what an earlier launch of the same repeat has left; it would be taken for new."""
+        self.result_path.unlink(missing_ok=True)
+        for kind in ("error", "exit"):
+            for path in self.folder.glob(f"{kind}-{self.repeat}-rank*"):
+                path.unlink()
+
     def log_path(self, rank: int) -> Path:
         """What rank `rank` printed."""
         return self.folder / f"log-{self.repeat}-rank{rank}.txt"

@@ -291,7 +291,8 @@ def _efficient(row: Row) -> str:
 
 def _systematic(row: Row) -> str:
     text = given("systematic", ".1%")(row)
-    return text if row.systematic_luck is None else f"{text} (+-{100 * row.systematic_luck:.1f})"
+    luck = row.systematic_luck
+    return doubted(row, text if luck is None else f"{text} (+-{100 * luck:.1f})")
 
 
 _MEASURED = (
@@ -337,7 +338,10 @@ _TIMES = (
     _milliseconds("p95", "step_p95_s"),
     *(_milliseconds(part) for part in ("forward", "backward", "update", "exposed comm")),
     *(_milliseconds(limit) for limit in ("bound", "compute limit", "wire limit")),
-    Column(title="of bound", text=given("of_bound", ".0%", UNKNOWN)),
+    Column(
+        title="of bound",
+        text=lambda row: doubted(row, given("of_bound", ".0%")(row)) or UNKNOWN,
+    ),
 )
 
 

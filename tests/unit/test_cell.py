@@ -93,6 +93,7 @@ class Rounds:
         self.progress = Progress(total=len(left), left=left)
         cell = Cell(
             self.trials,
+            sweep="sweep",
             fabric=self.fabric,
             settled=self.settled,
             base="ddp",
@@ -128,12 +129,13 @@ def test_rounds_are_in_random_order_that_the_seed_repeats():
         turn, outcome = rounds.recorded[name]
         assert outcome.status == "ok" and len(turn.results) == 6
         assert turn.order.positions == [order.index(name) for order in orders]
-        assert turn.order.seed == order_seed(rounds.trials[0])
+        assert turn.order.seed == order_seed("sweep", rounds.trials[0])
     again = Rounds(MeasureConfig(repeats=6))
     again.run()
     assert again.launched == rounds.launched
     other = make_trial("ddp", measure=MeasureConfig(repeats=6), seed=2)
-    assert order_seed(other) != order_seed(rounds.trials[0])
+    assert order_seed("sweep", other) != order_seed("sweep", rounds.trials[0])
+    assert order_seed("again", other) != order_seed("sweep", other)
 
 
 def test_a_heavy_trial_slows_the_whole_cell_and_what_was_measured_before_is_set_aside():

@@ -149,6 +149,7 @@ class _Repeat:
             steps=block_steps(trial.measure, period, step_s, communicator),
             untimed=self._untimed,
             watch=stopwatch(trial.device),
+            absorbed_s=lambda: training.absorbed_s,
         )
         counters = self._gather(evidence.gained(counted, evidence.network_counters()))
         parts = self._gather(list(training.parts))

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from common.harness.trial import Trial
-from common.harness.worker.checking.correctness import Farthest
+from common.harness.worker.checking.correctness import Farthest, rounding
 from common.harness.worker.checking.serial import Reference, Sample, again, alone
 from common.harness.worker.checking.witness import Testimony
 from dear.cost.bounds import Message
@@ -78,7 +78,9 @@ def hold(
         in_step = _last(again(trial, reference, seen, local_size))
         together = _typical(sample.norms(_from_mean(in_step)), distance)
     came = _typical(sample.norms(_from_mean(end)), distance)
-    untouched = sample.norms(end - apart).max(axis=0) <= TOUCHED * distance
+    # Where ranks alone would not differ, as without a gradient, there is nothing to average.
+    differs = distance > sample.norms(start).max(axis=0) * rounding(trial.dtype, sample.steps)
+    untouched = differs & (sample.norms(end - apart).max(axis=0) <= TOUCHED * distance)
     declared = _declared(trial, local_size, sample.steps) * parameter_bytes
     rounds = sample.steps // getattr(trial.options, "every", 1) * min(1.0, sent_bytes / declared)
     due = CLOSER * min(1.0, sent_bytes / declared)

@@ -35,11 +35,6 @@ class Testimony:
     end: np.ndarray
     """After the last step."""
 
-    def tensors(self) -> list[tuple[str, slice]]:
-        """Each tensor's name and elements."""
-        starts = (0, *self.ends)
-        return [(n, slice(a, b)) for n, a, b in zip(self.names, starts, self.ends, strict=False)]
-
 
 class Witness:
     """Watches the training of a model until `end`.

@@ -69,6 +69,7 @@ def measure_steps(
     steps: int,
     untimed: int,
     watch: Stopwatch | None = None,
+    absorbed_s: Callable[[], float | None] = lambda: None,
 ) -> Measured:
     """Runs and times blocks of steps. Seconds are those of this machine, whatever they stand for.
 
@@ -80,6 +81,7 @@ def measure_steps(
         step: one training step, which need not wait for the device.
         untimed: steps after the barrier that are no part of the block.
         watch: for the device; None: the host's clock.
+        absorbed_s: of the rank so far, as `Training.absorbed_s`.
     """
     watch, gauge = watch or Stopwatch(), Gauge()
     marks: list[list[float]] = []
@@ -91,7 +93,7 @@ def measure_steps(
         for _ in range(untimed):
             step()
             watch.mark()
-        before = communicator.bytes_sent
+        before, absorbed_before_s = communicator.bytes_sent, absorbed_s()
         with gauge.block():
             watch.mark()
             for _ in range(steps):
@@ -99,6 +101,9 @@ def measure_steps(
                 watch.mark()
             marks.append(watch.read())
         sent += communicator.bytes_sent - before
+        if absorbed_before_s is not None:
+            gained_s = absorbed_s() - absorbed_before_s
+            gauge.found.absorbed_s = (gauge.found.absorbed_s or 0.0) + gained_s
     ranks = communicator.gather_objects((marks, gauge.found))
     one_clock = len({pressure.machine for _, pressure in ranks}) == 1
 

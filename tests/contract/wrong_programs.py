@@ -13,7 +13,7 @@ import torch
 
 from common.harness import worker
 from common.harness.trial import Briefing, Trial
-from common.harness.worker.timed import time_steps
+from common.harness.worker import timed
 from common.models.pace import Pace, set_pace
 from common.results.records import Check
 from dear.algorithms.synchronous.allreduce import AllReduce
@@ -168,12 +168,15 @@ def checked(trial: dict[str, Any], spoil: tuple[Callable[[str], Any], str] | Non
         with (
             mock.patch("dear.shutdown"),
             mock.patch.object(worker, "build", build),
+            # Of a machine, not of a program; both take longer than the training here.
+            mock.patch.object(timed, "canary_s", lambda communicator: 0.1),
+            mock.patch.object(timed.evidence, "host_costs", lambda config: []),
             tempfile.TemporaryDirectory() as folder,
             spoil[0](spoil[1]) if spoil else mock.MagicMock(),
         ):
             workload = worker._workload(it, torch.device("cpu"))
             briefing = Briefing(folder=Path(folder), time_scale=0.02, costs={})
-            result = time_steps(it, briefing, workload, 0, lambda phase: None)
+            result = timed.time_steps(it, briefing, workload, 0, lambda phase: None)
     finally:
         set_pace(Pace(1.0, None))
     return dataclasses.replace(result.check)

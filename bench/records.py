@@ -20,6 +20,7 @@ import argparse
 import datetime
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -55,9 +56,13 @@ def main(argv: list[str]) -> int:
     commit = machine_card()["commit"]
     if commit is None or commit.endswith("+dirty"):
         raise UserError(f"records are made from a clean commit, and this is {commit}: commit first")
-    failed = [name for name, recipe in chosen.items() if not make(name, recipe, commit)]
-    for path in readme.fill():
-        print(f"filled {path.relative_to(ROOT)}")
+    failed = []
+    for name, recipe in chosen.items():
+        if not make(name, recipe, commit):
+            failed.append(name)
+            continue
+        for path in readme.fill():  # at once: the next one may be stopped
+            print(f"filled {path.relative_to(ROOT)}")
     if failed:
         print(f"not made: {', '.join(failed)}; what was there stays")
     return 1 if failed else 0
@@ -98,7 +103,7 @@ def make(name: str, recipe: Recipe, commit: str, folder: Path = shipped.FOLDER) 
     if recipe.sweep is not None:
         done = _swept(recipe, work, out)
     else:
-        done = all(_ran(command.format(out=out)) for command in recipe.commands)
+        done = all(_ran(command.format(out=shlex.quote(str(out)))) for command in recipe.commands)
     after = machine_card()["commit"]
     if done and after != commit:
         print(f"{name}: begun at {commit}, but now this is {after}", file=sys.stderr)
@@ -132,12 +137,17 @@ def made_by(recipe: Recipe) -> list[str]:
 
 
 def _place(new: Path, target: Path) -> None:
-    """Puts a folder in the place of another one, of which nothing remains."""
-    old = target.with_name(f".{target.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
+    """Puts a folder in the place of another one, of which nothing remains.
+
+    Stopped at any point, one of both is there, whole.
+    """
+    fresh, old = (target.with_name(f".{target.name}.{state}") for state in ("new", "old"))
+    shutil.rmtree(fresh, ignore_errors=True)
+    shutil.copytree(new, fresh)
     if target.exists():
+        shutil.rmtree(old, ignore_errors=True)
         target.rename(old)
-    shutil.copytree(new, target)
+    fresh.rename(target)
     shutil.rmtree(old, ignore_errors=True)
 
 

@@ -35,7 +35,8 @@ MOST_TESTS = 150
 MOST_S = 45.0
 """Bounds of what one mutant meets: tests, and seconds that they took when nothing was changed."""
 _MUTATED = ("dear/", "common/harness/")
-_NO_MATTER = ("docs/", "README.md", "CHANGELOG.md")
+_NO_MATTER = ("docs/", "tests/mutants/judged.yaml")
+"""Beside all texts: what is changed there changes no mutant and no test."""
 
 
 def main() -> int:
@@ -130,14 +131,21 @@ def _state() -> str:
     """A digest of all that can change what becomes of a mutant."""
     digest = hashlib.sha256()
     for path in tracked(ROOT):
-        if not path.startswith(_NO_MATTER):
+        if not path.startswith(_NO_MATTER) and not path.endswith(".md"):
             digest.update(path.encode() + b"\0" + (ROOT / path).read_bytes() + b"\0")
     return digest.hexdigest()[:16]
 
 
 def identity(mutant: Mutant, source: str) -> str:
-    """The mutant's name: what changes with its surroundings, wherever in the file that stands."""
-    return hashlib.sha256(f"{mutant.path}\n{mutant.diff(source)}".encode()).hexdigest()[:10]
+    """The mutant's name: what changes with its surroundings, wherever in the file that stands.
+
+    Lines that come or go elsewhere in the file change no name, so that judgements stay with it.
+    """
+    lines = source.splitlines()
+    same = lines[: mutant.line - 1].count(lines[mutant.line - 1])  # equal lines before it
+    change = [one for one in mutant.diff(source).split("\n") if not one.startswith("@@")]
+    text = "\n".join([mutant.path, f"{same} {mutant.column}", *change])
+    return hashlib.sha256(text.encode()).hexdigest()[:10]
 
 
 def ordered(names: Sequence[str], found: seen.Seen) -> list[tuple[str, float]]:

@@ -73,6 +73,20 @@ def test_a_sample_is_that_of_its_seed_and_has_some_of_every_file():
     assert {one.path for one in mutations.sample(sources, 1, seed=1)} == {"large.py", "small.py"}
 
 
+@pytest.mark.full
+def test_a_mutant_keeps_its_name_when_other_lines_come_and_no_two_share_one():
+    from tests.mutants import mutations
+    from tests.mutants.__main__ import identity
+
+    def names(source: str) -> list[str]:
+        found = mutations.candidates("dear/it.py", source)
+        return [identity(one, source) for one in found if one.means_something(source)]
+
+    twice = SOURCE + SOURCE.split("]\n", 1)[1]  # the same function again
+    assert names(SOURCE) == names("# A line.\n\n" + SOURCE) == names(twice)[: len(names(SOURCE))]
+    assert len(set(names(twice))) == len(names(twice)) == 2 * len(names(SOURCE))
+
+
 TESTS = """\
 import os, subprocess, sys, time
 import pytest

@@ -14,6 +14,7 @@ import torch
 from common.harness import worker
 from common.harness.trial import Briefing, Trial
 from common.harness.worker import timed
+from common.harness.worker.checking import plain
 from common.models.pace import Pace, set_pace
 from common.results.records import Check
 from dear.algorithms.synchronous.allreduce import AllReduce
@@ -168,9 +169,10 @@ def checked(trial: dict[str, Any], spoil: tuple[Callable[[str], Any], str] | Non
         with (
             mock.patch("dear.shutdown"),
             mock.patch.object(worker, "build", build),
-            # Of a machine, not of a program; both take longer than the training here.
+            # Of a machine, not of a program; all take longer than the training here.
             mock.patch.object(timed, "canary_s", lambda communicator: 0.1),
             mock.patch.object(timed.evidence, "host_costs", lambda config: []),
+            mock.patch.object(plain, "SHORT_S", 0.0),
             tempfile.TemporaryDirectory() as folder,
             spoil[0](spoil[1]) if spoil else mock.MagicMock(),
         ):

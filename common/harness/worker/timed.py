@@ -102,7 +102,7 @@ class _Repeat:
         }
         if samples:
             self._phase("timing collectives again")
-            again = self._time_collectives(largest=True)
+            again = self._time_collectives(samples)
             costs = CostSamples(time_scale=self._scale, first=samples, again=again)
             self._result["cost_check"] = costs.check
             self._facts["collectives"] = costs.to_json()
@@ -118,10 +118,10 @@ class _Repeat:
         self._result["local_size"] = dear.local_size()
         return samples
 
-    def _time_collectives(self, *, largest: bool = False) -> list[Measurement]:
+    def _time_collectives(self, first: list[Measurement] | None = None) -> list[Measurement]:
         model = self._workload.model
         device = next(model.parameters()).device
-        return time_collectives(self._communicator, device, gradient_bytes(model), largest=largest)
+        return time_collectives(self._communicator, device, gradient_bytes(model), first)
 
     def _wrapped(self) -> Training:
         self._phase("wrapping the model")

@@ -47,13 +47,17 @@ class CostSamples:
 
 
 def time_collectives(
-    communicator: Communicator, device: torch.device, nbytes: int, *, largest: bool = False
+    communicator: Communicator,
+    device: torch.device,
+    nbytes: int,
+    first: list[Measurement] | None = None,
 ) -> list[Measurement]:
     """Times all operations for messages up to about `nbytes`; all ranks call it.
 
     Args:
         nbytes: of the gradients of the model.
-        largest: the two largest sizes only, which say what a byte costs.
+        first: measured before; again only the two largest sizes of each, which say what a byte
+            costs.
     """
     sizes = sizes_up_to(nbytes, communicator.burst_bytes)
     return [
@@ -61,11 +65,12 @@ def time_collectives(
             communicator,
             operation,
             device,
-            sizes=sizes[-2:] if largest else sizes,
+            # On slow links it has stopped before the largest.
+            sizes=sizes if first is None else first[place].nbytes[-2:],
             repeats=_REPEATS,
             shared=True,
         )
-        for operation in OPERATIONS
+        for place, operation in enumerate(OPERATIONS)
     ]
 
 

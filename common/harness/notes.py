@@ -27,6 +27,8 @@ LEAST_CANARIES = 5
 """So many launches tell what the machine is like, and how steady."""
 TRANSIENT = 0.03
 """The first period of blocks may differ so much from the others, relative."""
+TRANSIENT_ALPHA = 0.05 / 20
+"""Of a row, so that no more than one table of 20 rows in 20 has one by chance (Bonferroni)."""
 
 
 def unfaithful(strain: Sequence[Strain]) -> bool | None:
@@ -104,26 +106,29 @@ def _stands_out(logs: Sequence[float]) -> float:
 def not_stationary(iters: Sequence[Sequence[Sequence[float]]], period: int) -> str | None:
     """A note if blocks do not begin as they go on, by more than the noise between them explains.
 
-    The first period of each block is held against the rest of it. With one block alone, the spread
-    of its periods says how much one of them may be off.
+    The first period of each block is held against the rest of it. With fewer than three blocks the
+    spread of the periods in a block says how much one of them may be off.
 
     Args:
         iters: step times by repeat and block.
         period: steps of the algorithm's schedule.
     """
     blocks = [_periods(block, period) for repeat in iters for block in repeat]
-    ratios = [math.log(b[0] / statistics.fmean(b[1:])) for b in blocks if len(b) > 1]
-    if len(ratios) > 1:
-        spread = statistics.stdev(ratios) / math.sqrt(len(ratios))
-        freedom = len(ratios) - 1
-    elif ratios and len(blocks[0]) > 3:
-        rest = [math.log(value) for value in blocks[0][1:]]
-        spread = statistics.stdev(rest) * math.sqrt(1 + 1 / len(rest))
-        freedom = len(rest) - 1
+    blocks = [block for block in blocks if len(block) > 1]
+    ratios = [math.log(block[0] / statistics.fmean(block[1:])) for block in blocks]
+    if len(blocks) > 2:
+        spread, freedom = statistics.stdev(ratios), len(ratios) - 1
     else:
-        return None
+        rests = [[math.log(value) for value in block[1:]] for block in blocks]
+        freedom = sum(len(rest) - 1 for rest in rests)
+        if freedom < 2:
+            return None
+        within = sum((len(rest) - 1) * statistics.variance(rest) for rest in rests if len(rest) > 1)
+        beside = statistics.fmean(1 + 1 / len(rest) for rest in rests)
+        spread = math.sqrt(within / freedom * beside)
     off = statistics.fmean(ratios)
-    if abs(math.expm1(off)) <= TRANSIENT or abs(off) <= _t(freedom) * spread:
+    wide = _t(freedom) * spread / math.sqrt(len(ratios))
+    if abs(math.expm1(off)) <= TRANSIENT or abs(off) <= wide:
         return None
     first = "step" if period == 1 else f"{period} steps"
     longer = "longer" if off > 0 else "shorter"
@@ -140,4 +145,4 @@ def _periods(steps: Sequence[float], period: int) -> list[float]:
 def _t(freedom: int) -> float:
     from scipy.special import stdtrit  # only here: a dry run must not pay for it
 
-    return float(stdtrit(freedom, 0.975))
+    return float(stdtrit(freedom, 1 - TRANSIENT_ALPHA / 2))

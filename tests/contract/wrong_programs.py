@@ -176,7 +176,7 @@ def checked(trial: dict[str, Any], spoil: tuple[Callable[[str], Any], str] | Non
             tempfile.TemporaryDirectory() as folder,
             spoil[0](spoil[1]) if spoil else mock.MagicMock(),
         ):
-            workload = worker._workload(it, torch.device("cpu"))
+            workload = worker.make_workload(it, torch.device("cpu"))
             briefing = Briefing(folder=Path(folder), time_scale=0.02, costs={})
             result = timed.time_steps(it, briefing, workload, 0, lambda phase: None)
     finally:

@@ -165,3 +165,18 @@ def test_the_table_says_what_the_fit_is_and_the_record_keeps_every_time():
     kept = json.loads(json.dumps(network.record([LINE], 4, "gloo")))
     assert kept["collectives"]["all_reduce"]["seconds"] == LINE.seconds
     assert kept["collectives"]["all_reduce"]["alpha_s"] == pytest.approx(1e-4)
+
+
+@needs_sandbox
+@pytest.mark.full
+@pytest.mark.timeout(LIMIT_S + 20)
+def test_the_stopwatch_of_a_plain_script_and_the_harness_time_the_same_hosts(tmp_path):
+    path = tmp_path / "out.json"
+    options = ["--hosts", "2", "--repeats", "1", "--steps", "8", "--time-scale", "1"]
+    done = python("bench/elapsed.py", *options, "--json", str(path))
+    assert done.returncode in (0, 1) and "harness beside stopwatch: " in done.stdout, done.stderr
+    record = json.loads(path.read_text())
+    assert len(record["harness"]) == len(record["stopwatch"]) == 1
+    assert len(record["harness"][0]) == 8 and record["samples"] == 2 * 64
+    # How long compute takes at the least (0.22 s in the profile); a clock that stands still shows.
+    assert record["stopwatch"][0] > 0.2

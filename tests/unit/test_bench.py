@@ -10,6 +10,7 @@ import pytest
 from bench import (
     collectives,
     decentralized_peer,
+    elapsed,
     fidelity,
     latency,
     overlap,
@@ -199,6 +200,19 @@ def test_scales_are_compared_by_means_and_by_the_ratio_to_the_base():
     assert fidelity._compared(records[1:], "ddp") == []
 
 
+def test_a_throughput_is_held_against_a_stopwatch_of_its_own():
+    steps = [0.1, 0.1, 0.1, 0.5] * 2
+    found = elapsed.Found(steps=40, samples=256, harness=[steps] * 3, stopwatch=[0.2, 0.2, 0.201])
+    assert found.off_percent == pytest.approx(0.166, abs=0.01) and found.good
+    lines = found.lines()
+    assert lines[0].startswith("harness, blocks of 8 steps: 1280.00 samples/s (n 3,")
+    assert "bar 1 %: ok" in lines[2] and "+100 % off" in lines[3]
+    assert not dataclasses.replace(found, stopwatch=[0.205] * 3).good
+    assert not dataclasses.replace(found, stopwatch=[0.195] * 3).good
+    doubted = dataclasses.replace(found, doubts=["unfaithful: very"])
+    assert not doubted.good and doubted.lines()[-1] == "# unfaithful: very"
+
+
 @pytest.mark.parametrize(
     ("script", "arguments", "said"),
     [
@@ -229,6 +243,8 @@ def test_scales_are_compared_by_means_and_by_the_ratio_to_the_base():
         (fidelity, "scales --time-scale 0", "--time-scale must be greater than 0"),
         (fidelity, "scales --algorithms ddp ddp", "--algorithms names one twice"),
         (fidelity, "scales --models resnet50", "--models resnet50: has no time scale"),
+        (elapsed, "--steps 6", "--steps 6: must be a multiple of 4, a period"),
+        (elapsed, "--repeats 0", "--repeats must be at least 1"),
         (wrappers, "overhead --steps 0", "--steps must be at least 1"),
         (wrappers, "overhead --ranks 0", "--ranks must be at least 1"),
         (wrappers, "overhead --tensors -1", "--tensors must be at least 1"),

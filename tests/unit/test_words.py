@@ -58,22 +58,57 @@ def test_words_of_twins_are_judged_among_the_pairs_of_a_cell(sweep, capsys):
     assert words.main(["read", str(sweep([ddp, dear]))]) == 1
 
 
-def test_sweeps_of_twins_have_every_algorithm_twice(monkeypatch, tmp_path):
+def test_sweeps_of_twins_have_every_algorithm_twice_and_go_on(monkeypatch, tmp_path, capsys):
     ran = []
-    monkeypatch.setattr(
-        words.subprocess, "run", lambda command: ran.append(command) or CompletedProcess(command, 1)
-    )
-    monkeypatch.setattr(words, "read", lambda folders: len(folders))
-    assert words.main(["twins", "2", str(words.DEFAULT)]) == 2
+
+    def run(command, stdout):
+        ran.append(command)
+        overrides = [text for flag, text in itertools.pairwise(command) if flag == "--set"]
+        folder = tmp_path / load(words.DEFAULT, overrides).name
+        folder.mkdir(exist_ok=True)
+        ddp = varied("ddp", (1, 1.01, 0.99))
+        again = twin(ddp, 1.2 if len(ran) == 2 else 1.0)
+        if len(ran) == 3:  # stopped before its end
+            again = dataclasses.replace(again, status="interrupted")
+        for one in (ddp, again):
+            append(folder / "records.jsonl", one)
+        Comparison(compare_to="ddp", trials=(ddp.hash, again.hash)).save(folder)
+        return CompletedProcess(command, 2 if len(ran) == 3 else 1)
+
+    monkeypatch.setattr(words.subprocess, "run", run)
+    monkeypatch.setattr(words, "machine_card", lambda: MACHINE)
+    asked = ["twins", "3", str(words.DEFAULT), "--logs", str(tmp_path)]
+    assert words.main(asked) == 2, "the sweep was stopped"
+    said = capsys.readouterr().err
+    assert "sweep 2 of 3: 1 of 1 rows (100.0%) have a false word" in said
+    assert "so far: 1 of 2 rows (50.0%) have a false word" in said
+    assert words.main(asked) == 1 and len(ran) == 4, "two are complete, the third begins again"
+    assert "1 of 3 rows (33.3%)" in capsys.readouterr().out
     given = load(words.DEFAULT)
-    for index, command in enumerate(ran):
+    for index, command in zip((0, 1, 2, 2), ran, strict=True):
         overrides = [text for flag, text in itertools.pairwise(command) if flag == "--set"]
         changed = load(words.DEFAULT, overrides)
-        assert changed.name == f"{given.name}-twins-{index}" and changed.measure == given.measure
+        assert changed.name.startswith(f"{given.name}-twins-")
+        assert changed.name.endswith(f"-{index}") and changed.measure == given.measure
         labels = [trial.label for trial in changed.trials()]
         titles = [one.title for one in given.algorithms]
         assert labels == [label for one in titles for label in (one, f"{one} again")]
         assert changed.base == given.base
+
+
+def test_simulated_tables_are_judged(monkeypatch, capsys):
+    monkeypatch.setattr(words, "NOISES", (words.EMULATED,))
+    monkeypatch.setattr(words, "plans", lambda: (words.default_plan(),))
+    assert words.main(["simulated", "--tables", "40"]) == 0
+    assert "MISSED" not in capsys.readouterr().out
+    rough = dataclasses.replace(words.EMULATED, step=0.08)
+    monkeypatch.setattr(words, "EMULATED", rough)
+    monkeypatch.setattr(words, "NOISES", (rough,))
+    monkeypatch.setattr(words.stats, "holm", list)
+    assert words.main(["simulated", "--tables", "40"]) == 1
+    said = capsys.readouterr().out
+    missed = [line for line in said.splitlines() if line.startswith("MISSED: emulated")]
+    assert [line.split(": ")[2].split()[0] for line in missed] == ["false", "false", "5%"]
 
 
 def test_the_figure_is_grey_where_a_number_is_not_believed(sweep, tmp_path, monkeypatch):

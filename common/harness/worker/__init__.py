@@ -78,15 +78,8 @@ class Phase:
 
 def _run(trial: Trial, briefing: Briefing, repeat: int, phase: Phase) -> Result | None:
     """The result, which rank 0 writes; others may have none."""
-    torch.set_num_threads(trial.threads_per_rank)
     phase("joining the other ranks")
-    dear.init(backend=trial.backend, timeout_s=trial.collective_timeout_s)
-    _check_world(trial)
-    runtime.communicator().burst_bytes = briefing.burst_bytes
-    pace = briefing.pace(dear.rank())
-    if trial.backend == "comm_core":
-        pace.ended_s = _last_ended_s
-    set_pace(pace)
+    join(trial, briefing)
     launcher = runtime.facts().launcher
     phase("building the model")
     device = torch.device("cpu")
@@ -94,7 +87,7 @@ def _run(trial: Trial, briefing: Briefing, repeat: int, phase: Phase) -> Result 
         # Ranks may share GPUs where another backend than NCCL moves the bytes.
         device = torch.device("cuda", dear.local_rank() % torch.cuda.device_count())
         torch.cuda.set_device(device)
-    workload = _workload(trial, device)
+    workload = make_workload(trial, device)
     facts = {
         "parameters": sum(param.numel() for param in workload.model.parameters()),
         "gradient_bytes": gradient_bytes(workload.model),
@@ -106,6 +99,18 @@ def _run(trial: Trial, briefing: Briefing, repeat: int, phase: Phase) -> Result 
     return result and dataclasses.replace(result, **facts)
 
 
+def join(trial: Trial, briefing: Briefing) -> None:
+    """Makes this process a rank of the trial, at the pace of its host."""
+    torch.set_num_threads(trial.threads_per_rank)
+    dear.init(backend=trial.backend, timeout_s=trial.collective_timeout_s)
+    _check_world(trial)
+    runtime.communicator().burst_bytes = briefing.burst_bytes
+    pace = briefing.pace(dear.rank())
+    if trial.backend == "comm_core":
+        pace.ended_s = _last_ended_s
+    set_pace(pace)
+
+
 def _check_world(trial: Trial) -> None:
     if dear.size() != trial.world_size:
         raise UserError(
@@ -115,7 +120,8 @@ def _check_world(trial: Trial) -> None:
         )
 
 
-def _workload(trial: Trial, device: torch.device) -> Workload:
+def make_workload(trial: Trial, device: torch.device) -> Workload:
+    """The trial's model, equal on all ranks, with this rank's samples."""
     torch.manual_seed(trial.seed)
     np.random.seed(trial.seed)
     random.seed(trial.seed)

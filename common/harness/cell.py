@@ -104,15 +104,16 @@ class Cell:
         self._current: Turn | None = None
         self._spent_s = 0.0
         self._canaries: list[list[float]] = []
+        self._heaviest: Turn | None = None
 
     def run(self, unavailable: Callable[[Trial], str | None], fail_fast: bool) -> bool:
         """Runs all rounds; False if a trial failed and `fail_fast` says to stop.
 
+        Repeats that are finished are never lost: where the cell ends early, by `fail_fast` or by an
+        exception (Ctrl-C is one), they stand in a record that says so.
+
         Args:
             unavailable: why a trial cannot run here, or None.
-
-        Raises:
-            KeyboardInterrupt: after the trials under way have been recorded.
         """
         trials = [turn.trial for turn in self._all]
         try:
@@ -122,23 +123,29 @@ class Cell:
                 if reason:
                     self._end(turn, Outcome.of("unsupported", reason))
             if not self._rounds(fail_fast):
+                self._interrupt("another trial failed, and --fail-fast stops at the first")
                 return False
             self._rounds_at_2k()
+            for turn in self._running:
+                self._end(turn, _OK)
         except _UnpreparedError as error:
             outcome = Outcome.of("failed", f"the cluster could not be prepared: {error}")
             for turn in self._running:
                 self._end(turn, _OK if turn.facts else outcome)
             return not fail_fast
-        except KeyboardInterrupt:
-            for turn in self._running:
-                if turn.facts is not None:  # only the repeats at another scale are missing
-                    self._end(turn, _OK)
-                elif turn.results or turn is self._current:
-                    self._end(turn, Outcome.of("interrupted", "Ctrl-C"))
+        except BaseException as error:
+            stopped = isinstance(error, KeyboardInterrupt)
+            self._interrupt("Ctrl-C or SIGTERM" if stopped else f"{type(error).__name__}: {error}")
             raise
-        for turn in self._running:
-            self._end(turn, _OK)
         return True
+
+    def _interrupt(self, reason: str) -> None:
+        """Records what is finished of the trials under way."""
+        for turn in self._running:
+            if turn.facts is not None:  # only the repeats at another scale are missing
+                self._end(turn, _OK)
+            elif turn.results or turn.set_aside or turn is self._current:
+                self._end(turn, Outcome.of("interrupted", reason))
 
     def _prepare(self, change: Callable[[], None]) -> None:
         """Changes the fabric."""
@@ -175,7 +182,7 @@ class Cell:
         first = max(len(turn.results) for turn in self._running)
         for repeat in range(first, first + self._measure.repeats_at_2k):
             for turn in self._order(repeat):
-                outcome, result, _ = self._undisturbed(turn, repeat, slower=2.0)
+                outcome, result, _ = self._launched_until_quiet(turn, repeat, slower=2.0)
                 if result is None:
                     message = (outcome.error or {}).get("message")
                     turn.notes.append(f"at time scale {scale:g}: {outcome.status}: {message}")
@@ -211,19 +218,25 @@ class Cell:
         return self._base == (trial.label if self._base in labels else trial.algorithm)
 
     def _order(self, repeat: int) -> Iterator[Turn]:
-        """The trials under way, in an order that depends on the seed and the round alone."""
+        """The trials under way, in an order that depends on the seed and the round alone.
+
+        But a first round that is done again begins with the trial for which it is: if the new time
+        scale is too small as well, nothing else has to be repeated.
+        """
         mixed = list(self._all)
         random.Random(f"{self._seed} {repeat}").shuffle(mixed)
+        if repeat == 0:
+            mixed.sort(key=lambda turn: turn is not self._heaviest)
         return (turn for turn in mixed if turn in self._running)
 
     def _take_turn(self, turn: Turn, repeat: int, position: int) -> tuple[Outcome, Choice | None]:
         """How it ended, and the time scale that the cell must have instead, if it must."""
-        outcome, result, choice = self._undisturbed(turn, repeat)
+        outcome, result, choice = self._launched_until_quiet(turn, repeat)
         if result is None:
             self._end(turn, outcome)
             return outcome, None
         if choice is not None:
-            reason = self._too_heavy(turn, choice)
+            reason = self._too_heavy(turn, result, choice)
             if reason is not None:
                 turn.set_aside.append(self._aside(result, repeat, choice.reason))
                 outcome = Outcome.of("unsupported", reason)
@@ -237,7 +250,7 @@ class Cell:
             self._progress.best = f"{turn.trial.label} {rate:.3g}/s"
         return outcome, None if self._settled else choice
 
-    def _undisturbed(
+    def _launched_until_quiet(
         self, turn: Turn, repeat: int, slower: float = 1.0
     ) -> tuple[Outcome, Result | None, Choice | None]:
         """A launch; done again if the machine was disturbed meanwhile, the last one counts.
@@ -281,7 +294,7 @@ class Cell:
         progress.end(Planned(trial, slower), self._spent_s)
         return outcome, result
 
-    def _too_heavy(self, turn: Turn, choice: Choice) -> str | None:
+    def _too_heavy(self, turn: Turn, result: Result, choice: Choice) -> str | None:
         """Why the trial cannot be had here at that time scale; None if it can."""
         most = self._fabric.max_time_scale
         if choice.time_scale > most:
@@ -289,7 +302,9 @@ class Cell:
                 f"too heavy for this machine: {choice.reason}, which takes time scale "
                 f"{choice.time_scale:g}; cluster.max_time_scale is {most:g}"
             )
-        longer_s = self._spent_s * choice.time_scale / self._fabric.time_scale
+        # Starting processes takes no longer at a larger scale.
+        more = choice.time_scale - self._fabric.time_scale
+        longer_s = self._spent_s + more * result.stepping_s(turn.trial)
         if longer_s > self._timeout_s and not self._settled:
             return (
                 f"too heavy for this machine: {choice.reason}, which takes time scale "
@@ -305,7 +320,7 @@ class Cell:
             self._plan(turn, len(turn.results))
             turn.set_aside += [self._aside(one, 0, f"time scale: {reason}") for one in turn.results]
             turn.results, turn.notes, turn.order = [], [], Order(seed=self._seed)
-        self._best_rate = 0.0
+        self._best_rate, self._heaviest = 0.0, heaviest
         # What launches took tells nothing of those to come.
         self._progress.forget(heaviest.trial.cell)
         self._prepare(lambda: self._fabric.slow_down(dataclasses.replace(choice, reason=reason)))

@@ -32,6 +32,7 @@ from common.results.records import (
     Record,
     Strain,
     Throughput,
+    elapsed_per_step_s,
     typed,
 )
 from dear.cost.bounds import (
@@ -99,11 +100,21 @@ class Result:
         """The step times of all blocks."""
         return [step for block in self.iters for step in block]
 
+    def stepping_s(self, trial: Trial) -> float:
+        """How long the trial stepped, warm-up included, as if its steps took as long as timed ones;
+        in seconds of what the fabric stands for.
+        """
+        if trial.learn is not None:
+            return trial.learn.budget_s
+        before = [step for block in self.untimed for step in block]
+        warm_up = trial.measure.warmup_steps * elapsed_per_step_s(self.steps)
+        return math.fsum((*self.steps, *before, warm_up))
+
     def rate(self, trial: Trial) -> float:
         """Samples per second of all workers together."""
         if self.samples_per_s is not None:
             return self.samples_per_s
-        return trial.batch_size * trial.world_size * len(self.steps) / math.fsum(self.steps)
+        return trial.batch_size * trial.world_size / elapsed_per_step_s(self.steps)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,6 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,7 +22,7 @@ from common.harness.trial import BASELINE, Trial
 from common.harness.ui import Progress
 from common.launch.job import Job, Outcome
 from common.results import records
-from common.results.records import Comparison, typed
+from common.results.records import Comparison, Record, typed
 from dear.cost.collectives import AlphaBeta
 from dear.errors import UserError
 from dear.training.algorithm import algorithm_class
@@ -81,11 +80,13 @@ class Sweep:
             if not todo:
                 return
             with self.fabric:
-                for _, trials in groupby(todo, key=lambda trial: trial.cell):
-                    if not self._run_cell(list(trials), fail_fast):
-                        return
+                for trials in _cells(todo):
+                    # What has a time scale already does not share that of the others.
+                    for choice, some in self._by_scale(trials):
+                        if not self._run_cell(some, choice, fail_fast):
+                            return
 
-    def _run_cell(self, trials: list[Trial], fail_fast: bool) -> bool:
+    def _run_cell(self, trials: list[Trial], settled: Choice | None, fail_fast: bool) -> bool:
         """False if a trial failed and `fail_fast` says to stop."""
         for trial in trials:
             folder = self.folder / trial.id
@@ -96,7 +97,7 @@ class Sweep:
             trials,
             sweep=self.experiment.name,
             fabric=self.fabric,
-            settled=self._settled(trials),
+            settled=settled,
             base=self.experiment.base,
             timeout_s=self.experiment.timeout_s,
             launch=self._launch,
@@ -106,22 +107,22 @@ class Sweep:
         )
         return cell.run(_unavailable, fail_fast)
 
-    def _settled(self, cell: Sequence[Trial]) -> Choice | None:
-        """The time scale of trials that these are compared with and that are not run again.
-
-        Those of the same cell, and what a fault is compared with: the same without it.
-        """
+    def _by_scale(self, cell: list[Trial]) -> list[tuple[Choice | None, list[Trial]]]:
+        """Trials of a cell, by the time scale that they must have; None: it is to choose."""
         again = {trial.hash for trial in self._todo}
-        for record in reversed(records.load(self._path)):
-            kept = record.hash not in again or record.run == self._run_id
-            if not (kept and record.ok and record.hash in self.comparison.trials):
-                continue
-            if _undisturbed(Trial.from_json(record.trial)).cell == _undisturbed(cell[0]).cell:
-                reason = record.time_scale_reason or ""
-                if not reason.startswith(_AS_THE_OTHERS):
-                    reason = _AS_THE_OTHERS + reason
-                return Choice(time_scale=record.time_scale, reason=reason)
-        return None
+        kept = [
+            record
+            for record in reversed(records.load(self._path))
+            if record.ok
+            and record.hash in self.comparison.trials
+            and (record.hash not in again or record.run == self._run_id)
+        ]
+        found: dict[float | None, tuple[Choice | None, list[Trial]]] = {}
+        for trial in cell:
+            choice = _settled(trial, kept)
+            key = choice and choice.time_scale
+            found.setdefault(key, (choice, []))[1].append(trial)
+        return list(found.values())
 
     def _launch(
         self, trial: Trial, repeat: int, slower: float = 1.0
@@ -175,8 +176,37 @@ class Sweep:
 _AS_THE_OTHERS = "as others of the cell, which are on record: "
 
 
-def _undisturbed(trial: Trial) -> Trial:
+def _settled(trial: Trial, kept: Sequence[Record]) -> Choice | None:
+    """The time scale of what the trial is compared with and that is not run again.
+
+    Those of the same cell and as many workers, and what a fault is compared with: the same without
+    it. The single worker is compared with all.
+
+    Args:
+        kept: newest first.
+    """
+    cell = _without_fault(trial).cell
+    for record in kept:
+        other = Trial.from_json(record.trial)
+        compared = trial.algorithm == BASELINE or other.world_size == trial.world_size
+        if compared and _without_fault(other).cell == cell:
+            reason = record.time_scale_reason or ""
+            if not reason.startswith(_AS_THE_OTHERS):
+                reason = _AS_THE_OTHERS + reason
+            return Choice(time_scale=record.time_scale, reason=reason)
+    return None
+
+
+def _without_fault(trial: Trial) -> Trial:
     return dataclasses.replace(trial, fault=None)
+
+
+def _cells(trials: Sequence[Trial]) -> list[list[Trial]]:
+    """By what trials of one time scale share, in the order of each one's first."""
+    found: dict[tuple[Any, ...], list[Trial]] = {}
+    for trial in trials:
+        found.setdefault(trial.cell, []).append(trial)
+    return list(found.values())
 
 
 def to_run(trials: list[Trial], path: Path, rerun: Rerun) -> list[Trial]:

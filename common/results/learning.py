@@ -163,7 +163,7 @@ def _row(record: Record, records: Sequence[Record]) -> LearnRow:
         others = [rank for rank in range(trial["world_size"]) if rank not in slowed]
         found = race.typical(race.rates(record, leave_out=others))
         known["slowed_steps_per_s"] = found and found.value
-    calm = _undisturbed(record, records)
+    calm = _without_fault(record, records)
     if calm is not None and known["doubt"] is None:
         before = race.rates(calm, leave_out=[*slowed, *lost])
         if len(before) == len(rates) and min(rates + before, default=0.0) > 0:
@@ -207,7 +207,7 @@ def _accuracy(record: Record) -> dict[str, Any]:
     return {**known, "accuracy_error": error}
 
 
-def _undisturbed(record: Record, records: Sequence[Record]) -> Record | None:
+def _without_fault(record: Record, records: Sequence[Record]) -> Record | None:
     """The same trial without its fault, if its numbers may be believed."""
     if not record.fault:
         return None

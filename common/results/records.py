@@ -23,6 +23,11 @@ from dear.errors import UserError
 SCHEMA = 1
 
 
+def elapsed_per_step_s(steps: Sequence[float]) -> float:
+    """Of a repeat, from the times of its steps; all in seconds."""
+    return math.fsum(steps) / len(steps)
+
+
 def mean_step_s(iters: Iterable[Iterable[Sequence[float]]]) -> float:
     """Elapsed time per step in seconds: of each repeat, then their mean.
 
@@ -30,7 +35,7 @@ def mean_step_s(iters: Iterable[Iterable[Sequence[float]]]) -> float:
         iters: step times by repeat and block.
     """
     repeats = [[step for block in repeat for step in block] for repeat in iters]
-    return statistics.fmean(math.fsum(repeat) / len(repeat) for repeat in repeats)
+    return statistics.fmean(map(elapsed_per_step_s, repeats))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.special import gammaincinv, ndtr, stdtr, stdtrit
 
+from common.results.records import elapsed_per_step_s
+
 Repeats = Sequence[Sequence[float]]
 """Step times in seconds: one sequence per repeat."""
 
@@ -229,7 +231,7 @@ def precise_enough(
 
 def _times(repeats: Repeats) -> list[float]:
     """Elapsed time per step of each repeat."""
-    return [math.fsum(repeat) / len(repeat) for repeat in repeats]
+    return list(map(elapsed_per_step_s, repeats))
 
 
 def _error(logs: Sequence[float]) -> float | None:

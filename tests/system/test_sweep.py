@@ -61,10 +61,12 @@ class Made(Fabric):
         self.settled: list[Choice | None] = []
         self.scale = 1.0
         self.started: list[str] = []
+        self.entered: list[set[tuple[int, bool]]] = []
         self.told: list[Briefing] = []
 
     def enter_cell(self, trials: Sequence[Trial], settled: Choice | None = None) -> None:
         self.settled.append(settled)
+        self.entered.append({(trial.world_size, trial.fault is not None) for trial in trials})
         self.broken_cells -= 1
         if self.broken_cells >= 0:
             raise RuntimeError("the link of h1 carries no data: timed out")
@@ -172,6 +174,28 @@ def test_a_fault_has_the_time_scale_of_what_it_is_compared_with(line, monkeypatc
     assert line.run(*ONE_CELL, *cluster) == 0
     undisturbed, faulty = line.made.settled
     assert undisturbed is None and faulty.time_scale == 12.0
+
+
+def test_worlds_of_a_cell_are_prepared_for_together_and_later_ones_anew(line, monkeypatch):
+    """What is right for the smallest of several worlds is too fast for the others."""
+    monkeypatch.setattr(sandbox, "inside", lambda: True)
+    fault = "faults=[{kind: kill_rank, rank: 1, at_s: 1}]"
+    worlds = ["--set", "cluster={hosts: 3}", "--set", "world_sizes=[2, 3]", "--set", fault]
+    small = [flag.replace("[2, 3]", "[2]") for flag in worlds]
+    assert line.run(*ONE_CELL, *worlds) == 0
+    assert line.made.entered == [{(2, False), (3, False)}, {(2, True), (3, True)}]
+
+    line.made.settled.clear(), line.made.entered.clear()
+    assert line.run(*ONE_CELL, *small, "--rerun", "all") == 0
+    assert line.made.entered == [{(2, False)}, {(2, True)}]
+    line.made.settled.clear(), line.made.entered.clear()
+    (line.sweep / "records.jsonl").write_text("")
+    assert line.run(*ONE_CELL, *small) == 0
+    line.made.scale = 12.0
+    assert line.run(*ONE_CELL, *worlds) == 0
+    assert line.made.entered[2:] == [{(3, False)}, {(3, True)}]
+    calm, faulty = line.made.settled[2:]
+    assert calm is None and faulty.time_scale == 12.0
 
 
 def test_a_record_tells_the_order_of_its_cell_and_a_dry_run_how_long_it_goes_on(line, capsys):

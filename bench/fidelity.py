@@ -6,6 +6,12 @@
   python bench/fidelity.py collective    a 4-rank all-reduce at 1 Gb/s against the wire; bar 6 %
   python bench/fidelity.py scales        the same trials at time scales k and 2k; bar 1.5 %, and 1 %
                                          for the ratio to the first
+  python bench/fidelity.py faith         steps at several time scales, and ranks' waits for cores;
+                                         bar 3 % beside the largest scale, for what is believed
+
+With `--json FILE` the last two keep each trial when it has ended. Asked again at the same commit,
+for the same or other parts (`--models resnet50 --algorithms ddp,dear`), they measure what is
+missing.
 
 Exit status: 0 within the bar, 1 not or something failed, 2 a mistake in the options.
 """
@@ -14,26 +20,20 @@ from __future__ import annotations
 
 import argparse
 import gc
-import itertools
-import json
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import yaml
-
 from bench.collectives import measure
-from bench.rig import session
+from bench.rig import scales, session
+from bench.rig.cases import Case, Check
 from bench.rig.output import Output, note
-from bench.rig.table import bucket_bytes, bus_factor, digits, layout, parse_size, slowest
+from bench.rig.table import bucket_bytes, bus_factor, digits, parse_size, slowest
 from bench.rig.team import Layout, Teams
 from common.emulation import network, sandbox
 from common.emulation.cluster import EmulatedCluster
@@ -41,53 +41,6 @@ from common.emulation.config import NetworkProfile
 from common.models import registry
 from dear.errors import UserError, unknown
 from dear.lazy import torch
-from dear.options import positive
-
-
-class Case:
-    """One thing that is asked for, what was measured of it, and how far that is off.
-
-    Attributes:
-        cells: of the row below `header`.
-    """
-
-    bar_percent: ClassVar[float]
-    header: ClassVar[tuple[str, ...]]
-    judged = True
-    off_percent: float
-    cells: Callable[[], list[str]]
-
-    @property
-    def verdict(self) -> str:
-        """`ok`, or `MISSED` if further off than the bar in either direction."""
-        if not self.judged:
-            return "not judged"
-        return "ok" if abs(self.off_percent) <= self.bar_percent else "MISSED"
-
-
-def table(kind: type[Case], cases: Sequence[Case]) -> str:
-    """A row per case, and its verdict."""
-    header = [*kind.header, f"bar {kind.bar_percent:g} %"]
-    return layout(header, [[*case.cells(), case.verdict] for case in cases])
-
-
-@dataclass(frozen=True)
-class Check:
-    """The cases of one run: kept after each round, printed and judged at its end."""
-
-    what: str
-    kind: type[Case]
-    output: Output
-
-    def save(self, cases: Sequence[Case], **values: Any) -> None:
-        """Keeps the cases and values, with where they were measured."""
-        about = self.output.about(f"bench/fidelity {self.what}")
-        self.output.save({**about, "cases": [vars(case) for case in cases], **values})
-
-    def end(self, cases: Sequence[Case], *remarks: str, failures: Sequence[str] = ()) -> int:
-        """Prints the table; 0 if all that is judged is within the bar and nothing has failed."""
-        print("\n".join([*self.output.heading(), *remarks, table(self.kind, cases), *failures]))
-        return int(bool(failures) or any(case.verdict == "MISSED" for case in cases))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -315,164 +268,17 @@ def all_reduce(args: argparse.Namespace, check: Check) -> int:
     return check.end(cases, remark, failures=failures)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Scales(Case):
-    """A trial of a sweep: mean emulated step times of its repeats at time scales k and 2k."""
-
-    bar_percent = 1.5
-    ratio_bar_percent: ClassVar[float] = 1.0
-    header = (
-        *("model", "algorithm", "k", "n", "step at k", "step at 2k", "off"),
-        *("ratio to base", "ratio off"),
-    )
-
-    model: str
-    algorithm: str
-    time_scale: float
-    at_k_s: list[float]
-    at_2k_s: list[float]
-    base_at_k_s: float
-    """Mean step of the algorithm that the others are compared with."""
-    base_at_2k_s: float
-
-    @property
-    def off_percent(self) -> float:
-        """T(k) - T(2k) as a share of T(k)."""
-        return 100 * (1 - statistics.fmean(self.at_2k_s) / statistics.fmean(self.at_k_s))
-
-    @property
-    def ratio(self) -> float:
-        """Of the mean step at k to that of the base."""
-        return statistics.fmean(self.at_k_s) / self.base_at_k_s
-
-    @property
-    def ratio_off_percent(self) -> float:
-        """By how much that ratio is larger than at 2k."""
-        at_2k = statistics.fmean(self.at_2k_s) / self.base_at_2k_s
-        return 100 * (self.ratio / at_2k - 1)
-
-    @property
-    def verdict(self) -> str:
-        near = abs(self.ratio_off_percent) <= self.ratio_bar_percent
-        return super().verdict if near else "MISSED"
-
-    def cells(self) -> list[str]:
-        return [
-            *(self.model.partition("@")[0], self.algorithm, f"{self.time_scale:g}"),
-            f"{len(self.at_k_s)} + {len(self.at_2k_s)}",
-            f"{digits(statistics.fmean(self.at_k_s) * 1e3, 4)} ms",
-            f"{digits(statistics.fmean(self.at_2k_s) * 1e3, 4)} ms",
-            f"{self.off_percent:+.2f} %",
-            f"{self.ratio:.3f}",
-            f"{self.ratio_off_percent:+.2f} % of {self.ratio_bar_percent:g} %",
-        ]
-
-
-_COMPARED = ["ddp", "horovod", "wfbp", "dear", "dadt", "decentralized"]
-_MODELS = [f"{name}@rtx2080ti-modelled" for name in ("bert_base", "resnet50", "densenet201")]
-
-
-class SweepError(Exception):
-    """A sweep gave no step times; the message is one line."""
-
-
-def scales(args: argparse.Namespace, check: Check) -> int:
-    """Do two time scales give the same emulated step time?"""
-    cases: list[Scales] = []
-    sweeps: list[dict[str, Any]] = []
-    failures: list[str] = []
-    with tempfile.TemporaryDirectory(prefix="fidelity-") as folder:
-        for index, model in enumerate(args.models):
-            try:
-                found = _sweep(args, model, f"scales-{index}", Path(folder))
-            except SweepError as error:
-                failures.append(str(error))
-                continue
-            sweeps += found
-            failures += [_failure(record) for record in found if record["status"] != "ok"]
-            cases += _compared(found, args.algorithms[0])
-            check.save(cases, sweeps=sweeps)
-    remark = f"# {args.hosts} hosts, {args.network}; ratios to {args.algorithms[0]}"
-    return check.end(cases, remark, failures=failures)
-
-
-def experiment(args: argparse.Namespace, model: str, name: str) -> dict[str, Any]:
-    """The keys of the experiment file of one sweep."""
-    cluster = {"hosts": args.hosts, "network": args.network}
-    if args.time_scale is not None:
-        cluster["time_scale"] = args.time_scale
-    measure = {"repeats": args.repeats, "repeats_at_2k": args.repeats, "check_steps": 1}
-    measure |= {"warmup_steps": 2, "steps_per_iter": args.steps}
-    return {
-        "name": name,
-        "algorithms": list(args.algorithms),
-        "models": [{"name": model, "batch_size": registry.model_entry(model).batch_size}],
-        "world_sizes": [args.hosts],
-        "baseline": False,
-        "cluster": cluster,
-        "optimizer": {"name": "sgd", "lr": 0.01},
-        "measure": measure,
-        "timeout_s": 1800.0,
-    }
-
-
-def _compared(records: Sequence[dict[str, Any]], base: str) -> list[Scales]:
-    """Those that have been measured at both scales, if the base is one of them."""
-    times = {}
-    for record in records:
-        if record["status"] == "ok" and record["systematic"]:
-            both = (record["iters"], record["systematic"]["iters"])
-            times[record["trial"]["algorithm"]] = tuple(
-                [statistics.fmean(itertools.chain(*blocks)) for blocks in repeats]
-                for repeats in both
-            )
-    if base not in times:
-        return []
-    at_k_s, at_2k_s = map(statistics.fmean, times[base])
-    return [
-        Scales(
-            model=record["trial"]["model"],
-            algorithm=record["trial"]["algorithm"],
-            time_scale=record["time_scale"],
-            at_k_s=times[record["trial"]["algorithm"]][0],
-            at_2k_s=times[record["trial"]["algorithm"]][1],
-            base_at_k_s=at_k_s,
-            base_at_2k_s=at_2k_s,
-        )
-        for record in records
-        if record["trial"]["algorithm"] in times
-    ]
-
-
-def _failure(record: dict[str, Any]) -> str:
-    said = (record["error"] or {}).get("message")
-    return f"{record['trial']['model']} {record['trial']['algorithm']}: {record['status']}: {said}"
-
-
-def _sweep(args: argparse.Namespace, model: str, name: str, folder: Path) -> list[dict[str, Any]]:
-    """The records of one run of the driver."""
-    path = folder / f"{name}.yaml"
-    path.write_text(yaml.safe_dump(experiment(args, model, name)))
-    driver = str(Path(__file__).parents[1] / "benchmarks.py")
-    command = [sys.executable, driver, "run", str(path), "--json", "--quiet"]
-    command += ["--no-plot", "--logs", str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
-    if done.returncode == 2:
-        raise UserError(done.stderr.strip().removeprefix("error: "))
-    note(done.stderr.strip())
-    if not done.stdout.strip():
-        last = (done.stderr.strip().splitlines() or ["nothing was said"])[-1]
-        raise SweepError(f"the sweep of {model} failed: {last}")
-    return json.loads(done.stdout)
-
-
 CHECKS = {
     "links": (links, Link, 5, "rates of the links, asked and measured"),
     "compute": (compute, Replay, 5, "replayed steps against their profiles"),
     "collective": (all_reduce, AllReduce, 7, "an all-reduce against the wire"),
-    "scales": (scales, Scales, 3, "the same trials at time scales k and 2k"),
 }
 """What runs, its cases, rounds by default, and what it compares."""
+SWEEPS = {
+    "scales": (scales.scales, "the same trials at time scales k and 2k"),
+    "faith": (scales.faith, "steps against waiting for cores, at several time scales"),
+}
+"""The same of those that are sweeps."""
 
 
 def main(argv: list[str]) -> int:
@@ -481,14 +287,10 @@ def main(argv: list[str]) -> int:
         raise UserError(f"--repeats {args.repeats}: must be at least 1")
     if args.what in ("links", "collective") and not sandbox.inside():
         raise session.NeedsSandbox
-    if args.what == "scales":
-        positive("--time-scale", args.time_scale)
-        for option, names in (("--algorithms", args.algorithms), ("--models", args.models)):
-            if len(set(names)) != len(names):
-                raise UserError(f"{option} names one twice: {' '.join(names)}")
-        for model in args.models:
-            if not registry.is_replay(model):
-                raise UserError(f"--models {model}: has no time scale; use MODEL@DEVICE")
+    if args.what in SWEEPS:
+        scales.check_options(args)
+        with Output(args.json, go_on=True) as output:
+            return SWEEPS[args.what][0](args, output)
     with Output(args.json) as output:
         check, kind, *_ = CHECKS[args.what]
         return check(args, Check(args.what, kind, output))
@@ -510,13 +312,12 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     add("--gbps", type=float, default=1.0, help="rate of the links in Gb/s")
     add("--size", default="25Mi", help="bytes to reduce")
     add("--mtu", nargs="+", type=int, default=[1500], help="packet sizes of the links, in bytes")
-    add = made["scales"]
-    add("--time-scale", type=float, default=None, help="k; else what the sweep finds by itself")
-    add("--algorithms", nargs="+", default=_COMPARED, metavar="NAME", help="the base first")
-    add("--models", nargs="+", default=_MODELS, metavar="NAME", help="replayed models")
-    add("--hosts", type=int, default=4, help="virtual hosts, one rank each")
-    add("--network", default="10gbe", help="network profile or bandwidth")
-    add("--steps", type=int, default=3, help="timed steps in each round")
+    for name, (_, text) in SWEEPS.items():
+        parsers = whats.add_parser(name, help=text, description=text, formatter_class=shape)
+        add = parsers.add_argument
+        add("--repeats", type=int, default=3, help="launches at each time scale")
+        add("--json", type=Path, default=None, help="keep records here, and go on with those there")
+        scales.add_options(add, name)
     return parser.parse_args(argv)
 
 

@@ -16,18 +16,27 @@ class Output:
     """`with Output(path) as output:` claims `path` at once, so that a run does not find out at its
     end; None keeps nothing. Without results the name is given back.
 
+    Args:
+        go_on: a file that is there is read and added to, not refused.
+
     Attributes:
         card: this machine.
+        earlier: what the file held.
     """
 
-    def __init__(self, path: Path | None) -> None:
+    def __init__(self, path: Path | None, go_on: bool = False) -> None:
         self.card = machine_card()
+        self.earlier: dict[str, Any] | None = None
+        self._go_on = go_on
         self._started = datetime.datetime.now(datetime.timezone.utc)
         self._path = path
         self._saved = False
 
     def __enter__(self) -> Output:
-        if self._path is not None:
+        if self._path is not None and self._go_on and self._path.exists():
+            self.earlier = self._read()
+            self._saved = True
+        elif self._path is not None:
             try:
                 self._path.open("x").close()
             except FileExistsError:
@@ -43,6 +52,15 @@ class Output:
     def __exit__(self, *_: object) -> None:
         if self._path is not None and not self._saved:
             self._path.unlink(missing_ok=True)
+
+    def _read(self) -> dict[str, Any]:
+        try:
+            found = json.loads(self._path.read_text())
+        except (OSError, ValueError):
+            found = None
+        if not isinstance(found, dict):
+            raise UserError(f"--json {self._path} holds no results to go on with")
+        return found
 
     def save(self, record: dict[str, Any]) -> None:
         """Replaces what the file holds; a run that fails later loses only what came after."""

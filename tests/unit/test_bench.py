@@ -17,12 +17,14 @@ from bench import (
     preempt,
     wrappers,
 )
-from bench.rig import session, table, team
+from bench.rig import cases, scales, session, table, team
 from bench.rig.limits import Limits
 from bench.rig.output import Output
 from common.emulation import sandbox
 from common.emulation.cluster import VirtualHost
+from common.harness.notes import UNFAITHFUL_WAIT
 from common.launch.mpirun import Mpirun
+from common.results.records import Check, Record, Strain
 from dear.errors import UserError
 
 
@@ -155,7 +157,7 @@ def test_a_link_may_be_off_by_two_percent_in_both_directions(ups, off, verdict):
     rounds = [[{"host": "h0", "up_gbps": up, "down_gbps": 1.0}] for up in ups]
     case = fidelity.Link(gbps=1.0, time_scale=1, rounds=rounds)
     assert (case.off_percent, case.verdict) == (pytest.approx(off), verdict)
-    assert fidelity.table(fidelity.Link, [case]).splitlines()[1].split()[-1] == verdict
+    assert cases.table(fidelity.Link, [case]).splitlines()[1].split()[-1] == verdict
 
 
 def test_an_all_reduce_is_compared_with_its_payload_and_with_its_frames():
@@ -168,36 +170,120 @@ def test_an_all_reduce_is_compared_with_its_payload_and_with_its_frames():
     assert fidelity.AllReduce(engine="comm_core", mtu=9000, payload_s=1.0).framed_s < 1.01
 
 
-def at_two_scales(algorithm, at_k_s, at_2k_s, status="ok"):
-    systematic = {"time_scale": 16.0, "iters": [[[step]] for step in at_2k_s]}
-    return {
-        "trial": {"model": "m@d", "algorithm": algorithm},
-        "status": status,
-        "error": None,
-        "time_scale": 8.0,
-        "iters": [[[step - 0.1, step], [step + 0.1]] for step in at_k_s],
-        "systematic": systematic if at_2k_s else None,
-    }
+def at_scale(algorithm, k, steps_s, wait=0.1, model="m@d", **more):
+    """A record as JSON: a launch for each of `steps_s`, its mean step."""
+    trial = {"model": model, "algorithm": algorithm, "label": algorithm}
+    record = Record(
+        id=algorithm,
+        hash=algorithm,
+        trial=trial,
+        status="ok",
+        started="",
+        duration_s=1.0,
+        machine={},
+        time_scale=k,
+        iters=[[[step - 0.1, step + 0.1]] for step in steps_s],
+        check=Check(replicas_agree=True, matches_reference=True),
+        strain=[Strain(core_wait=wait)],
+        unfaithful=wait > UNFAITHFUL_WAIT,
+    )
+    return dataclasses.replace(record, **more).to_json()
 
 
-def test_scales_are_compared_by_means_and_by_the_ratio_to_the_base():
-    records = [
-        at_two_scales("ddp", [1.0, 1.04], [1.01]),
-        at_two_scales("dear", [0.5], [0.5]),
-        at_two_scales("wfbp", [1.0], [0.98]),
-        at_two_scales("dadt", [1.0], []),
-        at_two_scales("horovod", [1.0], [1.0], status="failed"),
+@pytest.fixture
+def sweeps(monkeypatch, tmp_path):
+    """`sweeps(records)` answers sweeps with them; it returns what runs the bench."""
+
+    def sweeps(*records):
+        asked = []
+
+        def sweep(self, model, algorithms, time_scale, repeats):
+            asked.append((algorithms[0], time_scale))
+            if time_scale is None:
+                return [{"time_scale": 8.0}, {"time_scale": 4.0}]
+            at = [r for r in records if r["time_scale"] == time_scale]
+            return [r for r in at if [r["trial"]["algorithm"]] == algorithms]
+
+        monkeypatch.setattr(scales.Measured, "_sweep", sweep)
+        monkeypatch.setattr(scales.registry, "model_entry", lambda model: None)
+
+        def run(words):
+            asked.clear()
+            options = ["--models", "m@d", "--json", str(tmp_path / "out.json")]
+            return fidelity.main([*words.split(), *options]), asked
+
+        return run
+
+    return sweeps
+
+
+def test_scales_are_compared_by_means_and_by_the_ratio_to_the_base(sweeps, capsys):
+    run = sweeps(
+        *(at_scale("ddp", 8.0, [1.0, 1.04]), at_scale("ddp", 16.0, [1.01, 1.01])),
+        *(at_scale("dear", 8.0, [0.5, 0.5]), at_scale("dear", 16.0, [0.5, 0.5])),
+        *(at_scale("wfbp", 8.0, [1.0, 1.0]), at_scale("wfbp", 16.0, [0.98, 0.98])),
+        *(at_scale("dadt", 8.0, [1.0, 1.0]), at_scale("dadt", 16.0, [1.0, 1.0], wait=0.9)),
+    )
+    status, asked = run("scales --algorithms ddp,dear")
+    assert status == 0 and asked[0][1] is None and len(asked) == 1 + 4
+    lines = capsys.readouterr().out.splitlines()
+    ddp, dear = (line.split() for line in lines if line.startswith("m "))
+    assert ddp[:3] == ["m", "ddp", "8"] and ddp[-1] == dear[-1] == "ok"
+    assert "+0.98" in ddp and "-0.98" in dear
+    # Other parts: only what is missing is measured, at the same k, and the base is kept.
+    status, asked = run("scales --algorithms ddp,wfbp,dadt")
+    assert status == 1
+    assert asked == [("wfbp", 8.0), ("wfbp", 16.0), ("dadt", 8.0), ("dadt", 16.0)]
+    out = capsys.readouterr().out
+    rows = [line.split() for line in out.splitlines() if line.startswith("m ")]
+    assert [row[1] for row in rows] == ["ddp", "wfbp"]
+    wfbp = rows[1]
+    assert wfbp[-1] == "MISSED" and "+2.00" in wfbp
+    assert "not judged: m dadt at k=16: unfaithful" in out
+
+
+def test_results_of_other_settings_or_commits_are_not_gone_on_with(sweeps, tmp_path):
+    run = sweeps(at_scale("ddp", 8.0, [1.0, 1.0]), at_scale("ddp", 16.0, [1.0, 1.0]))
+    assert run("scales --algorithms ddp")[0] == 0
+    with pytest.raises(UserError, match=r"out\.json was measured with .*'steps': 3"):
+        run("scales --algorithms ddp --steps 4")
+    with pytest.raises(UserError, match="is of `bench/fidelity scales`"):
+        run("faith --algorithms ddp --time-scales 8 16")
+    path = tmp_path / "out.json"
+    path.write_text(path.read_text().replace('"commit": "', '"commit": "0'))
+    with pytest.raises(UserError, match="name another file"):
+        run("scales --algorithms ddp")
+    assert path.exists()
+
+
+def test_faith_holds_steps_against_the_largest_scale_and_says_where_the_limit_may_lie(
+    sweeps, capsys
+):
+    run = sweeps(
+        at_scale("ddp", 4.0, [1.4, 1.4], wait=0.9),
+        at_scale("ddp", 6.0, [1.01, 1.01], wait=0.6),
+        at_scale("ddp", 8.0, [1.0, 1.0], wait=0.3, notes=["disturbed: very"]),
+        at_scale("ddp", 16.0, [1.0, 1.0], wait=0.2),
+    )
+    status, _ = run("faith --algorithms ddp --time-scales 4 6 8 16")
+    out = capsys.readouterr().out
+    rows = [line.split() for line in out.splitlines() if line.startswith("m ")]
+    assert [(row[2], row[4], row[-1]) for row in rows] == [
+        ("16", "0.20", "truth"),
+        ("6", "0.60", "ok"),
+        ("4", "0.90", "unfaithful"),
     ]
-    ddp, dear, wfbp = fidelity._compared(records, "ddp")
-    assert ddp.off_percent == pytest.approx(100 * 0.01 / 1.02) and ddp.ratio == 1.0
-    assert (ddp.verdict, dear.verdict, wfbp.verdict) == ("ok", "ok", "MISSED")
-    assert dear.ratio == pytest.approx(0.5 / 1.02)
-    assert dear.ratio_off_percent == pytest.approx(100 * (1.01 / 1.02 - 1))
-    assert wfbp.off_percent == pytest.approx(2.0)
-    far = dataclasses.replace(dear, base_at_2k_s=1.04)
-    assert abs(far.off_percent) <= far.bar_percent and far.verdict == "MISSED"
-    assert "2 + 1" in fidelity.table(fidelity.Scales, [ddp])
-    assert fidelity._compared(records[1:], "ddp") == []
+    assert "+40.00" in rows[2] and status == 0
+    assert "not judged: m ddp at k=8: disturbed: very" in out
+    assert "within 3 %: waits up to 0.60 s/s" in out
+    assert "further off: waits from 0.90 s/s" in out
+
+
+def test_faith_misses_its_bar_where_a_step_is_too_long_below_the_limit(sweeps, tmp_path):
+    run = sweeps(
+        at_scale("ddp", 6.0, [1.1, 1.1], wait=0.6), at_scale("ddp", 16.0, [1.0, 1.0], wait=0.2)
+    )
+    assert run("faith --algorithms ddp --time-scales 6 16")[0] == 1
 
 
 def test_a_throughput_is_held_against_a_stopwatch_of_its_own():
@@ -242,7 +328,8 @@ def test_a_throughput_is_held_against_a_stopwatch_of_its_own():
         (fidelity, "links --repeats 0", "--repeats 0: must be at least 1"),
         (fidelity, "scales --time-scale 0", "--time-scale must be greater than 0"),
         (fidelity, "scales --algorithms ddp ddp", "--algorithms names one twice"),
-        (fidelity, "scales --models resnet50", "--models resnet50: has no time scale"),
+        (fidelity, "scales --models mnist", "unknown model recorded on rtx2080ti-modelled 'mnist'"),
+        (fidelity, "faith --time-scales 4", "--time-scales: must be two at least"),
         (elapsed, "--steps 6", "--steps 6: must be a multiple of 4, a period"),
         (elapsed, "--repeats 0", "--repeats must be at least 1"),
         (wrappers, "overhead --steps 0", "--steps must be at least 1"),

@@ -206,11 +206,12 @@ def _check(results: Sequence[Result]) -> Check:
         values = [getattr(check, key) for check in checks]
         return None if None in values else max(values)
 
-    agree = [check.replicas_agree for check in checks]
+    # After a training at ranks' own pace one may be dead: nobody looks then.
+    agree = [check.replicas_agree for check in checks if check.replicas_agree is not None]
     return _finite(
         dataclasses.replace(
             checks[0],
-            replicas_agree=None if None in agree else all(agree),
+            replicas_agree=all(agree) if agree else None,
             replica_spread=worst("replica_spread"),
             consensus_distance=worst("consensus_distance"),
         )

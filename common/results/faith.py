@@ -28,8 +28,7 @@ def doubt(record: Record) -> str | None:
                 return note
     if record.unfaithful:
         return "unfaithful: the machine was too busy to be the cluster"
-    # Where something is learned, that itself is what is judged.
-    if record.learning is None and (record.check is None or record.check.verdict == "unchecked"):
+    if record.check is None or record.check.verdict == "unchecked":
         finding = record.check and record.check.finding
         return f"unchecked: {finding or 'it was not compared with plain training'}"
     return None

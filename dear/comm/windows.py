@@ -272,12 +272,24 @@ class NeighborWindow:
 
     def steps_in(self, source: int) -> int | None:
         """Steps in the values of `source` that came last; None if it is lost."""
-        peer, tag = self.peers.near[source], torch.zeros(1, dtype=torch.int64)
+        tag = torch.zeros(1, dtype=torch.int64)
+        read = self._peek(source, tag.view(self.dtype), self._steps_at)
+        return None if read is None else int(tag.item())
 
-        def read() -> int:
-            flat = tag.view(self.dtype)
-            self._core[source].get(flat, peer.here, peer.slot, self._steps_at).wait()
-            return int(tag.item())
+    def p_arrived(self) -> float:
+        """The sum of what of p lies in this rank's slots, and was not collected yet."""
+        found = torch.zeros(len(self.sources), dtype=self.dtype)
+        for source, place in zip(self.sources, found.split(1), strict=True):
+            self._peek(source, place, self._numel)
+        return found.double().sum().item()
+
+    def _peek(self, source: int, some: torch.Tensor, start: int) -> torch.Tensor | None:
+        """Reads elements of a slot of this rank and leaves them there; None if `source` is lost."""
+        peer = self.peers.near[source]
+
+        def read() -> torch.Tensor:
+            self._core[source].get(some, peer.here, peer.slot, start).wait()
+            return some
 
         return self.peers.attempt(peer, read)
 

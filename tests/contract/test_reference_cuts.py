@@ -13,6 +13,7 @@ from dear.comm.communicator import Communicator
 from dear.training.parameters import ParameterEngine
 from tests.contract.algorithms import Meaning, algorithm_names, skip_if_unavailable
 from tests.contract.training import OnRank, Script, States, far
+from tests.contract.wrong_programs import forgetting
 
 TOLERANCE = 2e-5
 """Of test_reference."""
@@ -34,22 +35,11 @@ class MixingNothing(OnRank):
         with contextlib.ExitStack() as cuts:
             for place in _ENGINES:
                 module, _, name = place.partition(":")
-                cuts.enter_context(_mixing_nothing(getattr(importlib.import_module(module), name)))
-            cuts.enter_context(_mixing_nothing(ParameterEngine))
+                kind = getattr(importlib.import_module(module), name)
+                if "mix" in vars(kind):
+                    cuts.enter_context(forgetting(kind))
+            cuts.enter_context(forgetting(ParameterEngine))
             return super().run()
-
-
-def _mixing_nothing(engine: Any) -> Any:
-    plain = vars(engine).get("mix")
-    if plain is None:
-        return contextlib.nullcontext()
-
-    def mix(self: Any, bucket: Any) -> None:
-        kept = bucket.values.clone()
-        plain(self, bucket)
-        bucket.values.copy_(kept)
-
-    return mock.patch.object(engine, "mix", mix)
 
 
 class SendingNothing(OnRank):

@@ -6,22 +6,20 @@ import math
 
 import pytest
 
-from common.harness.trial import MeasureConfig, OptimizerConfig
+from common.harness.trial import LearnConfig, MeasureConfig, OptimizerConfig
 from dear.algorithms import reference as references
 from dear.training.algorithm import algorithm_names
 from tests.contract import wrong_programs
 from tests.contract.algorithms import skip_if_unavailable
-from tests.contract.wrong_programs import PROGRAMS, checked, mixing_nothing, spoilt
+from tests.contract.wrong_programs import FEW_TENSORS, begun, checked, mixing_nothing, spoilt
 from tests.system.made import make_trial
 
 REPLAYED = "resnet50@rtx2080ti-modelled"
 SGD = OptimizerConfig(lr=0.01, momentum=0.9)
 ADAMW = OptimizerConfig(name="adamw", lr=0.001)
-FEW_TENSORS = {name for name in PROGRAMS if name.split()[1] not in ("30", "50", "107")}
-"""Those that mean something in a model of some tensors."""
 
 
-def found(pool, name, model, *, size=2, spoil=None, optimizer=SGD, **options):
+def found(pool, name, model, *, size=2, spoil=None, optimizer=SGD, learn=None, **options):
     trial = make_trial(
         name,
         world=size,
@@ -29,6 +27,7 @@ def found(pool, name, model, *, size=2, spoil=None, optimizer=SGD, **options):
         options=options,
         optimizer=optimizer,
         backend="comm_core",
+        learn=learn,
         measure=MeasureConfig(warmup_steps=4, check_steps=2, steps_per_iter=4),
     )
     return pool.run(checked, trial.to_json(), spoil)[0]
@@ -48,10 +47,10 @@ ON_A_REPLAY = {
 @pytest.mark.parametrize(
     ("program", "model"),
     [
-        *((program, "mnist_cnn") for program in sorted(FEW_TENSORS)),
+        *((program, "mnist_cnn") for program in FEW_TENSORS),
         *(
             pytest.param(one, REPLAYED, marks=() if one in ON_A_REPLAY else pytest.mark.full)
-            for one in sorted(FEW_TENSORS)
+            for one in FEW_TENSORS
         ),
     ],
 )
@@ -77,6 +76,33 @@ def test_mixing_that_mixes_nothing_is_found(world, name):
     check = found(world(3, name), name, REPLAYED, size=3, spoil=(mixing_nothing, name))
     assert check.verdict == "NO"
     assert check.judged_by == ("reference" if name in MIXING[:3] else "invariants")
+
+
+def test_push_sum_weights_that_leak_are_found(world):
+    check = found(world(3), "push-sum", REPLAYED, size=3, spoil=(wrong_programs.leaking, ""))
+    assert check.verdict == "NO" and check.finding.startswith("push-sum weights add up to ")
+
+
+def test_values_staler_than_declared_are_found(world):
+    spoil = (wrong_programs.too_stale, "")
+    check = found(world(3), "asyncddp", REPLAYED, size=3, spoil=spoil, max_staleness=2)
+    assert check.verdict == "NO" and check.finding.endswith("at most 2 are declared")
+
+
+RATES = LearnConfig(budget_s=1, eval_every_s=1)
+
+
+def test_training_for_a_time_is_judged_before_it_begins(world):
+    right = found(world(2), "asyncddp", REPLAYED, learn=RATES, max_staleness=3)
+    assert (right.verdict, right.judged_by, right.finding) == ("yes", "invariants", None)
+    wrong = found(world(2), "allreduce", REPLAYED, learn=RATES, spoil=(spoilt, "factor 1.01"))
+    assert (wrong.verdict, wrong.judged_by) == ("NO", "reference")
+
+
+def test_that_leaves_nothing_behind(world):
+    trial = make_trial("dear", world=2, backend="comm_core", optimizer=SGD, learn=RATES)
+    judged, plain = (world(2).run(begun, trial.to_json(), repeat) for repeat in (0, 1))
+    assert judged == plain and judged[0][0]
 
 
 @pytest.mark.parametrize("model", [pytest.param("mnist_cnn", marks=pytest.mark.full), REPLAYED])

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,12 +16,16 @@ from common.harness import worker
 from common.harness.trial import Briefing, Trial
 from common.harness.worker import timed
 from common.harness.worker.checking import plain
+from common.harness.worker.checking.inquiry import inquire
 from common.models.pace import Pace, set_pace
 from common.results.records import Check
+from dear.algorithms.asynchronous.asyncddp import AsyncEngine
+from dear.algorithms.asynchronous.push_sum import PushSumEngine
 from dear.algorithms.synchronous.allreduce import AllReduce
 from dear.algorithms.synchronous.wfbp import AveragingEngine
 from dear.comm import runtime
 from dear.training.algorithm import algorithm_class
+from dear.training.one_sided import WindowEngine
 from dear.training.parameters import ParameterEngine
 from tests.system import made
 
@@ -128,6 +133,8 @@ PROGRAMS: dict[str, tuple[str, Callable[[int], bool]]] = {
     "stale after step 2": ("stale", late),
 }
 """By name what is wrong, and when."""
+FEW_TENSORS = sorted(name for name in PROGRAMS if name.split()[1] not in ("30", "50", "107"))
+"""Those that mean something in a model of some tensors."""
 
 
 def spoilt(name: str) -> Any:
@@ -146,6 +153,11 @@ def mixing_nothing(name: str) -> Any:
         if isinstance(value, type) and issubclass(value, ParameterEngine)
     ]
     (kind,) = [one for one in engines if not any(one in other.__mro__[1:] for other in engines)]
+    return forgetting(kind)
+
+
+def forgetting(kind: type[ParameterEngine]) -> Any:
+    """What has come for engines of that kind is waited for and changes nothing, in the context."""
 
     def mix(self: Any, bucket: Any) -> None:
         before = bucket.values.clone()
@@ -156,6 +168,32 @@ def mixing_nothing(name: str) -> Any:
 
     right = kind.mix
     return mock.patch.object(kind, "mix", mix)
+
+
+def leaking(_: str) -> Any:
+    """Push-sum, which loses a tenth of what a rank keeps, weights and values alike."""
+    right = PushSumEngine.share
+
+    def share(self: Any, bucket: Any) -> None:
+        right(self, bucket)
+        self._kept[bucket] *= 0.9
+
+    return mock.patch.object(PushSumEngine, "share", share)
+
+
+@contextlib.contextmanager
+def too_stale(_: str) -> Iterator[None]:
+    """Asyncddp, whose ranks send nothing after the third step and wait for nobody."""
+
+    def share(self: Any, bucket: Any) -> None:
+        if self.steps <= 3:
+            WindowEngine.share(self, bucket)
+
+    with (
+        mock.patch.object(AsyncEngine, "share", share),
+        mock.patch.object(AsyncEngine, "_catch_up", lambda self, source, least: None),
+    ):
+        yield
 
 
 def checked(trial: dict[str, Any], spoil: tuple[Callable[[str], Any], str] | None) -> Check:
@@ -177,11 +215,34 @@ def checked(trial: dict[str, Any], spoil: tuple[Callable[[str], Any], str] | Non
             spoil[0](spoil[1]) if spoil else mock.MagicMock(),
         ):
             workload = worker.make_workload(it, torch.device("cpu"))
+            if it.learn is not None:
+                return inquire(it, workload)
             briefing = Briefing(folder=Path(folder), time_scale=0.02, costs={})
             result = timed.time_steps(it, briefing, workload, 0, lambda phase: None)
     finally:
         set_pace(Pace(1.0, None))
     return dataclasses.replace(result.check)
+
+
+def begun(trial: dict[str, Any], repeat: int) -> tuple[Any, ...]:
+    """On a rank: what a training for a time begins with; weights, batch and random state."""
+    found: list[Any] = []
+
+    def learn(trial: Trial, briefing: Any, workload: Any, *_: Any) -> None:
+        tensors = [*workload.model.state_dict().values(), *workload.inputs, *workload.targets]
+        found.extend([[tensor.tolist() for tensor in tensors], torch.rand(3).tolist()])
+
+    try:
+        with (
+            mock.patch("dear.init"),
+            mock.patch.object(worker, "learn", learn),
+            tempfile.TemporaryDirectory() as folder,
+        ):
+            briefing = Briefing(folder=Path(folder), time_scale=1.0, costs={})
+            worker._run(Trial.from_json(trial), briefing, repeat, lambda phase: None)
+    finally:
+        set_pace(Pace(1.0, None))
+    return tuple(found)
 
 
 def unreferenced(name: str) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.contract.wrong_programs import PROGRAMS
+from tests.contract.wrong_programs import FEW_TENSORS, PROGRAMS
 from tests.system.processes import ROOT
 from tests.system.sweeps import Driver
 
@@ -127,12 +127,13 @@ class OwnTree(Driver):
 
 
 @pytest.mark.parametrize(
-    ("model", "batch"), [("mnist_cnn", 8), ("resnet50@rtx2080ti-modelled", 64)]
+    ("model", "batch", "chosen"),
+    [
+        ("mnist_cnn", 8, FEW_TENSORS),
+        *(("resnet50@rtx2080ti-modelled", 64, list(PROGRAMS)[part::4]) for part in range(4)),
+    ],
 )
-def test_wrong_programs_are_found_in_a_sweep(tmp_path, model, batch):
-    chosen = [
-        name for name in PROGRAMS if "@" in model or name.split()[1] not in ("30", "50", "107")
-    ]
+def test_wrong_programs_are_found_in_a_sweep(tmp_path, model, batch, chosen):
     algorithms = [{"name": "spoilt", "label": n, "options": {"program": n}} for n in chosen]
     text = SWEEP.format(algorithms=algorithms, model=model, batch=batch, steps=4)
     driver = OwnTree(tmp_path, text, synchronous__spoilt=SPOILT)

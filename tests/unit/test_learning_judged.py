@@ -200,7 +200,7 @@ def _record(trial, *runs, statistics=None):
             samples_per_s=32.0,
             cpu_s_per_s=1.0,
             loss=1.0,
-            check=Check(replicas_agree=True),
+            check=Check(replicas_agree=True, matches_reference=True),
             statistics=statistics,
             learning=run,
             lost_ranks=run.lost,

@@ -234,9 +234,9 @@ def test_a_single_worker_that_is_not_believed_gives_no_efficiency():
     assert last_row([alone, record()]).efficiency is None
 
 
-def test_what_is_learned_is_judged_by_that():
-    made = unchecked(record())
-    assert doubt(dataclasses.replace(made, learning=[])) is None
+def test_what_is_learned_is_not_believed_unchecked_either():
+    learned = dataclasses.replace(record(), learning=[])
+    assert doubt(learned) is None and doubt(unchecked(learned)).startswith("unchecked")
 
 
 def test_network_and_fault_are_columns_where_something_is_emulated():

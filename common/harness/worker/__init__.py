@@ -28,11 +28,13 @@ import dear
 from common.harness import ui
 from common.harness.record import Result
 from common.harness.trial import Briefing, Trial
+from common.harness.worker.checking.inquiry import inquire
 from common.harness.worker.learning import learn
 from common.harness.worker.timed import gradient_bytes, say, time_steps
 from common.models.pace import set_pace
 from common.models.registry import build
 from common.models.workload import Workload
+from common.results.records import Check
 from dear.comm import runtime
 from dear.comm.environment import rank_facts
 from dear.errors import Unavailable, UserError
@@ -94,8 +96,17 @@ def _run(trial: Trial, briefing: Briefing, repeat: int, phase: Phase) -> Result 
         "started_by": launcher,
     }
     say(ui.log_header(trial, facts["parameters"]))
-    one = time_steps if trial.learn is None else learn
-    result = one(trial, briefing, workload, repeat, phase)
+    if trial.learn is None:
+        result = time_steps(trial, briefing, workload, repeat, phase)
+    else:
+        check = Check()
+        if repeat == 0:
+            phase("comparing with plain training")
+            check = inquire(trial, workload)
+            # Weights, batch and random state as they were, with nothing of an algorithm left.
+            workload = None
+            workload = make_workload(trial, device)
+        result = learn(trial, briefing, workload, check, repeat, phase)
     return result and dataclasses.replace(result, **facts)
 
 

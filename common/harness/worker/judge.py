@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -95,13 +96,18 @@ def _floating(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def result(
-    trial: Trial, saved: Sequence[Saved | None], test: Split | None, data: Data | None = None
+    trial: Trial,
+    saved: Sequence[Saved | None],
+    test: Split | None,
+    data: Data | None = None,
+    check: Check | None = None,
 ) -> Result:
     """The result of a repeat, from what its ranks have saved (None: of one that has died).
 
     Args:
         test: what it is judged by; None where nothing was learned.
         data: for the record.
+        check: what was found before the training.
     """
     alive = [rank for rank in saved if rank is not None]
     first = alive[0]
@@ -117,7 +123,7 @@ def result(
         cpu_s_per_s=used_cores(pressure),
         strain=strain_of(pressure),
         loss=sum(rank["loss"] for rank in alive) / len(alive),
-        check=_check(evaluations[-1], first.get("replica_spread")),
+        check=_check(check or Check(), evaluations[-1], first.get("agreement")),
         statistics=[rank and rank["statistics"] for rank in saved]
         if any(rank["statistics"] for rank in alive)
         else None,
@@ -227,12 +233,12 @@ def _accuracy_and_loss(
     return right / len(labels), total / len(labels)
 
 
-def _check(last: Evaluation, spread: float | None) -> Check:
-    """Whether replicas agree at the end, in every bit where they are meant to."""
-    apart = last.consensus_distance
-    agree = None
-    if spread is not None:
-        agree = spread == 0.0
-    elif apart is not None:
-        agree = apart <= CONSENSUS_LIMIT
-    return Check(replicas_agree=agree, replica_spread=spread, consensus_distance=apart)
+def _check(before: Check, last: Evaluation, agreement: dict[str, Any] | None) -> Check:
+    """With how far replicas agree at the end, as far as that is known."""
+    if agreement is None and last.consensus_distance is not None:
+        near = last.consensus_distance <= CONSENSUS_LIMIT
+        agreement = {"replicas_agree": near, "consensus_distance": last.consensus_distance}
+    if agreement is None:
+        return before
+    agree = agreement["replicas_agree"] and before.replicas_agree is not False
+    return dataclasses.replace(before, **{**agreement, "replicas_agree": agree})

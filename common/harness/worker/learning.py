@@ -29,7 +29,7 @@ from common.harness.worker.training import Training, untimed_steps
 from common.models import datasets
 from common.models.datasets import Split
 from common.models.workload import Workload
-from common.results.records import Data
+from common.results.records import Check, Data
 from dear.comm import runtime
 from dear.comm.communicator import Communicator
 from dear.errors import UserError
@@ -40,12 +40,15 @@ Take = Callable[[range, float, int], None]
 
 
 def learn(
-    trial: Trial, briefing: Briefing, workload: Workload, repeat: int, phase: Any
+    trial: Trial, briefing: Briefing, workload: Workload, check: Check, repeat: int, phase: Any
 ) -> Result | None:
     """One repeat of the trial, on all ranks; rank 0 returns the result.
 
     Ranks hand over what they have in files, not in messages: of ranks at their own pace one may be
     dead by then, and the others go on without it.
+
+    Args:
+        check: what was found before, where it was looked for.
 
     Raises:
         UserError: the data is not there, not that of the trial, or too much for memory.
@@ -78,7 +81,7 @@ def learn(
     paths = [_path(briefing.folder, repeat, other) for other in range(size)]
     # One that is not there is of a rank that has died before.
     saved = [torch.load(path, weights_only=True) if path.exists() else None for path in paths]
-    result = judge.result(trial, saved, test, _described(trial, train, test))
+    result = judge.result(trial, saved, test, _described(trial, train, test), check)
     for path in paths:
         path.unlink(missing_ok=True)
     return result
@@ -132,9 +135,10 @@ class _Session:
             "loss": self._training.loss.item(),
             "statistics": self._training.statistics(),
         }
-        if not own_pace and self._training.consistency in ("synchronous", "delayed"):
-            spread = correctness.replica_spread(self._workload.model, self._communicator)
-            self._more["replica_spread"] = spread
+        if not own_pace:  # else a rank may be dead by now
+            self._more["agreement"] = correctness.agreement(
+                self._workload.model, self._training.consistency, self._communicator
+            )
 
     def save(self, path: Path) -> None:
         """Writes what rank 0 needs to judge."""

@@ -173,12 +173,9 @@ class _Repeat:
         self._phase("checking that the replicas agree")
         training.synchronize()
         self._canary_s.append(canary_s(self._communicator))
-        model = self._workload.model
-        spread = correctness.replica_spread(model, self._communicator)
-        agree, apart = spread == 0.0, None
-        if training.consistency in correctness.APART:
-            apart = correctness.consensus_distance(model, self._communicator)
-            agree = apart <= correctness.CONSENSUS_LIMIT
+        agreement = correctness.agreement(
+            self._workload.model, training.consistency, self._communicator
+        )
         losses = self._gather(training.loss.item())
         statistics = self._gather(training.statistics())
         say(ui.log_results(self._trial, self._result["iters"]))
@@ -192,9 +189,7 @@ class _Repeat:
             strain=strain_of(self._measured.pressure, self._canary_s),
             evidence=name,
             loss=float(np.mean(losses)),
-            check=dataclasses.replace(
-                check, replicas_agree=agree, replica_spread=spread, consensus_distance=apart
-            ),
+            check=dataclasses.replace(check, **agreement),
             statistics=statistics if any(statistics) else None,
             **self._result,
         )

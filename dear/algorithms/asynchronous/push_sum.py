@@ -86,6 +86,15 @@ class PushSumEngine(WindowEngine):
         torch.div(numerator, window.p, out=bucket.values)
         bucket.touched()
 
+    def statistics(self) -> dict[str, Any]:
+        """See `Peers.statistics`; by bucket also this rank's `p`, and `p_arrived`, what of the
+        others' lies in its slots. With nothing under way all of both are the world size."""
+        windows = self.windows.values()
+        return super().statistics() | {
+            "p": [window.p for window in windows],
+            "p_arrived": [window.p_arrived() for window in windows],
+        }
+
     def saved(self) -> dict[str, Any]:
         return super().saved() | {"p": [window.p for window in self.windows.values()]}
 

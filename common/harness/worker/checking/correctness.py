@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -99,6 +100,18 @@ def replica_spread(model: torch.nn.Module, communicator: Communicator) -> float:
         difference = (highest - lowest).abs().max().item()
         spread = max(spread, difference if math.isfinite(difference) else math.inf)
     return spread
+
+
+def agreement(
+    model: torch.nn.Module, consistency: str, communicator: Communicator
+) -> dict[str, Any]:
+    """Whether replicas are as near to each other as the algorithm promises: fields of `Check`."""
+    spread = replica_spread(model, communicator)
+    agree, apart = spread == 0.0, None
+    if consistency in APART:
+        apart = consensus_distance(model, communicator)
+        agree = apart <= CONSENSUS_LIMIT
+    return {"replicas_agree": agree, "replica_spread": spread, "consensus_distance": apart}
 
 
 class Means:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
 import dear
 from common.harness.trial import BASELINE, Trial
-from common.harness.worker.checking import serial
+from common.harness.worker.checking import correctness, serial
 from common.harness.worker.checking.correctness import Farthest
 from common.harness.worker.checking.invariants import hold
 from common.harness.worker.checking.plain import Reference
 from common.harness.worker.checking.witness import Testimony, Witness
-from common.harness.worker.training import Training
+from common.harness.worker.training import Training, untimed_steps
 from common.models.registry import is_replay
 from common.models.workload import Workload
 from common.results.records import Check
@@ -25,6 +29,26 @@ TOLERANCE = {"float32": 1e-4, "float64": 1e-9, "bfloat16": 0.05}
 COMPUTED_TOLERANCE = {"float32": 2e-3, "float64": 1e-7, "bfloat16": 0.2}
 # At least, where gradients travel in a smaller type.
 WIRE_TOLERANCE = {"fp16": 5e-3, "bf16": 0.05}
+
+# Where no steps are timed: so many for each exchange; slow links bring only some of the messages.
+STEPS = 10
+
+
+def inquire(trial: Trial, workload: Workload) -> Check:
+    """All of it before a training that is not watched; rank 0 says what was found.
+
+    Args:
+        workload: as it is before an algorithm wraps it; it is used up.
+    """
+    inquiry = Inquiry(trial, workload, trial.measure.check_steps)
+    training = Training(trial, workload)
+    inquiry.first_steps(training)
+    inquiry.look_away()
+    training.run(max(untimed_steps(trial), STEPS * getattr(trial.options, "every", 1)))
+    check = inquiry.end(training)
+    agreement = correctness.agreement(workload.model, training.consistency, runtime.communicator())
+    training.close()
+    return dataclasses.replace(check, **agreement)
 
 
 class Inquiry:
@@ -73,11 +97,13 @@ class Inquiry:
         training.synchronize()
         communicator = runtime.communicator()
         sent = communicator.bytes_sent - self._sent
-        told = self._witness.end(self._workload.model), sent
-        seen = communicator.gather_objects(told)
+        communicator.barrier()  # messages of all have arrived
+        told = self._witness.end(self._workload.model), sent, training.statistics()
+        gathered = communicator.gather_objects(told)
         if dear.rank() != 0:
             return Check()
-        return self._judged(training.consistency, [one for one, _ in seen], sum(n for _, n in seen))
+        seen, sizes, counted = zip(*gathered, strict=True)
+        return self._judged(training.consistency, seen, sum(sizes), counted)
 
     def _tolerance(self, computed: bool) -> float:
         trial = self._trial
@@ -85,7 +111,13 @@ class Inquiry:
         least = (COMPUTED_TOLERANCE if computed else TOLERANCE)[trial.dtype]
         return max(least, WIRE_TOLERANCE.get(getattr(trial.options, "compression", "none"), 0.0))
 
-    def _judged(self, consistency: str, seen: list[Testimony], sent_bytes: int) -> Check:
+    def _judged(
+        self,
+        consistency: str,
+        seen: Sequence[Testimony],
+        sent_bytes: int,
+        counted: Sequence[dict[str, Any]],
+    ) -> Check:
         trial, local_size = self._trial, dear.local_size()
         together = trial.world_size == 1 or trial.options.in_step()
         free = consistency == "asynchronous" and not together
@@ -93,7 +125,7 @@ class Inquiry:
             trial.options, trial.world_size, local_size
         ):
             size = sum(p.nbytes for p in self._workload.model.parameters() if p.requires_grad)
-            held = hold(trial, self._reference, seen, local_size, sent_bytes, size)
+            held = hold(trial, self._reference, seen, local_size, sent_bytes, size, counted)
             return Check(
                 judged_by="invariants",
                 matches_reference=held.right,
@@ -105,7 +137,7 @@ class Inquiry:
             return Check(judged_by="replicas", finding=_why(trial, consistency))
         return self._compared(seen, local_size)
 
-    def _compared(self, seen: list[Testimony], local_size: int) -> Check:
+    def _compared(self, seen: Sequence[Testimony], local_size: int) -> Check:
         limit = self._tolerance(computed=False)
         found = serial.compare(self._trial, self._reference, seen, local_size, limit)
         finding, worst = None, found.end

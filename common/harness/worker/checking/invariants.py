@@ -3,7 +3,8 @@
 Nothing tells which of a neighbour's values a rank has averaged with, so there is no path that it
 must have taken. But where each rank would be alone is known from its own gradients. Averaging moves
 ranks from there towards each other, every tensor of them, without moving their mean much, and with
-no more bytes than the algorithm declares.
+no more bytes than the algorithm declares. Values are no staler than it declares, and push-sum
+weights are positive and add up to the number of ranks.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -56,6 +58,7 @@ def hold(
     local_size: int,
     sent_bytes: int,
     parameter_bytes: int,
+    counted: Sequence[dict[str, Any]],
 ) -> Held:
     """Looks at all of them.
 
@@ -63,6 +66,7 @@ def hold(
         reference: with all ranks in step.
         sent_bytes: by all ranks together, since the first step.
         parameter_bytes: of one replica.
+        counted: by rank, the statistics of the algorithm, when nothing was under way any more.
     """
     sample = Sample(seen)
     start = np.stack([one.start for one in seen]).astype(np.float64)
@@ -85,7 +89,9 @@ def hold(
     rounds = sample.steps // getattr(trial.options, "every", 1) * min(1.0, sent_bytes / declared)
     due = CLOSER * min(1.0, sent_bytes / declared)
     right, finding = False, None
-    if not np.isfinite(end).all() or drift.error > DRIFT:
+    if broken := _too_stale(trial, counted) or _leaking(trial, counted, sample.steps):
+        finding = broken
+    elif not np.isfinite(end).all() or drift.error > DRIFT:
         finding = f"the mean of {drift.tensor} has gone elsewhere than gradients have moved it"
     elif sent_bytes > HEADERS * declared:
         finding = f"{sent_bytes:,} bytes were sent, and at most {declared:,.0f} are declared"
@@ -96,6 +102,35 @@ def hold(
     elif untouched.any():
         finding = f"{seen[0].names[int(untouched.argmax())]} was never averaged"
     return Held(right=right if finding else True, finding=finding, drift=drift)
+
+
+def _too_stale(trial: Trial, counted: Sequence[dict[str, Any]]) -> str | None:
+    """Where a rank has used older values than the options allow."""
+    limit = getattr(trial.options, "max_staleness", None)
+    if limit is None:
+        return None
+    for rank, one in enumerate(counted):
+        for peer, age in one["staleness"].items():
+            if age["uses"] and age["max"] > limit:
+                return (
+                    f"rank {rank} used values of rank {peer} that were {age['max']} steps behind; "
+                    f"at most {limit} are declared"
+                )
+    return None
+
+
+def _leaking(trial: Trial, counted: Sequence[dict[str, Any]], steps: int) -> str | None:
+    """Where push-sum weights are lost, made or not positive; they are kept by bucket."""
+    if not all("p" in one for one in counted):
+        return None
+    own = np.array([one["p"] for one in counted])
+    if not (own > 0).all():
+        return f"a push-sum weight is {own.min():.3g}, and all must be positive"
+    totals = own.sum(axis=0) + np.array([one["p_arrived"] for one in counted]).sum(axis=0)
+    worst = totals[np.abs(totals - trial.world_size).argmax()]
+    if abs(worst / trial.world_size - 1) > rounding(trial.dtype, steps):
+        return f"push-sum weights add up to {worst:.6g}, and must to {trial.world_size}"
+    return None
 
 
 def _last(path: Iterable[np.ndarray]) -> np.ndarray:

@@ -92,7 +92,11 @@ class Measured:
         same = ("hosts", "network", "steps", "repeats")
         self._settings = {name: getattr(args, name) for name in same}
         kept = output.earlier or {}
-        self.records: list[dict[str, Any]] = kept.get("records", [])
+        self.records: list[dict[str, Any]] = [
+            one
+            for one in kept.get("records", [])
+            if not any(said.startswith("disturbed") for said in one["notes"])
+        ]
         self.scales: dict[str, float] = kept.get("scales", {})
         """By model, as a sweep of all algorithms has found them."""
         if not kept:
@@ -118,7 +122,10 @@ class Measured:
         return self.scales[model]
 
     def get(self, model: str, algorithm: str, time_scale: float) -> Record:
-        """The trial's record, measured now if it is not kept; also one that has failed."""
+        """The trial's record, measured now if it is not kept; also one that has failed.
+
+        What an earlier run has kept of a disturbed machine is measured again.
+        """
         for values in self.records:
             trial = values["trial"]
             known = (trial["model"], trial["algorithm"], values["time_scale"])
@@ -273,12 +280,17 @@ def _at_two_scales(
 ) -> tuple[list[Scales], list[str]]:
     """What can be judged, and what cannot, with the reason; the first algorithm is the base."""
     k, cases, left_out = measured.scale(model), [], []
-    base: tuple[Record, Record] | None = None
+    base: list[Record] | None = None
     for algorithm in algorithms:
-        pair = measured.get(model, algorithm, k), measured.get(model, algorithm, 2 * k)
-        why = [f"k={r.time_scale:g}: {doubt(r)}" for r in pair if doubt(r)]
+        pair: list[Record] = []
+        why = None
+        for scale in (k, 2 * k):
+            pair.append(measured.get(model, algorithm, scale))
+            why = doubt(pair[-1])
+            if why:
+                left_out.append(f"not judged: {short(model)} {algorithm} at k={scale:g}: {why}")
+                break
         if why:
-            left_out.append(f"not judged: {short(model)} {algorithm} at {'; at '.join(why)}")
             if base is None:
                 left_out.append(f"not judged: all others of {short(model)}, compared with it")
                 break

@@ -256,6 +256,18 @@ def test_results_of_other_settings_or_commits_are_not_gone_on_with(sweeps, tmp_p
     assert path.exists()
 
 
+def test_what_was_disturbed_is_not_judged_and_measured_again_when_it_goes_on(sweeps, capsys):
+    noisy = at_scale("ddp", 8.0, [2.0, 2.0], notes=["disturbed: very"])
+    quiet = [at_scale("ddp", 8.0, [1.0, 1.0]), at_scale("ddp", 16.0, [1.0, 1.0])]
+    status, asked = sweeps(noisy, quiet[1])("scales --algorithms ddp --time-scale 8")
+    assert status == 1 and asked == [("ddp", 8.0)], "it needs no other scale"
+    out = capsys.readouterr().out
+    assert "not judged: m ddp at k=8: disturbed: very" in out
+    assert "not judged: all others of m, compared with it" in out
+    status, asked = sweeps(*quiet)("scales --algorithms ddp --time-scale 8")
+    assert status == 0 and asked == [("ddp", 8.0), ("ddp", 16.0)]
+
+
 def test_faith_holds_steps_against_the_largest_scale_and_says_where_the_limit_may_lie(
     sweeps, capsys
 ):

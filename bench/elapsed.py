@@ -8,7 +8,8 @@
 The script is started on the same virtual hosts, in turn with the harness's launches, and nothing of
 the harness times it. The interval says what launches differ by.
 
-Exit status: 0 within the bar, 1 not or something failed, 2 a mistake in the options.
+Exit status: 0 within the bar, 3 not, 1 something failed or is to be doubted, 2 a mistake in the
+options.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from common.harness.record import Result
 from common.harness.trial import Trial
 from common.launch.job import Job
 from common.results.records import typed
+from common.results.shipped import MISSED
 from dear.errors import UserError
 from dear.options import at_least, positive
 
@@ -199,7 +201,9 @@ def main(argv: list[str]) -> int:
             print(error, file=sys.stderr)
             return 1
         print("\n".join([*output.heading(), *found.lines()]))
-    return 0 if found.good else 1
+    if found.doubts:
+        return 1
+    return 0 if found.good else MISSED
 
 
 if __name__ == "__main__":

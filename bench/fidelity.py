@@ -13,7 +13,7 @@ With `--json FILE` the last two keep each trial when it has ended. Asked again a
 for the same or other parts (`--models resnet50 --algorithms ddp,dear`), they measure what is
 missing.
 
-Exit status: 0 within the bar, 1 not or something failed, 2 a mistake in the options.
+Exit status: 0 within the bar, 3 not, 1 something failed, 2 a mistake in the options.
 """
 
 from __future__ import annotations

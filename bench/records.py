@@ -10,8 +10,9 @@ They are made from a clean commit (texts and records aside) in build/records, an
 what was there when all of a record is done, with `made.json`: commit, machine, commands, digests.
 A record that does not get that far leaves the old one where it is; a sweep of the same commit goes
 on where it was. A record that has been made is no longer withdrawn, and the texts that quote it are
-filled in anew. Exit status: 0 all well, 1 a record could not be made, or is not of today's
-definitions and not withdrawn; 2 a mistake in what was asked.
+filled in anew. Where a command has missed a bar the record says so. Exit status: 0 all well, 1 a
+record could not be made, or is not of today's definitions and not withdrawn; 2 a mistake in what
+was asked, or in a place of a text that a record is to fill.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +42,9 @@ from dear.errors import UserError, unknown
 
 ROOT = shipped.ROOT
 _SWEEP_FILES = ("experiment.json", "records.jsonl", "table.md")
+_SPENT = "spent.json"
+EVIDENCE_BYTES = 300_000
+"""Up to which raw measurements stand in a record."""
 
 
 def main(argv: list[str]) -> int:
@@ -56,13 +62,18 @@ def main(argv: list[str]) -> int:
     commit = machine_card()["commit"]
     if commit is None or commit.endswith("+dirty"):
         raise UserError(f"records are made from a clean commit, and this is {commit}: commit first")
-    failed = []
+    failed, wrong = [], None
     for name, recipe in chosen.items():
         if not make(name, recipe, commit):
             failed.append(name)
             continue
-        for path in readme.fill():  # at once: the next one may be stopped
-            print(f"filled {path.relative_to(ROOT)}")
+        try:
+            for path in readme.fill():  # at once: the next one may be stopped
+                print(f"filled {path.relative_to(ROOT)}")
+        except readme.PlaceError as error:  # the others can be made all the same
+            wrong = error
+    if wrong is not None:
+        raise UserError(f"the texts are not filled in: {wrong}")
     if failed:
         print(f"not made: {', '.join(failed)}; what was there stays")
     return 1 if failed else 0
@@ -82,9 +93,20 @@ def _print_plan(chosen: dict[str, Recipe]) -> None:
         what = f"configs/experiments/{recipe.sweep}.yaml" if recipe.sweep else "commands"
         missing = [one for one in recipe.needs if one not in os.environ]
         note = f"; needs {', '.join(missing)}, which is not set" if missing else ""
-        print(f"{name:18} about {recipe.minutes:3.0f} min  {what}{note}")
-    whole = sum(recipe.minutes for recipe in chosen.values())
+        known = "took" if _took_minutes(name) else "about"
+        print(f"{name:18} {known:5} {_minutes(name, recipe):3.0f} min  {what}{note}")
+    whole = sum(_minutes(name, recipe) for name, recipe in chosen.items())
     print(f"{len(chosen)} records, about {whole / 60:.1f} hours on two cores", flush=True)
+
+
+def _minutes(name: str, recipe: Recipe) -> float:
+    return _took_minutes(name) or recipe.minutes
+
+
+def _took_minutes(name: str) -> float | None:
+    """How long the record that is there took; None if nobody has noted that."""
+    seconds = (shipped.made(name) or {}).get("duration_s")
+    return seconds and seconds / 60
 
 
 def make(name: str, recipe: Recipe, commit: str, folder: Path = shipped.FOLDER) -> bool:
@@ -98,12 +120,12 @@ def make(name: str, recipe: Recipe, commit: str, folder: Path = shipped.FOLDER) 
     out = work / "out"
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
-    started = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    began = time.monotonic()
-    if recipe.sweep is not None:
-        done = _swept(recipe, work, out)
-    else:
-        done = all(_ran(command.format(out=shlex.quote(str(out)))) for command in recipe.commands)
+    missed: list[str] = []
+    with _timed(work) as spent:
+        if recipe.sweep is not None:
+            done = _swept(recipe, work, out)
+        else:
+            done = all(_ran(command, out, missed) for command in recipe.commands)
     after = machine_card()["commit"]
     if done and after != commit:
         print(f"{name}: begun at {commit}, but now this is {after}", file=sys.stderr)
@@ -116,8 +138,10 @@ def make(name: str, recipe: Recipe, commit: str, folder: Path = shipped.FOLDER) 
         "commit": commit,
         "machine": machine_card(),
         "made_by": made_by(recipe),
-        "started": started,
-        "duration_s": round(time.monotonic() - began, 1),
+        "definitions": shipped.DEFINITIONS,
+        **spent,
+        "missed": missed,
+        **(_kept_evidence(work, out) if recipe.sweep is not None else {}),
         "files": shipped.digests(out),
     }
     (out / shipped.MADE).write_text(json.dumps(facts, indent=1) + "\n")
@@ -125,7 +149,53 @@ def make(name: str, recipe: Recipe, commit: str, folder: Path = shipped.FOLDER) 
     shipped.restore(name, folder)
     shutil.rmtree(work)
     print(f"{name}: made in {facts['duration_s'] / 60:.1f} min", flush=True)
+    for command in missed:
+        print(f"{name}: MISSED its bar: {command}", flush=True)
     return True
+
+
+@contextmanager
+def _timed(work: Path) -> Iterator[dict[str, Any]]:
+    """When and for how long a record is made; with earlier calls, if this one goes on after them.
+
+    The dictionary is filled at the end.
+    """
+    path, facts = work / _SPENT, {}
+    now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    before = {"started": now, "duration_s": 0.0}
+    left = {one.name for one in work.iterdir()} - {"out"}
+    if _SPENT in left and len(left) > 1:
+        before = json.loads(path.read_text())
+    began = time.monotonic()
+    try:
+        yield facts
+    finally:
+        spent_s = round(before["duration_s"] + time.monotonic() - began, 1)
+        facts.update(started=before["started"], duration_s=spent_s)
+        path.write_text(json.dumps(facts))
+
+
+def _kept_evidence(work: Path, out: Path) -> dict[str, str]:
+    """Copies the raw measurements of each trial's first repeat into a record, if they are small.
+
+    Else all of them go to a folder outside of the record, which the fact `evidence` names.
+    """
+    logs = sorted((work / "logs").glob("*/*/evidence*.json.gz"))
+    first = [path for path in logs if path.name == "evidence.json.gz"]
+    if sum(path.stat().st_size for path in first) <= EVIDENCE_BYTES:
+        _copy(first, out)
+        return {}
+    folder = ROOT / "build" / "evidence" / work.name
+    _copy(logs, folder)
+    return {"evidence": str(folder.relative_to(ROOT))}
+
+
+def _copy(paths: Iterable[Path], folder: Path) -> None:
+    """Each into a folder of the same name as its own, in `folder`."""
+    for path in paths:
+        target = folder / path.parent.name
+        target.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(path, target)
 
 
 def made_by(recipe: Recipe) -> list[str]:
@@ -172,19 +242,21 @@ def _swept(recipe: Recipe, work: Path, out: Path) -> bool:
     return True
 
 
-def _ran(command: str) -> bool:
-    print(f"  {command}", flush=True)
+def _ran(command: str, out: Path, missed: list[str]) -> bool:
+    """Whether a command has done its work; if a bar is missed, it is added to `missed`."""
+    text = command.format(out=shlex.quote(str(out)))
+    print(f"  {text}", flush=True)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    return (
-        subprocess.run(
-            ["bash", "-euo", "pipefail", "-c", command],
-            cwd=ROOT,
-            env={**os.environ, "PATH": path},
-            stdin=subprocess.DEVNULL,
-            check=False,
-        ).returncode
-        == 0
-    )
+    status = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", text],
+        cwd=ROOT,
+        env={**os.environ, "PATH": path},
+        stdin=subprocess.DEVNULL,
+        check=False,
+    ).returncode
+    if status == shipped.MISSED:
+        missed.append(command)
+    return status in (0, shipped.MISSED)
 
 
 def _check(chosen: dict[str, Recipe]) -> int:
@@ -212,6 +284,10 @@ def problems(name: str, recipe: Recipe, folder: Path = shipped.FOLDER) -> list[s
     found = []
     if made["made_by"] != made_by(recipe):
         found.append("is made by other commands now")
+    if made.get("definitions") != shipped.DEFINITIONS:
+        found.append(
+            f"is of definitions {made.get('definitions')}; today's are {shipped.DEFINITIONS}"
+        )
     if made["files"] != shipped.digests(folder / name):
         found.append("has files that were not made with it")
     if doubt := commit_doubt(made["commit"]):

@@ -9,7 +9,7 @@
 Simulated tables are made by the code that makes those of sweeps. Bars: 93 to 97 % of intervals hold
 the truth; at most 5 % of tables of equal trials have a word, and at most 5 % tell one from the
 best; the default sweep finds a true difference of 5 % in 80 % of its tables; at most 5 % of twins
-have a word. Exit status: 0 within the bars, 1 not or something failed, 2 a mistake in the options.
+have a word. Exit status: 0 within the bars, 3 not, 1 something failed, 2 a mistake in the options.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from common.results import stats
 from common.results.faith import doubt
 from common.results.records import Check, Comparison, Record, Throughput
 from common.results.rows import Row, difference, make_rows
+from common.results.shipped import MISSED
 from dear.errors import UserError
 
 ROOT = Path(__file__).parents[1]
@@ -275,7 +276,7 @@ def simulated(tables: int) -> int:
     missed = [(tally, bar) for tally in tallies for bar in tally.missed]
     for tally, bar in missed:
         print(f"MISSED: {tally.noise.name}, {tally.plan.title}: {bar}")
-    return int(bool(missed))
+    return MISSED if missed else 0
 
 
 def twins(count: int, experiment: Path, logs: Path) -> int:
@@ -355,7 +356,7 @@ def read(folders: Sequence[Path]) -> int:
         return 1
     print(layout(["sweep", "cell", "trial", "again / first (95 % CI)", "word"], lines))
     print(_counted(lines))
-    return int(sum(word in _WORDS for word in words) / len(words) > FALSE_WORDS)
+    return MISSED if sum(word in _WORDS for word in words) / len(words) > FALSE_WORDS else 0
 
 
 def judged(records: Sequence[Record]) -> list[tuple[str, str, str, str]]:

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from bench.rig.output import Output
 from bench.rig.table import layout
+from common.results.shipped import MISSED
 
 
 class Case:
@@ -51,6 +52,11 @@ class Check:
         self.output.save({**about, "cases": [vars(case) for case in cases], **values})
 
     def end(self, cases: Sequence[Case], *remarks: str, failures: Sequence[str] = ()) -> int:
-        """Prints the table; 0 if all that is judged is within the bar and nothing has failed."""
+        """Prints the table; the exit status: whether all that is judged is within the bar."""
         print("\n".join([*self.output.heading(), *remarks, table(self.kind, cases), *failures]))
-        return int(bool(failures) or any(case.verdict == "MISSED" for case in cases))
+        return 1 if failures else status(cases)
+
+
+def status(cases: Sequence[Case]) -> int:
+    """The exit status of a program that has measured all of them."""
+    return MISSED if any(case.verdict == "MISSED" for case in cases) else 0

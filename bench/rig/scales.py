@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 
 import yaml
 
-from bench.rig.cases import Case, table
+from bench.rig.cases import Case, status, table
 from bench.rig.output import Output, note
 from bench.rig.table import digits
 from common.harness.notes import UNFAITHFUL_WAIT
@@ -29,6 +29,7 @@ from common.models import registry
 from common.results import stats
 from common.results.faith import doubt
 from common.results.records import Record
+from common.results.shipped import MISSED
 from dear.errors import UserError
 from dear.options import positive
 
@@ -262,17 +263,21 @@ class Scales(Case):
 def scales(args: argparse.Namespace, output: Output) -> int:
     """Do two time scales give the same emulated step time?"""
     measured, cases, left_out = Measured(args, output), [], []
+    failed = False
     for model in args.models:
         try:
             found = _at_two_scales(measured, model, args.algorithms)
         except SweepError as error:
+            failed = True
             left_out.append(str(error))
             continue
         cases += found[0]
         left_out += found[1]
     remark = f"# {args.hosts} hosts, {args.network}; ratios to {args.algorithms[0]}"
     print("\n".join([*output.heading(), remark, table(Scales, cases), *left_out]))
-    return int(bool(left_out) or any(case.verdict == "MISSED" for case in cases))
+    if failed or not cases:
+        return 1
+    return MISSED if left_out else status(cases)
 
 
 def _at_two_scales(
@@ -347,6 +352,7 @@ class Faith(Case):
 def faith(args: argparse.Namespace, output: Output) -> int:
     """Does what ranks wait for cores tell when a step is too long?"""
     measured, cases, left_out = Measured(args, output), [], []
+    failed = False
     largest_first = sorted(set(args.time_scales), reverse=True)
     for model in args.models:
         for algorithm in args.algorithms:
@@ -355,6 +361,7 @@ def faith(args: argparse.Namespace, output: Output) -> int:
                 try:
                     record = measured.get(model, algorithm, k)
                 except SweepError as error:
+                    failed = True
                     left_out.append(str(error))
                     break
                 why = _other_doubt(record) if k != largest_first[0] else doubt(record)
@@ -369,8 +376,7 @@ def faith(args: argparse.Namespace, output: Output) -> int:
     remark = f"# {args.hosts} hosts, {args.network}; unfaithful above {UNFAITHFUL_WAIT:g} s/s"
     lines = [*output.heading(), remark, table(Faith, cases), *_limits(cases), *left_out]
     print("\n".join(lines))
-    missed = any(case.verdict == "MISSED" for case in cases)
-    return int(missed or not any(case.judged for case in cases))
+    return 1 if failed or not any(case.judged for case in cases) else status(cases)
 
 
 def _other_doubt(record: Record) -> str | None:

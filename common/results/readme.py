@@ -19,13 +19,16 @@ from __future__ import annotations
 
 import re
 import subprocess
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from common.results import answer, learning, learning_table, rows, shipped
 from common.results.records import Comparison, Record, is_learning
 from common.results.table import significant
+from dear.errors import UserError
 
 ROOT = shipped.ROOT
 _BLOCK = re.compile(
@@ -39,7 +42,17 @@ _NUMBER = re.compile(
 _QUERY = re.compile(r"(?P<field>\w+) of (?P<words>.+?)(?: as (?P<form>\S+))?$")
 
 
-class PlaceError(ValueError):
+@dataclass(frozen=True)
+class Place:
+    """A marked place: what it asks for of which record."""
+
+    kind: str
+    """standing, table, output, figure or number."""
+    record: str
+    what: str | None
+
+
+class PlaceError(UserError):
     """A marked place asks for what its record does not have."""
 
 
@@ -67,6 +80,8 @@ def filled(text: str, place: Path, folder: Path = shipped.FOLDER) -> str:
             body = standing(name, folder)
         elif name in gone:
             body = ""
+        elif not (folder / name).is_dir():
+            raise PlaceError(f"there is no record {name}")
         else:
             body = _BLOCKS[kind](folder / name, found["what"], place)
         return f"{found['head']}{body}{found['end']}"
@@ -74,6 +89,8 @@ def filled(text: str, place: Path, folder: Path = shipped.FOLDER) -> str:
     def number(found: re.Match[str]) -> str:
         value = None
         if found["name"] not in gone:
+            if not (folder / found["name"]).is_dir():
+                raise PlaceError(f"there is no record {found['name']}")
             value = value_of(folder / found["name"], found["what"])
         return (f"~~{found['value']}~~" if value is None else value) + found["from"]
 
@@ -89,10 +106,17 @@ def standing(name: str, folder: Path = shipped.FOLDER) -> str:
     if made is None:
         raise PlaceError(f"{name} was not made by `make records`, and is not withdrawn")
     machine = made["machine"]
+    missed = "".join(f"Missed its bar: `{one}`.\n" for one in made.get("missed", ()))
     return (
         f"*Measured {made['started'][:10]} at commit {made['commit']} on {machine['cores']} x "
-        f"{machine['cpu']} (`make records ONLY={name}`).*\n"
+        f"{machine['cpu']} (`make records ONLY={name}`).*\n" + missed
     )
+
+
+def places(text: str) -> list[Place]:
+    """All marked places of a text."""
+    blocks = [Place(one["kind"], one["name"], one["what"]) for one in _BLOCK.finditer(text)]
+    return blocks + [Place("number", one["name"], one["what"]) for one in _NUMBER.finditer(text)]
 
 
 def quoted(text: str) -> list[tuple[str, set[str], set[str]]]:
@@ -119,6 +143,21 @@ def bare_figures(text: str) -> list[str]:
 
 def value_of(folder: Path, query: str) -> str | None:
     """The text of one number of a sweep (see the module's words); None of a row that is doubted."""
+    row, asked = chosen_row(folder, query)
+    value = getattr(row, asked["field"])
+    if getattr(row, "doubt", None):
+        return None
+    if value is None:
+        raise PlaceError(f"{folder.name}: {asked['words']} has no {asked['field']}")
+    return format(value, asked["form"]) if asked["form"] else significant(value)
+
+
+def chosen_row(folder: Path, query: str) -> tuple[Any, re.Match[str]]:
+    """The row that a number is asked of, and the parts of the query.
+
+    Raises:
+        PlaceError: there is not one such row, or it has no such field.
+    """
     asked = _QUERY.fullmatch(query)
     if asked is None:
         raise PlaceError(f"{query!r} is not `FIELD of WORDS` or `FIELD of WORDS as FORM`")
@@ -126,12 +165,14 @@ def value_of(folder: Path, query: str) -> str | None:
     chosen = [row for row in _rows(folder) if all(_is_of(row, word) for word in words)]
     if len(chosen) != 1:
         raise PlaceError(f"{len(chosen)} rows of {folder.name} are {asked['words']!r}, not one")
-    value = getattr(chosen[0], asked["field"], None)
-    if getattr(chosen[0], "doubt", None):
-        return None
-    if value is None:
-        raise PlaceError(f"{folder.name}: {asked['words']} has no {asked['field']}")
-    return format(value, asked["form"]) if asked["form"] else significant(value)
+    _check_fields(chosen[0], [asked["field"]], folder)
+    return chosen[0], asked
+
+
+def _check_fields(row: Any, fields: Iterable[str], folder: Path) -> None:
+    for field in fields:
+        if not hasattr(row, field):
+            raise PlaceError(f"rows of {folder.name} have no {field}")
 
 
 def _is_of(row: Any, word: str) -> bool:
@@ -154,7 +195,9 @@ def _rows(folder: Path) -> list[Any]:
 
 def _table(folder: Path, what: str | None, _: Path) -> str:
     if what is not None:
-        return _crossed(_rows(folder), what.split(", "))
+        found, fields = _rows(folder), what.split(", ")
+        _check_fields(found[0], fields, folder)
+        return _crossed(found, fields)
     records, compare_to = _sweep(folder)
     if is_learning(records):
         learned = learning.make_rows(records, compare_to)
@@ -194,7 +237,10 @@ def _short(row: Any, field: str) -> str:
 
 
 def _output(folder: Path, what: str | None, _: Path) -> str:
-    return f"```\n{(folder / (what or '')).read_text().rstrip()}\n```\n"
+    path = folder / (what or "")
+    if not path.is_file():
+        raise PlaceError(f"there is no file {what} in {folder.name}")
+    return f"```\n{path.read_text().rstrip()}\n```\n"
 
 
 def _figure(folder: Path, what: str | None, place: Path) -> str:
@@ -216,17 +262,30 @@ _BLOCKS: dict[str, Callable[[Path, str | None, Path], str]] = {
 
 
 def fill() -> list[Path]:
-    """Writes every document anew; returns those that changed."""
-    changed = []
-    for path in documents():
-        text = path.read_text()
-        new = filled(text, path.parent)
-        if new != text:
-            path.write_text(new)
-            changed.append(path)
+    """Writes every document anew; returns those that changed.
+
+    Raises:
+        PlaceError: as `filled`; then nothing is written.
+    """
+    texts = {path: path.read_text() for path in documents()}
+    new = {path: _filled_file(path, text) for path, text in texts.items()}
+    changed = [path for path in texts if new[path] != texts[path]]
+    for path in changed:
+        path.write_text(new[path])
     return changed
 
 
+def _filled_file(path: Path, text: str) -> str:
+    try:
+        return filled(text, path.parent)
+    except PlaceError as error:
+        raise PlaceError(f"{path.relative_to(ROOT)}: {error}") from None
+
+
 if __name__ == "__main__":
-    for path in fill():
-        print(f"filled {path.relative_to(ROOT)}")
+    try:
+        for path in fill():
+            print(f"filled {path.relative_to(ROOT)}")
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -21,6 +21,11 @@ ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docs" / "records"
 LIST, WITHDRAWN = "records.yaml", "withdrawn.yaml"
 MADE = "made.json"
+DEFINITIONS = 1
+"""Of a step, an interval, a word, of what is faithful and what is correct. Whoever changes what one
+of them means raises this number: no earlier record is of today's definitions then."""
+MISSED = 3
+"""Exit status of a program that has measured everything, and a bar is missed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +39,8 @@ class Recipe:
     set: tuple[str, ...] = ()
     """Keys of the experiment that differ, as `--set` takes them."""
     commands: tuple[str, ...] = ()
-    """For bash, in the repository; `{out}` is a new folder, all of whose files are the record."""
+    """For bash, in the repository; `{out}` is a new folder, all of whose files are the record. One
+    that ends with `MISSED` has done its work; any other status but 0 makes no record."""
     needs: tuple[str, ...] = ()
     """Environment variables that must be set: folders of what does not come with the repository."""
 
@@ -69,7 +75,9 @@ def restore(name: str, folder: Path = FOLDER) -> None:
 
 
 def made(name: str, folder: Path = FOLDER) -> dict[str, Any] | None:
-    """Commit, machine, commands, files and when, as `make records` wrote it; None: it did not."""
+    """Commit, machine, commands, files, when and for how long, as `make records` wrote it; None: it
+    did not.
+    """
     path = folder / name / MADE
     return json.loads(path.read_text()) if path.exists() else None
 

@@ -174,7 +174,7 @@ def test_the_stopwatch_of_a_plain_script_and_the_harness_time_the_same_hosts(tmp
     path = tmp_path / "out.json"
     options = ["--hosts", "2", "--repeats", "1", "--steps", "8", "--time-scale", "1"]
     done = python("bench/elapsed.py", *options, "--json", str(path))
-    assert done.returncode in (0, 1) and "harness beside stopwatch: " in done.stdout, done.stderr
+    assert done.returncode in (0, 1, 3) and "harness beside stopwatch: " in done.stdout, done.stderr
     record = json.loads(path.read_text())
     assert len(record["harness"]) == len(record["stopwatch"]) == 1
     assert len(record["harness"][0]) == 8 and record["samples"] == 2 * 64

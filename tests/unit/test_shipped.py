@@ -10,7 +10,7 @@ import pytest
 
 from bench import records as maker
 from common.results import readme, shipped
-from common.results.records import Comparison, Failure, Record, append
+from common.results.records import Comparison, Failure, Record, append, is_learning
 from common.results.shipped import Recipe
 from dear.errors import UserError
 
@@ -49,9 +49,15 @@ RECIPE = Recipe(sweep="quick", minutes=1)
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A record `quick` as of today."""
-    record = tmp_path / "quick"
+    _write(tmp_path / "quick", RECIPE)
+    _note(tmp_path / "quick")
+    return tmp_path
+
+
+def _write(record: Path, recipe: Recipe) -> None:
+    """A sweep of which every trial has failed."""
     record.mkdir()
-    trials = maker.todays_trials(RECIPE, [])
+    trials = maker.todays_trials(recipe, [])
     for trial in trials:
         append(
             record / "records.jsonl",
@@ -67,8 +73,6 @@ def folder(tmp_path: Path) -> Path:
             ),
         )
     Comparison(compare_to="ddp", trials=tuple(trial.hash for trial in trials)).save(record)
-    _note(record)
-    return tmp_path
 
 
 def _note(record: Path, **changed: object) -> None:
@@ -76,6 +80,7 @@ def _note(record: Path, **changed: object) -> None:
         "commit": HEAD,
         "machine": {"cores": 2, "cpu": "a processor"},
         "made_by": maker.made_by(RECIPE),
+        "definitions": shipped.DEFINITIONS,
         "started": "2026-01-02T03:04:05+00:00",
         "files": shipped.digests(record),
     }
@@ -95,6 +100,8 @@ def test_a_record_of_another_definition_is_told(folder):
 
     _note(record, commit=f"{HEAD}+dirty")
     assert "says not which code ran" in maker.problems("quick", RECIPE, folder)[0]
+    _note(record, definitions=shipped.DEFINITIONS - 1)
+    assert "is of definitions" in problem()
     _note(record, made_by=["something else"])
     assert "other commands" in problem()
     _note(record)
@@ -148,13 +155,55 @@ def test_marked_places_are_filled_and_of_a_withdrawn_record_emptied(folder):
     [
         ("world_size of mnist", "6 rows of quick are 'mnist', not one"),
         ("world_size of nobody", "0 rows"),
-        ("loudness of dear, mnist", "has no loudness"),
+        ("loudness of dear, mnist", "rows of quick have no loudness"),
+        ("speedup of dear, mnist", "has no speedup"),
         ("world_size", "is not `FIELD of WORDS`"),
     ],
 )
 def test_a_number_that_no_record_gives_is_refused(folder, query, message):
     with pytest.raises(readme.PlaceError, match=message):
         readme.filled(f"1<!-- quick: {query} -->", readme.ROOT, folder)
+
+
+def test_a_text_that_cannot_be_filled_is_one_line_and_no_text_is_changed(
+    folder, monkeypatch, capsys
+):
+    texts = [folder / name for name in ("a.md", "b.md")]
+    texts[0].write_text("<!-- standing of quick -->\n<!-- end -->\n")
+    texts[1].write_text("1<!-- nobody: x of y -->")
+    monkeypatch.setattr(readme, "ROOT", folder)
+    monkeypatch.setattr(readme, "documents", lambda: texts)
+    with pytest.raises(UserError, match=r"b\.md: there is no record nobody"):
+        readme.fill()
+    assert "Measured" not in texts[0].read_text()
+
+    monkeypatch.setattr(maker, "machine_card", lambda: {"commit": HEAD})
+    made = []
+    monkeypatch.setattr(maker, "make", lambda name, *_: not made.append(name))
+    with pytest.raises(UserError, match=r"not filled in: b\.md: "):
+        maker.main(["quick", "peer"])
+    assert made == ["quick", "peer"], "hours of others are not lost"
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_marked_places_ask_for_what_their_record_would_have_today(name, tmp_path):
+    recipe, texts = RECIPES[name], [path.read_text() for path in readme.documents()]
+    asked = [one for text in texts for one in readme.places(text) if one.record == name]
+    made = tmp_path / name
+    if recipe.sweep is not None:
+        _write(made, recipe)
+        found = Comparison.load(made).results(made)
+        files = ["learning.png" if is_learning(found) else "throughput.png", "table.md"]
+        (made / "table.md").write_text("")
+    for one in asked:
+        if one.kind in ("output", "figure"):
+            file = one.what.partition(" | ")[0]
+            said = files if recipe.sweep else " ".join(recipe.commands)
+            assert (file if recipe.sweep else Path(file).stem) in said, one
+        elif one.kind == "table":
+            readme._table(made, one.what, readme.ROOT)
+        elif one.kind == "number":
+            readme.chosen_row(made, one.what)
 
 
 def test_a_section_that_quotes_a_record_without_its_standing_is_found():
@@ -172,7 +221,7 @@ def test_a_section_that_quotes_a_record_without_its_standing_is_found():
 
 def test_a_record_takes_its_place_only_when_all_of_it_is_done(tmp_path, monkeypatch):
     monkeypatch.setattr(maker, "ROOT", tmp_path)
-    monkeypatch.setattr(maker, "machine_card", lambda: {"commit": HEAD, "cores": 2})
+    monkeypatch.setattr(maker, "machine_card", lambda: {"commit": HEAD, "cores": 2, "cpu": "x"})
     shelf = tmp_path / "shelf"
     (shelf / "it").mkdir(parents=True)
     (shelf / "it" / "old.txt").write_text("old")
@@ -184,11 +233,45 @@ def test_a_record_takes_its_place_only_when_all_of_it_is_done(tmp_path, monkeypa
 
     assert not maker.make("it", Recipe(minutes=1, commands=("true",), needs=("NO_SUCH",)), HEAD)
 
-    good = Recipe(minutes=1, commands=("echo new > {out}/new.txt",))
+    good = Recipe(minutes=1, commands=("echo new > {out}/new.txt", "exit 3"))
     assert maker.make("it", good, HEAD, shelf)
+    assert shipped.made("it", shelf)["missed"] == ["exit 3"], "it has measured all the same"
+    assert "Missed its bar: `exit 3`" in readme.standing("it", shelf)
     assert sorted(path.name for path in (shelf / "it").iterdir()) == ["made.json", "new.txt"]
     assert maker.problems("it", good, shelf) == []
     assert not shipped.withdrawn(shelf)
+
+
+def test_a_sweep_that_goes_on_took_all_of_its_time_and_its_evidence_is_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(maker, "ROOT", tmp_path)
+    monkeypatch.setattr(maker, "machine_card", lambda: {"commit": HEAD})
+    clock = iter([0.0, 100.0, 1000.0, 1020.0])
+    monkeypatch.setattr(maker.time, "monotonic", lambda: next(clock))
+    size = 10
+
+    def swept(recipe: Recipe, work: Path, out: Path) -> bool:
+        trial = work / "logs" / "quick" / "trial-1"
+        begun = trial.exists()
+        trial.mkdir(parents=True, exist_ok=True)
+        for name in ("evidence.json.gz", "evidence-1.json.gz"):
+            (trial / name).write_bytes(bytes(size))
+        return begun
+
+    monkeypatch.setattr(maker, "_swept", swept)
+    shelf = tmp_path / "shelf"
+    shelf.mkdir()
+    assert not maker.make("quick", RECIPE, HEAD, shelf)
+    assert maker.make("quick", RECIPE, HEAD, shelf)
+    made = shipped.made("quick", shelf)
+    assert made["duration_s"] == 120.0 and "evidence" not in made
+    assert list(made["files"]) == ["trial-1/evidence.json.gz"]
+
+    clock, size = iter([0.0, 1.0] * 2), maker.EVIDENCE_BYTES + 1
+    assert not maker.make("quick", RECIPE, HEAD, shelf)
+    assert maker.make("quick", RECIPE, HEAD, shelf)
+    made = shipped.made("quick", shelf)
+    assert made["duration_s"] == 2.0 and made["files"] == {}
+    assert len(list((tmp_path / made["evidence"]).glob("trial-1/*"))) == 2
 
 
 def test_records_are_made_from_a_clean_commit_only(monkeypatch, capsys):
@@ -213,6 +296,8 @@ def test_texts_and_records_do_not_make_a_tree_dirty(tmp_path, monkeypatch):
     monkeypatch.setattr(machine, "_ROOT", tmp_path)
     (tmp_path / "README.md").write_text("new\n")
     (tmp_path / "docs" / "records" / "new.json").write_text("{}")
+    (tmp_path / "tests" / "mutants").mkdir(parents=True)
+    (tmp_path / "tests" / "mutants" / "judged.yaml").write_text("{}")
     assert "dirty" not in machine._commit() and machine._diff() is None
     (tmp_path / "common" / "code.py").write_text("2\n")
     assert machine._commit().endswith("+dirty") and machine._diff()

@@ -53,6 +53,17 @@ def pairwise(
         case = {axis: chosen[axis] for axis in axes}
 
 
+def each_value_once(cases: Sequence[Mapping[str, Any]]) -> list[bool]:
+    """Chooses few cases that hold every value of an axis that any of them holds; the first, too."""
+    missing = {item for case in cases for item in case.items()}
+    chosen = [False] * len(cases)
+    while missing:
+        best = max(range(len(cases)), key=lambda n: len(missing & cases[n].items()))
+        chosen[best] = True
+        missing -= cases[best].items()
+    return chosen
+
+
 def one_in(every: int, groups: Sequence[Any]) -> list[bool]:
     """Chooses one in so many, and the first of each group; `groups` has the group of each."""
     return [n % every == 0 or groups.index(group) == n for n, group in enumerate(groups)]

@@ -37,8 +37,9 @@ class World:
         return body(device, *args)
 
 
-def worlds(*backends: str) -> Any:
-    """Parametrises a test by its `world`: two ranks on CPUs, and by all others, if not quick."""
+def worlds(*backends: str, cpu_is_quick: bool = True) -> Any:
+    """Parametrises a test by its `world`: two ranks on CPUs, if that tells more than tests without
+    GPUs do, and GPUs; by other ranks on CPUs, if not quick."""
     cases = [World("comm_core", 2, "cpu"), World("gloo", 2, "cpu"), World("comm_core", 1, "cpu")]
     if torch.cuda.is_available():
         cases += [
@@ -52,7 +53,7 @@ def worlds(*backends: str) -> Any:
         pytest.param(
             world,
             id=f"{world.backend}-{world.size}-on_{world.place}",
-            marks=[pytest.mark.full] if world in cases[1:3] else [],
+            marks=[pytest.mark.full] if world in cases[cpu_is_quick:3] else [],
         )
         for world in cases
         if world.backend in backends or not backends

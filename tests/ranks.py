@@ -128,6 +128,7 @@ def _serve(pipe: Connection, backend: str, timeout_s: float) -> int:
         except BaseException:
             result = (False, traceback.format_exc())
         pipe.send(result)
+        del result  # or a reset would take for lasting what only this refers to
 
 
 def _reset() -> None:
@@ -136,6 +137,7 @@ def _reset() -> None:
     import dear
 
     gc.collect()  # optimizers that nobody closed let go of the model, and windows of their memory
+    gc.freeze()  # what is left, modules and their caches, lasts: the next reset need not look at it
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float32)
     torch.set_grad_enabled(True)

@@ -62,8 +62,3 @@ def each_value_once(cases: Sequence[Mapping[str, Any]]) -> list[bool]:
         chosen[best] = True
         missing -= cases[best].items()
     return chosen
-
-
-def one_in(every: int, groups: Sequence[Any]) -> list[bool]:
-    """Chooses one in so many, and the first of each group; `groups` has the group of each."""
-    return [n % every == 0 or groups.index(group) == n for n, group in enumerate(groups)]

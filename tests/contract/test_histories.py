@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 from typing import Any
 
@@ -20,7 +21,9 @@ from tests.contract.histories import (
     machine,
     unavailable,
 )
-from tests.contract.pairs import one_in
+from tests.contract.pairs import each_value_once
+
+full = pytest.mark.full
 
 
 @functools.cache
@@ -29,15 +32,16 @@ def _recorded(subject: str) -> dict[str, Any]:
 
 
 def _params() -> list[Any]:
-    """Quick: every option and world of each."""
-    cases = all_cases()
-    worlds = one_in(9, [(case.subject, case.world) for case in cases])
-    options = one_in(9, [(case.subject, str(case.options)) for case in cases])
-    ids = [f"{case.subject}: {case.name}" for case in cases]
-    return [
-        pytest.param(case, id=told, marks=() if any(quick) else pytest.mark.full)
-        for case, told, *quick in zip(cases, ids, worlds, options, strict=True)
-    ]
+    """Quick ones hold every option, world, loop and optimizer of each subject."""
+    params = []
+    for subject, group in itertools.groupby(all_cases(), lambda case: case.subject):
+        cases = list(group)
+        quick = each_value_once([{**vars(case), "options": str(case.options)} for case in cases])
+        params += [
+            pytest.param(case, id=f"{subject}: {case.name}", marks=() if is_quick else full)
+            for case, is_quick in zip(cases, quick, strict=True)
+        ]
+    return params
 
 
 @pytest.mark.parametrize("case", _params())

@@ -23,10 +23,10 @@ def driver(tmp_path):
 
 
 def test_a_sweep_records_every_trial(driver):
-    done = driver.run("--set", "algorithms=[allreduce, wfbp, dear]")
+    done = driver.run("--set", "algorithms=[wfbp, dear]")
     assert done.returncode == 0, done.stderr
     records = driver.records()
-    assert {r["trial"]["algorithm"] for r in records} == {"none", "allreduce", "wfbp", "dear"}
+    assert {r["trial"]["algorithm"] for r in records} == {"none", "wfbp", "dear"}
     for record in records:
         assert record["status"] == "ok"
         assert record["check"]["replicas_agree"] and record["check"]["matches_reference"]
@@ -41,7 +41,7 @@ def test_a_sweep_records_every_trial(driver):
     by_name = {record["trial"]["algorithm"]: record for record in records}
     assert by_name["none"]["costs"] is None
     costs = [record["costs"] for name, record in by_name.items() if name != "none"]
-    assert costs == [costs[0]] * 3  # one trial has measured for all
+    assert costs == [costs[0]] * 2  # one trial has measured for all
     assert costs[0].keys() == {"all_reduce", "reduce_scatter", "all_gather", "exchange"}
     for name, kind in (("none", "compute"), ("wfbp", "wfbp"), ("dear", "dear")):
         bound = by_name[name]["bound"]

@@ -418,7 +418,7 @@ def test_the_ranks_of_a_group_are_enough_and_may_be_in_several(comm: Communicato
 
 
 _FORGETFUL = """
-import atexit, os
+import atexit, os, time
 
 def workers():
     folder = "/proc/self/task"
@@ -433,7 +433,9 @@ late = Communicator(2)
 dist.destroy_process_group()
 late.destroy()  # after its process groups have gone
 init("gloo")
-of_the_job = workers()
+of_the_job = dist.group.WORLD._get_backend(torch.device("cpu")).options._threads
+while workers() < of_the_job:  # they take their name a moment after they have begun
+    time.sleep(0.01)
 forgotten = Communicator(2)
 for _ in range(50):
     forgotten.allReduceRSAG(torch.ones(50_001))

@@ -50,8 +50,9 @@ def finishes(record: Record) -> list[Finish]:
     target = record.trial["learn"]["target_accuracy"]
     if target is not None:
         return [_finish(run, target) for run in record.learning or ()]
-    steps_per_s = rates(record, slowed_ranks(record.trial))
-    return [Finish(seconds=1 / rate) for rate in steps_per_s if rate > 0]
+    slowed = slowed_ranks(record.trial)
+    found = ((_rate(run, slowed), run.seed) for run in record.learning or ())
+    return [Finish(seconds=1 / rate, seed=seed) for rate, seed in found if rate]
 
 
 def _finish(run: Learning, target: float) -> Finish:
@@ -66,11 +67,13 @@ def _finish(run: Learning, target: float) -> Finish:
 
 def rates(record: Record, leave_out: Sequence[int]) -> list[float]:
     """By run: steps per second of the slowest rank that lives and is not left out."""
-    found = (
-        [one.steps_per_s for i, one in enumerate(run.ranks) if one and i not in leave_out]
-        for run in record.learning or ()
-    )
-    return [min(each) for each in found if each]
+    found = (_rate(run, leave_out) for run in record.learning or ())
+    return [rate for rate in found if rate is not None]
+
+
+def _rate(run: Learning, leave_out: Sequence[int]) -> float | None:
+    left = (one.steps_per_s for i, one in enumerate(run.ranks) if one and i not in leave_out)
+    return min(left, default=None)
 
 
 def slowed_ranks(trial: dict[str, Any]) -> list[int]:
@@ -126,18 +129,26 @@ def leaders(rivals: Sequence[Sequence[Finish]]) -> list[int]:
     """
     if not rivals or not all(rivals):
         return []
-    seconds = [[[_positive(one.seconds)] for one in runs] for runs in rivals]
+    seconds = list(map(_seconds, rivals))
     first, *others = stats.leaders(seconds, lambda i, j: _paired(rivals[i], rivals[j]))
     return [first, *others] if all(one.there for one in rivals[first]) else []
 
 
 def _difference(ours: Sequence[Finish], others: Sequence[Finish]) -> Difference:
-    mine, theirs = ([[_positive(one.seconds)] for one in side] for side in (ours, others))
-    return stats.compare(mine, theirs, paired=_paired(ours, others))
+    return stats.compare(_seconds(ours), _seconds(others), paired=_paired(ours, others))
+
+
+def _seconds(runs: Sequence[Finish]) -> list[list[float]]:
+    """In the order of seeds, whichever order the runs were made in."""
+    by_seed = sorted(runs, key=lambda one: (one.seed is None, one.seed or 0))
+    return [[_positive(one.seconds)] for one in by_seed]
 
 
 def _paired(ours: Sequence[Finish], others: Sequence[Finish]) -> bool:
-    return [one.seed for one in ours] == [one.seed for one in others]
+    """Whether each run has one of its own seed on the other side, and that is known."""
+    seeds = {one.seed for one in ours}
+    same = seeds == {one.seed for one in others} and None not in seeds
+    return same and len(seeds) == len(ours) == len(others)
 
 
 def _positive(seconds: float) -> float:

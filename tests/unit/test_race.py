@@ -6,6 +6,7 @@ which it shares with all runs of its seed, and evaluations that are as noisy as 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 
@@ -175,8 +176,18 @@ def test_runs_are_paired_by_seed():
     found = race.race(ours, base).difference
     assert found.paired and found.ratio.value == pytest.approx(1 / 0.95)
     assert found.half_width < 1e-6
-    other = race.race(list(reversed(ours)), base).difference
-    assert not other.paired and other.half_width > 0.5
+    turned = race.race(list(reversed(ours)), base).difference
+    assert turned.paired and turned.half_width < 1e-6
+    strange = (
+        [dataclasses.replace(one, seed=one.seed + 1) for one in ours],
+        [dataclasses.replace(one, seed=7) for one in ours],
+        [dataclasses.replace(one, seed=None) for one in ours],
+    )
+    for one in strange:
+        other = race.race(one, base).difference
+        assert not other.paired and other.half_width > 0.5
+    unknown = strange[2]
+    assert not race.race(unknown, unknown).difference.paired, "nobody knows what belongs together"
 
 
 def test_the_first_is_told_with_those_that_cannot_be_told_from_it():

@@ -34,7 +34,6 @@ class Capabilities:
     """`synchronous`: after each step all replicas equal serial training on the joined batch."""
     devices: tuple[str, ...] = ("cpu", "cuda")
     min_world_size: int = 1
-    needs_topology: bool = False
 
 
 class Algorithm(ABC):

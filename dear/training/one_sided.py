@@ -10,6 +10,7 @@ from dear.comm.neighbors import Round, timed
 from dear.comm.peers import Peers
 from dear.comm.windows import NeighborWindow
 from dear.cost.bounds import Bound
+from dear.cost.overlap import Moment, Overlap, Transfer
 from dear.lazy import nx
 from dear.training.engine import Replica
 from dear.training.parameters import GraphAlgorithm, GraphOptions, ParameterEngine
@@ -141,7 +142,19 @@ class WindowAlgorithm(GraphAlgorithm):
 
     barrier_bound: ClassVar[Bound]
     """As `bound`, where all ranks wait for each other."""
+    puts: ClassVar[Moment]
+    """When buckets are put; what reads instead has an `overlap_of` of its own."""
 
     @classmethod
     def bound_of(cls, options: WindowOptions) -> Bound | None:
         return cls.barrier_bound if options.barrier else cls.bound
+
+    @classmethod
+    def overlap_of(cls, options: WindowOptions) -> Overlap:
+        sent = Transfer(
+            kind="put",
+            carries=("parameters",),
+            starts=cls.puts,
+            awaited="step" if options.barrier else None,
+        )
+        return Overlap(transfers=(sent,), meetings=("step",) if options.barrier else ())

@@ -8,7 +8,9 @@ from typing import Any
 from dear.buckets.compressors import HalfOptions
 from dear.cost.overlap import Moment, Overlap, Transfer, Unstated
 from dear.training.algorithm import Algorithm
-from tests.contract.by_hand import SIZES, Event, Message, Network, Place, Program, on
+from tests.contract.by_hand import on
+from tests.contract.logged import Program
+from tests.contract.network import SIZES, Event, Message, Network, Place
 
 MARKS = 64
 """Bytes per message for who has a gradient, and to fill up."""

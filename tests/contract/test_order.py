@@ -10,8 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from dear.algorithms.asynchronous.push_sum import LEAST_P
 from dear.algorithms.synchronous.wfbp import Wfbp
+from dear.comm.windows import NeighborWindow
 from dear.cost.overlap import Unstated
 from dear.training.algorithm import algorithm_names
 from dear.training.tuning import Tuner
@@ -21,7 +24,9 @@ from tests.contract.algorithms import (
     algorithm_options,
     skip_if_unavailable,
 )
-from tests.contract.by_hand import SIZES, Network, Program, on
+from tests.contract.by_hand import on
+from tests.contract.logged import Program
+from tests.contract.network import SIZES, Network
 from tests.contract.order import Run, statement, violations
 
 LAYER_MB = 0.0001
@@ -157,7 +162,7 @@ FROM_FRONT = [[0], [1], [2], [3]]
 )
 def test_layers_travel_together_as_options_and_costs_say(name, options, network, groups):
     run = Run(algorithm_class(name)(), algorithm_options(name, options), Network(**network))
-    assert run.groups() == groups
+    assert run.groups() == groups, "layers travel otherwise"
 
 
 STATED: dict[str, set[tuple[Any, ...]]] = {
@@ -206,7 +211,8 @@ def test_a_neighbour_that_takes_nothing_holds_nobody_up_and_gets_nothing_more(na
         network.ends_itself = False  # waiting is an error from now on
         trained.train(3)
         sent = [e for e in network.events if e.what == "start" and e.message.carries]
-        assert [e.step for e in sent if e.step >= 2] == [2] * len(SIZES)
+        steps = [e.step for e in sent if e.step >= 2]
+        assert steps == [2] * len(SIZES), "more is sent to who has taken nothing"
         network.end()
         trained.train(1)
         sent = [e for e in network.events if e.what == "start" and e.message.carries]
@@ -232,8 +238,57 @@ def test_with_credit_for_one_partition_the_most_urgent_one_goes_next(native):
             layers.append(min(work.message.layers))
             nbytes.append(work.nbytes)
             work.end()
-    assert layers == [3, *[0] * 3, *[1] * 2, *[2] * 5, *[3] * 3]
+    wanted = [3, *[0] * 3, *[1] * 2, *[2] * 5, *[3] * 3]
+    assert layers == wanted, "something less urgent goes next"
     assert max(nbytes) <= LAYER_MB * 2**20
+
+
+@pytest.mark.parametrize("bound", [0, 1, 3])
+def test_a_step_waits_for_a_neighbour_that_is_further_behind_than_the_bound(monkeypatch, bound):
+    """The neighbour takes what it is sent, and makes a step whenever somebody looks for one."""
+    options = algorithm_options("asyncddp", {"bucket_mb": LAYER_MB, "max_staleness": bound})
+    network, made, seen = Network(), 0, []
+
+    def step_of_neighbour(seconds: float) -> None:
+        nonlocal made
+        made += 1
+
+    monkeypatch.setattr(NeighborWindow, "steps_in", lambda self, source: made)
+    network.pause = step_of_neighbour
+    with on(network):
+        trained = Program(algorithm_class("asyncddp")(), options, network)
+        trained.train(6, after=lambda: seen.append(made))
+    assert seen == [max(0, n - bound) for n in range(6)], "nobody waits for its steps"
+
+
+@pytest.mark.parametrize(("barrier", "sends"), [(False, False), (True, True)])
+def test_a_free_rank_of_push_sum_keeps_its_last_sixteenth(barrier, sends):
+    options = algorithm_options("push-sum", {"bucket_mb": LAYER_MB, "barrier": barrier})
+    network, algorithm = Network(), algorithm_class("push-sum")()
+    with on(network):
+        trained = Program(algorithm, options, network)
+        trained.train(1, after=network.end)
+        for window in trained.optimizer._engine.windows.values():
+            window.p = LEAST_P / 2
+        trained.train(1, after=network.end)
+    sent = [e.message.operation for e in network.events if e.what == "start" and e.step == 1]
+    assert ("accumulate" in sent) == sends
+
+
+class ByNorm(torch.optim.SGD):
+    """Looks at whole tensors, as LARS does."""
+
+    element_wise = False
+
+
+def test_where_dear_finds_that_updates_cannot_be_sharded_it_does_as_with_replicated(monkeypatch):
+    monkeypatch.setattr(torch.optim, "SGD", ByNorm)
+    dear, options = algorithm_class("dear"), algorithm_options("dear", NONE)
+    stated = dear.overlap_of(algorithm_options("dear", {**NONE, "update": "replicated"}))
+    replicated = type("Replicated", (dear,), {"overlap_of": classmethod(lambda *_: stated)})
+    assert not violations(replicated(), options)
+    said = "all_gather with gradients of layers [0] is not stated"
+    assert said in violations(dear(), options)
 
 
 def test_the_tuner_of_dear_regroups_as_it_says(monkeypatch):
@@ -251,7 +306,8 @@ def test_the_tuner_of_dear_regroups_as_it_says(monkeypatch):
     reduced = [(m.step, sorted(m.layers)) for m in sent if m.operation == "reduce_scatter"]
     groups = [[layers for at, layers in reduced if at == step] for step in range(network.step)]
     assert groups[1] == groups[-1] == ALL
-    assert groups[10] == groups[40] == FROM_BEHIND
+    assert groups[10] == FROM_BEHIND, "layers travel otherwise"
+    assert groups[40] == FROM_BEHIND
 
 
 def test_the_docs_tell_what_every_algorithm_states():

@@ -6,6 +6,7 @@ A cut patches classes of `dear` and what checks them must fail, with words that 
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +31,8 @@ Patch = pytest.MonkeyPatch
 AT_ONCE = "is waited for when the gradient of layer 3 is there"
 BEHIND = "starts when the gradient of layer 0 is there, stated is 'gradient'"
 BUCKETS = {"bucket_mb": LAYER_MB}
+NOW_APART = re.escape(f"layers travel otherwise\nassert {FROM_BEHIND} ==")
+NOW_IN_ONE = re.escape(f"layers travel otherwise\nassert {suite.ALL} ==")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,12 +145,12 @@ def sends_nothing(patch: Patch) -> None:
     patch.setattr(AveragingEngine, "ready", lambda self, unit: None)
 
 
-@cut("mgwfbp", "\\[", _groups("mgwfbp", {}, {"alpha_s": 1e-2}, suite.ALL))
+@cut("mgwfbp", NOW_APART, _groups("mgwfbp", {}, {"alpha_s": 1e-2}, suite.ALL))
 def merges_nothing(patch: Patch) -> None:
     patch.setattr(mgwfbp, "greedy", lambda sizes, **_: [[i] for i in range(len(sizes))])
 
 
-@cut("mgwfbp", "\\[", _groups("mgwfbp", {}, {"alpha_s": 1e-9}, FROM_BEHIND))
+@cut("mgwfbp", NOW_IN_ONE, _groups("mgwfbp", {}, {"alpha_s": 1e-9}, FROM_BEHIND))
 def never_plans(patch: Patch) -> None:
     patch.setattr(mgwfbp.MergedEngine, "stepped", lambda self: None)
 
@@ -157,7 +160,7 @@ def waits_for_each_group(patch: Patch) -> None:
     _then(patch, mgwfbp.Exchange, "start", lambda self: self._work.wait())
 
 
-@cut("mgs", "\\[", _groups("mgs", {"density": 1.0}, {"alpha_s": 1e-2}, suite.ALL))
+@cut("mgs", NOW_APART, _groups("mgs", {"density": 1.0}, {"alpha_s": 1e-2}, suite.ALL))
 def merges_none(patch: Patch) -> None:
     patch.setattr(mgs, "greedy", lambda sizes, **_: [[i] for i in range(len(sizes))])
 
@@ -248,7 +251,7 @@ def updates_all_in_step(patch: Patch) -> None:
     patch.setattr(updates.PartialUpdate, "possible", lambda self: False)
 
 
-@cut("dear", "", lambda: _tuned())
+@cut("dear", NOW_IN_ONE, lambda: _tuned())
 def never_regroups(patch: Patch) -> None:
     patch.setattr(tuning.Tuned, "_follow", lambda self, choose: False)
 
@@ -280,7 +283,7 @@ def _credit() -> None:
     suite.test_with_credit_for_one_partition_the_most_urgent_one_goes_next(True)
 
 
-@cut("bytescheduler", "", _credit)
+@cut("bytescheduler", r"goes next\nassert \[3, 3,", _credit)
 def the_queue_is_reversed(patch: Patch) -> None:
     plain = bytescheduler.planned_order
     patch.setattr(
@@ -300,7 +303,7 @@ def credit_is_ignored(patch: Patch) -> None:
     )
 
 
-@cut("bytescheduler", "", _credit)
+@cut("bytescheduler", r"goes next\nassert \[3, 0, 1, 2\] ==", _credit)
 def nothing_is_cut_into_partitions(patch: Patch) -> None:
     patch.setattr(bytescheduler, "lengths", lambda numel, limit: [numel])
 
@@ -471,7 +474,7 @@ for _name in ("win-put", "push-sum", "asyncddp"):
     cut(_name, "is waited for .*, and nothing should", **BUCKETS)(_waits_for_puts)
     cut(_name, "barrier is waited for", **BUCKETS)(_meets)
     cut(_name, "waits for", _busy(_name), **BUCKETS)(_waits_for_old_puts)
-    cut(_name, "", _busy(_name), **BUCKETS)(_sends_to_the_busy)
+    cut(_name, "more is sent to who has taken nothing", _busy(_name), **BUCKETS)(_sends_to_the_busy)
 
 
 @cut("win-put", "ranks do not meet at 'step'", **BUCKETS, barrier=True)
@@ -494,7 +497,16 @@ def waits_for_reads_at_once(patch: Patch) -> None:
     _then(patch, pull_get.PullGetEngine, "shared", wait)
 
 
-@cut("asyncddp", "nothing is sent of layers", **BUCKETS, max_staleness=1)
+def _bounded() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        suite.test_a_step_waits_for_a_neighbour_that_is_further_behind_than_the_bound(patch, 1)
+
+
+@cut("asyncddp", "nobody waits for its steps", _bounded)
 def follows_nobody(patch: Patch) -> None:
-    patch.setattr(asyncddp.AsyncEngine, "waits", lambda self: False)
     patch.setattr(asyncddp.AsyncEngine, "_catch_up", lambda self, source, least: None)
+
+
+@cut("asyncddp", "nothing is sent of layers", **BUCKETS, max_staleness=1)
+def sends_without_bound(patch: Patch) -> None:
+    patch.setattr(asyncddp.AsyncEngine, "waits", lambda self: False)

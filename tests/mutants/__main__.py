@@ -15,12 +15,13 @@ import hashlib
 import json
 import multiprocessing
 import os
+import random
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,24 +61,33 @@ def main() -> int:
 
 def _run(options: argparse.Namespace) -> int:
     state = _state()
-    known = Results(options.scratch / "results.jsonl", f"{state} {options.seed} {options.count}")
-    if not options.as_seen:
-        _look(options.scratch, state)
-    found = seen.Seen(options.scratch / "seen")
     sources = {
         path: (ROOT / path).read_text()
         for path in tracked(ROOT)
         if path.startswith(_MUTATED) and path.endswith(".py")
     }
     every = {path: candidates(path, text) for path, text in sources.items()}
+    if stale := stale_judgements(every, sources):
+        print(f"judged.yaml: {', '.join(stale)}: no such change today", file=sys.stderr)
+        return 2
+    drawn = sample(sources, options.count, options.seed)
+    drawn = [mutant for mutant in drawn if (options.only or "") in mutant.path]
+    if not drawn:
+        print(f"--only {options.only}: no mutant of such a file was drawn", file=sys.stderr)
+        return 2
+    # Mixed, so that the share of the first ones says something of all.
+    random.Random(options.seed).shuffle(drawn)
+    known = Results(options.scratch / "results.jsonl", f"{state} {options.seed} {options.count}")
+    if not options.as_seen:
+        _look(options.scratch, state)
+    found = seen.Seen(options.scratch / "seen")
     jobs = []
-    for mutant in sample(sources, options.count, options.seed):
-        source = sources[mutant.path]
-        tests = ordered(found.tests(mutant.path, range(mutant.line, mutant.end_line + 1)), found)
-        jobs.append((mutant, source, tests))
-    if options.only:
-        jobs = [job for job in jobs if options.only in job[0].path]
-    todo = [job for job in jobs if identity(*job[:2]) not in known.by_id]
+    for mutant in drawn:
+        lines = None if mutant.at_import else range(mutant.line, mutant.end_line + 1)
+        tests = ordered(found.tests(mutant.path, lines), found)
+        jobs.append((mutant, sources[mutant.path], tests))
+    names = [identity(mutant, source) for mutant, source, _ in jobs]
+    todo = [job for name, job in zip(names, jobs, strict=True) if name not in known.by_id]
     total = sum(sum(seconds for _, seconds in tests) for _, _, tests in todo)
     print(
         f"{len(jobs)} mutants of {sum(map(len, every.values()))}, {len(todo)} to try, "
@@ -88,13 +98,17 @@ def _run(options: argparse.Namespace) -> int:
     for number, result in enumerate(_tried(todo, options.workers, options.scratch), start=1):
         known.add(result)
         spent = time.monotonic() - began
+        tried = [known.by_id[name] for name in names if name in known.by_id]
         print(
             f"[{number}/{len(todo)}, {spent / 60:.0f} min, about "
-            f"{spent / number * (len(todo) - number) / 60:.0f} more] {result['outcome']}: "
+            f"{spent / number * (len(todo) - number) / 60:.0f} more, caught so far "
+            f"{report.share(tried):.0%} of {len(tried)}] {result['outcome']}: "
             f"{result['path']}:{result['line']} {result['operator']}",
             flush=True,
         )
-    results = [known.by_id[identity(*job[:2])] for job in jobs]
+    results = sorted(
+        (known.by_id[name] for name in names), key=lambda one: (one["path"], one["line"])
+    )
     card = machine_card()
     facts = {
         "commit": card["commit"],
@@ -147,6 +161,18 @@ def identity(mutant: Mutant, source: str) -> str:
     change = [one for one in mutant.diff(source).split("\n") if not one.startswith("@@")]
     text = "\n".join([mutant.path, f"{same} {mutant.column}", *change])
     return hashlib.sha256(text.encode()).hexdigest()[:10]
+
+
+def stale_judgements(
+    every: Mapping[str, Sequence[Mutant]], sources: Mapping[str, str]
+) -> list[str]:
+    """Judgements of changes that today's files do not have, as `PATH ID`."""
+    stale = []
+    for path, judged in report.judgements().items():
+        there = (one for one in every.get(path, ()) if one.means_something(sources[path]))
+        names = {identity(one, sources[path]) for one in there}
+        stale += [f"{path} {name}" for name in judged if name not in names]
+    return stale
 
 
 def ordered(names: Sequence[str], found: seen.Seen) -> list[tuple[str, float]]:

@@ -83,6 +83,8 @@ class Mutant:
     end_line: int
     """Last line of the statement (of its head, where it has a body) that is changed."""
     column: int
+    at_import: bool
+    """It stands in no function: the line is executed once, for whichever test imports the file."""
 
     def apply(self, source: str) -> str:
         """The file as the mutant has it."""
@@ -106,7 +108,7 @@ class Mutant:
 def candidates(path: str, source: str) -> list[Mutant]:
     """All mutants of a file whose change can mean something, in the order of the text."""
     tree = ast.parse(source)
-    noise, heads = _noise(tree), _heads(tree)
+    noise, heads, inside = _noise(tree), _heads(tree), _inside_functions(tree)
     seen = dict.fromkeys(OPERATORS, -1)
     found = []
     for node in ast_nodes(get_ast(source)):
@@ -127,6 +129,7 @@ def candidates(path: str, source: str) -> list[Mutant]:
                         line=line,
                         end_line=end_line,
                         column=start[1],
+                        at_import=line not in inside,
                     )
                 )
     return found
@@ -250,3 +253,11 @@ def _heads(tree: ast.Module) -> dict[int, tuple[int, int]]:
         span = (node.lineno, max(node.lineno, last))
         heads.update(dict.fromkeys(range(span[0], span[1] + 1), span))
     return heads
+
+
+def _inside_functions(tree: ast.Module) -> set[int]:
+    """Lines of the bodies of functions; defaults and decorators are no part of them."""
+    functions = (
+        node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    )
+    return {line for node in functions for line in range(node.body[0].lineno, node.end_lineno + 1)}

@@ -21,8 +21,8 @@ def share(results: Sequence[Mapping[str, Any]]) -> float:
     return sum(one["outcome"] in _CAUGHT for one in results) / len(results)
 
 
-def judgements() -> dict[str, str]:
-    """By mutant's id, what somebody has found of a survivor."""
+def judgements() -> dict[str, dict[str, str]]:
+    """By path and mutant's id, what somebody has found of a survivor."""
     return yaml.safe_load(JUDGED.read_text()) or {} if JUDGED.exists() else {}
 
 
@@ -37,7 +37,9 @@ def write(folder: Path, facts: Mapping[str, Any], results: Sequence[Mapping[str,
 
 
 def markdown(
-    facts: Mapping[str, Any], results: Sequence[Mapping[str, Any]], judged: Mapping[str, str]
+    facts: Mapping[str, Any],
+    results: Sequence[Mapping[str, Any]],
+    judged: Mapping[str, Mapping[str, str]],
 ) -> str:
     """The report for people."""
     survivors = [one for one in results if one["outcome"] not in _CAUGHT]
@@ -59,11 +61,12 @@ def markdown(
     if not survivors:
         lines.append("None.")
     for one in survivors:
+        said = judged.get(one["path"], {}).get(one["id"], "Not judged.")
         seen = f"{one['asked']} tests asked" if one["asked"] else "no test executes it"
         lines += [
             f"### {one['path']}:{one['line']} ({one['id']})",
             "",
-            f"{judged.get(one['id'], 'Not judged.')} ({one['operator']}, {seen})",
+            f"{said} ({one['operator']}, {seen})",
             "",
             "```diff",
             one["diff"],

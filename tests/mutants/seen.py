@@ -109,14 +109,19 @@ class Seen:
         self._files = {Path(path): path for path in self._data.measured_files()}
         self._by_line: dict[str, dict[int, list[str]]] = {}
 
-    def tests(self, path: str, lines: Iterable[int]) -> list[str]:
-        """Tests that have passed and executed one of the lines of a file, relative to the root."""
+    def tests(self, path: str, lines: Iterable[int] | None) -> list[str]:
+        """Tests that have passed and executed one of the lines of a file, relative to the root.
+
+        Args:
+            lines: None: any line of it.
+        """
         measured = next((full for one, full in self._files.items() if one.match(path)), None)
         if measured is None:
             return []
         if measured not in self._by_line:
             self._by_line[measured] = self._data.contexts_by_lineno(measured)
         found = self._by_line[measured]
+        lines = found if lines is None else lines
         names = {test_of(context) for line in lines for context in found.get(line, ())}
         return sorted(names & self.seconds.keys())
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
+import coverage
 import psutil
 import pytest
 
@@ -56,6 +59,7 @@ def test_only_changes_of_meaning_are_drawn():
     text = dropped.apply(SOURCE)
     assert "wait(" not in text and "    pass\n    raise" in text
     compile(text, "it", "exec")
+    assert {one.line for one in found if one.at_import} == {8}
 
 
 @pytest.mark.full
@@ -115,6 +119,7 @@ def tree(tmp_path: Path) -> trees.Tree:
     (root / "common").mkdir()
     (root / "common" / "it.py").write_text("def number():\n    return 2\n")
     (root / "tests" / "test_it.py").write_text(TESTS)
+    (root / "tests" / "test_none.py").write_text("import nothing_of_this_name\n")
     subprocess.run(["git", "init", "-q", str(root)], check=True)
     return trees.Tree(root, tmp_path / "copy")
 
@@ -159,9 +164,49 @@ def test_a_mutant_that_hangs_is_told_apart_and_its_processes_are_ended(tree):
     assert _sleepers() == []
 
 
+@pytest.mark.full
+def test_what_does_not_start_where_nothing_is_changed_has_caught_nothing(tree):
+    none = [("tests/test_none.py::test_it", 0.1)]
+    trial = _apart(tree, "common/it.py", _with("4"), none)
+    assert trial.outcome == "survived" and "with nothing changed" in trial.message
+
+
 def _sleepers() -> list[int]:
     every = psutil.process_iter(["cmdline"])
     return [one.pid for one in every if one.info["cmdline"] == ["sleep", "1234.5"]]
+
+
+@pytest.mark.full
+def test_what_cannot_be_is_said_in_one_line(monkeypatch, capsys, tmp_path):
+    from tests.mutants import __main__ as program
+
+    command = ["tests.mutants", "--dirty", "--scratch", str(tmp_path), "--only"]
+    monkeypatch.setattr(sys, "argv", [*command, "no/such/file"])
+    monkeypatch.setattr(program, "adopt", lambda: None)
+    monkeypatch.setattr(program, "end_descendants", lambda: None)
+    monkeypatch.setattr(program, "tracked", lambda root: ["dear/errors.py", "dear/options.py"])
+    monkeypatch.setattr(program, "_state", lambda: "")
+    assert program.main() == 2
+    assert capsys.readouterr().err == "--only no/such/file: no mutant of such a file was drawn\n"
+    judged = {"dear/errors.py": {"0123456789": "It is equal."}}
+    monkeypatch.setattr(report, "judgements", lambda: judged)
+    assert program.main() == 2
+    assert "dear/errors.py 0123456789: no such change today" in capsys.readouterr().err
+
+
+def test_lines_executed_on_import_are_of_all_tests_that_execute_their_file(tmp_path):
+    first, second = "tests/test_a.py::test_first", "tests/test_b.py::test_second"
+    data = coverage.CoverageData(str(tmp_path / "coverage.1"))
+    for test, lines in ((first, [1, 2]), (second, [3])):
+        data.set_context(test)
+        data.add_lines({"/copy/dear/it.py": lines})
+    data.write()
+    times = [{"id": test, "outcome": "passed", "seconds": 1.0} for test in (first, second)]
+    (tmp_path / "tests.jsonl").write_text("\n".join(map(json.dumps, times)))
+    found = seen.Seen(tmp_path)
+    assert found.tests("dear/it.py", [1]) == [first]
+    assert found.tests("dear/it.py", None) == [first, second]
+    assert found.tests("dear/other.py", None) == []
 
 
 def test_a_context_names_its_test():
@@ -182,7 +227,7 @@ def test_the_report_counts_and_shows_what_survived():
     ]
     assert report.share(results) == 0.75
     facts = {"commit": "abc", "seed": 1, "candidates": 9, "files": 2}
-    text = report.markdown(facts, results, {"x": "It is equal."})
+    text = report.markdown(facts, results, {"dear/b.py": {"x": "It is equal."}})
     assert "| dear/comm | 2 | 1 | 1 | 0 | 0 | 0 | 100% |" in text
     assert "| dear | 2 | 0 | 0 | 1 | 1 | 1 | 50% |" in text
     assert "It is equal. (AddNot, no test executes it)\n\n```diff\n-a\n+b\n```" in text

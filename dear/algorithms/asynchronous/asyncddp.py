@@ -122,7 +122,7 @@ class AsyncDdp(GraphAlgorithm):
             positive("option of asyncddp 'finish_timeout_s'", self.finish_timeout_s)
             at_least("option of asyncddp 'max_staleness'", self.max_staleness, 0)
 
-    capabilities = Capabilities(consistency="asynchronous", needs_topology=True)
+    capabilities = Capabilities(consistency="asynchronous")
 
     @classmethod
     def bound_of(cls, options: Options) -> Bound:

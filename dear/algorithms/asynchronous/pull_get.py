@@ -68,7 +68,7 @@ class PullGet(WindowAlgorithm):
     class Options(WindowOptions):
         """The topology and its timing."""
 
-    capabilities = Capabilities(consistency="asynchronous", needs_topology=True)
+    capabilities = Capabilities(consistency="asynchronous")
     bound = "beside_passes"
     barrier_bound = "beside_passes"
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from dear.buckets.flat import Bucket
-from dear.cost.overlap import Overlap, Transfer
 from dear.lazy import torch
 from dear.training.algorithm import Capabilities
 from dear.training.one_sided import WindowAlgorithm, WindowEngine, WindowOptions
@@ -126,16 +125,7 @@ class PushSum(WindowAlgorithm):
     class Options(WindowOptions):
         """The topology, of which only the edges count, and its timing."""
 
-    capabilities = Capabilities(consistency="asynchronous", needs_topology=True)
+    capabilities = Capabilities(consistency="asynchronous")
     bound = "asynchronous"
     barrier_bound = "sequential"
-
-    @classmethod
-    def overlap_of(cls, options: WindowOptions) -> Overlap:
-        sent = Transfer(
-            kind="put",
-            carries=("parameters",),
-            starts="step",
-            awaited="step" if options.barrier else None,
-        )
-        return Overlap(transfers=(sent,), meetings=("step",) if options.barrier else ())
+    puts = "step"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dear.cost.overlap import Overlap, Transfer
 from dear.training.algorithm import Capabilities
 from dear.training.one_sided import WindowAlgorithm, WindowEngine, WindowOptions
 
@@ -40,16 +39,7 @@ class WinPut(WindowAlgorithm):
     class Options(WindowOptions):
         """The topology and its timing."""
 
-    capabilities = Capabilities(consistency="asynchronous", needs_topology=True)
+    capabilities = Capabilities(consistency="asynchronous")
     bound = "asynchronous"
     barrier_bound = "beside_passes"
-
-    @classmethod
-    def overlap_of(cls, options: WindowOptions) -> Overlap:
-        sent = Transfer(
-            kind="put",
-            carries=("parameters",),
-            starts="model",
-            awaited="step" if options.barrier else None,
-        )
-        return Overlap(transfers=(sent,), meetings=("step",) if options.barrier else ())
+    puts = "model"

@@ -64,7 +64,7 @@ class Decentralized(Algorithm):
                 )
             at_least("option of decentralized 'ranks_per_node'", self.ranks_per_node, 1)
 
-    capabilities = Capabilities(consistency="decentralized", needs_topology=True)
+    capabilities = Capabilities(consistency="decentralized")
     bound = "decentralized"
 
     @classmethod

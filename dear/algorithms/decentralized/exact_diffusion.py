@@ -51,7 +51,7 @@ class ExactDiffusion(GraphAlgorithm):
                     "needs symmetric weights: complete, ring, star, mesh or symmetric-exp"
                 )
 
-    capabilities = Capabilities(consistency="decentralized", needs_topology=True)
+    capabilities = Capabilities(consistency="decentralized")
     bound = "after_update"
     overlap = Overlap(transfers=(adapt_then_combine("parameters"),))
 

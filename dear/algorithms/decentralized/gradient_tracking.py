@@ -39,7 +39,7 @@ class GradientTracking(GraphAlgorithm):
     class Options(GraphOptions):
         """The topology; every named one keeps the mean."""
 
-    capabilities = Capabilities(consistency="decentralized", needs_topology=True)
+    capabilities = Capabilities(consistency="decentralized")
     bound = "beside_passes"
     overlap = Overlap(transfers=(combine_then_adapt("parameters"), combine_then_adapt("gradients")))
 

@@ -82,7 +82,7 @@ class Neighbor(GraphAlgorithm):
                     "topology"
                 )
 
-    capabilities = Capabilities(consistency="decentralized", needs_topology=True)
+    capabilities = Capabilities(consistency="decentralized")
 
     @classmethod
     def bound_of(cls, options: Options) -> Bound:

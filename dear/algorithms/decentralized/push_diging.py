@@ -39,7 +39,7 @@ class PushDiging(GraphAlgorithm):
     class Options(GraphOptions):
         """The topology; only its edges count, weights follow from the number of receivers."""
 
-    capabilities = Capabilities(consistency="decentralized", needs_topology=True)
+    capabilities = Capabilities(consistency="decentralized")
     bound = "after_update"
     overlap = Overlap(transfers=(adapt_then_combine("parameters", "gradients"),))
 

@@ -130,6 +130,10 @@ class Dear(Algorithm):
 
     @classmethod
     def overlap_of(cls, options: Options) -> Overlap:
+        """With `update=auto` that of `sharded`, for optimizers that work element by element.
+
+        With others `auto` does as stated for `replicated`.
+        """
         at_once = Transfer(kind="average", starts="gradient", awaited="step", buckets="instead")
         if options.gathers:
             whole = dataclasses.replace(at_once, buckets="all")

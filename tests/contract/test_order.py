@@ -5,6 +5,7 @@ Whether these tests would notice: test_order_cuts.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 from dear.algorithms.asynchronous.push_sum import LEAST_P
 from dear.algorithms.synchronous.wfbp import Wfbp
 from dear.comm.windows import NeighborWindow
-from dear.cost.overlap import Unstated
+from dear.cost.overlap import Overlap, Unstated
 from dear.training.algorithm import algorithm_names
 from dear.training.tuning import Tuner
 from tests.contract.algorithms import (
@@ -281,14 +282,23 @@ class ByNorm(torch.optim.SGD):
     element_wise = False
 
 
-def test_where_dear_finds_that_updates_cannot_be_sharded_it_does_as_with_replicated(monkeypatch):
+@pytest.mark.parametrize("of_torch", [True, False])
+@pytest.mark.parametrize("update", ["auto", "replicated"])
+def test_what_dear_overlaps_with_an_optimizer_that_is_not_element_wise(
+    monkeypatch, of_torch, update
+):
+    """Of torch's own a bucket is updated before its layers run; of others nothing is known."""
     monkeypatch.setattr(torch.optim, "SGD", ByNorm)
-    dear, options = algorithm_class("dear"), algorithm_options("dear", NONE)
-    stated = dear.overlap_of(algorithm_options("dear", {**NONE, "update": "replicated"}))
-    replicated = type("Replicated", (dear,), {"overlap_of": classmethod(lambda *_: stated)})
-    assert not violations(replicated(), options)
-    said = "all_gather with gradients of layers [0] is not stated"
-    assert said in violations(dear(), options)
+    monkeypatch.setattr(ByNorm, "__module__", "torch.optim.it" if of_torch else "it")
+    dear, options = algorithm_class("dear"), algorithm_options("dear", {**NONE, "update": update})
+    stated = dear.overlap_of(dataclasses.replace(options, update="replicated"))
+    if not of_torch:
+        first, second = stated.transfers
+        second = dataclasses.replace(second, awaited="step", steps_later=0)
+        stated = Overlap(transfers=(first, second), updates="step")
+    as_stated = type("AsStated", (dear,), {"overlap_of": classmethod(lambda *_: stated)})
+    assert not violations(as_stated(), options)
+    assert bool(violations(dear(), options)) == (update == "auto" or not of_torch)
 
 
 def test_the_tuner_of_dear_regroups_as_it_says(monkeypatch):

@@ -130,9 +130,10 @@ class Dear(Algorithm):
 
     @classmethod
     def overlap_of(cls, options: Options) -> Overlap:
-        """With `update=auto` that of `sharded`, for optimizers that work element by element.
+        """With most of torch's optimizers, and others that say they are `element_wise`.
 
-        With others `auto` does as stated for `replicated`.
+        With those of torch that work on whole tensors `update=auto` does as stated for
+        `replicated`. With any other, second halves are awaited in `step()`, where all is updated.
         """
         at_once = Transfer(kind="average", starts="gradient", awaited="step", buckets="instead")
         if options.gathers:

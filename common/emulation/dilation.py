@@ -25,9 +25,8 @@ up for most of it."""
 
 # Passes over the memory of all parameters, per rank and step. Replay writes each gradient;
 # algorithms copy it into a buffer and the average out again (two reads, two writes) and add what
-# arrives (two reads, a write); the plain optimizer reads gradient and parameter and writes the
-# parameter.
-_GRADIENT_PASSES, _COMMUNICATION_PASSES, _UPDATE_PASSES = 1, 4 + 3, 3
+# arrives (two reads, a write).
+_GRADIENT_PASSES, _COMMUNICATION_PASSES = 1, 4 + 3
 # Python of the model's modules, hooks and collectives, per rank and step.
 _OVERHEAD_S = 0.02
 _SMALL, _DECADE = (1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0), (10, 12, 16, 20, 30, 40, 50, 60, 80)
@@ -42,6 +41,8 @@ class Load:
     world_size: int
     hosts: int
     parameter_bytes: int
+    update_passes: int
+    """Of the optimizer over the memory of the parameters (`OptimizerConfig.update_passes`)."""
     step_s: float
     """Replayed compute, in emulated seconds."""
 
@@ -132,7 +133,7 @@ def choose_time_scale(
     touched_s = world * size / calibration.memory_bytes_per_s
     links_cpu = link_bytes * calibration.cpu_s_per_byte
     communication_cpu = links_cpu + (touched_s * _COMMUNICATION_PASSES if world > 1 else 0.0)
-    overhead_cpu = touched_s * _UPDATE_PASSES + world * _OVERHEAD_S
+    overhead_cpu = touched_s * load.update_passes + world * _OVERHEAD_S
     cpu = communication_cpu + overhead_cpu + touched_s * _GRADIENT_PASSES
     serial_s = overhead_cpu / min(cores, world)
     share = f"{BUSY_TARGET:.0%} of {cores} cores"

@@ -222,6 +222,7 @@ def _load(trial: Trial) -> Load:
         world_size=trial.world_size,
         hosts=trial.hosts or 1,
         parameter_bytes=profile.parameter_bytes,
+        update_passes=trial.optimizer.update_passes,
         step_s=profile.step_s,
     )
 

@@ -17,6 +17,8 @@ cluster. Far from nothing, for queues of links and the deadlines of replayed com
 it: see docs/measurement.md for the runs that it was chosen by."""
 LATE = 0.02
 """The same for real compute, as a share of the time: nothing absorbs what it computes longer."""
+SHORT_OF_CORES = 0.02
+"""The same for the training threads of ranks that emulate nothing: it is worth a word."""
 FOREIGN_CORES = 0.25
 STEAL_CORES = 0.05
 THROTTLED_S = 0.01
@@ -54,6 +56,23 @@ def unfaithful_note(strain: Sequence[Strain]) -> str:
         )
     wait = max(one.core_wait for one in strain)
     return f"unfaithful: for lack of cores a rank's threads waited {wait:.2f} s per second in all"
+
+
+def oversubscribed(strain: Sequence[Strain], crowded: str | None) -> str | None:
+    """What to say where real ranks had fewer cores than threads that wanted one.
+
+    It is no doubt: the machine that the ranks run on is the one whose number was asked for. Only
+    the threads that train are looked at: of others (NCCL's, a pool's that spins) many may wait and
+    hold up nothing.
+
+    Args:
+        crowded: what was asked for, if that alone is more than there is.
+    """
+    waits = [one.main_wait for one in strain if one.main_wait is not None]
+    said = [crowded] if crowded else []
+    if max(waits, default=0.0) > SHORT_OF_CORES:
+        said.append(f"a rank's training thread waited {max(waits):.0%} of the time for a core")
+    return f"oversubscribed: {'; '.join(said)}" if said else None
 
 
 def disturbed(strain: Strain) -> str | None:

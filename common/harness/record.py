@@ -43,7 +43,6 @@ from dear.cost.bounds import (
     compute_limit_s,
     exchange_times,
     exchange_wire_limit_s,
-    reached,
     step_bound_s,
     wire_limit_s,
 )
@@ -89,7 +88,7 @@ class Result:
     """As the next four, in the first repeat only."""
     costs: dict[str, AlphaBeta] | None = None
     cost_check: CostCheck | None = None
-    """Of the trial that has measured `costs`."""
+    """Of `costs`, by the trial that has measured them."""
     local_size: int | None = None
     """Ranks on a host."""
     lost_ranks: list[int] = field(default_factory=list)
@@ -171,7 +170,7 @@ def make_record(
         compute=first and first.compute,
         costs=first and first.costs,
         cost_check=first and first.cost_check,
-        bound=_bound(trial, first, throughput, fabric.network) if first and throughput else None,
+        bound=_bound(trial, first, fabric.network) if first and throughput else None,
         bytes=Bytes(sent_per_step=first.bytes_per_step, gradients=first.gradient_bytes)
         if first
         else Bytes(),
@@ -182,7 +181,6 @@ def make_record(
         data=first and first.data,
         parameters=first and first.parameters,
         cpu_s_per_s=[result.cpu_s_per_s for result in results],
-        foreign_cpu_s_per_s=[one.foreign_cores for one in strain],
         strain=strain,
         unfaithful=unfaithful,
         started_by=first and first.started_by,
@@ -253,13 +251,15 @@ def _notes(
     unfaithful: bool | None,
 ) -> list[str]:
     found: list[str | None] = []
+    strain = [result.strain for result in results]
     threads = trial.threads_per_rank * trial.world_size
     crowded = trial.launcher == "local" and trial.device == "cpu" and threads > machine["cores"]
-    if crowded and not emulated:
-        found.append(
-            f"oversubscribed: {trial.world_size} ranks x {trial.threads_per_rank} threads on "
+    if not emulated:
+        on = (
+            f"{trial.world_size} ranks x {trial.threads_per_rank} threads on "
             f"{machine['cores']} cores"
         )
+        found.append(notes.oversubscribed(strain, on if crowded else None))
     if not all(math.isfinite(result.loss) for result in results):
         found.append("training diverged: the loss is not finite; lower optimizer.lr")
     for repeat, result in enumerate(results):
@@ -283,7 +283,7 @@ def _doubtful_costs(check: CostCheck) -> str | None:
     return None
 
 
-def _bound(trial: Trial, first: Result, throughput: Throughput, network: Network) -> Bound | None:
+def _bound(trial: Trial, first: Result, network: Network) -> Bound | None:
     """None if the compute was not measured."""
     compute = first.compute
     if compute is None:
@@ -304,14 +304,11 @@ def _bound(trial: Trial, first: Result, throughput: Throughput, network: Network
             bound_s = max(step_bound_s(kind, compute, comm, trial.world_size) for comm in each)
             # Measured costs are good to some per cent only.
             bound_s = bound_s if wire_s is None else max(bound_s, wire_s)
-    # The elapsed time per step that the table's throughput stands for.
-    step_s = trial.batch_size * trial.world_size / throughput.value
     return Bound(
         kind=kind,
         step_s=bound_s,
         compute_limit_s=compute_limit_s(compute, trial.world_size),
         wire_limit_s=wire_s,
-        reached=None if bound_s is None else reached(bound_s, step_s),
     )
 
 

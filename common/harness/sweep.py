@@ -22,7 +22,7 @@ from common.harness.trial import BASELINE, Trial
 from common.harness.ui import Progress
 from common.launch.job import Job, Outcome
 from common.results import records
-from common.results.records import Comparison, Record, typed
+from common.results.records import Comparison, CostCheck, Record, typed
 from dear.cost.collectives import AlphaBeta
 from dear.errors import UserError
 from dear.training.algorithm import algorithm_class
@@ -32,11 +32,12 @@ Rerun = Literal["failed", "all"]
 
 @dataclass(frozen=True, kw_only=True)
 class _Costs:
-    """What collectives cost, and which launch has measured it."""
+    """What collectives cost, which launch has measured it, and whether it still held at its end."""
 
     trial: str
     repeat: int
     costs: dict[str, AlphaBeta]
+    check: CostCheck | None
 
 
 @dataclass
@@ -149,7 +150,11 @@ class Sweep:
             return outcome, None
         result = typed(Result, outcome.result)
         if result.costs and known is None:
-            self._costs[place] = _Costs(trial=trial.hash, repeat=repeat, costs=result.costs)
+            self._costs[place] = _Costs(
+                trial=trial.hash, repeat=repeat, costs=result.costs, check=result.cost_check
+            )
+        elif result.costs:
+            result = dataclasses.replace(result, cost_check=known.check)
         return outcome, result
 
     def _record(self, turn: Turn, outcome: Outcome) -> None:

@@ -49,6 +49,12 @@ class OptimizerConfig:
         """Tensors of optimizer state per parameter."""
         return 2 if self.name == "adamw" else int(self.momentum > 0)
 
+    @property
+    def update_passes(self) -> int:
+        """Passes of an update over as much memory as the parameters take: it reads gradients, and
+        reads and writes parameters and state."""
+        return 3 + 2 * self.state_copies
+
 
 @dataclass(frozen=True, kw_only=True)
 class MeasureConfig:

@@ -10,9 +10,10 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from dear.errors import UserError
+from dear.lazy import torch
 
 # A shorter wait is not worth a system call; the next one makes up for it.
 SHORTEST_SLEEP_S = 40e-6
@@ -194,6 +195,49 @@ def set_pace(pace: Pace) -> None:
 def current() -> Pace:
     """The process's pace; by default real time."""
     return _current
+
+
+def paced(kind: type[torch.optim.Optimizer], memory_bytes_per_s: float) -> type[Any]:
+    """`kind`, but what this CPU needs for an update beyond the device is made up for afterwards.
+
+    The device needs the time to read and write once what an update touches: parameters (read and
+    written), gradients (read), and the optimizer's state by element (read and written), as one
+    fused kernel would. See `Pace.work`.
+
+    Args:
+        kind: one of torch's that update each element by itself.
+        memory_bytes_per_s: of the device.
+    """
+
+    class Paced(kind):
+        element_wise = True
+
+        def step(self, closure: Any = None) -> Any:
+            update = super().step
+            return current().work(
+                lambda: update(closure), lambda: touched_bytes(self) / memory_bytes_per_s
+            )
+
+    Paced.__name__ = Paced.__qualname__ = kind.__name__
+    return Paced
+
+
+def touched_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """What an update of the parameters that have gradients reads and writes, on this rank."""
+    total = 0
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if param.grad is None:
+                continue
+            state = optimizer.state.get(param, {}).values()
+            kept = sum(_nbytes(one) for one in state if torch.is_tensor(one) and one.dim())
+            total += 2 * _nbytes(param) + _nbytes(param.grad) + 2 * kept
+    return total
+
+
+def _nbytes(tensor: Any) -> int:
+    local = getattr(tensor, "to_local", None)  # a sharded tensor counts what is here
+    return tensor.nbytes if local is None else local().nbytes
 
 
 class Brake:

@@ -91,8 +91,6 @@ class Bound:
     compute_limit_s: float
     wire_limit_s: float | None
     """None where the links' rate is not known, or the limit does not hold."""
-    reached: float | None
-    """`step_s` over the mean step; over the median in old records, so it is taken anew."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,10 +161,11 @@ class Strain:
     """Where compute is real: seconds per second by which the rank that suffered most computed
     longer because it had no core; what a time scale leaves room for makes nothing longer. None also
     where compute is replayed, which makes up for them."""
-    busy_cores: float = 0.0
-    """Of those that the ranks may use, as the next two, in the mean over the timed steps."""
+    main_wait: float | None = None
+    """The same of the threads that train alone: they issue all work, and hold up the step."""
     foreign_cores: float = 0.0
-    """Used by other processes."""
+    """Of the cores that the ranks may use, used by other processes in the mean over the timed
+    steps."""
     steal_cores: float = 0.0
     """Taken by other virtual machines."""
     throttled_s: float = 0.0
@@ -344,7 +343,7 @@ class Record:
     costs: dict[str, AlphaBeta] | None = None
     """Of collectives, by operation."""
     cost_check: CostCheck | None = None
-    """Of the trial that has measured them; others use the same."""
+    """Of the costs, by the trial that has measured them; those that use them have the same."""
     bound: Bound | None = None
     bytes: Bytes = field(default_factory=Bytes)
     check: Check | None = None
@@ -357,7 +356,6 @@ class Record:
     """What it was that they have learned from; None where it was made up, and in older records."""
     parameters: int | None = None
     cpu_s_per_s: list[float] = field(default_factory=list)
-    foreign_cpu_s_per_s: list[float] = field(default_factory=list)
     systematic: Systematic | None = None
     """Of emulated trials that were measured at twice the time scale, too."""
     strain: list[Strain] = field(default_factory=list)

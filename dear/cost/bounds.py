@@ -329,10 +329,3 @@ def exchange_wire_limit_s(
         return max(load.sent, load.received) * nbytes / bytes_per_s + everybody
 
     return max(statistics.fmean(map(busy_s, host)) for host in loads)
-
-
-def reached(bound_s: float, measured_s: float) -> float:
-    """The share of its bound that a measured step reaches: 1 at the bound, 0.5 at twice it."""
-    positive("measured_s", measured_s)
-    at_least("bound_s", bound_s, 0)
-    return bound_s / measured_s

@@ -209,7 +209,7 @@ def checked(trial: dict[str, Any], spoil: tuple[Callable[[str], Any], str] | Non
             mock.patch.object(worker, "build", build),
             # Of a machine, not of a program; all take longer than the training here.
             mock.patch.object(timed, "canary_s", lambda communicator: 0.1),
-            mock.patch.object(timed.evidence, "host_costs", lambda config: []),
+            mock.patch.object(timed.evidence, "host_costs", lambda *given: []),
             mock.patch.object(plain, "SHORT_S", 0.0),
             tempfile.TemporaryDirectory() as folder,
             spoil[0](spoil[1]) if spoil else mock.MagicMock(),

@@ -52,7 +52,7 @@ def test_real_training_on_virtual_hosts(tmp_path):
     ddp, dear = driver.records()
     # The trial whose turn came first has measured what collectives cost, at its begin and its end.
     first, second = sorted((ddp, dear), key=lambda record: record["order"]["positions"])
-    assert first["cost_check"]["residual"] >= 0 and second["cost_check"] is None
+    assert first["cost_check"]["residual"] >= 0 and second["cost_check"] == first["cost_check"]
     assert dear["costs"] == ddp["costs"]
     for record in (ddp, dear):
         assert record["fabric"] == "emulated" and record["time_scale"] == 1.0
@@ -98,7 +98,6 @@ def test_replayed_compute_and_time_scale(replayed):
     assert bound["compute_limit_s"] <= bound["step_s"]
     # That of the GPU: 307 MB at 616 GB/s.
     assert compute["update_s"] == pytest.approx(0.0005, abs=0.0003)
-    assert bound["reached"] > 0
 
 
 @pytest.mark.full

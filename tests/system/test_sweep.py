@@ -20,7 +20,8 @@ from common.harness.sweep import cost_place
 from common.harness.trial import Briefing, Trial
 from common.launch.job import Job, Outcome
 from common.results import records
-from common.results.records import Check, Record, Strain
+from common.results.faith import doubt
+from common.results.records import Check, CostCheck, Record, Strain
 from dear.cost.collectives import AlphaBeta
 from dear.training.algorithm import algorithm_class
 from tests.system.made import make_trial
@@ -317,6 +318,23 @@ def test_what_one_trial_has_measured_of_collectives_the_others_of_its_model_are_
     assert [record.costs for record in line.records] == [COSTS] * 4
     # Both models differ in batch size only.
     assert [briefing.costs for briefing in line.made.told] == [None, *[COSTS] * 7]
+
+
+def test_doubtful_costs_are_told_of_every_trial_that_used_them(line):
+    moved = CostCheck(residual=0.01, drift=0.5)
+    launches = []
+
+    def run(trial, job):
+        launches.append(trial)
+        check = moved if len(launches) == 1 else None
+        return ended_well(dataclasses.replace(GOOD, cost_check=check))
+
+    line.made.run = run
+    assert line.run(*ONE_CELL) == 0
+    assert [record.cost_check for record in line.records] == [moved] * 2
+    doubtful = "costs of collectives are doubtful: +50% from begin to end"
+    assert [record.notes for record in line.records] == [[doubtful]] * 2
+    assert [doubt(record) for record in line.records] == [None] * 2
 
 
 def test_costs_that_a_disturbed_launch_has_measured_are_measured_again(line):

@@ -299,9 +299,7 @@ def test_what_a_launch_needs_follows_from_its_waits(tmp_path, monkeypatch):
     monkeypatch.setattr(fabrics, "_cores", lambda: 2)
     fabric = fabrics.EmulatedFabric(experiment, [trial])
     fabric._choice = Choice(time_scale=5.0, reason="")
-    busy = dataclasses.replace(
-        result(1.3), cpu_s_per_s=1.85, strain=Strain(core_wait=3.0, busy_cores=2.0)
-    )
+    busy = dataclasses.replace(result(1.3), cpu_s_per_s=1.85, strain=Strain(core_wait=3.0))
     idle = dataclasses.replace(busy, cpu_s_per_s=0.5)
     assert fabric.needed(trial, busy).time_scale == 16
     assert fabric.needed(trial, idle).time_scale == 10

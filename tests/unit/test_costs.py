@@ -25,7 +25,6 @@ from dear.cost.bounds import (
     compute_limit_s,
     exchange_times,
     exchange_wire_limit_s,
-    reached,
     step_bound_s,
     wire_limit_s,
 )
@@ -241,12 +240,6 @@ def test_communication_by_its_fits():
 def test_wire_limits():
     assert wire_limit_s(1000, 4, 100) == pytest.approx(15)
     assert wire_limit_s(1000, 1, 100) == 0
-
-
-def test_share_of_the_bound():
-    assert reached(1.0, 2.0) == 0.5
-    with pytest.raises(UserError, match="measured_s"):
-        reached(1.0, 0.0)
 
 
 def test_bad_input_is_named():

@@ -135,8 +135,8 @@ def test_a_link_carries_less_payload_than_its_rate():
 
 # About what a core of a small virtual machine does.
 MACHINE = Calibration(cpu_s_per_byte=0.8e-9, memory_bytes_per_s=12e9)
-BERT = Load(world_size=4, hosts=4, parameter_bytes=438_000_000, step_s=0.3)
-RESNET = Load(world_size=4, hosts=4, parameter_bytes=102_000_000, step_s=0.253)
+BERT = Load(world_size=4, hosts=4, parameter_bytes=438_000_000, update_passes=3, step_s=0.3)
+RESNET = dataclasses.replace(BERT, parameter_bytes=102_000_000, step_s=0.253)
 
 
 def linked(gbps: float) -> NetworkProfile:
@@ -158,7 +158,7 @@ def test_scales_of_known_cases():
     assert 5 <= scale(BERT) <= 20, "two cores, 10 GbE"
     assert 2 <= scale(RESNET) < scale(BERT), "fewer bytes per second of compute"
     assert scale(BERT, gbps=0.1, cores=16) == 1, "slow links and many cores"
-    alone = Load(world_size=1, hosts=1, parameter_bytes=438_000_000, step_s=0.3)
+    alone = dataclasses.replace(BERT, world_size=1, hosts=1)
     assert 1 <= scale(alone) <= scale(BERT), "no links to wait for"
 
 
@@ -167,6 +167,8 @@ def test_the_scale_grows_with_the_load_and_shrinks_with_the_machine():
     assert scale(dataclasses.replace(BERT, hosts=16, world_size=16)) > base
     assert scale(dataclasses.replace(BERT, world_size=16)) > base
     assert scale(BERT, gbps=100) > base
+    alone = dataclasses.replace(BERT, world_size=1, hosts=1)
+    assert scale(dataclasses.replace(alone, update_passes=7)) > scale(alone)
     assert scale(BERT, cores=8) < base
     slow = Calibration(cpu_s_per_byte=5e-9, memory_bytes_per_s=4e9)
     assert scale(BERT, machine=slow) > base

@@ -94,8 +94,15 @@ def test_the_plan_of_ddp_has_its_buckets_in_bytes(world):
         assert all(one["parameters"] == [] for one in plan["groups"])
 
 
-def test_copies_and_updates_are_timed_by_size():
-    found = evidence.host_costs(OptimizerConfig(momentum=0.9))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_copies_and_updates_are_timed_by_size_where_the_trial_trains(dtype, monkeypatch):
+    updated = []
+    right = evidence.make_optimizer
+    noted = lambda config, module: updated.append(module.param) or right(config, module)  # noqa: E731
+    monkeypatch.setattr(evidence, "make_optimizer", noted)
+    found = evidence.host_costs(OptimizerConfig(momentum=0.9), torch.device("cpu"), dtype)
+    assert {param.dtype for param in updated} == {dtype}
+    assert [param.nbytes for param in updated] == [one["bytes"] for one in found]
     assert [one["bytes"] for one in found] == sorted({one["bytes"] for one in found})
     assert all(one["copy_s"] > 0 and one["update_s"] > 0 for one in found) and len(found) > 2
 
@@ -142,6 +149,7 @@ def test_the_file_has_every_moment_of_every_rank(tmp_path):
         marks=marks,
         bytes_sent=0,
         pressure=[Pressure(machine="one")] * 2,
+        canary_s=[0.1, 0.1],
     )
     step = Breakdown(forward_s=0.1, backward_s=0.2, update_s=0.3, exposed_comm_s=0.4, step_s=1.0)
     counted = [{"eth0": {"rx_bytes": 9}}] * 2

@@ -15,6 +15,7 @@ from common.harness.record import Result, make_record
 from common.harness.trial import LearnConfig
 from common.harness.worker import judge
 from common.harness.worker.judge import Snapshots, set_floating
+from common.harness.worker.timing import evidence
 from common.launch.job import Outcome
 from common.models.registry import build
 from common.results import answer, learning, learning_table
@@ -49,6 +50,8 @@ def _saved(rows, *, steps, elapsed_s=2.0, behind=None, **more):
             "busy_s": {"0": 4.0},
             "steal_s": {"0": 0.0},
         },
+        "canary_s": [0.1, 0.2],
+        "network": {"eth0": {"rx_bytes": 9}},
         "bytes_sent": 800 * steps,
         "statistics": {},
         **more,
@@ -131,7 +134,24 @@ def test_what_a_dead_rank_leaves_is_said_and_the_rest_judged(model, test_split):
         _learning_trial(target=0.99), [_saved([start] * 3, steps=4), None], test_split
     )
     assert result.learning.ranks[1] is None
+    assert result.strain.canary_s == [0.1, 0.2]
     assert result.learning.evaluations[1].steps == [4, None]
+
+
+def test_the_canary_of_a_dead_rank_is_not_known(model, test_split):
+    rows = [_flat(model)] * 3
+    saved = [None, _saved(rows, steps=4, canary_s=[0.1, 0.0])]
+    assert judge.result(_learning_trial(), saved, test_split).strain.canary_s is None
+    saved = [_saved(rows, steps=4, canary_s=[0.1, 0.3]), saved[1]]
+    assert judge.result(_learning_trial(), saved, test_split).strain.canary_s == [0.1, 0.3]
+
+
+def test_the_evidence_of_a_run_that_learns_has_its_copies_by_rank(model):
+    found = evidence.learning([_saved([_flat(model)] * 3, steps=4), None])
+    assert found["copies"] == [[[0.0, 0], [1.0, 4], [2.0, 8]], None]
+    assert found["network"] == {"steps": [8, None], "ranks": [{"eth0": {"rx_bytes": 9}}, None]}
+    assert found["pressure"][0]["waited_s"]["main"] == 0.5
+    json.dumps(found)
 
 
 def test_staleness_is_that_since_the_evaluation_before_and_of_the_stalest_neighbour(

@@ -10,11 +10,11 @@ import time
 import pytest
 import torch
 
+from common.harness.trial import OptimizerConfig
 from common.harness.worker.timing.stopwatch import Stopwatch
 from common.models import pace
 from common.models.lead import Lead
-from common.models.pace import Brake, Pace
-from common.models.updates import paced
+from common.models.pace import Brake, Pace, paced
 from dear.buckets.updates import PartialUpdate, element_wise
 from dear.errors import UserError
 
@@ -431,14 +431,15 @@ def test_an_update_in_a_hook_counts_once(clock):
 
 
 @pytest.mark.parametrize(
-    ("make", "tensors"),
+    ("make", "config", "tensors"),
     [
-        (lambda p: paced(torch.optim.SGD, 1.0)(p, 0.1), 3),
-        (lambda p: paced(torch.optim.SGD, 1.0)(p, 0.1, momentum=0.9), 5),
-        (lambda p: paced(torch.optim.AdamW, 1.0)(p, 0.1), 7),
+        (lambda p: paced(torch.optim.SGD, 1.0)(p, 0.1), {}, 3),
+        (lambda p: paced(torch.optim.SGD, 1.0)(p, 0.1, momentum=0.9), {"momentum": 0.9}, 5),
+        (lambda p: paced(torch.optim.AdamW, 1.0)(p, 0.1), {"name": "adamw"}, 7),
     ],
 )
-def test_an_update_touches_what_a_fused_kernel_would(clock, make, tensors):
+def test_an_update_touches_what_a_fused_kernel_would(clock, make, config, tensors):
+    assert OptimizerConfig(**config).update_passes == tensors, "as the time scale is chosen by"
     params = [torch.nn.Parameter(torch.ones(10)) for _ in range(3)]
     params[0].grad = params[1].grad = torch.ones(10)
     optimizer = make(params)

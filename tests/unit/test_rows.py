@@ -57,7 +57,6 @@ def record(
         "loss": 1.0,
         "check": {"replicas_agree": True, "matches_reference": correct, "reference_error": 0.0},
         "cpu_s_per_s": 1.0,
-        "foreign_cpu_s_per_s": 0.0,
     }
     later = {k: v for k, v in (facts or {}).items() if k not in ("compute", "costs")}
     repeats = [typed(Result, result | more) for more in (facts or {}, later, later)]
@@ -370,7 +369,6 @@ def test_the_bound_is_that_of_the_algorithms_idea(algorithm, wanted):
     bound = made.bound
     assert bound.kind == algorithm_class(algorithm).bound
     assert bound.step_s == pytest.approx(wanted)
-    assert bound.reached == pytest.approx(wanted / 0.6)
     assert bound.compute_limit_s == pytest.approx(0.3 + 0.04 / 4)
     assert bound.wire_limit_s is None
     found = made.to_json()
@@ -402,14 +400,12 @@ def test_what_exchanges_with_a_few_is_bounded_by_its_own_links(
     bound = bounded(algorithm, facts={"local_size": 1}, options=options).bound
     assert bound.kind == kind
     assert bound.step_s == pytest.approx(wanted)
-    assert bound.reached == pytest.approx(wanted / 2)
     assert bound.wire_limit_s == (None if wire_s is None else pytest.approx(HEADERS * wire_s))
 
 
 def test_no_bound_is_below_what_the_links_of_hosts_carry():
     bound = bounded(gbps=0.01).bound
     assert bound.wire_limit_s == bound.step_s == pytest.approx(HEADERS * 1.2)
-    assert bound.reached == pytest.approx(HEADERS * 0.6)
     for per_host, hosts in ((1, 4), (2, 2)):
         limit = bounded(ranks_per_host=per_host).bound.wire_limit_s
         assert limit == pytest.approx(HEADERS * 2 * (hosts - 1) / hosts * NBYTES / 5e6)
@@ -429,7 +425,6 @@ def test_one_worker_can_reach_what_it_computes(algorithm):
     bound = bounded(algorithm, 0.4, world=1, facts={"costs": None}).bound
     assert (bound.kind, bound.wire_limit_s) == ("compute", None)
     assert bound.step_s == bound.compute_limit_s == pytest.approx(0.34)
-    assert bound.reached == pytest.approx(0.34 / 0.4)
 
 
 def test_nothing_is_bounded_where_nothing_was_measured_or_no_formula_is_known(monkeypatch):
@@ -438,7 +433,7 @@ def test_nothing_is_bounded_where_nothing_was_measured_or_no_formula_is_known(mo
     assert bound.step_s is None and bound.compute_limit_s > 0
     monkeypatch.setattr(algorithm_class("wfbp"), "bound", None)
     bound = record("wfbp", facts=FACTS).bound
-    assert (bound.kind, bound.step_s, bound.reached) == (None, None, None)
+    assert (bound.kind, bound.step_s) == (None, None)
     assert bound.compute_limit_s > 0
 
 

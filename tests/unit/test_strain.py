@@ -34,7 +34,6 @@ def pressure(machine="one", **more):
 
 def test_virtual_hosts_are_held_together_against_their_machine():
     found = strain_of([pressure(), pressure(cpu_s=0.5, waited_s={"main": 0.5})], [0.1, 0.1])
-    assert found.busy_cores == pytest.approx(1.25)
     tick_s = 1 / os.sysconf("SC_CLK_TCK")
     assert found.foreign_cores == pytest.approx((2.5 - 1.5 - 2 * tick_s) / 2)
     assert found.steal_cores == pytest.approx((0.1 - 2 * tick_s) / 2)
@@ -191,9 +190,9 @@ def test_the_canary_counts_where_compute_is_real():
 def test_only_ranks_that_wait_for_cores_are_unfaithful():
     # Horovod with BERT-Base at time scales 16, with the right step, and 8, with one 19 % too long;
     # and ddp beside another program, with the right step.
-    right, wrong = Strain(core_wait=0.66, busy_cores=1.6), Strain(core_wait=0.78, busy_cores=1.7)
+    right, wrong = Strain(core_wait=0.66), Strain(core_wait=0.78)
     assert notes.unfaithful([right, right]) is False and notes.unfaithful([right, wrong]) is True
-    busy = Strain(core_wait=0.41, busy_cores=2.0, foreign_cores=0.9)
+    busy = Strain(core_wait=0.41, foreign_cores=0.9)
     assert notes.unfaithful([busy, busy]) is False
     assert notes.unfaithful([busy, Strain(core_wait=2.0)]) is True
     assert notes.unfaithful([busy, Strain(core_wait=None)]) is None
@@ -230,7 +229,7 @@ def test_the_record_says_how_the_machine_was_and_whether_to_believe_it(fabric):
     assert (good.unfaithful, bad.unfaithful) == (
         (False, True) if fabric == "emulated" else (None,) * 2
     )
-    assert bad.strain == [calm, strained] and bad.foreign_cpu_s_per_s == [0.0, 1.2]
+    assert bad.strain == [calm, strained]
     words = [note.partition(":")[0] for note in bad.notes]
     assert words.count("disturbed") == 1, "emulated or not"
     assert ("unfaithful" in words) == (fabric == "emulated")
@@ -241,6 +240,26 @@ def test_the_record_says_how_the_machine_was_and_whether_to_believe_it(fabric):
     off = _record(fabric, calm, calm, iters=[(0.4, 0.5, 0.5, 0.5), (0.41, 0.5, 0.51, 0.5)])
     assert doubt(off).startswith("not stationary")
     assert doubt(_record(fabric, calm, calm, iters=[(0.4, 0.5, 0.4, 0.5)], period=2)) is None
+
+
+@pytest.mark.parametrize("wait", [None, 0.01, 0.12])
+def test_real_ranks_that_waited_for_cores_say_so_and_are_believed(wait):
+    crowd = "4 ranks x 1 threads on 2 cores"
+    words = "a rank's training thread waited 12% of the time for a core"
+    record = _record("real", Strain(core_wait=3.0), Strain(core_wait=3.0, main_wait=wait))
+    assert record.notes == [f"oversubscribed: {crowd}" + (f"; {words}" if wait == 0.12 else "")]
+    assert doubt(record) is None
+    alone = notes.oversubscribed([Strain(main_wait=wait)], None)
+    assert alone == (f"oversubscribed: {words}" if wait == 0.12 else None)
+    emulated = _record("emulated", Strain(core_wait=0.1, main_wait=0.1))
+    assert emulated.notes == [], "there replayed compute makes up for it"
+
+
+def test_of_real_ranks_the_threads_that_train_are_looked_at():
+    waited_s = {"main": 0.1, "pt_autograd_0": 0.05, "comm_core": 0.3}
+    found = strain_of([pressure(waited_s=waited_s), pressure()])
+    assert found.main_wait == pytest.approx(0.15 / 2)
+    assert strain_of([pressure(waited_s=None)]).main_wait is None
 
 
 def test_blocks_that_begin_otherwise_than_they_go_on_are_told():

@@ -106,6 +106,23 @@ class _Alone:
         return value
 
 
+def test_the_canary_stands_right_before_and_right_behind_the_blocks():
+    communicator = _Alone()
+    calls = communicator.calls
+    communicator.gather_objects = lambda value: calls.append("gather") or [value]
+
+    def canary():
+        calls.append("canary")
+        return float(len(calls))
+
+    found = measure_steps(
+        lambda: calls.append("step"), communicator, blocks=2, steps=2, untimed=1, canary=canary
+    )
+    block = ["barrier", "step", "step", "step"]
+    assert calls == ["canary", *block, *block, "canary", "gather"]
+    assert found.canary_s == [1.0, 10.0]
+
+
 @pytest.mark.parametrize(
     ("config", "period", "step_s", "steps"),
     [

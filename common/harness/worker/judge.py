@@ -121,7 +121,7 @@ def result(
         / max(rank["elapsed_s"] for rank in alive),
         bytes_per_step=first["bytes_sent"] // first["steps"] or None,
         cpu_s_per_s=used_cores(pressure),
-        strain=strain_of(pressure),
+        strain=strain_of(pressure, _canary_s(alive)),
         loss=sum(rank["loss"] for rank in alive) / len(alive),
         check=_check(check or Check(), evaluations[-1], first.get("agreement")),
         statistics=[rank and rank["statistics"] for rank in saved]
@@ -134,6 +134,13 @@ def result(
         ),
         data=data,
     )
+
+
+def _canary_s(alive: Sequence[Saved]) -> list[float] | None:
+    """Of the slowest machine, before and after; None if those who should do the work have died."""
+    found = [rank["canary_s"] for rank in alive]
+    before_s, after_s = (max(times) for times in zip(*found, strict=True))
+    return [before_s, after_s] if after_s else None
 
 
 def _at(mark: int, trial: Trial, saved: Sequence[Saved | None]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ next, from how long the last ones took, so that this is about when the next copy
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,6 +25,8 @@ from common.harness.record import Result
 from common.harness.trial import Briefing, LearnConfig, Trial
 from common.harness.worker import judge
 from common.harness.worker.checking import correctness
+from common.harness.worker.timing import evidence
+from common.harness.worker.timing.canary import canary_s, first_of_machine, work_s
 from common.harness.worker.timing.strain import Gauge
 from common.harness.worker.training import Training, untimed_steps
 from common.models import datasets
@@ -65,15 +68,20 @@ def learn(
     if trial.learn.data is None:
         # Nothing is learned, so windows, buckets and settings can be made before the clock runs.
         training.run(max(untimed_steps(trial), 1))
-    phase("measuring")
+        training.synchronize()
     session = _Session(trial, briefing, workload, training, train)
+    session.begin()
+    phase("measuring")
     session.run()
     phase("leaving")
+    if not trial.own_pace:
+        runtime.communicator().barrier()
+    training.close()  # at their own pace it waits for those that still train, unless they are dead
+    session.end()
     session.save(_path(briefing.folder, repeat, dear.rank()))
     rank, size = dear.rank(), dear.size()
     if not trial.own_pace:
         runtime.communicator().barrier()
-    training.close()  # at their own pace it waits for those that still train, unless they are dead
     dear.shutdown()
     if rank != 0:
         return None
@@ -82,9 +90,12 @@ def learn(
     # One that is not there is of a rank that has died before.
     saved = [torch.load(path, weights_only=True) if path.exists() else None for path in paths]
     result = judge.result(trial, saved, test, _described(trial, train, test), check)
+    name = evidence.file_name(repeat)
+    about = {"trial": briefing.folder.name, "repeat": repeat, "time_scale": briefing.time_scale}
+    evidence.write(briefing.folder / name, about | evidence.learning(saved))
     for path in paths:
         path.unlink(missing_ok=True)
-    return result
+    return dataclasses.replace(result, evidence=name)
 
 
 class _Session:
@@ -111,6 +122,12 @@ class _Session:
         self._pace = Pace(steps=0, samples=0, elapsed_s=0.0)
         self._more: dict[str, Any] = {}
 
+    def begin(self) -> None:
+        """What is to be measured before; nothing may be under way."""
+        self._counted = evidence.network_counters()
+        self._works = first_of_machine(self._communicator)
+        self._canary_s = [canary_s(self._communicator)]
+
     def run(self) -> None:
         """Trains to the end of the time."""
         loop = Loop(
@@ -122,11 +139,13 @@ class _Session:
             clock=self._clock,
             communicator=self._communicator,
         )
+        own_pace = self._trial.own_pace
         sent = self._communicator.bytes_sent
         gauge, before_s = Gauge(), self._training.absorbed_s
-        own_pace = self._trial.own_pace
         with gauge.block():
             self._pace = loop.own_pace() if own_pace else loop.in_step()
+        if not own_pace:
+            self._canary_s.append(canary_s(self._communicator))
         if before_s is not None:
             gauge.found.absorbed_s = self._training.absorbed_s - before_s
         self._more = {
@@ -139,6 +158,16 @@ class _Session:
             self._more["agreement"] = correctness.agreement(
                 self._workload.model, self._training.consistency, self._communicator
             )
+
+    def end(self) -> None:
+        """What remains to be measured when no rank trains any more."""
+        if len(self._canary_s) == 1:
+            # Without a word to the others: of ranks at their own pace one may be dead by now.
+            self._canary_s.append(work_s() if self._works else 0.0)
+        self._more |= {
+            "canary_s": self._canary_s,
+            "network": evidence.gained(self._counted, evidence.network_counters()),
+        }
 
     def save(self, path: Path) -> None:
         """Writes what rank 0 needs to judge."""

@@ -98,7 +98,11 @@ class _Repeat:
         self._facts |= {
             "traces": self._gather(trace.told()),
             "plan": evidence.plan(training, model),
-            "host_costs": self._gather(evidence.host_costs(trial.optimizer)),
+            "host_costs": self._gather(
+                evidence.host_costs(
+                    trial.optimizer, torch.device(trial.device), getattr(torch, trial.dtype)
+                )
+            ),
         }
         if samples:
             self._phase("timing collectives again")
@@ -140,7 +144,6 @@ class _Repeat:
         say(["Running benchmark..."])
         training.parts.clear()
         period = _period(trial)
-        self._canary_s = [canary_s(communicator)]
         counted = evidence.network_counters()
         self._measured = measured = measure_steps(
             training.step,
@@ -150,6 +153,7 @@ class _Repeat:
             untimed=self._untimed,
             watch=stopwatch(trial.device),
             absorbed_s=lambda: training.absorbed_s,
+            canary=lambda: self._canary_s(training),
         )
         counters = self._gather(evidence.gained(counted, evidence.network_counters()))
         parts = self._gather(list(training.parts))
@@ -169,10 +173,13 @@ class _Repeat:
             **evidence.timing(measured, parts, counters),
         }
 
+    def _canary_s(self, training: Training) -> float:
+        training.synchronize()
+        return canary_s(self._communicator)
+
     def _end(self, training: Training, check: Check) -> Result:
         self._phase("checking that the replicas agree")
         training.synchronize()
-        self._canary_s.append(canary_s(self._communicator))
         agreement = correctness.agreement(
             self._workload.model, training.consistency, self._communicator
         )
@@ -186,7 +193,7 @@ class _Repeat:
         training.close()
         dear.shutdown()
         return Result(
-            strain=strain_of(self._measured.pressure, self._canary_s),
+            strain=strain_of(self._measured.pressure, self._measured.canary_s),
             evidence=name,
             loss=float(np.mean(losses)),
             check=dataclasses.replace(check, **agreement),

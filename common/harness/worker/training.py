@@ -15,10 +15,9 @@ import torch
 
 from common.harness.trial import BASELINE, OptimizerConfig, Trial
 from common.models import pace
-from common.models.pace import Brake
+from common.models.pace import Brake, paced
 from common.models.registry import is_replay
 from common.models.replay import Replay
-from common.models.updates import paced
 from common.models.workload import Workload
 from common.results.records import Breakdown
 from dear.comm import runtime

@@ -25,12 +25,17 @@ def canary_s(communicator: Communicator) -> float:
 
     Nothing may be under way.
     """
-    machines = communicator.gather_objects(machine_id())
-    first = machines.index(machine_id()) == communicator.rank
+    first = first_of_machine(communicator)
     communicator.barrier()
     took_s = work_s() if first else 0.0
     communicator.barrier()
     return max(communicator.gather_objects(took_s))
+
+
+def first_of_machine(communicator: Communicator) -> bool:
+    """Whether this rank is the one that does the work for its machine; all ranks call it."""
+    machines = communicator.gather_objects(machine_id())
+    return machines.index(machine_id()) == communicator.rank
 
 
 def work_s() -> float:

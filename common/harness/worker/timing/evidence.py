@@ -29,7 +29,8 @@ from dear.comm.communicator import Communicator
 from dear.errors import UserError
 
 SCHEMA = 1
-TRACED_STEPS = 2
+TRACED_STEPS = 3
+"""The first begins with nothing under way; the last is as steps are that follow others."""
 _SIZES = tuple(4 << power for power in range(10, 23, 2))
 """4 KiB to 4 MiB."""
 _REPEATS = 5
@@ -62,6 +63,27 @@ def timing(
     }
 
 
+def learning(saved: Sequence[dict[str, Any] | None]) -> dict[str, Any]:
+    """Of one repeat that learns, by rank (None: it has died): when copies were made, threads and
+    cores, counters of the network.
+
+    Args:
+        saved: as `learning` takes it from the ranks' files.
+    """
+
+    def of_all(told: Callable[[dict[str, Any]], Any]) -> list[Any]:
+        return [rank and told(rank) for rank in saved]
+
+    return {
+        "copies": of_all(lambda rank: [[one["seconds"], one["steps"]] for one in rank["taken"]]),
+        "pressure": of_all(lambda rank: rank["pressure"]),
+        "network": {
+            "steps": of_all(lambda rank: rank["steps"]),
+            "ranks": of_all(lambda rank: rank["network"]),
+        },
+    }
+
+
 def write(path: Path, facts: dict[str, Any]) -> None:
     """Writes the file, whole or not at all."""
     partial = path.with_suffix(".partial")
@@ -73,7 +95,7 @@ def write(path: Path, facts: dict[str, Any]) -> None:
 class Trace:
     """When gradients arrived and what was sent in some further steps, on this rank.
 
-    Trains them; every rank does, right behind timed steps: what these leave under way goes on.
+    Trains them; every rank does.
     """
 
     def __init__(
@@ -142,30 +164,33 @@ def plan(training: Training, model: torch.nn.Module) -> dict[str, Any]:
     return {"groups": groups, "statistics": training.statistics()}
 
 
-def host_costs(config: OptimizerConfig) -> list[dict[str, float]]:
+def host_costs(
+    config: OptimizerConfig, device: torch.device, dtype: torch.dtype
+) -> list[dict[str, float]]:
     """By bytes of a tensor: seconds of this machine to copy it, and for the optimizer's update.
 
-    All ranks at once, as in a step.
+    All ranks at once, as in a step. On a GPU that includes one launch, and waiting for its end.
     """
     found = []
     for nbytes in _SIZES:
         module = torch.nn.Module()
-        module.param = torch.nn.Parameter(torch.zeros(nbytes // 4))
+        zeros = torch.zeros(nbytes // dtype.itemsize, dtype=dtype, device=device)
+        module.param = torch.nn.Parameter(zeros)
         module.param.grad = torch.ones_like(module.param)
         target, optimizer = torch.empty_like(module.param), make_optimizer(config, module)
-        copy_s = _median_s(lambda t=target, m=module: t.copy_(m.param.grad))
-        update_s = _median_s(optimizer.step)
+        copy_s = _median_s(lambda t=target, m=module: t.copy_(m.param.grad), device)
+        update_s = _median_s(optimizer.step, device)
         found.append({"bytes": nbytes, "copy_s": copy_s, "update_s": update_s})
     return found
 
 
-def _median_s(call: Callable[[], Any]) -> float:
+def _median_s(call: Callable[[], Any], device: torch.device) -> float:
     times = []
     for _ in range(1 + _REPEATS):
-        began = _now()
+        began = _finished_s(device)
         with torch.no_grad():
             call()
-        times.append(_now() - began)
+        times.append(_finished_s(device) - began)
     return statistics.median(times[1:])  # the first touches the memory
 
 
@@ -217,6 +242,12 @@ def gained(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
         for key, value in after.items()
         if key in before
     }
+
+
+def _finished_s(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return _now()
 
 
 def _now() -> float:

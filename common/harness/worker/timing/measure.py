@@ -38,6 +38,8 @@ class Measured:
     """Payload bytes that this rank handed to the communicator per step."""
     pressure: list[Pressure]
     """By rank."""
+    canary_s: list[float]
+    """What a fixed piece of work took right before the first block and right behind the last."""
 
 
 def untimed_in_block(staleness: int) -> int:
@@ -70,6 +72,7 @@ def measure_steps(
     untimed: int,
     watch: Stopwatch | None = None,
     absorbed_s: Callable[[], float | None] = lambda: None,
+    canary: Callable[[], float] = lambda: 0.0,
 ) -> Measured:
     """Runs and times blocks of steps. Seconds are those of this machine, whatever they stand for.
 
@@ -82,10 +85,12 @@ def measure_steps(
         untimed: steps after the barrier that are no part of the block.
         watch: for the device; None: the host's clock.
         absorbed_s: of the rank so far, as `Training.absorbed_s`.
+        canary: lets all that is under way end, does the fixed work, and returns its seconds.
     """
     watch, gauge = watch or Stopwatch(), Gauge()
     marks: list[list[float]] = []
     sent = 0
+    before_s = canary()
     for _ in range(blocks):
         communicator.barrier()
         watch.start()
@@ -104,6 +109,7 @@ def measure_steps(
         if absorbed_before_s is not None:
             gained_s = absorbed_s() - absorbed_before_s
             gauge.found.absorbed_s = (gauge.found.absorbed_s or 0.0) + gained_s
+    after_s = canary()  # before anything else: the machine is to be what it was in the blocks
     ranks = communicator.gather_objects((marks, gauge.found))
     one_clock = len({pressure.machine for _, pressure in ranks}) == 1
 
@@ -118,6 +124,7 @@ def measure_steps(
         marks=[found for found, _ in ranks],
         bytes_sent=sent // (steps * blocks),
         pressure=[pressure for _, pressure in ranks],
+        canary_s=[before_s, after_s],
     )
 
 

@@ -23,7 +23,8 @@ from common.results.records import Strain
 _TASKS = Path("/proc/self/task")
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _NS_PER_S = 1e9
-_MAIN = "main"
+_MAIN, _BACKWARD = "main", "pt_autograd"
+"""On a GPU torch runs the backward pass, hooks included, in a thread of its own."""
 
 
 @dataclass(kw_only=True)
@@ -138,13 +139,14 @@ def strain_of(ranks: Sequence[Pressure], canary_s: Sequence[float] | None = None
         machines[rank.machine].append(rank)
     found = [_of_machine(here) for here in machines.values()]
     waits = [_wait(rank) for rank in ranks]
+    trained = [_training_wait(rank) for rank in ranks]
     late = [_late(rank) for rank in ranks]
     return Strain(
         late=None if None in late else max(late),
         core_wait=None if None in waits else max(waits),
-        busy_cores=max(busy for busy, _, _ in found),
-        foreign_cores=max(foreign for _, foreign, _ in found),
-        steal_cores=max(steal for _, _, steal in found),
+        main_wait=None if None in trained else max(trained),
+        foreign_cores=max(foreign for foreign, _ in found),
+        steal_cores=max(steal for _, steal in found),
         throttled_s=max(rank.throttled_s for rank in ranks),
         canary_s=None if canary_s is None else list(canary_s),
     )
@@ -155,8 +157,8 @@ def used_cores(ranks: Sequence[Pressure]) -> float:
     return sum(rank.cpu_s for rank in ranks) / max(rank.elapsed_s for rank in ranks)
 
 
-def _of_machine(ranks: Sequence[Pressure]) -> tuple[float, float, float]:
-    """Cores in use, in use by others than the ranks, and stolen; of those that a rank may use."""
+def _of_machine(ranks: Sequence[Pressure]) -> tuple[float, float]:
+    """Cores in use by others than the ranks, and stolen; of those that a rank may use."""
     elapsed_s = max(rank.elapsed_s for rank in ranks)
     busy: dict[str, float] = {}
     steal: dict[str, float] = {}
@@ -170,13 +172,20 @@ def _of_machine(ranks: Sequence[Pressure]) -> tuple[float, float, float]:
     unsure_s = len(busy) / os.sysconf("SC_CLK_TCK")
     foreign_s = max(0.0, busy_s - own_s - unsure_s)
     steal_s = max(0.0, sum(steal.values()) - unsure_s)
-    return busy_s / elapsed_s, foreign_s / elapsed_s, steal_s / elapsed_s
+    return foreign_s / elapsed_s, steal_s / elapsed_s
 
 
 def _wait(rank: Pressure) -> float | None:
     if rank.waited_s is None:
         return None
     return sum(rank.waited_s.values()) / rank.elapsed_s
+
+
+def _training_wait(rank: Pressure) -> float | None:
+    if rank.waited_s is None:
+        return None
+    own = (s for name, s in rank.waited_s.items() if name.startswith((_MAIN, _BACKWARD)))
+    return sum(own) / rank.elapsed_s
 
 
 def _late(rank: Pressure) -> float | None:

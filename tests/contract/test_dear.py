@@ -333,3 +333,19 @@ def _norms_of(kind: float, branches: bool, options: dict[str, Any]) -> list[floa
 def test_clipping_equals_serial_and_returns_the_norm_to_every_rank(world, size, small_kb):
     norms = world(size).run(_norms, {"small_kb": small_kb})
     assert all(one == norms[0] for one in norms)
+
+
+def _loss_of_all_but(silent: int, first: int, model: Any, rank: int, step: int) -> Any:
+    return None if rank == silent and step >= first else loss_of(model, rank, step)
+
+
+@pytest.mark.parametrize(("silent", "first"), [(0, 0), (1, 0), (1, 1)])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("wfbp", {}), ("bytescheduler", {}), ("dear", {}), ("dear", {"update": "replicated"})],
+)
+def test_a_rank_without_a_backward_pass_joins_in_step_with_zeros(
+    world, name, options, silent, first
+):
+    loss = partial(_loss_of_all_but, silent, first)
+    assert far_from_serial(world(2), name, options=options, loss_of=loss) < 1e-5

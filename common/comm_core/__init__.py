@@ -121,6 +121,14 @@ def events() -> list[dict[str, Any]]:
     return _core.events()
 
 
+def last_finished_s() -> float:
+    """When the last of these operations finished, on the same clock; minus infinity before any.
+
+    Costs nothing, however many there were: it may be asked in the middle of what is timed.
+    """
+    return _core.last_finished_s()
+
+
 def __getattr__(name: str) -> Any:
     if name == "Window":
         from comm_core.windows import Window

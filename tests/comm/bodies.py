@@ -156,6 +156,7 @@ def times_and_events() -> None:
     numbers = [e["sequence"] for e in found]
     assert numbers == list(range(numbers[0], numbers[0] + 4))
     assert [e["finished_s"] for e in found[:3]] == ends
+    assert comm_core.last_finished_s() == found[-1]["finished_s"]
 
 
 def an_urgent_operation_overtakes_a_large_one() -> None:

@@ -75,5 +75,6 @@ PYBIND11_MODULE(_core, m) {
     }
     return all;
   });
+  m.def("last_finished_s", [] { return process_engine()->last_finished_s(); });
   m.def("shut_down", &shut_down_engine, Unlocked());
 }

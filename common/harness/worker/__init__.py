@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import faulthandler
 import json
-import math
 import os
 import random
 import signal
@@ -118,7 +117,8 @@ def join(trial: Trial, briefing: Briefing) -> None:
     runtime.communicator().burst_bytes = briefing.burst_bytes
     pace = briefing.pace(dear.rank())
     if trial.backend == "comm_core":
-        pace.ended_s = _last_ended_s
+        # Linux's monotonic clock is the performance counter.
+        pace.ended_s = comm_core.last_finished_s
     set_pace(pace)
 
 
@@ -142,12 +142,6 @@ def make_workload(trial: Trial, device: torch.device) -> Workload:
     dear.broadcast_parameters(workload.model.state_dict(), root_rank=0)
     workload.model.train()
     return workload
-
-
-def _last_ended_s() -> float:
-    """When the core's last collective ended; Linux's monotonic clock is the performance counter."""
-    ended = comm_core.events()[-1:]
-    return ended[0]["finished_s"] if ended else -math.inf
 
 
 def _kind(error: BaseException) -> str:

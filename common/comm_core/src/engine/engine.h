@@ -10,6 +10,7 @@
 #include <atomic>
 #include <condition_variable>
 #include <functional>
+#include <limits>
 #include <memory>
 #include <mutex>
 #include <thread>
@@ -58,6 +59,8 @@ class Engine {
   void bury();
   // The last finished operations, oldest first (at most 4096).
   std::vector<Event> events();
+  // When the last of them finished, however many there were; minus infinity before the first.
+  double last_finished_s() const { return last_finished_s_; }
 
   // Only inside `call` or a step:
   Poller& poller() { return poller_; }
@@ -95,6 +98,7 @@ class Engine {
   std::vector<std::shared_ptr<void>> graveyard_;
   std::vector<Event> events_;
   size_t next_event_ = 0;
+  std::atomic<double> last_finished_s_{-std::numeric_limits<double>::infinity()};
 
   std::atomic<bool> stop_{false};
   std::thread thread_;

@@ -36,7 +36,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from common.harness.experiment import load
 from common.harness.trial import Trial
 from common.machine import machine_card
-from common.results import readme, records, shipped
+from common.results import readme, shipped, store
+from common.results.records import Record, is_learning
 from common.results.shipped import Recipe
 from dear.errors import UserError, unknown
 
@@ -236,8 +237,8 @@ def _swept(recipe: Recipe, work: Path, out: Path) -> bool:
     folder = logs / load(experiment, recipe.set).name
     for name in _SWEEP_FILES:
         shutil.copy2(folder / name, out / name)
-    found = records.Comparison.load(folder).results(folder)
-    draw = draw_learning if records.is_learning(found) else throughput.draw
+    found = store.Comparison.load(folder).results(folder)
+    draw = draw_learning if is_learning(found) else throughput.draw
     shutil.copy2(draw(folder, work / "plots")[0], out)
     return True
 
@@ -298,7 +299,7 @@ def problems(name: str, recipe: Recipe, folder: Path = shipped.FOLDER) -> list[s
 
 
 def _sweep_problems(folder: Path, recipe: Recipe, commit: str) -> list[str]:
-    comparison = records.Comparison.load(folder)
+    comparison = store.Comparison.load(folder)
     found = comparison.results(folder)
     wrong = []
     if commits := {one.machine["commit"] for one in found} - {commit}:
@@ -311,7 +312,7 @@ def _sweep_problems(folder: Path, recipe: Recipe, commit: str) -> list[str]:
     return wrong
 
 
-def todays_trials(recipe: Recipe, found: list[records.Record]) -> list[Trial]:
+def todays_trials(recipe: Recipe, found: list[Record]) -> list[Trial]:
     """The trials of the experiment as it is now, on a machine and with data as on record.
 
     Threads per rank follow from the machine's cores, and the digest of the data from files that

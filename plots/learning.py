@@ -18,7 +18,8 @@ from matplotlib.ticker import PercentFormatter
 from common.results import learning, race
 from common.results.faith import doubt
 from common.results.learning import LearnRow
-from common.results.records import Comparison, Evaluation, Record
+from common.results.records import Evaluation, Record
+from common.results.store import Comparison
 from common.results.table import significant
 from plots import style
 

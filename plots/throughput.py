@@ -11,8 +11,9 @@ from matplotlib import patheffects
 from matplotlib.axes import Axes
 
 from common.results import rows
-from common.results.records import Comparison, Record
+from common.results.records import Record
 from common.results.rows import Row
+from common.results.store import Comparison
 from common.results.table import csv_text, significant
 from plots import style
 

@@ -18,9 +18,10 @@ from common.harness import ui
 from common.harness.experiment import Experiment, load
 from common.harness.trial import Trial
 from common.models.registry import MODELS
-from common.results import records
+from common.results import store
 from common.results.faith import doubt, incorrect
-from common.results.records import Comparison, Record, fabric_words, is_learning
+from common.results.records import Record, fabric_words, is_learning
+from common.results.store import Comparison
 from common.results.table import Table, csv_text
 from dear.errors import UserError
 from dear.training.algorithm import algorithm_class, algorithm_names
@@ -162,7 +163,7 @@ def _print_plan(
     from common.launch.job import Job
 
     launcher = None if experiment.cluster else launcher_for(experiment, trials)
-    known = records.latest(records.load(folder / "records.jsonl"))
+    known = store.latest(store.load(folder / "records.jsonl"))
     plan = []
     for trial in trials:
         job = Job(

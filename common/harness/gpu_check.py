@@ -325,10 +325,10 @@ def judge_tests(report: Path, ended: Ended) -> Verdict:
 
 def judge_sweep(folder: Path, models: set[str], ended: Ended) -> Verdict:
     """From the sweep's records of `models`: every trial must be right, not only finish."""
-    from common.results import records
+    from common.results import store
 
     good, bad, without = [], [], []
-    newest = records.latest(records.load(folder / "records.jsonl")).values()
+    newest = store.latest(store.load(folder / "records.jsonl")).values()
     for record in (one for one in newest if one.trial["model"] in models):
         label, check = record.label, record.check
         if record.status == "unsupported":

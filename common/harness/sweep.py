@@ -21,8 +21,9 @@ from common.harness.record import Result, make_record
 from common.harness.trial import BASELINE, Trial
 from common.harness.ui import Progress
 from common.launch.job import Job, Outcome
-from common.results import records
-from common.results.records import Comparison, CostCheck, Record, typed
+from common.results import store
+from common.results.records import CostCheck, Record, typed
+from common.results.store import Comparison
 from dear.cost.collectives import AlphaBeta
 from dear.errors import UserError
 from dear.training.algorithm import algorithm_class
@@ -72,7 +73,7 @@ class Sweep:
             KeyboardInterrupt: after the trial under way has been recorded as interrupted.
         """
         with _exclusive(self.folder):
-            records.mend(self._path)
+            store.mend(self._path)
             self.comparison.save(self.folder)
             (self.folder / "machine.json").write_text(json.dumps(self.machine, indent=2))
             todo = self._todo = to_run(self.trials, self._path, rerun)
@@ -113,7 +114,7 @@ class Sweep:
         again = {trial.hash for trial in self._todo}
         kept = [
             record
-            for record in reversed(records.load(self._path))
+            for record in reversed(store.load(self._path))
             if record.ok
             and record.hash in self.comparison.trials
             and (record.hash not in again or record.run == self._run_id)
@@ -175,7 +176,7 @@ class Sweep:
             systematic=turn.systematic if record.ok else None,
             notes=list(dict.fromkeys((*record.notes, *turn.notes))),
         )
-        records.append(self._path, record)
+        store.append(self._path, record)
 
 
 _AS_THE_OTHERS = "as others of the cell, which are on record: "
@@ -218,7 +219,7 @@ def to_run(trials: list[Trial], path: Path, rerun: Rerun) -> list[Trial]:
     """The trials that a run would run: all, or those whose newest record is not `ok`."""
     if rerun == "all":
         return trials
-    newest = records.latest(records.load(path))
+    newest = store.latest(store.load(path))
     return [trial for trial in trials if trial.hash not in newest or not newest[trial.hash].ok]
 
 

@@ -26,7 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from common.results import answer, learning, learning_table, rows, shipped
-from common.results.records import Comparison, Record, is_learning
+from common.results.records import Record, is_learning
+from common.results.store import Comparison
 from common.results.table import significant
 from dear.errors import UserError
 

@@ -19,7 +19,7 @@ from common.harness.record import FabricFacts, Result
 from common.harness.sweep import cost_place
 from common.harness.trial import Briefing, Trial
 from common.launch.job import Job, Outcome
-from common.results import records
+from common.results import store
 from common.results.faith import doubt
 from common.results.records import Check, CostCheck, Record, Strain
 from dear.cost.collectives import AlphaBeta
@@ -101,7 +101,7 @@ class Line:
 
     @property
     def records(self) -> list[Record]:
-        return records.load(self.sweep / "records.jsonl")
+        return store.load(self.sweep / "records.jsonl")
 
 
 @pytest.fixture
@@ -237,7 +237,7 @@ def test_json_prints_the_records_and_nothing_else(line, capsys):
     capsys.readouterr()
     assert line.run("--json", *ONE_CELL) == 0
     printed = json.loads(capsys.readouterr().out)
-    assert printed == [records.latest(line.records)[one["hash"]].to_json() for one in printed]
+    assert printed == [store.latest(line.records)[one["hash"]].to_json() for one in printed]
     assert [one["trial"]["label"] for one in printed] == ["ddp", "dear"]
 
 

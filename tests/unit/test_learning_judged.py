@@ -19,7 +19,8 @@ from common.harness.worker.timing import evidence
 from common.launch.job import Outcome
 from common.models.registry import build
 from common.results import answer, learning, learning_table
-from common.results.records import Check, Comparison, Data, Evaluation, Learning, RankPace, Record
+from common.results.records import Check, Data, Evaluation, Learning, RankPace, Record
+from common.results.store import Comparison
 from common.results.table import csv_text
 from dear.errors import UserError
 from plots.learning import draw

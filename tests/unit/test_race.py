@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 
 from common.results import race, stats
-from common.results.crossing import crossing, smoothed
-from common.results.race import Finish
+from common.results.race import Finish, crossing, smoothed
 
 TARGET, AT_S, SEEDS = 0.95, 10.0, 5
 SHARED, OWN, NOISE = 0.05, 0.08, 0.005

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from common.results.records import SCHEMA, Check, Record, append, latest, load, mend
+from common.results.records import SCHEMA, Check, Record
+from common.results.store import append, latest, load, mend
 from dear.errors import UserError
 
 ROOT = Path(__file__).parents[2]

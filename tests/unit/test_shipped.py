@@ -10,8 +10,9 @@ import pytest
 
 from bench import records as maker
 from common.results import readme, shipped
-from common.results.records import Comparison, Failure, Record, append, is_learning
+from common.results.records import Failure, Record, is_learning
 from common.results.shipped import Recipe
+from common.results.store import Comparison, append
 from dear.errors import UserError
 
 RECIPES = shipped.recipes()

@@ -11,7 +11,7 @@ from matplotlib.colors import to_hex
 
 from bench import words
 from common.harness.experiment import load
-from common.results.records import Comparison, append
+from common.results.store import Comparison, append
 from plots import style, throughput
 from tests.unit.test_rows import record
 

@@ -3,8 +3,8 @@
 Nothing tells which of a neighbour's values a rank has averaged with, so there is no path that it
 must have taken. But where each rank would be alone is known from its own gradients. Averaging moves
 ranks from there towards each other, every tensor of them, without moving their mean much, and with
-no more bytes than the algorithm declares. Values are no staler than it declares, and push-sum
-weights are positive and add up to the number of ranks.
+no more bytes than the algorithm declares. Values are no staler than it declares, and weights
+that travel with them are positive and add up to the number of ranks.
 """
 
 from __future__ import annotations
@@ -120,16 +120,16 @@ def _too_stale(trial: Trial, counted: Sequence[dict[str, Any]]) -> str | None:
 
 
 def _leaking(trial: Trial, counted: Sequence[dict[str, Any]], steps: int) -> str | None:
-    """Where push-sum weights are lost, made or not positive; they are kept by bucket."""
+    """Where weights that travel with values are lost, made or not positive; kept by bucket."""
     if not all("p" in one for one in counted):
         return None
     own = np.array([one["p"] for one in counted])
     if not (own > 0).all():
-        return f"a push-sum weight is {own.min():.3g}, and all must be positive"
+        return f"the weight of a rank's values is {own.min():.3g}, and all must be positive"
     totals = own.sum(axis=0) + np.array([one["p_arrived"] for one in counted]).sum(axis=0)
     worst = totals[np.abs(totals - trial.world_size).argmax()]
     if abs(worst / trial.world_size - 1) > rounding(trial.dtype, steps):
-        return f"push-sum weights add up to {worst:.6g}, and must to {trial.world_size}"
+        return f"weights of values add up to {worst:.6g}, and must to {trial.world_size}"
     return None
 
 

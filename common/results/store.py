@@ -1,0 +1,115 @@
+"""The files of a sweep: its records, one JSON line each, and which trials they are compared by."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from common.results.records import SCHEMA, Record
+from dear.errors import UserError
+
+
+def append(path: Path, record: Record) -> None:
+    """Adds one line and forces it to disk, so that nothing later can lose it."""
+    line = json.dumps(record.to_json(), separators=(",", ":"), allow_nan=False) + "\n"
+    with path.open("a") as file:
+        file.write(line)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def load(path: Path) -> list[Record]:
+    """All records of a file, oldest first; a last line cut off by a crash is left out.
+
+    Raises:
+        UserError: a line in the middle is damaged, or a schema is newer than this code.
+    """
+    if not path.exists():
+        return []
+    lines = path.read_bytes().split(b"\n")
+    records = []
+    for number, line in enumerate(lines, start=1):
+        if not line:
+            continue
+        values = _parsed(line)
+        if values is None and number == len(lines):
+            continue
+        if values is not None and values.get("schema") != SCHEMA:
+            raise UserError(
+                f"{path} line {number} has schema {values.get('schema')}; this version reads "
+                f"{SCHEMA}"
+            )
+        try:
+            records.append(Record.from_json(values or {}))
+        except TypeError:  # keys are missing
+            raise UserError(
+                f"{path} line {number} is damaged; delete that line and run again"
+            ) from None
+    return records
+
+
+def _parsed(line: bytes) -> dict[str, Any] | None:
+    """The object in a line, or None if there is none (whole)."""
+    try:
+        value = json.loads(line)
+    except ValueError:  # bad JSON or bad UTF-8
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def latest(records: list[Record]) -> dict[str, Record]:
+    """The newest record of each trial, by hash, in the order in which trials first appeared."""
+    return {record.hash: record for record in records}
+
+
+def mend(path: Path) -> None:
+    """Ends or cuts off a last line that a crash left incomplete; the next one starts cleanly."""
+    if not path.exists():
+        return
+    data = path.read_bytes()
+    start = data.rfind(b"\n") + 1
+    if start == len(data):
+        return
+    with path.open("r+b") as file:
+        if _parsed(data[start:]) is None:
+            file.truncate(start)
+        else:
+            file.seek(0, os.SEEK_END)
+            file.write(b"\n")
+
+
+_EXPERIMENT = "experiment.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """The trials of an experiment, by hash and in its order, and what they are relative to.
+
+    A folder's records may hold trials of earlier versions of its experiment; they stay, but are not
+    mixed with those of the current one.
+    """
+
+    compare_to: str
+    trials: tuple[str, ...]
+
+    def save(self, folder: Path) -> None:
+        """Writes it beside the records."""
+        (folder / _EXPERIMENT).write_text(json.dumps(dataclasses.asdict(self)))
+
+    @classmethod
+    def load(cls, folder: Path) -> Comparison:
+        """Reads what `save` wrote; raises `UserError` if the sweep has never got so far."""
+        path = folder / _EXPERIMENT
+        if not path.exists():
+            raise UserError(f"{folder} has no {_EXPERIMENT}: run the sweep again, it goes on")
+        values = json.loads(path.read_text())
+        return cls(compare_to=values["compare_to"], trials=tuple(values["trials"]))
+
+    def results(self, folder: Path) -> list[Record]:
+        """The newest record of each trial that has one."""
+        found = latest(load(folder / "records.jsonl"))
+        return [found[trial] for trial in self.trials if trial in found]

@@ -129,6 +129,22 @@ def last_finished_s() -> float:
     return _core.last_finished_s()
 
 
+def last_awaited_s() -> float:
+    """When the last of the operations finished that this thread has waited for, on the same clock.
+
+    Also of those that had finished before it waited; minus infinity before the first.
+    """
+    return _core.last_awaited_s()
+
+
+def last_lull_s() -> tuple[float, float]:
+    """When this process last had no operation under way, on the same clock: since, until.
+
+    Since the last one finished, until the next was submitted; minus infinity where there was none.
+    """
+    return _core.last_lull_s()
+
+
 def __getattr__(name: str) -> Any:
     if name == "Window":
         from comm_core.windows import Window

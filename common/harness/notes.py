@@ -16,7 +16,8 @@ UNFAITHFUL_WAIT = 0.7
 cluster. Far from nothing, for queues of links and the deadlines of replayed compute absorb most of
 it: see docs/measurement.md for the runs that it was chosen by."""
 LATE = 0.02
-"""The same for real compute, as a share of the time: nothing absorbs what it computes longer."""
+"""The same for real compute, as a share of the time: nothing absorbs what it computes longer; and
+for a replay that falls behind its device, and so does not make up for it."""
 SHORT_OF_CORES = 0.02
 """The same for the training threads of ranks that emulate nothing: it is worth a word."""
 FOREIGN_CORES = 0.25
@@ -51,9 +52,7 @@ def _late(strain: Sequence[Strain]) -> float:
 def unfaithful_note(strain: Sequence[Strain]) -> str:
     """What to say of an unfaithful trial."""
     if _late(strain) > LATE:
-        return (
-            f"unfaithful: a rank computed {_late(strain):.0%} of the time longer, for lack of cores"
-        )
+        return f"unfaithful: a rank took {_late(strain):.0%} of the time longer, for lack of cores"
     wait = max(one.core_wait for one in strain)
     return f"unfaithful: for lack of cores a rank's threads waited {wait:.2f} s per second in all"
 

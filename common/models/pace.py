@@ -8,7 +8,9 @@ import os
 import struct
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,6 +25,8 @@ SLOWDOWN_PERIOD_S = 0.01
 BLOCKED_S = 200e-6
 # What a thread computes in less is not worth asking when its inputs came.
 LONG_S = 1e-3
+# So many begins of communication are known; who waits for what began before has waited long enough.
+_KEPT = 64
 _PR_SET_TIMERSLACK = 29
 T = TypeVar("T")
 
@@ -35,8 +39,12 @@ class Pace:
     earlier. So does what this CPU does in the device's place, as the optimizer's update (`work`):
     the device is held for as long as it would need, and what the CPU takes beyond that is made up
     for by the layers that follow. But work begins when its inputs are there: if the thread had to
-    wait for something in between, as it does for communication, it takes its full time from then,
-    and what the thread was late by is lost, as it hid behind that.
+    wait for something in between, as it does for communication, it takes its full time from then.
+
+    Communication that begins when nothing else is on the wire begins late by what the thread is
+    late by (DeAR's all-gather behind its update), and what queues up behind it is as late. So it is
+    known to the device by as much earlier than it came (`lull_s`). What the thread was late by
+    without delaying communication is lost with the next waiting: it hid behind that.
 
     Args:
         time_scale: wall seconds per emulated second.
@@ -53,11 +61,20 @@ class Pace:
         self._lead = 0.0
         self._thread = 0
         self._left = 0.0
+        self._late_s = 0.0
+        self._awaited = -math.inf
+        self._begun: deque[_Begun] = deque(maxlen=_KEPT)
         self.host_s = 0.0
         """Seconds that the thread had run, or waited for a core, when it was last here."""
         self.ended_s: Callable[[], float] = lambda: -math.inf
         """Tells when the last collective ended, by `time.perf_counter`; known late or not at all,
         it is taken to have ended when the thread comes back here."""
+        self.awaited_s: Callable[[], float] = lambda: -math.inf
+        """Tells when the last collective ended that this thread has waited for; where nobody knows,
+        all of what it waits for shows in that it is blocked."""
+        self.lull_s: Callable[[], tuple[float, float]] = lambda: (-math.inf, -math.inf)
+        """Tells since when and until when this process last communicated nothing, by the same
+        clock; where nobody knows, communication is taken to have begun in time."""
         self.queued_s = 0.0
         """Seconds of this machine that the device has been given to do so far."""
 
@@ -82,6 +99,8 @@ class Pace:
     def restart(self) -> None:
         """The device is idle: what comes next begins now."""
         self._deadline = time.perf_counter()
+        self._late_s = 0.0
+        self._begun.clear()
 
     def clock(self) -> float:
         """When the device is done with what it has been given; where nothing is paced, now.
@@ -94,8 +113,12 @@ class Pace:
         # Kept, or a later reading could find out better, and be earlier.
         host_s = _host_s()
         self._deadline = self._free(now, host_s)
-        self._left, self.host_s = now, host_s
+        self._leave(now, host_s)
         return self._deadline
+
+    def late_s(self) -> float:
+        """By how much the host is behind its device now, in seconds of this machine."""
+        return max(0.0, time.perf_counter() - self.clock())
 
     def wait(self, seconds: float) -> None:
         """Returns when `seconds` emulated seconds of compute would have ended."""
@@ -144,7 +167,11 @@ class Pace:
         rest = self.rest()
         if rest >= SHORTEST_SLEEP_S:
             time.sleep(rest)
-        self._left, self.host_s = time.perf_counter(), _host_s()
+        self._leave(time.perf_counter(), _host_s())
+
+    def _leave(self, now: float, host_s: float) -> None:
+        self._left, self.host_s = now, host_s
+        self._late_s = max(0.0, now - self._deadline)
 
     def _free(self, now: float, host_s: float) -> float:
         """When the device can begin with what comes next: once it is done with what it was given,
@@ -153,12 +180,53 @@ class Pace:
         What the thread has computed after waiting is no part of the waiting.
         """
         computed_s = host_s - self.host_s
-        if now - self._left - computed_s <= BLOCKED_S:
-            return self._deadline
-        came = now
-        if computed_s >= LONG_S and (ended := self.ended_s()) > self._left:
-            came = min(now, max(ended, now - computed_s))
-        return max(self._deadline, came)
+        awaited = self.awaited_s()
+        if awaited == self._awaited:
+            awaited = -math.inf
+        else:
+            self._awaited = awaited
+        self._note_begin(computed_s, awaited)
+        known = max(self._left, awaited)
+        came = awaited
+        if now - known - computed_s > BLOCKED_S:  # by something else
+            came, ended = now, self.ended_s()
+            if computed_s >= LONG_S and ended > known:
+                came = min(now, max(ended, now - computed_s))
+            if ended <= self._left:
+                return max(self._deadline, came)
+        return max(self._deadline, came - self._behind_s(came))
+
+    def _note_begin(self, computed_s: float, awaited: float) -> None:
+        """Finds out by how much what communicates now has begun behind the device.
+
+        It would have begun when the device was done, but not before what was on the wire had ended.
+        Who launches it later for reasons of his own, as at the end of a cycle, does not compute
+        meanwhile; and a lead is the most by which it can be too early.
+
+        Args:
+            computed_s: by the thread, since it was last here.
+            awaited: when what the thread has waited for since then had ended.
+        """
+        idle_since, began = self.lull_s()
+        if self._begun and self._begun[-1].at == began:
+            return
+        before_s = self._behind_s(idle_since)
+        behind_s = began - max(self._deadline, idle_since - before_s)
+        late_s = self._late_s if awaited <= self._left else max(self._late_s, before_s)
+        behind_s = max(-self._lead, min(behind_s, late_s + computed_s))
+        self._begun.append(_Begun(at=began, behind_s=behind_s))
+
+    def _behind_s(self, ended: float) -> float:
+        """By how much what ended then was later than it would have been for the device."""
+        return next((one.behind_s for one in reversed(self._begun) if one.at < ended), 0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Begun:
+    """Communication that began when there was none."""
+
+    at: float
+    behind_s: float
 
 
 _SCHEDSTAT = Path("/proc/thread-self/schedstat")

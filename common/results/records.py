@@ -156,8 +156,9 @@ class Strain:
     per second of timed steps; None where the kernel does not tell."""
     late: float | None = None
     """Where compute is real: seconds per second by which the rank that suffered most computed
-    longer because it had no core; what a time scale leaves room for makes nothing longer. None also
-    where compute is replayed, which makes up for them."""
+    longer because it had no core; what a time scale leaves room for makes nothing longer. Where it
+    is replayed: by how much more its host was behind the device in the end than in the beginning,
+    per second; what comes before is made up for."""
     main_wait: float | None = None
     """The same of the threads that train alone: they issue all work, and hold up the step."""
     foreign_cores: float = 0.0

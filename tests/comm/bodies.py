@@ -157,6 +157,20 @@ def times_and_events() -> None:
     assert numbers == list(range(numbers[0], numbers[0] + 4))
     assert [e["finished_s"] for e in found[:3]] == ends
     assert comm_core.last_finished_s() == found[-1]["finished_s"]
+    awaited = comm_core.last_awaited_s()
+    assert awaited == found[-1]["finished_s"]
+    idle_since, idle_until = comm_core.last_lull_s()
+    assert idle_until == found[-1]["enqueued_s"] and idle_since == found[-2]["finished_s"]
+    # Operations of which each begins before the one before has ended leave no lull.
+    large = torch.ones(10_000_000)
+    works = [dist.all_reduce(large, async_op=True) for _ in range(3)]
+    elsewhere = threading.Thread(target=works[-1].wait)
+    elsewhere.start()
+    elsewhere.join()
+    assert comm_core.last_awaited_s() == awaited
+    works[0].wait()  # it has long ended
+    assert comm_core.last_awaited_s() == works[0].times().finished_s
+    assert comm_core.last_lull_s() == (found[-1]["finished_s"], works[0].times().enqueued_s)
 
 
 def an_urgent_operation_overtakes_a_large_one() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import struct
 import threading
@@ -316,6 +317,99 @@ def test_what_is_copied_after_a_collective_is_made_up_for(
     began = clock.now
     it.wait(0.2)
     assert clock.now - began == pytest.approx(0.203 - made_up_s)
+
+
+class Wire:
+    """Transfers one after the other, as the comm core tells of them."""
+
+    def __init__(self, clock: FakeTime, it: Pace) -> None:
+        self._clock = clock
+        self._ends = [-math.inf]
+        self._lull_s = (-math.inf, -math.inf)
+        self._awaited_s = -math.inf
+        it.ended_s = lambda: max(end for end in self._ends if end <= clock.now)
+        it.awaited_s = lambda: self._awaited_s
+        it.lull_s = lambda: self._lull_s
+
+    def launch(self, seconds: float) -> int:
+        if self._clock.now > self._ends[-1]:
+            self._lull_s = (self._ends[-1], self._clock.now)
+        self._ends.append(max(self._clock.now, self._ends[-1]) + seconds)
+        return len(self._ends) - 1
+
+    def wait(self, number: int) -> None:
+        self._clock.block(max(0.0, self._ends[number] - self._clock.now))
+        self._awaited_s = max(self._awaited_s, self._ends[number])
+
+
+def decoupled_step_s(clock, update_s, gather_s=0.05, cycle_s=0.0) -> float:
+    """What the device needs for a step of which all second halves follow the update."""
+    it, _ = started(clock)
+    wire = Wire(clock, it)
+    gathers, ends = [], []
+    for _ in range(20):
+        for number in gathers or [0]:
+            wire.wait(number)
+            it.wait(0.05)
+        it.wait(0.1)
+        clock.block(cycle_s)
+        reduce = wire.launch(0.1)
+        it.wait(0.05)
+        wire.wait(reduce)
+        gathers = []
+        for _ in range(2):
+            cpu_work(clock, it, takes_s=update_s, device_s=0.001)
+            gathers.append(wire.launch(gather_s))
+        ends.append(it.clock())
+    assert clock.now - it.clock() < 2 * update_s + 0.02  # it does make up for it
+    return (ends[-1] - ends[9]) / 10
+
+
+@pytest.mark.parametrize("gather_s", [0.01, 0.05, 0.12])
+def test_an_update_that_delays_communication_delays_no_device(clock, gather_s):
+    clock.late_s = 0.0
+    least_s = decoupled_step_s(clock, 0.0, gather_s)
+    compute_s = max(0.1 + 0.002, 2 * gather_s + 0.05 + 0.001, gather_s + 0.1 + 0.001)
+    assert least_s == pytest.approx(0.2 + compute_s, abs=0.002)
+    for update_s in (0.002, 0.02, 0.04):
+        found_s = decoupled_step_s(clock, update_s, gather_s)
+        assert found_s == pytest.approx(least_s, abs=0.003)
+
+
+def test_who_launches_late_on_purpose_is_late(clock):
+    clock.late_s = 0.0
+    at_once_s = decoupled_step_s(clock, 0.01)
+    later_s = decoupled_step_s(clock, 0.01, cycle_s=0.02)
+    assert later_s - at_once_s == pytest.approx(0.02, abs=0.002)
+
+
+def test_what_waited_for_its_turn_on_the_wire_was_not_late(clock):
+    it, _ = started(clock)
+    wire = Wire(clock, it)
+    wire.launch(0.5)
+    cpu_work(clock, it, takes_s=0.2, device_s=0.002)
+    behind = wire.launch(0.5)
+    wire.wait(behind)
+    assert it.clock() == pytest.approx(clock.now)
+
+
+def test_what_was_launched_ahead_of_the_device_ends_later_for_it(clock):
+    clock.late_s = 0.0
+    it, began = started(clock)
+    wire = Wire(clock, it)
+    it.begin(0.2, lead_s=0.05)
+    it.finish()
+    clock.work(0.01)  # less than the lead was for
+    wire.wait(wire.launch(0.3))
+    assert it.clock() - began == pytest.approx(0.2 + 0.3)
+
+
+def test_how_far_the_host_is_behind_its_device_is_told(clock):
+    it, _ = started(clock)
+    cpu_work(clock, it, takes_s=0.2, device_s=0.002)
+    assert it.late_s() == pytest.approx(0.198)
+    it.wait(0.5)
+    assert it.late_s() == pytest.approx(0.003)
 
 
 def test_waiting_at_a_lock_is_no_communication(clock):

@@ -81,6 +81,19 @@ def test_a_gauge_counts_all_threads_and_adds_up_blocks(monkeypatch):
     assert gauge.found.ran_s == pytest.approx({"main": 0.5, "ended": 0.3})
 
 
+def test_what_a_replay_has_not_made_up_for_is_late(monkeypatch):
+    late_s = iter([0.1, 0.4, 0.3, 0.2])
+    monkeypatch.setattr(strain.pace.current(), "late_s", lambda: next(late_s))
+    gauge = Gauge()
+    for _ in range(2):
+        with gauge.block():
+            pass
+    assert gauge.found.fell_behind_s == pytest.approx(0.3 - 0.1)
+    ahead, behind = pressure(fell_behind_s=-1.0), pressure(fell_behind_s=0.1)
+    assert strain_of([ahead]).late == 0.0
+    assert strain_of([ahead, behind]).late == pytest.approx(0.05)
+
+
 @pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="this kernel does not count")
 def test_a_gauge_reads_what_this_kernel_tells():
     done = threading.Event()

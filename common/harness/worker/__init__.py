@@ -119,6 +119,8 @@ def join(trial: Trial, briefing: Briefing) -> None:
     if trial.backend == "comm_core":
         # Linux's monotonic clock is the performance counter.
         pace.ended_s = comm_core.last_finished_s
+        pace.awaited_s = comm_core.last_awaited_s
+        pace.lull_s = comm_core.last_lull_s
     set_pace(pace)
 
 

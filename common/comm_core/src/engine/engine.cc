@@ -64,6 +64,10 @@ void Engine::post(std::function<void()> work, bool wake) {
 void Engine::submit(OpPtr op) {
   const bool wake = op->spec_.wake;
   bury();
+  {
+    std::lock_guard<std::mutex> lock(finished_mutex_);
+    if (under_way_++ == 0) lull_ = {last_finished_s_, op->times_.enqueued_s};
+  }
   post([op = std::move(op)] { op->group_->enqueue(op); }, wake);
 }
 
@@ -142,6 +146,11 @@ std::vector<Event> Engine::events() {
   return ordered;
 }
 
+Lull Engine::last_lull() {
+  std::lock_guard<std::mutex> lock(finished_mutex_);
+  return lull_;
+}
+
 void Engine::complete(const OpPtr& op, std::exception_ptr error) {
   if (op->spec_.epilogue && !error) {
     try {
@@ -155,6 +164,7 @@ void Engine::complete(const OpPtr& op, std::exception_ptr error) {
   last_finished_s_ = op->times_.finished_s;
   {
     std::lock_guard<std::mutex> lock(finished_mutex_);
+    --under_way_;
     const Event event{op->spec_.kind,       op->spec_.dtype, op->spec_.priority,
                       op->group_->number(), op->sequence_,   op->group_->total_bytes(op->spec_),
                       op->times_,           !error};

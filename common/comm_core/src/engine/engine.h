@@ -37,6 +37,12 @@ struct Event {
   bool ok;
 };
 
+// A time without an operation of this process under way, on now_s(); empty before the first.
+struct Lull {
+  double since_s = -std::numeric_limits<double>::infinity();
+  double until_s = -std::numeric_limits<double>::infinity();
+};
+
 class Engine {
  public:
   explicit Engine(const Options& options);
@@ -61,6 +67,8 @@ class Engine {
   std::vector<Event> events();
   // When the last of them finished, however many there were; minus infinity before the first.
   double last_finished_s() const { return last_finished_s_; }
+  // The last one that an operation has ended by being submitted.
+  Lull last_lull();
 
   // Only inside `call` or a step:
   Poller& poller() { return poller_; }
@@ -95,6 +103,8 @@ class Engine {
   std::atomic<bool> has_incoming_{false};
 
   std::mutex finished_mutex_;
+  size_t under_way_ = 0;
+  Lull lull_;
   std::vector<std::shared_ptr<void>> graveyard_;
   std::vector<Event> events_;
   size_t next_event_ = 0;

@@ -1,11 +1,19 @@
 #include "engine/op.h"
 
+#include <algorithm>
+#include <limits>
+
 #include "base/clock.h"
 #include "collectives/stage.h"
 #include "engine/engine.h"
 #include "group/group.h"
 
 namespace comm_core {
+namespace {
+
+thread_local double awaited_s = -std::numeric_limits<double>::infinity();
+
+}  // namespace
 
 const char* name(OpKind kind) {
   constexpr const char* kNames[] = {"all_reduce", "reduce_scatter", "all_gather", "broadcast",
@@ -23,7 +31,13 @@ Op::Op(OpSpec spec, Engine* engine, std::shared_ptr<Group> group)
 
 Op::~Op() = default;
 
-bool Op::wait(double timeout_s) { return engine_->wait(*this, timeout_s); }
+bool Op::wait(double timeout_s) {
+  const bool done = engine_->wait(*this, timeout_s);
+  if (done) awaited_s = std::max(awaited_s, times_.finished_s);
+  return done;
+}
+
+double last_awaited_s() { return awaited_s; }
 
 std::string Op::describe() const { return group_->describe(*this); }
 

@@ -133,4 +133,7 @@ class Op {
 
 using OpPtr = std::shared_ptr<Op>;
 
+// When the last of the operations finished that this thread has waited for; minus infinity before.
+double last_awaited_s();
+
 }  // namespace comm_core

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from common import cgroups
 from common.emulation.flow import cores_s
+from common.models import pace
 from common.results.records import Strain
 
 _TASKS = Path("/proc/self/task")
@@ -43,6 +44,9 @@ class Pressure:
     absorbed_s: float | None = None
     """Of what the training thread has waited: without computing longer by it, as its compute is
     slowed down anyway. None where compute is replayed."""
+    fell_behind_s: float = 0.0
+    """By how much more its host was behind the replayed device in the end than in the beginning:
+    what it has not made up for is in no step."""
     busy_s: dict[str, float] = field(default_factory=dict)
     """By core that this process may use: of all processes."""
     steal_s: dict[str, float] = field(default_factory=dict)
@@ -69,6 +73,7 @@ class Gauge:
         found.elapsed_s += after.at_s - before.at_s
         found.cpu_s += after.cpu_s - before.cpu_s
         found.throttled_s += after.throttled_s - before.throttled_s
+        found.fell_behind_s += after.late_s - before.late_s
         for core, (busy_s, steal_s) in after.cores.items():
             busy_before_s, steal_before_s = before.cores.get(core, (busy_s, steal_s))
             _add(found.busy_s, core, busy_s - busy_before_s)
@@ -92,6 +97,7 @@ class _Reading:
         self.cores = {str(core): times for core, times in cores_s().items()}
         self.throttled_s = cgroups.throttled_s()
         self.cpu_s = time.process_time()
+        self.late_s = pace.current().late_s()
         self.at_s = time.perf_counter()
 
 
@@ -189,6 +195,8 @@ def _training_wait(rank: Pressure) -> float | None:
 
 
 def _late(rank: Pressure) -> float | None:
-    if rank.waited_s is None or rank.absorbed_s is None:
+    if rank.absorbed_s is None:
+        return max(0.0, rank.fell_behind_s) / rank.elapsed_s
+    if rank.waited_s is None:
         return None
     return max(0.0, rank.waited_s.get(_MAIN, 0.0) - rank.absorbed_s) / rank.elapsed_s

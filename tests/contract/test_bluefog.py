@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import networkx as nx
 import pytest
 import torch
 
 import dear.bluefog as bf
+from dear.bluefog import collectives, windows
 from dear.errors import UserError
 from dear.topology import exponential, matrix, uniform
 from tests.contract.loops import message
@@ -469,3 +472,50 @@ def test_shutdown_writes_the_timeline_and_may_be_followed_by_init(tmp_path):
         assert {"COMPUTE", "wait allreduce"} <= set(names)
         assert shortest >= 0
     pool.close()
+
+
+@pytest.mark.parametrize("given", [(7, 2, 2, 0), (8, 2, 3, 0), (7, 2, 3, 0)])
+def test_ranks_that_do_not_fit_their_machines_are_refused(given):
+    with pytest.raises(UserError, match=f"rank {given[2]} .* does not fit machines of 2 ranks"):
+        bf.GetExp2DynamicSendRecvMachineRanks(*given)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "enable", "skip", "wanted"),
+    [
+        ({"src_ranks": [0], "dst_ranks": [0]}, True, False, True),
+        ({"src_ranks": [0], "dst_ranks": [0]}, False, False, False),
+        ({"src_ranks": [0], "dst_ranks": [0]}, True, True, False),
+        ({}, True, False, False),  # the topology's own lists agree
+    ],
+)
+def test_lists_are_compared_where_they_are_given_and_nobody_skips_it(
+    monkeypatch, chosen, enable, skip, wanted
+):
+    part = SimpleNamespace(sources={1: 0.5}, destinations={2: 1.0})
+    monkeypatch.setattr(
+        collectives, "job", lambda: SimpleNamespace(part=lambda: part, skip_checks=skip)
+    )
+    asked = []
+    monkeypatch.setattr(collectives, "_gathered", lambda *given, **how: asked.append((given, how)))
+    start = bf.neighbor_allgather_nonblocking
+    start(torch.ones(1), **chosen, enable_topo_check=enable)
+    ((_, sources, targets), how) = asked[0]
+    assert how["check"] is wanted and not how["with_own"]
+    assert (sources, targets) == (([0], [0]) if chosen else ([1], [2]))
+
+
+def test_mutexes_are_those_of_the_out_neighbours_unless_said(monkeypatch):
+    held = []
+
+    @contextlib.contextmanager
+    def mutex(ranks):
+        held.append(ranks)
+        yield
+
+    window = SimpleNamespace(targets={3: None, 1: None}, rank=0, mutex=mutex)
+    monkeypatch.setattr(windows, "named", lambda name: SimpleNamespace(window=window))
+    for how in ({}, {"for_self": True}, {"ranks": [2]}, {"ranks": [], "for_self": True}):
+        with bf.win_mutex("w", **how):
+            pass
+    assert held == [[3, 1], [3, 1, 0], [2], [0]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -160,11 +161,12 @@ def _window_names() -> Any:
     names, kept = bf.get_current_created_window_names(), bf.set_topology(STAR)
     lbfgs = torch.optim.LBFGS(other.parameters())
     put, awc, atc = (getattr(bf, name) for name in (WIN_PUT, AWC, ATC))
+    every = (put, awc, atc, bf.DistributedGradientAllreduceOptimizer)
     said = [
         message(lambda: put(another, other, window_prefix="mine")),
         message(lambda: put(optimizer, model)),
         message(lambda: awc(another, other, "neighbor_allreduce")),
-        message(lambda: atc(another, other, num_steps_per_communication=0)),
+        *(message(partial(make, another, other, num_steps_per_communication=0)) for make in every),
         message(lambda: atc(lbfgs, other)),
     ]
     optimizer.close()
@@ -172,7 +174,8 @@ def _window_names() -> Any:
 
 
 def test_windows_of_optimizers_have_names_and_bad_calls_are_refused(bluefog_pool):
-    words = ["window_prefix", "distributed already", "CommunicationType", "at least 1", "LBFGS"]
+    least = ["num_steps_per_communication must be at least 1"] * 4
+    words = ["window_prefix", "distributed already", "CommunicationType", *least, "LBFGS"]
     for names, kept, said, after in bluefog_pool.run(_window_names):
         assert names == ["mine.0"] and not kept and after == []
         assert all(word in line for word, line in zip(words, said, strict=True))

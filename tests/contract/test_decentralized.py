@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import dear
 from dear.comm import runtime
 from dear.comm.neighbors import GlobalAverage
 from dear.topology.schedules import Edge, Topology, TopologyReg
+from dear.training.parameters import ParameterEngine
 from tests.contract.loops import (
     difference,
     loss_of,
@@ -194,3 +198,33 @@ def test_worlds_that_do_not_fit_are_refused(world):
     for said in world(3).run(_refused):
         assert all(word in line for (_, _, word), line in zip(REFUSED, said, strict=True))
         assert not any("\n" in line for line in said)
+
+
+@pytest.mark.parametrize("every", [1, 2, 3])
+def test_rounds_of_a_schedule_are_those_in_which_something_is_sent(every):
+    asked = []
+    engine = SimpleNamespace(
+        rounds=asked.append,
+        options=SimpleNamespace(every=every),
+        exchange=SimpleNamespace(start=lambda values, part: values),
+        pending={},
+    )
+    for engine.steps in range(0, 4 * every, every):
+        ParameterEngine.share(engine, mock.Mock())
+    assert asked == [0, 1, 2, 3]
+
+
+def _groups_left() -> list[int]:
+    counted = []
+    for _ in range(3):
+        model = make_model()
+        optimizer = wrap(make_sgd(model), model, "decentralized", topology="uneven", bucket_mb=TINY)
+        counted.append(len(dist.distributed_c10d._world.pg_map))
+        optimizer.close()
+        counted.append(len(dist.distributed_c10d._world.pg_map))
+    return counted
+
+
+def test_groups_are_gone_when_the_optimizer_is_closed(world):
+    for counted in world(4).run(_groups_left):
+        assert len(set(counted[1::2])) == 1 and counted[1] < counted[0]

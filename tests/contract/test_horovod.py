@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from dear.algorithms.synchronous.horovod import _HorovodEngine
 from tests.contract.algorithms import skip_if_unavailable
 from tests.contract.loops import make_model, make_sgd, message, train_both, wrap
 
@@ -85,3 +88,16 @@ def test_adasum_adds_what_the_gradients_do_not_share():
     torch.testing.assert_close(found["adasum"], wanted)
     torch.testing.assert_close(found["mean"], (one + other) / 2)
     assert (wanted - found["mean"]).norm() > 0.1
+
+
+def test_horovod_counts_passes_again_when_the_outermost_no_sync_ends():
+    calls = []
+    engine = object.__new__(_HorovodEngine)
+    engine._paused = False
+    engine._horovod = SimpleNamespace(set_backward_passes_per_step=calls.append)
+    engine.schedule = SimpleNamespace(paused=contextlib.nullcontext)
+    with engine.no_sync():
+        with engine.no_sync():
+            pass
+        assert calls == [2**30, 2**30] and engine._paused
+    assert calls[2:] == [1] and not engine._paused

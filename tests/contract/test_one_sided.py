@@ -14,6 +14,7 @@ import dear
 from common.harness.worker.checking.serial import Ranks
 from dear.comm import runtime
 from dear.comm.neighbors import GlobalAverage
+from dear.comm.peers import Staleness
 from dear.topology import graph, matrix, recv_weights
 from dear.training.pace import run_for
 from tests.contract.loops import loss_of, make_model, mine, steps
@@ -336,3 +337,11 @@ def _resumed() -> tuple[int, int]:
 
 def test_a_resumed_rank_counts_on(world):
     assert all(made == 4 and age <= 0 for made, age in world(2).run(_resumed))
+
+
+def test_staleness_is_summed_up_over_all_uses():
+    seen = Staleness()
+    assert seen.summary() == {"uses": 0, "mean": None, "max": None, "last": None}
+    for behind in (-3, 2, -1):
+        seen.note(behind)
+    assert seen.summary() == {"uses": 3, "mean": pytest.approx(-2 / 3), "max": 2, "last": -1}

@@ -392,3 +392,20 @@ def test_a_scaler_is_refused_where_gradients_live_on(name: str) -> None:
     said = message(lambda: scaler.step(optimizer))
     optimizer.close()
     assert "GradScaler" in said
+
+
+@pytest.mark.parametrize("every", [1, 2])
+@on_ranks(4)
+def test_who_goes_on_exchanges_with_whom_comes_next(every: int) -> None:
+    how = {"dynamic": "one-peer-exp", "every": every}
+    model, optimizer = wrapped("neighbor", **how)
+    steps(model, optimizer, mine(), range(3))
+    state = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    steps(model, optimizer, mine(), range(3, 7))
+    other, resumed = wrapped("neighbor", **how)
+    other.load_state_dict(state[0])
+    resumed.load_state_dict(state[1])
+    steps(other, resumed, mine(), range(3, 7))
+    assert difference(model, other) == 0.0
+    for one in (optimizer, resumed):
+        one.close()

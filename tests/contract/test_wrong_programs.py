@@ -19,7 +19,9 @@ SGD = OptimizerConfig(lr=0.01, momentum=0.9)
 ADAMW = OptimizerConfig(name="adamw", lr=0.001)
 
 
-def found(pool, name, model, *, size=2, spoil=None, optimizer=SGD, learn=None, **options):
+def found(
+    pool, name, model, *, size=2, spoil=None, optimizer=SGD, learn=None, dtype="float32", **options
+):
     trial = make_trial(
         name,
         world=size,
@@ -28,6 +30,7 @@ def found(pool, name, model, *, size=2, spoil=None, optimizer=SGD, learn=None, *
         optimizer=optimizer,
         backend="comm_core",
         learn=learn,
+        dtype=dtype,
         measure=MeasureConfig(warmup_steps=4, check_steps=2, steps_per_iter=4),
     )
     return pool.run(checked, trial.to_json(), spoil)[0]
@@ -66,6 +69,16 @@ def test_the_finding_says_what_and_where(world):
     assert "after the first steps scale is off by 1 of its way" in lost.finding
     late = found(world(2), "allreduce", "mnist_cnn", spoil=(spoilt, "third step lost"))
     assert late.reference_error < 2e-3 < late.end_error and "at the end" in late.finding
+
+
+@pytest.mark.parametrize("model", [REPLAYED, "mnist_cnn"])
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+def test_right_programs_are_right_in_every_type_and_wrong_ones_wrong(world, dtype, model):
+    assert found(world(2), "dear", model, dtype=dtype).verdict == "yes"
+    wrong = found(
+        world(2), "allreduce", model, dtype=dtype, spoil=(spoilt, "no update after step 2")
+    )
+    assert wrong.verdict == "NO"
 
 
 MIXING = ("neighbor", "decentralized", "gradient-tracking", "win-put", "pull-get", "asyncddp")

@@ -196,6 +196,21 @@ def too_stale(_: str) -> Iterator[None]:
         yield
 
 
+PHASES = [
+    "timing collectives",
+    "training plainly, to compare with",
+    "wrapping the model",
+    "comparing with plain training",
+    "warming up",
+    "measuring",
+    "tracing some more steps",
+    "comparing all steps with a reference",
+    "checking that the replicas agree",
+    "leaving",
+]
+"""What somebody who waits for a first repeat is told, one after the other."""
+
+
 def checked(trial: dict[str, Any], spoil: tuple[Callable[[str], Any], str] | None) -> Check:
     """On a rank: what the harness finds of the trial, whose algorithm is spoilt like that."""
     it, build = Trial.from_json(trial), worker.build
@@ -218,7 +233,9 @@ def checked(trial: dict[str, Any], spoil: tuple[Callable[[str], Any], str] | Non
             if it.learn is not None:
                 return inquire(it, workload)
             briefing = Briefing(folder=Path(folder), time_scale=0.02, costs={})
-            result = timed.time_steps(it, briefing, workload, 0, lambda phase: None)
+            phases: list[str] = []
+            result = timed.time_steps(it, briefing, workload, 0, phases.append)
+            assert phases == PHASES, phases
     finally:
         set_pace(Pace(1.0, None))
     return dataclasses.replace(result.check)

@@ -67,7 +67,8 @@ class Tree:
         """Runs tests, given with their seconds, with `text` in place of a file's own.
 
         A test that fails or hangs counts if it does so again by itself; else it is left out. Where
-        something hangs or cannot start, the tests must also pass just then if nothing is changed.
+        something hangs, the tests must also pass just then if nothing is changed, and where none
+        can begin, begin.
         """
         began = time.monotonic()
         original = (self.folder / path).read_text()
@@ -93,7 +94,9 @@ class Tree:
             counts = not named or self.pytest(asked)["outcome"] != "survived"
             if counts and first["outcome"] != "failed":
                 self._write(path, original)
-                counts = self.pytest(asked)["outcome"] == "survived"
+                now = self.pytest(asked)["outcome"]
+                begun = first["outcome"] == "unstartable" and now == "failed"
+                counts = now == "survived" or begun
             if counts:
                 return first
             if not named:

@@ -403,3 +403,15 @@ def test_trials_go_on_when_one_has_failed():
     assert rounds.statuses() == dict.fromkeys(NAMES, "ok") | {"dear": "failed"}
     assert rounds.recorded["dear"][0].results == []
     assert dataclasses.asdict(rounds.recorded["ddp"][0].order)["positions"] != []
+
+
+def test_what_is_forgotten_of_a_cell_promises_nothing():
+    trials = [make_trial(name) for name in NAMES]
+    left = planned(trials)
+    progress = Progress(total=len(left), left=list(left))
+    assert progress.eta_s() is None
+    progress.end(left[0], 3.0)
+    assert progress.eta_s() == pytest.approx(3.0 * (len(left) - 1)) and progress.done == 1
+    progress.forget(trials[0].cell)
+    assert progress.eta_s() is None and progress.done == 1
+    progress.forget(trials[0].cell)  # of which nothing is known

@@ -36,6 +36,7 @@ from dear.cost.collectives import (
     fit_alpha_beta,
     free_bytes,
     measure_collective,
+    measured_call,
     measured_costs,
     table_costs,
 )
@@ -104,8 +105,18 @@ def test_tables_hold_for_any_number_of_workers(network):
         low = table_costs(network, world_size)
         assert low.alpha_s <= table_costs(network, world_size + 1).alpha_s
     assert table_costs(network, 1)(10**6) == 0
-    three = table_costs(network, 3).alpha_s
-    assert TABLES[network][2][0] < three < TABLES[network][4][0]
+    between = [
+        (two + four) / 2 for two, four in zip(TABLES[network][2], TABLES[network][4], strict=True)
+    ]
+    three = table_costs(network, 3)
+    assert [three.alpha_s, three.beta_s_per_byte] == pytest.approx(between)
+    # Beyond the table a ring has more steps, and each rank sends nearly the same bytes.
+    last = max(TABLES[network])
+    alpha, beta = TABLES[network][last]
+    large = table_costs(network, 4 * last)
+    assert large.alpha_s == pytest.approx(alpha * (4 * last - 1) / (last - 1))
+    growth = (1 - 1 / (4 * last)) / (1 - 1 / last)
+    assert large.beta_s_per_byte == pytest.approx(beta * growth)
 
 
 def test_an_unknown_table_is_named():
@@ -163,6 +174,51 @@ def test_no_fit_is_below_what_a_byte_costs_its_link(operation, world, noise):
     assert max(map(abs, made.residuals())) < 0.05 + 3 * noise
     naive = fit_alpha_beta(sizes, made.medians_s)
     assert naive.beta_s_per_byte < 0.97 * least, "without the burst it would be too low"
+
+
+def test_sizes_whose_repeats_agree_say_what_a_byte_costs():
+    sizes = [1000, 2000, 4000, 1_000_000, 2_000_000, 4_000_000]
+    seconds = [[1e-4 + 1e-9 * size] * 3 for size in sizes]
+    for small in seconds[:3]:  # of which only the fastest repeat is undisturbed
+        small[1:] = [3 * small[0], 3 * small[0]]
+    made = Measurement(operation="all_reduce", nbytes=sizes, seconds=seconds)
+    assert made.fit().beta_s_per_byte == pytest.approx(1e-9, rel=0.01)
+    assert made.fit().alpha_s == pytest.approx(1e-4, rel=0.2)
+
+
+class _Ticking:
+    """A communicator of one rank, on whose clock a call takes what it is told."""
+
+    now = 0.0
+
+    def clock(self):
+        return self.now
+
+    def broadcast_object(self, value):
+        return value
+
+
+def test_a_call_is_timed_with_as_many_bytes_as_asked():
+    alone, asked = _Ticking(), []
+
+    def call(tensor):
+        asked.append((tensor.numel() * tensor.element_size(), tensor.dtype))
+        alone.now += 1e-5 + 1e-9 * asked[-1][0]
+
+    fit = measured_call(alone, call, torch.device("cpu"), [4096, 8192, 65536])
+    assert (fit.alpha_s, fit.beta_s_per_byte) == pytest.approx((1e-5, 1e-9))
+    assert sorted(set(asked)) == [(size, torch.float32) for size in (4096, 8192, 65536)]
+
+
+def test_a_call_that_takes_long_is_not_timed_with_more_bytes():
+    alone, asked = _Ticking(), set()
+
+    def call(tensor):
+        asked.add(tensor.numel() * 4)
+        alone.now += 1.0 * len(asked)
+
+    measured_call(alone, call, torch.device("cpu"), [4096, 8192, 65536])
+    assert asked == {4096, 8192}
 
 
 def _bursting() -> tuple[float, list[int]]:

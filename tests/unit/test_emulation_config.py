@@ -29,8 +29,10 @@ from common.emulation.dilation import (
     needed_scale,
     readable_scales,
 )
+from common.harness import fabric
 from dear.errors import UserError
 from dear.options import build_options
+from tests.system.made import make_trial
 
 ROOT = Path(__file__).parents[2]
 
@@ -306,3 +308,18 @@ def test_a_control_group_limits(tmp_path, limit, files, rest):
     for name, text in files.items():
         (tmp_path / f"memory.{name}").write_text(text)
     assert cgroups.group_rest(tmp_path, limit) == rest
+
+
+def test_every_trial_on_virtual_hosts_must_fit(monkeypatch):
+    asked = []
+    monkeypatch.setattr(fabric, "check_memory", lambda size, **how: asked.append((size, how)))
+    real = make_trial("ddp")
+    virtual = make_trial("dadt", ranks_per_host=1, network="10gbe")
+    replayed = make_trial(
+        "ddp", model="resnet50@rtx2080ti-modelled", batch_size=64, ranks_per_host=2, network="10gbe"
+    )
+    fabric.check_fit([real, virtual, replayed])
+    assert [size > 100e6 for size, _ in asked] == [False, True] and asked[0][0] == 0
+    assert [(how["hosts"], how["ranks_per_host"]) for _, how in asked] == [(4, 1), (2, 2)]
+    copies = [how["optimizer_copies"] for _, how in asked]
+    assert copies[0] == copies[1] + 1, "a delayed algorithm holds gradients of a step more"

@@ -16,6 +16,7 @@ from common.harness.worker.training import Training
 from common.models.workload import Workload
 from common.results.records import Breakdown
 from dear.comm import runtime
+from dear.training.trace import Timeline
 from tests.system.made import make_trial
 
 
@@ -180,3 +181,17 @@ def test_nothing_is_traced_while_steps_are_timed(world):
     results = world(2).run(_sent_in, 2, 3)
     assert all(sent >= GRADIENT_BYTES and log is None for sent, log, *_ in results)
     assert results[0][3] == results[1][3] and results[0][2] == 2
+
+
+def test_a_timeline_makes_its_folder_and_is_written_anew(tmp_path):
+    timeline = Timeline(str(tmp_path / "new" / "trace.json"), rank=2)
+    timeline.add("step", "second", 2.0, 2.5, number=2)
+    timeline.add("transfer", "first", 1.0, 0.5)
+    for path in (None, tmp_path / "other" / "deep" / "trace.json"):
+        timeline.write(path)
+        written = json.loads((path or tmp_path / "new" / "trace-rank2.json").read_text())
+        *names, process, first, second = written["traceEvents"]
+        assert [one["args"]["name"] for one in names] == ["step", "transfer"]
+        assert process["args"]["name"] == "rank 2"
+        assert (first["name"], first["ts"], first["dur"]) == ("first", 1e6, 0.0)
+        assert (second["dur"], second["args"], second["tid"]) == (5e5, {"number": 2}, 0)

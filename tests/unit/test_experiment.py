@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from common.emulation.config import Fault, network_profile
+from common.harness import cli
 from common.harness import experiment as experiments
 from common.harness.experiment import load
 from common.harness.trial import (
@@ -368,3 +369,18 @@ def test_speed_ups_are_relative_to_an_algorithm_of_the_experiment(read):
     assert read(chosen).base == "dear(fusion=none)"
     text = one_line(read, GOOD | {"algorithms": ["wfbp", "dear"], "compare_to": "dera"})
     assert "unknown compare_to 'dera'; did you mean 'dear'?" in text
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ("--hosts 2", ["cluster.hosts=2", "world_sizes=null"]),
+        ("--ranks-per-host 3", ["cluster.ranks_per_host=3", "world_sizes=null"]),
+        ("--network 10gbe", ["cluster.network=10gbe", "networks=[]"]),
+        ("--time-scale 4", ["cluster.time_scale=4"]),
+        ("", []),
+    ],
+)
+def test_flags_about_virtual_hosts_are_overrides(given, wanted):
+    options = cli._parse(["run", "some.yaml", *given.split()])
+    assert cli._cluster_overrides(options) == wanted

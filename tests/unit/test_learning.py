@@ -82,6 +82,13 @@ def test_a_folder_without_mnist_is_named(read, tmp_path):
         read({"learn": {"data": "mnist"}, "data_dir": str(tmp_path)}).trials()
 
 
+def test_workers_are_told_where_the_data_is(read, tmp_path):
+    folder = write_mnist(tmp_path / "a")
+    assert read({"learn": {"data": "digits"}}).worker_env == {}
+    found = read({"learn": {"data": "mnist"}, "data_dir": str(folder)}).worker_env
+    assert found == {"MNIST_DIR": str(folder)}
+
+
 def test_data_is_part_of_a_trial_by_its_digest_not_by_its_path(read, tmp_path):
     def trial(folder):
         change = {"learn": {"data": "mnist"}, "data_dir": str(folder), "algorithms": ["dear"]}

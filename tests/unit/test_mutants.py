@@ -165,6 +165,13 @@ def test_a_mutant_that_hangs_is_told_apart_and_its_processes_are_ended(tree):
 
 
 @pytest.mark.full
+def test_what_does_not_start_is_caught_though_a_test_fails_anyway(tree):
+    path = "common/it.py"
+    tree._write("tests/test_it.py", TESTS.replace("== 2", "== 7"))
+    assert _apart(tree, path, "import nothing_of_this_name\n", NAMES).outcome == "unstartable"
+
+
+@pytest.mark.full
 def test_what_does_not_start_where_nothing_is_changed_has_caught_nothing(tree):
     none = [("tests/test_none.py::test_it", 0.1)]
     trial = _apart(tree, "common/it.py", _with("4"), none)

@@ -73,10 +73,13 @@ def test_a_gauge_counts_all_threads_and_adds_up_blocks(monkeypatch):
         ]
     )
     monkeypatch.setattr(strain, "_threads", lambda: next(readings))
+    throttled_s = iter([0.1, 0.3, 0.5, 0.6])
+    monkeypatch.setattr(strain.cgroups, "throttled_s", lambda: next(throttled_s))
     gauge = Gauge()
     for _ in range(2):
         with gauge.block():
             pass
+    assert gauge.found.throttled_s == pytest.approx(0.3)
     assert gauge.found.waited_s == pytest.approx({"main": 0.5, "ended": 0.5})
     assert gauge.found.ran_s == pytest.approx({"main": 0.5, "ended": 0.3})
 
@@ -323,6 +326,14 @@ def test_the_canary_is_the_same_work_on_one_core():
     torch.set_num_threads(2)
     assert canary.work_s() > 0 and torch.get_num_threads() == 2
     torch.set_num_threads(threads)
+
+
+def test_each_piece_of_the_canary_computes_and_copies(monkeypatch):
+    calls = []
+    monkeypatch.setattr(canary.torch, "mm", lambda *_, out: calls.append("mm"))
+    target = torch.zeros(3)
+    assert canary._piece_s(torch.ones(1), torch.ones(1), torch.ones(3), target) > 0
+    assert calls == ["mm"] * canary._PRODUCTS and target.tolist() == [1, 1, 1]
 
 
 class _Rank:

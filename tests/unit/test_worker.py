@@ -23,6 +23,7 @@ from common.models.workload import Workload
 from common.results.records import Breakdown, Check
 from dear.comm import runtime
 from dear.cost.bounds import StepTimes
+from dear.cost.collectives import Measurement
 from dear.training.algorithm import algorithm_class, algorithm_options
 from tests.system.made import make_trial
 
@@ -187,6 +188,20 @@ def test_untimed_steps_stand_behind_each_barrier_and_are_kept():
     assert found.untimed == [[2, 3], [8, 9]] and found.iters == [[4, 5, 6], [10, 11, 12]]
     assert found.marks == [[[0, 2, 5, 5, 9, 14, 20], [0, 8, 17, 17, 27, 38, 50]]]
     assert found.bytes_sent == 10
+
+
+def test_what_a_rank_has_absorbed_adds_up_over_blocks():
+    alone, absorbed_s = _Alone(), iter([1.0, 1.5, 4.0, 4.25])
+
+    def step():
+        alone.calls.append("step")
+
+    found = measure_steps(
+        step, alone, blocks=2, steps=2, untimed=0, absorbed_s=lambda: next(absorbed_s)
+    )
+    assert [one.absorbed_s for one in found.pressure] == [0.75]
+    found = measure_steps(step, alone, blocks=2, steps=2, untimed=0)
+    assert [one.absorbed_s for one in found.pressure] == [None]
 
 
 class _Cuda:
@@ -387,3 +402,15 @@ def test_the_farthest_tensor_counts_and_rounding_is_no_error():
     # What has hardly moved is measured by its own size.
     assert found(still=torch.ones(2) + 1e-7).error == pytest.approx(1.2e-4, rel=0.05)
     assert found(still=torch.full((2,), math.nan)) == Farthest(error=math.inf, tensor="still")
+
+
+def test_a_drift_is_that_of_the_largest_message_that_both_have():
+    def made(**seconds):
+        sizes = [int(name[1:]) for name in seconds]
+        return Measurement(
+            operation="all_reduce", nbytes=sizes, seconds=[[s] for s in seconds.values()]
+        )
+
+    first = made(n10=1.0, n20=4.0, n30=5.0)
+    assert costs._drift(first, made(n10=7.0, n20=5.0)) == pytest.approx(0.25)
+    assert costs._drift(first, made(n20=2.0)) == pytest.approx(-0.5)

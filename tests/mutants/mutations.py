@@ -98,6 +98,9 @@ class Mutant:
             return ast.dump(ast.parse(self.apply(source))) != ast.dump(ast.parse(source))
         except SyntaxError:
             return False
+        except AttributeError:
+            # Cosmic Ray cannot make all that it proposes: in a tuple of exceptions, one with a dot.
+            return False
 
     def diff(self, source: str) -> str:
         """What changes, as a unified diff with one line of context."""

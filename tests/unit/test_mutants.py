@@ -63,6 +63,16 @@ def test_only_changes_of_meaning_are_drawn():
 
 
 @pytest.mark.full
+@pytest.mark.full
+def test_what_the_library_cannot_change_is_no_mutant():
+    from tests.mutants import mutations
+
+    source = "try:\n    f()\nexcept (a.Error, ValueError):\n    g()\n"
+    good = [one for one in mutations.candidates("it.py", source) if one.means_something(source)]
+    assert good and len(good) < len(mutations.candidates("it.py", source))
+    assert mutations.sample({"it.py": source}, 50, seed=1)
+
+
 def test_a_sample_is_that_of_its_seed_and_has_some_of_every_file():
     from tests.mutants import mutations
 

@@ -113,6 +113,17 @@ def test_a_gauge_reads_what_this_kernel_tells():
     assert strain_of([found]).core_wait >= 0
 
 
+def test_threads_are_read_in_seconds_and_one_that_has_ended_is_left_out(monkeypatch, tmp_path):
+    for thread, told in (("11", "2000000000 500000000 7"), ("12", "1 3000000000 1"), ("13", None)):
+        (tmp_path / thread).mkdir()
+        if told:
+            (tmp_path / thread / "schedstat").write_text(told)
+    monkeypatch.setattr(strain, "_TASKS", tmp_path)
+    assert strain._threads() is None  # a thread that lives, of which this kernel tells nothing
+    (tmp_path / "13").rmdir()
+    assert strain._threads() == {"11": (2.0, 0.5), "12": (1e-9, 3.0)}
+
+
 STAT = """cpu  9 9 9 9 9 9 9 9
 cpu0 1 2 3 1000 1000 4 5 6 0 0
 cpu7 100 0 0 0 0 0 0 0 0 0

@@ -283,6 +283,24 @@ def test_a_straggler_does_not_count_and_the_parts_add_up():
     assert found == step(1.0, 2.0, 0.5, None)
 
 
+@pytest.mark.parametrize(
+    ("count", "middle"),
+    [
+        (1, [0]),
+        (2, [0, 1]),
+        (3, [1]),
+        (4, [1, 2]),
+        (5, [1, 2, 3]),
+        (7, [2, 3, 4]),
+        (8, [2, 3, 4, 5]),
+    ],
+)
+def test_the_middle_half_counts_however_many_there_are(count, middle):
+    steps = [step(2.0**number, 0.0, 0.0, 0.0) for number in range(count)]
+    found = typical(steps[::-1], 1.0, waits_seen=True)
+    assert found.step_s == pytest.approx(sum(2.0**number for number in middle) / len(middle))
+
+
 def test_the_breakdown_is_that_of_the_rank_which_the_others_wait_for():
     ranks = [step(1.0, 2.0, 0.1, 0.9), step(1.2, 2.5, 0.1, 0.2), step(1.0, 2.0, 0.2, 0.8)]
     assert of_slowest_rank(ranks) == dataclasses.replace(ranks[1], rank=1)

@@ -9,7 +9,8 @@ import sys
 
 import pytest
 
-from common.harness import cli
+from common.harness import cli, commands
+from dear.training.algorithm import algorithm_class
 from tests.system.processes import ROOT, python
 
 QUICK = str(ROOT / "configs" / "experiments" / "quick.yaml")
@@ -120,6 +121,14 @@ def test_list_names_what_there_is(capsys):
     assert {"allreduce", "wfbp", "ddp", "horovod", "dear"} <= set(listing["algorithms"])
     assert {"resnet50", "bert", "bert_base", "inceptionv4", "mnist_cnn"} <= set(listing["models"])
     assert QUICK.endswith(next(name for name in listing["experiments"] if "/quick" in name))
+
+
+def test_what_cannot_run_here_is_listed_with_the_reason(monkeypatch):
+    kind = algorithm_class("horovod")
+    monkeypatch.setattr(kind, "unavailable", classmethod(lambda cls: "it was not built"))
+    found = commands.listing()["algorithms"]
+    assert found["horovod"].endswith("  [unsupported here: it was not built]")
+    assert "unsupported" not in found["wfbp"]
 
 
 def test_output_into_a_closed_pipe_is_no_traceback():

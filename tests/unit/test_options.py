@@ -8,7 +8,7 @@ from typing import Any, Literal
 import pytest
 
 from common.harness.trial import options_of
-from dear.errors import UserError
+from dear.errors import UserError, unknown
 from dear.options import at_least, build_options, positive
 
 
@@ -138,3 +138,11 @@ def test_times_among_options_are_those_of_the_cluster_that_is_emulated(monkeypat
     assert cycle_ms(8, autotune=True) is None
     monkeypatch.setenv("HOROVOD_CYCLE_TIME", "3")
     assert cycle_ms(8) == 24.0
+
+
+@pytest.mark.parametrize(("count", "listed"), [(24, True), (25, False)])
+def test_so_many_names_are_listed_and_more_are_counted(count, listed):
+    names = [f"name{number}" for number in range(count)]
+    said = str(unknown("thing", "else", names))
+    assert ("name0, name1" in said) is listed
+    assert (f"{count} names, see `list`" in said) is not listed

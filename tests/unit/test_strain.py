@@ -124,6 +124,18 @@ def test_threads_are_read_in_seconds_and_one_that_has_ended_is_left_out(monkeypa
     assert strain._threads() == {"11": (2.0, 0.5), "12": (1e-9, 3.0)}
 
 
+@pytest.mark.parametrize("unknown", [0, 1])
+def test_what_the_kernel_tells_only_once_is_unknown(monkeypatch, unknown):
+    readings = [{"7": (1.0, 0.5)}, {"7": (1.5, 0.6)}]
+    readings[unknown] = None
+    told = iter(readings)
+    monkeypatch.setattr(strain, "_threads", lambda: next(told))
+    gauge = Gauge()
+    with gauge.block():
+        pass
+    assert gauge.found.waited_s is None and gauge.found.ran_s == {}
+
+
 STAT = """cpu  9 9 9 9 9 9 9 9
 cpu0 1 2 3 1000 1000 4 5 6 0 0
 cpu7 100 0 0 0 0 0 0 0 0 0

@@ -17,7 +17,7 @@ cluster. Far from nothing, for queues of links and the deadlines of replayed com
 it: see docs/measurement.md for the runs that it was chosen by."""
 LATE = 0.02
 """The same for real compute, as a share of the time: nothing absorbs what it computes longer; and
-for a replay that falls behind its device, and so does not make up for it."""
+what a replay may fall behind its device, the mean of all launches."""
 SHORT_OF_CORES = 0.02
 """The same for the training threads of ranks that emulate nothing: it is worth a word."""
 FOREIGN_CORES = 0.25
@@ -42,17 +42,28 @@ def unfaithful(strain: Sequence[Strain]) -> bool | None:
     waits = [one.core_wait for one in strain]
     if not waits or None in waits:
         return None
-    return max(waits) > UNFAITHFUL_WAIT or _late(strain) > LATE
+    return max(waits) > UNFAITHFUL_WAIT or max(_late(strain), _behind(strain)) > LATE
 
 
 def _late(strain: Sequence[Strain]) -> float:
     return max((one.late for one in strain if one.late is not None), default=0.0)
 
 
+def _behind(strain: Sequence[Strain]) -> float:
+    return statistics.fmean(one.fell_behind for one in strain)
+
+
 def unfaithful_note(strain: Sequence[Strain]) -> str:
     """What to say of an unfaithful trial."""
     if _late(strain) > LATE:
-        return f"unfaithful: a rank took {_late(strain):.0%} of the time longer, for lack of cores"
+        return (
+            f"unfaithful: a rank computed {_late(strain):.0%} of the time longer, for lack of cores"
+        )
+    if _behind(strain) > LATE:
+        return (
+            f"unfaithful: hosts fell behind their devices by {_behind(strain):.0%} of the time, "
+            "for lack of cores"
+        )
     wait = max(one.core_wait for one in strain)
     return f"unfaithful: for lack of cores a rank's threads waited {wait:.2f} s per second in all"
 

@@ -156,9 +156,12 @@ class Strain:
     per second of timed steps; None where the kernel does not tell."""
     late: float | None = None
     """Where compute is real: seconds per second by which the rank that suffered most computed
-    longer because it had no core; what a time scale leaves room for makes nothing longer. Where it
-    is replayed: by how much more its host was behind the device in the end than in the beginning,
-    per second; what comes before is made up for."""
+    longer because it had no core; what a time scale leaves room for makes nothing longer. None also
+    where compute is replayed, which makes up for them."""
+    fell_behind: float = 0.0
+    """Where compute is replayed: by how much more hosts were behind their devices in the end than
+    in the beginning, seconds per second, the mean of the ranks; below 0: less. What a host has made
+    up for by then is in the steps."""
     main_wait: float | None = None
     """The same of the threads that train alone: they issue all work, and hold up the step."""
     foreign_cores: float = 0.0

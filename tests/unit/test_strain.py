@@ -92,9 +92,14 @@ def test_what_a_replay_has_not_made_up_for_is_late(monkeypatch):
         with gauge.block():
             pass
     assert gauge.found.fell_behind_s == pytest.approx(0.3 - 0.1)
-    ahead, behind = pressure(fell_behind_s=-1.0), pressure(fell_behind_s=0.1)
-    assert strain_of([ahead]).late == 0.0
-    assert strain_of([ahead, behind]).late == pytest.approx(0.05)
+    ahead, behind = pressure(fell_behind_s=-0.1), pressure(fell_behind_s=0.3)
+    found = strain_of([ahead, behind])
+    assert found.fell_behind == pytest.approx(0.05) and found.late is None
+    launches = [dataclasses.replace(found, fell_behind=share) for share in (0.08, -0.04, 0.03)]
+    assert notes.unfaithful(launches)
+    said = notes.unfaithful_note(launches)
+    assert said.startswith("unfaithful: hosts fell behind their devices by 2% of the time")
+    assert not notes.unfaithful([*launches, dataclasses.replace(found, fell_behind=0.0)])
 
 
 @pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="this kernel does not count")

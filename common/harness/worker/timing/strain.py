@@ -9,6 +9,7 @@ the rest, which says whose doing it was.
 from __future__ import annotations
 
 import os
+import statistics
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -149,6 +150,8 @@ def strain_of(ranks: Sequence[Pressure], canary_s: Sequence[float] | None = None
     late = [_late(rank) for rank in ranks]
     return Strain(
         late=None if None in late else max(late),
+        # Of all ranks: one that is ahead waits for the others.
+        fell_behind=statistics.fmean(rank.fell_behind_s / rank.elapsed_s for rank in ranks),
         core_wait=None if None in waits else max(waits),
         main_wait=None if None in trained else max(trained),
         foreign_cores=max(foreign for foreign, _ in found),
@@ -195,8 +198,6 @@ def _training_wait(rank: Pressure) -> float | None:
 
 
 def _late(rank: Pressure) -> float | None:
-    if rank.absorbed_s is None:
-        return max(0.0, rank.fell_behind_s) / rank.elapsed_s
-    if rank.waited_s is None:
+    if rank.waited_s is None or rank.absorbed_s is None:
         return None
     return max(0.0, rank.waited_s.get(_MAIN, 0.0) - rank.absorbed_s) / rank.elapsed_s

@@ -138,9 +138,9 @@ def last_awaited_s() -> float:
 
 
 def last_lull_s() -> tuple[float, float]:
-    """When this process last had no operation under way, on the same clock: since, until.
+    """The last time without an operation of this process under way that has ended: since, until.
 
-    Since the last one finished, until the next was submitted; minus infinity where there was none.
+    On the same clock: since one finished, until the next was submitted; minus infinity before any.
     """
     return _core.last_lull_s()
 

@@ -96,12 +96,6 @@ class Pace:
             self._factor = factor
         return self._factor
 
-    def restart(self) -> None:
-        """The device is idle: what comes next begins now."""
-        self._deadline = time.perf_counter()
-        self._late_s = 0.0
-        self._begun.clear()
-
     def clock(self) -> float:
         """When the device is done with what it has been given; where nothing is paced, now.
 

@@ -158,12 +158,12 @@ class Strain:
     """Where compute is real: seconds per second by which the rank that suffered most computed
     longer because it had no core; what a time scale leaves room for makes nothing longer. None also
     where compute is replayed, which makes up for them."""
+    main_wait: float | None = None
+    """As `core_wait`, of the threads that train alone: they issue all work and hold up the step."""
     fell_behind: float = 0.0
     """Where compute is replayed: by how much more hosts were behind their devices in the end than
     in the beginning, seconds per second, the mean of the ranks; below 0: less. What a host has made
     up for by then is in the steps."""
-    main_wait: float | None = None
-    """The same of the threads that train alone: they issue all work, and hold up the step."""
     foreign_cores: float = 0.0
     """Of the cores that the ranks may use, used by other processes in the mean over the timed
     steps."""

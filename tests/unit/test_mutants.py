@@ -63,7 +63,6 @@ def test_only_changes_of_meaning_are_drawn():
 
 
 @pytest.mark.full
-@pytest.mark.full
 def test_what_the_library_cannot_change_is_no_mutant():
     from tests.mutants import mutations
 
@@ -73,6 +72,7 @@ def test_what_the_library_cannot_change_is_no_mutant():
     assert mutations.sample({"it.py": source}, 50, seed=1)
 
 
+@pytest.mark.full
 def test_a_sample_is_that_of_its_seed_and_has_some_of_every_file():
     from tests.mutants import mutations
 

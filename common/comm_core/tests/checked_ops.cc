@@ -59,8 +59,8 @@ class Checked : public Running {
         c_(c),
         n_(group.size()),
         me_(group.rank()),
-        in_(c.shared >> me_ & 1),
-        out_(c.shared >> me_ & 1) {
+        in_(c.shared >> std::min(me_, 63) & 1),
+        out_(c.shared >> std::min(me_, 63) & 1) {
     OpSpec spec;
     spec.kind = c.kind;
     spec.dtype = c.dtype;

@@ -19,7 +19,8 @@ struct Case {
   bool in_place = false;
   bool uneven = false;  // reduce_scatter, all_gather, all_to_all: blocks differ in size
   int priority = 0;
-  uint32_t shared = 0;  // bit r: rank r's memory can be mapped by the others
+  uint64_t shared =
+      0;  // bit r: rank r's memory can be mapped by the others; the last: from there on
 };
 
 std::string describe(const Case& c);

@@ -41,13 +41,35 @@ void every_collective(const World& world) {
     }
     // Buffers that peers can map; and a rank without, so that all must do without.
     for (OpKind kind : {OpKind::all_reduce, OpKind::reduce_scatter, OpKind::all_gather}) {
-      for (uint32_t shared : {~0u, ~1u}) {
+      for (uint64_t shared : {~0ull, ~1ull}) {
         for (bool in_place : {false, true}) {
           Case c{kind, DType::f32, ReduceOp::avg, 0, 150001, ++salt, in_place};
           c.shared = shared;
           start(*rank.channels[0], c)->check();
         }
       }
+    }
+  });
+}
+
+// More ranks than the processors could serve at once, on data as small as training's smallest.
+void many_ranks(int n) {
+  World world{n, 1, 1, ""};
+  run_ranks(world, [](Rank& rank) {
+    uint32_t salt = 0;
+    for (OpKind kind : {OpKind::all_reduce, OpKind::reduce_scatter, OpKind::all_gather,
+                        OpKind::broadcast, OpKind::all_to_all, OpKind::barrier}) {
+      for (size_t count : {size_t(1), size_t(65), size_t(2000)}) {
+        Case c{kind, DType::f32, ReduceOp::sum, int(salt) % rank.size, count, ++salt, false, true};
+        start(*rank.channels[0], c)->check();
+      }
+    }
+    // Everybody maps everybody's.
+    for (OpKind kind : {OpKind::all_gather, OpKind::all_reduce, OpKind::all_gather}) {
+      Case c{kind, DType::f32, ReduceOp::sum, 0, 3000, ++salt};
+      if (kind == OpKind::all_reduce) c.count = 200000, c.in_place = true;
+      c.shared = ~0ull;
+      start(*rank.channels[0], c)->check();
     }
   });
 }
@@ -109,6 +131,15 @@ int main(int argc, char** argv) {
       printf("%d hosts\n", hosts);
       every_collective({4, 1, hosts, ""});
       every_collective({6, 1, hosts, ""});
+    }
+    // Trees and doublings; with and without ranks beyond a power of two.
+    for (int n : {9, 11, 16}) {
+      printf("%d ranks, tcp\n", n);
+      every_collective({n, 1, 1, "tcp"});
+    }
+    for (int n : {64, 67}) {
+      printf("%d ranks\n", n);
+      many_ranks(n);
     }
     // What is under way is far more than the kernel's buffers hold.
     printf("small socket buffers\n");

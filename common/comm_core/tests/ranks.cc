@@ -9,25 +9,6 @@ void expect(bool condition, const std::string& what) {
   if (!condition) throw std::runtime_error(what);
 }
 
-namespace {
-
-// The notes of one channel among those of all.
-class ChannelNotes : public Store {
- public:
-  ChannelNotes(std::shared_ptr<Store> all, int channel)
-      : all_(std::move(all)), prefix_(std::to_string(channel) + "/") {}
-  void set(const std::string& key, const std::string& value) override {
-    all_->set(prefix_ + key, value);
-  }
-  std::string get(const std::string& key) override { return all_->get(prefix_ + key); }
-
- private:
-  std::shared_ptr<Store> all_;
-  std::string prefix_;
-};
-
-}  // namespace
-
 void run_ranks(const World& world, const std::function<void(Rank&)>& body) {
   auto store = world.store != nullptr ? world.store : std::make_shared<MemoryStore>();
   std::vector<std::string> failures(size_t(world.size));
@@ -41,6 +22,7 @@ void run_ranks(const World& world, const std::function<void(Rank&)>& body) {
         if (world.transport == "tcp") options.transport = TransportChoice::tcp;
         if (world.hosts > 1)
           options.host_id = "host" + std::to_string(r * world.hosts / world.size);
+        if (world.change) world.change(r, options);
         Rank rank{r, world.size, std::make_shared<Engine>(options), {}, nullptr};
         rank.forget = [&] {
           channels.clear();
@@ -48,7 +30,7 @@ void run_ranks(const World& world, const std::function<void(Rank&)>& body) {
           rank.engine.reset();
         };
         for (int c = 0; c < world.channels; ++c) {
-          ChannelNotes notes(store, c);
+          NotesUnder notes(*store, std::to_string(c) + "/");
           rank.channels.push_back(Group::create(rank.engine, notes, r, world.size,
                                                 "channel" + std::to_string(c), "",
                                                 world.timeout_s));

@@ -28,10 +28,26 @@ class MemoryStore : public Store {
     return values_[key];
   }
 
+  int64_t add(const std::string& key, int64_t amount) override {
+    std::lock_guard lock(mutex_);
+    return numbers_[key] += amount;
+  }
+
+  void remove(const std::string& key) override {
+    std::lock_guard lock(mutex_);
+    values_.erase(key);
+  }
+
+  size_t size() {
+    std::lock_guard lock(mutex_);
+    return values_.size();
+  }
+
  private:
   std::mutex mutex_;
   std::condition_variable changed_;
   std::map<std::string, std::string> values_;
+  std::map<std::string, int64_t> numbers_;
 };
 
 struct World {
@@ -41,7 +57,8 @@ struct World {
   std::string transport;  // "", "tcp"
   double timeout_s = 60;
   Options options;
-  std::shared_ptr<Store> store = nullptr;  // null: one of its own
+  std::shared_ptr<Store> store = nullptr;                    // null: one of its own
+  std::function<void(int rank, Options&)> change = nullptr;  // of what one rank has otherwise
 };
 
 struct Rank {

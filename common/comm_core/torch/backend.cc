@@ -23,6 +23,8 @@ class TorchStore : public Store {
     const std::vector<uint8_t> value = store_->get(key);
     return std::string(value.begin(), value.end());
   }
+  int64_t add(const std::string& key, int64_t amount) override { return store_->add(key, amount); }
+  void remove(const std::string& key) override { store_->deleteKey(key); }
 
  private:
   c10::intrusive_ptr<c10d::Store> store_;
@@ -47,8 +49,13 @@ std::shared_ptr<Engine>& engine_slot() {
 
 // Held operations start here, in a thread that may block on a device, in the order submitted.
 void release_when_ready(std::shared_ptr<Group> group, OpPtr op, std::function<void()> ready) {
-  call_back([group = std::move(group), op = std::move(op), ready = std::move(ready)] {
-    ready();
+  call_in_order([group = std::move(group), op = std::move(op), ready = std::move(ready)] {
+    try {
+      ready();
+    } catch (const std::exception& error) {  // of the device, whose results are worth nothing now
+      group->abort(op->describe() + ": its input: " + error.what());
+      return;
+    }
     group->release(op);
   });
 }
@@ -61,7 +68,8 @@ int priority() { return current_priority; }
 std::shared_ptr<Engine> process_engine() {
   std::lock_guard<std::mutex> lock(engine_mutex);
   std::shared_ptr<Engine>& engine = engine_slot();
-  if (engine == nullptr) engine = std::make_shared<Engine>(Options::from_environment());
+  if (engine == nullptr || engine->forked())
+    engine = std::make_shared<Engine>(Options::from_environment());
   return engine;
 }
 
@@ -94,14 +102,15 @@ void CoreBackend::setTimeout(Milliseconds timeout) {
   group_->set_timeout_s(std::chrono::duration<double>(timeout).count());
 }
 
-void CoreBackend::startCoalescing() {
-  coalescing_ = true;
-  coalesced_.clear();
-}
+void CoreBackend::startCoalescing() { block() = {this, {}, {}}; }
 
 WorkPtr CoreBackend::endCoalescing() {
-  coalescing_ = false;
-  return together(std::exchange(coalesced_, {}), nullptr, {}, OpType::COALESCED, {});
+  Block ended = std::exchange(block(), {});
+  const auto synchronize = [all = std::move(ended.synchronize)] {
+    for (const auto& one : all) one();
+  };
+  return c10::make_intrusive<CoreWork>(rank_, OpType::COALESCED, nullptr, TensorList{},
+                                       std::move(ended.ops), TensorList{}, synchronize);
 }
 
 WorkPtr CoreBackend::together(std::vector<WorkPtr> works, const char* kind, const TensorList& shown,
@@ -137,7 +146,8 @@ WorkPtr CoreBackend::submit(Call call, OpType type, TensorList result, Milliseco
   spec.priority = current_priority;
   if (timeout.count() > 0) spec.timeout_s = std::chrono::duration<double>(timeout).count();
   // Who waits at once does the work himself.
-  spec.wake = async || spec.held || coalescing_;
+  const bool coalescing = block().backend == this;
+  spec.wake = async || spec.held || coalescing;
   const bool held = spec.held;
   OpPtr op;
   try {
@@ -149,7 +159,7 @@ WorkPtr CoreBackend::submit(Call call, OpType type, TensorList result, Milliseco
   auto work = c10::make_intrusive<CoreWork>(rank_, type, Parts::under_way ? nullptr : title.c_str(),
                                             call.shown(), std::vector<OpPtr>{op}, std::move(result),
                                             call.synchronize());
-  if (coalescing_) coalesced_.push_back(work);
+  if (coalescing) block().add(op, call.synchronize());
   return work;
 }
 

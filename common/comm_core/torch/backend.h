@@ -29,7 +29,9 @@ class CoreBackend : public c10d::Backend {
   ~CoreBackend() override;
 
   const std::string getBackendName() const override { return "comm_core"; }
-  bool supportsCoalescing() const override { return true; }
+  // True has torch end no block of messages that an error has left, after which its all_reduce of
+  // this group does nothing (torch 2.13). Blocks that a user begins himself work all the same.
+  bool supportsCoalescing() const override { return false; }
   void setTimeout(Milliseconds timeout) override;
   void startCoalescing() override;
   WorkPtr endCoalescing() override;
@@ -111,8 +113,6 @@ class CoreBackend : public c10d::Backend {
 
   std::shared_ptr<Group> group_;
   std::map<int64_t, at::Tensor> window_memory_;
-  bool coalescing_ = false;
-  std::vector<WorkPtr> coalesced_;
 };
 
 // Throws ValueError for a reduction that the core does not know.

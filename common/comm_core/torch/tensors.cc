@@ -4,6 +4,7 @@
 #include <ATen/core/grad_mode.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include "collectives/stage.h"
 #include "shm/buffers.h"
 
 namespace comm_core {
@@ -129,6 +130,24 @@ DType Tensors::dtype() const { return type_ ? dtype_of(kept_->tensors.front(), w
 
 std::vector<at::Tensor> Tensors::shown() const { return read_.empty() ? kept_->tensors : read_; }
 
+bool Tensors::copy_some(std::vector<Copy>& left) {
+  while (!left.empty()) {
+    const Copy one = std::move(left.back());
+    left.pop_back();
+    if (one.to.nbytes() <= PiecewiseStage::kChunk) {
+      one.to.copy_(one.from);
+      break;
+    }
+    int64_t dim = 0;
+    while (one.to.size(dim) == 1) ++dim;
+    const int64_t size = one.to.size(dim), half = size / 2;
+    left.push_back(
+        {one.from.narrow(dim, half, size - half), one.to.narrow(dim, half, size - half)});
+    left.push_back({one.from.narrow(dim, 0, half), one.to.narrow(dim, 0, half)});
+  }
+  return left.empty();
+}
+
 void Tensors::prepare(OpSpec& spec) {
   spec.dtype = dtype();
   spec.keep_alive = kept_;
@@ -140,12 +159,9 @@ void Tensors::prepare(OpSpec& spec) {
   }
   if (kept_->copies_back.empty()) return;
   Kept* kept = kept_.get();  // lives as long as the operation
-  spec.epilogue = [kept] {
+  spec.epilogue = [kept, left = kept->stream ? std::vector<Copy>() : kept->copies_back]() mutable {
     const NoAutograd guard;
-    if (!kept->stream) {
-      for (Copy& c : kept->copies_back) c.to.copy_(c.from);
-      return;
-    }
+    if (!kept->stream) return copy_some(left);
     const c10::impl::VirtualGuardImpl device_guard(kept->stream->device_type());
     const c10::Device device_before = device_guard.exchangeDevice(kept->stream->device());
     const c10::Stream before = device_guard.exchangeStream(*kept->stream);
@@ -156,6 +172,7 @@ void Tensors::prepare(OpSpec& spec) {
     kept->finished->record(*kept->stream);
     device_guard.exchangeStream(before);
     device_guard.exchangeDevice(device_before);
+    return true;
   };
 }
 

@@ -56,6 +56,8 @@ class Tensors {
     std::optional<c10::Stream> stream;
     std::shared_ptr<c10::Event> staged, finished;
   };
+  // About a chunk of what is left; true if that was the rest.
+  static bool copy_some(std::vector<Copy>& left);
   at::Tensor host_copy(const at::Tensor& tensor, bool with_values);
   void check(const at::Tensor& tensor);
 

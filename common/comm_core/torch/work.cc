@@ -4,72 +4,135 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <chrono>
+#include <condition_variable>
 #include <deque>
 #include <memory>
+#include <mutex>
 #include <thread>
+#include <vector>
+
+#include "base/clock.h"
+#include "base/fd.h"
 
 namespace comm_core {
 
 namespace {
 
-// One thread, made when the first callback comes.
+// A callback that is done by then has held up nobody.
+constexpr auto kPatience = std::chrono::milliseconds(1);
+// So many that wait for each other are more likely a mistake.
+constexpr size_t kMostThreads = 64;
+
+// Runs callbacks in their order, one at a time. One that takes long, as a user's may that waits for
+// another future, is left behind: the next thread goes on with those that follow.
 class Caller {
  public:
-  ~Caller() { stop(); }
+  explicit Caller(size_t most_threads) : most_threads_(most_threads) {}
 
   void add(std::function<void()> callback) {
     std::lock_guard<std::mutex> lock(mutex_);
+    if (stopped_) return;  // at the interpreter's end: nobody is left to be told
     queue_.push_back(std::move(callback));
-    if (!thread_.joinable()) thread_ = std::thread([this] { run(); });
-    changed_.notify_one();
+    if (idle_ == 0 && threads_.size() < most_threads_) start();
+    changed_.notify_all();
   }
 
+  bool forked() const { return forks_ != forks(); }
+
+  // Ends when all has been called back. From then on nothing is.
   void stop() {
-    std::thread thread;
+    if (forked()) return;  // the threads are the parent's
+    std::vector<std::thread> threads;
     {
       std::lock_guard<std::mutex> lock(mutex_);
-      stop_ = true;
-      thread = std::move(thread_);
-      changed_.notify_one();
+      stopped_ = true;
+      threads.swap(threads_);
+      changed_.notify_all();
     }
-    if (thread.joinable()) thread.join();
-    std::lock_guard<std::mutex> lock(mutex_);
-    stop_ = false;
+    for (std::thread& thread : threads) thread.join();
   }
 
  private:
+  void start() {
+    ++idle_;
+    threads_.emplace_back([this] { run(); });
+  }
+
   void run() {
     std::unique_lock<std::mutex> lock(mutex_);
     for (;;) {
-      changed_.wait(lock, [&] { return stop_ || !queue_.empty(); });
+      changed_.wait(lock, [&] { return stopped_ || !queue_.empty(); });
       if (queue_.empty()) return;
+      if (calling_) {
+        const uint64_t call = call_;
+        const auto over = [&] { return !calling_ || call_ != call; };
+        if (changed_.wait_for(lock, kPatience, over)) continue;
+      }
+      if (queue_.empty()) continue;
       std::function<void()> callback = std::move(queue_.front());
       queue_.pop_front();
+      calling_ = true;
+      const uint64_t call = ++call_;
+      --idle_;
+      if (idle_ == 0 && !queue_.empty() && !stopped_ && threads_.size() < most_threads_) start();
       lock.unlock();
       callback();
       callback = nullptr;
       lock.lock();
+      ++idle_;
+      if (call_ == call) calling_ = false;  // else others have gone on meanwhile
+      changed_.notify_all();
     }
   }
 
+  const size_t most_threads_;
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<std::function<void()>> queue_;
-  std::thread thread_;
-  bool stop_ = false;
+  std::vector<std::thread> threads_;
+  size_t idle_ = 0;       // threads that are in no callback
+  uint64_t call_ = 0;     // the last one begun
+  bool calling_ = false;  // it has not ended
+  bool stopped_ = false;
+  const uint32_t forks_ = forks();
 };
 
-Caller& caller() {
-  // Never destroyed: an engine may outlive any order of static ends.
-  static Caller* instance = new Caller;
+// A forked child has its own; none is ever destroyed, as an engine may outlive any order of static
+// ends.
+Caller& own(Caller*& instance, size_t most_threads) {
+  static std::mutex mutex;
+  std::lock_guard<std::mutex> lock(mutex);
+  if (instance == nullptr || instance->forked()) instance = new Caller(most_threads);
   return *instance;
+}
+
+Caller& caller() {
+  static Caller* instance = nullptr;
+  return own(instance, kMostThreads);
+}
+
+// One thread: what is waited for here ends by itself, and starts operations in their order.
+Caller& starter() {
+  static Caller* instance = nullptr;
+  return own(instance, 1);
 }
 
 }  // namespace
 
 void call_back(std::function<void()> callback) { caller().add(std::move(callback)); }
 
-void stop_calling_back() { caller().stop(); }
+void call_in_order(std::function<void()> work) { starter().add(std::move(work)); }
+
+void stop_calling_back() {
+  starter().stop();
+  caller().stop();
+}
+
+Block& block() {
+  thread_local Block of_this_thread;
+  return of_this_thread;
+}
 
 void throw_as_torch(const std::exception_ptr& error) {
   try {
@@ -132,8 +195,13 @@ void CoreWork::synchronize() {
 }
 
 bool CoreWork::wait(std::chrono::milliseconds timeout) {
+  const double given_s = std::chrono::duration<double>(timeout).count();
+  const double until_s = now_s() + given_s;
+  const std::vector<OpPtr>& parts = block().ops;
+  if (!ops_.empty() && std::find(parts.begin(), parts.end(), ops_[0]) != parts.end()) block() = {};
   for (const OpPtr& op : ops_) {
-    if (!op->wait(std::chrono::duration<double>(timeout).count())) {
+    // All of it together: 0 stands for no end.
+    if (!op->wait(given_s > 0 ? std::max(1e-6, until_s - now_s()) : 0)) {
       C10_THROW_ERROR(DistBackendError, op->describe() + ": still running after a wait of " +
                                             std::to_string(timeout.count()) + " ms");
     }

@@ -48,9 +48,25 @@ class CoreWork : public c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
 
+// What a thread has begun as one operation. torch ends no block that an error has left: it is over,
+// too, when the thread waits for one of its parts, for which nobody has any other use.
+struct Block {
+  const void* backend = nullptr;  // of whose operations it is; null: there is none
+  std::vector<OpPtr> ops;
+  std::vector<std::function<void()>> synchronize;
+
+  void add(const OpPtr& op, std::function<void()> of_device) {
+    ops.push_back(op);
+    if (of_device) synchronize.push_back(std::move(of_device));
+  }
+};
+Block& block();  // this thread's
+
 // Calls back outside the engine, whose thread must never wait for Python's lock.
 void call_back(std::function<void()> callback);
-// Ends the thread behind `call_back` after what is queued has run.
+// The same for what may block on a device, strictly one after the other.
+void call_in_order(std::function<void()> work);
+// Ends the threads behind them after what is queued has run; nothing is called back from then on.
 void stop_calling_back();
 
 }  // namespace comm_core

@@ -3,7 +3,12 @@
 
 #include <time.h>
 
+#include <limits>
+
 namespace comm_core {
+
+// When what has no deadline is due.
+constexpr double kNever = std::numeric_limits<double>::infinity();
 
 inline double now_s() {
   timespec t;

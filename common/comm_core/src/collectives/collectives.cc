@@ -17,6 +17,7 @@ class TwoLevels : Planner {
       : Planner(group, spec, frame),
         hosts_(group.topology().hosts),
         me_(size_t(group.topology().local_rank[size_t(group.rank())])) {
+    frame_.way = Way::two_levels;
     ring_.place = group.topology().host_of[size_t(group.rank())];
     for (const auto& ranks : hosts_) ring_.ranks.push_back(ranks[me_]);
   }
@@ -33,6 +34,7 @@ class TwoLevels : Planner {
     ShmReducePlan plan;
     plan.inputs = std::move(inputs);
     plan.output = output;
+    plan.divisor = divides_first_ ? divisor_ : 0;
     add(shm_reduce(group_, next_frame(), std::move(plan)));
   }
 
@@ -52,7 +54,8 @@ class TwoLevels : Planner {
     const Span mine = shares[me_];
     local_reduce(cuts(spec_.inputs[0], spec_.dtype, ranks), mine);
     const std::vector<Span> blocks = cuts(mine, spec_.dtype, ring_.size());
-    add_ring_reduce(ring_, {blocks.begin(), blocks.end()}, blocks[size_t(ring_.place)]);
+    add_ring_reduce(ring_, {blocks.begin(), blocks.end()}, blocks[size_t(ring_.place)],
+                    divides_first_ ? 0 : divisor_);
     add_ring_gather(ring_, blocks);
     local_gather(shares);
   }
@@ -71,7 +74,7 @@ class TwoLevels : Planner {
       partials.push_back(mine);
       local_reduce(std::move(inputs), mine);
     }
-    add_ring_reduce(ring_, std::move(partials), spec_.outputs[0]);
+    add_ring_reduce(ring_, std::move(partials), spec_.outputs[0], divides_first_ ? 0 : divisor_);
     add_local([partial] {});  // keeps it until here
   }
 
@@ -110,12 +113,17 @@ std::vector<Bytes> cuts_of(const Bytes& whole, DType dtype, int n) {
 void fold(const FrameHeader& frame, int64_t divisor, char* out, const void* const* sources,
           int num_sources, size_t bytes, bool streaming) {
   const size_t count = bytes / size_of(frame.dtype);
+  if (divisor > 0 && frame.dtype == DType::f16) {
+    return average_f16(out, nullptr, sources, num_sources, count, divisor);
+  }
   reduce(frame.dtype, frame.op, out, sources, num_sources, count, streaming);
   if (divisor > 0) divide(frame.dtype, out, count, divisor);
 }
 
 std::unique_ptr<Stage> own_copy(ConstSpan from, Span to) {
-  return std::make_unique<LocalStage>([from, to] { copy(to.data, from.data, from.bytes); });
+  return std::make_unique<PiecewiseStage>(from.bytes, [from, to](size_t begin, size_t end) {
+    copy(to.data + begin, from.data + begin, end - begin);
+  });
 }
 
 std::vector<Span> cuts(const Span& whole, DType dtype, int n) { return cuts_of(whole, dtype, n); }
@@ -152,7 +160,7 @@ Stages plan(Group& group, const OpSpec& spec, const FrameHeader& frame) {
                      spec.kind == OpKind::all_gather)) {
     return over_both(group, spec, frame);
   }
-  return over_tcp(group, spec, frame);
+  return over_lanes(group, spec, frame);
 }
 
 }  // namespace comm_core

@@ -6,8 +6,8 @@
 #include <memory>
 #include <vector>
 
+#include "collectives/lanes/stages.h"
 #include "collectives/stage.h"
-#include "collectives/tcp/stages.h"
 #include "group/group.h"
 
 namespace comm_core {
@@ -18,12 +18,13 @@ Stages plan(Group& group, const OpSpec& spec, const FrameHeader& frame);
 
 // All ranks on one host.
 Stages over_shm(Group& group, const OpSpec& spec, const FrameHeader& frame);
-// Every rank connected with every other by TCP, wherever it is.
-Stages over_tcp(Group& group, const OpSpec& spec, const FrameHeader& frame);
+// Every rank with lanes to every other, wherever it is.
+Stages over_lanes(Group& group, const OpSpec& spec, const FrameHeader& frame);
 // The same number of ranks on each host: shared memory inside, a ring of hosts for each local rank.
 Stages over_both(Group& group, const OpSpec& spec, const FrameHeader& frame);
 
-// Element-wise over `sources`, as `frame` says, then divided by `divisor` if that is > 0.
+// Element-wise over `sources`, as `frame` says, then divided by `divisor` if that is > 0: in the
+// end, but of f16 before anything is rounded.
 void fold(const FrameHeader& frame, int64_t divisor, char* out, const void* const* sources,
           int num_sources, size_t bytes, bool streaming = false);
 
@@ -41,6 +42,7 @@ class Planner {
       : group_(group),
         spec_(spec),
         divisor_(spec.op == ReduceOp::avg ? group.size() : 0),
+        divides_first_(divisor_ > 0 && spec.dtype == DType::f16),
         frame_(frame) {}
 
   FrameHeader next_frame() {
@@ -56,8 +58,9 @@ class Planner {
 
   // inputs[i]: this rank's contribution to the block of place i of the ring; the block of this
   // rank's place ends in `output`.
-  void add_ring_reduce(const Ring& ring, std::vector<ConstSpan> inputs, Span output) {
-    add(ring_reduce(group_, ring, next_frame(), std::move(inputs), output, divisor_));
+  void add_ring_reduce(const Ring& ring, std::vector<ConstSpan> inputs, Span output,
+                       int64_t divisor) {
+    add(ring_reduce(group_, ring, next_frame(), std::move(inputs), output, divisor));
   }
   // blocks[i]: of place i; this rank's is there.
   void add_ring_gather(const Ring& ring, const std::vector<Span>& blocks);
@@ -65,6 +68,7 @@ class Planner {
   Group& group_;
   const OpSpec& spec_;
   const int64_t divisor_;
+  const bool divides_first_;  // what is rounded between two ranks must be an average already
   FrameHeader frame_;
   Stages stages_;
 };

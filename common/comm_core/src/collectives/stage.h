@@ -1,6 +1,7 @@
 // A step of a collective as a state machine that the engine advances and that never blocks.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -26,7 +27,28 @@ class Stage {
 
 using Stages = std::vector<std::unique_ptr<Stage>>;
 
-// Work of this rank alone, between two stages that communicate.
+// Work of this rank alone on bytes [begin, end) of `total`, a chunk at a time.
+class PiecewiseStage : public Stage {
+ public:
+  static constexpr size_t kChunk = 1 << 20;
+
+  PiecewiseStage(size_t total, std::function<void(size_t begin, size_t end)> work)
+      : total_(total), work_(std::move(work)) {}
+  Progress step() override {
+    const size_t end = std::min(total_, done_ + kChunk);
+    if (done_ < end) work_(done_, end);
+    done_ = end;
+    return done_ == total_ ? Progress::done : Progress::moved;
+  }
+  std::string status() const override { return "nobody"; }
+
+ private:
+  const size_t total_;
+  std::function<void(size_t, size_t)> work_;
+  size_t done_ = 0;
+};
+
+// The same, all at once: little, or only to keep something until then.
 class LocalStage : public Stage {
  public:
   explicit LocalStage(std::function<void()> work) : work_(std::move(work)) {}

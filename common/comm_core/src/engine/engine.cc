@@ -7,6 +7,7 @@
 
 #include "base/clock.h"
 #include "group/group.h"
+#include "tcp/device.h"
 
 namespace comm_core {
 namespace {
@@ -18,35 +19,41 @@ constexpr size_t kMaxEvents = 4096;
 Engine::Engine(const Options& options)
     : options_(options),
       spin_allowed_(std::thread::hardware_concurrency() > 1),
-      thread_([this] { run(); }) {
+      thread_([this] { turns_.run(); }) {
   pthread_setname_np(thread_.native_handle(), "comm_core");
 }
 
 Engine::~Engine() { stop(); }
 
+void Engine::check_process() const {
+  if (!forked()) return;
+  throw AbortedError(
+      "comm_core cannot be used in a forked child of the process that opened the group: start it "
+      "by spawn, or let it open a group of its own");
+}
+
 void Engine::stop() {
+  if (forked()) {
+    // It does not run here, so that it can be neither joined nor detached.
+    if (thread_.joinable()) new std::thread(std::move(thread_));
+    return;
+  }
   stop_ = true;
   poller_.wake();
   if (thread_.joinable()) thread_.join();
 }
 
-Listener& Engine::listener(const std::string& host) {
-  if (listener_ == nullptr) {
-    listener_ = std::make_unique<Listener>(poller_, Address::parse(host, 0), options_.sockets);
-  } else if (listener_->address().host() != host) {
-    throw InvalidRequestError("this process already listens on " + listener_->address().text() +
-                              "; a group on " + host + " needs a process of its own");
+Device& Engine::device(const std::string& host) {
+  if (device_ == nullptr) {
+    device_ = tcp_device(poller_, host, options_.sockets);
+  } else if (device_->address().host() != host) {
+    throw InvalidRequestError("this process is reached at " + device_->address().text() +
+                              " already; a group on " + host + " needs a process of its own");
   }
-  return *listener_;
+  return *device_;
 }
 
-void Engine::stop_listening(const Bytes16& group) {
-  if (listener_ != nullptr) listener_->remove_group(group);
-}
-
-uint64_t Engine::dropped_connections() const {
-  return listener_ != nullptr ? listener_->dropped() : 0;
-}
+uint64_t Engine::dropped_connections() const { return device_ != nullptr ? device_->dropped() : 0; }
 
 void Engine::add_group(Group* group) { groups_.push_back(group); }
 
@@ -56,9 +63,8 @@ void Engine::post(std::function<void()> work, bool wake) {
   {
     std::lock_guard<std::mutex> lock(incoming_mutex_);
     incoming_.push_back(std::move(work));
-    has_incoming_.store(true, std::memory_order_seq_cst);
   }
-  if (wake || blocked_.load(std::memory_order_seq_cst)) poller_.wake();
+  turns_.brought(wake);
 }
 
 void Engine::submit(OpPtr op) {
@@ -72,6 +78,7 @@ void Engine::submit(OpPtr op) {
 }
 
 void Engine::call(const std::function<void()>& work) {
+  check_process();
   std::mutex mutex;
   std::condition_variable changed;
   bool done = false;
@@ -93,43 +100,32 @@ void Engine::call(const std::function<void()>& work) {
     if (!stop_) continue;
     // The engine has ended: the caller does the work himself.
     lock.unlock();
-    {
-      std::lock_guard<std::mutex> driving(driving_);
-      take_incoming();
-    }
+    turns_.drive_once();
     lock.lock();
   }
   if (error) std::rethrow_exception(error);
 }
 
 bool Engine::wait(Op& op, double timeout_s) {
-  const double deadline =
-      timeout_s > 0 ? now_s() + timeout_s : std::numeric_limits<double>::infinity();
   if (!op.done()) {
-    std::unique_lock<std::mutex> driving(driving_, std::try_to_lock);
-    if (driving.owns_lock()) {
-      drive(&op, deadline);
-      const bool more = has_work();
-      driving.unlock();
-      if (more) poller_.wake();
-    } else {
-      // The driver may be leaving and not have seen an operation that was submitted quietly.
-      poller_.wake();
-    }
+    check_process();
+    turns_.wait(op, timeout_s > 0 ? now_s() + timeout_s : kNever);
   }
-  bool done = true;
-  if (!op.done()) {
-    std::unique_lock<std::mutex> lock(op.mutex_);
-    const auto is_done = [&] { return op.done(); };
-    if (timeout_s > 0) {
-      const double left = std::max(0.0, deadline - now_s());
-      done = op.changed_.wait_for(lock, std::chrono::duration<double>(left), is_done);
-    } else {
-      op.changed_.wait(lock, is_done);
-    }
-  }
+  const bool done = op.done();
   if (done) bury();
   return done;
+}
+
+void Engine::await(Op& op, double until_s) {
+  if (op.done()) return;
+  std::unique_lock<std::mutex> lock(op.mutex_);
+  const auto is_done = [&] { return op.done(); };
+  if (until_s < kNever) {
+    const double left_s = std::max(0.0, until_s - now_s());
+    op.changed_.wait_for(lock, std::chrono::duration<double>(left_s), is_done);
+  } else {
+    op.changed_.wait(lock, is_done);
+  }
 }
 
 void Engine::bury() {
@@ -152,9 +148,10 @@ Lull Engine::last_lull() {
 }
 
 void Engine::complete(const OpPtr& op, std::exception_ptr error) {
-  if (op->spec_.epilogue && !error) {
+  if (op->spec_.epilogue && !op->followed_ && !error) {
     try {
-      op->spec_.epilogue();
+      while (!op->spec_.epilogue()) {
+      }
     } catch (...) {
       error = std::current_exception();
     }
@@ -177,27 +174,12 @@ void Engine::complete(const OpPtr& op, std::exception_ptr error) {
     // Tensors end in a caller's thread: their end may need Python's lock.
     graveyard_.push_back(std::move(op->spec_.keep_alive));
     graveyard_.push_back(
-        std::make_shared<std::function<void()>>(std::exchange(op->spec_.epilogue, nullptr)));
+        std::make_shared<std::function<bool()>>(std::exchange(op->spec_.epilogue, nullptr)));
   }
   auto callbacks = op->finish(error);
   if (callbacks.empty()) return;
   std::lock_guard<std::mutex> lock(finished_mutex_);
   graveyard_.push_back(std::make_shared<std::vector<std::function<void()>>>(std::move(callbacks)));
-}
-
-void Engine::run() {
-  while (!stop_) {
-    double next = -1;
-    {
-      std::lock_guard<std::mutex> driving(driving_);
-      poller_.wait(Watch::always, 0);
-      drive(nullptr, std::numeric_limits<double>::infinity());
-      next = check_deadlines();
-    }
-    if (stop_) break;
-    // Only waits: a caller may be driving meanwhile, and answers what this would have answered.
-    poller_.wait_only(Watch::always, next < 0 ? -1 : std::max(0.0, next - now_s()));
-  }
 }
 
 namespace {
@@ -219,48 +201,28 @@ void pause() {
 
 }  // namespace
 
-void Engine::drive(const Op* until, double deadline_s) {
+bool Engine::moved() {
+  if (++steps_ % kStepsBetweenPolls != 0) return false;
+  look();
+  next_deadline_s();
+  return true;
+}
+
+bool Engine::linger(const Op* until) {
+  if (spin_allowed_ && spin()) return true;
   const bool gives_way =
       until != nullptr && until->group_->total_bytes(until->spec_) <= kGiveWayBytes;
-  int steps = 0;
-  for (;;) {
-    take_incoming();
-    const bool moved = pass();
-    if (until != nullptr && until->done()) return;
-    if (moved) {
-      if (++steps % kStepsBetweenPolls == 0) {
-        poller_.wait(Watch::always, 0);
-        check_deadlines();
-      }
-      continue;
-    }
-    if (has_incoming_.load()) continue;
-    if (until == nullptr && !has_work()) return;
-    if (stop_ && until == nullptr) return;
-    if (spin_allowed_ && spin()) continue;
-    if (gives_way && give_way(*until)) continue;
-
-    // Announce the sleep, look once more, sleep: whoever acts after the look sees the announcement.
-    blocked_.store(true, std::memory_order_seq_cst);
-    for (Group* group : groups_) group->announce_sleep(true);
-    if (!has_incoming_.load(std::memory_order_seq_cst) && !pass()) {
-      const double now = now_s();
-      if (now >= deadline_s) {
-        blocked_.store(false);
-        for (Group* group : groups_) group->announce_sleep(false);
-        return;
-      }
-      const double next = check_deadlines();
-      double timeout = next < 0 ? -1 : std::max(0.0, next - now);
-      if (deadline_s < 1e300)
-        timeout = timeout < 0 ? deadline_s - now : std::min(timeout, deadline_s - now);
-      if (!(until != nullptr && until->done())) poller_.wait(Watch::when_active, timeout);
-    }
-    blocked_.store(false);
-    for (Group* group : groups_) group->announce_sleep(false);
-    if (until != nullptr && until->done()) return;
-  }
+  return gives_way && give_way(*until);
 }
+
+void Engine::announce_sleep(bool asleep) {
+  for (Group* group : groups_) group->announce_sleep(asleep);
+}
+
+void Engine::sleep(double until_s) { poller_.wait(Watch::when_active, until_s - now_s()); }
+
+// Only waits: a caller may be driving meanwhile, and answers what this would have answered.
+void Engine::nap(double until_s) { poller_.wait_only(Watch::always, until_s - now_s()); }
 
 bool Engine::spin() {
   bool worth_it = false;
@@ -280,18 +242,16 @@ bool Engine::give_way(const Op& until) {
   do {
     sched_yield();
     if (message) poller_.wait(Watch::always, 0);
-    if (has_incoming_.load() || pass() || until.done()) return true;
+    if (turns_.incoming() || pass() || until.done()) return true;
   } while (now_s() < end);
   return false;
 }
 
-void Engine::take_incoming() {
-  if (!has_incoming_.load()) return;
+void Engine::take() {
   std::vector<std::function<void()>> taken;
   {
     std::lock_guard<std::mutex> lock(incoming_mutex_);
     taken.swap(incoming_);
-    has_incoming_.store(false);
   }
   for (auto& work : taken) {
     work();
@@ -301,43 +261,35 @@ void Engine::take_incoming() {
   }
 }
 
-bool Engine::has_work() {
-  if (has_incoming_.load()) return true;
+bool Engine::under_way() const {
   return std::any_of(groups_.begin(), groups_.end(), [](Group* g) { return g->head() != nullptr; });
 }
 
 bool Engine::pass() {
-  // The most urgent first, then the oldest. There are few groups: no need for a sorted structure.
-  Group* tried[64];
-  int num_tried = 0;
-  for (;;) {
-    Group* best = nullptr;
-    const Op* best_op = nullptr;
-    for (Group* group : groups_) {
-      const Op* op = group->head();
-      if (op == nullptr || std::find(tried, tried + num_tried, group) != tried + num_tried)
-        continue;
-      if (best == nullptr || op->spec().priority > best_op->spec().priority ||
-          (op->spec().priority == best_op->spec().priority &&
-           op->times().enqueued_s < best_op->times().enqueued_s)) {
-        best = group;
-        best_op = op;
-      }
-    }
-    if (best == nullptr) return false;
-    if (best->step()) return true;
-    if (num_tried == 64) return false;
-    tried[num_tried++] = best;
+  heads_.clear();
+  for (Group* group : groups_) {
+    const Op* op = group->head();
+    if (op != nullptr) heads_.push_back({op->spec().priority, op->times().enqueued_s, group});
   }
+  // The most urgent first, then the oldest: nearly always the first one moves, so that a heap does
+  // less than a sort.
+  const auto later = [](const Head& a, const Head& b) {
+    return a.priority != b.priority ? a.priority < b.priority : a.enqueued_s > b.enqueued_s;
+  };
+  std::make_heap(heads_.begin(), heads_.end(), later);
+  for (auto end = heads_.end(); end != heads_.begin(); --end) {
+    std::pop_heap(heads_.begin(), end, later);
+    if ((end - 1)->group->step()) return true;
+  }
+  return false;
 }
 
-double Engine::check_deadlines() {
+// Ends what took too long.
+double Engine::next_deadline_s() {
   const double now = now_s();
-  double next = listener_ != nullptr ? listener_->expire(now) : -1;
-  for (Group* group : std::vector<Group*>(groups_)) {
-    const double deadline = group->check_deadlines(now);
-    if (deadline >= 0 && (next < 0 || deadline < next)) next = deadline;
-  }
+  double next = device_ != nullptr ? device_->next_deadline_s(now) : kNever;
+  checked_ = groups_;  // a group that fails may change them
+  for (Group* group : checked_) next = std::min(next, group->next_deadline_s(now));
   return next;
 }
 

@@ -16,10 +16,12 @@
 #include <thread>
 #include <vector>
 
+#include "base/clock.h"
+#include "base/poller.h"
 #include "engine/op.h"
 #include "engine/options.h"
-#include "engine/poller.h"
-#include "tcp/listener.h"
+#include "engine/turns.h"
+#include "transport/device.h"
 
 namespace comm_core {
 
@@ -51,6 +53,10 @@ class Engine {
   Engine& operator=(const Engine&) = delete;
 
   const Options& options() const { return options_; }
+  // This process is a child of the one that made the engine, whose thread and connections it lacks.
+  bool forked() const { return forks_ != forks(); }
+  // Throws AbortedError where it is.
+  void check_process() const;
   // Ends the engine's own thread; operations then go on only while somebody waits. Idempotent.
   void stop();
 
@@ -72,35 +78,59 @@ class Engine {
 
   // Only inside `call` or a step:
   Poller& poller() { return poller_; }
-  Listener& listener(const std::string& host);
-  void stop_listening(const Bytes16& group);
+  // Reached at `host`, an address of this host; of one for the whole process.
+  Device& device(const std::string& host);
+  // The one that there is; null before the first.
+  Device* device() { return device_.get(); }
   uint64_t dropped_connections() const;
   void add_group(Group* group);
   void remove_group(Group* group);
   void complete(const OpPtr& op, std::exception_ptr error);
 
  private:
-  void run();
-  void drive(const Op* until, double deadline_s);
+  friend class Turns<Engine>;
+  // What a turn is made of.
+  using Until = Op;
+  using Mutex = std::mutex;
+  using Flag = std::atomic<bool>;
+  void take();
   bool pass();
+  bool moved();
+  bool under_way() const;
+  double next_deadline_s();
+  bool linger(const Op* until);
+  void announce_sleep(bool asleep);
+  void sleep(double until_s);
+  void look() { poller_.wait(Watch::always, 0); }
+  void nap(double until_s);
+  void await(Op& op, double until_s);
+  void wake() { poller_.wake(); }
+  bool stopped() const { return stop_; }
+  double now_s() const { return comm_core::now_s(); }
+
   bool spin();
   bool give_way(const Op& until);
-  void take_incoming();
-  bool has_work();
-  double check_deadlines();
   void post(std::function<void()> work, bool wake);
 
   const Options options_;
+  const uint32_t forks_ = forks();
   const bool spin_allowed_;
   Poller poller_;
-  std::unique_ptr<Listener> listener_;
+  std::unique_ptr<Device> device_;
   std::vector<Group*> groups_;
+  // Of a pass: what each group would do next.
+  struct Head {
+    int priority;
+    double enqueued_s;
+    Group* group;
+  };
+  std::vector<Head> heads_;
+  std::vector<Group*> checked_;  // of a look at deadlines
+  int steps_ = 0;
 
-  std::mutex driving_;                // held by the driver
-  std::atomic<bool> blocked_{false};  // the driver is, or is about to be, in the kernel
+  Turns<Engine> turns_{*this};
   std::mutex incoming_mutex_;
   std::vector<std::function<void()>> incoming_;
-  std::atomic<bool> has_incoming_{false};
 
   std::mutex finished_mutex_;
   size_t under_way_ = 0;

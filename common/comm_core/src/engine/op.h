@@ -75,7 +75,8 @@ struct OpSpec {
   uint64_t offset = 0;  // bytes
   bool held = false;    // starts only after Group::release: its input is still being made
   bool wake = true;     // false: the caller waits at once and will do the work himself
-  std::function<void()> epilogue;    // runs in the engine when the result is there
+  // Runs in the engine when the result is there, a part at each call; true after the last.
+  std::function<bool()> epilogue;
   std::shared_ptr<void> keep_alive;  // let go of only in a caller's thread
 };
 
@@ -123,7 +124,8 @@ class Op {
   OpTimes times_;
   double deadline_s_ = 0;
   bool held_ = false;
-  bool shown_ = false;  // to rank 0, because it takes long
+  bool shown_ = false;     // to rank 0, because it takes long
+  bool followed_ = false;  // by all of its epilogue
   std::atomic<bool> done_{false};
   std::exception_ptr error_;
   std::mutex mutex_;

@@ -3,10 +3,15 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <cerrno>
+#include <cstdio>
 #include <cstdlib>
 #include <fstream>
+#include <iterator>
+#include <utility>
 
 #include "base/errors.h"
+#include "base/sha256.h"
 
 namespace comm_core {
 
@@ -29,6 +34,29 @@ void read_bytes(const char* name, size_t& into, size_t least) {
   into = size_t(bytes);
 }
 
+constexpr size_t kLeastSecret = 16;
+
+std::string content_of(const std::string& path) {
+  if (path.empty()) return "";
+  std::ifstream file(path, std::ios::binary);
+  const std::string content{std::istreambuf_iterator<char>(file), {}};
+  if (!file || content.size() < kLeastSecret) {
+    throw InvalidRequestError("COMM_CORE_SECRET_FILE=" + path +
+                              " cannot be read or has less than " + std::to_string(kLeastSecret) +
+                              " bytes");
+  }
+  return content;
+}
+
+// By which ranks see that they have another secret; so little of it tells nobody what it is.
+std::string mark_of(const std::string& secret) {
+  if (secret.empty()) return "none";
+  const Digest digest = hmac_sha256(secret, "mark");
+  char mark[9];
+  snprintf(mark, sizeof mark, "%02x%02x%02x%02x", digest[0], digest[1], digest[2], digest[3]);
+  return mark;
+}
+
 }  // namespace
 
 Options Options::from_environment() {
@@ -44,6 +72,7 @@ Options Options::from_environment() {
   options.interface = text("COMM_CORE_IFNAME");
   options.host_id = text("COMM_CORE_HOST_ID");
   options.sockets.congestion = text("COMM_CORE_TCP_CONGESTION");
+  options.secret = content_of(text("COMM_CORE_SECRET_FILE"));
   options.allow_loopback = text("COMM_CORE_ALLOW_LOOPBACK") == "1";
   size_t send_buffer = 0, receive_buffer = 0;
   read_bytes("COMM_CORE_TCP_SEND_BUFFER", send_buffer, 0);
@@ -60,6 +89,22 @@ Options Options::from_environment() {
   return options;
 }
 
+std::string Options::agreed() const {
+  constexpr const char* kTransports[] = {"auto", "tcp", "shm"};
+  std::string text = std::string("COMM_CORE_TRANSPORT=") + kTransports[int(transport)] +
+                     " COMM_CORE_SECRET_FILE=" + mark_of(secret);
+  const std::pair<const char*, size_t> sizes[] = {
+      {"TCP_SMALL", tcp_small},
+      {"TCP_EAGER", tcp_eager},
+      {"SHM_FLAT", shm_flat},
+      {"SHM_DIRECT", shm_direct},
+  };
+  for (const auto& [name, bytes] : sizes) {
+    text += std::string(" COMM_CORE_") + name + "=" + std::to_string(bytes);
+  }
+  return text;
+}
+
 std::string host_name() {
   char name[256] = "?";
   gethostname(name, sizeof name - 1);
@@ -71,7 +116,10 @@ std::string host_identity(const Options& options) {
   // The host name tells containers apart, the boot real machines of one name, and the network
   // namespace virtual hosts of one machine.
   std::string boot;
+  errno = 0;
   std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
+  // Where there is none no rank has one; but one that is out of descriptors would be another host.
+  if (boot.empty() && (errno == EMFILE || errno == ENFILE)) throw_errno("boot_id");
   struct stat net{};
   const bool known = stat("/proc/self/ns/net", &net) == 0;
   return host_name() + "/" + boot + "/" + (known ? std::to_string(net.st_ino) : "?");

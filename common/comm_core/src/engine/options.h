@@ -4,7 +4,7 @@
 #include <cstddef>
 #include <string>
 
-#include "tcp/socket.h"
+#include "transport/socket_options.h"
 
 namespace comm_core {
 
@@ -15,6 +15,7 @@ struct Options {
   std::string interface;        // empty: the one towards the rendezvous
   std::string host_id;          // empty: host name + boot + network namespace
   bool allow_loopback = false;  // several "hosts" on one machine, for tests
+  std::string secret;           // of the job, that its store does not know; empty: there is none
   SocketOptions sockets;
   // Sizes from which a larger-message algorithm is taken, and chunk sizes; all in bytes.
   size_t tcp_small = 32 << 10;   // all_reduce, reduce_scatter, ...: below this, direct exchange
@@ -25,6 +26,8 @@ struct Options {
   size_t shm_direct = 64 << 10;  // shared buffers: from this size read in place
   size_t shm_stream = 4 << 20;   // outputs from this size bypass the caches
 
+  // What decides which way an operation goes, and so must be the same on all ranks: NAME=VALUE ...
+  std::string agreed() const;
   // Throws InvalidRequestError on a value that is none.
   static Options from_environment();
 };

@@ -6,9 +6,9 @@
 #include "base/clock.h"
 #include "collectives/collectives.h"
 #include "collectives/stage.h"
+#include "group/control.h"
 #include "messages/messenger.h"
 #include "reduce/kernels.h"
-#include "tcp/control.h"
 
 namespace comm_core {
 namespace {
@@ -24,6 +24,7 @@ constexpr double kShowAfterS = 1.0;
 Group::~Group() { close(); }
 
 OpPtr Group::submit(OpSpec spec) {
+  engine_->check_process();
   if (closed_) throw AbortedError("group " + name_ + " was destroyed");
   check(spec);
   auto op = std::make_shared<Op>(std::move(spec), engine_.get(), shared_from_this());
@@ -142,8 +143,17 @@ bool Group::step() {
     fail(std::current_exception(), true);
     return true;
   }
+  std::exception_ptr error;
+  if (op->spec_.epilogue && !op->followed_) {
+    try {
+      op->followed_ = op->spec_.epilogue();
+    } catch (const std::exception&) {  // this operation's alone
+      error = std::current_exception();
+    }
+    if (!op->followed_ && !error) return true;
+  }
   queue_.pop_front();
-  engine_->complete(op, nullptr);
+  engine_->complete(op, error);
   return true;
 }
 
@@ -170,6 +180,7 @@ void Group::fail(std::exception_ptr error, bool tell) {
     engine_->complete(op, with_context(error, op->describe() + ": "));
   }
   if (messenger_ != nullptr) messenger_->fail(error);
+  if (shm_ != nullptr) shm_->fail();
   if (tell && control_ != nullptr) control_->tell_failure(told);
 }
 
@@ -182,7 +193,7 @@ void Group::abort(const std::string& reason) {
 }
 
 void Group::close() {
-  if (closed_.exchange(true)) return;
+  if (closed_.exchange(true) || engine_->forked()) return;
   engine_->call([&] { leave(); });
   engine_->bury();
 }
@@ -198,7 +209,7 @@ void Group::leave() {
   if (messenger_ != nullptr) messenger_->fail(error_ ? error_ : error);
   if (control_ != nullptr && !error_) control_->tell_goodbye(finished);
   if (shm_ != nullptr) shm_->leave();
-  if (size_ > 1) engine_->stop_listening(id_);
+  if (engine_->device() != nullptr) engine_->device()->close(id_);
   engine_->remove_group(this);
   control_.reset();
   messenger_.reset();
@@ -210,36 +221,30 @@ void Group::leave() {
   shm_.reset();
 }
 
-double Group::check_deadlines(double now) {
-  double next = messenger_ != nullptr ? messenger_->check_deadlines(now) : -1;
+double Group::next_deadline_s(double now) {
+  double next = messenger_ != nullptr ? messenger_->next_deadline_s(now) : kNever;
   if (suspicion_) {
     if (suspicion_until_s_ <= now) {
       fail(std::exchange(suspicion_, nullptr), true);
-    } else if (next < 0 || suspicion_until_s_ < next) {
-      next = suspicion_until_s_;
+    } else {
+      next = std::min(next, suspicion_until_s_);
     }
   }
-  if (!queue_.empty() && queue_.front()->times_.started_s > 0) {
-    const Op& op = *queue_.front();
-    if (op.deadline_s_ <= now) {
-      const double waited = now - op.times_.started_s;
-      fail(std::make_exception_ptr(
-               TimeoutError("timed out after " + std::to_string(waited).substr(0, 6) + " s")),
-           true);
-      return next;
-    }
-    double then = op.deadline_s_;
-    if (rank_ != 0 && !op.shown_) {
-      const double show = op.times_.started_s + kShowAfterS;
-      if (show <= now) {
-        queue_.front()->shown_ = true;
-        control_->show(frame(op));
-      } else {
-        then = std::min(then, show);
-      }
-    }
-    if (next < 0 || then < next) next = then;
+  if (queue_.empty() || queue_.front()->times_.started_s == 0) return next;
+  Op& op = *queue_.front();
+  if (op.deadline_s_ <= now) {
+    const double waited = now - op.times_.started_s;
+    fail(std::make_exception_ptr(
+             TimeoutError("timed out after " + std::to_string(waited).substr(0, 6) + " s")),
+         true);
+    return next;
   }
+  next = std::min(next, op.deadline_s_);
+  if (rank_ == 0 || op.shown_) return next;
+  const double show = op.times_.started_s + kShowAfterS;
+  if (show > now) return std::min(next, show);
+  op.shown_ = true;
+  control_->show(frame(op));
   return next;
 }
 

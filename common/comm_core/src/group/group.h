@@ -8,28 +8,20 @@
 #include <string>
 #include <vector>
 
+#include "base/random.h"
 #include "base/scratch.h"
 #include "base/store.h"
+#include "collectives/frame.h"
 #include "engine/engine.h"
 #include "group/topology.h"
 #include "shm/streams.h"
-#include "tcp/link.h"
+#include "transport/device.h"
 
 namespace comm_core {
 
 class Control;
 class Messenger;
 class Windows;
-
-// A connection, watched while a collective runs.
-struct Connection {
-  Connection(Poller& p, std::unique_ptr<Link> l)
-      : poller(p), link(std::move(l)), id(p.add(link->fd(), Watch::when_active, nullptr)) {}
-  ~Connection() { poller.remove(id, link->fd(), Watch::when_active); }
-  Poller& poller;
-  std::unique_ptr<Link> link;
-  uint64_t id;
-};
 
 class Group : public std::enable_shared_from_this<Group> {
  public:
@@ -80,7 +72,8 @@ class Group : public std::enable_shared_from_this<Group> {
   bool step();
   void announce_sleep(bool asleep);
   bool spins() const;
-  double check_deadlines(double now_s);
+  // Ends what took too long; returns the next deadline.
+  double next_deadline_s(double now_s);
 
   // For stages and their planner, in the engine:
   Engine& engine() { return *engine_; }
@@ -88,13 +81,12 @@ class Group : public std::enable_shared_from_this<Group> {
   const PeerInfo& peer(int rank) const { return peers_[size_t(rank)]; }
   const Topology& topology() const { return topology_; }
   ShmStreams* shm() { return shm_.get(); }
-  PeerBuffers& peer_buffers() { return peer_buffers_; }
   ScratchPool& scratch() { return scratch_; }
-  // The connection to `peer`; it may not be ready yet.
-  OutLink& out(int peer);
-  // The connection from `peer`, null until it has connected.
-  InLink* in(int peer);
-  LinkTarget target(int peer, LinkKind kind) const;
+  // To `peer`; it may not be ready yet.
+  Lane& out(int peer);
+  // From `peer`, null until it has connected.
+  Lane* in(int peer);
+  std::unique_ptr<Lane> connect(int peer, LaneKind kind, const Watching& watching) const;
   // `peer` has left in peace; the last collective that it took part in was number `finished`.
   void peer_left(int peer, uint64_t finished);
   // On rank 0: `peer` has been waiting in this collective; fails the group if here it is another.
@@ -104,9 +96,10 @@ class Group : public std::enable_shared_from_this<Group> {
 
  private:
   Group(std::shared_ptr<Engine> engine, int rank, int size, std::string name, double timeout_s);
-  void meet(Store& store, const std::string& towards);
-  void accept(const Hello& hello, Fd fd);
-  SocketOptions sockets_towards(int peer) const;
+  void meet(Store& all, const std::string& towards);
+  std::unique_ptr<ShmStreams> share_memory(Store& store, const std::vector<PeerInfo>& peers,
+                                           const Topology& topology);
+  void enter(const LaneName& name, std::unique_ptr<Arrival> arrival);
   void leave();
   void expect_everybody(const Op& op) const;
   void begin(Op& op) const;
@@ -125,10 +118,10 @@ class Group : public std::enable_shared_from_this<Group> {
   Bytes16 id_{};
   std::unique_ptr<ShmStreams> shm_;
   uint64_t bell_id_ = 0;
-  PeerBuffers peer_buffers_;
-  std::vector<std::unique_ptr<Connection>> in_, out_;
+  std::vector<std::unique_ptr<Lane>> in_, out_;
   std::unique_ptr<Control> control_;
-  std::vector<std::pair<Hello, Fd>> early_;  // connected before this rank knew everybody
+  // Of those who connected before this rank knew everybody.
+  std::vector<std::pair<LaneName, std::unique_ptr<Arrival>>> early_;
   std::unique_ptr<Messenger> messenger_;
   std::vector<FrameHeader> shown_;  // by rank, the last that `compare` was called with
   ScratchPool scratch_;

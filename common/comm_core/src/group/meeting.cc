@@ -2,20 +2,48 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstdio>
+#include <functional>
+#include <sstream>
 #include <thread>
 
 #include "base/clock.h"
+#include "base/sha256.h"
+#include "group/control.h"
 #include "group/group.h"
 #include "messages/messenger.h"
-#include "tcp/control.h"
 
 namespace comm_core {
 
 namespace {
 
+// A rank's note where nothing went wrong.
+const std::string kFine = "fine";
+
 uint64_t next_number() {
   static std::atomic<uint64_t> number{0};
   return number++;
+}
+
+// The words of one text and of another that are not equal: "A=1 and A=2".
+std::string difference(const std::string& one, const std::string& other) {
+  std::istringstream words(one), others(other);
+  std::string mine, theirs, ours, all;
+  while (words >> mine) {
+    others >> theirs;
+    if (mine == theirs) continue;
+    ours += (ours.empty() ? "" : " ") + mine;
+    all += (all.empty() ? "" : " ") + theirs;
+  }
+  return ours + " and " + all;
+}
+
+void forget_notes(Store& store, int size) {
+  store.remove("secret");
+  for (int r = 0; r < size; ++r) {
+    for (const char* what : {"r", "shm", "bell", "made", "open"})
+      store.remove(what + std::to_string(r));
+  }
 }
 
 }  // namespace
@@ -53,8 +81,12 @@ std::shared_ptr<Group> Group::create(std::shared_ptr<Engine> engine, Store& stor
   return std::shared_ptr<Group>(group.get(), [group](Group*) { group->close(); });
 }
 
-void Group::meet(Store& store, const std::string& towards) {
+void Group::meet(Store& all, const std::string& towards) {
   const Options& options = engine_->options();
+  // The store may hold what an earlier group of this name has left: torchrun's lives as long as the
+  // job. Each rank has been in as many of them.
+  const int64_t time = all.add("times/" + std::to_string(rank_), 1);
+  NotesUnder store(all, std::to_string(time) + "/");
   if (rank_ == 0) {
     std::string secret(32, '\0'), id(16, '\0');
     random_bytes(secret.data(), secret.size());
@@ -64,6 +96,10 @@ void Group::meet(Store& store, const std::string& towards) {
   const std::string secret = store.get("secret");
   if (secret.size() != 48) throw MismatchError("the store holds a malformed secret");
   secret_ = secret.substr(0, 32);
+  if (!options.secret.empty()) {  // then who knows the store's alone cannot prove anything
+    const Digest both = hmac_sha256(options.secret, secret_);
+    secret_.assign(both.begin(), both.end());
+  }
   std::copy(secret.begin() + 32, secret.end(), id_.begin());
 
   const std::string host = !options.interface.empty() ? address_of_interface(options.interface)
@@ -73,12 +109,14 @@ void Group::meet(Store& store, const std::string& towards) {
   mine.host_id = host_identity(options);
   mine.host_name = host_name();
   mine.pid = int(getpid());
+  mine.settings = options.agreed() + " build=" COMM_CORE_BUILD;
   engine_->call([&] {
-    mine.address = engine_->listener(host).address();
+    Device& device = engine_->device(host);
+    mine.address = device.address();
     engine_->add_group(this);
-    engine_->listener(host).add_group(
-        id_, {secret_, size_, rank_,
-              [this](const Hello& hello, Fd fd) { accept(hello, std::move(fd)); }});
+    device.open(id_, {secret_, size_, rank_, [this](const LaneName& name, auto arrival) {
+                        enter(name, std::move(arrival));
+                      }});
   });
   try {
     const std::string note = "r";
@@ -86,6 +124,11 @@ void Group::meet(Store& store, const std::string& towards) {
     std::vector<PeerInfo> peers;
     for (int r = 0; r < size_; ++r) {
       peers.push_back(PeerInfo::parse(r, store.get(note + std::to_string(r))));
+    }
+    for (const PeerInfo& peer : peers) {
+      if (peer.settings == peers[0].settings) continue;
+      throw MismatchError(peers[0].label + " and " + peer.label + " would not do the same: " +
+                          difference(peers[0].settings, peer.settings));
     }
     Topology topology = Topology::of(peers);
     for (const PeerInfo& peer : peers) {
@@ -99,15 +142,14 @@ void Group::meet(Store& store, const std::string& towards) {
                                 "(here:" +
                                 known + ")");
     }
-    const auto& local = topology.beside(rank_);
     if (options.transport == TransportChoice::shm && !topology.one_host()) {
       throw InvalidRequestError("COMM_CORE_TRANSPORT=shm, but the ranks are on " +
                                 std::to_string(topology.hosts.size()) + " hosts");
     }
     std::unique_ptr<ShmStreams> shm;
-    if (options.transport != TransportChoice::tcp && local.size() > 1) {
-      const int me = topology.local_rank[size_t(rank_)];
-      shm = std::make_unique<ShmStreams>(store, local, me, options.shm_slot);
+    const bool alone = topology.hosts.size() == peers.size();
+    if (options.transport != TransportChoice::tcp && !alone) {
+      shm = share_memory(store, peers, topology);
     }
     engine_->call([&] {
       peers_ = std::move(peers);
@@ -118,7 +160,7 @@ void Group::meet(Store& store, const std::string& towards) {
       }
       messenger_ = std::make_unique<Messenger>(*this);
       control_ = std::make_unique<Control>(*this);
-      for (auto& [hello, fd] : early_) accept(hello, std::move(fd));
+      for (auto& [name, arrival] : early_) enter(name, std::move(arrival));
       early_.clear();
     });
     const double deadline = now_s() + timeout_s_;
@@ -133,67 +175,85 @@ void Group::meet(Store& store, const std::string& towards) {
       }
       if (!connected) std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
+    // Whoever has connected to rank 0 has read everything.
+    if (rank_ == 0) forget_notes(store, size_);
   } catch (...) {
     close();
     throw;
   }
 }
 
-void Group::accept(const Hello& hello, Fd fd) {
+// What one host cannot have none has: the ranks of all hosts must go the same way.
+std::unique_ptr<ShmStreams> Group::share_memory(Store& store, const std::vector<PeerInfo>& peers,
+                                                const Topology& topology) {
+  const Options& options = engine_->options();
+  const std::vector<int>& local = topology.beside(rank_);
+  std::unique_ptr<ShmStreams> shm;
+  const auto make = [&] {
+    const int me = topology.local_rank[size_t(rank_)];
+    shm = std::make_unique<ShmStreams>(store, local, me, options.shm_slot);
+  };
+  const auto connect = [&] { shm->connect(store, local); };
+  const std::pair<const char*, std::function<void()>> parts[] = {{"made", make}, {"open", connect}};
+  for (const auto& [key, part] : parts) {
+    std::string mine = kFine;
+    try {
+      if (local.size() > 1) part();
+    } catch (const SystemError& error) {
+      mine = error.what();
+    }
+    store.set(key + std::to_string(rank_), mine);
+    for (int r = 0; r < size_; ++r) {
+      const std::string told = store.get(key + std::to_string(r));
+      if (told == kFine) continue;
+      const std::string reason = peers[size_t(r)].label + " shares no memory: " + told;
+      if (options.transport == TransportChoice::shm) {
+        throw SystemError("COMM_CORE_TRANSPORT=shm, but " + reason);
+      }
+      if (rank_ == 0) {
+        fprintf(stderr, "comm_core: group %s uses TCP inside hosts, too, which is slower: %s\n",
+                name_.c_str(), reason.c_str());
+      }
+      return nullptr;
+    }
+  }
+  if (shm != nullptr) shm->connected();
+  return shm;
+}
+
+void Group::enter(const LaneName& name, std::unique_ptr<Arrival> arrival) {
   if (closed_) return;
   if (control_ == nullptr) {
-    early_.emplace_back(hello, std::move(fd));
+    early_.emplace_back(name, std::move(arrival));
     return;
   }
-  const int peer = hello.from;
-  tune_socket(fd.get(), sockets_towards(hello.from));
-  if (hello.kind == LinkKind::data) {
-    std::unique_ptr<Connection>& in = in_[size_t(peer)];
-    if (in == nullptr) {
-      in = std::make_unique<Connection>(
-          engine_->poller(), std::make_unique<InLink>(std::move(fd), peers_[size_t(peer)].label));
+  const int peer = name.from;
+  try {
+    if (name.kind == LaneKind::data) {
+      std::unique_ptr<Lane>& in = in_[size_t(peer)];
+      if (in == nullptr) in = arrival->lane(peers_[size_t(peer)].label, {engine_->poller()});
+    } else if (name.kind == LaneKind::messages) {
+      messenger_->enter(peer, *arrival);
+    } else {
+      control_->enter(peer, *arrival);
     }
-  } else if (hello.kind == LinkKind::messages) {
-    messenger_->accept(peer, std::move(fd));
-  } else {
-    control_->accept(peer, std::move(fd));
+  } catch (const SystemError&) {
+    fail(std::current_exception(), true);
   }
 }
 
-SocketOptions Group::sockets_towards(int peer) const {
-  SocketOptions sockets = engine_->options().sockets;
-  const bool loopback = peers_[size_t(peer)].address.is_loopback();
-  // Without a wire, buffers that grow only push what is in them out of the caches.
-  if (loopback && sockets.send_buffer == 0) sockets.send_buffer = 256 << 10;
-  if (loopback && sockets.receive_buffer == 0) sockets.receive_buffer = 512 << 10;
-  return sockets;
+std::unique_ptr<Lane> Group::connect(int peer, LaneKind kind, const Watching& watching) const {
+  const PeerInfo& info = peers_[size_t(peer)];
+  return engine_->device()->connect({info.address, info.label, secret_, {id_, rank_, peer, kind}},
+                                    watching);
 }
 
-LinkTarget Group::target(int peer, LinkKind kind) const {
-  LinkTarget target;
-  target.address = peers_[size_t(peer)].address;
-  target.peer = peers_[size_t(peer)].label;
-  target.secret = secret_;
-  target.hello.from = rank_;
-  target.hello.to = peer;
-  target.hello.kind = kind;
-  target.hello.group = id_;
-  target.options = sockets_towards(peer);
-  return target;
+Lane& Group::out(int peer) {
+  std::unique_ptr<Lane>& out = out_[size_t(peer)];
+  if (out == nullptr) out = connect(peer, LaneKind::data, {engine_->poller()});
+  return *out;
 }
 
-OutLink& Group::out(int peer) {
-  std::unique_ptr<Connection>& out = out_[size_t(peer)];
-  if (out == nullptr) {
-    out = std::make_unique<Connection>(engine_->poller(),
-                                       std::make_unique<OutLink>(target(peer, LinkKind::data)));
-  }
-  return static_cast<OutLink&>(*out->link);
-}
-
-InLink* Group::in(int peer) {
-  std::unique_ptr<Connection>& in = in_[size_t(peer)];
-  return in == nullptr ? nullptr : static_cast<InLink*>(in->link.get());
-}
+Lane* Group::in(int peer) { return in_[size_t(peer)].get(); }
 
 }  // namespace comm_core

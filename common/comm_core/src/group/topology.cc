@@ -9,7 +9,7 @@ namespace comm_core {
 
 std::string PeerInfo::serialize() const {
   return address.host() + "\n" + std::to_string(address.port()) + "\n" + std::to_string(pid) +
-         "\n" + host_name + "\n" + host_id;
+         "\n" + host_name + "\n" + host_id + "\n" + settings;
 }
 
 PeerInfo PeerInfo::parse(int rank, const std::string& text) {
@@ -21,6 +21,7 @@ PeerInfo PeerInfo::parse(int rank, const std::string& text) {
   std::getline(lines, pid);
   std::getline(lines, info.host_name);
   std::getline(lines, info.host_id);
+  std::getline(lines, info.settings);
   try {
     info.address = Address::parse(host, std::stoi(port));
     info.pid = std::stoi(pid);

@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include "tcp/socket.h"
+#include "transport/address.h"
 
 namespace comm_core {
 
@@ -13,7 +13,8 @@ struct PeerInfo {
   std::string host_name;
   Address address;
   int pid = 0;
-  std::string label;  // "rank 3 (host b, 10.0.0.2:4242)"
+  std::string settings;  // what all ranks must have alike: words NAME=VALUE
+  std::string label;     // "rank 3 (host b, 10.0.0.2:4242)"
 
   // As left in the store for the others, and back. `parse` throws MismatchError on anything else.
   std::string serialize() const;

@@ -38,12 +38,10 @@ MessageSender::MessageSender(Group& group, Messenger& messenger, int peer)
     : group_(group),
       messenger_(messenger),
       peer_(peer),
-      link_(group.target(peer, LinkKind::messages)) {
-  link_.limit_unsent(kUnsent);
-  id_ = group_.engine().poller().add(link_.fd(), Watch::always, this);
+      lane_(
+          group.connect(peer, LaneKind::messages, {group.engine().poller(), Watch::always, this})) {
+  lane_->limit_unsent(kUnsent);
 }
-
-MessageSender::~MessageSender() { group_.engine().poller().remove(id_, link_.fd(), Watch::always); }
 
 void MessageSender::enqueue(Item item) {
   if (broken_) return;
@@ -62,7 +60,7 @@ void MessageSender::break_off() {
 void MessageSender::on_event() {
   if (broken_) return;
   try {
-    if (!link_.ready()) return;
+    if (!lane_->ready()) return;
     while (!(small_.empty() && queue_.empty()) && advance()) {
     }
   } catch (const CommError&) {
@@ -95,7 +93,7 @@ bool MessageSender::advance() {
     const char* data = item.op != nullptr ? item.op->spec().inputs[0].data : item.payload.data();
     parts[num_parts++] = {const_cast<char*>(data) + item.done, piece_left_};
   }
-  const size_t sent = link_.write(parts, num_parts);
+  const size_t sent = lane_->write(parts, num_parts);
   if (sent == 0) {
     // Not begun, so what comes meanwhile may still overtake it.
     if (frame_done_ == 0) sending_ = nullptr;
@@ -114,17 +112,11 @@ bool MessageSender::advance() {
   return true;
 }
 
-MessageReceiver::MessageReceiver(Group& group, Messenger& messenger, int peer, Fd fd)
+MessageReceiver::MessageReceiver(Group& group, Messenger& messenger, int peer, Arrival& arrival)
     : group_(group),
       messenger_(messenger),
       peer_(peer),
-      link_(std::move(fd), group.peer(peer).label) {
-  id_ = group_.engine().poller().add(link_.fd(), Watch::always, this);
-}
-
-MessageReceiver::~MessageReceiver() {
-  group_.engine().poller().remove(id_, link_.fd(), Watch::always);
-}
+      lane_(arrival.lane(group.peer(peer).label, {group.engine().poller(), Watch::always, this})) {}
 
 void MessageReceiver::break_off() {
   broken_ = true;
@@ -133,7 +125,7 @@ void MessageReceiver::break_off() {
 }
 
 void MessageReceiver::malformed() const {
-  throw MismatchError("malformed message from " + link_.peer());
+  throw MismatchError("malformed message from " + lane_->peer());
 }
 
 void MessageReceiver::on_event() {
@@ -171,12 +163,12 @@ bool MessageReceiver::begin_frame() {
 
 bool MessageReceiver::advance() {
   if (reading_ == nullptr) {
-    if (!link_.fill(&frame_, sizeof frame_, frame_done_) || !begin_frame()) return false;
+    if (!lane_->fill(&frame_, sizeof frame_, frame_done_) || !begin_frame()) return false;
   }
   Incoming& message = *reading_;
   if (piece_left_ > 0) {
     char* to = message.op != nullptr ? message.op->spec().outputs[0].data : message.held.data();
-    const size_t got = link_.read(to + message.done, piece_left_);
+    const size_t got = lane_->read(to + message.done, piece_left_);
     message.done += got;
     piece_left_ -= got;
     if (piece_left_ > 0) return got > 0;

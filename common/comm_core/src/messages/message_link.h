@@ -10,7 +10,7 @@
 #include <string>
 
 #include "engine/op.h"
-#include "tcp/link.h"
+#include "transport/device.h"
 
 namespace comm_core {
 
@@ -52,7 +52,6 @@ class Messenger;
 class MessageSender : public Watcher {
  public:
   MessageSender(Group& group, Messenger& messenger, int peer);
-  ~MessageSender() override;
 
   // A message without a payload, or with the text.
   void add(const MessageHeader& header, std::string payload = "") {
@@ -81,8 +80,7 @@ class MessageSender : public Watcher {
   Group& group_;
   Messenger& messenger_;
   int peer_;
-  OutLink link_;
-  uint64_t id_;
+  std::unique_ptr<Lane> lane_;
   bool broken_ = false;
   std::deque<Item> small_, queue_;
   std::deque<Item>* sending_ = nullptr;  // the one whose first item has a frame under way
@@ -94,8 +92,7 @@ class MessageSender : public Watcher {
 // Reads the messages of one peer.
 class MessageReceiver : public Watcher {
  public:
-  MessageReceiver(Group& group, Messenger& messenger, int peer, Fd fd);
-  ~MessageReceiver() override;
+  MessageReceiver(Group& group, Messenger& messenger, int peer, Arrival& arrival);
 
   // Where the payload of the message that has just arrived goes: into an operation's output, or
   // aside.
@@ -119,8 +116,7 @@ class MessageReceiver : public Watcher {
   Group& group_;
   Messenger& messenger_;
   int peer_;
-  Link link_;
-  uint64_t id_;
+  std::unique_ptr<Lane> lane_;
   bool broken_ = false;
   MessageHeader frame_;
   size_t frame_done_ = 0;  // bytes of the header

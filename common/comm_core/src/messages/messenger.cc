@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "base/clock.h"
 #include "group/group.h"
 
 namespace comm_core {
@@ -22,10 +23,10 @@ Messenger::Messenger(Group& group)
 
 Messenger::~Messenger() = default;
 
-void Messenger::accept(int peer, Fd fd) {
+void Messenger::enter(int peer, Arrival& arrival) {
   std::unique_ptr<MessageReceiver>& receiver = receivers_[size_t(peer)];
   if (receiver != nullptr) return;
-  receiver = std::make_unique<MessageReceiver>(group_, *this, peer, std::move(fd));
+  receiver = std::make_unique<MessageReceiver>(group_, *this, peer, arrival);
   receiver->on_event();
 }
 
@@ -263,18 +264,20 @@ void Messenger::fail(const std::exception_ptr& error) {
   }
 }
 
-double Messenger::check_deadlines(double now_s) {
-  double next = -1;
+double Messenger::next_deadline_s(double now_s) {
+  double next = kNever;
   for (const OpPtr& op : live_) {
     if (op->deadline_s_ <= now_s) {
       const OpSpec& spec = op->spec();
       const std::string whom = spec.peer < 0 ? "any rank" : group_.peer(spec.peer).label;
-      group_.fail(
-          std::make_exception_ptr(TimeoutError(op->describe() + ": timed out waiting for " + whom)),
-          true);
-      return -1;
+      const OpPtr late = op;
+      const auto error = std::make_exception_ptr(
+          TimeoutError(late->describe() + ": timed out waiting for " + whom));
+      finished(late, error);  // the others' texts name it beside themselves
+      group_.fail(error, true);
+      return kNever;
     }
-    if (next < 0 || op->deadline_s_ < next) next = op->deadline_s_;
+    next = std::min(next, op->deadline_s_);
   }
   return next;
 }

@@ -20,13 +20,13 @@ class Messenger {
   explicit Messenger(Group& group);
   ~Messenger();
 
-  void accept(int peer, Fd fd);
+  void enter(int peer, Arrival& arrival);
   // Starts a send, a receive or a one-sided operation.
   void start(const OpPtr& op);
   // Ends every pending operation.
   void fail(const std::exception_ptr& error);
-  // Ends operations that took too long; returns the next deadline, or < 0.
-  double check_deadlines(double now_s);
+  // Ends operations that took too long; returns the next deadline.
+  double next_deadline_s(double now_s);
   Windows& windows() { return windows_; }
 
   // The peer said goodbye.

@@ -28,6 +28,14 @@ void Windows::add(uint32_t number, Span memory, size_t slots, DType dtype) {
   windows_[number] = {memory, slot_bytes, slots, dtype, std::vector<uint64_t>(slots), -1, {}};
 }
 
+void Windows::remove(uint32_t number) {
+  const auto found = windows_.find(number);
+  if (found == windows_.end()) return;
+  const auto waiters = std::move(found->second.waiters);
+  windows_.erase(found);
+  for (const auto& [peer, id] : waiters) answer(peer, id, "the window was freed", true);
+}
+
 Windows::Window& Windows::at(uint32_t number) {
   const auto found = windows_.find(number);
   if (found == windows_.end()) throw InvalidRequestError("the window was freed");

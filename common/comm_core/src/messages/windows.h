@@ -21,7 +21,8 @@ class Windows {
 
   // `memory` is `slots` pieces of equal size, kept alive by the caller until `remove`.
   void add(uint32_t number, Span memory, size_t slots, DType dtype);
-  void remove(uint32_t number) { windows_.erase(number); }
+  // Who waits for its lock is refused it.
+  void remove(uint32_t number);
   // How often each slot was put or added to since `read` last reset it.
   std::vector<uint64_t> versions(uint32_t number) { return at(number).versions; }
   // Copies slots [first, first + count) out as they are at one moment; may reset their versions,

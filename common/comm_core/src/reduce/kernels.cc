@@ -257,6 +257,29 @@ void divide_half(const HalfKernels& half, uint16_t* data, size_t count, float di
 
 }  // namespace
 
+void average_f16(void* dst, const void* partial, const void* const* srcs, int num_srcs,
+                 size_t count, int64_t divisor) {
+  const HalfKernels& half = f16_kernels();
+  alignas(64) float acc[kBlockElements];
+  alignas(64) float next[kBlockElements];
+  for (size_t done = 0; done < count; done += kBlockElements) {
+    const size_t length = std::min(kBlockElements, count - done);
+    half.widen(acc, source<uint16_t>(srcs, 0, done), length);
+    for (int k = 1; k < num_srcs; ++k) {
+      half.widen(next, source<uint16_t>(srcs, k, done), length);
+      const void* const pair[] = {acc, next};
+      sum_f32(acc, pair, 2, 0, length);
+    }
+    divide_f32(acc, length, static_cast<float>(divisor));
+    if (partial != nullptr) {
+      half.widen(next, static_cast<const uint16_t*>(partial) + done, length);
+      const void* const pair[] = {next, acc};
+      sum_f32(acc, pair, 2, 0, length);
+    }
+    half.narrow(static_cast<uint16_t*>(dst) + done, acc, length);
+  }
+}
+
 void divide(DType dtype, void* data, size_t count, int64_t divisor) {
   switch (dtype) {
     case DType::c64: count *= 2; [[fallthrough]];

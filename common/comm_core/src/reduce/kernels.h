@@ -20,6 +20,12 @@ void reduce(DType dtype, ReduceOp op, void* dst, const void* const* srcs, int nu
 // data[i] /= divisor, for the floating and complex types (the second half of `avg`).
 void divide(DType dtype, void* data, size_t count, int64_t divisor);
 
+// dst[i] = partial[i] + (srcs[0][i] + srcs[1][i] + ...) / divisor in float32, rounded once, for
+// f16, whose sum may be more than it can hold where the average is not. `partial`: averages so far,
+// which dst may be; null: none. dst may also be one of the sources.
+void average_f16(void* dst, const void* partial, const void* const* srcs, int num_srcs,
+                 size_t count, int64_t divisor);
+
 // memcpy; with `streaming`, non-temporal stores where the machine has them.
 void copy(void* dst, const void* src, size_t bytes, bool streaming = false);
 

@@ -1,22 +1,10 @@
 #include "shm/buffers.h"
 
-#include <fcntl.h>
-#include <sys/mman.h>
-#include <unistd.h>
-
-#include <cstring>
-#include <string>
+#include <iterator>
 
 #include "base/errors.h"
-#include "tcp/wire.h"
 
 namespace comm_core {
-
-namespace {
-
-size_t whole_pages(size_t bytes) { return (bytes + 4095) / 4096 * 4096; }
-
-}  // namespace
 
 SharedBuffers& SharedBuffers::instance() {
   // Never destroyed: tensors may outlive every static order.
@@ -25,24 +13,21 @@ SharedBuffers& SharedBuffers::instance() {
 }
 
 char* SharedBuffers::allocate(size_t bytes) {
-  // A file in memory without a name: nothing is left behind, however the process ends.
-  Fd fd(memfd_create("comm_core", MFD_CLOEXEC));
-  if (!fd) throw_errno("memfd_create");
-  const size_t mapped = whole_pages(bytes + sizeof(uint64_t));
-  if (ftruncate(fd.get(), off_t(mapped)) != 0) throw_errno("ftruncate");
-  Mapping mapping(fd, mapped, std::to_string(mapped) + " shared bytes");
-  char* const data = mapping.data();
-  uint64_t id = 0;
-  random_bytes(&id, sizeof id);
-  memcpy(data + mapped - sizeof id, &id, sizeof id);
+  Buffer buffer{{}, bytes, {}, {}};
+  buffer.mapping = make_segment(bytes, false, buffer.fd, buffer.segment);
+  char* const data = buffer.mapping.data();
   std::lock_guard<std::mutex> lock(mutex_);
-  buffers_[data] = {std::move(fd), bytes, std::move(mapping), id};
+  buffers_[data] = std::move(buffer);
   return data;
 }
 
 void SharedBuffers::free(char* data) {
   std::lock_guard<std::mutex> lock(mutex_);
-  buffers_.erase(data);
+  const auto found = buffers_.find(data);
+  if (found == buffers_.end()) return;
+  // In a forked child it is still its parent's, and has no descriptor.
+  if (found->second.fd) disown(found->second.mapping, found->second.fd);
+  buffers_.erase(found);
 }
 
 std::optional<BufferPlace> SharedBuffers::find(const char* data, size_t bytes) {
@@ -52,32 +37,61 @@ std::optional<BufferPlace> SharedBuffers::find(const char* data, size_t bytes) {
   --found;
   const Buffer& buffer = found->second;
   const size_t offset = size_t(data - found->first);
-  if (offset + bytes > buffer.bytes) return std::nullopt;
-  return BufferPlace{int32_t(getpid()), buffer.fd.get(), buffer.id, buffer.mapping.bytes(), offset};
+  if (offset + bytes > buffer.bytes || !buffer.fd) return std::nullopt;
+  return BufferPlace{buffer.segment, offset};
 }
 
-char* PeerBuffers::map(const BufferPlace& place) {
-  for (auto it = mapped_.begin(); it != mapped_.end(); ++it) {
-    if (it->place.pid == place.pid && it->place.id == place.id) {
-      mapped_.splice(mapped_.begin(), mapped_, it);
-      return mapped_.front().mapping.data() + place.offset;
+PeerBuffers& PeerBuffers::instance() {
+  // Never destroyed, as above.
+  static PeerBuffers* buffers = new PeerBuffers;
+  return *buffers;
+}
+
+std::shared_ptr<char> PeerBuffers::map(const BufferPlace& place) {
+  const uint64_t id = place.segment.id;
+  std::lock_guard<std::mutex> lock(mutex_);
+  const auto known = by_id_.find(id);
+  if (known != by_id_.end()) {
+    if (!is(*known->second->mapping, id)) {
+      forget(known->second);
+      return nullptr;
     }
+    mapped_.splice(mapped_.begin(), mapped_, known->second);
+  } else {
+    try {
+      mapped_.push_front({id, std::make_shared<Mapping>(open_segment(place.segment))});
+    } catch (const SystemError&) {
+      return nullptr;
+    }
+    by_id_[id] = mapped_.begin();
+    bytes_ += place.segment.bytes;
+    forget_some();
   }
-  const std::string path = "/proc/" + std::to_string(place.pid) + "/fd/" + std::to_string(place.fd);
-  Fd fd(open(path.c_str(), O_RDWR | O_CLOEXEC));
-  if (!fd || place.bytes < sizeof(uint64_t)) return nullptr;
-  if (lseek(fd.get(), 0, SEEK_END) != off_t(place.bytes)) return nullptr;
-  try {
-    Mapping mapping(fd, place.bytes, path);
-    uint64_t id = 0;
-    memcpy(&id, mapping.data() + place.bytes - sizeof id, sizeof id);
-    if (id != place.id) return nullptr;
-    mapped_.push_front({place, std::move(mapping)});
-  } catch (const SystemError&) {
-    return nullptr;
+  const std::shared_ptr<Mapping>& mapping = mapped_.front().mapping;
+  return std::shared_ptr<char>(mapping, mapping->data() + place.offset);
+}
+
+size_t PeerBuffers::mapped_bytes() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return bytes_;
+}
+
+// Whoever uses it keeps it mapped.
+void PeerBuffers::forget(Place place) {
+  bytes_ -= place->mapping->bytes();
+  by_id_.erase(place->id);
+  mapped_.erase(place);
+}
+
+// All but the last used: what is freed, and down to the bound what nobody uses just now.
+void PeerBuffers::forget_some() {
+  for (auto it = std::next(mapped_.begin()); it != mapped_.end();) {
+    const Place place = it++;
+    if (!is(*place->mapping, place->id)) forget(place);
   }
-  if (mapped_.size() > kMost) mapped_.pop_back();
-  return mapped_.front().mapping.data() + place.offset;
+  for (auto it = mapped_.end(); bytes_ > kMostBytes && --it != mapped_.begin();) {
+    if (it->mapping.use_count() == 1) forget(it++);
+  }
 }
 
 }  // namespace comm_core

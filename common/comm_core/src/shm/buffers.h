@@ -5,8 +5,10 @@
 #include <cstdint>
 #include <list>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <optional>
+#include <unordered_map>
 #include <utility>
 
 #include "shm/segment.h"
@@ -15,10 +17,7 @@ namespace comm_core {
 
 // Where a piece of memory is, in words that another process understands.
 struct BufferPlace {
-  int32_t pid = 0;  // 0: nowhere
-  int32_t fd = -1;  // of that process
-  uint64_t id = 0;  // stands at the buffer's end too: a descriptor number may be used again
-  uint64_t bytes = 0;
+  Segment segment;  // of process 0: nowhere
   uint64_t offset = 0;
 };
 
@@ -29,6 +28,7 @@ class SharedBuffers {
 
   // Zeroed memory, aligned to a page. Throws SystemError.
   char* allocate(size_t bytes);
+  // Its memory is given back, also where peers have it mapped.
   void free(char* data);
   // The place of [data, data + bytes) if it lies within one buffer.
   std::optional<BufferPlace> find(const char* data, size_t bytes);
@@ -36,27 +36,40 @@ class SharedBuffers {
  private:
   struct Buffer {
     Fd fd;
-    size_t bytes;     // as asked for
-    Mapping mapping;  // with the identity behind it
-    uint64_t id;
+    size_t bytes;  // as asked for
+    Mapping mapping;
+    Segment segment;
   };
   std::mutex mutex_;
   std::map<const char*, Buffer> buffers_;
 };
 
-// Buffers of other processes, mapped here when first needed.
+// Buffers of other processes, mapped here when first needed. Thread-safe; one per process.
 class PeerBuffers {
  public:
-  // Null if it cannot be mapped: another user's, another container's, or gone.
-  char* map(const BufferPlace& place);
+  static PeerBuffers& instance();
+
+  // The memory at `place`, which stays mapped as long as the result is held. Null if it cannot be
+  // mapped: another user's, another container's, or freed.
+  std::shared_ptr<char> map(const BufferPlace& place);
+  // Bytes of what is mapped, in use or not.
+  size_t mapped_bytes();
 
  private:
   struct Mapped {
-    BufferPlace place;
-    Mapping mapping;
+    uint64_t id;
+    std::shared_ptr<Mapping> mapping;
   };
-  static constexpr size_t kMost = 64;
+  using Place = std::list<Mapped>::iterator;
+  void forget(Place place);
+  void forget_some();
+
+  // What its owner has freed takes no memory, only addresses.
+  static constexpr size_t kMostBytes = size_t(16) << 30;
+  std::mutex mutex_;
   std::list<Mapped> mapped_;  // the last used first
+  std::unordered_map<uint64_t, Place> by_id_;
+  size_t bytes_ = 0;
 };
 
 }  // namespace comm_core

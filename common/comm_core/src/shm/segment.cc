@@ -2,7 +2,6 @@
 
 #include <fcntl.h>
 #include <sys/mman.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -10,38 +9,36 @@
 #include <utility>
 
 #include "base/errors.h"
-#include "tcp/socket.h"
-#include "tcp/wire.h"
+#include "base/random.h"
 
 namespace comm_core {
+
+namespace {
+
+constexpr size_t kPage = 4096;
+
+size_t mapped_bytes(size_t bytes) { return (bytes + sizeof(uint64_t) + kPage - 1) / kPage * kPage; }
+
+char* identity(const Mapping& mapping) {
+  return mapping.data() + mapping.bytes() - sizeof(uint64_t);
+}
+
+}  // namespace
+
+RemoteFd RemoteFd::of(const Fd& fd) { return {int(getpid()), fd.get()}; }
+
+Fd RemoteFd::open(int flags) const {
+  const std::string path = "/proc/" + std::to_string(pid) + "/fd/" + std::to_string(fd);
+  Fd opened(::open(path.c_str(), flags | O_CLOEXEC));
+  if (!opened) throw_errno("cannot open " + path);
+  return opened;
+}
 
 Mapping::Mapping(const Fd& fd, size_t bytes, const std::string& what) {
   void* data = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd.get(), 0);
   if (data == MAP_FAILED) throw_errno("cannot map " + what);
   data_ = static_cast<char*>(data);
   bytes_ = bytes;
-}
-
-Mapping Mapping::create(const std::string& path, size_t bytes) {
-  Fd fd(::open(path.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600));
-  if (!fd) throw_errno("cannot create " + path);
-  // Without this, a full /dev/shm would kill the process at its first write.
-  const int error = posix_fallocate(fd.get(), 0, off_t(bytes));
-  if (error != 0) {
-    unlink(path.c_str());
-    throw SystemError("no room for " + std::to_string(bytes) + " bytes in /dev/shm (" +
-                      strerror(error) + "): enlarge it (docker: --shm-size) or set " +
-                      "COMM_CORE_TRANSPORT=tcp");
-  }
-  return open(path);
-}
-
-Mapping Mapping::open(const std::string& path) {
-  Fd fd(::open(path.c_str(), O_RDWR | O_CLOEXEC));
-  if (!fd) throw_errno("cannot open " + path);
-  struct stat facts{};
-  if (fstat(fd.get(), &facts) != 0) throw_errno("cannot stat " + path);
-  return Mapping(fd, size_t(facts.st_size), path);
 }
 
 Mapping::Mapping(Mapping&& other) noexcept
@@ -57,16 +54,47 @@ Mapping::~Mapping() {
   if (data_ != nullptr) munmap(data_, bytes_);
 }
 
-std::string unique_path() {
-  uint8_t random[8];
-  random_bytes(random, sizeof random);
-  std::string path = "/dev/shm/comm_core-" + std::to_string(getuid()) + "-";
-  constexpr char kDigits[] = "0123456789abcdef";
-  for (uint8_t byte : random) {
-    path += kDigits[byte >> 4];
-    path += kDigits[byte & 15];
+Mapping make_segment(size_t bytes, bool now, Fd& fd, Segment& made) {
+  const std::string what = std::to_string(bytes) + " bytes of shared memory";
+  fd = Fd(memfd_create("comm_core", MFD_CLOEXEC));
+  if (!fd) throw_errno("no descriptor for " + what);
+  const size_t mapped = mapped_bytes(bytes);
+  // Were it made only when touched, a machine without memory would kill the process there.
+  if (now) {
+    errno = posix_fallocate(fd.get(), 0, off_t(mapped));
+    if (errno != 0) throw_errno("no room for " + what);
+  } else if (ftruncate(fd.get(), off_t(mapped)) != 0) {
+    throw_errno("no room for " + what);
   }
-  return path;
+  Mapping mapping(fd, mapped, what);
+  made.place = RemoteFd::of(fd);
+  made.bytes = mapped;
+  random_bytes(&made.id, sizeof made.id);
+  memcpy(identity(mapping), &made.id, sizeof made.id);
+  return mapping;
+}
+
+Mapping open_segment(const Segment& segment) {
+  const Fd fd = segment.place.open(O_RDWR);
+  const std::string whose = "shared memory of process " + std::to_string(segment.place.pid);
+  if (lseek(fd.get(), 0, SEEK_END) != off_t(segment.bytes) || segment.bytes < sizeof segment.id) {
+    throw SystemError(whose + " has another size than expected");
+  }
+  Mapping mapping(fd, segment.bytes, whose);
+  if (!is(mapping, segment.id)) throw SystemError(whose + " is other memory than expected");
+  return mapping;
+}
+
+bool is(const Mapping& mapping, uint64_t id) {
+  uint64_t found = 0;
+  memcpy(&found, identity(mapping), sizeof found);
+  return found == id;
+}
+
+void disown(const Mapping& mapping, const Fd& fd) {
+  memset(identity(mapping), 0, sizeof(uint64_t));
+  // Where the kernel cannot, the memory goes with the last mapping.
+  (void)fallocate(fd.get(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, 0, off_t(mapping.bytes()));
 }
 
 }  // namespace comm_core

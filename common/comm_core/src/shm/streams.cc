@@ -1,13 +1,11 @@
 #include "shm/streams.h"
 
 #include <fcntl.h>
-#include <sys/stat.h>
-#include <sys/statvfs.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <cstdlib>
 #include <cstring>
+#include <sstream>
 #include <thread>
 
 namespace comm_core {
@@ -24,19 +22,20 @@ constexpr size_t kModestPart = 16;
 
 size_t round_up(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
 
-// Names are only for the ranks to meet; they go in any case, also when a peer never comes.
-struct Name {
-  std::string path;
-  ~Name() {
-    if (!path.empty()) unlink(path.c_str());
-  }
-};
+// Before a reason, in place of what was asked for.
+constexpr char kFailed = '!';
+
+// Where there is less room than that, or of this process many groups are at work, as one for each
+// of several streams.
+constexpr size_t kLeastSlot = 64 << 10;
+constexpr int kSeveral = 8, kMany = 64;
+std::atomic<int> live_groups{0};
 
 }  // namespace
 
 struct ShmStreams::Facts {
   alignas(kLine) std::atomic<uint32_t> asleep;
-  std::atomic<uint32_t> left;
+  std::atomic<uint32_t> gone;  // 1: left, 2: failed
 };
 
 ShmStreams::ShmStreams(Store& store, const std::vector<int>& ranks, int me, size_t slot_bytes)
@@ -45,54 +44,69 @@ ShmStreams::ShmStreams(Store& store, const std::vector<int>& ranks, int me, size
       written_(size_t(2 * n_)),
       read_(size_t(2 * n_)),
       free_from_(size_t(2 * n_)) {
-  const std::string leader = "shm" + std::to_string(ranks[0]);
-  const auto key = [&](const char* what, int rank) { return what + std::to_string(rank); };
-  std::string path;
-  Name memory_name, bell_name;
+  const std::string key = "shm" + std::to_string(ranks[0]);
   if (me_ == 0) {
-    lay_out(slot_bytes > 0 ? slot_bytes : choose_slot());
-    path = unique_path();
-    mapping_ = Mapping::create(path, total_);  // a new file is all zeros
-    memory_name.path = path;
-    store.set(leader, std::to_string(slot_bytes_) + " " + path);
+    make(store, key, slot_bytes);
   } else {
-    const std::string told = store.get(leader);
-    char* rest = nullptr;
-    lay_out(strtoull(told.c_str(), &rest, 10));
-    path = rest + strspn(rest, " ");
-    try {
-      mapping_ = Mapping::open(path);
-    } catch (const SystemError& error) {
-      throw SystemError(std::string(error.what()) +
-                        ": ranks with one host identity must share /dev/shm; give each its own " +
-                        "with COMM_CORE_HOST_ID, or set COMM_CORE_TRANSPORT=tcp");
-    }
-    if (mapping_.bytes() != total_) throw MismatchError(path + " has another size than expected");
+    const std::string told = store.get(key);
+    if (told[0] == kFailed) throw SystemError(told.substr(1));
+    std::istringstream words(told);
+    Segment segment;
+    words >> slot_bytes >> segment.place.pid >> segment.place.fd >> segment.id >> segment.bytes;
+    lay_out(slot_bytes);
+    if (!words || segment.bytes < total_) throw SystemError("the store holds '" + told + "'");
+    mapping_ = open_segment(segment);
   }
-  const std::string own_bell = path + "." + std::to_string(me_);
-  if (mkfifo(own_bell.c_str(), 0600) != 0) throw_errno("cannot create " + own_bell);
-  bell_name.path = own_bell;
-  bell_ = Fd(open(own_bell.c_str(), O_RDWR | O_NONBLOCK | O_CLOEXEC));
-  if (!bell_) throw_errno("cannot open " + own_bell);
-  store.set(key("bell", ranks[size_t(me_)]), "1");
-  for (int r = 0; r < n_; ++r) {
-    store.get(key("bell", ranks[size_t(r)]));
-    const std::string bell = path + "." + std::to_string(r);
-    bells_.emplace_back(open(bell.c_str(), O_RDWR | O_NONBLOCK | O_CLOEXEC));
-    if (!bells_.back()) throw_errno("cannot open " + bell);
-  }
-  store.set(key("open", ranks[size_t(me_)]), "1");
-  for (int rank : ranks) store.get(key("open", rank));
+  int ends[2];
+  if (pipe2(ends, O_NONBLOCK | O_CLOEXEC) != 0) throw_errno("no pipe for a doorbell");
+  bell_ = Fd(ends[0]);
+  ring_ = Fd(ends[1]);
+  const RemoteFd ring = RemoteFd::of(ring_);
+  store.set("bell" + std::to_string(ranks[size_t(me_)]),
+            std::to_string(ring.pid) + " " + std::to_string(ring.fd));
+  ++live_groups;
 }
 
-ShmStreams::~ShmStreams() = default;
+// The first rank's part.
+void ShmStreams::make(Store& store, const std::string& key, size_t slot_bytes) {
+  Segment segment;
+  try {
+    lay_out(slot_bytes > 0 ? slot_bytes : choose_slot());
+    try {
+      mapping_ = make_segment(total_, true, memory_, segment);
+    } catch (const SystemError&) {
+      if (slot_bytes > 0) throw;
+      lay_out(kLeastSlot);
+      mapping_ = make_segment(total_, true, memory_, segment);
+    }
+  } catch (const SystemError& error) {
+    store.set(key, kFailed + std::string(error.what()));
+    throw;
+  }
+  std::ostringstream words;
+  words << slot_bytes_ << " " << segment.place.pid << " " << segment.place.fd << " " << segment.id
+        << " " << segment.bytes;
+  store.set(key, words.str());
+}
+
+void ShmStreams::connect(Store& store, const std::vector<int>& ranks) {
+  for (int rank : ranks) {
+    std::istringstream words(store.get("bell" + std::to_string(rank)));
+    RemoteFd ring;
+    words >> ring.pid >> ring.fd;
+    // To be read, too: a pipe that nobody can read ends who writes to it.
+    bells_.push_back(ring.open(O_RDWR | O_NONBLOCK));
+  }
+}
+
+ShmStreams::~ShmStreams() { --live_groups; }
 
 size_t ShmStreams::choose_slot() {
-  if (n_ <= int(std::thread::hardware_concurrency())) return kSlot;
+  if (live_groups >= kMany) return kLeastSlot;
+  if (n_ <= int(std::thread::hardware_concurrency()) || live_groups >= kSeveral) return kSlot;
   lay_out(kSharedCoreSlot);
-  struct statvfs room{};
-  if (statvfs("/dev/shm", &room) != 0) return kSlot;
-  return room.f_bavail * room.f_frsize / kModestPart >= total_ ? kSharedCoreSlot : kSlot;
+  const size_t free = size_t(sysconf(_SC_AVPHYS_PAGES)) * size_t(sysconf(_SC_PAGESIZE));
+  return free / kModestPart >= total_ ? kSharedCoreSlot : kSlot;
 }
 
 void ShmStreams::lay_out(size_t slot_bytes) {
@@ -130,6 +144,8 @@ ShmStreams::Facts& ShmStreams::facts(int r) const {
   return reinterpret_cast<Facts*>(mapping_.data())[r];
 }
 
+// This look and that of `ready` come after the announcement of a sleep, for all to see in one
+// order: a weaker one could be made before it.
 bool ShmStreams::room(int stream) {
   const uint64_t round = written_[size_t(stream)];
   uint64_t& known = free_from_[size_t(stream)];  // rounds before this one have been read by all
@@ -137,7 +153,7 @@ bool ShmStreams::room(int stream) {
   uint64_t least = UINT64_MAX;
   for (int r = 0; r < n_; ++r) {
     if (r != me_) {
-      least = std::min(least, released(r, stream).load(std::memory_order_acquire));
+      least = std::min(least, released(r, stream).load(std::memory_order_seq_cst));
     }
   }
   known = least;
@@ -152,7 +168,7 @@ void ShmStreams::publish(int stream) {
 }
 
 bool ShmStreams::ready(int stream) const {
-  return published(stream).load(std::memory_order_acquire) > read_[size_t(stream)];
+  return published(stream).load(std::memory_order_seq_cst) > read_[size_t(stream)];
 }
 
 void ShmStreams::release(int stream, uint64_t rounds) {
@@ -169,10 +185,12 @@ void ShmStreams::wake(int r) {
   }
 }
 
-bool ShmStreams::left(int r) const { return facts(r).left.load(std::memory_order_acquire) != 0; }
+bool ShmStreams::left(int r) const { return facts(r).gone.load() == 1; }
 
-void ShmStreams::leave() {
-  facts(me_).left.store(1, std::memory_order_seq_cst);
+bool ShmStreams::failed(int r) const { return facts(r).gone.load() == 2; }
+
+void ShmStreams::go(uint32_t how) {
+  facts(me_).gone.store(how);
   for (int r = 0; r < n_; ++r) {
     if (r != me_) wake(r);
   }

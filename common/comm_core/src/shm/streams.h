@@ -11,16 +11,17 @@
 #include <string>
 #include <vector>
 
+#include "base/poller.h"
 #include "base/store.h"
-#include "engine/poller.h"
 #include "shm/buffers.h"
 #include "shm/segment.h"
-#include "tcp/wire.h"
 
 namespace comm_core {
 
 struct SlotHeader {
-  FrameHeader frame;
+  // What the sender says of the round, in words of those who use the streams.
+  static constexpr size_t kFrameBytes = 40;
+  alignas(8) char frame[kFrameBytes];
   uint32_t last;  // the stream's last round in this operation
   uint32_t pad;
   BufferPlace place;  // of the sender's input, where stages read it in place
@@ -31,8 +32,13 @@ class ShmStreams : public Watcher {
   static constexpr uint64_t kSlots = 2;
 
   // Collective over the ranks of this host. `ranks`: their ranks in the group; `me`: place therein.
-  // `slot_bytes` 0: chosen by the first of them.
+  // `slot_bytes` 0: chosen by the first of them. Throws SystemError, then on all of them, if the
+  // first finds no memory.
   ShmStreams(Store& store, const std::vector<int>& ranks, int me, size_t slot_bytes);
+  // When it has been made on all of them: opens their doorbells. Throws SystemError.
+  void connect(Store& store, const std::vector<int>& ranks);
+  // When that has been done by all.
+  void connected() { memory_.reset(); }
   ~ShmStreams() override;
 
   int size() const { return n_; }
@@ -56,9 +62,11 @@ class ShmStreams : public Watcher {
   const char* front_data(int stream) { return slot(stream, read_[size_t(stream)]).data; }
   void release(int stream, uint64_t rounds = 1);
 
-  // True if local rank r has left the group.
+  // Whether local rank r has left the group, or that has failed there.
   bool left(int r) const;
-  void leave();
+  bool failed(int r) const;
+  void leave() { go(1); }
+  void fail() { go(2); }
 
   void announce_sleep(bool asleep);
   int doorbell() const { return bell_.get(); }
@@ -73,17 +81,20 @@ class ShmStreams : public Watcher {
   struct Facts;  // of one rank, in shared memory
 
   size_t choose_slot();
+  void make(Store& store, const std::string& key, size_t slot_bytes);
   void lay_out(size_t slot_bytes);
   Slot slot(int stream, uint64_t round);
   std::atomic<uint64_t>& published(int stream) const;
   std::atomic<uint64_t>& released(int reader, int stream);
   Facts& facts(int r) const;
   void wake(int r);
+  void go(uint32_t how);
 
   int n_, me_;
   size_t slot_bytes_ = 0, slot_stride_ = 0, counters_offset_ = 0, slots_offset_ = 0, total_ = 0;
+  Fd memory_;  // until all have opened it
   Mapping mapping_;
-  Fd bell_;
+  Fd bell_, ring_;  // both ends of a pipe
   std::vector<Fd> bells_;
   std::vector<uint64_t> written_, read_, free_from_;
 };

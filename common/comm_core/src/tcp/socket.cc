@@ -1,16 +1,8 @@
 #include "tcp/socket.h"
 
-#include <arpa/inet.h>
-#include <ifaddrs.h>
-#include <net/if.h>
-#include <netdb.h>
+#include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <sys/socket.h>
-#include <unistd.h>
-
-#include <algorithm>
-#include <cerrno>
-#include <cstring>
 
 #include "base/errors.h"
 
@@ -32,116 +24,36 @@ void set_buffers(int fd, const SocketOptions& options) {
 
 }  // namespace
 
-void Fd::reset() {
-  if (fd_ >= 0) ::close(fd_);
-  fd_ = -1;
-}
-
-Address Address::parse(const std::string& host, int port) {
-  addrinfo hints{};
-  hints.ai_flags = AI_NUMERICHOST | AI_NUMERICSERV;
-  hints.ai_socktype = SOCK_STREAM;
-  addrinfo* found = nullptr;
-  if (getaddrinfo(host.c_str(), std::to_string(port).c_str(), &hints, &found) != 0) {
-    throw InvalidRequestError("'" + host + "' is not a numeric address");
-  }
-  Address address;
-  memcpy(&address.storage, found->ai_addr, found->ai_addrlen);
-  address.length = found->ai_addrlen;
-  freeaddrinfo(found);
-  return address;
-}
-
-std::string Address::host() const {
-  char text[NI_MAXHOST] = "?";
-  getnameinfo(get(), length, text, sizeof text, nullptr, 0, NI_NUMERICHOST);
-  return text;
-}
-
-int Address::port() const {
-  if (storage.ss_family == AF_INET6) {
-    return ntohs(reinterpret_cast<const sockaddr_in6*>(&storage)->sin6_port);
-  }
-  return ntohs(reinterpret_cast<const sockaddr_in*>(&storage)->sin_port);
-}
-
-std::string Address::text() const {
-  const bool v6 = storage.ss_family == AF_INET6;
-  return (v6 ? "[" + host() + "]" : host()) + ":" + std::to_string(port());
-}
-
-bool Address::is_loopback() const {
-  const std::string text = host();
-  return text == "::1" || text.rfind("127.", 0) == 0;
-}
-
-std::vector<Interface> interfaces() {
-  ifaddrs* list = nullptr;
-  if (getifaddrs(&list) != 0) throw_errno("getifaddrs");
-  std::vector<Interface> v4, v6;
-  for (ifaddrs* i = list; i != nullptr; i = i->ifa_next) {
-    if (i->ifa_addr == nullptr || (i->ifa_flags & IFF_UP) == 0) continue;
-    const int family = i->ifa_addr->sa_family;
-    if (family != AF_INET && family != AF_INET6) continue;
-    Address address;
-    address.length = family == AF_INET ? sizeof(sockaddr_in) : sizeof(sockaddr_in6);
-    memcpy(&address.storage, i->ifa_addr, address.length);
-    (family == AF_INET ? v4 : v6).push_back({i->ifa_name, address.host()});
-  }
-  freeifaddrs(list);
-  v4.insert(v4.end(), v6.begin(), v6.end());
-  return v4;
-}
-
-std::string address_of_interface(const std::string& name) {
-  std::string known;
-  for (const Interface& i : interfaces()) {
-    if (i.name == name) return i.address;
-    if (known.find(i.name) == std::string::npos) known += (known.empty() ? "" : ", ") + i.name;
-  }
-  throw InvalidRequestError("no interface '" + name + "' with an address; there are: " + known);
-}
-
-std::string address_towards(const std::string& host) {
-  addrinfo hints{};
-  hints.ai_socktype = SOCK_DGRAM;
-  addrinfo* found = nullptr;
-  if (getaddrinfo(host.c_str(), "9", &hints, &found) != 0) {
-    throw InvalidRequestError("cannot resolve host '" + host + "'");
-  }
-  std::string result;
-  for (addrinfo* i = found; i != nullptr && result.empty(); i = i->ai_next) {
-    Fd fd(socket(i->ai_family, SOCK_DGRAM | SOCK_CLOEXEC, 0));
-    Address local;
-    local.length = sizeof local.storage;
-    if (fd && connect(fd.get(), i->ai_addr, i->ai_addrlen) == 0 &&
-        getsockname(fd.get(), local.get(), &local.length) == 0) {
-      result = local.host();
-    }
-  }
-  freeaddrinfo(found);
-  if (result.empty()) throw SystemError("no route to host '" + host + "'");
-  return result;
-}
-
 Fd listen_on(Address& address, const SocketOptions& options) {
   const int family = address.storage.ss_family;
   Fd fd(socket(family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
   if (!fd) throw_errno("socket");
   set_buffers(fd.get(), options);
   if (bind(fd.get(), address.get(), address.length) != 0) throw_errno("bind " + address.text());
+  // Who connects speaks first: the kernel keeps silent strangers to itself.
+  set_option(fd.get(), IPPROTO_TCP, TCP_DEFER_ACCEPT, 5);
   if (listen(fd.get(), 1024) != 0) throw_errno("listen " + address.text());
   if (getsockname(fd.get(), address.get(), &address.length) != 0) throw_errno("getsockname");
   return fd;
 }
 
-void tune_socket(int fd, const SocketOptions& options) {
+double vanished_s(LaneKind kind) {
+  // Its few bytes are read at once by any process that lives. Of data that nobody reads yet, as of
+  // a rank that is ahead, the same says nothing.
+  return kind == LaneKind::control ? 10 : 0;
+}
+
+void tune_socket(int fd, const SocketOptions& options, double vanished_s) {
   set_option(fd, IPPROTO_TCP, TCP_NODELAY, 1);
   // A host that vanished without a word is noticed within about 10 s.
   set_option(fd, SOL_SOCKET, SO_KEEPALIVE, 1);
   set_option(fd, IPPROTO_TCP, TCP_KEEPIDLE, 5);
   set_option(fd, IPPROTO_TCP, TCP_KEEPINTVL, 1);
   set_option(fd, IPPROTO_TCP, TCP_KEEPCNT, 5);
+  // While something is on its way, it is asked for no sign of life.
+  if (vanished_s > 0) {
+    set_option(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, int(vanished_s * 1e3));
+  }
   set_buffers(fd, options);
   if (!options.congestion.empty() &&
       setsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, options.congestion.c_str(),

@@ -56,7 +56,7 @@ class ShmAllReduceStage : public ShmStage {
     const int stream = streams_.inputs(me_);
     if (produced_ == rounds_ || !streams_.room(stream)) return false;
     SlotHeader& header = streams_.header(stream);
-    header.frame = frame_;
+    put_frame(header);
     const size_t begin = size_t(produced_) * streams_.slot_bytes();
     const size_t bytes = round_bytes(produced_);
     const char* from = plan_.input.data + begin;
@@ -86,7 +86,8 @@ class ShmAllReduceStage : public ShmStage {
     std::vector<const void*> sources(size_t(n_), plan_.input.data + begin);
     for (int w = 0; w < n_; ++w) {
       if (w == me_) continue;
-      if (folded_ == 0) check_header(frame_, streams_.front(streams_.inputs(w)).frame, label(w));
+      if (folded_ == 0)
+        check_header(frame_, frame_of(streams_.front(streams_.inputs(w))), label(w));
       sources[size_t(w)] = streams_.front_data(streams_.inputs(w)) + first;
     }
     if (last > first) {

@@ -55,7 +55,7 @@ class ShmCopyStage : public ShmStage {
     int64_t& total = plan_.rounds[size_t(me_)];
     if (produced_ == total || !streams_.room(stream)) return false;
     SlotHeader& header = streams_.header(stream);
-    header.frame = frame_;
+    put_frame(header);
     uint64_t* lengths = streams_.lengths(stream);
     const size_t begin = size_t(produced_) * plan_.portion;
     int64_t needed = 1;

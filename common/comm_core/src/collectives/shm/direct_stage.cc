@@ -8,11 +8,23 @@ namespace {
 class ShmDirectStage : public ShmStage {
  public:
   ShmDirectStage(Group& group, const FrameHeader& frame, ShmDirectPlan plan)
-      : ShmStage(group, frame), plan_(std::move(plan)), heard_(size_t(n_)), inputs_(size_t(n_)) {}
+      : ShmStage(group, frame),
+        plan_(std::move(plan)),
+        heard_(size_t(n_)),
+        held_(size_t(n_)),
+        inputs_(size_t(n_)) {}
 
   Progress step() override {
-    if (other_ != nullptr) return other_->step();
+    if (!others_.empty()) {
+      const Progress theirs = others_[other_]->step();
+      if (theirs != Progress::done) return theirs;
+      return ++other_ == others_.size() ? Progress::done : Progress::moved;
+    }
     if (working_) {
+      // The memory of a rank where this has failed is its user's again.
+      for (int r = 0; r < n_; ++r) {
+        if (streams_.failed(r)) throw PeerLostError("lost " + label(r) + ": it gave up");
+      }
       const size_t end = std::min(plan_.total, done_ + plan_.chunk);
       if (done_ < end) plan_.work(inputs_, done_, end);
       done_ = end;
@@ -39,7 +51,7 @@ class ShmDirectStage : public ShmStage {
     published_ = false;
     if (!possible_) {
       // All have heard the same, so all take the other way.
-      other_ = plan_.otherwise();
+      others_ = plan_.otherwise();
     } else if (round_ == kAnnounce) {
       round_ = kAgree;
     } else if (round_ == kAgree) {
@@ -51,7 +63,7 @@ class ShmDirectStage : public ShmStage {
   }
 
   std::string status() const override {
-    if (other_ != nullptr) return other_->status();
+    if (!others_.empty()) return others_[other_]->status();
     return "waiting for " + late([&](int r) { return heard_[size_t(r)]; }) + " (" +
            std::to_string(round_ == kEnd ? plan_.total : 0) + " of " + std::to_string(plan_.total) +
            " bytes done)";
@@ -65,7 +77,7 @@ class ShmDirectStage : public ShmStage {
     const int stream = streams_.inputs(me_);
     if (!streams_.room(stream)) return false;
     SlotHeader& header = streams_.header(stream);
-    header.frame = frame_;
+    put_frame(header);
     header.last = round_ == kEnd;
     header.place = BufferPlace{};
     if (round_ == kAnnounce) {
@@ -77,7 +89,7 @@ class ShmDirectStage : public ShmStage {
       }
     } else if (round_ == kAgree) {
       possible_ = std::count(inputs_.begin(), inputs_.end(), nullptr) == 0;
-      header.place.pid = possible_ ? 1 : 0;
+      header.place.segment.place.pid = possible_ ? 1 : 0;
     }
     streams_.publish(stream);
     return true;
@@ -85,12 +97,13 @@ class ShmDirectStage : public ShmStage {
 
   void hear(int r) {
     const SlotHeader& header = streams_.front(streams_.inputs(r));
-    check_header(frame_, header.frame, label(r));
+    check_header(frame_, frame_of(header), label(r));
     if (round_ == kEnd) return;
-    if (header.place.pid == 0) {
+    if (header.place.segment.place.pid == 0) {
       possible_ = false;
     } else if (round_ == kAnnounce) {
-      inputs_[size_t(r)] = group_.peer_buffers().map(header.place);
+      held_[size_t(r)] = PeerBuffers::instance().map(header.place);
+      inputs_[size_t(r)] = held_[size_t(r)].get();
     }
   }
 
@@ -98,11 +111,13 @@ class ShmDirectStage : public ShmStage {
   Round round_ = kAnnounce;
   bool published_ = false;
   std::vector<bool> heard_;
+  std::vector<std::shared_ptr<char>> held_;  // of the others: mapped until the work is done
   std::vector<char*> inputs_;
   bool possible_ = true;  // as far as this rank has heard
   bool working_ = false;
   size_t done_ = 0;  // bytes of the work
-  std::unique_ptr<Stage> other_;
+  Stages others_;    // in place of the work
+  size_t other_ = 0;
 };
 
 }  // namespace

@@ -24,13 +24,21 @@ ConstSpan one_piece(const std::vector<ConstSpan>& blocks) {
   return whole;
 }
 
+Stages one(std::unique_ptr<Stage> stage) {
+  Stages stages;
+  stages.push_back(std::move(stage));
+  return stages;
+}
+
 class OverShm : Planner {
  public:
   OverShm(Group& group, const OpSpec& spec, const FrameHeader& frame)
       : Planner(group, spec, frame),
         n_(size_t(group.size())),
         me_(size_t(group.rank())),
-        slot_(group.shm()->slot_bytes()) {}
+        slot_(group.shm()->slot_bytes()) {
+    frame_.way = Way::staged;
+  }
 
   Stages build() {
     switch (spec_.kind) {
@@ -57,10 +65,12 @@ class OverShm : Planner {
     const ConstSpan in = spec_.inputs[0];
     const Span out = spec_.outputs[0];
     const ShmAllReducePlan staged{in, out, divisor_, in.bytes <= group_.options().shm_flat};
+    if (staged.flat) frame_.way = Way::flat;
     if (frame_.total_bytes < kAllReduceAsks * group_.options().shm_direct) {
       return add(shm_all_reduce(group_, frame_, staged));
     }
     const Span share = cuts(out, spec_.dtype, int(n_))[me_];
+    frame_.way = Way::in_place;
     ShmDirectPlan plan;
     if (in.data == out.data) plan.input = in;
     plan.total = share.bytes;
@@ -76,7 +86,7 @@ class OverShm : Planner {
       }
     };
     plan.otherwise = [&group = group_, frame = frame_, staged] {
-      return shm_all_reduce(group, frame, staged);
+      return one(shm_all_reduce(group, frame, staged));
     };
     add(shm_direct(group_, frame_, std::move(plan)));
   }
@@ -101,6 +111,7 @@ class OverShm : Planner {
     if (spec_.kind == OpKind::reduce || frame_.total_bytes < group_.options().shm_direct) {
       return add(shm_reduce(group_, frame_, std::move(staged)));
     }
+    frame_.way = Way::in_place;
     ShmDirectPlan plan;
     plan.input = one_piece(spec_.inputs);
     plan.total = output.bytes;
@@ -111,7 +122,7 @@ class OverShm : Planner {
            int(inputs.size()), end - begin, streaming);
     };
     plan.otherwise = [&group = group_, frame = frame_, staged = std::move(staged)] {
-      return shm_reduce(group, frame, staged);
+      return one(shm_reduce(group, frame, staged));
     };
     add(shm_direct(group_, frame_, std::move(plan)));
   }
@@ -132,6 +143,7 @@ class OverShm : Planner {
       add(own_copy(spec_.inputs[0], blocks[me_]));
       return add(shm_copy(group_, frame_, std::move(staged)));
     }
+    frame_.way = Way::in_place;
     ShmDirectPlan plan;
     plan.input = spec_.inputs[0];
     plan.total = longest;
@@ -149,8 +161,9 @@ class OverShm : Planner {
     };
     plan.otherwise = [&group = group_, frame = frame_, from = plan.input, to = blocks[me_],
                       staged = std::move(staged)] {
-      copy(to.data, from.data, from.bytes);
-      return shm_copy(group, frame, staged);
+      Stages stages = one(own_copy(from, to));
+      stages.push_back(shm_copy(group, frame, staged));
+      return stages;
     };
     add(shm_direct(group_, frame_, std::move(plan)));
   }

@@ -44,7 +44,7 @@ class ShmReduceStage : public ShmStage {
     const int stream = streams_.inputs(me_);
     if (produced_ == my_rounds_ || !streams_.room(stream)) return false;
     SlotHeader& header = streams_.header(stream);
-    header.frame = frame_;
+    put_frame(header);
     uint64_t* lengths = streams_.lengths(stream);
     const size_t begin = size_t(produced_) * portion_;
     for (int r = 0; r < n_; ++r) {

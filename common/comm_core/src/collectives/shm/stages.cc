@@ -1,6 +1,7 @@
 #include "collectives/shm/stages.h"
 
 #include <algorithm>
+#include <cstring>
 
 namespace comm_core {
 
@@ -34,9 +35,20 @@ bool ShmStage::arrived(int r, int stream) const {
   return false;
 }
 
+void ShmStage::put_frame(SlotHeader& header) const {
+  static_assert(sizeof frame_ == SlotHeader::kFrameBytes);
+  memcpy(header.frame, &frame_, sizeof frame_);
+}
+
+FrameHeader ShmStage::frame_of(const SlotHeader& header) {
+  FrameHeader frame;
+  memcpy(&frame, header.frame, sizeof frame);
+  return frame;
+}
+
 void ShmStage::check(int r, size_t bytes) const {
   const int stream = streams_.inputs(r);
-  FrameHeader theirs = streams_.front(stream).frame, mine = frame_;
+  FrameHeader theirs = frame_of(streams_.front(stream)), mine = frame_;
   theirs.payload_bytes = streams_.front_lengths(stream)[me_];
   mine.payload_bytes = bytes;
   check_header(mine, theirs, label(r));

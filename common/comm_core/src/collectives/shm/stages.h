@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "collectives/frame.h"
 #include "collectives/stage.h"
 #include "group/group.h"
 
@@ -54,14 +55,14 @@ struct ShmCopyPlan {
 std::unique_ptr<Stage> shm_copy(Group& group, const FrameHeader& frame, ShmCopyPlan plan);
 
 // reduce_scatter, all_gather and all_reduce whose inputs all lie in shared buffers: everybody reads
-// them where they are. If they do not, it hands over to a stage that copies.
+// them where they are. If they do not, it hands over to stages that copy.
 struct ShmDirectPlan {
   ConstSpan input;  // all of this rank's, one piece of memory; empty: not to be read in place
   // Does the work on bytes [begin, end) of `total`, given everybody's input.
   std::function<void(const std::vector<char*>& inputs, size_t begin, size_t end)> work;
   size_t total = 0;
   size_t chunk = 256 << 10;
-  std::function<std::unique_ptr<Stage>()> otherwise;
+  std::function<Stages()> otherwise;
 };
 std::unique_ptr<Stage> shm_direct(Group& group, const FrameHeader& frame, ShmDirectPlan plan);
 
@@ -85,6 +86,9 @@ class ShmStage : public Stage {
   std::string late(const std::function<bool(int r)>& come) const;
   // Whether local rank r's stream has a round for this rank. Throws PeerLostError if r has left.
   bool arrived(int r, int stream) const;
+  // Of a round that this rank writes, and of one that is there.
+  void put_frame(SlotHeader& header) const;
+  static FrameHeader frame_of(const SlotHeader& header);
   // Throws MismatchError unless r, whose round is there, has called the same and sends `bytes`.
   void check(int r, size_t bytes) const;
   // The place of reader r among the portions of a slot of writer w.

@@ -1,5 +1,6 @@
-// A star of connections to rank 0, over which ranks learn that one has failed, died or left. It
-// carries no payload and is quiet while all is well.
+// Two stars of connections, to ranks 0 and 1, over which ranks learn that one has failed, died or
+// left: two, for one that hangs passes nothing on. They carry no payload and are quiet while all is
+// well.
 #pragma once
 
 #include <functional>
@@ -7,7 +8,8 @@
 #include <string>
 #include <vector>
 
-#include "tcp/link.h"
+#include "collectives/frame.h"
+#include "transport/device.h"
 
 namespace comm_core {
 
@@ -18,8 +20,8 @@ class Control {
   explicit Control(Group& group);
   ~Control();
 
-  // Rank 0: the connection of `peer`. Others connect themselves.
-  void accept(int peer, Fd fd);
+  // Ranks 0 and 1: the connection of `peer`, which has a higher number. Others connect themselves.
+  void enter(int peer, Arrival& arrival);
   bool connected() const;
 
   // Tells everybody that the group has failed, and why.
@@ -41,13 +43,17 @@ class Control {
     int32_t from;
   };
 
+  static std::string packed(Kind kind, int from, const std::string& text);
   void heard(int line, Kind kind, int from, const std::string& text);
   void lost(int line, const std::string& reason);
   void send_all(Kind kind, int from, const std::string& text, int except);
 
+  bool passes_on() const;
+
   Group& group_;
-  std::vector<std::unique_ptr<Line>> lines_;  // rank 0: one for each rank; others: [0] only
+  std::vector<std::unique_ptr<Line>> lines_;  // by rank; of most ranks only to 0 and 1
   std::vector<bool> left_;
+  bool failed_ = false;    // all have been told why
   std::string farewells_;  // for ranks that connect only after others have left
 };
 

@@ -1,4 +1,4 @@
-#include "engine/poller.h"
+#include "base/poller.h"
 
 #include <poll.h>
 #include <sys/epoll.h>
@@ -8,6 +8,7 @@
 #include <cerrno>
 #include <cmath>
 
+#include "base/clock.h"
 #include "base/errors.h"
 
 namespace comm_core {
@@ -25,8 +26,8 @@ void control(int epoll_fd, int operation, int fd, uint32_t events, uint64_t id) 
 }
 
 int milliseconds(double timeout_s) {
-  if (timeout_s < 0) return -1;
-  return int(std::fmin(std::ceil(timeout_s * 1e3), 1e9));
+  if (timeout_s == kNever) return -1;
+  return int(std::fmin(std::ceil(std::fmax(timeout_s, 0) * 1e3), 1e9));
 }
 
 }  // namespace
@@ -49,7 +50,9 @@ uint64_t Poller::add(int fd, Watch watch, Watcher* watcher) {
 
 void Poller::remove(uint64_t id, int fd, Watch watch) {
   watchers_.erase(id);
-  control(fd_of(watch), EPOLL_CTL_DEL, fd, 0, 0);
+  // What goes wrong here has nobody whom it concerns: destructors call this, and in a forked child
+  // both are closed.
+  epoll_ctl(fd_of(watch), EPOLL_CTL_DEL, fd, nullptr);
 }
 
 int Poller::dispatch(int epoll_fd, int timeout_ms) {

@@ -10,14 +10,16 @@ namespace {
 // Up to here everybody sends to everybody in one hop; beyond, trees have fewer messages.
 constexpr int kDirectRanks = 8;
 
-class OverTcp : Planner {
+class OverLanes : Planner {
  public:
-  OverTcp(Group& group, const OpSpec& spec, const FrameHeader& frame)
+  OverLanes(Group& group, const OpSpec& spec, const FrameHeader& frame)
       : Planner(group, spec, frame),
         n_(group.size()),
         me_(group.rank()),
         root_(spec.root),
-        large_(frame.total_bytes >= group.options().tcp_small) {}
+        large_(frame.total_bytes >= group.options().tcp_small) {
+    frame_.way = large_ ? Way::ring : Way::few_hops;
+  }
 
   Stages build() {
     const std::vector<ConstSpan>& in = spec_.inputs;
@@ -29,7 +31,7 @@ class OverTcp : Planner {
         large_ ? ring_all_reduce() : n_ <= kDirectRanks ? direct_fold(to_all(in[0])) : doubling();
         break;
       case OpKind::reduce_scatter:
-        large_ ? add_ring_reduce(ring(), in, out[0]) : direct_fold(in);
+        large_ ? add_ring_reduce(ring(), in, out[0], divisor_) : direct_fold(in);
         break;
       case OpKind::all_gather:
         add(own_copy(in[0], out[me]));
@@ -118,6 +120,12 @@ class OverTcp : Planner {
   void doubling() {
     const Span out = spec_.outputs[0];
     add(own_copy(spec_.inputs[0], out));
+    const auto add_divide = [&] {
+      add_local([out, dtype = spec_.dtype, divisor = divisor_] {
+        divide(dtype, out.data, out.bytes / size_of(dtype), divisor);
+      });
+    };
+    if (divides_first_) add_divide();
     const int power = int(std::bit_floor(unsigned(n_)));
     auto other = scratch(out.bytes);
     const Span arrived{other->data(), out.bytes};
@@ -132,14 +140,16 @@ class OverTcp : Planner {
     const auto skip_to = [&](size_t stage) {
       while (stages_.size() < stage) add_local([] {});
     };
-    constexpr size_t kLastStage = 100;
+    constexpr size_t kFirstStage = 4, kLastStage = 100;
     if (me_ >= power) {
+      skip_to(kFirstStage);
       add_exchange({{me_ - power, out}}, {});
       skip_to(kLastStage);
       return add_exchange({}, {{me_ - power, out}});
     }
     const bool has_extra = me_ + power < n_;
     if (has_extra) {
+      skip_to(kFirstStage);
       add_exchange({}, {{me_ + power, arrived}});
       add_fold(false);
     }
@@ -149,11 +159,7 @@ class OverTcp : Planner {
       add_exchange({{peer, out}}, {{peer, arrived}});
       add_fold(peer < me_);
     }
-    if (divisor_ > 0) {
-      add_local([out, dtype = spec_.dtype, divisor = divisor_] {
-        divide(dtype, out.data, out.bytes / size_of(dtype), divisor);
-      });
-    }
+    if (divisor_ > 0 && !divides_first_) add_divide();
     if (has_extra) {
       skip_to(kLastStage);
       add_exchange({{me_ + power, out}}, {});
@@ -162,7 +168,7 @@ class OverTcp : Planner {
 
   void ring_all_reduce() {
     const std::vector<Span> out = cuts(spec_.outputs[0], spec_.dtype, n_);
-    add_ring_reduce(ring(), cuts(spec_.inputs[0], spec_.dtype, n_), out[size_t(me_)]);
+    add_ring_reduce(ring(), cuts(spec_.inputs[0], spec_.dtype, n_), out[size_t(me_)], divisor_);
     add_ring_gather(ring(), out);
   }
 
@@ -196,12 +202,12 @@ class OverTcp : Planner {
     std::vector<ConstSpan> in = cuts(spec_.inputs[0], spec_.dtype, n_);
     if (me_ == root_) {
       const std::vector<Span> out = cuts(spec_.outputs[0], spec_.dtype, n_);
-      add_ring_reduce(ring(), std::move(in), out[size_t(me_)]);
+      add_ring_reduce(ring(), std::move(in), out[size_t(me_)], divisor_);
       return exchange_with_all({}, out);
     }
     const size_t bytes = in[size_t(me_)].bytes;
     auto block = scratch(bytes);
-    add_ring_reduce(ring(), std::move(in), {block->data(), bytes});
+    add_ring_reduce(ring(), std::move(in), {block->data(), bytes}, divisor_);
     send_to_root({block->data(), bytes});
     add_local([block] {});  // keeps it until here
   }
@@ -212,8 +218,8 @@ class OverTcp : Planner {
 
 }  // namespace
 
-Stages over_tcp(Group& group, const OpSpec& spec, const FrameHeader& frame) {
-  return OverTcp(group, spec, frame).build();
+Stages over_lanes(Group& group, const OpSpec& spec, const FrameHeader& frame) {
+  return OverLanes(group, spec, frame).build();
 }
 
 }  // namespace comm_core

@@ -1,8 +1,10 @@
-#include "tcp/control.h"
+#include "group/control.h"
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 
+#include "collectives/frame.h"
 #include "group/group.h"
 
 namespace comm_core {
@@ -11,27 +13,32 @@ namespace {
 
 constexpr uint32_t kMagic = 0x434d4354;
 constexpr size_t kMostText = 4096;
+constexpr int kHubs = 2;
 
 }  // namespace
 
 class Control::Line : public Watcher {
  public:
-  Line(Control& control, int peer, std::unique_ptr<Link> link, OutLink* handshake)
-      : control_(control), peer_(peer), link_(std::move(link)), handshake_(handshake) {
-    id_ = control_.group_.engine().poller().add(link_->fd(), Watch::always, this);
-  }
-  ~Line() override { close(); }
+  // To a hub.
+  Line(Control& control, int peer)
+      : control_(control),
+        peer_(peer),
+        lane_(control.group_.connect(peer, LaneKind::control, watching())) {}
+  // From another rank.
+  Line(Control& control, int peer, Arrival& arrival)
+      : control_(control),
+        peer_(peer),
+        lane_(arrival.lane(control.group_.peer(peer).label, watching())),
+        greeted_(true) {}
 
   // It has been connected; the other side may have left in peace since.
-  bool greeted() const { return handshake_ == nullptr; }
+  bool greeted() const { return greeted_; }
 
   void on_event() override {
     if (closed_) return;
     try {
-      if (handshake_ != nullptr) {
-        if (!handshake_->ready()) return;
-        handshake_ = nullptr;
-      }
+      if (!lane_->ready()) return;
+      greeted_ = true;
       flush();
       while (receive()) {
       }
@@ -47,15 +54,17 @@ class Control::Line : public Watcher {
   }
 
  private:
+  Watching watching() { return {control_.group_.engine().poller(), Watch::always, this}; }
+
   void close() {
-    if (!closed_) control_.group_.engine().poller().remove(id_, link_->fd(), Watch::always);
+    lane_->ignore();
     closed_ = true;
   }
 
   void flush() {
     try {
       while (!pending_.empty()) {
-        const size_t sent = link_->write(pending_.data(), pending_.size());
+        const size_t sent = lane_->write(pending_.data(), pending_.size());
         if (sent == 0) return;
         pending_.erase(0, sent);
       }
@@ -71,13 +80,13 @@ class Control::Line : public Watcher {
     if (heard_.size() >= sizeof message) {
       memcpy(&message, heard_.data(), sizeof message);
       if (message.magic != kMagic || message.text_bytes > kMostText) {
-        throw MismatchError("malformed control message from " + link_->peer());
+        throw MismatchError("malformed control message from " + lane_->peer());
       }
       wanted += message.text_bytes;
     }
     if (heard_.size() < wanted) {
       char buffer[512];
-      const size_t got = link_->read(buffer, std::min(sizeof buffer, wanted - heard_.size()));
+      const size_t got = lane_->read(buffer, std::min(sizeof buffer, wanted - heard_.size()));
       if (got == 0) return false;
       heard_.append(buffer, got);
       return true;
@@ -90,39 +99,40 @@ class Control::Line : public Watcher {
 
   Control& control_;
   int peer_;
-  std::unique_ptr<Link> link_;
-  OutLink* handshake_;
-  uint64_t id_ = 0;
+  std::unique_ptr<Lane> lane_;
+  bool greeted_ = false;
   bool closed_ = false;
   std::string heard_, pending_;
 };
 
 Control::Control(Group& group)
     : group_(group), lines_(size_t(group.size())), left_(size_t(group.size())) {
-  if (group.rank() == 0) return;
-  auto link = std::make_unique<OutLink>(group.target(0, LinkKind::control));
-  OutLink* handshake = link.get();
-  lines_[0] = std::make_unique<Line>(*this, 0, std::move(link), handshake);
+  for (int hub = 0; hub < std::min(kHubs, group.rank()); ++hub) {
+    lines_[size_t(hub)] = std::make_unique<Line>(*this, hub);
+  }
 }
 
 Control::~Control() = default;
 
-void Control::accept(int peer, Fd fd) {
-  if (group_.rank() != 0 || lines_[size_t(peer)] != nullptr) return;
-  auto link = std::make_unique<Link>(std::move(fd), group_.peer(peer).label);
-  lines_[size_t(peer)] = std::make_unique<Line>(*this, peer, std::move(link), nullptr);
+bool Control::passes_on() const { return group_.rank() < kHubs; }
+
+void Control::enter(int peer, Arrival& arrival) {
+  if (!passes_on() || peer <= group_.rank() || lines_[size_t(peer)] != nullptr) return;
+  lines_[size_t(peer)] = std::make_unique<Line>(*this, peer, arrival);
   lines_[size_t(peer)]->send(farewells_);
 }
 
 bool Control::connected() const {
-  if (group_.rank() != 0) return lines_[0]->greeted();
-  for (size_t peer = 1; peer < lines_.size(); ++peer) {
-    if (lines_[peer] == nullptr) return false;
+  const size_t expected = passes_on() ? lines_.size() : size_t(kHubs);
+  for (size_t peer = 0; peer < expected; ++peer) {
+    if (int(peer) == group_.rank()) continue;
+    if (lines_[peer] == nullptr || !lines_[peer]->greeted()) return false;
   }
   return true;
 }
 
 void Control::tell_failure(const std::string& reason) {
+  failed_ = true;
   send_all(Kind::failure, group_.rank(), reason, -1);
 }
 
@@ -131,14 +141,18 @@ void Control::tell_goodbye(uint64_t finished) {
 }
 
 void Control::show(const FrameHeader& frame) {
-  send_all(Kind::waiting, group_.rank(),
-           std::string(reinterpret_cast<const char*>(&frame), sizeof frame), -1);
+  lines_[0]->send(packed(Kind::waiting, group_.rank(),
+                         std::string(reinterpret_cast<const char*>(&frame), sizeof frame)));
+}
+
+std::string Control::packed(Kind kind, int from, const std::string& text) {
+  const Message message{kMagic, kind, 0, uint16_t(std::min(text.size(), kMostText)), from};
+  return std::string(reinterpret_cast<const char*>(&message), sizeof message) +
+         text.substr(0, kMostText);
 }
 
 void Control::send_all(Kind kind, int from, const std::string& text, int except) {
-  Message message{kMagic, kind, 0, uint16_t(std::min(text.size(), kMostText)), from};
-  std::string bytes(reinterpret_cast<const char*>(&message), sizeof message);
-  bytes += text.substr(0, kMostText);
+  const std::string bytes = packed(kind, from, text);
   if (kind == Kind::goodbye) farewells_ += bytes;
   for (size_t peer = 0; peer < lines_.size(); ++peer) {
     if (lines_[peer] != nullptr && int(peer) != except) lines_[peer]->send(bytes);
@@ -154,20 +168,22 @@ void Control::heard(int line, Kind kind, int from, const std::string& text) {
     group_.compare(from, frame);
     return;
   }
-  if (group_.rank() == 0) send_all(kind, from, text, line);
+  // It comes over both stars, and is passed on once.
+  if (kind == Kind::goodbye ? left_[size_t(from)] : failed_) return;
+  if (passes_on()) send_all(kind, from, text, line);
   if (kind == Kind::goodbye) {
     left_[size_t(from)] = true;
     group_.peer_left(from, strtoull(text.c_str(), nullptr, 10));
     return;
   }
+  failed_ = true;
   group_.fail(std::make_exception_ptr(AbortedError(group_.peer(from).label + " gave up: " + text)),
               false);
 }
 
 void Control::lost(int line, const std::string& reason) {
-  // Whoever said goodbye may close; without rank 0 the others are on their own.
-  if (left_[size_t(line)]) return;
-  group_.fail(std::make_exception_ptr(PeerLostError(reason)), group_.rank() == 0);
+  if (left_[size_t(line)]) return;  // whoever said goodbye may close
+  group_.fail(std::make_exception_ptr(PeerLostError(reason)), true);
 }
 
 }  // namespace comm_core

@@ -1,8 +1,9 @@
 #include <algorithm>
 
 #include "collectives/collectives.h"
-#include "collectives/tcp/stages.h"
+#include "collectives/lanes/stages.h"
 #include "group/group.h"
+#include "reduce/kernels.h"
 
 namespace comm_core {
 namespace {
@@ -37,18 +38,18 @@ class RingStage : public Stage {
   // True when the header has been sent, or received and checked.
   bool out_ready() {
     if (header_sent_ == sizeof frame_) return true;
-    OutLink& link = group_.out(ring_.next());
-    if (!link.ready()) return false;
+    Lane& lane = group_.out(ring_.next());
+    if (!lane.ready()) return false;
     frame_.payload_bytes = total_out_;
-    header_sent_ += link.write(reinterpret_cast<const char*>(&frame_) + header_sent_,
+    header_sent_ += lane.write(reinterpret_cast<const char*>(&frame_) + header_sent_,
                                sizeof frame_ - header_sent_);
     return header_sent_ == sizeof frame_;
   }
 
   bool in_ready() {
     if (header_received_) return true;
-    InLink* link = group_.in(ring_.previous());
-    header_received_ = link != nullptr && link->expect(frame_, total_in_);
+    Lane* lane = group_.in(ring_.previous());
+    header_received_ = lane != nullptr && reader_.expect(*lane, frame_, total_in_);
     return header_received_;
   }
 
@@ -60,17 +61,17 @@ class RingStage : public Stage {
   }
 
   size_t receive(char* data, size_t bytes, size_t low_water) {
-    InLink& link = *group_.in(ring_.previous());
-    const size_t got = link.read(data, std::min(bytes, chunk_));
+    Lane& lane = *group_.in(ring_.previous());
+    const size_t got = lane.read(data, std::min(bytes, chunk_));
     received_ += got;
     // A woken engine should find a good piece; but never wait for more than the sender can give
     // before it hears from us, which is the rest of a block, or than we have room for.
-    if (got == 0) link.set_low_water(std::max<size_t>(1, std::min(low_water, worth_it_)));
+    if (got == 0) lane.wake_from(std::max<size_t>(1, std::min(low_water, worth_it_)));
     return got;
   }
 
   void finish() {
-    if (total_in_ > 0) group_.in(ring_.previous())->set_low_water(1);
+    if (total_in_ > 0) group_.in(ring_.previous())->wake_from(1);
   }
 
   Group& group_;
@@ -84,6 +85,7 @@ class RingStage : public Stage {
  private:
   size_t header_sent_ = 0;
   bool header_received_ = false;
+  FrameReader reader_;
 };
 
 // The incoming stream is the blocks 2, 3, ... n places behind (the last is this rank's own); the
@@ -97,6 +99,7 @@ class RingReduceStage : public RingStage {
         inputs_(std::move(inputs)),
         output_(output),
         divisor_(divisor),
+        divides_first_(divisor > 0 && frame.dtype == DType::f16),
         capacity_(capacity()),
         buffer_(group.scratch(), capacity_) {
     arriving_end_ = inputs_[ring_.block(arriving_block_)].bytes;
@@ -166,8 +169,14 @@ class RingReduceStage : public RingStage {
       const bool last = fold_block_ == ring_.size();
       char* arrived = buffer_.data() + at;
       const void* sources[2] = {arrived, block.data + fold_offset_};
-      fold(frame_, last ? divisor_ : 0, last ? output_.data + fold_offset_ : arrived, sources, 2,
-           now);
+      char* to = last ? output_.data + fold_offset_ : arrived;
+      if (!divides_first_) {
+        fold(frame_, last ? divisor_ : 0, to, sources, 2, now);
+      } else if (fold_block_ == 2) {  // nothing has been added to it yet
+        fold(frame_, divisor_, to, sources, 2, now);
+      } else {
+        average_f16(to, arrived, &sources[1], 1, now / element, divisor_);
+      }
       folded_ += now;
       fold_offset_ += now;
       budget -= now;
@@ -191,6 +200,7 @@ class RingReduceStage : public RingStage {
   const std::vector<ConstSpan> inputs_;
   const Span output_;
   const int64_t divisor_;
+  const bool divides_first_;
   const uint64_t capacity_;
   Scratch buffer_;       // circular: partial sums between this rank's two connections
   uint64_t origin_ = 0;  // the place in the incoming stream that is at its front

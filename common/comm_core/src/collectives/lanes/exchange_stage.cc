@@ -1,6 +1,6 @@
 #include <algorithm>
 
-#include "collectives/tcp/stages.h"
+#include "collectives/lanes/stages.h"
 #include "group/group.h"
 
 namespace comm_core {
@@ -14,6 +14,7 @@ struct Transfer {
   size_t bytes;
   size_t done = 0;  // header included
   bool finished = false;
+  FrameReader reader;
 };
 
 class ExchangeStage : public Stage {
@@ -54,8 +55,8 @@ class ExchangeStage : public Stage {
 
  private:
   bool send(Transfer& t) {
-    OutLink& link = group_.out(t.peer);
-    if (!link.ready()) return false;
+    Lane& lane = group_.out(t.peer);
+    if (!lane.ready()) return false;
     FrameHeader header = frame_;
     header.payload_bytes = t.bytes;
     iovec parts[2];
@@ -67,25 +68,25 @@ class ExchangeStage : public Stage {
     if (body < t.bytes) {
       parts[num_parts++] = {t.data + body, std::min(t.bytes - body, group_.options().tcp_chunk)};
     }
-    const size_t sent = link.write(parts, num_parts);
+    const size_t sent = lane.write(parts, num_parts);
     t.done += sent;
     t.finished = t.done == kHeader + t.bytes;
     return sent > 0;
   }
 
   bool receive(Transfer& t) {
-    InLink* link = group_.in(t.peer);
-    if (link == nullptr) return false;
+    Lane* lane = group_.in(t.peer);
+    if (lane == nullptr) return false;
     const bool begins = t.done < kHeader;
     if (begins) {
-      if (!link->expect(frame_, t.bytes)) return false;
+      if (!t.reader.expect(*lane, frame_, t.bytes)) return false;
       t.done = kHeader;
       t.finished = t.bytes == 0;
       if (t.finished) return true;
     }
     const size_t body = t.done - kHeader;
     const size_t got =
-        link->read(t.data + body, std::min(t.bytes - body, group_.options().tcp_chunk));
+        lane->read(t.data + body, std::min(t.bytes - body, group_.options().tcp_chunk));
     t.done += got;
     t.finished = t.done == kHeader + t.bytes;
     return got > 0 || begins;

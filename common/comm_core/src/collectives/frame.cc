@@ -1,6 +1,8 @@
-#include "tcp/wire.h"
+#include "collectives/frame.h"
 
-#include <sys/random.h>
+#include <iterator>
+
+#include "transport/lane.h"
 
 namespace comm_core {
 
@@ -12,6 +14,12 @@ bool has_root(OpKind kind) {
 }
 
 }  // namespace
+
+const char* name(Way way) {
+  constexpr const char* kNames[] = {"no way yet", "in one round",   "in rounds",    "in place",
+                                    "few hops",   "round the ring", "on two levels"};
+  return size_t(way) < std::size(kNames) ? kNames[size_t(way)] : "an unknown way";
+}
 
 std::string describe(const FrameHeader& h) {
   std::string text = name(h.kind);
@@ -36,6 +44,10 @@ void check_header(const FrameHeader& mine, const FrameHeader& theirs, const std:
     throw MismatchError("the ranks disagree: here " + describe(mine) + ", " + peer + " called " +
                         describe(theirs));
   }
+  if (mine.way != theirs.way) {
+    throw MismatchError("the ranks disagree: " + describe(mine) + " goes " + name(mine.way) +
+                        " here and " + name(theirs.way) + " at " + peer);
+  }
   if (mine.payload_bytes != theirs.payload_bytes) {
     throw MismatchError("the ranks disagree: in " + describe(mine) + " this rank expects " +
                         std::to_string(mine.payload_bytes) + " bytes from " + peer +
@@ -43,14 +55,11 @@ void check_header(const FrameHeader& mine, const FrameHeader& theirs, const std:
   }
 }
 
-void random_bytes(void* data, size_t bytes) {
-  char* next = static_cast<char*>(data);
-  while (bytes > 0) {
-    const ssize_t got = getrandom(next, bytes, 0);
-    if (got < 0) throw_errno("getrandom");
-    next += got;
-    bytes -= size_t(got);
-  }
+bool FrameReader::expect(Lane& lane, FrameHeader mine, uint64_t bytes) {
+  if (!lane.fill(&header_, sizeof header_, have_)) return false;
+  mine.payload_bytes = bytes;
+  check_header(mine, header_, lane.peer());
+  return true;
 }
 
 }  // namespace comm_core

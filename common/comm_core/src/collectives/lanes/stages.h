@@ -1,11 +1,11 @@
-// The stages of collectives over TCP connections.
+// The stages of collectives between ranks that have lanes to each other.
 #pragma once
 
 #include <memory>
 #include <vector>
 
+#include "collectives/frame.h"
 #include "collectives/stage.h"
-#include "tcp/wire.h"
 
 namespace comm_core {
 

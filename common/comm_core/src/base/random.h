@@ -1,0 +1,14 @@
+// The kernel's random numbers.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+
+namespace comm_core {
+
+using Bytes16 = std::array<uint8_t, 16>;
+
+void random_bytes(void* data, size_t bytes);
+
+}  // namespace comm_core

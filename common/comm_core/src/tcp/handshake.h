@@ -1,0 +1,37 @@
+// How the two ends of a connection show each other that they know the group's secret.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "base/random.h"
+#include "base/sha256.h"
+#include "transport/device.h"
+
+namespace comm_core {
+
+// Ranks of one job run the same build on machines of one byte order; the magic number checks it.
+constexpr uint64_t kHelloMagic = 0x434d43524f4c4832;  // "CMCROLH2"
+
+// Connector -> acceptor; the acceptor answers with a Challenge, the connector with
+// HMAC(secret, "c" + hello + challenge), the acceptor with HMAC(secret, "s" + hello + challenge).
+struct Hello {
+  uint64_t magic = kHelloMagic;
+  int32_t from = 0;  // ranks in the group
+  int32_t to = 0;
+  LaneKind kind = LaneKind::data;
+  uint8_t pad[7] = {};
+  Bytes16 group{};
+  Bytes16 nonce{};
+};
+static_assert(sizeof(Hello) == 56);
+
+inline Digest proof(const std::string& secret, char side, const Hello& hello,
+                    const Bytes16& challenge) {
+  std::string text(1, side);
+  text.append(reinterpret_cast<const char*>(&hello), sizeof hello);
+  text.append(reinterpret_cast<const char*>(challenge.data()), challenge.size());
+  return hmac_sha256(secret, text);
+}
+
+}  // namespace comm_core

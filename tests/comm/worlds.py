@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -46,10 +45,6 @@ def run_without(ranks: RankPool, lost: int, function: Callable[..., Any], *args:
     for rank, (ok, value) in answers.items():
         assert ok, f"rank {rank}:\n{value}"
     return [answers[rank][1] for rank in sorted(answers)]
-
-
-def shared_files() -> set[str]:
-    return {str(path) for path in Path("/dev/shm").glob("comm_core-*")}
 
 
 def on_ranks(

@@ -1,0 +1,170 @@
+"""What runs when an operation ends: callbacks that wait for others, and the end of a script."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from common.launch.ranks import rank_env
+from tests.comm import worlds
+from tests.ranks import RankPool
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(params=["shm2", "tcp2"])
+def ranks(request: pytest.FixtureRequest) -> Iterator[RankPool]:
+    with worlds.pool(request.param) as made:
+        yield made
+
+
+def _sum_later(number: int) -> torch.futures.Future:
+    return dist.all_reduce(torch.full((1000,), float(number)), async_op=True).get_future()
+
+
+def _waits_in_callbacks(depth: int) -> float:
+    """Each callback waits for an operation whose callback waits for another one."""
+
+    def after(level: int) -> Callable[[torch.futures.Future], float]:
+        def wait(future: torch.futures.Future) -> float:
+            found = future.value()[0][0].item()
+            if level == depth:
+                return found
+            return found + _sum_later(level + 1).then(after(level + 1)).wait()
+
+        return wait
+
+    return _sum_later(0).then(after(0)).wait()
+
+
+@pytest.mark.parametrize("depth", [1, 5])
+def test_a_callback_may_wait_for_another_operation(ranks, depth):
+    wanted = float(sum(2 * level for level in range(depth + 1)))
+    assert ranks.run(_waits_in_callbacks, depth) == [wanted, wanted]
+
+
+def _in_order(count: int) -> list[int]:
+    seen: list[int] = []
+    if dist.get_rank() == 1:
+        time.sleep(0.3)  # so that all of the other's are under way
+    futures = [_sum_later(index).then(lambda _f, i=index: seen.append(i)) for index in range(count)]
+    torch.futures.wait_all(futures)
+    return seen
+
+
+def test_callbacks_run_in_the_order_in_which_operations_end(ranks):
+    assert ranks.run(_in_order, 50)[0] == list(range(50))
+
+
+def _powersgd() -> list[float]:
+    torch.manual_seed(0)
+    layers = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 4))
+    model = DistributedDataParallel(layers)
+    state = powerSGD_hook.PowerSGDState(
+        process_group=None, matrix_approximation_rank=2, start_powerSGD_iter=2
+    )
+    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    torch.manual_seed(1 + dist.get_rank())
+    for _ in range(6):
+        optimizer.zero_grad()
+        model(torch.randn(8, 64)).square().mean().backward()
+        optimizer.step()
+    assert state.iter > state.start_powerSGD_iter
+    return [parameter.double().sum().item() for parameter in model.parameters()]
+
+
+def test_the_powersgd_hook_of_torch_runs_and_keeps_replicas_equal(ranks):
+    first, second = ranks.run(_powersgd)
+    assert first == second
+
+
+SCRIPT = """
+import os, sys, threading, time
+import torch, torch.distributed as dist
+import comm_core
+rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+store = "file://" + os.environ["DEAR_STORE"]
+dist.init_process_group("comm_core", init_method=store, rank=rank, world_size=size)
+dist.barrier()
+tensor = torch.ones(10_000)
+if dist.get_rank() == 1:
+    time.sleep(1)
+    sys.exit(0)
+"""
+ENDINGS = {
+    "an operation": "dist.all_reduce(tensor, async_op=True)",
+    "a callback": "dist.all_reduce(tensor, async_op=True).get_future().then(print)",
+    "a callback that waits": """
+        other = dist.all_reduce(tensor, async_op=True).get_future()
+        dist.all_reduce(tensor[:5], async_op=True).get_future().then(lambda _f: other.wait())
+    """,
+    "a thread": """
+        threading.Thread(target=lambda: dist.all_reduce(tensor), daemon=True).start()
+        time.sleep(0.2)
+    """,
+    "a message": "dist.irecv(tensor, 1)",
+    "an exception": "dist.all_reduce(tensor, async_op=True); raise SystemExit(3)",
+    "after a destroy": """
+        work = dist.all_reduce(tensor, async_op=True)
+        dist.destroy_process_group()
+        try:
+            work.wait()
+        except dist.DistBackendError:
+            pass
+    """,
+}
+
+QUICK = ("a callback that waits", "a thread")
+
+
+def _run_all(script: str, folder: Path, limit_s: float = 60) -> list[tuple[int, str]]:
+    """Exit status and output of two ranks that run it."""
+    path = folder / "script.py"
+    path.write_text(script)
+    running = [
+        subprocess.Popen(
+            [sys.executable, path],
+            env={
+                **worlds.environments("shm2")[rank],
+                **rank_env(rank, 2, store=folder / "store"),
+                "PYTHONPATH": f"{ROOT}:{ROOT / 'common'}",
+                "PATH": "/usr/bin:/bin",
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        return [
+            (process.returncode, said)
+            for process in running
+            for said, _ in [process.communicate(timeout=limit_s)]
+        ]
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+
+
+@pytest.mark.parametrize(
+    "what",
+    [what if what in QUICK else pytest.param(what, marks=pytest.mark.full) for what in ENDINGS],
+)
+def test_a_script_may_end_with_something_under_way(what, tmp_path):
+    ended = _run_all(SCRIPT + textwrap.dedent(ENDINGS[what]), tmp_path)
+    wanted = 3 if what == "an exception" else 0
+    assert [status for status, _said in ended] == [wanted, 0], ended
+    assert "terminate" not in ended[0][1] and "Fatal" not in ended[0][1]

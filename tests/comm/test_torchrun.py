@@ -1,0 +1,90 @@
+"""What torchrun's ranks meet: a store that outlives groups, and scripts that just end."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+AGAIN = """
+import gc, os, sys
+from pathlib import Path
+import torch, torch.distributed as dist
+import comm_core
+
+def used():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    kib = next(int(line.split()[1]) for line in lines if line.startswith("VmRSS:"))
+    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), kib
+
+times = int(sys.argv[1])
+for time in range(times):
+    dist.init_process_group("comm_core")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dist.all_reduce(tensor := torch.full((1000,), float(time)))
+    assert (tensor == time * size).all()
+    if time % 3 == rank:  # they end, and begin again, at different times
+        dist.all_reduce(comm_core.empty(100_000), group=dist.new_group([rank]))
+    dist.destroy_process_group()
+    if time == times // 10:
+        gc.collect()
+        before = used()
+descriptors, threads, kib = (now - then for now, then in zip(used(), before))
+print(f"grown by {descriptors} descriptors, {threads} threads, {kib} KiB", flush=True)
+assert descriptors <= 3 and threads <= 1, (descriptors, threads)
+assert kib < 4096 + 8 * times, kib  # torch keeps a little of each group
+"""
+LEAVES = """
+import sys
+import torch
+import dear
+
+dear.init()
+model = torch.nn.Linear(300, 300)
+optimizer = dear.DistributedOptimizer(
+    torch.optim.SGD(model.parameters(), lr=0.1), model=model, algorithm=sys.argv[1]
+)
+for _ in range(3):
+    optimizer.zero_grad()
+    model(torch.ones(4, 300)).sum().backward()
+    optimizer.step()
+print("done", flush=True)
+"""
+
+
+def _torchrun(folder: Path, script: str, *arguments: str, limit_s: float) -> str:
+    path = folder / "script.py"
+    path.write_text(script)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    done = subprocess.run(
+        [*command, "--nproc-per-node", "2", path, *arguments],
+        env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'common'}", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=limit_s,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("times", [12, pytest.param(1000, marks=pytest.mark.full)])
+def test_groups_of_the_world_end_and_begin_in_one_process(times, tmp_path):
+    said = _torchrun(tmp_path, AGAIN, str(times), limit_s=60 + times)
+    assert said.count("grown by") == 2
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("algorithm", ["dear", "wfbp", "dadt"])
+def test_a_script_may_end_without_shutdown_on_a_machine_with_other_work(algorithm, tmp_path):
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(4)]
+    try:
+        for _ in range(4):
+            assert _torchrun(tmp_path, LEAVES, algorithm, limit_s=180).count("done") == 2
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()

@@ -17,6 +17,7 @@ NOT_BUILT = "the C++ tests are not built: make core-tests"
     "command",
     [
         "sha256_test",
+        "settings_test",
         "kernels_test",
         "messages_test",
         "turns_test",

@@ -211,7 +211,7 @@ void strangers() {
       while (ended == 0) sleep_ms(1);
       expect_sum(group);
       const uint64_t dropped = group.dropped_connections();
-      expect(dropped == 6, std::to_string(dropped) + " were dropped, not 6");
+      expect(dropped == 6 || dropped == 7, std::to_string(dropped) + " were dropped, not 6");
       return;
     }
     const Address door = group.peer(1).address;
@@ -221,7 +221,7 @@ void strangers() {
     hello.to = 1;
     std::copy(note.begin() + 32, note.end(), hello.group.begin());
 
-    const Fd silent = connect_to(door);  // of which only the kernel knows
+    Fd silent = connect_to(door);  // of which only the kernel knows, for about 5 s
     const Fd half = connect_to(door), mute = connect_to(door);
     say(half, &hello, sizeof hello / 2);
     say(mute, &hello, sizeof hello);  // and then no proof
@@ -248,6 +248,7 @@ void strangers() {
     say(brief, &hello, 7);
     brief.reset();
 
+    silent.reset();
     expect(hung_up(half), "half a greeting was waited for");
     expect(recv(mute.get(), challenge.data(), 16, MSG_WAITALL) == 16, "no challenge");
     expect(hung_up(mute), "one without a proof was not dropped");
@@ -271,7 +272,7 @@ void who_was_held_up_comes_again() {
       std::copy(note.begin() + 32, note.end(), target.name.group.begin());
       Poller poller;
       ConnectingLane lane(target, {}, {poller});
-      sleep_ms(20);
+      sleep_ms(300);  // connected by then
       expect(!lane.ready(), "no proof was asked for");
       sleep_ms(5500);
       const double until = now_s() + 5;

@@ -355,6 +355,45 @@ void test_copy() {
   }
 }
 
+// Averages of float16 whose sums are too large for it, from one to many sources, on top of averages
+// so far or not, also in place.
+void test_average_f16() {
+  std::mt19937 random(3);
+  std::uniform_real_distribution<float> draw(-60000, 60000);
+  for (int num_srcs : {1, 2, 3, 8}) {
+    for (size_t count : kCounts) {
+      for (int in_place : {0, 1, 2}) {  // nowhere, a source, the averages so far
+        for (bool on_top : {false, true}) {
+          if (in_place == 2 && !on_top) continue;
+          std::vector<uint16_t> partial(count), own(count), wanted(count);
+          std::vector<std::vector<uint16_t>> srcs(size_t(num_srcs), own);
+          for (size_t i = 0; i < count; ++i) {
+            float sum = 0;
+            for (auto& src : srcs) {
+              src[i] = naive_narrow(DType::f16, draw(random));
+              sum += naive_widen(DType::f16, src[i]);
+            }
+            partial[i] = naive_narrow(DType::f16, draw(random) / 100);
+            const float before = on_top ? naive_widen(DType::f16, partial[i]) : 0;
+            wanted[i] = naive_narrow(DType::f16, before + sum / float(num_srcs + 1));
+          }
+          std::vector<const void*> pointers;
+          for (auto& src : srcs) pointers.push_back(src.data());
+          auto& out = in_place == 0 ? own : in_place == 1 ? srcs.back() : partial;
+          average_f16(out.data(), on_top ? partial.data() : nullptr, pointers.data(), num_srcs,
+                      count, num_srcs + 1);
+          for (size_t i = 0; i < count; ++i) {
+            if (same_half(DType::f16, out[i], wanted[i])) continue;
+            fail("average_f16 of %d, %zu elements: [%zu] is %04x, not %04x\n", num_srcs, count, i,
+                 out[i], wanted[i]);
+            break;
+          }
+        }
+      }
+    }
+  }
+}
+
 }  // namespace
 
 int main() {
@@ -362,6 +401,7 @@ int main() {
   test_bool_bytes();
   test_half();
   test_divide();
+  test_average_f16();
   test_copy();
   test_reduce();
   std::printf("kernels_test: %d failures\n", failures);

@@ -1,0 +1,152 @@
+// What users set, and addresses: what is understood, what is refused, and what all ranks must
+// share.
+#include <unistd.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <fstream>
+
+#include "base/errors.h"
+#include "engine/options.h"
+#include "run_tests.h"
+#include "transport/address.h"
+
+using namespace comm_core;
+using namespace comm_core::testing;
+
+namespace {
+
+// Variables that are set as long as this lives.
+class Environment {
+ public:
+  Environment(std::initializer_list<std::pair<const char*, std::string>> variables) {
+    for (const auto& [name, value] : variables) {
+      setenv(name, value.c_str(), 1);
+      names_.push_back(name);
+    }
+  }
+  ~Environment() {
+    for (const char* name : names_) unsetenv(name);
+  }
+
+ private:
+  std::vector<const char*> names_;
+};
+
+template <typename E, typename F>
+void expect_error(const F& work, const std::string& text) {
+  try {
+    work();
+  } catch (const E& error) {
+    return expect_text(error.what(), text);
+  }
+  throw std::runtime_error("no error: " + text);
+}
+
+void every_setting_is_read() {
+  const Options none = Options::from_environment();
+  expect(none.transport == TransportChoice::automatic && none.tcp_small == 32768 &&
+             none.secret.empty() && !none.allow_loopback,
+         "wrong defaults");
+  const Environment all{{"COMM_CORE_TRANSPORT", "tcp"},        {"COMM_CORE_IFNAME", "eth7"},
+                        {"COMM_CORE_HOST_ID", "here"},         {"COMM_CORE_ALLOW_LOOPBACK", "1"},
+                        {"COMM_CORE_TCP_CONGESTION", "reno"},  {"COMM_CORE_TCP_SEND_BUFFER", "1"},
+                        {"COMM_CORE_TCP_RECEIVE_BUFFER", "2"}, {"COMM_CORE_TCP_SMALL", "3"},
+                        {"COMM_CORE_TCP_CHUNK", "4096"},       {"COMM_CORE_TCP_EAGER", "5"},
+                        {"COMM_CORE_SHM_SLOT", "8192"},        {"COMM_CORE_SHM_FLAT", "7"},
+                        {"COMM_CORE_SHM_DIRECT", "8"},         {"COMM_CORE_SHM_STREAM", "9"}};
+  const Options o = Options::from_environment();
+  expect(o.transport == TransportChoice::tcp && o.interface == "eth7" && o.host_id == "here" &&
+             o.allow_loopback && o.sockets.congestion == "reno" && o.sockets.send_buffer == 1 &&
+             o.sockets.receive_buffer == 2,
+         "wrong words");
+  expect(o.tcp_small == 3 && o.tcp_chunk == 4096 && o.tcp_eager == 5 && o.shm_slot == 8192 &&
+             o.shm_flat == 7 && o.shm_direct == 8 && o.shm_stream == 9,
+         "wrong sizes");
+  expect(host_identity(o) == "here" && host_identity(none) != "here", "wrong identities");
+  const Environment shm{{"COMM_CORE_TRANSPORT", "shm"}};
+  expect(Options::from_environment().transport == TransportChoice::shm, "not shm");
+}
+
+void what_is_none_is_refused() {
+  const std::pair<const char*, const char*> wrong[] = {
+      {"COMM_CORE_TRANSPORT", "pigeon"}, {"COMM_CORE_TCP_CHUNK", "4095"},
+      {"COMM_CORE_TCP_SMALL", "-1"},     {"COMM_CORE_SHM_FLAT", "12k"},
+      {"COMM_CORE_SHM_SLOT", "100"},     {"COMM_CORE_TCP_EAGER", "2000000000"},
+      {"COMM_CORE_SECRET_FILE", "/none"}};
+  for (const auto& [name, value] : wrong) {
+    const Environment one{{name, value}};
+    expect_error<InvalidRequestError>([] { Options::from_environment(); },
+                                      std::string(name) + "=" + value);
+  }
+}
+
+void what_ranks_must_share_is_told_apart() {
+  const std::string usual = Options::from_environment().agreed();
+  const std::pair<const char*, const char*> deciding[] = {{"COMM_CORE_TRANSPORT", "tcp"},
+                                                          {"COMM_CORE_TCP_SMALL", "1"},
+                                                          {"COMM_CORE_TCP_EAGER", "1"},
+                                                          {"COMM_CORE_SHM_FLAT", "1"},
+                                                          {"COMM_CORE_SHM_DIRECT", "1"}};
+  for (const auto& [name, value] : deciding) {
+    const Environment one{{name, value}};
+    const std::string agreed = Options::from_environment().agreed();
+    expect(agreed != usual, std::string(name) + " decides nothing");
+    expect_text(agreed, std::string(name) + "=" + value);
+  }
+  const Environment free{{"COMM_CORE_IFNAME", "eth7"}, {"COMM_CORE_TCP_CHUNK", "5000"}};
+  expect(Options::from_environment().agreed() == usual, "what each may choose was compared");
+}
+
+void a_secret_is_compared_and_not_told() {
+  char path[] = "/tmp/comm_core-secret-XXXXXX";
+  close(mkstemp(path));
+  const Environment file{{"COMM_CORE_SECRET_FILE", path}};
+  expect_error<InvalidRequestError>([] { Options::from_environment(); }, "less than 16 bytes");
+  std::string last;
+  for (const char* secret : {"0123456789abcdef", "0123456789abcdeg"}) {
+    std::ofstream(path) << secret;
+    const Options options = Options::from_environment();
+    expect(options.secret == secret, "another secret");
+    const std::string agreed = options.agreed();
+    expect(agreed != last && agreed.find(secret) == std::string::npos, "told, or not compared");
+    last = agreed;
+  }
+  unlink(path);
+}
+
+void addresses() {
+  const Address v4 = Address::parse("10.1.2.3", 42), v6 = Address::parse("fe80::1", 43);
+  expect(v4.host() == "10.1.2.3" && v4.port() == 42 && v4.text() == "10.1.2.3:42", v4.text());
+  expect(v6.host() == "fe80::1" && v6.port() == 43 && v6.text() == "[fe80::1]:43", v6.text());
+  expect(!v4.is_loopback() && !v6.is_loopback(), "a loopback address");
+  expect(Address::parse("127.0.0.9", 0).is_loopback() && Address::parse("::1", 0).is_loopback(),
+         "no loopback address");
+  expect_error<InvalidRequestError>([] { Address::parse("localhost", 1); }, "not a numeric");
+
+  expect(address_of_interface("lo") == "127.0.0.1", "of lo: " + address_of_interface("lo"));
+  expect_error<InvalidRequestError>([] { address_of_interface("nope0"); }, "there are: ");
+  expect(!interfaces().empty(), "no interfaces");
+  expect(address_towards("127.0.0.1") == "127.0.0.1", address_towards("127.0.0.1"));
+  expect_error<InvalidRequestError>([] { address_towards("no such host."); }, "cannot resolve");
+}
+
+void what_is_thrown_keeps_its_kind() {
+  const auto prefixed = with_context(std::make_exception_ptr(TimeoutError("late")), "it: ");
+  expect(is<TimeoutError>(prefixed) && message_of(prefixed) == "it: late", message_of(prefixed));
+  const auto foreign = with_context(std::make_exception_ptr(std::bad_alloc()), "it: ");
+  expect(is<SystemError>(foreign), "no system error");
+  expect_text(message_of(foreign), "it: ");
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  return run_tests(argc, argv,
+                   {{"every setting is read", every_setting_is_read},
+                    {"refused", what_is_none_is_refused},
+                    {"shared", what_ranks_must_share_is_told_apart},
+                    {"secret", a_secret_is_compared_and_not_told},
+                    {"addresses", addresses},
+                    {"errors", what_is_thrown_keeps_its_kind}});
+}

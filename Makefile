@@ -10,7 +10,7 @@ CORE := $(VENV)/comm-core-built
 CORE_TESTS := $(VENV)/comm-core-tests-built
 NOTEBOOKS := $(VENV)/notebooks-ready
 MUTANTS := $(VENV)/mutants-ready
-CORE_SOURCES := $(shell find common/comm_core -name '*.cc' -o -name '*.h' -o -name CMakeLists.txt)
+CORE_SOURCES := $(shell find common/comm_core common/emulation/links -name '*.cc' -o -name '*.h' -o -name CMakeLists.txt)
 
 .PHONY: bench test test-all retest core core-tests horovod gpu-check sanitize torch-suite mutants records lint system-packages clean help
 
@@ -110,5 +110,6 @@ system-packages:
 	scripts/system_packages.sh
 
 clean:
-	rm -rf $(VENV) plots/out build *.egg-info common/comm_core/*.so common/comm_core/_built_for.json
+	rm -rf $(VENV) plots/out build *.egg-info common/comm_core/*.so common/comm_core/_built_for.json \
+	  common/emulation/links/link_switch/link_switch
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

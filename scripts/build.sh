@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Builds the comm core against the torch of a virtual environment: scripts/build.sh .venv [tests]
+# Builds the comm core against the torch of a virtual environment, and the switch of emulated
+# clusters: scripts/build.sh .venv [tests]
 # Prints what was found and what was left out; with `tests`, builds the C++ tests too. Needs a C++20
 # compiler; cmake and ninja come from the environment's packages. Where there is an MPI, mpi4py is
 # installed into the environment, for the backend `mpi`.
@@ -9,6 +10,8 @@ venv=$(cd "${1:-.venv}" && pwd)
 python="$venv/bin/python"
 source_dir=common/comm_core
 build_dir=build/comm_core
+switch_source=common/emulation/links/link_switch
+switch_dir=build/link_switch
 
 if ! command -v "${CXX:-c++}" > /dev/null; then
   echo "error: no C++ compiler found (Debian: apt-get install g++)" >&2
@@ -17,7 +20,8 @@ fi
 rm -rf "$build_dir/extensions"
 mkdir -p "$build_dir"
 facts=$("$python" scripts/build_facts.py)
-cmake_args=("-DCOMM_CORE_TESTS=$([[ "${2:-}" == tests ]] && echo ON || echo OFF)")
+with_tests=$([[ "${2:-}" == tests ]] && echo ON || echo OFF)
+cmake_args=("-DCOMM_CORE_TESTS=$with_tests")
 while IFS= read -r line; do cmake_args+=("-D$line"); done <<< "$facts"
 
 log="$build_dir/build.log"
@@ -25,7 +29,9 @@ export PATH="$venv/bin:$PATH"
 started=$SECONDS
 echo "== building the comm core (about 2 minutes on 2 cores; log: $log)"
 if ! { cmake -S "$source_dir" -B "$build_dir" -G Ninja "${cmake_args[@]}" \
-    && cmake --build "$build_dir"; } > "$log" 2>&1; then
+    && cmake --build "$build_dir" \
+    && cmake -S "$switch_source" -B "$switch_dir" -G Ninja "-DLINK_SWITCH_TESTS=$with_tests" \
+    && cmake --build "$switch_dir"; } > "$log" 2>&1; then
   grep -m 5 -E 'error|Error' "$log" >&2 || tail -n 5 "$log" >&2
   echo "error: the comm core was not built; the whole log is in $log" >&2
   exit 2
@@ -35,6 +41,8 @@ fi
 extension=$(basename "$build_dir"/extensions/_core*.so)
 cp "$build_dir/extensions/$extension" "$source_dir/.new"
 mv "$source_dir/.new" "$source_dir/$extension"
+cp "$switch_dir/link_switch" "$switch_source/.new"
+mv "$switch_source/.new" "$switch_source/link_switch"
 for old in "$source_dir"/_core*.so "$source_dir"/_mpi*.so; do
   [[ "$old" == "$source_dir/$extension" ]] || rm -f "$old"
 done

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-from common.emulation import flow, network, sandbox
+from common.emulation import flow, network, probe, sandbox
 from common.emulation.config import FRAME_BYTES, PAYLOAD_BYTES, NetworkProfile
+from common.emulation.links import Links, choose
 from common.emulation.namespaces import ENTER, Holders, enter
 
 FLAG_PERCENT = 5.0
 """A link further off than this makes the record's numbers doubtful."""
+DELAY_SLACK_US = 200.0
+"""What the kernel of a busy machine may add to a delay, in its own time."""
+COUNTED = ("packets", "frames", "bytes", "lost", "overflows", "missed", "unsendable")
 _MEASUREMENTS, _NEAR = 3, 0.98
+_MOST_OVERFLOWS = 0.001  # of frames: what TCP's search for the speed of a link costs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,17 +54,19 @@ class EmulatedCluster:
     Args:
         profile: of every link, in both directions.
         time_scale: one emulated second takes this many real ones.
-        congestion: TCP congestion control of all connections. None: the machine's default, or
-            cubic where that is bbr, whose probing misses the rate of such network.
+        congestion, links: as `ClusterConfig` has them.
+        networks: all that `set_profile` will be called with; with `profile` they decide what
+            `links: auto` is.
 
     Attributes:
         hosts: h0, h1 and so on; empty outside of `with`.
         congestion: the TCP congestion control in use.
+        kind: of the links in use, `tc` or `switch`; "" outside of `with`.
         notes: sentences on what is not as the profile asks for.
 
     Raises:
         RuntimeError: on entry, outside of a sandbox or when the kernel refuses.
-        UserError: `congestion` is not known to this machine.
+        UserError: `congestion` is not known to this machine; on entry, `links` cannot be had.
     """
 
     def __init__(
@@ -66,15 +76,21 @@ class EmulatedCluster:
         profile: NetworkProfile,
         time_scale: float = 1.0,
         congestion: str | None = None,
+        links: Literal["auto", "switch", "tc"] = "auto",
+        networks: Sequence[NetworkProfile] = (),
     ) -> None:
         self.hosts: tuple[VirtualHost, ...] = ()
         self.notes: list[str] = []
+        self.kind = ""
         self.profile, self.time_scale = profile, time_scale
         self._count = hosts
+        self._asked, self._networks = links, (profile, *networks)
         self._holders: Holders | None = None
-        self._netem = self._single_packets = False
+        self._links: Links | None = None
         self._gbps: list[float] = []  # what each link was last asked for
         self.congestion = network.choose_congestion(congestion)
+        for each in self._networks:
+            each.check_hosts(hosts)
 
     def __enter__(self) -> EmulatedCluster:
         if not sandbox.inside():
@@ -92,35 +108,20 @@ class EmulatedCluster:
     def set_profile(self, profile: NetworkProfile, time_scale: float) -> None:
         """Gives all links another profile; what is under way is lost."""
         self.profile, self.time_scale = profile, time_scale
-        self._netem = network.delays(profile) and network.has_netem()
-        self._take_notes()
-        down = [
-            line
-            for host in range(len(self.hosts))
-            for line in network.shape(network.port_of(host), profile, time_scale, self._netem)
-        ]
-        # The delay is on one end only, so that it counts once from host to host.
-        up = network.shape(network.IFNAME, profile, time_scale, False)
-        self._on_all("tc", down, up)
+        self._links.set_profile(profile, time_scale)
         self._gbps = [profile.gbps] * len(self.hosts)
+        self.notes = self._find_notes()
         self._set_routes()
-        lossy = self._netem and profile.loss_percent > 0
-        if lossy != self._single_packets:
-            # Losing one large packet would lose up to 45 segments at once.
-            limit = f"gso_max_segs {1 if lossy else 65535}"
-            lines = [
-                f"link set dev {device} {limit}" for device in (network.BRIDGE, network.IFNAME)
-            ]
-            self._on_all("ip", lines[:1], lines[1:])
-            self._single_packets = lossy
+        self._set_buffers()
 
     def set_rate(self, host: int, gbps: float) -> None:
         """Changes both directions of one host's link, to so many emulated Gb/s."""
-        down = network.reshape(network.port_of(host), gbps, self.time_scale, self._netem)
-        up = network.reshape(network.IFNAME, gbps, self.time_scale, False)
-        network.batch("tc", down)
-        network.batch("tc", up, self.hosts[host].pid)
+        self._links.set_rate(host, gbps)
         self._gbps[host] = gbps
+
+    def set_delay(self, host: int, latency_us: float) -> None:
+        """Changes the latency between one host and all others, to so many emulated microseconds."""
+        self._links.set_delay(host, latency_us)
 
     def set_link(self, host: int, up: bool) -> None:
         """Plugs one host's cable in, or out; what is queued in the switch for it is lost."""
@@ -131,8 +132,26 @@ class EmulatedCluster:
         """All links are up and have the profile's rate again."""
         ports = [network.port_of(host) for host in range(len(self.hosts))]
         network.batch("ip", [f"link set dev {port} up" for port in ports])
-        for host in range(len(self.hosts)):
-            self.set_rate(host, self.profile.gbps)
+        self._links.shape()
+        self._gbps = [self.profile.gbps] * len(self.hosts)
+
+    def broken(self) -> str | None:
+        """A sentence on why the links carry nothing any more, or None.
+
+        `set_profile` mends it.
+        """
+        return None if self._links is None else self._links.broken()
+
+    def counters(self) -> dict[str, Any] | None:
+        """What the switch has counted; None for links that nobody counts.
+
+        `packets`, `frames` and `bytes` carried; frames `lost` as the profile says, and dropped as
+        `overflows` of a queue; packets `missed` (the switch came too late), `unsendable` (the
+        cable was out) and `astray`; `late_us` (median, p99, max: how much later than due packets
+        were handed on, in microseconds of this machine, since the last call); `cpu_s`; `priority`
+        (real-time, raised or ordinary).
+        """
+        return None if self._links is None else self._links.counters()
 
     def measure(self, seconds: float = 0.5) -> list[dict[str, Any]]:
         """Sends over each link by itself, between its host and the switch.
@@ -187,14 +206,59 @@ class EmulatedCluster:
         ]
 
     @property
+    def delays_packets(self) -> bool:
+        """Whether the links do what the profile says of delays."""
+        return self._links.left_out(self.profile) is None
+
+    @property
     def burst_bytes(self) -> int:
         """Payload that each link passes at once after a rest."""
-        framed = network.burst_bytes(self.profile.gbps, self.time_scale)
+        framed = self._links.burst_bytes()
         return framed * PAYLOAD_BYTES // FRAME_BYTES
+
+    def measure_delays(self, seconds: float = 1.0) -> list[dict[str, Any]]:
+        """Sends small packets from every host to the next, and to the nearest host of each other
+        site, all at once.
+
+        Returns:
+            For each pair `source`, `target`, `requested_us`, `delay_us` and `delay_us_p99` (one
+            way, emulated; the median and the 99th percentile), `sent`, `lost`.
+
+        Raises:
+            RuntimeError: nothing comes through.
+        """
+        hosts = len(self.hosts)
+        pairs = {(host, (host + 1) % hosts) for host in range(hosts)} if hosts > 1 else set()
+        seen = {trunk_of(self.profile, *pair, hosts) for pair in pairs}
+        for pair in itertools.permutations(range(hosts), 2):
+            trunk = trunk_of(self.profile, *pair, hosts)
+            if trunk not in seen:
+                seen.add(trunk)
+                pairs.add(pair)
+        named = sorted(pairs)
+        far_us = self.profile.farthest_us * self.time_scale
+        found = probe.all_pairs(
+            [(self.hosts[a], self.hosts[b]) for a, b in named], seconds, 2e-6 * far_us
+        )
+        rows = []
+        for (a, b), result in zip(named, found, strict=True):
+            asked = self.profile.connection(a, b, hosts).latency_us
+            rows.append(
+                {
+                    "source": self.hosts[a].name,
+                    "target": self.hosts[b].name,
+                    "requested_us": asked,
+                    "delay_us": round(result.median_us / self.time_scale, 3),
+                    "delay_us_p99": round(result.p99_us / self.time_scale, 3),
+                    "sent": result.sent,
+                    "lost": result.lost,
+                }
+            )
+        return rows
 
     def _settling_s(self) -> float:
         # The first round trips only find the speed.
-        return 24e-6 * self.profile.latency_us * self.time_scale if self._netem else 0.0
+        return 24e-6 * self.profile.farthest_us * self.time_scale
 
     def _measure(self, host: VirtualHost, seconds: float) -> tuple[float, float]:
         skip_s = 0.2 * seconds + self._settling_s()
@@ -203,7 +267,9 @@ class EmulatedCluster:
 
     def _build(self) -> None:
         holders = self._holders = Holders(self._count)
-        network.batch("ip", network.switch_commands(holders.pids))
+        links = self._links = choose(self._asked, self._networks)
+        self.kind = links.kind
+        network.batch("ip", links.commands(holders.pids))
         jobs = []
         for index, pid in enumerate(holders.proc_pids):
             address = network.address_of(index)
@@ -216,6 +282,7 @@ class EmulatedCluster:
         jobs.append(network.start("ip", network.congestion_commands(*switch, self.congestion)))
         for job in jobs:
             network.finish(job)
+        links.connect(holders.proc_pids)
         self.set_profile(self.profile, self.time_scale)
         network.publish({host.name: (host.address, host.pid) for host in self.hosts})
 
@@ -223,17 +290,14 @@ class EmulatedCluster:
         if self._holders is None:
             return
         self._holders.clear()
-        # Before the namespaces go, which takes the links away at some later moment.
-        network.remove(self._count)
+        if self._links is not None:
+            self._links.close()
+            # Before the namespaces go, which takes the links away at some later moment.
+            ports = map(network.port_of, range(self._count))
+            network.remove([*self._links.devices, *ports])
         self._holders.close()
-        self._holders, self.hosts = None, ()
+        self._holders, self._links, self.hosts, self.kind = None, None, (), ""
         network.withdraw()
-
-    def _on_all(self, tool: str, switch: list[str], every_host: list[str]) -> None:
-        jobs = [network.start(tool, switch)]
-        jobs += [network.start(tool, every_host, host.pid) for host in self.hosts]
-        for job in jobs:
-            network.finish(job)
 
     def _set_routes(self) -> None:
         def route(device: str, address: str) -> str:
@@ -245,36 +309,93 @@ class EmulatedCluster:
         for job in jobs:
             network.finish(job)
 
-    def _take_notes(self) -> None:
-        profile = self.profile
-        self.notes = []
-        if network.delays(profile) and not self._netem:
-            left_out = [f"latency of {profile.latency_us:g} us"] if profile.latency_us else []
-            left_out += [f"jitter of {profile.jitter_us:g} us"] if profile.jitter_us else []
-            left_out += [f"loss of {profile.loss_percent:g} %"] if profile.loss_percent else []
-            self.notes.append(
-                f"only bandwidth is shaped: this kernel has no netem for the {', '.join(left_out)}"
+    def _set_buffers(self) -> None:
+        """Lets TCP keep the longest line full: what is under way, twice."""
+        needed = 4 * math.ceil(self.profile.gbps * 1e9 / 8 * self.profile.farthest_us * 1e-6)
+        refused = network.raise_buffers(needed, [host.pid for host in self.hosts])
+        if refused:
+            self.notes.append(f"TCP may not have {needed} bytes of buffers: {refused}")
+
+    def _find_notes(self) -> list[str]:
+        profile, notes = self.profile, []
+        if left_out := self._links.left_out(profile):
+            notes.append(left_out)
+        lossy = profile.loss_percent or any(far.loss_percent for far in profile.between)
+        if lossy and self.time_scale != 1 and not left_out:
+            notes.append(
+                "packets are lost at a time scale other than 1: the least time after which TCP "
+                "sends again is scaled, its other timers are not"
             )
         if profile.rdma:
-            self.notes.append("RDMA is emulated by TCP")
+            notes.append("RDMA is emulated by TCP")
         if not network.resolvable():
-            self.notes.append("names of hosts do not resolve: there is no /etc/hosts to replace")
+            notes.append("names of hosts do not resolve: there is no /etc/hosts to replace")
+        return notes
+
+
+def trunk_of(profile: NetworkProfile, source: int, target: int, hosts: int) -> Any:
+    """What tells apart the ways between sites: equal for pairs that meet the same beside their own
+    links."""
+    return profile.connection(source, target, hosts)
+
+
+def measured_network(cluster: EmulatedCluster) -> dict[str, Any]:
+    """Measures every link alone, all of them at once, and the delays; see `network_record`.
+
+    Raises:
+        RuntimeError: a link carries nothing.
+    """
+    one_by_one = cluster.measure()
+    before = cluster.counters()
+    together = cluster.measure_together()
+    after = cluster.counters()
+    delays = cluster.measure_delays() if cluster.delays_packets else []
+    found = network_record(
+        cluster.profile, one_by_one, together, delays, DELAY_SLACK_US / cluster.time_scale
+    )
+    found |= {"links": cluster.kind, "congestion": cluster.congestion}
+    if before and after:
+        counted = {name: after[name] - before[name] for name in COUNTED}
+        offered = counted["frames"] + counted["lost"] + counted["overflows"]
+        loss = 100 * counted["lost"] / offered if offered else 0.0
+        found["switch"] = {
+            **counted,
+            "loss_percent": loss,
+            "late_us": after["late_us"],
+            "priority": after["priority"],
+        }
+        if counted["overflows"] > _MOST_OVERFLOWS * offered:
+            found["notes"].append(
+                f"of {offered} frames {counted['overflows']} found a queue of the switch full "
+                "while all links were busy: TCP sends them again"
+            )
+        if counted["missed"]:
+            found["notes"].append(
+                f"the switch came too late for {counted['missed']} packets: this machine is too "
+                "busy"
+            )
+    found["notes"] = [*cluster.notes, *found["notes"]]
+    return found
 
 
 def network_record(
     profile: NetworkProfile,
     measured: Sequence[Mapping[str, Any]],
     together: Sequence[Mapping[str, Any]] = (),
+    delays: Sequence[Mapping[str, Any]] = (),
+    slack_us: float = 0.0,
 ) -> dict[str, Any]:
     """What was requested and `EmulatedCluster` has measured, and notes on what is doubtful.
 
     Args:
         measured: by `measure`.
         together: by `measure_together`.
+        delays: by `measure_delays`.
+        slack_us: how far a delay may be off whatever was asked for; emulated.
 
     Returns:
-        `requested` (the profile), `measured`, `together`, `off_percent` (of the worst link;
-        positive: too fast), `flagged`, `notes`.
+        `requested` (the profile), `measured`, `together`, `delays`, `off_percent` (of the worst
+        link; positive: too fast), `flagged`, `notes`.
     """
     rates = [
         (host["host"], way, host[f"{way}_gbps"]) for host in measured for way in ("up", "down")
@@ -290,10 +411,19 @@ def network_record(
             f"links are not as asked: {host} {way} {gbps:.3g} Gb/s instead of {profile.gbps:.3g} "
             f"({percent:+.1f} %)"
         )
+    for row in delays:
+        off_us = row["delay_us"] - row["requested_us"]
+        if abs(off_us) > max(slack_us, FLAG_PERCENT / 100 * row["requested_us"]):
+            flagged = True
+            notes.append(
+                f"links are not as asked: from {row['source']} to {row['target']} packets take "
+                f"{row['delay_us']:.3g} us instead of {row['requested_us']:g}"
+            )
     return {
-        "requested": dataclasses.asdict(profile),
+        "requested": json.loads(json.dumps(dataclasses.asdict(profile))),  # lists for tuples
         "measured": [dict(host) for host in measured],
         "together": [dict(host) for host in together],
+        "delays": [dict(pair) for pair in delays],
         "off_percent": None if worst is None else round(worst[0], 2),
         "flagged": flagged,
         "notes": notes,

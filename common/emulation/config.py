@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import bisect
 import hashlib
+import itertools
 import json
+import math
 import re
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -18,6 +21,8 @@ _FOLDER = Path(__file__).parents[2] / "configs/networks"
 _BANDWIDTH = re.compile(r"(\d+(?:\.\d+)?)(k|m|g)bit", re.IGNORECASE)
 _GBPS = {"k": 1e-6, "m": 1e-3, "g": 1.0}
 _MIN_GBPS, _MAX_GBPS = 1e-3, 1000.0
+# Two super-packets must fit, or TCP never gets going; and what switches with deep buffers have.
+_MIN_QUEUE_KB, _QUEUE_BYTES = 150, 4_000_000
 # Of a full segment of TCP on Ethernet with packets of 1500 bytes: what the limit on a virtual link
 # counts (network.py says how), and what of it is payload.
 FRAME_BYTES, PAYLOAD_BYTES = 1514, 1448
@@ -39,6 +44,12 @@ class ClusterConfig:
     max_time_scale: float = 40.0
     """The largest time scale that is chosen; a trial that needs more is `unsupported`, as too heavy
     for this machine."""
+    links: Literal["auto", "switch", "tc"] = "auto"
+    """What gives the links their rate, delay, jitter and loss: the kernel (`tc`: tbf and netem), or
+    a switch of our own. auto: the kernel where it can do all that the networks ask for."""
+    congestion: str | None = None
+    """TCP congestion control of all connections, such as cubic or bbr; None: the machine's default,
+    or cubic where that is bbr, whose probing misses the rate of such networks."""
 
     def __post_init__(self) -> None:
         at_least("cluster.hosts", self.hosts, 1)
@@ -48,6 +59,52 @@ class ClusterConfig:
         if self.time_scale is not None:
             positive("cluster.time_scale", self.time_scale)
         at_least("cluster.max_time_scale", self.max_time_scale, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """Some hosts of a cluster that are near each other; one entry of `sites:`."""
+
+    name: str
+    hosts: int | None = None
+    """How many, in the order of the sites; None, for all of them: as many as the others have."""
+
+    def __post_init__(self) -> None:
+        if self.hosts is not None:
+            at_least(f"site {self.name!r}: hosts", self.hosts, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Distance:
+    """What joins two sites, in both directions alike; one entry of `between:`."""
+
+    sites: tuple[str, str]
+    latency_us: float
+    """One way from a host of the one to a host of the other, in place of the network's own."""
+    gbps: float | None = None
+    """Of the one line that all their hosts share in each direction; None: without a limit."""
+    jitter_us: float = 0
+    loss_percent: float = 0
+
+    def __post_init__(self) -> None:
+        if len(self.sites) != 2 or self.sites[0] == self.sites[1]:
+            raise UserError(f"between: needs two different sites, got {', '.join(self.sites)}")
+        what = f"between {' and '.join(self.sites)}"
+        if self.gbps is not None:
+            _check_rate(what, self.gbps)
+        _check_path(what, self.latency_us, self.jitter_us, self.loss_percent)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Connection:
+    """What a packet meets on its way from one host to another, beside the links of the two."""
+
+    latency_us: float
+    jitter_us: float
+    loss_percent: float
+    gbps: float | None = None
+    trunk: int | None = None
+    """Number of the line between two sites, as `NetworkProfile.trunks` counts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +119,14 @@ class NetworkProfile:
     jitter_us: float = 0
     """The latency varies evenly by up to this, in microseconds."""
     loss_percent: float = 0
+    """Of frames, each by itself."""
+    queue_kb: float | None = None
+    """What may wait in the switch for one link, in units of 1000 bytes; more is lost. None: enough
+    for two round trips at full rate, and at least 4 MB."""
+    sites: tuple[Site, ...] = ()
+    """Where the hosts stand; none: all at one place."""
+    between: tuple[Distance, ...] = ()
+    """What joins each pair of sites."""
     stands_for: str = ""
     """The real network that this is meant to behave like."""
     source: str = ""
@@ -70,17 +135,28 @@ class NetworkProfile:
     """The real network moves data without the kernel; the emulation uses TCP all the same."""
 
     def __post_init__(self) -> None:
-        if not _MIN_GBPS <= self.gbps <= _MAX_GBPS:
+        what = f"network {self.name!r}"
+        _check_rate(what, self.gbps)
+        _check_path(what, self.latency_us, self.jitter_us, self.loss_percent)
+        if self.queue_kb is not None and self.queue_kb < _MIN_QUEUE_KB:
             raise UserError(
-                f"network {self.name!r}: bandwidth must be from 1mbit to 1000gbit, "
-                f"got {self.gbps} Gb/s"
+                f"{what}: queue_kb must be at least {_MIN_QUEUE_KB}, one large packet of TCP, "
+                f"got {self.queue_kb:g}"
             )
-        for key in ("latency_us", "jitter_us", "loss_percent"):
-            at_least(f"network {self.name!r}: {key}", getattr(self, key), 0)
-        if self.jitter_us > self.latency_us:
-            raise UserError(f"network {self.name!r}: jitter_us must not exceed latency_us")
-        if self.loss_percent >= 100:
-            raise UserError(f"network {self.name!r}: loss_percent must be below 100")
+        names = [site.name for site in self.sites]
+        if len(set(names)) < len(names):
+            raise UserError(f"{what}: sites: two have the same name: {', '.join(names)}")
+        counted = [site.hosts is not None for site in self.sites]
+        if any(counted) and not all(counted):
+            raise UserError(f"{what}: sites: give `hosts:` for each of them, or for none")
+        wanted = {frozenset(pair) for pair in itertools.combinations(names, 2)}
+        given = [frozenset(distance.sites) for distance in self.between]
+        for distance in self.between:
+            for name in distance.sites:
+                if name not in names:
+                    raise unknown(f"{what}: between: site", name, names)
+        if len(set(given)) < len(given) or set(given) != wanted:
+            raise UserError(f"{what}: between: needs one entry for each pair of sites")
 
     @property
     def digest(self) -> str:
@@ -88,6 +164,78 @@ class NetworkProfile:
         values = asdict(self)
         del values["stands_for"], values["source"]
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
+
+    @property
+    def queue_bytes(self) -> int:
+        """See `queue_kb`."""
+        if self.queue_kb is not None:
+            return math.ceil(1000 * self.queue_kb)
+        return max(_QUEUE_BYTES, math.ceil(self.gbps * 1e9 / 8 * 4 * self.farthest_us * 1e-6))
+
+    @property
+    def farthest_us(self) -> float:
+        """The largest latency between two hosts."""
+        return max([self.latency_us, *(far.latency_us for far in self.between)])
+
+    def check_hosts(self, hosts: int) -> None:
+        """Raises `UserError` unless the sites have just the hosts of a cluster of so many."""
+        self._site_of(0, hosts)
+
+    def connection(self, source: int, target: int, hosts: int) -> Connection:
+        """From one host to another, of a cluster of `hosts`."""
+        if self.sites:
+            here, there = (self.sites[self._site_of(host, hosts)].name for host in (source, target))
+            for number, distance in enumerate(self.between):
+                if {here, there} == set(distance.sites):
+                    way = int(distance.sites[0] != here)
+                    trunk = None if distance.gbps is None else 2 * number + way
+                    return Connection(
+                        latency_us=distance.latency_us,
+                        jitter_us=distance.jitter_us,
+                        loss_percent=distance.loss_percent,
+                        gbps=distance.gbps,
+                        trunk=trunk,
+                    )
+        return Connection(
+            latency_us=self.latency_us, jitter_us=self.jitter_us, loss_percent=self.loss_percent
+        )
+
+    def trunks(self) -> list[float | None]:
+        """Gb/s of each line between sites, one for each direction; None: without a limit."""
+        return [distance.gbps for distance in self.between for _ in range(2)]
+
+    def _site_of(self, host: int, hosts: int) -> int:
+        """The number of the site that this host is in."""
+        counts = [site.hosts for site in self.sites]
+        if None in counts:
+            share, left = divmod(hosts, len(counts))
+            counts = [share + (number < left) for number in range(len(counts))]
+        if self.sites and sum(counts) != hosts:
+            raise UserError(
+                f"network {self.name!r}: its sites have {sum(counts)} hosts, the cluster {hosts}"
+            )
+        for site, count in zip(self.sites, counts, strict=True):
+            if not count:
+                raise UserError(f"network {self.name!r}: no host is in site {site.name!r}")
+        return bisect.bisect_right(list(itertools.accumulate(counts)), host)
+
+
+def _check_rate(what: str, gbps: float) -> None:
+    if not _MIN_GBPS <= gbps <= _MAX_GBPS:
+        raise UserError(f"{what}: bandwidth must be from 1mbit to 1000gbit, got {gbps} Gb/s")
+
+
+def _check_path(what: str, latency_us: float, jitter_us: float, loss_percent: float) -> None:
+    for key, value in (
+        ("latency_us", latency_us),
+        ("jitter_us", jitter_us),
+        ("loss_percent", loss_percent),
+    ):
+        at_least(f"{what}: {key}", value, 0)
+    if jitter_us > latency_us:
+        raise UserError(f"{what}: jitter_us must not exceed latency_us")
+    if loss_percent >= 100:
+        raise UserError(f"{what}: loss_percent must be below 100")
 
 
 def payload_bytes_per_s(gbps: float) -> float:
@@ -121,6 +269,7 @@ def network_profile(name: str) -> NetworkProfile:
 _NEEDS = {
     "link_down": {"host"},
     "link_rate": {"host", "rate"},
+    "link_delay": {"host", "delay_us"},
     "slow_host": {"host", "factor"},
     "kill_rank": {"rank"},
 }
@@ -130,7 +279,7 @@ _NEEDS = {
 class Fault:
     """Something that happens to the cluster during a trial; one entry of `faults:`."""
 
-    kind: Literal["link_down", "link_rate", "slow_host", "kill_rank"]
+    kind: Literal["link_down", "link_rate", "link_delay", "slow_host", "kill_rank"]
     host: int | None = None
     rank: int | None = None
     at_s: float = 0.0
@@ -139,6 +288,8 @@ class Fault:
     """Emulated seconds that it lasts; None: for good."""
     rate: str | None = None
     """link_rate: a bandwidth such as 1gbit, or a profile's name."""
+    delay_us: float | None = None
+    """link_delay: one way between this host and each other, in place of the network's latency."""
     factor: float | None = None
     """slow_host: compute takes this many times longer."""
 
@@ -155,7 +306,7 @@ class Fault:
             allowed = needs | ({"for_s"} if self.kind != "kill_rank" else set())
             if given and field.name not in allowed:
                 raise UserError(f"fault {self.kind}: has no `{field.name}:`")
-        for key in ("host", "rank", "at_s"):
+        for key in ("host", "rank", "at_s", "delay_us"):
             if getattr(self, key) is not None:
                 at_least(f"fault {self.kind}: {key}", getattr(self, key), 0)
         for key in ("for_s", "factor"):
@@ -169,5 +320,6 @@ class Fault:
         """A few words for tables, such as `link_down h1 at 2 s for 1 s`."""
         where = f"rank {self.rank}" if self.host is None else f"h{self.host}"
         how = self.rate or (f"x{self.factor:g}" if self.factor is not None else None)
+        how = how or (f"{self.delay_us:g} us" if self.delay_us is not None else None)
         words = [self.kind, where, *([how] if how else []), f"at {self.at_s:g} s"]
         return " ".join(words + ([f"for {self.for_s:g} s"] if self.for_s is not None else []))

@@ -189,6 +189,10 @@ class FaultInjector:
             change = partial(cluster.set_rate, host, network_profile(fault.rate).gbps)
             what = f"link changed to {fault.rate}"
             return _Change(what, change, "link back at its rate", cluster.restore)
+        if fault.kind == "link_delay":
+            change = partial(cluster.set_delay, host, fault.delay_us)
+            what = f"latency changed to {fault.delay_us:g} us"
+            return _Change(what, change, "latency back", cluster.restore)
         if fault.kind == "slow_host":
             slow, restore = (partial(self._set_slowdown, by) for by in (fault.factor, 1.0))
             what = f"compute {fault.factor:g} times slower"

@@ -1,9 +1,9 @@
-"""Virtual hosts in a network: addresses and names, a bridge that joins them, and shaped links.
+"""Virtual hosts in a network: addresses, names, routes, and the cables to a switch.
 
-What a rate means. The token bucket (tbf) counts Ethernet frames without preamble, checksum and
-gap: a full segment of TCP carries 1448 bytes of payload in 1514 counted bytes (14 Ethernet, 20 IP,
-32 TCP with timestamps), also when many segments travel as one large packet, because the kernel
-counts the headers of each. So TCP payload flows at 1448/1514 = 95.6 % of the rate. On a real
+What a rate means. Whatever shapes the links (see links) counts Ethernet frames without preamble,
+checksum and gap: a full segment of TCP carries 1448 bytes of payload in 1514 counted bytes (14
+Ethernet, 20 IP, 32 TCP with timestamps), also when many segments travel as one large packet,
+because the headers of each count. So TCP payload flows at 1448/1514 = 95.6 % of the rate. On a real
 Ethernet of that rate, where preamble, checksum and gap cost 24 bytes more, it is 94.1 %.
 """
 
@@ -11,33 +11,23 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 import os
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from common.emulation.config import FRAME_BYTES, NetworkProfile
 from common.emulation.namespaces import enter, proc_pid
 from common.emulation.sandbox import LOCALHOST, SWITCH
 from dear.errors import unknown
 
 BRIDGE, IFNAME, PREFIX_LENGTH = "br0", "eth0", 16
-BRIDGE_ADDRESS = "10.78.255.254"
+BRIDGE_ADDRESS, SWITCH_MAC = "10.78.255.254", "02:00:0a:4e:ff:fe"
 _SUBNET = f"10.78.0.0/{PREFIX_LENGTH}"
 _TCP = Path("/proc/sys/net/ipv4")
 _PER_BLOCK = 250  # of the 256 values of the last byte
-# One large packet of TCP, 64 KiB in 46 segments with headers, as the bucket counts it: what exceeds
-# the bucket is cut up, slowly. And tokens for the time that a timer may be late: with them four
-# hosts that all send at once keep 10 Gb/s at time scales from 6 to 16.
-_LARGEST_BYTES, _LATE_S = 64 * 1024 + 46 * 66, 200e-6
 # Linux's least time before TCP sends again what was not acknowledged (TCP_RTO_MIN).
 _RTO_MIN_MS = 200
-# A switch with deep buffers: in seconds of this machine, and never less than a few bursts.
-_QUEUE_S, _MIN_QUEUE_BYTES = 0.05, 1024 * 1024
-# Handles of the queues: of different kinds they must differ, or the kernel refuses to replace one.
-_TBF_ALONE, _NETEM, _TBF_BELOW = "1:", "2:", "3:"
 
 TABLE = "DEAR_VIRTUAL_HOSTS"  # the environment variable that names the file of hosts, for rsh.py
 _HOSTS = Path("/etc/hosts")
@@ -48,29 +38,40 @@ def address_of(host: int) -> str:
     return f"10.78.{host // _PER_BLOCK}.{host % _PER_BLOCK + 1}"
 
 
+def number_of(address: str) -> int:
+    """The last two bytes of an address, which tell hosts apart."""
+    high, low = address.split(".")[2:]
+    return int(high) << 8 | int(low)
+
+
 def port_of(host: int) -> str:
     """The switch's end of the link of this host."""
     return f"p{host}"
 
 
-def switch_commands(holders: Sequence[int]) -> list[str]:
-    """Makes the bridge and a link to each host.
+def cable_commands(holders: Sequence[int]) -> list[str]:
+    """Lays a cable to each host.
 
     Args:
         holders: a process on each host, for system calls.
     """
-    lines = [
-        f"link add name {BRIDGE} address {_mac(BRIDGE_ADDRESS)} type bridge",
-        f"link set dev {BRIDGE} {_no_ipv6()} up",
-        f"addr add {BRIDGE_ADDRESS}/{PREFIX_LENGTH} dev {BRIDGE}",
-    ]
+    lines = []
     for host, pid in enumerate(holders):
         port = port_of(host)
         lines += [
             f"link add name {port} type veth peer name {IFNAME} netns {pid}",
-            f"link set dev {port} master {BRIDGE} {_no_ipv6()} up",
+            f"link set dev {port} {no_ipv6()} up",
         ]
-    return lines + _neighbours(BRIDGE, None, len(holders))
+    return lines
+
+
+def switch_commands(hosts: int) -> list[str]:
+    """Makes the sandbox's own device usable."""
+    return [
+        f"link set dev {BRIDGE} {no_ipv6()} up",
+        f"addr add {BRIDGE_ADDRESS}/{PREFIX_LENGTH} dev {BRIDGE}",
+        *_neighbours(BRIDGE, None, hosts),
+    ]
 
 
 def host_commands(host: int, hosts: int) -> list[str]:
@@ -78,18 +79,17 @@ def host_commands(host: int, hosts: int) -> list[str]:
     address = address_of(host)
     return [
         "link set dev lo up",
-        f"link set dev {IFNAME} address {_mac(address)} {_no_ipv6()} up",
+        f"link set dev {IFNAME} address {_mac(address)} {no_ipv6()} up",
         f"addr add {address}/{PREFIX_LENGTH} dev {IFNAME}",
         *_neighbours(IFNAME, host, hosts),
     ]
 
 
-def remove(hosts: int) -> None:
-    """Undoes `switch_commands`, as far as it came; a link takes its other end with it."""
+def remove(devices: Iterable[str]) -> None:
+    """Removes what is there of these; a link takes its other end with it."""
     lines = Path("/proc/self/net/dev").read_text().splitlines()[2:]
     there = {line.partition(":")[0].strip() for line in lines}
-    made = there & {BRIDGE, *map(port_of, range(hosts))}
-    batch("ip", [f"link del dev {name}" for name in sorted(made)])
+    batch("ip", [f"link del dev {name}" for name in sorted(there.intersection(devices))])
 
 
 def choose_congestion(asked: str | None) -> str:
@@ -140,47 +140,30 @@ def route_command(device: str, address: str, congestion: str, time_scale: float)
     )
 
 
-def delays(profile: NetworkProfile) -> bool:
-    """Whether the profile asks for more than a bandwidth."""
-    return profile.latency_us > 0 or profile.loss_percent > 0
-
-
-@functools.cache
-def has_netem() -> bool:
-    """Whether the kernel can delay and lose packets; asked of it, in a sandbox."""
-    try:
-        batch("tc", ["qdisc add dev lo root netem delay 1us", "qdisc del dev lo root"])
-    except RuntimeError:
-        return False
-    return True
-
-
-def shape(device: str, profile: NetworkProfile, time_scale: float, netem: bool) -> list[str]:
-    """Gives `device` its queues, or changes those it has from an earlier call.
+def raise_buffers(nbytes: int, hosts: Sequence[int]) -> str | None:
+    """Lets each connection on these hosts have buffers of so many bytes, if it may not have more.
 
     Args:
-        time_scale: the link is this many times slower, and its delay longer, than the profile's.
-        netem: also delay and lose packets.
+        hosts: a process on each, as /proc shows it.
+
+    Returns:
+        Why that was refused, or None.
     """
-    delay = [_delay(device, profile, time_scale)] if netem else []
-    return delay + reshape(device, profile.gbps, time_scale, netem)
-
-
-def burst_bytes(gbps: float, time_scale: float) -> int:
-    """What a link passes at once after a rest, as fast as this machine can."""
-    return _LARGEST_BYTES + math.ceil(gbps * 1e9 / time_scale / 8 * _LATE_S)
-
-
-def reshape(device: str, gbps: float, time_scale: float, netem: bool) -> list[str]:
-    """Changes the rate alone; what is queued stays queued."""
-    where = f"parent {_NETEM}1 handle {_TBF_BELOW}" if netem else f"root handle {_TBF_ALONE}"
-    bits_per_s = gbps * 1e9 / time_scale
-    burst = burst_bytes(gbps, time_scale)
-    limit = burst + max(_MIN_QUEUE_BYTES, math.ceil(bits_per_s / 8 * _QUEUE_S))
-    return [
-        f"qdisc replace dev {device} {where} "
-        f"tbf rate {round(bits_per_s)}bit burst {burst}b limit {limit}b"
+    lines = []
+    for name in ("tcp_rmem", "tcp_wmem"):
+        least, first, most = map(int, (_TCP / name).read_text().split())
+        if most < nbytes:
+            lines.append(f"echo {least} {first} {nbytes} > {_TCP / name}")
+    if not lines:
+        return None
+    how = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    script = ["sh", "-c", " && ".join(lines)]
+    jobs = [
+        subprocess.Popen(script, preexec_fn=functools.partial(enter, pid, ("net",)), **how)
+        for pid in hosts
     ]
+    errors = [job.communicate()[1].strip() for job in jobs]
+    return next((error for error in errors if error), None)
 
 
 def resolvable() -> bool:
@@ -261,20 +244,9 @@ def _mac(address: str) -> str:
     return "02:00:" + ":".join(f"{int(byte):02x}" for byte in address.split("."))
 
 
-def _no_ipv6() -> str:
-    # Else the kernel chatters over the links to find IPv6 neighbours.
+def no_ipv6() -> str:
+    """Words for ip, without which the kernel looks for IPv6 neighbours over the links."""
     return "addrgenmode none" if Path("/proc/sys/net/ipv6").exists() else ""
-
-
-def _delay(device: str, profile: NetworkProfile, time_scale: float) -> str:
-    delay_us, jitter_us = profile.latency_us * time_scale, profile.jitter_us * time_scale
-    under_way = profile.gbps * 1e9 / time_scale / 8 / FRAME_BYTES * (delay_us + jitter_us) * 1e-6
-    words = f"limit {1000 + math.ceil(2 * under_way)} delay {delay_us:g}us"
-    if jitter_us:
-        words += f" {jitter_us:g}us"
-    if profile.loss_percent:
-        words += f" loss {profile.loss_percent:g}%"
-    return f"qdisc replace dev {device} root handle {_NETEM} netem {words}"
 
 
 def _table() -> Path:

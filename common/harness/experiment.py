@@ -179,8 +179,7 @@ class Experiment:
             )
 
     def _check_cluster(self) -> None:
-        for name in self.networks:
-            network_profile(name)
+        profiles = [network_profile(name) for name in self.networks]
         if self.cluster is None:
             for key in ("networks", "faults"):
                 if getattr(self, key):
@@ -188,7 +187,12 @@ class Experiment:
             if self.measure.repeats_at_2k:
                 raise UserError("measure.repeats_at_2k: only virtual hosts have a time scale")
             return
-        network_profile(self.cluster.network)
+        for profile in profiles or [network_profile(self.cluster.network)]:
+            profile.check_hosts(-(-max(self.worlds) // self.cluster.ranks_per_host))
+            if profile.sites and self.cluster.links == "tc":
+                raise UserError(
+                    f"cluster.links: tc knows no sites, which network {profile.name!r} has"
+                )
         if self.hostfile is not None:
             raise UserError("hostfile: the hosts of an emulated cluster are its own; leave it out")
         if self.launcher == "slurm":

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from common.cgroups import usable_cores
-from common.emulation.cluster import EmulatedCluster, network_record
+from common.emulation.cluster import EmulatedCluster, measured_network, network_record
 from common.emulation.config import network_profile
 from common.emulation.dilation import (
     Calibration,
@@ -105,7 +105,10 @@ class EmulatedFabric(Fabric):
         self._experiment, self._trials, self._config = experiment, trials, experiment.cluster
         self._cluster = EmulatedCluster(
             hosts=max(trial.hosts or 1 for trial in trials),
-            profile=network_profile(experiment.cluster.network),
+            profile=network_profile(trials[0].network or experiment.cluster.network),
+            networks=[network_profile(name) for name in sorted({t.network for t in trials})],
+            links=experiment.cluster.links,
+            congestion=experiment.cluster.congestion,
         )
         self._calibration: Calibration | None = None
         self._choice = Choice(time_scale=1.0, reason="")
@@ -139,10 +142,7 @@ class EmulatedFabric(Fabric):
         self._cluster.set_profile(profile, choice.time_scale)
         key = (profile.name, choice.time_scale)
         if key not in self._network:
-            one_by_one, together = self._cluster.measure(), self._cluster.measure_together()
-            found = network_record(profile, one_by_one, together)
-            found["notes"] = [*self._cluster.notes, *found["notes"]]
-            self._network[key] = Network(**found)
+            self._network[key] = Network(**measured_network(self._cluster))
 
     @property
     def time_scale(self) -> float:
@@ -175,7 +175,7 @@ class EmulatedFabric(Fabric):
 
     def run(self, trial: Trial, job: Job) -> Outcome:
         if trial.fault is None:
-            return super().run(trial, job)
+            return self._checked(super().run(trial, job))
         place = (job.folder, job.repeat, self._choice.time_scale, self._config.ranks_per_host)
         injector = FaultInjector(trial.fault, self._cluster, *place)
         injector.start()
@@ -190,7 +190,15 @@ class EmulatedFabric(Fabric):
         phrase = blame(outcome.error, events)
         if phrase and outcome.error is not None:
             outcome.error["message"] = f"{outcome.error['message']} ({phrase})"
-        return outcome
+        return self._checked(outcome)
+
+    def _checked(self, outcome: Outcome) -> Outcome:
+        """As it is; failed, whatever it says, if the links did not last until its end."""
+        reason = self._cluster.broken()
+        if reason is None:
+            return outcome
+        self._cluster.set_profile(self._links, self._choice.time_scale)  # for what comes next
+        return Outcome.of("failed", reason)
 
     def describe(self, trial: Trial) -> FabricFacts:
         measured = self._network.get((trial.network or "", self._choice.time_scale))

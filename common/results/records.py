@@ -261,6 +261,14 @@ class Network:
     """Of each link by itself."""
     together: list[dict[str, Any]] = field(default_factory=list)
     """What each host received from the one before it, all of them sending at once."""
+    delays: list[dict[str, Any]] = field(default_factory=list)
+    """One way, of each host to the next and between each two sites, all at once; emulated."""
+    links: str | None = None
+    """What shapes them: tc, or switch."""
+    congestion: str | None = None
+    """TCP's congestion control."""
+    switch: dict[str, Any] | None = None
+    """What the switch counted while all links were busy, and how late it was."""
     off_percent: float | None = None
     flagged: bool | None = None
     notes: list[str] = field(default_factory=list)

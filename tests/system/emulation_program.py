@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-from common.emulation.cluster import EmulatedCluster, VirtualHost
-from common.emulation.config import NetworkProfile, network_profile
+from common.emulation.cluster import EmulatedCluster, VirtualHost, measured_network
+from common.emulation.config import Distance, NetworkProfile, Site, network_profile
 from common.emulation.dilation import calibrate
 
 LIMIT_S = 30.0
@@ -110,10 +112,20 @@ def links() -> list[str]:
     return [line.partition(":")[0].strip() for line in lines]
 
 
-def links_have_the_speed_asked_for() -> None:
+def the_kernel_gives_links_the_speed_asked_for() -> None:
+    links_have_the_speed_asked_for("tc")
+
+
+def the_switch_gives_links_the_speed_asked_for() -> None:
+    links_have_the_speed_asked_for("switch")
+
+
+def links_have_the_speed_asked_for(kind: str) -> None:
     # 5 Gb/s 50 times slower: what is really on the wire are 100 Mb/s.
-    with EmulatedCluster(hosts=2, profile=network_profile("5gbit"), time_scale=50) as cluster:
-        assert cluster.notes == []
+    with EmulatedCluster(
+        hosts=2, profile=network_profile("5gbit"), time_scale=50, links=kind
+    ) as cluster:
+        assert (cluster.kind, cluster.notes) == (kind, [])
         near(cluster.measure(0.2), [5, 5])
         for host in cluster.measure_together(0.3):
             assert 0.8 * 5 < host["gbps"] < 1.1 * 5, host
@@ -135,8 +147,16 @@ def near(measured: list[dict[str, object]], wanted: list[float]) -> None:
             assert isinstance(value, float) and gbps / 3 < value < gbps * 1.3, (row, gbps)
 
 
-def a_cut_link_carries_nothing_until_it_is_restored() -> None:
-    with EmulatedCluster(hosts=2, profile=network_profile("100mbit")) as cluster:
+def the_kernel_carries_nothing_over_a_cut_link() -> None:
+    a_cut_link_carries_nothing_until_it_is_restored("tc")
+
+
+def the_switch_carries_nothing_over_a_cut_link() -> None:
+    a_cut_link_carries_nothing_until_it_is_restored("switch")
+
+
+def a_cut_link_carries_nothing_until_it_is_restored(kind: str) -> None:
+    with EmulatedCluster(hosts=2, profile=network_profile("100mbit"), links=kind) as cluster:
         serve(cluster.hosts[1])
         assert output(cluster.hosts[0], python(ASK, "h1", "20"))
         cluster.set_link(1, False)
@@ -153,18 +173,19 @@ def a_cut_link_carries_nothing_until_it_is_restored() -> None:
         assert output(cluster.hosts[0], python(ASK, "h1", "20"))
 
 
-def delay() -> None:
-    profile = NetworkProfile(
-        name="far", gbps=0.1, latency_us=20000, jitter_us=100, loss_percent=0.01, rdma=True
-    )
-    with EmulatedCluster(hosts=2, profile=profile, time_scale=2) as cluster:
+FAR = {"name": "far", "gbps": 0.1, "latency_us": 20000, "jitter_us": 100, "rdma": True}
+CONNECT = (
+    "import socket, sys, time; began = time.monotonic(); "
+    "socket.create_connection(('h1', 4000)); print(time.monotonic() - began)"
+)
+
+
+def the_kernel_delays_or_says_that_it_cannot() -> None:
+    profile = NetworkProfile(**FAR, loss_percent=0.01)
+    with EmulatedCluster(hosts=2, profile=profile, time_scale=2, links="tc") as cluster:
         print(json.dumps(cluster.notes), flush=True)
         serve(cluster.hosts[1])
-        timed = (
-            "import socket, sys, time; began = time.monotonic(); "
-            "socket.create_connection(('h1', 4000)); print(time.monotonic() - began)"
-        )
-        round_trip_s = float(output(cluster.hosts[0], python(timed)))
+        round_trip_s = float(output(cluster.hosts[0], python(CONNECT)))
         if not any("netem" in note for note in cluster.notes):
             assert round_trip_s > 0.075  # 2 x 20 ms x 2, less the jitter
         cluster.measure(0.2)
@@ -172,6 +193,107 @@ def delay() -> None:
         cluster.set_profile(network_profile("100mbit"), 1)
         assert cluster.notes == []
         near(cluster.measure(0.2), [0.1, 0.1])
+
+
+def the_switch_delays() -> None:
+    with EmulatedCluster(
+        hosts=3, profile=NetworkProfile(**{**FAR, "latency_us": 4000}), time_scale=2, links="switch"
+    ) as cluster:
+        assert cluster.notes == ["RDMA is emulated by TCP"]
+        serve(cluster.hosts[1])
+        assert float(output(cluster.hosts[0], python(CONNECT))) > 0.0155  # 2 x 4 ms x 2
+        delays_are(cluster, {"h0": 4000, "h1": 4000, "h2": 4000})
+        cluster.set_delay(1, 1000)
+        delays_are(cluster, {"h0": 1000, "h1": 1000, "h2": 4000})
+        cluster.restore()
+        delays_are(cluster, {"h1": 4000})
+        found = measured_network(cluster)
+        assert found["links"] == "switch" and found["switch"]["frames"] > 100, found
+        cluster.set_profile(network_profile("100mbit"), 1)
+        assert cluster.notes == []
+        delays_are(cluster, {"h0": 0, "h1": 0, "h2": 0})
+
+
+def delays_are(cluster: EmulatedCluster, wanted_us: dict[str, float]) -> None:
+    """From these hosts to the next; a busy machine may add to it."""
+    rows = {row["source"]: row for row in cluster.measure_delays(0.2)}
+    assert [row["target"] for row in rows.values()] == ["h1", "h2", "h0"]
+    for source, us in wanted_us.items():
+        # Half of all jitter is downwards.
+        assert us - 150 < rows[source]["delay_us"] < us + 5000, rows[source]
+        assert rows[source]["sent"] == 200
+
+
+def the_switch_loses_frames() -> None:
+    profile = NetworkProfile(name="lossy", gbps=1, latency_us=100, loss_percent=1)
+    with EmulatedCluster(hosts=2, profile=profile, links="switch") as cluster:
+        before = cluster.counters()
+        cluster.measure_together(1.0)
+        after = cluster.counters()
+        lost, frames = (after[key] - before[key] for key in ("lost", "frames"))
+        assert frames > 3000, after
+        # Four standard deviations of the mean, and what it is known to.
+        assert abs(lost / (lost + frames) - 0.01) < 4 * (0.01 / (lost + frames)) ** 0.5 + 0.0005
+        cluster.set_profile(profile, 2.0)
+        (note,) = cluster.notes
+        assert note.startswith("packets are lost at a time scale other than 1")
+
+
+def sites_are_far_from_each_other_and_share_a_line() -> None:
+    profile = NetworkProfile(
+        name="sites",
+        gbps=1,
+        latency_us=100,
+        sites=(Site(name="a", hosts=2), Site(name="b", hosts=2)),
+        between=(Distance(sites=("a", "b"), latency_us=20000, gbps=0.1),),
+    )
+    with EmulatedCluster(hosts=4, profile=profile) as cluster:
+        assert cluster.kind == "switch"
+        rows = cluster.measure_delays(0.2)
+        seen = {(row["source"], row["target"]): row["delay_us"] for row in rows}
+        far = {pair for pair, us in seen.items() if us > 19000}
+        assert far == {("h1", "h2"), ("h3", "h0")} and len(seen) == 4, seen
+        # Of the ring h1 to h2 and h3 to h0 pass the lines between the sites.
+        rates = [row["gbps"] for row in cluster.measure_together(1.0)]
+        assert rates[2] < 0.13 and rates[0] < 0.13, rates
+
+
+def a_dead_switch_is_told_and_replaced() -> None:
+    with EmulatedCluster(
+        hosts=2, profile=network_profile("100mbit"), time_scale=1, links="switch"
+    ) as cluster:
+        assert cluster.broken() is None
+        (pid,) = [pid for pid in programs() if pid]
+        os.kill(pid, signal.SIGKILL)
+        while cluster.broken() is None:
+            time.sleep(0.01)
+        assert cluster.broken() == "the switch of the virtual hosts was killed by signal 9"
+        assert cluster.counters() is None
+        try:
+            cluster.measure(0.1)
+        except RuntimeError as error:
+            assert "carries no data" in str(error)
+        else:
+            raise AssertionError("a dead switch has carried something")
+        try:
+            cluster.set_rate(0, 0.05)
+        except RuntimeError as error:
+            assert "killed by signal 9" in str(error)
+        else:
+            raise AssertionError("a dead switch has obeyed")
+        cluster.set_profile(network_profile("100mbit"), 1.0)
+        assert cluster.broken() is None
+        near(cluster.measure(0.2), [0.1, 0.1])
+    assert programs() == []
+
+
+def programs() -> list[int]:
+    """Those that are switches, in this sandbox."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdecimal() and (folder / "comm").read_text() == "link_switch\n":
+            found.append(int(folder.name))
+    return found
 
 
 def a_transfer_tells_what_a_byte_costs() -> None:

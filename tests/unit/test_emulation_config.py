@@ -38,11 +38,12 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_every_network_profile_says_what_it_stands_for_and_whence():
-    wanted = {"1gbe": 1, "10gbe": 10, "25gbe": 25, "100gbe": 100, "100gbib": 100, "wan": 1}
+    wanted = {"1gbe": 1, "10gbe": 10, "25gbe": 25, "100gbe": 100, "100gbib": 100, "wan": 10}
     assert {path.stem for path in (ROOT / "configs/networks").glob("*.yaml")} == set(wanted)
     for name, gbps in wanted.items():
         profile = network_profile(name)
         assert (profile.name, profile.gbps) == (name, gbps)
+        profile.check_hosts(4)
         assert profile.latency_us > 0
         assert profile.stands_for and profile.source
     assert network_profile("100gbib").rdma and not network_profile("100gbe").rdma
@@ -91,35 +92,15 @@ def test_an_unknown_network_is_one_clear_line(name, words):
         (Fault, {"kind": "link_down", "host": -1}, "host must be at least 0"),
         (Fault, {"kind": "link_down", "host": 0, "at_s": -1}, "at_s must be at least 0"),
         (Fault, {"kind": "link_down", "host": 0, "for_s": 0}, "for_s must be greater than 0"),
+        (Fault, {"kind": "link_delay", "host": 1}, "needs `delay_us:`"),
+        (Fault, {"kind": "link_delay", "host": 1, "delay_us": -1}, "delay_us must be at least 0"),
+        (ClusterConfig, {"links": "cables"}, "unknown key of cluster 'links' 'cables'"),
         (Fault, {"kind": "earthquake"}, "unknown kind of fault"),
     ],
 )
 def test_a_wrong_cluster_or_fault_is_one_clear_line(kind, given, words):
     with pytest.raises(UserError, match=words):
         Fault(**given) if kind is Fault else build_options(kind, given, "key of cluster")
-
-
-def test_a_delay_is_put_before_the_bucket_and_stretched_with_time():
-    profile = NetworkProfile(name="far", gbps=1, latency_us=100, jitter_us=5, loss_percent=0.5)
-    delay, bucket = network.shape("p0", profile, 10, netem=True)
-    # 0.1 Gb/s x 1.05 ms are 8.7 frames, with as many again to spare.
-    words = "qdisc replace dev p0 root handle 2: netem limit 1018 delay 1000us 50us loss 0.5%"
-    assert delay == words
-    begin = "qdisc replace dev p0 parent 2:1 handle 3: tbf rate 100000000bit burst 71072b limit "
-    assert bucket.startswith(begin)
-    alone = network.shape("p0", profile, 10, netem=False)
-    assert alone == [bucket.replace("parent 2:1 handle 3:", "root handle 1:")]
-    assert network.reshape("p0", 1, 10, netem=True) == [bucket]
-
-
-@pytest.mark.parametrize("gbps", [0.001, 0.1, 1, 10, 100])
-def test_the_bucket_holds_the_largest_packet_of_tcp_and_is_small(gbps):
-    (line,) = network.shape("p0", NetworkProfile(name="x", gbps=gbps), 1, netem=False)
-    words = line.split()
-    burst, limit = (int(words[words.index(key) + 1].rstrip("b")) for key in ("burst", "limit"))
-    assert burst >= 65536 + 46 * 66
-    assert burst <= max(131072, gbps * 1e9 / 8 * 1e-3)
-    assert limit >= 8 * 131072
 
 
 def test_lost_packets_are_waited_for_in_emulated_time():
@@ -257,6 +238,12 @@ def test_links_are_recorded_and_the_worst_is_named_where_it_is_far_off():
     assert block["together"] == [{"host": "h0", "gbps": 0.9}]
     (note,) = block["notes"]
     assert "h0 down with all links busy 0.9 Gb/s instead of 1 (-10.0 %)" in note
+    found = {"source": "h0", "target": "h1", "requested_us": 100.0, "delay_us": 108.0}
+    assert not network_record(linked(1), [], [], [found], slack_us=10)["flagged"]
+    block = network_record(linked(1), [], [], [found], slack_us=7)
+    assert (block["flagged"], block["delays"]) == (True, [found])
+    words = "links are not as asked: from h0 to h1 packets take 108 us instead of 100"
+    assert block["notes"] == [words]
     block = network_record(linked(1), [])
     assert (block["off_percent"], block["flagged"], block["measured"]) == (None, False, [])
 

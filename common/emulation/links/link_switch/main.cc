@@ -1,0 +1,264 @@
+// The switch of an emulated cluster: link_switch DEVICE=ADDRESS... [--seed N]
+//
+// Each device is this end of a host's cable, and ADDRESS the last two bytes of its hardware address
+// in decimal; hosts are numbered in this order. Commands come on standard input (commands.h), whose
+// end is the end of this program. Prints a line `ready PRIORITY` when it works.
+#include <fcntl.h>
+#include <malloc.h>
+#include <sched.h>
+#include <sys/epoll.h>
+#include <sys/prctl.h>
+#include <sys/resource.h>
+#include <sys/timerfd.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+#include <ctime>
+#include <exception>
+#include <string>
+#include <system_error>
+#include <unordered_map>
+#include <vector>
+
+#include "commands.h"
+#include "fabric.h"
+#include "port.h"
+
+namespace link_switch {
+namespace {
+
+constexpr int64_t kSecond = 1'000'000'000;
+// A timer's thread runs some time after its time has come. What is due is done so much earlier that
+// half of all packets are early and half are late; a limit, as a machine may be busy for long.
+constexpr Nanoseconds kMostLead = 50'000, kLeadStep = 100;
+// What may wait to be read, of all ports together and of each; 70 KB of memory a packet.
+constexpr size_t kMostPackets = 2048, kLeastPackets = 30;
+// Packets of one port before the others have their turn, and before what is due is sent.
+constexpr int kTurn = 32;
+
+int64_t read_clock(clockid_t clock) {
+  timespec now;
+  clock_gettime(clock, &now);
+  return now.tv_sec * kSecond + now.tv_nsec;
+}
+
+void check(bool good, const char* what) {
+  if (!good) throw std::system_error(errno, std::generic_category(), what);
+}
+
+// The kernel's ear: a packet late by the time that others compute is a packet on a slower network.
+const char* take_priority() {
+  prctl(PR_SET_TIMERSLACK, 1);
+  const sched_param first{1};
+  if (sched_setscheduler(0, SCHED_RR, &first) == 0) return "real-time";
+  return setpriority(PRIO_PROCESS, 0, -20) == 0 ? "raised" : "ordinary";
+}
+
+// By whole microseconds, how much later than due packets were handed to the kernel; some are early.
+class Lateness {
+ public:
+  void add(Nanoseconds late) {
+    const auto us = static_cast<size_t>(std::max<Nanoseconds>(0, late + kMostLead) / 1000);
+    ++counts_[std::min(us, counts_.size() - 1)];
+    ++total_;
+    max_ = std::max(max_, late);
+  }
+  double quantile_us(double share) const {
+    uint64_t seen = 0;
+    for (size_t us = 0; us < counts_.size(); ++us) {
+      seen += counts_[us];
+      if (static_cast<double>(seen) >= share * static_cast<double>(total_)) {
+        return static_cast<double>(us) + 0.5 - kMostLead / 1000;
+      }
+    }
+    return 0;
+  }
+  double max_us() const { return static_cast<double>(max_) / 1000; }
+
+ private:
+  std::array<uint64_t, 65536> counts_{};
+  uint64_t total_ = 0;
+  Nanoseconds max_ = 0;
+};
+
+class Switch {
+ public:
+  Switch(const std::vector<std::pair<std::string, uint16_t>>& devices, uint64_t seed)
+      : fabric_(static_cast<uint32_t>(devices.size()), seed,
+                [this](Transit transit) { deliver(transit); }),
+        epoll_(epoll_create1(EPOLL_CLOEXEC)),
+        timer_(timerfd_create(CLOCK_MONOTONIC, TFD_NONBLOCK | TFD_CLOEXEC)) {
+    check(epoll_ >= 0 && timer_ >= 0, "epoll and timer");
+    check(fcntl(STDIN_FILENO, F_SETFL, O_NONBLOCK) == 0, "standard input");
+    const size_t share = std::max(kLeastPackets, kMostPackets / devices.size());
+    for (const auto& [device, address] : devices) {
+      port_of_[address] = static_cast<uint32_t>(ports_.size());
+      ports_.emplace_back(device, share);
+      watch(ports_.back().fd(), ports_.size() - 1);
+    }
+    watch(timer_, kTimer);
+    watch(STDIN_FILENO, kInput);
+  }
+
+  // Until the input ends.
+  void run() {
+    std::array<epoll_event, 64> events;
+    while (!ended_) {
+      wait_until(fabric_.next());
+      const int count = epoll_wait(epoll_, events.data(), events.size(), -1);
+      check(count >= 0 || errno == EINTR, "epoll");
+      const int64_t offset = read_clock(CLOCK_REALTIME) - read_clock(CLOCK_MONOTONIC);
+      for (int i = 0; i < count; ++i) {
+        const uint64_t which = events[i].data.u64;
+        if (which == kTimer) {
+          uint64_t times;
+          check(read(timer_, &times, sizeof times) > 0 || errno == EAGAIN, "timer");
+        } else if (which == kInput) {
+          listen();
+        } else {
+          if ((events[i].events & EPOLLERR) != 0) ports_[which].forget_error();
+          take(static_cast<uint32_t>(which), offset);
+        }
+      }
+      fabric_.advance(read_clock(CLOCK_MONOTONIC) + lead_);
+    }
+  }
+
+ private:
+  static constexpr uint64_t kTimer = UINT64_MAX, kInput = UINT64_MAX - 1;
+
+  void watch(int fd, uint64_t name) {
+    epoll_event event{};
+    event.events = EPOLLIN;
+    event.data.u64 = name;
+    check(epoll_ctl(epoll_, EPOLL_CTL_ADD, fd, &event) == 0, "epoll");
+  }
+
+  void wait_until(std::optional<Nanoseconds> at) {
+    if (at == timer_at_) return;
+    timer_at_ = at;
+    itimerspec when{};
+    if (at) {
+      // Zero would be no time at all.
+      const Nanoseconds early = std::max<Nanoseconds>(1, *at - lead_);
+      when.it_value = {early / kSecond, early % kSecond};
+    }
+    check(timerfd_settime(timer_, TFD_TIMER_ABSTIME, &when, nullptr) == 0, "timer");
+  }
+
+  void take(uint32_t from, int64_t offset) {
+    for (int i = 0; i < kTurn; ++i) {
+      auto received = ports_[from].receive();
+      if (!received) return;
+      const auto address = received->packet.destination();
+      const auto to = address ? port_of_.find(*address) : port_of_.end();
+      if (to == port_of_.end() || to->second == from) {
+        ++astray_;
+        continue;
+      }
+      const int64_t now = read_clock(CLOCK_MONOTONIC);
+      const int64_t sent = received->sent_at - offset;
+      // A step of the wall clock must not send a packet to another time.
+      const bool sane = sent <= now && sent > now - kSecond;
+      fabric_.arrive(std::move(received->packet), from, to->second, sane ? sent : now);
+    }
+  }
+
+  void deliver(const Transit& transit) {
+    if (!ports_[transit.to].send(transit.packet)) ++unsendable_;
+    const Nanoseconds late = read_clock(CLOCK_MONOTONIC) - transit.last;
+    lateness_.add(late);
+    lead_ = std::clamp<Nanoseconds>(lead_ + (late > 0 ? kLeadStep : -kLeadStep), 0, kMostLead);
+  }
+
+  void listen() {
+    char buffer[65536];
+    const ssize_t count = read(STDIN_FILENO, buffer, sizeof buffer);
+    if (count < 0) {
+      check(errno == EAGAIN || errno == EINTR, "standard input");
+      return;
+    }
+    ended_ = count == 0;
+    input_.append(buffer, static_cast<size_t>(count));
+    size_t begin = 0;
+    for (size_t end; (end = input_.find('\n', begin)) != std::string::npos; begin = end + 1) {
+      answer(obey(fabric_, input_.substr(begin, end - begin)));
+    }
+    input_.erase(0, begin);
+  }
+
+  void answer(Command command) {
+    if (command == Command::sync) std::puts("ok");
+    if (command == Command::stats) tell();
+    if (command != Command::change) std::fflush(stdout);
+  }
+
+  void tell() {
+    for (Port& port : ports_) missed_ += port.missed();
+    rusage usage;
+    getrusage(RUSAGE_SELF, &usage);
+    const auto seconds = [](timeval time) {
+      return static_cast<double>(time.tv_sec) + 1e-6 * static_cast<double>(time.tv_usec);
+    };
+    const Counts& counts = fabric_.counts();
+    std::printf(
+        "{\"packets\": %lu, \"frames\": %lu, \"bytes\": %lu, \"lost\": %lu, \"overflows\": %lu, "
+        "\"missed\": %lu, \"unsendable\": %lu, \"astray\": %lu, \"late_us\": {\"median\": %.1f, "
+        "\"p99\": %.1f, \"max\": %.1f}, \"cpu_s\": %.6f}\n",
+        counts.packets, counts.frames, counts.bytes, counts.lost, counts.overflows, missed_,
+        unsendable_, astray_, lateness_.quantile_us(0.5), lateness_.quantile_us(0.99),
+        lateness_.max_us(), seconds(usage.ru_utime) + seconds(usage.ru_stime));
+    lateness_ = Lateness();  // of the time until the next question
+  }
+
+  Fabric fabric_;
+  std::vector<Port> ports_;
+  std::unordered_map<uint16_t, uint32_t> port_of_;
+  int epoll_, timer_;
+  std::optional<Nanoseconds> timer_at_;
+  Nanoseconds lead_ = 0;
+  std::string input_;
+  bool ended_ = false;
+  Lateness lateness_;
+  uint64_t missed_ = 0, unsendable_ = 0, astray_ = 0;
+};
+
+int run(int count, char** words) {
+  std::vector<std::pair<std::string, uint16_t>> devices;
+  uint64_t seed = 0;
+  for (int i = 1; i < count; ++i) {
+    const std::string word = words[i];
+    const size_t equals = word.find('=');
+    if (word == "--seed" && i + 1 < count) {
+      seed = std::stoull(words[++i]);
+    } else if (equals != std::string::npos) {
+      devices.emplace_back(word.substr(0, equals),
+                           static_cast<uint16_t>(std::stoul(word.substr(equals + 1))));
+    } else {
+      std::fprintf(stderr, "usage: link_switch DEVICE=ADDRESS... [--seed N]\n");
+      return 2;
+    }
+  }
+  // Memory stays here: to get it anew for each packet costs more than all else.
+  mallopt(M_TRIM_THRESHOLD, 1 << 30);
+  mallopt(M_MMAP_THRESHOLD, 1 << 30);
+  try {
+    Switch the_switch(devices, seed);
+    std::printf("ready %s\n", take_priority());
+    std::fflush(stdout);
+    the_switch.run();
+    return 0;
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "error: the switch has failed: %s\n", error.what());
+    return 1;
+  }
+}
+
+}  // namespace
+}  // namespace link_switch
+
+int main(int count, char** words) { return link_switch::run(count, words); }

@@ -1,0 +1,142 @@
+"""Links that the kernel shapes: a bridge, tbf on both ends of each cable, and netem."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+
+from common.emulation import network
+from common.emulation.config import FRAME_BYTES, NetworkProfile
+from common.emulation.links.base import Links
+
+# One large packet of TCP, 64 KiB in 46 segments with headers, as the bucket counts it: what exceeds
+# the bucket is cut up, slowly. And tokens for the time that a timer may be late: with them four
+# hosts that all send at once keep 10 Gb/s at time scales from 6 to 16.
+_LARGEST_BYTES, _LATE_S = 64 * 1024 + 46 * 66, 200e-6
+# Handles of the queues: of different kinds they must differ, or the kernel refuses to replace one.
+_TBF_ALONE, _NETEM, _TBF_BELOW = "1:", "2:", "3:"
+
+
+class KernelLinks(Links):
+    """What a rate and a delay are, network.py and netem's manual say."""
+
+    kind = "tc"
+    devices = (network.BRIDGE,)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._netem = self._single_packets = False
+
+    def commands(self, holders: Sequence[int]) -> list[str]:
+        bridge = network.BRIDGE
+        lines = [f"link add name {bridge} address {network.SWITCH_MAC} type bridge"]
+        lines += network.cable_commands(holders)
+        lines += [f"link set dev {network.port_of(h)} master {bridge}" for h in range(len(holders))]
+        return lines + network.switch_commands(len(holders))
+
+    def shape(self) -> None:
+        profile, time_scale = self.profile, self.time_scale
+        self._netem = delays(profile) and has_netem()
+        down = [
+            line
+            for host in range(len(self.pids))
+            for line in queue_commands(network.port_of(host), profile, time_scale, self._netem)
+        ]
+        # The delay is on one end only, so that it counts once from host to host.
+        up = queue_commands(network.IFNAME, profile, time_scale, False)
+        self._on_all("tc", down, up)
+        lossy = self._netem and profile.loss_percent > 0
+        if lossy != self._single_packets:
+            # Losing one large packet would lose up to 45 segments at once.
+            limit = f"gso_max_segs {1 if lossy else 65535}"
+            lines = [
+                f"link set dev {device} {limit}" for device in (network.BRIDGE, network.IFNAME)
+            ]
+            self._on_all("ip", lines[:1], lines[1:])
+            self._single_packets = lossy
+
+    def set_rate(self, host: int, gbps: float) -> None:
+        profile = dataclasses.replace(self.profile, gbps=gbps)
+        down = bucket_command(network.port_of(host), profile, self.time_scale, self._netem)
+        up = bucket_command(network.IFNAME, profile, self.time_scale, False)
+        network.batch("tc", [down])
+        network.batch("tc", [up], self.pids[host])
+
+    def set_delay(self, host: int, latency_us: float) -> None:
+        if not has_netem():
+            raise RuntimeError("this kernel has no netem to delay a link with; use links: switch")
+        profile = dataclasses.replace(self.profile, latency_us=latency_us, jitter_us=0)
+        down = queue_commands(network.port_of(host), profile, self.time_scale, True)
+        network.batch("tc", down)
+        # What the host sends is delayed at the others' ends as ever; the rest at its own.
+        more = max(0.0, latency_us - self.profile.latency_us)
+        profile = dataclasses.replace(profile, latency_us=more, loss_percent=0)
+        up = queue_commands(network.IFNAME, profile, self.time_scale, more > 0)
+        network.batch("tc", up, self.pids[host])
+
+    def left_out(self, profile: NetworkProfile) -> str | None:
+        if not delays(profile) or has_netem():
+            return None
+        parts = [f"latency of {profile.latency_us:g} us"] if profile.latency_us else []
+        parts += [f"jitter of {profile.jitter_us:g} us"] if profile.jitter_us else []
+        parts += [f"loss of {profile.loss_percent:g} %"] if profile.loss_percent else []
+        return f"only bandwidth is shaped: this kernel has no netem for the {', '.join(parts)}"
+
+    def burst_bytes(self) -> int:
+        return burst_bytes(self.profile.gbps, self.time_scale)
+
+
+def delays(profile: NetworkProfile) -> bool:
+    """Whether the profile asks for more than a bandwidth."""
+    return profile.latency_us > 0 or profile.loss_percent > 0
+
+
+@functools.cache
+def has_netem() -> bool:
+    """Whether the kernel can delay and lose packets; asked of it, in a sandbox."""
+    try:
+        network.batch("tc", ["qdisc add dev lo root netem delay 1us", "qdisc del dev lo root"])
+    except RuntimeError:
+        return False
+    return True
+
+
+def queue_commands(
+    device: str, profile: NetworkProfile, time_scale: float, netem: bool
+) -> list[str]:
+    """Gives `device` its queues, or changes those it has from an earlier call.
+
+    Args:
+        time_scale: the link is this many times slower, and its delay longer, than the profile's.
+        netem: also delay and lose packets.
+    """
+    delay = [_delay(device, profile, time_scale)] if netem else []
+    return [*delay, bucket_command(device, profile, time_scale, netem)]
+
+
+def bucket_command(device: str, profile: NetworkProfile, time_scale: float, netem: bool) -> str:
+    """Changes the rate alone; what is queued stays queued."""
+    where = f"parent {_NETEM}1 handle {_TBF_BELOW}" if netem else f"root handle {_TBF_ALONE}"
+    burst = burst_bytes(profile.gbps, time_scale)
+    return (
+        f"qdisc replace dev {device} {where} tbf rate {round(profile.gbps * 1e9 / time_scale)}bit "
+        f"burst {burst}b limit {burst + profile.queue_bytes}b"
+    )
+
+
+def burst_bytes(gbps: float, time_scale: float) -> int:
+    """What a bucket holds."""
+    return _LARGEST_BYTES + math.ceil(gbps * 1e9 / time_scale / 8 * _LATE_S)
+
+
+def _delay(device: str, profile: NetworkProfile, time_scale: float) -> str:
+    delay_us, jitter_us = profile.latency_us * time_scale, profile.jitter_us * time_scale
+    under_way = profile.gbps * 1e9 / time_scale / 8 / FRAME_BYTES * (delay_us + jitter_us) * 1e-6
+    words = f"limit {1000 + math.ceil(2 * under_way)} delay {delay_us:g}us"
+    if jitter_us:
+        words += f" {jitter_us:g}us"
+    if profile.loss_percent:
+        words += f" loss {profile.loss_percent:g}%"
+    return f"qdisc replace dev {device} root handle {_NETEM} netem {words}"

@@ -1,0 +1,130 @@
+"""One-way delays between virtual hosts, all at once, by small packets that carry the time.
+
+Hosts share this machine's clock, so that one way can be measured. The ends are this file run as a
+script, which prints as JSON what it has received:
+
+    probe.py listen ADDRESS                                   prints its port first
+    probe.py send ADDRESS PORT SECONDS AFTER_S                says, AFTER_S later, that it is over
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import statistics
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+if __name__ != "__main__":
+    from common.emulation.flow import OnHost
+
+_SCRIPT = [sys.executable, "-I", "-S", __file__]
+_NUMBER = struct.Struct("<qq")  # of the packet, and ns since the epoch; the end has number -1
+_TIMESTAMP = struct.Struct("<qq")
+_SO_TIMESTAMPNS = 35  # as in <asm-generic/socket.h>; Python has no name for it
+_INTERVAL_S = 0.001
+_LIMIT_S = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Delays:
+    """Of one pair of hosts, one way, in microseconds of this machine."""
+
+    median_us: float
+    p99_us: float
+    sent: int
+    lost: int
+
+
+def all_pairs(
+    pairs: Sequence[tuple[OnHost, OnHost]], seconds: float, after_s: float
+) -> list[Delays]:
+    """Has the first of each pair send a packet of 30 bytes each millisecond to the second.
+
+    Args:
+        after_s: what the last of them may take.
+
+    Raises:
+        RuntimeError: none of a pair's packets comes through.
+    """
+    how = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    found = []
+    with ExitStack() as stack:
+
+        def start(host: OnHost, *arguments: str) -> subprocess.Popen[str]:
+            command = host.command([*_SCRIPT, *arguments])
+            process = stack.enter_context(subprocess.Popen(command, text=True, **how))
+            stack.callback(process.kill)
+            return process
+
+        listening = [start(target, "listen", target.address) for _, target in pairs]
+        ports = [process.stdout.readline().strip() for process in listening]
+        times = (str(seconds), str(after_s + 0.1))
+        sending = [
+            start(source, "send", target.address, port, *times)
+            for (source, target), port in zip(pairs, ports, strict=True)
+        ]
+        for (source, target), sender, listener in zip(pairs, sending, listening, strict=True):
+            words = sender.communicate(timeout=_LIMIT_S + seconds)[1].strip()
+            if sender.returncode:
+                raise RuntimeError(f"{source.name} cannot send to {target.name}: {words[-200:]}")
+            delays_ns = json.loads(listener.communicate(timeout=_LIMIT_S)[0] or "[]")
+            sent = round(seconds / _INTERVAL_S)
+            if len(delays_ns) < 2:
+                raise RuntimeError(f"no packet comes from {source.name} to {target.name}")
+            cuts = statistics.quantiles(delays_ns, n=100, method="inclusive")
+            found.append(
+                Delays(
+                    median_us=cuts[49] / 1e3,
+                    p99_us=cuts[98] / 1e3,
+                    sent=sent,
+                    lost=sent - len(delays_ns),
+                )
+            )
+    return found
+
+
+def _listen(address: str) -> list[int]:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as end:
+        end.bind((address, 0))
+        # The kernel says when a packet came; when this process was woken is another matter.
+        end.setsockopt(socket.SOL_SOCKET, _SO_TIMESTAMPNS, 1)
+        end.settimeout(_LIMIT_S)
+        print(end.getsockname()[1], flush=True)
+        delays = []
+        while True:
+            data, control, _, _ = end.recvmsg(64, 64)
+            number, sent = _NUMBER.unpack_from(data)
+            if number < 0:
+                return delays
+            for level, kind, value in control:
+                if level == socket.SOL_SOCKET and kind == _SO_TIMESTAMPNS:
+                    seconds, ns = _TIMESTAMP.unpack(value)
+                    delays.append(seconds * 1_000_000_000 + ns - sent)
+
+
+def _send(address: str, port: str, seconds: str, after_s: str) -> None:
+    count = round(float(seconds) / _INTERVAL_S)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as end:
+        end.connect((address, int(port)))
+        began = time.monotonic()
+        for number in range(count):
+            time.sleep(max(0.0, began + number * _INTERVAL_S - time.monotonic()))
+            end.send(_NUMBER.pack(number, time.time_ns()))
+        time.sleep(float(after_s))
+        with contextlib.suppress(ConnectionRefusedError):  # the other end has heard it
+            for _ in range(20):
+                end.send(_NUMBER.pack(-1, 0))
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "listen":
+        print(json.dumps(_listen(sys.argv[2])))
+    else:
+        _send(*sys.argv[2:])

@@ -293,7 +293,7 @@ def main(argv: list[str]) -> int:
             return SWEEPS[args.what][0](args, output)
     with Output(args.json) as output:
         check, kind, *_ = CHECKS[args.what]
-        return check(args, Check(args.what, kind, output))
+        return check(args, Check(f"fidelity {args.what}", kind, output))
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:

@@ -48,7 +48,7 @@ class Check:
 
     def save(self, cases: Sequence[Case], **values: Any) -> None:
         """Keeps the cases and values, with where they were measured."""
-        about = self.output.about(f"bench/fidelity {self.what}")
+        about = self.output.about(f"bench/{self.what}")
         self.output.save({**about, "cases": [vars(case) for case in cases], **values})
 
     def end(self, cases: Sequence[Case], *remarks: str, failures: Sequence[str] = ()) -> int:

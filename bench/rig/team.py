@@ -80,6 +80,7 @@ def built(
         profile=network_profile("1gbit" if rate == UNLIMITED else rate),
         # Also without a choice every engine gets what the machine would give it.
         congestion=congestion or network.default_congestion(),
+        links="tc",  # it is engines that are compared: nothing of ours is to stand between them
     ) as cluster:
         if rate == UNLIMITED:
             for index, host in enumerate(cluster.hosts):

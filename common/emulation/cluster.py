@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -186,8 +185,9 @@ class EmulatedCluster:
         Again, up to twice, where one seems slow, as `measure`.
 
         Returns:
-            For each host `host` and `gbps`: what it receives, as `measure` counts; none where there
-            are no two hosts.
+            For each host `host` and `gbps`: what it receives, as `measure` counts; and
+            `requested_gbps`, which is None where it is TCP that sets the speed: where frames are
+            lost, and between sites. Nothing where there are no two hosts.
 
         Raises:
             RuntimeError: a link carries nothing.
@@ -201,9 +201,14 @@ class EmulatedCluster:
             best = [max(a, b * self.time_scale) for a, b in zip(best, found, strict=True)]
             if min(best) > _NEAR * min(self._gbps):
                 break
-        return [
-            {"host": host.name, "gbps": gbps} for host, gbps in zip(self.hosts, best, strict=True)
-        ]
+        rows = []
+        for index, (host, gbps) in enumerate(zip(self.hosts, best, strict=True)):
+            before = (index - 1) % len(self.hosts)
+            way = self.profile.connection(before, index, len(self.hosts))
+            limited = way.loss_percent > 0 or way.trunk is not None
+            asked = None if limited else min(self._gbps[before], self._gbps[index])
+            rows.append({"host": host.name, "gbps": gbps, "requested_gbps": asked})
+        return rows
 
     @property
     def delays_packets(self) -> bool:
@@ -216,7 +221,7 @@ class EmulatedCluster:
         framed = self._links.burst_bytes()
         return framed * PAYLOAD_BYTES // FRAME_BYTES
 
-    def measure_delays(self, seconds: float = 1.0) -> list[dict[str, Any]]:
+    def measure_delays(self, seconds: float = 0.5) -> list[dict[str, Any]]:
         """Sends small packets from every host to the next, and to the nearest host of each other
         site, all at once.
 
@@ -311,7 +316,7 @@ class EmulatedCluster:
 
     def _set_buffers(self) -> None:
         """Lets TCP keep the longest line full: what is under way, twice."""
-        needed = 4 * math.ceil(self.profile.gbps * 1e9 / 8 * self.profile.farthest_us * 1e-6)
+        needed = 2 * self.profile.under_way_bytes
         refused = network.raise_buffers(needed, [host.pid for host in self.hosts])
         if refused:
             self.notes.append(f"TCP may not have {needed} bytes of buffers: {refused}")
@@ -400,7 +405,12 @@ def network_record(
     rates = [
         (host["host"], way, host[f"{way}_gbps"]) for host in measured for way in ("up", "down")
     ]
-    rates += [(host["host"], "down with all links busy", host["gbps"]) for host in together]
+    busy = "down with all links busy"
+    rates += [
+        (host["host"], busy, host["gbps"])
+        for host in together
+        if host["requested_gbps"] is not None
+    ]
     deviations = [(100 * (gbps / profile.gbps - 1), host, way, gbps) for host, way, gbps in rates]
     worst = max(deviations, key=lambda deviation: abs(deviation[0]), default=None)
     flagged = worst is not None and abs(worst[0]) > FLAG_PERCENT

@@ -96,6 +96,19 @@ class Distance:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Stretch:
+    """Some time at some rate; one entry of `trace:`."""
+
+    gbps: float
+    for_s: float
+    """Emulated seconds."""
+
+    def __post_init__(self) -> None:
+        _check_rate("trace", self.gbps)
+        positive("trace: for_s", self.for_s)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Connection:
     """What a packet meets on its way from one host to another, beside the links of the two."""
 
@@ -127,6 +140,9 @@ class NetworkProfile:
     """Where the hosts stand; none: all at one place."""
     between: tuple[Distance, ...] = ()
     """What joins each pair of sites."""
+    trace: tuple[Stretch, ...] = ()
+    """The rates of all links while a trial is measured, one after the other and from the first
+    again; before that, and without a trace, it is `gbps`."""
     stands_for: str = ""
     """The real network that this is meant to behave like."""
     source: str = ""
@@ -168,9 +184,14 @@ class NetworkProfile:
     @property
     def queue_bytes(self) -> int:
         """See `queue_kb`."""
-        if self.queue_kb is not None:
-            return math.ceil(1000 * self.queue_kb)
-        return max(_QUEUE_BYTES, math.ceil(self.gbps * 1e9 / 8 * 4 * self.farthest_us * 1e-6))
+        return self._queue_bytes(self.gbps, self.latency_us)
+
+    @property
+    def under_way_bytes(self) -> int:
+        """The most that one round trip holds, between any two hosts."""
+        ways = [(self.gbps, self.latency_us)]
+        ways += [(min(self.gbps, far.gbps or self.gbps), far.latency_us) for far in self.between]
+        return max(_under_way_bytes(*way) for way in ways)
 
     @property
     def farthest_us(self) -> float:
@@ -200,9 +221,19 @@ class NetworkProfile:
             latency_us=self.latency_us, jitter_us=self.jitter_us, loss_percent=self.loss_percent
         )
 
-    def trunks(self) -> list[float | None]:
-        """Gb/s of each line between sites, one for each direction; None: without a limit."""
-        return [distance.gbps for distance in self.between for _ in range(2)]
+    def trunks(self) -> list[tuple[float | None, int]]:
+        """Of each line between sites, one for each direction: Gb/s (None: without a limit), and
+        the bytes that may wait for it."""
+        return [
+            (far.gbps, self._queue_bytes(far.gbps or self.gbps, far.latency_us))
+            for far in self.between
+            for _ in range(2)
+        ]
+
+    def _queue_bytes(self, gbps: float, latency_us: float) -> int:
+        if self.queue_kb is not None:
+            return math.ceil(1000 * self.queue_kb)
+        return max(_QUEUE_BYTES, 2 * _under_way_bytes(gbps, latency_us))
 
     def _site_of(self, host: int, hosts: int) -> int:
         """The number of the site that this host is in."""
@@ -218,6 +249,10 @@ class NetworkProfile:
             if not count:
                 raise UserError(f"network {self.name!r}: no host is in site {site.name!r}")
         return bisect.bisect_right(list(itertools.accumulate(counts)), host)
+
+
+def _under_way_bytes(gbps: float, latency_us: float) -> int:
+    return math.ceil(gbps * 1e9 / 8 * 2 * latency_us * 1e-6)
 
 
 def _check_rate(what: str, gbps: float) -> None:

@@ -70,6 +70,32 @@ class _Change:
     undo: Callable[[], None] | None = None
 
 
+def wait_until_measuring(phase: Callable[[int], tuple[int, str]], ended: threading.Event) -> bool:
+    """Whether rank 0 has begun to measure before the trial had `ended`.
+
+    Args:
+        phase: of a rank, as `phase_of` gives it.
+    """
+    while phase(0)[1] != _MEASURING:
+        if ended.wait(_POLL_S):
+            return False
+    return True
+
+
+def phase_of(folder: Path, repeat: int, rank: int) -> tuple[int, str]:
+    """Process and phase of a rank; (0, "") as long as it has said nothing.
+
+    Args:
+        folder: the trial's folder, where the ranks write what they are doing.
+    """
+    try:
+        text = (folder / f"phase-{repeat}-rank{rank}").read_text()
+    except FileNotFoundError:
+        return 0, ""
+    pid, _, name = text.partition(" ")
+    return (int(pid) if pid.isdigit() else 0), name
+
+
 class FaultInjector:
     """One fault in one repeat of one trial: `start()` before the ranks, `stop()` after them.
 
@@ -90,7 +116,8 @@ class FaultInjector:
         ranks_per_host: int,
     ) -> None:
         self._fault, self._cluster = fault, cluster
-        self._folder, self._repeat, self._time_scale = folder, repeat, time_scale
+        self._folder, self._time_scale = folder, time_scale
+        self._phase = partial(phase_of, folder, repeat)
         self._host = fault.host if fault.rank is None else fault.rank // ranks_per_host
         self._change = self._make_change()
         self._events: list[Event] = []
@@ -132,12 +159,11 @@ class FaultInjector:
 
     def _run(self) -> None:
         fault, scale = self._fault, self._time_scale
-        while self._phase(0)[1] != _MEASURING:
-            if self._trial_ended.wait(_POLL_S):
-                self._note(
-                    self._change.what, None, ok=False, message="the trial ended before it measured"
-                )
-                return
+        if not wait_until_measuring(self._phase, self._trial_ended):
+            self._note(
+                self._change.what, None, ok=False, message="the trial ended before it measured"
+            )
+            return
         self._began = time.monotonic()
         if self._trial_ended.wait(fault.at_s * scale) or self._phase(0)[1] != _MEASURING:
             late = f"planned at {fault.at_s:g} s, but the measurement had ended"
@@ -170,15 +196,6 @@ class FaultInjector:
 
     def _now(self) -> float:
         return round((time.monotonic() - self._began) / self._time_scale, 4)
-
-    def _phase(self, rank: int) -> tuple[int, str]:
-        """Process and phase of a rank; (0, "") as long as it has said nothing."""
-        try:
-            text = (self._folder / f"phase-{self._repeat}-rank{rank}").read_text()
-        except FileNotFoundError:
-            return 0, ""
-        pid, _, name = text.partition(" ")
-        return (int(pid) if pid.isdigit() else 0), name
 
     def _make_change(self) -> _Change:
         fault, cluster, host = self._fault, self._cluster, self._host

@@ -38,6 +38,8 @@ class Delays:
 
     median_us: float
     p99_us: float
+    quantiles_us: list[float]
+    """5, 25, 50, 75 and 95 %."""
     sent: int
     lost: int
 
@@ -83,6 +85,7 @@ def all_pairs(
                 Delays(
                     median_us=cuts[49] / 1e3,
                     p99_us=cuts[98] / 1e3,
+                    quantiles_us=[cuts[share - 1] / 1e3 for share in (5, 25, 50, 75, 95)],
                     sent=sent,
                     lost=sent - len(delays_ns),
                 )

@@ -193,6 +193,10 @@ class Experiment:
                 raise UserError(
                     f"cluster.links: tc knows no sites, which network {profile.name!r} has"
                 )
+            if profile.trace and any(f.kind == "link_rate" for f in self.faults):
+                raise UserError(
+                    f"faults: link_rate: network {profile.name!r} has a trace, which sets the rates"
+                )
         if self.hostfile is not None:
             raise UserError("hostfile: the hosts of an emulated cluster are its own; leave it out")
         if self.launcher == "slurm":

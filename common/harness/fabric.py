@@ -5,8 +5,8 @@ On virtual hosts links are shaped and measured, time is dilated, and faults are 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from common.emulation.dilation import (
     needed_scale,
 )
 from common.emulation.faults import FaultInjector, blame
+from common.emulation.trace import TracePlayer
 from common.harness.experiment import Experiment
 from common.harness.record import REAL, FabricFacts, Result
 from common.harness.trial import Briefing, Trial
@@ -174,8 +175,25 @@ class EmulatedFabric(Fabric):
         )
 
     def run(self, trial: Trial, job: Job) -> Outcome:
+        with self._played(job):
+            return self._checked(self._run(trial, job))
+
+    @contextmanager
+    def _played(self, job: Job) -> Iterator[None]:
+        """The network's trace, if it has one, while the job is measured."""
+        if not self._links.trace:
+            yield
+            return
+        player = TracePlayer(self._cluster, job.folder, job.repeat)
+        player.start()
+        try:
+            yield
+        finally:
+            player.stop()
+
+    def _run(self, trial: Trial, job: Job) -> Outcome:
         if trial.fault is None:
-            return self._checked(super().run(trial, job))
+            return super().run(trial, job)
         place = (job.folder, job.repeat, self._choice.time_scale, self._config.ranks_per_host)
         injector = FaultInjector(trial.fault, self._cluster, *place)
         injector.start()
@@ -190,7 +208,7 @@ class EmulatedFabric(Fabric):
         phrase = blame(outcome.error, events)
         if phrase and outcome.error is not None:
             outcome.error["message"] = f"{outcome.error['message']} ({phrase})"
-        return self._checked(outcome)
+        return outcome
 
     def _checked(self, outcome: Outcome) -> Outcome:
         """As it is; failed, whatever it says, if the links did not last until its end."""

@@ -6,6 +6,7 @@ import gzip
 import json
 import signal
 
+import psutil
 import pytest
 
 from common.emulation import sandbox
@@ -163,6 +164,39 @@ def test_a_link_cut_for_good_fails_the_trial_names_the_host_and_the_sweep_goes_o
     assert [record["status"] for record in records] == ["failed", "failed"]
     assert all("h1" in record["error"]["message"] for record in records)
     assert all(record["fault_events"][0]["ok"] for record in records)
+
+
+@pytest.mark.full
+def test_a_trial_whose_switch_dies_fails_and_the_next_has_another_switch(replayed):
+    more = ["--set", "collective_timeout_s=5", "--set", "cluster.links=switch"]
+    process = replayed.start(*more, "--set", "algorithms=[dear, wfbp]")
+    try:
+        replayed.worker("dear", rank=0, phase="measuring")
+        below = psutil.Process(process.pid).children(recursive=True)
+        (switch,) = [one for one in below if one.name() == "link_switch"]
+        switch.kill()
+        stdout, stderr = process.communicate(timeout=120)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 1, stdout + stderr
+    records = {record["trial"]["algorithm"]: record for record in replayed.records()}
+    error = records["dear"]["error"]["message"]
+    assert error.startswith("the switch of the virtual hosts was killed by signal 9")
+    assert records["wfbp"]["status"] == "ok" and records["wfbp"]["network"]["links"] == "switch"
+
+
+@pytest.mark.full
+def test_two_sites(tmp_path):
+    driver = Driver(tmp_path, TINY.replace("hosts: 2, network: 1gbe", "hosts: 4, network: wan"))
+    done = driver.run("-k", "dear")
+    assert done.returncode == 0, done.stderr + done.stdout
+    (record,) = driver.records()
+    assert record["status"] == "ok" and record["check"]["replicas_agree"]
+    delays = {(row["source"], row["target"]): row for row in record["network"]["delays"]}
+    assert delays["h1", "h2"]["requested_us"] == 20000
+    assert 19000 < delays["h1", "h2"]["delay_us"] < 25000
+    assert record["network"]["links"] == "switch"
 
 
 @pytest.mark.full

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from common.emulation.config import Fault
+from common.emulation.config import Fault, NetworkProfile, Stretch
 from common.emulation.faults import FaultInjector, blame, check_fault
+from common.emulation.trace import TracePlayer
 from dear.errors import UserError
 from tests.system.processes import FOREVER, LIMIT_S, wait_for
 
@@ -37,6 +38,9 @@ class StandIn:
 
     def set_rate(self, host: int, gbps: float) -> None:
         self._note("set_rate", host, gbps)
+
+    def set_delay(self, host: int, latency_us: float) -> None:
+        self._note("set_delay", host, latency_us)
 
     def restore(self) -> None:
         self._note("restore")
@@ -103,6 +107,66 @@ def test_what_is_meant_for_good_lasts_until_the_trial_has_ended(tmp_path):
     (changed,) = trial.after(calls=1)
     assert trial.cluster.calls == [("set_rate", 0, 0.1), ("restore",)]
     assert changed["what"] == "link changed to 100mbit"
+
+
+def test_a_latency_changes_and_comes_back(tmp_path):
+    fault = Fault(kind="link_delay", host=1, delay_us=5000, for_s=0.05)
+    assert fault.title == "link_delay h1 5000 us at 0 s for 0.05 s"
+    trial = Trial(tmp_path, fault)
+    changed, back = trial.after(calls=2)
+    assert trial.cluster.calls == [("set_delay", 1, 5000), ("restore",)]
+    assert (changed["what"], back["what"]) == ("latency changed to 5000 us", "latency back")
+
+
+class Traced(StandIn):
+    """Of three hosts, whose links have a trace."""
+
+    hosts = (0, 1, 2)
+    profile = NetworkProfile(
+        name="traced", gbps=10, trace=(Stretch(gbps=1, for_s=0.02), Stretch(gbps=5, for_s=0.03))
+    )
+    time_scale = 2.0
+
+    def broken(self) -> None:
+        return None
+
+
+def played(folder: Path, calls: int) -> tuple[Traced, TracePlayer]:
+    (folder / "phase-1-rank0").write_text("1 warming up")
+    cluster = Traced()
+    player = TracePlayer(cluster, folder, 1)
+    player.start()
+    time.sleep(0.05)
+    assert cluster.calls == [], "not before it is measured"
+    (folder / "phase-1-rank0").write_text("1 measuring")
+    wait_for(lambda: len(cluster.calls) >= calls)
+    return cluster, player
+
+
+def test_a_trace_sets_the_rates_of_all_links_again_and_again(tmp_path):
+    began = time.monotonic()
+    cluster, player = played(tmp_path, calls=9)
+    elapsed = time.monotonic() - began
+    changes = player.stop()["changes"]
+    rates = [call for call in cluster.calls if call[0] == "set_rate"]
+    assert rates[:9] == [("set_rate", host, gbps) for gbps in (1, 5, 1) for host in range(3)]
+    assert changes == len(rates) // 3 and cluster.calls[-1] == ("restore",)
+    assert elapsed > 0.1, "emulated seconds: 0.02 and 0.03 at half the speed"
+
+
+def test_a_trial_that_never_measures_leaves_the_rates_alone(tmp_path):
+    cluster = Traced()
+    player = TracePlayer(cluster, tmp_path, 1)
+    player.start()
+    assert player.stop() == {"changes": 0} and cluster.calls == []
+
+
+def test_a_trace_that_cannot_go_on_is_told(tmp_path):
+    cluster, player = played(tmp_path, calls=1)
+    cluster.set_rate = lambda host, gbps: (_ for _ in ()).throw(RuntimeError("tc: refused"))
+    wait_for(lambda: not player._thread.is_alive())
+    with pytest.raises(RuntimeError, match="the trace stopped: tc: refused"):
+        player.stop()
 
 
 def test_a_trial_that_ends_early_is_left_in_order(tmp_path):

@@ -75,7 +75,7 @@ def test_a_pair_of_hosts_has_what_is_between_their_sites():
     assert numbers == {(1, 2): 0, (0, 2): 0, (2, 1): 1}
     assert profile.connection(3, 0, 4).trunk == 2 and profile.connection(0, 3, 4).trunk == 3
     assert profile.connection(2, 3, 4).trunk is None and profile.farthest_us == 300
-    assert profile.trunks() == [1, 1, 2, 2, None, None]
+    assert [gbps for gbps, _ in profile.trunks()] == [1, 1, 2, 2, None, None]
 
 
 def test_sites_without_a_number_of_hosts_share_them():
@@ -130,6 +130,10 @@ def test_a_network_that_cannot_be_is_one_clear_line(given, words):
 def test_a_queue_holds_what_is_under_way_on_the_longest_line():
     assert network_profile("1gbit").queue_bytes == 4_000_000
     assert NetworkProfile(name="n", gbps=10, latency_us=20_000).queue_bytes == 100_000_000
+    wan = network_profile("wan")
+    # 1 Gb/s and 40 ms between the sites, of which each has fast lines of its own.
+    assert wan.trunks() == [(1, 10_000_000)] * 2 and wan.queue_bytes == 4_000_000
+    assert wan.under_way_bytes == 5_000_000
     assert NetworkProfile(name="n", gbps=10, queue_kb=500).queue_bytes == 500_000
 
 

@@ -134,9 +134,8 @@ class SwitchedLinks(Links):
         profile, hosts = self.profile, len(self.pids)
         lines = [line for host in range(hosts) for line in self._line(host, profile)]
         trunks = profile.trunks()
-        for number, gbps in enumerate(trunks):
-            speed = self._bits_per_s(gbps or 0)
-            lines.append(f"line trunk {number} {speed} {profile.queue_bytes}")
+        for number, (gbps, queue_bytes) in enumerate(trunks):
+            lines.append(f"line trunk {number} {self._bits_per_s(gbps or 0)} {queue_bytes}")
         return lines
 
     def _line(self, host: int, profile: NetworkProfile) -> list[str]:

@@ -25,6 +25,8 @@ _OWN_PORT = "switch0"
 # where TCP sees it, and the link still never idles. The switch alone says what the rate is.
 _HEADROOM = 1.05
 _ANSWER_S = 10.0
+# The switch is late itself, by about as much; and where packets wait for long, there is no room.
+_SPARE_NS, _MOST_PATIENCE_NS = 50e3, 1e6
 _UNLIMITED = 2**63
 
 
@@ -63,7 +65,7 @@ class SwitchedLinks(Links):
         if self._process is None or self.broken():
             self._start()
         self._on_all("tc", [], [self._host_queue(self.profile)])
-        self._tell(self._lines() + self._paths())
+        self._tell([self._patience(), *self._lines(), *self._paths()])
 
     def set_rate(self, host: int, gbps: float) -> None:
         profile = dataclasses.replace(self.profile, gbps=gbps)
@@ -129,6 +131,14 @@ class SwitchedLinks(Links):
         ready, _, self.priority = self._answer().partition(" ")
         if ready != "ready":
             raise RuntimeError(f"the switch says {ready!r} instead of being ready")
+
+    def _patience(self) -> str:
+        # Before that no packet can be due: it has at least the shortest way before it.
+        profile, hosts = self.profile, len(self.pids)
+        ways = [profile.connection(a, b, hosts) for a in range(hosts) for b in range(hosts)]
+        shortest_us = min((way.latency_us - way.jitter_us for way in ways), default=0.0)
+        ns = 1e3 * shortest_us * self.time_scale - _SPARE_NS
+        return f"patience {round(min(max(0.0, ns), _MOST_PATIENCE_NS))}"
 
     def _lines(self) -> list[str]:
         profile, hosts = self.profile, len(self.pids)

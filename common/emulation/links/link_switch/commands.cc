@@ -6,7 +6,7 @@
 
 namespace link_switch {
 
-Command obey(Fabric& fabric, const std::string& line) {
+Command obey(Fabric& fabric, Nanoseconds& patience, const std::string& line) {
   std::istringstream words(line);
   std::string verb;
   words >> verb;
@@ -17,6 +17,13 @@ Command obey(Fabric& fabric, const std::string& line) {
   if (verb == "sync" && ended()) return Command::sync;
   if (verb == "stats" && ended()) return Command::stats;
   const auto wrong = [&] { return std::invalid_argument("not a command: " + line); };
+  if (verb == "patience") {
+    Nanoseconds given = -1;
+    words >> given;
+    if (!ended() || given < 0) throw wrong();
+    patience = given;
+    return Command::change;
+  }
   const uint32_t ports = fabric.ports();
   if (verb == "line") {
     std::string kind;

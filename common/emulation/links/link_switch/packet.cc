@@ -51,7 +51,7 @@ bool is_super(const VirtioNetHeader& header) {
 
 }  // namespace
 
-Packet::Packet(std::unique_ptr<uint8_t[]> data, size_t bytes)
+Packet::Packet(Memory data, size_t bytes)
     : data_(std::move(data)), bytes_(bytes), wire_bytes_(bytes - kHeaderBytes) {
   const auto header = read<VirtioNetHeader>(data_.get());
   const uint8_t* frame = data_.get() + kHeaderBytes;
@@ -89,7 +89,7 @@ Packet Packet::cut(uint32_t first, uint32_t last) const {
   const size_t begin = first * segment_bytes_;
   const size_t end = std::min(payload, last * segment_bytes_);
   const size_t bytes = kHeaderBytes + header_bytes_ + (end - begin);
-  auto part = std::make_unique_for_overwrite<uint8_t[]>(bytes);
+  Memory part = allocate(bytes);
   std::memcpy(part.get(), data_.get(), kHeaderBytes + header_bytes_);
   std::memcpy(part.get() + kHeaderBytes + header_bytes_,
               data_.get() + kHeaderBytes + header_bytes_ + begin, end - begin);

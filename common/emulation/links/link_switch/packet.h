@@ -9,15 +9,31 @@
 
 namespace link_switch {
 
-// In memory of its own, which only this packet has. What begins at `data` is kHeaderBytes of
-// virtio_net_hdr and then the frame.
+// Gives memory back: to the heap, or to who lent it.
+struct Release {
+  void (*give_back)(void* owner, uint8_t* data) = nullptr;
+  void* owner = nullptr;
+  void operator()(uint8_t* data) const {
+    if (give_back != nullptr) {
+      give_back(owner, data);
+    } else {
+      delete[] data;
+    }
+  }
+};
+
+// In memory that only this packet has. What begins at `data` is kHeaderBytes of virtio_net_hdr and
+// then the frame.
 class Packet {
  public:
+  using Memory = std::unique_ptr<uint8_t[], Release>;
+  static Memory allocate(size_t bytes) { return Memory(new uint8_t[bytes]); }
+
   static constexpr size_t kHeaderBytes = 10;
   // The kernel's largest: 64 KiB of IP and an Ethernet header with a tag.
   static constexpr size_t kMaxBytes = kHeaderBytes + 65536 + 18;
 
-  Packet(std::unique_ptr<uint8_t[]> data, size_t bytes);
+  Packet(Memory data, size_t bytes);
 
   const uint8_t* data() const { return data_.get(); }
   size_t bytes() const { return bytes_; }
@@ -37,7 +53,7 @@ class Packet {
   Packet cut(uint32_t first, uint32_t last) const;
 
  private:
-  std::unique_ptr<uint8_t[]> data_;
+  Memory data_;
   size_t bytes_;
   size_t header_bytes_ = 0;   // of Ethernet, IP and TCP; 0 where there is one segment
   size_t segment_bytes_ = 0;  // of payload in every segment but the last

@@ -21,6 +21,11 @@ namespace {
 // A slot of the ring has the largest packet and its description; 15 of them are a block.
 constexpr size_t kBlockBytes = 1 << 20, kSlotsPerBlock = 15;
 constexpr size_t kSlotBytes = kBlockBytes / kSlotsPerBlock / TPACKET_ALIGNMENT * TPACKET_ALIGNMENT;
+// A smaller packet is copied: a slot is as dear for 66 bytes as for 64 KiB.
+constexpr size_t kSmallBytes = 4096;
+// Of a slot that is neither the kernel's nor to be read.
+constexpr unsigned kLent = 1U << 28;
+static_assert((kLent & (TP_STATUS_USER | TP_STATUS_KERNEL)) == 0);
 static_assert(kSlotBytes >= Packet::kMaxBytes + TPACKET2_HDRLEN + 64);
 
 [[noreturn]] void fail(const std::string& what) {
@@ -57,12 +62,6 @@ Port::Port(const std::string& device, size_t packets)
   if (bind(fd_, reinterpret_cast<const sockaddr*>(&address), sizeof address) != 0) fail(device);
 }
 
-Port::Port(Port&& other) noexcept
-    : fd_(std::exchange(other.fd_, -1)),
-      ring_(std::exchange(other.ring_, nullptr)),
-      blocks_(other.blocks_),
-      next_(other.next_) {}
-
 Port::~Port() {
   if (ring_ != nullptr) munmap(ring_, blocks_ * kBlockBytes);
   if (fd_ >= 0) close(fd_);
@@ -72,8 +71,19 @@ uint8_t* Port::slot(size_t number) const {
   return ring_ + number / kSlotsPerBlock * kBlockBytes + number % kSlotsPerBlock * kSlotBytes;
 }
 
+size_t Port::slots() const { return blocks_ * kSlotsPerBlock; }
+
+void Port::give_back(void* port, uint8_t* data) {
+  auto* const self = static_cast<Port*>(port);
+  const auto offset = static_cast<size_t>(data - self->ring_);
+  const size_t number = offset / kBlockBytes * kSlotsPerBlock + offset % kBlockBytes / kSlotBytes;
+  auto* const header = reinterpret_cast<tpacket2_hdr*>(self->slot(number));
+  std::atomic_ref(header->tp_status).store(TP_STATUS_KERNEL, std::memory_order_release);
+  --self->lent_;
+}
+
 std::optional<Port::Received> Port::receive() {
-  uint8_t* const at = slot(next_);
+  uint8_t* const at = slot(next_);  // the kernel fills them in turn
   auto* const header = reinterpret_cast<tpacket2_hdr*>(at);
   std::atomic_ref status(header->tp_status);
   if ((status.load(std::memory_order_acquire) & TP_STATUS_USER) == 0) return std::nullopt;
@@ -81,11 +91,19 @@ std::optional<Port::Received> Port::receive() {
   if (header->tp_snaplen < header->tp_len || header->tp_len < sizeof(ether_header)) {
     throw std::runtime_error("a packet of " + std::to_string(header->tp_len) + " bytes");
   }
-  auto data = std::make_unique_for_overwrite<uint8_t[]>(bytes);
-  std::memcpy(data.get(), at + header->tp_mac - Packet::kHeaderBytes, bytes);
+  uint8_t* const begin = at + header->tp_mac - Packet::kHeaderBytes;
   const int64_t sent_at = header->tp_sec * int64_t{1'000'000'000} + header->tp_nsec;
-  status.store(TP_STATUS_KERNEL, std::memory_order_release);
-  next_ = (next_ + 1) % (blocks_ * kSlotsPerBlock);
+  Packet::Memory data;
+  if (bytes > kSmallBytes && lent_ < slots() / 2) {
+    ++lent_;
+    status.store(kLent, std::memory_order_relaxed);
+    data = Packet::Memory(begin, {&Port::give_back, this});
+  } else {
+    data = Packet::allocate(bytes);
+    std::memcpy(data.get(), begin, bytes);
+    status.store(TP_STATUS_KERNEL, std::memory_order_release);
+  }
+  next_ = (next_ + 1) % slots();
   return Received{Packet(std::move(data), bytes), sent_at};
 }
 

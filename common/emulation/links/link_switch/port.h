@@ -1,6 +1,7 @@
 // The switch's end of one host's cable: a packet socket on a veth device, which gives and takes
 // super-packets whole and says when the kernel sent each. It receives into a ring, for which an
-// ordinary user may have all the memory that a moment without this program takes.
+// ordinary user may have all the memory that a moment without this program takes, and from which
+// large packets are sent without another copy.
 #pragma once
 
 #include <cstddef>
@@ -20,10 +21,10 @@ class Port {
     int64_t sent_at;  // CLOCK_REALTIME, ns
   };
 
-  // Room for at least so many packets. Throws std::system_error if there is no such device, or it
-  // may not be used.
+  // Room for at least so many packets, which must not outlive it. Throws std::system_error if there
+  // is no such device, or it may not be used.
   Port(const std::string& device, size_t packets);
-  Port(Port&& other) noexcept;
+  Port(const Port&) = delete;
   ~Port();
 
   int fd() const { return fd_; }
@@ -39,10 +40,13 @@ class Port {
 
  private:
   uint8_t* slot(size_t number) const;
+  size_t slots() const;
+  static void give_back(void* port, uint8_t* data);
 
   int fd_;
   uint8_t* ring_ = nullptr;
   size_t blocks_, next_ = 0;
+  size_t lent_ = 0;  // slots that packets lie in
 };
 
 }  // namespace link_switch

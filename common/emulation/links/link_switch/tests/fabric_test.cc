@@ -35,7 +35,8 @@ void expect_near(double value, double wanted, double share, const std::string& w
 // A frame of TCP to the host 10.78.0.`to`, as the kernel hands it over, with payload 0, 1, 2, ...
 Packet packet(uint16_t to, size_t payload, uint32_t seq = 1000) {
   const size_t bytes = Packet::kHeaderBytes + kHeaders + payload;
-  auto data = std::make_unique<uint8_t[]>(bytes);
+  Packet::Memory data = Packet::allocate(bytes);
+  std::memset(data.get(), 0, bytes);
   if (payload > kSegment) {
     data[1] = 1;  // a super-packet of TCP over IPv4
     std::memcpy(&data[4], &kSegment, sizeof kSegment);
@@ -268,22 +269,25 @@ void a_part_of_a_super_packet_is_a_packet_as_the_kernel_makes_them() {
 
 void commands_do_what_they_say_and_nonsense_is_refused() {
   World world(2);
-  expect(obey(world.fabric, "line up 0 1000000000 150000") == Command::change, "line");
-  obey(world.fabric, "line down 1 0 9223372036854775808");
-  obey(world.fabric, "line trunk 3 1e9 1000000");
-  obey(world.fabric, "path 0 1 5000 100 0.25 3");
+  Nanoseconds patience = 0;
+  expect(obey(world.fabric, patience, "line up 0 1000000000 150000") == Command::change, "line");
+  obey(world.fabric, patience, "line down 1 0 9223372036854775808");
+  obey(world.fabric, patience, "line trunk 3 1e9 1000000");
+  obey(world.fabric, patience, "path 0 1 5000 100 0.25 3");
   const Path& path = world.fabric.path(0, 1);
   expect(path.delay == 5000 && path.jitter == 100 && path.loss == 0.25 && path.trunk == 3u, "path");
-  obey(world.fabric, "path 0 1 0 0 0 -1");
+  obey(world.fabric, patience, "path 0 1 0 0 0 -1");
   expect(!world.fabric.path(0, 1).trunk, "no trunk");
-  expect(obey(world.fabric, "sync") == Command::sync, "sync");
-  expect(obey(world.fabric, "stats") == Command::stats, "stats");
+  obey(world.fabric, patience, "patience 700");
+  expect(patience == 700, "patience");
+  expect(obey(world.fabric, patience, "sync") == Command::sync, "sync");
+  expect(obey(world.fabric, patience, "stats") == Command::stats, "stats");
   for (const char* line :
        {"", "line", "line up 2 1 1", "line side 0 1 1", "line up 0 -1 1", "line up 0 1 1 1",
         "line trunk 9999 1 1", "path 0 2 0 0 0 -1", "path 0 1 -5 0 0 -1", "path 0 1 5 6 0 -1",
-        "path 0 1 0 0 1 -1", "path 0 1 0 0 0", "path 0 1 0 0 0 5000", "sync now", "stop"}) {
+        "path 0 1 0 0 1 -1", "path 0 1 0 0 0", "path 0 1 0 0 0 5000", "sync now", "stop", "patience -1", "patience"}) {
     try {
-      obey(world.fabric, line);
+      obey(world.fabric, patience, line);
     } catch (const std::invalid_argument&) {
       continue;
     }

@@ -285,7 +285,8 @@ void commands_do_what_they_say_and_nonsense_is_refused() {
   for (const char* line :
        {"", "line", "line up 2 1 1", "line side 0 1 1", "line up 0 -1 1", "line up 0 1 1 1",
         "line trunk 9999 1 1", "path 0 2 0 0 0 -1", "path 0 1 -5 0 0 -1", "path 0 1 5 6 0 -1",
-        "path 0 1 0 0 1 -1", "path 0 1 0 0 0", "path 0 1 0 0 0 5000", "sync now", "stop", "patience -1", "patience"}) {
+        "path 0 1 0 0 1 -1", "path 0 1 0 0 0", "path 0 1 0 0 0 5000", "sync now", "stop",
+        "patience -1", "patience"}) {
     try {
       obey(world.fabric, patience, line);
     } catch (const std::invalid_argument&) {

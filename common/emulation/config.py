@@ -60,6 +60,11 @@ class ClusterConfig:
             positive("cluster.time_scale", self.time_scale)
         at_least("cluster.max_time_scale", self.max_time_scale, 1)
 
+    def links_digest(self, network: str) -> str:
+        """Of all that decides how the links of this network behave."""
+        text = f"{network_profile(network).digest} {self.links} {self.congestion}"
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Site:

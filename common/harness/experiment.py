@@ -340,7 +340,7 @@ class Experiment:
             learn=learn,
             data_digest=data_digest,
             profile_digest=profile,
-            network_digest=None if network is None else network_profile(network).digest,
+            network_digest=None if network is None else self.cluster.links_digest(network),
         )
 
 

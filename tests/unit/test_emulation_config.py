@@ -39,6 +39,7 @@ ROOT = Path(__file__).parents[2]
 
 def test_every_network_profile_says_what_it_stands_for_and_whence():
     wanted = {"1gbe": 1, "10gbe": 10, "25gbe": 25, "100gbe": 100, "100gbib": 100, "wan": 10}
+    wanted |= {"5gbe": 5, "2.5gbe": 2.5}
     assert {path.stem for path in (ROOT / "configs/networks").glob("*.yaml")} == set(wanted)
     for name, gbps in wanted.items():
         profile = network_profile(name)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from common.emulation import config as emulation
 from common.emulation.config import Fault, network_profile
 from common.harness import cli
 from common.harness import experiment as experiments
@@ -319,10 +320,16 @@ def test_hash_changes_with_what_the_profile_and_the_network_stand_for(read, monk
     links = network_profile("10gbe")
     said = dataclasses.replace(links, source="elsewhere")
     slower = dataclasses.replace(links, latency_us=11)
-    assert said.digest == network != slower.digest
-    monkeypatch.setattr(experiments, "network_profile", lambda name: slower)
+    monkeypatch.setattr(emulation, "network_profile", lambda name: said)
+    assert read(content).trials()[0].network_digest == network
+    monkeypatch.setattr(emulation, "network_profile", lambda name: slower)
     changed = read(content).trials()[0]
-    assert changed.network_digest == slower.digest and changed.hash != first.hash
+    assert changed.network_digest != network and changed.hash != first.hash
+    monkeypatch.undo()
+
+    for other in ({"links": "tc"}, {"congestion": "reno"}):
+        asked = content | {"cluster": {**content["cluster"], **other}}
+        assert read(asked).trials()[0].hash != first.hash
 
 
 def test_trials_of_earlier_records_keep_their_hash(trial):

@@ -66,6 +66,7 @@ def test_settings_are_there_when_horovod_starts_and_cannot_change(own_pool, opti
         assert seen["free"] == ""
 
 
+@pytest.mark.full
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="no mpirun here")
 def test_adasum_adds_what_the_gradients_do_not_share():
     """Maleki et al. 2020, equation 1; the mean of the same gradients is something else."""

@@ -257,7 +257,9 @@ def run_program(outside, user, name):
         pytest.param("me", "the_switch_carries_nothing_over_a_cut_link", marks=pytest.mark.full),
         ("me", "the_switch_delays"),
         pytest.param("nobody", "the_switch_delays", marks=pytest.mark.full),
-        ("me", "sites_are_far_from_each_other_and_share_a_line"),
+        pytest.param(
+            "me", "sites_are_far_from_each_other_and_share_a_line", marks=pytest.mark.full
+        ),
         pytest.param("me", "a_dead_switch_is_told_and_replaced", marks=pytest.mark.full),
         ("me", "a_transfer_tells_what_a_byte_costs"),
         pytest.param("me", "there_may_be_65_hosts", marks=pytest.mark.full),

@@ -156,6 +156,7 @@ def _try_out(tree: trees.Tree, start_s: float, given: tuple[object, ...]) -> tre
     return tree.try_out(*given)
 
 
+@pytest.mark.full
 def test_a_mutant_is_caught_or_survives_and_leaves_the_copy_as_it_was(tree):
     path = "common/it.py"
     caught = _apart(tree, path, _with("4"), NAMES)

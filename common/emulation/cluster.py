@@ -359,27 +359,40 @@ def measured_network(cluster: EmulatedCluster) -> dict[str, Any]:
         cluster.profile, one_by_one, together, delays, DELAY_SLACK_US / cluster.time_scale
     )
     found |= {"links": cluster.kind, "congestion": cluster.congestion}
-    if before and after:
-        counted = {name: after[name] - before[name] for name in COUNTED}
-        offered = counted["frames"] + counted["lost"] + counted["overflows"]
-        loss = 100 * counted["lost"] / offered if offered else 0.0
-        found["switch"] = {
-            **counted,
-            "loss_percent": loss,
-            "late_us": after["late_us"],
-            "priority": after["priority"],
-        }
-        if counted["overflows"] > _MOST_OVERFLOWS * offered:
-            found["notes"].append(
-                f"of {offered} frames {counted['overflows']} found a queue of the switch full "
-                "while all links were busy: TCP sends them again"
-            )
-        if counted["missed"]:
-            found["notes"].append(
-                f"the switch came too late for {counted['missed']} packets: this machine is too "
-                "busy"
-            )
+    found["switch"] = counted_between(before, after)
+    found["notes"] += [f"while all links were busy {line}" for line in told_of(found["switch"])]
     found["notes"] = [*cluster.notes, *found["notes"]]
+    return found
+
+
+def counted_between(
+    before: Mapping[str, Any] | None, after: Mapping[str, Any] | None
+) -> dict[str, Any] | None:
+    """What a switch did between two calls of `EmulatedCluster.counters`, and the share of frames
+    that it lost on purpose, in percent; None where nobody counts."""
+    if before is None or after is None:
+        return None
+    counted = {name: after[name] - before[name] for name in COUNTED}
+    offered = counted["frames"] + counted["lost"] + counted["overflows"]
+    loss = {"loss_percent": 100 * counted["lost"] / offered if offered else 0.0}
+    return {**counted, **loss, "late_us": after["late_us"], "priority": after["priority"]}
+
+
+def told_of(counted: Mapping[str, Any] | None) -> list[str]:
+    """Sentences on what of it is not as on the real network; they begin with a small letter."""
+    if counted is None:
+        return []
+    found = []
+    offered = counted["frames"] + counted["lost"] + counted["overflows"]
+    if counted["overflows"] > _MOST_OVERFLOWS * offered:
+        found.append(
+            f"{counted['overflows']} of {offered} frames found a queue of the switch full: TCP "
+            "sends them again"
+        )
+    if counted["missed"]:
+        found.append(
+            f"the switch came too late for {counted['missed']} packets: this machine is too busy"
+        )
     return found
 
 

@@ -5,13 +5,20 @@ On virtual hosts links are shaped and measured, time is dilated, and faults are 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from common.cgroups import usable_cores
-from common.emulation.cluster import EmulatedCluster, measured_network, network_record
+from common.emulation.cluster import (
+    EmulatedCluster,
+    counted_between,
+    measured_network,
+    network_record,
+    told_of,
+)
 from common.emulation.config import network_profile
 from common.emulation.dilation import (
     Calibration,
@@ -116,6 +123,7 @@ class EmulatedFabric(Fabric):
         self._links = self._cluster.profile
         self._network: dict[tuple[str, float], Network] = {}
         self._events: dict[str, list[dict[str, Any]]] = {}
+        self._launches: dict[str, list[dict[str, Any]]] = {}
 
     def __enter__(self) -> EmulatedFabric:
         slots = self._config.ranks_per_host
@@ -175,8 +183,14 @@ class EmulatedFabric(Fabric):
         )
 
     def run(self, trial: Trial, job: Job) -> Outcome:
+        before = self._cluster.counters()
         with self._played(job):
-            return self._checked(self._run(trial, job))
+            outcome = self._checked(self._run(trial, job))
+        counted = counted_between(before, self._cluster.counters())
+        if counted is not None and outcome.status == "ok":
+            others = [c for c in self._launches.get(trial.hash, []) if c["repeat"] != job.repeat]
+            self._launches[trial.hash] = [*others, {"repeat": job.repeat, **counted}]
+        return outcome
 
     @contextmanager
     def _played(self, job: Job) -> Iterator[None]:
@@ -220,6 +234,11 @@ class EmulatedFabric(Fabric):
 
     def describe(self, trial: Trial) -> FabricFacts:
         measured = self._network.get((trial.network or "", self._choice.time_scale))
+        launches = self._launches.get(trial.hash, [])
+        if measured is not None and launches:
+            said = [f"repeat {one['repeat']}: {line}" for one in launches for line in told_of(one)]
+            notes = [*measured.notes, *(f"{trial.label}, {line}" for line in said)]
+            measured = dataclasses.replace(measured, launches=launches, notes=notes)
         return FabricFacts(
             fabric="emulated",
             time_scale=self._choice.time_scale,

@@ -197,6 +197,8 @@ def test_two_sites(tmp_path):
     assert delays["h1", "h2"]["requested_us"] == 20000
     assert 19000 < delays["h1", "h2"]["delay_us"] < 25000
     assert record["network"]["links"] == "switch"
+    (launch,) = record["network"]["launches"]
+    assert launch["repeat"] == 0 and launch["frames"] > 1000
 
 
 @pytest.mark.full

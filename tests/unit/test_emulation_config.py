@@ -12,7 +12,7 @@ import pytest
 from common import cgroups
 from common import machine as memory
 from common.emulation import network
-from common.emulation.cluster import network_record
+from common.emulation.cluster import counted_between, network_record, told_of
 from common.emulation.config import (
     ClusterConfig,
     Fault,
@@ -251,6 +251,20 @@ def test_links_are_recorded_and_the_worst_is_named_where_it_is_far_off():
     assert block["notes"] == [words]
     block = network_record(linked(1), [])
     assert (block["off_percent"], block["flagged"], block["measured"]) == (None, False, [])
+
+
+def test_what_a_switch_has_dropped_is_told():
+    before = dict.fromkeys(("packets", "frames", "bytes", "lost", "overflows", "missed"), 100)
+    before |= {"unsendable": 0, "late_us": {"median": 1.0}, "priority": "real-time"}
+    after = before | {"frames": 1090, "lost": 110, "late_us": {"median": 2.0}}
+    counted = counted_between(before, after)
+    assert (counted["frames"], counted["lost"], counted["loss_percent"]) == (990, 10, 1.0)
+    assert counted["late_us"] == {"median": 2.0} and told_of(counted) == []
+    assert counted_between(None, after) is counted_between(before, None) is None
+    assert told_of(None) == []
+    full, late = told_of(counted_between(before, after | {"overflows": 150, "missed": 103}))
+    assert full == "50 of 1050 frames found a queue of the switch full: TCP sends them again"
+    assert late == "the switch came too late for 3 packets: this machine is too busy"
 
 
 GIB = 1 << 30

@@ -141,6 +141,11 @@ class EmulatedCluster:
         """
         return None if self._links is None else self._links.broken()
 
+    @property
+    def links_pid(self) -> int | None:
+        """The program that is the links, as /proc shows it; None where the kernel is."""
+        return None if self._links is None else self._links.pid
+
     def counters(self) -> dict[str, Any] | None:
         """What the switch has counted; None for links that nobody counts.
 

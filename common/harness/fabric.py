@@ -180,6 +180,7 @@ class EmulatedFabric(Fabric):
             hosts=tuple(host.name for host in self._cluster.hosts[: trial.hosts]),
             ranks_per_host=self._config.ranks_per_host,
             burst_bytes=self._cluster.burst_bytes,
+            links_pid=self._cluster.links_pid,
         )
 
     def run(self, trial: Trial, job: Job) -> Outcome:

@@ -341,6 +341,8 @@ class Briefing:
     ranks_per_host: int = 1
     burst_bytes: int = 0
     """What the link of each host passes at once after a rest."""
+    links_pid: int | None = None
+    """Of the program that is the links between virtual hosts, as their /proc shows it."""
     costs: dict[str, AlphaBeta] | None = None
     """What another trial has found out of collectives, in seconds of what the fabric stands for."""
 

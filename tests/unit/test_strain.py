@@ -6,7 +6,9 @@ import dataclasses
 import json
 import os
 import subprocess
+import sys
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -127,6 +129,26 @@ def test_threads_are_read_in_seconds_and_one_that_has_ended_is_left_out(monkeypa
     assert strain._threads() is None  # a thread that lives, of which this kernel tells nothing
     (tmp_path / "13").rmdir()
     assert strain._threads() == {"11": (2.0, 0.5), "12": (1e-9, 3.0)}
+
+
+@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="this kernel does not count")
+def test_the_program_that_is_the_links_is_not_somebody_else():
+    busy = "import time\nwhile True: time.process_time()"
+    with subprocess.Popen([sys.executable, "-c", busy]) as links:
+        gauge = Gauge(links.pid)
+        with gauge.block():
+            time.sleep(0.3)
+        links.kill()
+    assert 0.01 < gauge.found.links_s < 0.5
+    with Gauge(links.pid).block():  # it has ended
+        pass
+    # Two ranks have seen the same links.
+    ranks = [pressure(cpu_s=1.0, links_s=0.5, busy_s={"0": 3.0}) for _ in range(2)]
+    found = strain_of(ranks)
+    elapsed_s = ranks[0].elapsed_s
+    unsure_s = 1 / os.sysconf("SC_CLK_TCK")
+    assert found.foreign_cores == pytest.approx((3.0 - 2.5 - unsure_s) / elapsed_s)
+    assert used_cores(ranks) == pytest.approx(2.5 / elapsed_s)
 
 
 @pytest.mark.parametrize("unknown", [0, 1])

@@ -67,6 +67,11 @@ class Links(ABC):
         """Frames that a link passes at once after a rest, as fast as this machine can."""
         return 0
 
+    @property
+    def pid(self) -> int | None:
+        """Of the program that is the links, if there is one."""
+        return None
+
     def counters(self) -> dict[str, Any] | None:
         """What the links have done so far; None: nobody counts."""
         return None

@@ -50,7 +50,7 @@ class SwitchedLinks(Links):
         self._seed = seed
         self._process: subprocess.Popen[str] | None = None
         self._errors: Any = None
-        self.priority = ""
+        self.priority, self._pid = "", None
 
     def commands(self, holders: Sequence[int]) -> list[str]:
         return [
@@ -85,6 +85,10 @@ class SwitchedLinks(Links):
     def left_out(self, profile: NetworkProfile) -> str | None:
         return None
 
+    @property
+    def pid(self) -> int | None:
+        return self._pid
+
     def counters(self) -> dict[str, Any] | None:
         """Since the program began, but `late_us` since the last call: how much later than due
         packets were handed on, in microseconds of this machine."""
@@ -110,7 +114,7 @@ class SwitchedLinks(Links):
             self._process.kill()
             self._process.communicate()
             self._errors.close()
-            self._process = None
+            self._process = self._pid = None
 
     def _start(self) -> None:
         self._end()
@@ -128,9 +132,10 @@ class SwitchedLinks(Links):
             text=True,
             preexec_fn=die_with_parent,
         )
-        ready, _, self.priority = self._answer().partition(" ")
-        if ready != "ready":
-            raise RuntimeError(f"the switch says {ready!r} instead of being ready")
+        words = self._answer().split()
+        if len(words) != 3 or words[0] != "ready":
+            raise RuntimeError(f"the switch says {' '.join(words)!r} instead of being ready")
+        self.priority, self._pid = words[1], int(words[2])
 
     def _patience(self) -> str:
         # Before that no packet can be due: it has at least the shortest way before it.

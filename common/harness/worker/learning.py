@@ -119,6 +119,7 @@ class _Session:
             self._batches = Batches(trial.learn, train, batch_size=size, **place)
         self._snapshots = judge.Snapshots(self._state(), len(trial.learn.marks))
         self._clock = TrainingClock(self._communicator.clock, briefing.time_scale)
+        self._links_pid = briefing.links_pid
         self._pace = Pace(steps=0, samples=0, elapsed_s=0.0)
         self._more: dict[str, Any] = {}
 
@@ -141,7 +142,7 @@ class _Session:
         )
         own_pace = self._trial.own_pace
         sent = self._communicator.bytes_sent
-        gauge, before_s = Gauge(), self._training.absorbed_s
+        gauge, before_s = Gauge(self._links_pid), self._training.absorbed_s
         with gauge.block():
             self._pace = loop.own_pace() if own_pace else loop.in_step()
         if not own_pace:

@@ -154,6 +154,7 @@ class _Repeat:
             watch=stopwatch(trial.device),
             absorbed_s=lambda: training.absorbed_s,
             canary=lambda: self._canary_s(training),
+            links_pid=self._briefing.links_pid,
         )
         counters = self._gather(evidence.gained(counted, evidence.network_counters()))
         parts = self._gather(list(training.parts))

@@ -2,7 +2,8 @@
 //
 // Each device is this end of a host's cable, and ADDRESS the last two bytes of its hardware address
 // in decimal; hosts are numbered in this order. Commands come on standard input (commands.h), whose
-// end is the end of this program. Prints a line `ready PRIORITY` when it works.
+// end is the end of this program. Prints a line `ready PRIORITY PID` when it works, with its number
+// in /proc, which may be an outer one.
 #include <fcntl.h>
 #include <malloc.h>
 #include <sched.h>
@@ -253,7 +254,9 @@ int run(int count, char** words) {
   mallopt(M_MMAP_THRESHOLD, 1 << 30);
   try {
     Switch the_switch(devices, seed);
-    std::printf("ready %s\n", take_priority());
+    char self[32] = "";
+    check(readlink("/proc/self", self, sizeof self - 1) > 0, "/proc");
+    std::printf("ready %s %s\n", take_priority(), self);
     std::fflush(stdout);
     the_switch.run();
     return 0;

@@ -73,6 +73,7 @@ def measure_steps(
     watch: Stopwatch | None = None,
     absorbed_s: Callable[[], float | None] = lambda: None,
     canary: Callable[[], float] = lambda: 0.0,
+    links_pid: int | None = None,
 ) -> Measured:
     """Runs and times blocks of steps. Seconds are those of this machine, whatever they stand for.
 
@@ -86,8 +87,9 @@ def measure_steps(
         watch: for the device; None: the host's clock.
         absorbed_s: of the rank so far, as `Training.absorbed_s`.
         canary: lets all that is under way end, does the fixed work, and returns its seconds.
+        links_pid: as of `Gauge`.
     """
-    watch, gauge = watch or Stopwatch(), Gauge()
+    watch, gauge = watch or Stopwatch(), Gauge(links_pid)
     marks: list[list[float]] = []
     sent = 0
     before_s = canary()

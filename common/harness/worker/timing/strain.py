@@ -52,27 +52,35 @@ class Pressure:
     """By core that this process may use: of all processes."""
     steal_s: dict[str, float] = field(default_factory=dict)
     """By core: taken by other virtual machines."""
+    links_s: float = 0.0
+    """CPU seconds of the program that is the links between virtual hosts."""
     throttled_s: float = 0.0
     """That a control group's limit has kept all its processes from running."""
 
 
 class Gauge:
-    """Adds up the pressure of this process in the blocks under `with gauge.block():`."""
+    """Adds up the pressure of this process in the blocks under `with gauge.block():`.
 
-    def __init__(self) -> None:
+    Args:
+        links_pid: of the program that is the links between virtual hosts, if there is one.
+    """
+
+    def __init__(self, links_pid: int | None = None) -> None:
         self.found = Pressure(machine=machine_id())
+        self._links_pid = links_pid
 
     @contextmanager
     def block(self) -> Iterator[None]:
         """Reads before and after; what happens in between costs nothing."""
-        before = _Reading()
+        before = _Reading(self._links_pid)
         yield
-        self._add(before, _Reading())
+        self._add(before, _Reading(self._links_pid))
 
     def _add(self, before: _Reading, after: _Reading) -> None:
         found = self.found
         found.elapsed_s += after.at_s - before.at_s
         found.cpu_s += after.cpu_s - before.cpu_s
+        found.links_s += after.links_s - before.links_s
         found.throttled_s += after.throttled_s - before.throttled_s
         found.fell_behind_s += after.late_s - before.late_s
         for core, (busy_s, steal_s) in after.cores.items():
@@ -93,8 +101,9 @@ class Gauge:
 class _Reading:
     """What the kernel has counted until now."""
 
-    def __init__(self) -> None:
+    def __init__(self, links_pid: int | None) -> None:
         self.threads = _threads()
+        self.links_s = 0.0 if links_pid is None else _ran_s(links_pid)
         self.cores = {str(core): times for core, times in cores_s().items()}
         self.throttled_s = cgroups.throttled_s()
         self.cpu_s = time.process_time()
@@ -116,6 +125,15 @@ def _threads() -> dict[str, tuple[float, float]] | None:
             continue
         found[folder.name] = int(ran_ns) / _NS_PER_S, int(waited_ns) / _NS_PER_S
     return found
+
+
+def _ran_s(pid: int) -> float:
+    """CPU seconds of a process with one thread; 0 once it has ended, or if the kernel does not
+    count."""
+    try:
+        return int(Path(f"/proc/{pid}/schedstat").read_text().split()[0]) / _NS_PER_S
+    except OSError:
+        return 0.0
 
 
 def _name(thread: str) -> str:
@@ -162,12 +180,17 @@ def strain_of(ranks: Sequence[Pressure], canary_s: Sequence[float] | None = None
 
 
 def used_cores(ranks: Sequence[Pressure]) -> float:
-    """CPU seconds of all ranks per second."""
-    return sum(rank.cpu_s for rank in ranks) / max(rank.elapsed_s for rank in ranks)
+    """CPU seconds of all ranks, and of the links between them, per second."""
+    return _own_s(ranks) / max(rank.elapsed_s for rank in ranks)
+
+
+def _own_s(ranks: Sequence[Pressure]) -> float:
+    # Every rank has seen the same links.
+    return sum(rank.cpu_s for rank in ranks) + max(max(0.0, rank.links_s) for rank in ranks)
 
 
 def _of_machine(ranks: Sequence[Pressure]) -> tuple[float, float]:
-    """Cores in use by others than the ranks, and stolen; of those that a rank may use."""
+    """Cores in use by others than the ranks and their links, and stolen; of those that a rank may use."""
     elapsed_s = max(rank.elapsed_s for rank in ranks)
     busy: dict[str, float] = {}
     steal: dict[str, float] = {}
@@ -175,7 +198,7 @@ def _of_machine(ranks: Sequence[Pressure]) -> tuple[float, float]:
         for core in rank.busy_s:
             busy[core] = max(busy.get(core, 0.0), rank.busy_s[core])
             steal[core] = max(steal.get(core, 0.0), rank.steal_s[core])
-    own_s = sum(rank.cpu_s for rank in ranks)
+    own_s = _own_s(ranks)
     busy_s = sum(busy.values())
     # Cores are counted in clock ticks, of which one may be too many; in a short block that is much.
     unsure_s = len(busy) / os.sysconf("SC_CLK_TCK")

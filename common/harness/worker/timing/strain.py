@@ -190,7 +190,8 @@ def _own_s(ranks: Sequence[Pressure]) -> float:
 
 
 def _of_machine(ranks: Sequence[Pressure]) -> tuple[float, float]:
-    """Cores in use by others than the ranks and their links, and stolen; of those that a rank may use."""
+    """Cores in use by others than the ranks and their links, and stolen; of those that a rank may
+    use."""
     elapsed_s = max(rank.elapsed_s for rank in ranks)
     busy: dict[str, float] = {}
     steal: dict[str, float] = {}

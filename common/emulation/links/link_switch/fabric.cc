@@ -29,14 +29,12 @@ Line& Fabric::trunk(uint32_t number) {
 }
 
 void Fabric::arrive(Packet packet, uint32_t from, uint32_t to, Nanoseconds at) {
-  push(at, 0, Transit{std::move(packet), from, to, at, at});
+  push(events_, at, 0, Transit{std::move(packet), from, to, at, at});
 }
 
-void Fabric::advance(Nanoseconds now) {
-  while (!events_.empty() && events_.front().at <= now) {
-    std::pop_heap(events_.begin(), events_.end());
-    Event event = std::move(events_.back());
-    events_.pop_back();
+void Fabric::advance(Nanoseconds now, Nanoseconds horizon) {
+  while (!events_.empty() && events_.front().at <= horizon) {
+    Event event = pop(events_);
     if (event.transit) {
       come(std::move(*event.transit), event.at);
     } else {
@@ -44,16 +42,30 @@ void Fabric::advance(Nanoseconds now) {
       run(event.line, event.at);
     }
   }
+  while (!due_.empty() && due_.front().at <= now) {
+    Transit transit = std::move(*pop(due_).transit);
+    ++counts_.packets;
+    counts_.frames += transit.packet.segments();
+    counts_.bytes += transit.packet.wire_bytes();
+    deliver_(std::move(transit));
+  }
 }
 
-std::optional<Nanoseconds> Fabric::next() const {
-  if (events_.empty()) return std::nullopt;
-  return events_.front().at;
+std::optional<Nanoseconds> Fabric::first(const Heap& heap) {
+  if (heap.empty()) return std::nullopt;
+  return heap.front().at;
 }
 
-void Fabric::push(Nanoseconds at, uint32_t line, std::optional<Transit> transit) {
-  events_.push_back(Event{at, order_++, line, std::move(transit)});
-  std::push_heap(events_.begin(), events_.end());
+Fabric::Event Fabric::pop(Heap& heap) {
+  std::pop_heap(heap.begin(), heap.end());
+  Event event = std::move(heap.back());
+  heap.pop_back();
+  return event;
+}
+
+void Fabric::push(Heap& heap, Nanoseconds at, uint32_t line, std::optional<Transit> transit) {
+  heap.push_back(Event{at, order_++, line, std::move(transit)});
+  std::push_heap(heap.begin(), heap.end());
 }
 
 std::optional<uint32_t> Fabric::line_after(const Transit& transit) const {
@@ -67,16 +79,9 @@ std::optional<uint32_t> Fabric::line_after(const Transit& transit) const {
 }
 
 void Fabric::come(Transit transit, Nanoseconds at) {
-  const auto number = line_after(transit);
-  if (!number) {
-    ++counts_.packets;
-    counts_.frames += transit.packet.segments();
-    counts_.bytes += transit.packet.wire_bytes();
-    deliver_(std::move(transit));
-    return;
-  }
-  counts_.overflows += lines_[*number].line.enqueue(std::move(transit));
-  run(*number, at);
+  const uint32_t number = *line_after(transit);
+  counts_.overflows += lines_[number].line.enqueue(std::move(transit));
+  run(number, at);
 }
 
 void Fabric::run(uint32_t number, Nanoseconds now) {
@@ -84,15 +89,15 @@ void Fabric::run(uint32_t number, Nanoseconds now) {
   while (auto transit = line.start(now)) {
     if (transit->hop++ == 0) {
       leave_up_line(std::move(*transit));
+    } else if (line_after(*transit)) {
+      push(events_, transit->first, 0, std::move(transit));  // from its first frame on
     } else {
-      // At the next line from its first frame on; delivered with its last.
-      const Nanoseconds at = line_after(*transit) ? transit->first : transit->last;
-      push(at, 0, std::move(transit));
+      push(due_, transit->last, 0, std::move(transit));
     }
   }
   if (line.waiting() && !awaited) {
     awaited = true;
-    push(line.free_at(), number, std::nullopt);
+    push(events_, line.free_at(), number, std::nullopt);
   }
 }
 
@@ -131,7 +136,7 @@ void Fabric::leave_up_line(Transit transit) {
     part.first += delay;
     part.last += delay;
     const Nanoseconds at = part.first;
-    push(at, 0, std::move(part));
+    push(events_, at, 0, std::move(part));
   }
 }
 

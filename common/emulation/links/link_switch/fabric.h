@@ -49,10 +49,14 @@ class Fabric {
 
   // The kernel has sent this packet at that time.
   void arrive(Packet packet, uint32_t from, uint32_t to, Nanoseconds at);
-  // Does what is due by `now`, in the order of time.
-  void advance(Nanoseconds now);
-  // When there is something to do again; nullopt: when a packet arrives.
-  std::optional<Nanoseconds> next() const;
+  // Delivers what is due by `now`, in the order of time. What happens before that on the lines is
+  // worked out up to `horizon`, which is not before `now`: so far ahead as nothing that arrives
+  // from now on can be in its way.
+  void advance(Nanoseconds now, Nanoseconds horizon);
+  // When the next packet known so far is due, and when the next thing happens on a line; nullopt:
+  // none before a packet arrives.
+  std::optional<Nanoseconds> next_due() const { return first(due_); }
+  std::optional<Nanoseconds> next_event() const { return first(events_); }
 
   const Counts& counts() const { return counts_; }
 
@@ -71,7 +75,10 @@ class Fabric {
     }
   };
 
-  void push(Nanoseconds at, uint32_t line, std::optional<Transit> transit);
+  using Heap = std::vector<Event>;
+  static std::optional<Nanoseconds> first(const Heap& heap);
+  static Event pop(Heap& heap);
+  void push(Heap& heap, Nanoseconds at, uint32_t line, std::optional<Transit> transit);
   std::optional<uint32_t> line_after(const Transit& transit) const;
   void come(Transit transit, Nanoseconds at);
   void run(uint32_t number, Nanoseconds now);
@@ -82,7 +89,8 @@ class Fabric {
   std::mt19937_64 random_;
   std::deque<Numbered> lines_;  // grows without moving them
   std::vector<Path> paths_;
-  std::vector<Event> events_;  // a heap
+  Heap events_;  // on lines
+  Heap due_;     // deliveries
   uint64_t order_ = 0;
   Counts counts_;
 };

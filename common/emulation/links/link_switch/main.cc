@@ -37,9 +37,11 @@ constexpr int64_t kSecond = 1'000'000'000;
 // A thread runs some time after its timer, on an idle machine longest: the core slept. So it is
 // woken so much earlier than something is due that three of four times it is not late, and looks at
 // the clock for the rest. With a limit, as that is a core's time.
-constexpr Nanoseconds kMostLead = 150'000, kLeadStep = 250;
+constexpr Nanoseconds kMostLead = 50'000, kLeadStep = 250;
 // To hand a packet on takes time, too. So it is done so much earlier that half of all are early.
 constexpr Nanoseconds kMostEarly = 40'000, kEarlyStep = 100;
+// Commands are looked for so often at least.
+constexpr Nanoseconds kDeaf = 1'000'000;
 // What may wait to be read, of all ports together and of each; 70 KB of memory a packet.
 constexpr size_t kMostPackets = 2048, kLeastPackets = 30;
 
@@ -114,11 +116,17 @@ class Switch {
   // Until the input ends.
   void run() {
     while (!ended_) {
-      const auto next = fabric_.next();
-      if (!next || *next - early_ - read_clock(CLOCK_MONOTONIC) > lead_) wait(next);
+      const auto next = next_task();
+      const Nanoseconds now = read_clock(CLOCK_MONOTONIC);
+      if (!next || *next - now > lead_) {
+        wait(next);
+      } else if (now - heard_at_ > kDeaf) {
+        watch_for(0, quiet_, next);
+      }
       const int64_t offset = read_clock(CLOCK_REALTIME) - read_clock(CLOCK_MONOTONIC);
       for (uint32_t port = 0; port < ports_.size(); ++port) take(port, offset);
-      fabric_.advance(read_clock(CLOCK_MONOTONIC) + early_);
+      const Nanoseconds then = read_clock(CLOCK_MONOTONIC) + early_;
+      fabric_.advance(then, then + patience_);
     }
   }
 
@@ -132,21 +140,33 @@ class Switch {
     check(epoll_ctl(epoll, EPOLL_CTL_ADD, fd, &event) == 0, "epoll");
   }
 
+  // What comes from now on is nowhere in the way before `patience_` is over.
+  std::optional<Nanoseconds> next_task() const {
+    const auto due = fabric_.next_due(), event = fabric_.next_event();
+    if (!due && !event) return std::nullopt;
+    return std::min(due.value_or(INT64_MAX), event ? *event - patience_ : INT64_MAX) - early_;
+  }
+
   // For packets, commands, or `lead_` before the time that is given.
   void wait(std::optional<Nanoseconds> next) {
-    const Nanoseconds at = next ? *next - early_ - lead_ : 0;
+    const Nanoseconds at = next ? *next - lead_ : 0;
     const itimerspec when{{}, {at / kSecond, at % kSecond}};  // 0: never
     check(timerfd_settime(timer_, TFD_TIMER_ABSTIME, &when, nullptr) == 0, "timer");
     // Where something is due soon, what comes before that can be looked at then: one waking for
     // both.
     const bool soon = next && at - read_clock(CLOCK_MONOTONIC) <= patience_;
+    watch_for(-1, soon ? quiet_ : epoll_, next);
+  }
+
+  void watch_for(int timeout_ms, int epoll, std::optional<Nanoseconds> next) {
     std::array<epoll_event, 64> events;
-    const int count = epoll_wait(soon ? quiet_ : epoll_, events.data(), events.size(), -1);
+    const int count = epoll_wait(epoll, events.data(), events.size(), timeout_ms);
+    heard_at_ = read_clock(CLOCK_MONOTONIC);
     check(count >= 0 || errno == EINTR, "epoll");
     for (int i = 0; i < count; ++i) {
       const uint64_t which = events[i].data.u64;
       if (which == kTimer) {
-        const bool late = read_clock(CLOCK_MONOTONIC) > *next - early_;
+        const bool late = next && heard_at_ > *next;
         lead_ = std::clamp<Nanoseconds>(lead_ + (late ? 3 : -1) * kLeadStep, 0, kMostLead);
       } else if (which == kInput) {
         listen();
@@ -227,6 +247,7 @@ class Switch {
   int timer_;
   Nanoseconds patience_ = 0;
   Nanoseconds lead_ = 0, early_ = 0;
+  Nanoseconds heard_at_ = 0;
   std::string input_;
   bool ended_ = false;
   Lateness lateness_;

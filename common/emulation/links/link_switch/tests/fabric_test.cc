@@ -83,7 +83,7 @@ struct World {
   void send(uint32_t from, uint32_t to, size_t payload, Nanoseconds at) {
     fabric.arrive(packet(static_cast<uint16_t>(to), payload), from, to, at);
   }
-  void run() { fabric.advance(INT64_MAX); }
+  void run() { fabric.advance(INT64_MAX, INT64_MAX); }
 
   std::vector<Arrived> arrived;
   Fabric fabric;
@@ -123,13 +123,33 @@ void nothing_is_free_after_a_rest_and_a_rate_is_kept() {
   }
 }
 
-void looking_late_costs_no_rate() {
+void looking_late(Nanoseconds ahead) {
   World world(2);
   world.lines(1e9);
   for (int i = 0; i < 1000; ++i) world.send(0, 1, 10 * 1448, 0);
   Nanoseconds now = 0;
-  for (; world.arrived.size() < 1000; now += 3 * kMillisecond) world.fabric.advance(now);
+  for (; world.arrived.size() < 1000; now += 3 * kMillisecond)
+    world.fabric.advance(now, now + ahead);
   expect_near(static_cast<double>(world.arrived.back().at), 1000 * 10 * 1514 * 8, 1e-3, "the last");
+}
+
+void looking_late_costs_no_rate() {
+  for (const Nanoseconds ahead : {Nanoseconds{0}, 2 * kMillisecond}) looking_late(ahead);
+}
+
+void nothing_is_delivered_before_its_time_however_far_it_is_worked_out() {
+  World world(2);
+  world.lines(1e9);
+  world.fabric.path(0, 1).delay = kMillisecond;
+  world.send(0, 1, 1448, 0);
+  const Nanoseconds due = kMillisecond + 2 * 1514 * 8;
+  world.fabric.advance(0, kMillisecond);
+  expect(world.arrived.empty() && !world.fabric.next_due(), "known too early");
+  world.fabric.advance(due - kMillisecond, due);
+  expect(world.arrived.empty() && world.fabric.next_due() == due, "not known in time");
+  expect(!world.fabric.next_event(), "something is left on the lines");
+  world.fabric.advance(due, due);
+  expect(world.arrived.size() == 1, "not delivered");
 }
 
 void hosts_share_a_down_line_and_not_an_up_line() {
@@ -181,7 +201,7 @@ void a_rate_may_change_while_packets_wait() {
   World world(2);
   world.lines(1e9);
   for (int i = 0; i < 200; ++i) world.send(0, 1, 1448, 0);
-  world.fabric.advance(100 * 1514 * 8);
+  world.fabric.advance(100 * 1514 * 8, 100 * 1514 * 8);
   world.lines(1e8);
   world.run();
   expect_near(static_cast<double>(world.arrived.back().at), 100 * 1514 * 8 + 100 * 1514 * 80, 0.03,
@@ -308,6 +328,7 @@ int main() {
       TEST(of_a_super_packet_the_second_line_has_the_first_frame_while_the_first_sends_the_rest),
       TEST(nothing_is_free_after_a_rest_and_a_rate_is_kept),
       TEST(looking_late_costs_no_rate),
+      TEST(nothing_is_delivered_before_its_time_however_far_it_is_worked_out),
       TEST(hosts_share_a_down_line_and_not_an_up_line),
       TEST(sites_share_one_trunk_in_each_direction),
       TEST(a_full_queue_drops_what_has_no_room_and_counts_it),

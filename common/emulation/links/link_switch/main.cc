@@ -40,6 +40,7 @@ constexpr int64_t kSecond = 1'000'000'000;
 constexpr Nanoseconds kMostLead = 50'000, kLeadStep = 250;
 // To hand a packet on takes time, too. So it is done so much earlier that half of all are early.
 constexpr Nanoseconds kMostEarly = 40'000, kEarlyStep = 100;
+constexpr Nanoseconds kAhead = 150'000;
 // Commands are looked for so often at least.
 constexpr Nanoseconds kDeaf = 1'000'000;
 // What may wait to be read, of all ports together and of each; 70 KB of memory a packet.
@@ -126,7 +127,7 @@ class Switch {
       const int64_t offset = read_clock(CLOCK_REALTIME) - read_clock(CLOCK_MONOTONIC);
       for (uint32_t port = 0; port < ports_.size(); ++port) take(port, offset);
       const Nanoseconds then = read_clock(CLOCK_MONOTONIC) + early_;
-      fabric_.advance(then, then + patience_);
+      fabric_.advance(then, then + horizon());
     }
   }
 
@@ -140,11 +141,15 @@ class Switch {
     check(epoll_ctl(epoll, EPOLL_CTL_ADD, fd, &event) == 0, "epoll");
   }
 
-  // What comes from now on is nowhere in the way before `patience_` is over.
+  // How far ahead the lines are worked out: what comes from now on is on a second line so much
+  // later at least. A little further, so that a frame can be seen to its end when it comes: two
+  // that come from two hosts within that time may be taken for having come in the other order.
+  Nanoseconds horizon() const { return patience_ > 0 ? patience_ + kAhead : 0; }
+
   std::optional<Nanoseconds> next_task() const {
     const auto due = fabric_.next_due(), event = fabric_.next_event();
     if (!due && !event) return std::nullopt;
-    return std::min(due.value_or(INT64_MAX), event ? *event - patience_ : INT64_MAX) - early_;
+    return std::min(due.value_or(INT64_MAX), event ? *event - horizon() : INT64_MAX) - early_;
   }
 
   // For packets, commands, or `lead_` before the time that is given.

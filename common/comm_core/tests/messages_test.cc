@@ -113,14 +113,13 @@ void one_tag_in_order() {
   });
 }
 
-// A small message passes the large ones that are under way on its connection. The receiver's engine
-// stands still, halfway through the large ones, until the small one has been sent, so that what is
-// left of them is far more than the connection's buffers hold; were they served in order, the last
-// would be there first.
+// A small message passes the large ones that are under way on its connection: 160 MB, of which the
+// first 4 have come when it is sent. The times are the engine's own, for callbacks run when there is
+// a core for them.
 void small_ones_overtake() {
   constexpr size_t kLarge = 40;
   const Message last{0, 1, kLarge, 100};
-  std::latch halfway(1), sent(1);
+  std::latch begun(1);
   std::atomic<bool> overtaken{false};
   Together all(2);
   run_ranks(wired({"tcp", 1}, 2), [&](Rank& rank) {
@@ -134,23 +133,20 @@ void small_ones_overtake() {
       for (size_t i = 0; i < kLarge; ++i) {
         ops.push_back(send_filled(group, data[i], {0, 1, i, data[i].size()}));
       }
-      halfway.wait();  // by now all have been asked for
+      begun.wait();  // by now all have been asked for
       ops.push_back(send(group, small, last));
-      sent.count_down();
     } else {
       for (size_t i = 0; i < kLarge; ++i) {
         ops.push_back(receive(group, data[i], 0, i, size_t(4) << 20));
       }
-      ops[kLarge / 2]->on_done([&] {
-        halfway.count_down();
-        sent.wait();
-      });
-      const OpPtr op = receive(group, small, 0, kLarge, last.bytes);
-      op->on_done([&, large = ops.back()] { overtaken = !large->done(); });
-      ops.push_back(op);
+      ops[0]->on_done([&] { begun.count_down(); });
+      ops.push_back(receive(group, small, 0, kLarge, last.bytes));
       all.wait();
     }
     for (const OpPtr& op : ops) expect_right(op);
+    if (rank.rank == 1) {
+      overtaken = ops[kLarge]->times().finished_s < ops[kLarge - 1]->times().finished_s;
+    }
     expect_content(small, last);
     for (size_t i = 0; i < kLarge; ++i) expect_content(data[i], {0, 1, i, data[i].size()});
   });

@@ -35,14 +35,14 @@ bench: $(READY) $(CORE) $(HOROVOD)
 	$(PY) benchmarks.py
 
 test: $(READY) $(CORE_TESTS) $(HOROVOD) lint
-	$(PY) -m pytest -m "not full"
+	scripts/test.sh $(VENV)
 
 test-all: $(READY) $(CORE_TESTS) $(HOROVOD) $(NOTEBOOKS) $(MUTANTS) lint
 	$(PY) -m pytest
 
 # Only what failed last; nothing to repeat is a failure too.
 retest: $(READY)
-	$(PY) -m pytest --last-failed --last-failed-no-failures none
+	scripts/test.sh $(VENV) --again
 
 core: $(CORE)
 

@@ -42,13 +42,23 @@ void Fabric::advance(Nanoseconds now, Nanoseconds horizon) {
       run(event.line, event.at);
     }
   }
-  while (!due_.empty() && due_.front().at <= now) {
-    Transit transit = std::move(*pop(due_).transit);
+  for (;;) {
+    // The older first, so that the packets of two hosts stay in order.
+    const bool light = !light_.empty() && (due_.empty() || due_.front() < light_.front());
+    Heap& heap = light ? light_ : due_;
+    if (heap.empty() || heap.front().at > now) break;
+    Transit transit = std::move(*pop(heap).transit);
     ++counts_.packets;
     counts_.frames += transit.packet.segments();
     counts_.bytes += transit.packet.wire_bytes();
     deliver_(std::move(transit));
   }
+}
+
+std::optional<Nanoseconds> Fabric::next_due(Nanoseconds lenience) const {
+  const auto due = first(due_), light = first(light_);
+  if (!light) return due;
+  return std::min(due.value_or(INT64_MAX), *light + lenience);
 }
 
 std::optional<Nanoseconds> Fabric::first(const Heap& heap) {
@@ -92,7 +102,8 @@ void Fabric::run(uint32_t number, Nanoseconds now) {
     } else if (line_after(*transit)) {
       push(events_, transit->first, 0, std::move(transit));  // from its first frame on
     } else {
-      push(due_, transit->last, 0, std::move(transit));
+      Heap& heap = transit->packet.is_acknowledgement() ? light_ : due_;
+      push(heap, transit->last, 0, std::move(transit));
     }
   }
   if (line.waiting() && !awaited) {

@@ -53,9 +53,10 @@ class Fabric {
   // worked out up to `horizon`, which is not before `now`: so far ahead as nothing that arrives
   // from now on can be in its way.
   void advance(Nanoseconds now, Nanoseconds horizon);
-  // When the next packet known so far is due, and when the next thing happens on a line; nullopt:
-  // none before a packet arrives.
-  std::optional<Nanoseconds> next_due() const { return first(due_); }
+  // When the next packet known so far must be delivered, and when the next thing happens on a line;
+  // nullopt: none before a packet arrives. Acknowledgements may be late by `lenience`: mostly
+  // something else is due by then, and nobody need be woken for them.
+  std::optional<Nanoseconds> next_due(Nanoseconds lenience) const;
   std::optional<Nanoseconds> next_event() const { return first(events_); }
 
   const Counts& counts() const { return counts_; }
@@ -91,6 +92,7 @@ class Fabric {
   std::vector<Path> paths_;
   Heap events_;  // on lines
   Heap due_;     // deliveries
+  Heap light_;   // deliveries of acknowledgements
   uint64_t order_ = 0;
   Counts counts_;
 };

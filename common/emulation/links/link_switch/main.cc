@@ -40,6 +40,8 @@ constexpr int64_t kSecond = 1'000'000'000;
 constexpr Nanoseconds kMostLead = 50'000, kLeadStep = 250;
 // To hand a packet on takes time, too. So it is done so much earlier that half of all are early.
 constexpr Nanoseconds kMostEarly = 40'000, kEarlyStep = 100;
+// Of the shortest way, an acknowledgement may be late by one part in so many.
+constexpr Nanoseconds kLenience = 10;
 constexpr Nanoseconds kAhead = 150'000;
 // Commands are looked for so often at least.
 constexpr Nanoseconds kDeaf = 1'000'000;
@@ -147,7 +149,7 @@ class Switch {
   Nanoseconds horizon() const { return patience_ > 0 ? patience_ + kAhead : 0; }
 
   std::optional<Nanoseconds> next_task() const {
-    const auto due = fabric_.next_due(), event = fabric_.next_event();
+    const auto due = fabric_.next_due(patience_ / kLenience), event = fabric_.next_event();
     if (!due && !event) return std::nullopt;
     return std::min(due.value_or(INT64_MAX), event ? *event - horizon() : INT64_MAX) - early_;
   }

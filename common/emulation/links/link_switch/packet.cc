@@ -45,6 +45,10 @@ uint16_t folded(uint32_t sum) {
   return static_cast<uint16_t>(sum);
 }
 
+bool is_ip4(const uint8_t* frame) {
+  return frame[kEthernet - 2] == (ETHERTYPE_IP >> 8) && frame[kEthernet - 1] == 0;
+}
+
 bool is_super(const VirtioNetHeader& header) {
   return (header.gso_type & ~kGsoEcn) == kGsoTcp4 && header.gso_size > 0;
 }
@@ -56,11 +60,16 @@ Packet::Packet(Memory data, size_t bytes)
   const auto header = read<VirtioNetHeader>(data_.get());
   const uint8_t* frame = data_.get() + kHeaderBytes;
   const size_t frame_bytes = bytes_ - kHeaderBytes;
-  if (!is_super(header) || frame_bytes < kEthernet + sizeof(iphdr)) return;
-  const size_t tcp = kEthernet + 4 * size_t{read<iphdr>(frame + kEthernet).ihl};
-  if (frame_bytes < tcp + sizeof(tcphdr)) return;
-  const size_t headers = tcp + 4 * size_t{read<tcphdr>(frame + tcp).doff};
-  if (frame_bytes <= headers + header.gso_size) return;
+  if (frame_bytes < kEthernet + sizeof(iphdr) || !is_ip4(frame)) return;
+  const auto ip = read<iphdr>(frame + kEthernet);
+  const size_t tcp_at = kEthernet + 4 * size_t{ip.ihl};
+  if (ip.protocol != IPPROTO_TCP || frame_bytes < tcp_at + sizeof(tcphdr)) return;
+  const auto tcp = read<tcphdr>(frame + tcp_at);
+  const size_t headers = tcp_at + 4 * size_t{tcp.doff};
+  // What is behind the end of IP fills a short frame up.
+  const bool has_data = kEthernet + ntohs(ip.tot_len) > headers;
+  acknowledgement_ = !has_data && tcp.ack && !tcp.syn && !tcp.fin && !tcp.rst;
+  if (!is_super(header) || frame_bytes <= headers + header.gso_size) return;
   header_bytes_ = headers;
   segment_bytes_ = header.gso_size;
   const size_t payload = frame_bytes - headers;

@@ -41,6 +41,8 @@ class Packet {
   // others and for broadcasts.
   std::optional<uint16_t> destination() const;
 
+  // TCP's word that data has come, and nothing else.
+  bool is_acknowledgement() const { return acknowledgement_; }
   // The frames that it is on a wire; without preamble, checksum and gap (network.py says why).
   uint32_t segments() const { return segments_; }
   // Of all of them with their headers.
@@ -58,6 +60,7 @@ class Packet {
   size_t header_bytes_ = 0;   // of Ethernet, IP and TCP; 0 where there is one segment
   size_t segment_bytes_ = 0;  // of payload in every segment but the last
   uint32_t segments_ = 1;
+  bool acknowledgement_ = false;
   uint64_t wire_bytes_;
 };
 

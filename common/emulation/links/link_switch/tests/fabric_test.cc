@@ -44,6 +44,7 @@ Packet packet(uint16_t to, size_t payload, uint32_t seq = 1000) {
   uint8_t* frame = &data[Packet::kHeaderBytes];
   const uint8_t address[] = {2, 0, 10, 78, static_cast<uint8_t>(to >> 8), static_cast<uint8_t>(to)};
   std::memcpy(frame, address, sizeof address);
+  frame[12] = 8;  // IPv4
   iphdr ip{};
   ip.ihl = kIp / 4;
   ip.version = 4;
@@ -55,7 +56,8 @@ Packet packet(uint16_t to, size_t payload, uint32_t seq = 1000) {
   tcphdr tcp{};
   tcp.seq = htonl(seq);
   tcp.doff = kTcp / 4;
-  tcp.fin = tcp.psh = 1;
+  tcp.ack = 1;
+  tcp.fin = tcp.psh = payload > 0;
   tcp.res2 = 3;  // both marks of congestion
   std::memcpy(frame + kEthernet + kIp, &tcp, sizeof tcp);
   for (size_t i = 0; i < payload; ++i) frame[kHeaders + i] = static_cast<uint8_t>(i % 251);
@@ -144,12 +146,29 @@ void nothing_is_delivered_before_its_time_however_far_it_is_worked_out() {
   world.send(0, 1, 1448, 0);
   const Nanoseconds due = kMillisecond + 2 * 1514 * 8;
   world.fabric.advance(0, kMillisecond);
-  expect(world.arrived.empty() && !world.fabric.next_due(), "known too early");
+  expect(world.arrived.empty() && !world.fabric.next_due(0), "known too early");
   world.fabric.advance(due - kMillisecond, due);
-  expect(world.arrived.empty() && world.fabric.next_due() == due, "not known in time");
+  expect(world.arrived.empty() && world.fabric.next_due(0) == due, "not known in time");
   expect(!world.fabric.next_event(), "something is left on the lines");
   world.fabric.advance(due, due);
   expect(world.arrived.size() == 1, "not delivered");
+}
+
+void an_acknowledgement_may_wait_for_the_next_packet_and_keeps_its_place() {
+  World world(2);
+  expect(packet(1, 0).is_acknowledgement() && !packet(1, 1).is_acknowledgement(), "what it is");
+  world.fabric.path(0, 1).delay = kMillisecond;
+  for (const size_t payload : {size_t{100}, size_t{0}, size_t{200}}) world.send(0, 1, payload, 0);
+  world.send(0, 1, 0, kMillisecond);
+  world.fabric.advance(0, 3 * kMillisecond);
+  expect(world.fabric.next_due(700) == kMillisecond, "data is not waited for");
+  world.fabric.advance(kMillisecond, 3 * kMillisecond);
+  expect(world.fabric.next_due(700) == 2 * kMillisecond + 700, "it may wait");
+  world.run();
+  const std::vector<uint64_t> wanted{kHeaders + 100, kHeaders, kHeaders + 200, kHeaders};
+  for (size_t i = 0; i < wanted.size(); ++i) {
+    expect(world.arrived.at(i).wire_bytes == wanted[i], "another order");
+  }
 }
 
 void hosts_share_a_down_line_and_not_an_up_line() {
@@ -329,6 +348,7 @@ int main() {
       TEST(nothing_is_free_after_a_rest_and_a_rate_is_kept),
       TEST(looking_late_costs_no_rate),
       TEST(nothing_is_delivered_before_its_time_however_far_it_is_worked_out),
+      TEST(an_acknowledgement_may_wait_for_the_next_packet_and_keeps_its_place),
       TEST(hosts_share_a_down_line_and_not_an_up_line),
       TEST(sites_share_one_trunk_in_each_direction),
       TEST(a_full_queue_drops_what_has_no_room_and_counts_it),

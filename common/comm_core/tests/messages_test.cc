@@ -114,8 +114,8 @@ void one_tag_in_order() {
 }
 
 // A small message passes the large ones that are under way on its connection: 160 MB, of which the
-// first 4 have come when it is sent. The times are the engine's own, for callbacks run when there is
-// a core for them.
+// first 4 have come when it is sent. The times are the engine's own, for callbacks run when there
+// is a core for them.
 void small_ones_overtake() {
   constexpr size_t kLarge = 40;
   const Message last{0, 1, kLarge, 100};

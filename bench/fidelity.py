@@ -1,7 +1,6 @@
 #!/usr/bin/env python3
 """How near the emulated cluster comes to what it stands for.
 
-  python bench/fidelity.py links         rates of the links, asked and measured; bar 2 %
   python bench/fidelity.py compute       replayed steps against their profiles; bar 2 %
   python bench/fidelity.py collective    a 4-rank all-reduce at 1 Gb/s against the wire; bar 6 %
   python bench/fidelity.py scales        the same trials at time scales k and 2k; bar 1.5 %, and 1 %
@@ -11,7 +10,7 @@
 
 With `--json FILE` the last two keep each trial when it has ended. Asked again at the same commit,
 for the same or other parts (`--models resnet50 --algorithms ddp,dear`), they measure what is
-missing.
+missing. The links themselves: bench/links.py.
 
 Exit status: 0 within the bar, 3 not, 1 something failed, 2 a mistake in the options.
 """
@@ -25,7 +24,7 @@ import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -41,63 +40,6 @@ from common.emulation.config import NetworkProfile
 from common.models import registry
 from dear.errors import UserError, unknown
 from dear.lazy import torch
-
-
-@dataclass(frozen=True, kw_only=True)
-class Link(Case):
-    """A rate at a time scale; `judged` if every machine should reach it."""
-
-    bar_percent = 2.0
-    header = ("asked", "time scale", "lowest", "highest", "worst")
-
-    gbps: float
-    time_scale: float
-    judged: bool = True
-    rounds: list[list[dict[str, Any]]] = field(default_factory=list)
-
-    @property
-    def profile(self) -> NetworkProfile:
-        return NetworkProfile(name=f"{self.gbps:g} Gb/s", gbps=self.gbps)
-
-    def links(self) -> dict[str, float]:
-        """Median over the rounds of every link's rate, in emulated Gb/s."""
-        return {
-            f"{host[0]['host']} {way}": statistics.median(one[f"{way}_gbps"] for one in host)
-            for host in zip(*self.rounds, strict=True)
-            for way in ("up", "down")
-        }
-
-    @property
-    def off_percent(self) -> float:
-        """The deviation of the worst link."""
-        offs = [100 * (rate / self.gbps - 1) for rate in self.links().values()]
-        return max(offs, key=abs)
-
-    def cells(self) -> list[str]:
-        rates = self.links().values()
-        return [
-            *(f"{self.gbps:g} Gb/s", f"{self.time_scale:g}"),
-            *(digits(min(rates), 4), digits(max(rates), 4), f"{self.off_percent:+.2f} %"),
-        ]
-
-
-def links(args: argparse.Namespace, check: Check) -> int:
-    """Do virtual links have the rate that was asked for?"""
-    cases = [
-        Link(gbps=0.1, time_scale=1),
-        Link(gbps=1, time_scale=1),
-        Link(gbps=10, time_scale=10),
-        # What a small machine cannot carry at full speed: there dilation is needed.
-        Link(gbps=10, time_scale=1, judged=False),
-    ]
-    with EmulatedCluster(hosts=2, profile=cases[0].profile) as cluster:
-        for index in range(args.repeats):
-            for case in cases:
-                cluster.set_profile(case.profile, case.time_scale)
-                case.rounds.append(cluster.measure(0.5))
-                note(f"round {index + 1}: {case.gbps:g} Gb/s at {case.time_scale:g}")
-            check.save(cases)
-    return check.end(cases)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,7 +211,6 @@ def all_reduce(args: argparse.Namespace, check: Check) -> int:
 
 
 CHECKS = {
-    "links": (links, Link, 5, "rates of the links, asked and measured"),
     "compute": (compute, Replay, 5, "replayed steps against their profiles"),
     "collective": (all_reduce, AllReduce, 7, "an all-reduce against the wire"),
 }
@@ -285,7 +226,7 @@ def main(argv: list[str]) -> int:
     args = _parse(argv)
     if args.repeats < 1:
         raise UserError(f"--repeats {args.repeats}: must be at least 1")
-    if args.what in ("links", "collective") and not sandbox.inside():
+    if args.what == "collective" and not sandbox.inside():
         raise session.NeedsSandbox
     if args.what in SWEEPS:
         scales.check_options(args)

@@ -185,6 +185,11 @@ def required_bytes(parameter_bytes: int, world_size: int, optimizer_copies: int 
     return _PER_RANK + copies * parameter_bytes + _PER_PEER * (world_size - 1)
 
 
+def ranks_bytes(parameter_bytes: int, ranks: int, optimizer_copies: int = 0) -> int:
+    """Memory that all ranks of a job on this machine need, together."""
+    return _SHARED + ranks * required_bytes(parameter_bytes, ranks, optimizer_copies)
+
+
 def check_memory(
     parameter_bytes: int,
     *,
@@ -205,8 +210,7 @@ def check_memory(
         available = available_bytes()
 
     def needed(count: int) -> int:
-        world = count * ranks_per_host
-        return _SHARED + world * required_bytes(parameter_bytes, world, optimizer_copies)
+        return ranks_bytes(parameter_bytes, count * ranks_per_host, optimizer_copies)
 
     if needed(hosts) <= available:
         return
@@ -214,8 +218,8 @@ def check_memory(
     advice = f"{fitting} would fit" if fitting else "not even 1 would fit"
     rank = required_bytes(parameter_bytes, hosts * ranks_per_host, optimizer_copies)
     raise UserError(
-        f"cluster.hosts: {hosts} hosts of {ranks_per_host} x {_gib(rank)} (ranks x memory) need "
-        f"{_gib(needed(hosts))} of memory, and {_gib(available)} are available; {advice}"
+        f"cluster.hosts: {hosts} hosts of {ranks_per_host} x {gib(rank)} (ranks x memory) need "
+        f"{gib(needed(hosts))} of memory, and {gib(available)} are available; {advice}"
     )
 
 
@@ -226,5 +230,6 @@ def available_bytes() -> int:
     return min([psutil.virtual_memory().available, *cgroups.memory_rests()])
 
 
-def _gib(size: int) -> str:
+def gib(size: int) -> str:
+    """For people."""
     return f"{size / 2**30:.1f} GiB"

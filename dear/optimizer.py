@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from dear.comm import runtime
 from dear.errors import UserError
+from dear.references import resolved
 from dear.training.algorithm import algorithm_class, algorithm_options
 
 
@@ -24,7 +25,7 @@ def DistributedOptimizer(  # noqa: N802 (the name that users of Horovod and DeAR
     Args:
         optimizer: any torch optimizer over parameters of `model`; it is changed in place.
         model: the replica on this rank, on its device already; it is changed in place.
-        algorithm: a name from `python benchmarks.py list`.
+        algorithm: a name from `python benchmarks.py list`, or one of `dear.references.ALIASES`.
         options: the algorithm's own options, e.g. `threshold_mb=25.0` for `dear`. The names that
             DeAR's first implementation had are understood too: `threshold` (MB of 2^20 bytes; None
             for fusion by layers), `num_nearby_layers`, and texts for `exclude_parts`.
@@ -36,7 +37,8 @@ def DistributedOptimizer(  # noqa: N802 (the name that users of Horovod and DeAR
         UserError: an unknown algorithm or option, or a model it cannot train.
         Unavailable: a library that the algorithm needs is not installed.
     """
-    chosen = algorithm_options(algorithm, _translated(options))
+    algorithm, options = resolved(algorithm, _translated(options))
+    chosen = algorithm_options(algorithm, options)
     wrapped = algorithm_class(algorithm)().wrap(model, optimizer, runtime.communicator(), chosen)
     return wrapped[1]
 

@@ -203,6 +203,19 @@ class NetworkProfile:
         """The largest latency between two hosts."""
         return max([self.latency_us, *(far.latency_us for far in self.between)])
 
+    @property
+    def narrowest_gbps(self) -> float:
+        """Of the lines on the way from one host to the next and back to the first: what a ring of
+        all hosts can have."""
+        return min([self.gbps, *(far.gbps for far in self.between if far.gbps is not None)])
+
+    @property
+    def nearest_us(self) -> float:
+        """What every packet is on its way at least, from one host to another."""
+        ways = [(self.latency_us, self.jitter_us)]
+        ways += [(far.latency_us, far.jitter_us) for far in self.between]
+        return min(latency_us - jitter_us for latency_us, jitter_us in ways)
+
     def check_hosts(self, hosts: int) -> None:
         """Raises `UserError` unless the sites have just the hosts of a cluster of so many."""
         self._site_of(0, hosts)

@@ -185,9 +185,10 @@ def needed_scale(seen: Seen, load: Load, network: NetworkProfile, cores: int) ->
 
 
 def _wire_s(load: Load, network: NetworkProfile) -> float:
-    """The time in which every host sends and receives 2 (H-1)/H of the parameters."""
+    """The time in which every host sends and receives 2 (H-1)/H of the parameters, as in a ring:
+    the line between two sites then carries no more than a host's own does."""
     link_bytes = 2 * (load.hosts - 1) / load.hosts * load.parameter_bytes
-    return link_bytes * 8 / (network.gbps * 1e9)
+    return link_bytes * 8 / (network.narrowest_gbps * 1e9)
 
 
 def readable_scales() -> Iterator[float]:

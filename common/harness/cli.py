@@ -15,7 +15,7 @@ from common.harness import commands
 from dear.errors import UserError, unknown
 
 ROOT = Path(__file__).parents[2]
-VERBS = ("run", "list", "show")
+VERBS = ("run", "list", "show", "merge")
 OK, USER_ERROR, INTERRUPTED = 0, 2, 130
 
 
@@ -28,7 +28,8 @@ def main(arguments: Sequence[str]) -> int:
     try:
         options = _parse(list(arguments))
         options.arguments = arguments
-        return {"run": _run, "list": _list, "show": commands.show}[options.verb](options)
+        verbs = {"run": _run, "list": _list, "show": commands.show, "merge": commands.merge}
+        return verbs[options.verb](options)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return USER_ERROR
@@ -61,7 +62,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"DeAR Bench {dear.__version__}")
-    verbs = parser.add_subparsers(dest="verb", required=True, metavar="{run,list,show}")
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="{run,list,show,merge}")
     _add_run(verbs.add_parser("run", help="run an experiment", allow_abbrev=False))
     listing = verbs.add_parser("list", help="algorithms, models, experiments", allow_abbrev=False)
     listing.add_argument("--json", action="store_true", help="as JSON on stdout")
@@ -74,6 +75,9 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         action="store_true",
         help="where the time of each step goes, and how little it could be, in milliseconds",
     )
+    merging = verbs.add_parser("merge", help="one sweep of its shards", allow_abbrev=False)
+    merging.add_argument("parts", nargs="+", type=Path, help="folders with records")
+    merging.add_argument("--into", type=Path, required=True, help="a new folder for all of them")
     for sub in verbs.choices.values():
         sub.add_argument("--logs", type=Path, default=ROOT / "logs", help="folder of results")
     return parser.parse_args(arguments)
@@ -84,7 +88,8 @@ def _add_run(run: argparse.ArgumentParser) -> None:
         "experiment",
         nargs="?",
         type=Path,
-        help="an experiment file (default: emulated-quick, or quick where nothing can be emulated)",
+        help="an experiment file, or the name of one of configs/experiments (default: "
+        "emulated-quick, or quick where nothing can be emulated)",
     )
     run.add_argument("-n", "--dry-run", action="store_true", help="print the trials, run nothing")
     run.add_argument(
@@ -93,7 +98,8 @@ def _add_run(run: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="TEXT",
-        help="only trials whose title contains TEXT, or key=value of the trial; may be repeated",
+        help="only trials whose title contains TEXT, or key=value of the trial; A|B is either, and "
+        "all that are given must hold",
     )
     run.add_argument(
         "--set",
@@ -101,6 +107,11 @@ def _add_run(run: argparse.ArgumentParser) -> None:
         default=[],
         metavar="KEY=VALUE",
         help="change a key of the experiment, e.g. measure.repeats=5 or models.0.batch_size=8",
+    )
+    run.add_argument(
+        "--shard",
+        metavar="I/N",
+        help="only part I of N, for as many machines; `merge` puts their records together",
     )
     cluster = run.add_argument_group("virtual hosts (change the experiment's `cluster`)")
     for flag, text in (

@@ -6,6 +6,7 @@ import argparse
 import inspect
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,9 +22,11 @@ from common.models.registry import MODELS
 from common.results import store
 from common.results.faith import doubt, incorrect
 from common.results.records import Record, fabric_words, is_learning
+from common.results.reference_reports import report_lines, reports
 from common.results.store import Comparison
 from common.results.table import Table, csv_text
-from dear.errors import UserError
+from dear.errors import UserError, one_of
+from dear.references import ALIASES
 from dear.training.algorithm import algorithm_class, algorithm_names
 
 ROOT = Path(__file__).parents[2]
@@ -40,7 +43,7 @@ def run(options: argparse.Namespace, draw: Callable[[Path, bool], list[Path]] | 
             experiment on virtual hosts runs in a process of its own, which is started with them.
         draw: draws a sweep's figure, given its folder and whether it has learned; None draws none.
     """
-    experiment = load(options.experiment, options.set)
+    experiment = load(find_experiment(options.experiment), options.set)
     everything = experiment.trials()
     if experiment.cluster is not None and not options.dry_run and not sandbox.inside():
         return sandbox.run([sys.executable, str(ROOT / "benchmarks.py"), *options.arguments])
@@ -53,6 +56,8 @@ def run(options: argparse.Namespace, draw: Callable[[Path, bool], list[Path]] | 
     if not trials:
         wanted = " ".join(options.filter)
         raise UserError(f"--filter {wanted}: no trial of {experiment.name} matches")
+    if options.shard:
+        trials = shard(trials, options.shard)
     check_fit(trials)
     folder = options.logs / experiment.name
     if options.dry_run:
@@ -80,6 +85,8 @@ def run(options: argparse.Namespace, draw: Callable[[Path, bool], list[Path]] | 
         print(json.dumps([result.to_json() for result in results]))
     else:
         _print_results(folder, results, experiment.base)
+        if experiment.report_lines:
+            print("\n".join(report_lines(results)))
     if draw is not None and any(result.ok for result in results):
         paths = draw(folder, is_learning(results))
         if not (options.json or options.quiet):
@@ -93,6 +100,48 @@ def run(options: argparse.Namespace, draw: Callable[[Path, bool], list[Path]] | 
         for one in ended
     )
     return 0 if good else 1
+
+
+def find_experiment(given: str | Path) -> Path:
+    """A file, or one of configs/experiments by name, with or without `.yaml`.
+
+    Raises:
+        UserError: there is neither.
+    """
+    path = Path(given)
+    if path.exists() or path.parent != Path():
+        return path
+    folder = ROOT / "configs" / "experiments"
+    known = {path.stem: path for path in folder.glob("*.yaml")}
+    return one_of("experiment", path.name.removesuffix(".yaml"), known)
+
+
+def shard(trials: Sequence[Trial], text: str) -> list[Trial]:
+    """Part i of n, `i/n`. What is compared with each other, and shares a time scale, stays
+    together.
+
+    Raises:
+        UserError: no such part.
+    """
+    found = re.fullmatch(r"([0-9]+)/([0-9]+)", text)
+    part, parts = (int(found[1]), int(found[2])) if found else (0, 0)
+    if not 1 <= part <= parts:
+        raise UserError(f"--shard {text}: must be PART/PARTS, such as 1/3, 2/3 and 3/3")
+    cells = list(dict.fromkeys(trial.cell for trial in trials))
+    if parts > len(cells):
+        raise UserError(f"--shard {text}: there are only {len(cells)} parts that stand alone")
+    own = set(cells[part - 1 :: parts])
+    return [trial for trial in trials if trial.cell in own]
+
+
+def merge(options: argparse.Namespace) -> int:
+    """Makes one sweep of several parts, whose records stay where they are."""
+    folders = [part if part.exists() else options.logs / part for part in options.parts]
+    comparison = store.merge(folders, options.into)
+    results = comparison.results(options.into)
+    _write_outputs(options.into, results, comparison.compare_to)
+    _print_results(options.into, results, comparison.compare_to)
+    return 0
 
 
 def default_experiment() -> Path:
@@ -137,7 +186,16 @@ def listing() -> dict[str, Any]:
         experiments[str(path.relative_to(ROOT))] = yaml.safe_load(path.read_text()).get(
             "description", ""
         )
-    return {"algorithms": algorithms, "models": sorted(MODELS), "experiments": experiments}
+    aliases = {}
+    for name, (algorithm, given) in ALIASES.items():
+        shown = ", ".join(f"{key}={value}" for key, value in given.items())
+        aliases[name] = algorithm + (f" with {shown}" if shown else "")
+    return {
+        "algorithms": algorithms,
+        "other names": aliases,
+        "models": sorted(MODELS),
+        "experiments": experiments,
+    }
 
 
 def _selected(trial: Trial, filters: Sequence[str]) -> bool:
@@ -145,9 +203,9 @@ def _selected(trial: Trial, filters: Sequence[str]) -> bool:
     for text in filters:
         key, equals, wanted = text.partition("=")
         if equals and key in values:
-            if str(values[key]) != wanted:
+            if str(values[key]) not in wanted.split("|"):
                 return False
-        elif text not in trial.title:
+        elif not any(part in trial.title for part in text.split("|")):
             return False
     return True
 
@@ -210,7 +268,7 @@ def _write_outputs(folder: Path, results: list[Record], compare_to: str) -> None
     (folder / "table.md").write_text(table.markdown())
     (folder / "table.csv").write_text(csv_text(kind, table.rows))
     if kind is rows.Row:
-        (folder / "reports.json").write_text(json.dumps(rows.reference_reports(results), indent=2))
+        (folder / "reports.json").write_text(json.dumps(reports(results), indent=2))
 
 
 def _summarized(results: list[Record], compare_to: str) -> tuple[Table, type, list[str]]:

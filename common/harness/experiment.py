@@ -16,11 +16,13 @@ from common.cgroups import usable_cores
 from common.emulation.config import ClusterConfig, Fault, network_profile
 from common.emulation.dilation import check_scale
 from common.emulation.faults import check_fault
+from common.emulation.links import check as check_links
 from common.harness.trial import BASELINE, LearnConfig, MeasureConfig, OptimizerConfig, Trial
 from common.launch.job import launcher_options
 from common.models import datasets
 from common.models.registry import DTYPES, is_replay, model_entry, profile_of, sentence_len
 from common.results.records import base_among
+from dear import references
 from dear.errors import UserError, unknown
 from dear.options import at_least, build_options, positive
 from dear.training.algorithm import Options, algorithm_options
@@ -31,8 +33,16 @@ class AlgorithmChoice:
     """An algorithm with options that differ from its defaults."""
 
     name: str
+    """Of the algorithm, or an alias of `dear.references`."""
     options: dict[str, Any] = field(default_factory=dict)
     label: str | None = None
+
+    def __post_init__(self) -> None:
+        name, options = references.resolved(self.name, self.options)
+        if name != self.name and self.label is None:
+            object.__setattr__(self, "label", self.title)  # as it was asked for
+        object.__setattr__(self, "name", name)
+        object.__setattr__(self, "options", options)
 
     @property
     def title(self) -> str:
@@ -100,6 +110,8 @@ class Experiment:
     seed: int = 1
     threads_per_rank: int | None = None
     """None shares the cores of this machine among the ranks of the largest world."""
+    report_lines: bool = False
+    """At the end also print what the reference suites print, for programs that read that."""
     timeout_s: float = 600.0
     """Longest duration of one repeat of one trial, in seconds; then it is killed."""
 
@@ -189,10 +201,7 @@ class Experiment:
             return
         for profile in profiles or [network_profile(self.cluster.network)]:
             profile.check_hosts(-(-max(self.worlds) // self.cluster.ranks_per_host))
-            if profile.sites and self.cluster.links == "tc":
-                raise UserError(
-                    f"cluster.links: tc knows no sites, which network {profile.name!r} has"
-                )
+            check_links(self.cluster.links, [profile])
             if profile.trace and any(f.kind == "link_rate" for f in self.faults):
                 raise UserError(
                     f"faults: link_rate: network {profile.name!r} has a trace, which sets the rates"

@@ -6,19 +6,13 @@ On virtual hosts links are shaped and measured, time is dilated, and faults are 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from common.cgroups import usable_cores
-from common.emulation.cluster import (
-    EmulatedCluster,
-    counted_between,
-    measured_network,
-    network_record,
-    told_of,
-)
+from common.emulation.cluster import EmulatedCluster
 from common.emulation.config import network_profile
 from common.emulation.dilation import (
     Calibration,
@@ -30,6 +24,12 @@ from common.emulation.dilation import (
     needed_scale,
 )
 from common.emulation.faults import FaultInjector, blame
+from common.emulation.measured import (
+    counted_between,
+    measured_network,
+    network_record,
+    told_of,
+)
 from common.emulation.trace import TracePlayer
 from common.harness.experiment import Experiment
 from common.harness.record import REAL, FabricFacts, Result
@@ -39,6 +39,7 @@ from common.launch.job import Job, Launcher, Outcome, make_launcher
 from common.machine import check_memory
 from common.models.registry import is_replay, model_entry, profile_of
 from common.results.records import Network
+from dear.errors import UserError
 
 WORKER = "common.harness.worker"
 """What every rank runs."""
@@ -132,6 +133,7 @@ class EmulatedFabric(Fabric):
                 Host(name=host.name, slots=slots, address=host.address, virtual=host)
                 for host in stack.enter_context(self._cluster).hosts
             ]
+            self._check_faults()
             self._launcher = launcher_for(self._experiment, self._trials, hosts)
             stack.pop_all()
         return self
@@ -185,26 +187,23 @@ class EmulatedFabric(Fabric):
 
     def run(self, trial: Trial, job: Job) -> Outcome:
         before = self._cluster.counters()
-        with self._played(job):
-            outcome = self._checked(self._run(trial, job))
-        counted = counted_between(before, self._cluster.counters())
-        if counted is not None and outcome.status == "ok":
+        outcome, seen = self._traced(trial, job)
+        outcome = self._checked(outcome)
+        seen |= counted_between(before, self._cluster.counters()) or {}
+        if seen and outcome.status == "ok":
             others = [c for c in self._launches.get(trial.hash, []) if c["repeat"] != job.repeat]
-            self._launches[trial.hash] = [*others, {"repeat": job.repeat, **counted}]
+            self._launches[trial.hash] = [*others, {"repeat": job.repeat, **seen}]
         return outcome
 
-    @contextmanager
-    def _played(self, job: Job) -> Iterator[None]:
-        """The network's trace, if it has one, while the job is measured."""
+    def _traced(self, trial: Trial, job: Job) -> tuple[Outcome, dict[str, Any]]:
+        """And what the network's trace did, if it has one."""
         if not self._links.trace:
-            yield
-            return
-        player = TracePlayer(self._cluster, job.folder, job.repeat)
-        player.start()
-        try:
-            yield
-        finally:
-            player.stop()
+            return self._run(trial, job), {}
+        with TracePlayer(self._cluster, job.folder, job.repeat) as player:
+            outcome = self._run(trial, job)
+        if player.error is not None and outcome.status == "ok":
+            outcome = Outcome.of("failed", player.error)
+        return outcome, {"rate_changes": player.changes}
 
     def _run(self, trial: Trial, job: Job) -> Outcome:
         if trial.fault is None:
@@ -248,6 +247,14 @@ class EmulatedFabric(Fabric):
             network=measured or Network(**network_record(network_profile(trial.network or ""), [])),
             fault_events=self._events.get(trial.hash, []),
         )
+
+    def _check_faults(self) -> None:
+        for trial in self._trials:
+            fault = trial.fault
+            if fault is not None and fault.kind == "link_delay":
+                network = network_profile(trial.network or "")
+                if reason := self._cluster.refusal(network, fault.delay_us):
+                    raise UserError(f"faults: {fault.title}: {reason}")
 
     def _choose(self, trial: Trial) -> Choice:
         if trial.time_scale is not None:

@@ -270,7 +270,8 @@ class Network:
     switch: dict[str, Any] | None = None
     """What the switch counted while all links were busy, and how late it was."""
     launches: list[dict[str, Any]] = field(default_factory=list)
-    """The same of each launch of the trial, with its `repeat`."""
+    """The same of each launch of the trial, with its `repeat`; and `rate_changes` where the network
+    has a trace."""
     off_percent: float | None = None
     flagged: bool | None = None
     notes: list[str] = field(default_factory=list)

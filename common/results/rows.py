@@ -1,4 +1,4 @@
-"""The comparison that a sweep is run for: its rows, their tables, and the references' reports."""
+"""The comparison that a sweep is run for: its rows and their tables."""
 
 from __future__ import annotations
 
@@ -343,28 +343,3 @@ _TIMES = (
         text=lambda row: doubted(row, given("of_bound", ".0%")(row)) or UNKNOWN,
     ),
 )
-
-
-def reference_reports(records: Iterable[Record], rdma: int = 0) -> dict[str, Any]:
-    """`reports.json` of the reference suites: {rdma: {MODEL_BS: {method: [samples/s, ...]}}}.
-
-    One number per world size, ascending, as text with three decimals; mean rate as they take it.
-    What is not believed is left out: these files have no place for a reason.
-    """
-    speeds: dict[str, dict[str, Any]] = {}
-    for record in records:
-        trial = record.trial
-        if doubt(record) is not None or trial["algorithm"] == "none":
-            continue
-        task = f"{trial['model']}_{trial['batch_size']}"
-        rates = [
-            trial["world_size"] * trial["batch_size"] * len(block) / sum(block)
-            for repeat in record.iters
-            for block in repeat
-        ]
-        by_world = speeds.setdefault(task, {}).setdefault(trial["label"], {})
-        by_world[trial["world_size"]] = sum(rates) / len(rates)
-    for methods in speeds.values():
-        for method, by_world in methods.items():
-            methods[method] = [f"{by_world[world]:.3f}" for world in sorted(by_world)]
-    return {str(rdma): speeds}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,28 @@ def mend(path: Path) -> None:
         else:
             file.seek(0, os.SEEK_END)
             file.write(b"\n")
+
+
+def merge(parts: Sequence[Path], into: Path) -> Comparison:
+    """Makes one folder of records of several, each a part of one experiment.
+
+    Of a trial that stands in several the last good record counts, else the last.
+
+    Raises:
+        UserError: a part is no sweep, or of another experiment; or `into` exists.
+    """
+    if into.exists():
+        raise UserError(f"{into} exists; merge into a new folder")
+    comparisons = [Comparison.load(part) for part in parts]
+    for part, comparison in zip(parts, comparisons, strict=True):
+        if comparison != comparisons[0]:
+            raise UserError(f"{part} is not a part of what {parts[0]} is a part of")
+    records = [record for part in parts for record in load(part / "records.jsonl")]
+    into.mkdir(parents=True)
+    for record in sorted(records, key=lambda record: record.ok):
+        append(into / "records.jsonl", record)
+    comparisons[0].save(into)
+    return comparisons[0]
 
 
 _EXPERIMENT = "experiment.json"

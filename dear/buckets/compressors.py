@@ -12,15 +12,18 @@ from dear.errors import UserError, unknown
 from dear.lazy import torch
 from dear.options import Options, at_least, only_with, option_of
 
-SPARSE = ("topk", "eftopk", "gaussian")
+SPARSE = ("topk", "eftopk", "gaussian", "dgcsampling")
 """Some elements travel, with their places."""
 SIGNS = ("signum", "efsignum")
 """One bit per element travels."""
-ERROR_FEEDBACK = ("eftopk", "gaussian", "efsignum")
+ERROR_FEEDBACK = ("eftopk", "gaussian", "dgcsampling", "efsignum")
 """What does not travel is added to the next gradient, so that nothing is lost (Stich et al. 2018,
 arXiv 1809.07599; Karimireddy et al. 2019, arXiv 1901.09847)."""
 
 DENSITY = 0.001
+_SAMPLED, _LEAST_SEEN, _STRIDE = 100, 10, 37
+"""One element in so many is in the sample of `dgcsampling`; fewer are left out where the sample
+would have less than ten of the largest; and where it begins moves on by so many each step."""
 PLACE_BYTES = 4
 """The place of an element that travels, besides its value."""
 WARM_UP_FROM = 0.25
@@ -66,17 +69,18 @@ class CompressedOptions(HalfOptions):
     """For algorithms that can carry everything."""
 
     compression: Literal[
-        "none", "fp16", "bf16", "topk", "eftopk", "gaussian", "signum", "efsignum"
+        "none", "fp16", "bf16", "topk", "eftopk", "gaussian", "dgcsampling", "signum", "efsignum"
     ] = "none"
     """`fp16`, `bf16`: gradients travel in 16 bits per element. `topk`: the elements of largest
     magnitude. `eftopk`: the same, and the rest is added to the next gradient. `gaussian`: as
-    `eftopk`, found faster, as if elements were normally distributed. `signum`: signs, by majority
+    `eftopk`, found faster, as if elements were normally distributed. `dgcsampling`: the same by a
+    sample of the elements, as Deep Gradient Compression does. `signum`: signs, by majority
     vote. `efsignum`: signs times the mean magnitude, and the rest is added to the next gradient."""
     density: float = DENSITY
-    """Topk, eftopk and gaussian: share of the elements that travel, in (0, 1]; at least one
+    """Where elements are chosen: share of the elements that travel, in (0, 1]; at least one
     does."""
     density_warmup_steps: int = 0
-    """Topk, eftopk and gaussian: the density falls exponentially from 0.25 to `density` over so
+    """Where elements are chosen: the density falls exponentially from 0.25 to `density` over so
     many communicated backward passes."""
 
     def __post_init__(self) -> None:
@@ -268,6 +272,29 @@ class Gaussian(TopK):
         return joined(values, places)
 
 
+class DgcSampling(Gaussian):
+    """About the largest elements, by the magnitudes of a sample: Deep Gradient Compression's way
+    (Lin et al. 2018, arXiv 1712.01887).
+
+    The threshold is the largest that `density` of the sample reach, and the sample is one element
+    in 100, others in each step. Of what is found the largest `count` travel.
+    """
+
+    def _select(self, source: torch.Tensor, count: int) -> torch.Tensor:
+        share = count / self.numel
+        every = max(1, min(_SAMPLED, int(count / _LEAST_SEEN)))
+        if every == 1:
+            return super(Gaussian, self)._select(source, count)
+        magnitudes = source.abs()
+        sample = magnitudes[self.steps * _STRIDE % every :: every]
+        seen = min(sample.numel(), max(1, round(share * sample.numel())))
+        limit = sample.topk(seen, sorted=False).values.min()
+        chosen = (~(magnitudes < limit)).nonzero().view(-1)
+        if chosen.numel() > count:
+            chosen = chosen[magnitudes[chosen].topk(count, sorted=False).indices]
+        return chosen
+
+
 class Signum(Compressor):
     """Signs by majority vote (Bernstein et al. 2018, arXiv 1802.04434); 0 counts as positive.
 
@@ -312,7 +339,7 @@ def make_compressor(
 ) -> Compressor:
     """A compressor for one buffer; raises `UserError` if none has the name in `options`."""
     name, feedback = options.compression, options.compression in ERROR_FEEDBACK
-    kinds = {"topk": TopK, "eftopk": TopK, "gaussian": Gaussian}
+    kinds = {"topk": TopK, "eftopk": TopK, "gaussian": Gaussian, "dgcsampling": DgcSampling}
     if name in kinds:
         return kinds[name](numel, dtype, device, options.density_at, error_feedback=feedback)
     plain = {"signum": Signum, "efsignum": EfSignum}

@@ -151,6 +151,7 @@ TABLE: dict[str, Meaning] = {
         options=(
             {},
             {"merge": "asc"},
+            {"channels": 2},
             {"merge": "optimal"},
             {"merge": "threshold", "threshold_mb": 0.0},
             {"costs": "10gbe", "profile_steps": 1},

@@ -37,7 +37,7 @@ def test_all_elements_are_the_dense_gradient(world):
     cases = [
         (name, {"compression": compression, "density": 1.0})
         for name in ("allreduce", "wfbp", "mgwfbp", "dear", "ddp")
-        for compression in ("topk", "eftopk", "gaussian")
+        for compression in ("topk", "eftopk", "gaussian", "dgcsampling")
     ]
     for far in world(3).run(_far, cases):
         assert max(far.values()) < 1e-5, far

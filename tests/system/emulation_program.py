@@ -10,9 +10,10 @@ import sys
 import time
 from pathlib import Path
 
-from common.emulation.cluster import EmulatedCluster, VirtualHost, measured_network
+from common.emulation.cluster import EmulatedCluster, VirtualHost
 from common.emulation.config import Distance, NetworkProfile, Site, network_profile
 from common.emulation.dilation import calibrate
+from common.emulation.measured import measured_network
 
 LIMIT_S = 30.0
 SERVE = """

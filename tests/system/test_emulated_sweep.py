@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import signal
 
 import psutil
@@ -164,6 +165,14 @@ def test_a_link_cut_for_good_fails_the_trial_names_the_host_and_the_sweep_goes_o
     assert [record["status"] for record in records] == ["failed", "failed"]
     assert all("h1" in record["error"]["message"] for record in records)
     assert all(record["fault_events"][0]["ok"] for record in records)
+
+
+def test_a_delay_that_the_links_cannot_change_is_refused_before_anything_runs(replayed):
+    fault = "faults=[{kind: link_delay, host: 1, delay_us: 5}]"
+    done = replayed.run("--set", fault, "--set", "cluster.links=tc")
+    assert done.returncode == 2, done.stderr + done.stdout
+    (line,) = done.stderr.strip().splitlines()
+    assert re.search(r"faults: link_delay h1 5 us at 0 s: .*use links: switch$", line)
 
 
 @pytest.mark.full

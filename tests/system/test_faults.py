@@ -9,7 +9,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -131,42 +132,41 @@ class Traced(StandIn):
         return None
 
 
-def played(folder: Path, calls: int) -> tuple[Traced, TracePlayer]:
+@contextmanager
+def played(folder: Path, calls: int) -> Iterator[tuple[Traced, TracePlayer]]:
     (folder / "phase-1-rank0").write_text("1 warming up")
     cluster = Traced()
-    player = TracePlayer(cluster, folder, 1)
-    player.start()
-    time.sleep(0.05)
-    assert cluster.calls == [], "not before it is measured"
-    (folder / "phase-1-rank0").write_text("1 measuring")
-    wait_for(lambda: len(cluster.calls) >= calls)
-    return cluster, player
+    with TracePlayer(cluster, folder, 1) as player:
+        time.sleep(0.05)
+        assert cluster.calls == [], "not before it is measured"
+        (folder / "phase-1-rank0").write_text("1 measuring")
+        wait_for(lambda: len(cluster.calls) >= calls)
+        yield cluster, player
 
 
 def test_a_trace_sets_the_rates_of_all_links_again_and_again(tmp_path):
     began = time.monotonic()
-    cluster, player = played(tmp_path, calls=9)
-    elapsed = time.monotonic() - began
-    changes = player.stop()["changes"]
+    with played(tmp_path, calls=9) as (cluster, player):
+        elapsed = time.monotonic() - began
     rates = [call for call in cluster.calls if call[0] == "set_rate"]
     assert rates[:9] == [("set_rate", host, gbps) for gbps in (1, 5, 1) for host in range(3)]
-    assert changes == len(rates) // 3 and cluster.calls[-1] == ("restore",)
+    assert player.changes == len(rates) // 3 and cluster.calls[-1] == ("restore",)
+    assert player.error is None
     assert elapsed > 0.1, "emulated seconds: 0.02 and 0.03 at half the speed"
 
 
 def test_a_trial_that_never_measures_leaves_the_rates_alone(tmp_path):
     cluster = Traced()
-    player = TracePlayer(cluster, tmp_path, 1)
-    player.start()
-    assert player.stop() == {"changes": 0} and cluster.calls == []
+    with TracePlayer(cluster, tmp_path, 1) as player:
+        pass
+    assert player.changes == 0 and cluster.calls == []
 
 
 def test_a_trace_that_cannot_go_on_is_told(tmp_path):
-    cluster, player = played(tmp_path, calls=1)
-    cluster.set_rate = lambda host, gbps: (_ for _ in ()).throw(RuntimeError("tc: refused"))
-    wait_for(lambda: not player._thread.is_alive())
-    with pytest.raises(RuntimeError, match="the trace stopped: tc: refused"):
-        player.stop()
+    with played(tmp_path, calls=1) as (cluster, player):
+        cluster.set_rate = lambda host, gbps: (_ for _ in ()).throw(RuntimeError("tc: refused"))
+        wait_for(lambda: player.error is not None)
+    assert player.error == "the trace of the network stopped: tc: refused"
 
 
 def test_a_trial_that_ends_early_is_left_in_order(tmp_path):

@@ -13,6 +13,7 @@ from bench import (
     elapsed,
     fidelity,
     latency,
+    links,
     overlap,
     preempt,
     wrappers,
@@ -154,10 +155,12 @@ def test_an_algorithm_is_named_with_its_options():
     ],
 )
 def test_a_link_may_be_off_by_two_percent_in_both_directions(ups, off, verdict):
-    rounds = [[{"host": "h0", "up_gbps": up, "down_gbps": 1.0}] for up in ups]
-    case = fidelity.Link(gbps=1.0, time_scale=1, rounds=rounds)
+    together = [[1.0, 1.0]] * len(ups)
+    case = links.Rate(
+        hosts=2, gbps=1.0, time_scale=1, alone=[[up, 1.0] for up in ups], together=together
+    )
     assert (case.off_percent, case.verdict) == (pytest.approx(off), verdict)
-    assert cases.table(fidelity.Link, [case]).splitlines()[1].split()[-1] == verdict
+    assert cases.table(links.Rate, [case]).splitlines()[1].split()[-1] == verdict
 
 
 def test_an_all_reduce_is_compared_with_its_payload_and_with_its_frames():
@@ -337,7 +340,7 @@ def test_a_throughput_is_held_against_a_stopwatch_of_its_own():
         ),
         (decentralized_peer, "--topologies rnig", "unknown topology 'rnig'; did you mean 'ring'"),
         (decentralized_peer, "--repeats 0", "--repeats must be at least 1"),
-        (fidelity, "links --repeats 0", "--repeats 0: must be at least 1"),
+        (fidelity, "compute --repeats 0", "--repeats 0: must be at least 1"),
         (fidelity, "scales --time-scale 0", "--time-scale must be greater than 0"),
         (fidelity, "scales --algorithms ddp ddp", "--algorithms names one twice"),
         (fidelity, "scales --models mnist", "unknown model recorded on rtx2080ti-modelled 'mnist'"),

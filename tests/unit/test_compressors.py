@@ -19,7 +19,7 @@ from dear.buckets.compressors import (
 from dear.errors import UserError
 from dear.training.algorithm import algorithm_options
 
-FEEDBACK = ("eftopk", "gaussian", "efsignum")
+FEEDBACK = ("eftopk", "gaussian", "dgcsampling", "efsignum")
 
 
 def make(name: str, numel: int, dtype: torch.dtype = torch.float32, **options) -> Compressor:
@@ -124,7 +124,30 @@ def test_equal_elements_travel_though_none_is_in_a_tail():
     assert sent.count_nonzero() == 10 and sent.sum() == 30
 
 
-@pytest.mark.parametrize("name", ["topk", "eftopk", "gaussian", "signum", "efsignum"])
+def test_a_sample_tells_about_which_elements_are_the_largest():
+    compressor, gradient = make("dgcsampling", 100_000, density=0.05), values(100_000)
+    sent = mean_of(compressor, compressor.compress(gradient))
+    assert 0.8 * 5000 <= sent.count_nonzero() <= 5000
+    assert sent[sent != 0].abs().min() > 1.8  # the 95 % quantile is 1.96
+    assert torch.equal(sent[sent != 0], gradient[sent != 0])
+    # Each step looks at others: what stands where a sample is taken says nothing of the rest.
+    periodic = torch.ones(100_000)
+    periodic[::100] = 50.0
+    found = set()
+    for _ in range(3):
+        found.add(int(mean_of(compressor, compressor.compress(periodic)).count_nonzero()))
+        compressor.commit()
+    assert len(found) > 1
+
+
+def test_where_a_sample_would_be_too_small_all_elements_are_looked_at():
+    compressor, gradient = make("dgcsampling", 1000, density=0.01), values(1000)
+    sent = mean_of(compressor, compressor.compress(gradient))
+    largest = gradient.abs().topk(10).indices
+    assert torch.equal(sent.nonzero().view(-1), largest.sort().values)
+
+
+@pytest.mark.parametrize("name", ["topk", *FEEDBACK, "signum"])
 def test_payloads_are_of_one_length_on_all_ranks(name):
     lengths = set()
     for shape in (values(1000), torch.zeros(1000), values(1000) ** 9, torch.ones(1000), -values(1)):
@@ -183,7 +206,11 @@ WARM_UP = {"compression": "eftopk", "density_warmup_steps": 9}
         ("wfbp", {"compression": "topj"}, "unknown option of wfbp 'compression' 'topj'"),
         ("wfbp", {**TOPK, "density": 0}, "option of wfbp 'density' must lie in"),
         ("dear", {**TOPK, "density": 1.1}, "option of dear 'density' must lie in"),
-        ("allreduce", {"density": 0.1}, "'density' goes with compression=topk, eftopk or gaussian"),
+        (
+            "allreduce",
+            {"density": 0.1},
+            "'density' goes with compression=topk, eftopk, gaussian or dgcsampling",
+        ),
         ("mgwfbp", {"compression": "fp16", "density": 0.1}, "option of mgwfbp 'density' goes"),
         ("mgwfbp", {**SIGNUM, "costs": "10gbe"}, "option of mgwfbp 'costs'"),
         ("mgs", SIGNUM, "unknown option of mgs 'compression'"),

@@ -12,7 +12,6 @@ import pytest
 from common import cgroups
 from common import machine as memory
 from common.emulation import network
-from common.emulation.cluster import counted_between, network_record, told_of
 from common.emulation.config import (
     ClusterConfig,
     Fault,
@@ -29,6 +28,7 @@ from common.emulation.dilation import (
     needed_scale,
     readable_scales,
 )
+from common.emulation.measured import counted_between, network_record, told_of
 from common.harness import fabric
 from dear.errors import UserError
 from dear.options import build_options
@@ -142,6 +142,10 @@ def test_scales_of_known_cases():
     assert 5 <= scale(BERT) <= 20, "two cores, 10 GbE"
     assert 2 <= scale(RESNET) < scale(BERT), "fewer bytes per second of compute"
     assert scale(BERT, gbps=0.1, cores=16) == 1, "slow links and many cores"
+    far = network_profile("wan")
+    near = dataclasses.replace(far, sites=(), between=())
+    apart, together = (choose_time_scale(BERT, one, MACHINE, 2).time_scale for one in (far, near))
+    assert apart < together / 2, "what is between sites is slow, and there the step waits"
     alone = dataclasses.replace(BERT, world_size=1, hosts=1)
     assert 1 <= scale(alone) <= scale(BERT), "no links to wait for"
 

@@ -204,22 +204,39 @@ def test_the_switch_is_told_every_line_and_path_in_this_machines_time(monkeypatc
         "path 3 2 7000000 0 0.000000000000 -1",
         "path 1 2 7000000 0 0.005000000000 0",
     }
-    assert len(told.lines) == 6, "to and from each other host"
+    assert sum(line.startswith("path ") for line in told.lines) == 6, "to and from each other host"
+
+
+def test_the_switch_looks_as_often_as_the_shortest_way_asks_for(monkeypatch):
+    def patience(lines):
+        (line,) = [line for line in lines if line.startswith("patience ")]
+        return int(line.split()[1])
+
+    told = Told(two_sites(latency_us=60), 10, 4, monkeypatch)
+    assert patience(told.lines) == 600_000 - 50_000
+    told.lines.clear()
+    told.set_delay(2, 20)  # below all others
+    assert patience(told.lines) == 200_000 - 50_000
+    told.lines.clear()
+    told.set_delay(2, 700)
+    assert patience(told.lines) == 600_000 - 50_000
+    assert patience(Told(two_sites(), 1, 4, monkeypatch).lines) == 0
 
 
 def test_without_netem_the_kernel_says_what_it_leaves_out(monkeypatch):
     monkeypatch.setattr("common.emulation.links.tc.has_netem", lambda: False)
-    words = KernelLinks().left_out(
-        NetworkProfile(name="far", gbps=1, latency_us=100, jitter_us=5, loss_percent=0.5)
+    kernel = KernelLinks()
+    kernel.profile = NetworkProfile(
+        name="far", gbps=1, latency_us=100, jitter_us=5, loss_percent=0.5
     )
-    assert words == (
+    assert kernel.left_out() == (
         "only bandwidth is shaped: this kernel has no netem for the latency of 100 us, jitter of "
         "5 us, loss of 0.5 %"
     )
-    assert KernelLinks().left_out(network_profile("1gbit")) is None
-    kernel = KernelLinks()
     with pytest.raises(RuntimeError, match="no netem to delay a link"):
-        kernel.set_delay(0, 5)
+        kernel.set_delay(0, 500)
+    kernel.profile = network_profile("1gbit")
+    assert kernel.left_out() is None
 
 
 def test_with_netem_a_link_is_delayed_both_ways(monkeypatch):
@@ -234,3 +251,8 @@ def test_with_netem_a_link_is_delayed_both_ways(monkeypatch):
     assert re.match("qdisc replace dev p1 root handle 2: netem limit .* delay 1000us$", down[0])
     # What it sends has 100 us at the other end.
     assert pid == 12 and re.search("dev eth0 root handle 2: netem limit .* delay 800us$", up[0])
+
+    refused = "cannot make the latency of one host less than the 100 us of its network"
+    with pytest.raises(RuntimeError, match=refused):
+        kernel.set_delay(1, 50)
+    assert SwitchedLinks.refusal(kernel.profile, 50) is None

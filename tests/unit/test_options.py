@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, make_dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 
+from common.harness.experiment import load
 from common.harness.trial import options_of
 from dear.errors import UserError, unknown
 from dear.options import at_least, build_options, positive
+
+EXPERIMENTS = Path(__file__).parents[2] / "configs/experiments"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,6 +142,14 @@ def test_times_among_options_are_those_of_the_cluster_that_is_emulated(monkeypat
     assert cycle_ms(8, autotune=True) is None
     monkeypatch.setenv("HOROVOD_CYCLE_TIME", "3")
     assert cycle_ms(8) == 24.0
+
+
+@pytest.mark.parametrize("path", sorted(EXPERIMENTS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_options_of_an_emulated_cluster_may_still_be_changed(path):
+    # As a tuner does, in the midst of a trial.
+    for choice in load(path).algorithms:
+        slowed = options_of(choice.name, choice.options).slowed(8)
+        assert replace(slowed) == slowed, choice.title
 
 
 @pytest.mark.parametrize(("count", "listed"), [(24, True), (25, False)])

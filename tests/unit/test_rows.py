@@ -14,6 +14,7 @@ from common.launch.job import Outcome
 from common.results import answer, rows
 from common.results.faith import doubt, incorrect
 from common.results.records import Network, Record, Systematic, typed
+from common.results.reference_reports import report_lines, reports
 from common.results.table import csv_text, significant
 from dear.errors import UserError
 from dear.training.algorithm import algorithm_class
@@ -213,7 +214,7 @@ def test_what_is_not_believed_is_in_parentheses_and_has_no_word_and_is_no_base(k
         "mnist_cnn, 2 workers: no speed-ups and no verdicts, for what they would be relative to is "
         f"not believed: dear ({doubt(made)})"
     ]
-    assert rows.reference_reports([made]) == {"0": {}}
+    assert reports([made]) == {"0": {}}
 
 
 def test_a_terminal_shows_in_grey_what_is_not_believed(monkeypatch, capsys):
@@ -274,12 +275,43 @@ def test_csv_holds_all_fields_at_full_precision():
 
 def test_reference_reports_have_the_references_structure():
     one = record("mgwfbp", 64 * 64 / 7897.6, 64, model="resnet50", batch_size=64)
-    assert rows.reference_reports([one]) == {"0": {"resnet50_64": {"mgwfbp": ["7897.600"]}}}
-    assert list(rows.reference_reports([one], rdma=1)) == ["1"]
+    assert reports([one]) == {"0": {"resnet50_64": {"mgwfbp": ["7897.600"]}}}
+    assert list(reports([record(launcher="ssh", launcher_options={"rdma": 1})])) == ["1"]
     # Worlds ascending, and the rest left out.
     failed, single = record("wfbp", status="failed"), record("none", world=1)
-    found = rows.reference_reports([record("ddp", 0.1, 4), failed, single, record("ddp", 0.1, 2)])
+    found = reports([record("ddp", 0.1, 4), failed, single, record("ddp", 0.1, 2)])
     assert found == {"0": {"mnist_cnn_8": {"ddp": ["160.000", "320.000"]}}}
+
+
+def test_reference_reports_have_a_place_for_every_axis():
+    """What an experiment varies besides model, method and world must overwrite nothing."""
+    fault = {"kind": "link_down", "host": 1, "at_s": 2.0}
+    same = {"model": "bert_base", "batch_size": 8}
+    found = reports(
+        [
+            record("ddp", 0.1, network="1gbe"),
+            record("ddp", 0.2, network="1gbe", fault=fault),
+            record("ddp", 0.4, network="10gbe"),
+            record("ddp", 0.8, network="10gbe", **same, sentence_len=64),
+            record("ddp", 1.6, network="10gbe", **same, sentence_len=128),
+        ]
+    )
+    assert found == {
+        "1gbe": {"mnist_cnn_8": {"ddp": ["160.000"], "ddp, link_down h1 at 2 s": ["80.000"]}},
+        "10gbe": {
+            "mnist_cnn_8": {"ddp": ["40.000"]},
+            "bert_base_8_len64": {"ddp": ["20.000"]},
+            "bert_base_8_len128": {"ddp": ["10.000"]},
+        },
+    }
+    with pytest.raises(ValueError, match="two results for 0 mnist_cnn_8 ddp on 2"):
+        reports([record(), record()])
+
+
+def test_the_lines_of_the_references_report():
+    found = report_lines([record("mgwfbp", 64 * 64 / 7897.6, 64, model="resnet50", batch_size=64)])
+    assert re.fullmatch(r"Speed:  \(7897\.[0-9]{3}, [0-9.]+\)", found[0])
+    assert found[1:] == ["==== All Reports ======", "rdma:0,mgwfbp,7897.600"]
 
 
 def summary(records, compare_to="ddp"):

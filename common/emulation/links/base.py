@@ -57,11 +57,20 @@ class Links(ABC):
 
     @abstractmethod
     def set_delay(self, host: int, latency_us: float) -> None:
-        """Changes the latency between one host and all others, to so many emulated microseconds."""
+        """Changes the latency between one host and all others, to so many emulated microseconds.
+
+        Raises:
+            RuntimeError: `refusal` says why not.
+        """
 
     @abstractmethod
-    def left_out(self, profile: NetworkProfile) -> str | None:
+    def left_out(self) -> str | None:
         """A sentence on what of the profile the links do not do, or None."""
+
+    @staticmethod
+    @abstractmethod
+    def refusal(profile: NetworkProfile, latency_us: float) -> str | None:
+        """A sentence on why `set_delay` cannot do this where the profile is in force, or None."""
 
     def burst_bytes(self) -> int:
         """Frames that a link passes at once after a rest, as fast as this machine can."""

@@ -40,14 +40,13 @@ class SwitchedLinks(Links):
     kind = "switch"
     devices = (network.BRIDGE,)  # takes _OWN_PORT with it
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self) -> None:
         super().__init__()
         if not PROGRAM.exists():
             raise UserError(
-                "cluster.links: the switch is not built, and this kernel has no netem; run make "
-                "core, or use links: tc for bandwidth alone"
+                "cluster.links: the switch is not built; run make core, or use links: tc, which "
+                "has no sites, and without netem in the kernel bandwidth alone"
             )
-        self._seed = seed
         self._process: subprocess.Popen[str] | None = None
         self._errors: Any = None
         self.priority, self._pid = "", None
@@ -65,7 +64,7 @@ class SwitchedLinks(Links):
         if self._process is None or self.broken():
             self._start()
         self._on_all("tc", [], [self._host_queue(self.profile)])
-        self._tell([self._patience(), *self._lines(), *self._paths()])
+        self._tell([self._patience(self.profile.nearest_us), *self._lines(), *self._paths()])
 
     def set_rate(self, host: int, gbps: float) -> None:
         profile = dataclasses.replace(self.profile, gbps=gbps)
@@ -74,7 +73,8 @@ class SwitchedLinks(Links):
 
     def set_delay(self, host: int, latency_us: float) -> None:
         others = [other for other in range(len(self.pids)) if other != host]
-        found = []
+        # The time that nothing can be due within is shorter, too.
+        found = [self._patience(min(latency_us, self.profile.nearest_us))]
         for pair in [(host, other) for other in others] + [(other, host) for other in others]:
             connection = dataclasses.replace(
                 self.profile.connection(*pair, len(self.pids)), latency_us=latency_us, jitter_us=0
@@ -82,7 +82,11 @@ class SwitchedLinks(Links):
             found.append(self._path(*pair, connection))
         self._tell(found)
 
-    def left_out(self, profile: NetworkProfile) -> str | None:
+    def left_out(self) -> str | None:
+        return None
+
+    @staticmethod
+    def refusal(profile: NetworkProfile, latency_us: float) -> str | None:
         return None
 
     @property
@@ -125,7 +129,7 @@ class SwitchedLinks(Links):
         ]
         own = f"{_OWN_PORT}={network.number_of(network.BRIDGE_ADDRESS)}"
         self._process = subprocess.Popen(
-            [str(PROGRAM), *ports, own, "--seed", str(self._seed)],
+            [str(PROGRAM), *ports, own],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
@@ -137,12 +141,9 @@ class SwitchedLinks(Links):
             raise RuntimeError(f"the switch says {' '.join(words)!r} instead of being ready")
         self.priority, self._pid = words[1], int(words[2])
 
-    def _patience(self) -> str:
+    def _patience(self, nearest_us: float) -> str:
         # Before that no packet can be due: it has at least the shortest way before it.
-        profile, hosts = self.profile, len(self.pids)
-        ways = [profile.connection(a, b, hosts) for a in range(hosts) for b in range(hosts)]
-        shortest_us = min((way.latency_us - way.jitter_us for way in ways), default=0.0)
-        ns = 1e3 * shortest_us * self.time_scale - _SPARE_NS
+        ns = 1e3 * nearest_us * self.time_scale - _SPARE_NS
         return f"patience {round(min(max(0.0, ns), _MOST_PATIENCE_NS))}"
 
     def _lines(self) -> list[str]:

@@ -65,18 +65,30 @@ class KernelLinks(Links):
         network.batch("tc", [up], self.pids[host])
 
     def set_delay(self, host: int, latency_us: float) -> None:
-        if not has_netem():
-            raise RuntimeError("this kernel has no netem to delay a link with; use links: switch")
+        if reason := self.refusal(self.profile, latency_us):
+            raise RuntimeError(reason)
         profile = dataclasses.replace(self.profile, latency_us=latency_us, jitter_us=0)
         down = queue_commands(network.port_of(host), profile, self.time_scale, True)
         network.batch("tc", down)
         # What the host sends is delayed at the others' ends as ever; the rest at its own.
-        more = max(0.0, latency_us - self.profile.latency_us)
+        more = latency_us - self.profile.latency_us
         profile = dataclasses.replace(profile, latency_us=more, loss_percent=0)
         up = queue_commands(network.IFNAME, profile, self.time_scale, more > 0)
         network.batch("tc", up, self.pids[host])
 
-    def left_out(self, profile: NetworkProfile) -> str | None:
+    @staticmethod
+    def refusal(profile: NetworkProfile, latency_us: float) -> str | None:
+        if not has_netem():
+            return "this kernel has no netem to delay a link with; use links: switch"
+        if latency_us < profile.latency_us:
+            return (
+                "links: tc cannot make the latency of one host less than the "
+                f"{profile.latency_us:g} us of its network; use links: switch"
+            )
+        return None
+
+    def left_out(self) -> str | None:
+        profile = self.profile
         if not delays(profile) or has_netem():
             return None
         parts = [f"latency of {profile.latency_us:g} us"] if profile.latency_us else []

@@ -36,7 +36,16 @@ class Ddp(Algorithm):
         """DDP's own arguments, with its own defaults; how buckets are compressed; ZeRO-1."""
 
         compression: Literal[
-            "none", "fp16", "bf16", "topk", "eftopk", "gaussian", "signum", "efsignum", "powersgd"
+            "none",
+            "fp16",
+            "bf16",
+            "topk",
+            "eftopk",
+            "gaussian",
+            "dgcsampling",
+            "signum",
+            "efsignum",
+            "powersgd",
         ] = "none"
         """As elsewhere, by bucket, as communication hooks: all but fp16 and bf16 start after the
         first passes, which make the buckets. `powersgd`: PowerSGD (Vogels et al. 2019, arXiv

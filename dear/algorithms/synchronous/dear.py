@@ -109,6 +109,10 @@ class Dear(Algorithm):
             regroups = {"wait_time": WATCHED_STEPS, "tuned": tuning_steps(TRIALS)}
             return max(super().settling_steps(), regroups.get(self.fusion, 0))
 
+        def slowed(self, factor: float) -> Dear.Options:
+            # Elsewhere the time says nothing, and may not be given when options change (tuned).
+            return super().slowed(factor) if self.fusion == "wait_time" else self
+
         def _refuse_halves(self) -> None:
             for field, usual in (
                 ("update", ("auto", "replicated")),

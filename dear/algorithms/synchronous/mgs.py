@@ -33,7 +33,7 @@ class Mgs(Algorithm):
     class Options(CompressedOptions):
         """How much travels, and which rule merges."""
 
-        compression: Literal["topk", "eftopk", "gaussian"] = "eftopk"
+        compression: Literal["topk", "eftopk", "gaussian", "dgcsampling"] = "eftopk"
         """How the elements that travel are found, and whether the rest is kept (all but `topk`)."""
         merge: Literal["greedy", "optimal"] = "greedy"
         """As for `mgwfbp`."""

@@ -53,9 +53,13 @@ class MgWfbp(Algorithm):
         """Size for merge=threshold, in MB of 2^20 bytes; 0: every gradient alone."""
         profile_steps: int = 2
         """Steps that are measured before the groups are made; they do not overlap anything."""
+        channels: int = 1
+        """Groups take turns on so many channels, each a process group of its own; 2 is `mgwfbp2`
+        and `asc2` of DeAR's programs. The plan takes them for one."""
 
         def __post_init__(self) -> None:
             super().__post_init__()
+            at_least("option of mgwfbp 'channels'", self.channels, 1)
             at_least("option of mgwfbp 'small_elements'", self.small_elements, 0)
             at_least("option of mgwfbp 'profile_steps'", self.profile_steps, 1)
             if (self.threshold_mb is None) == (self.merge == "threshold"):
@@ -83,7 +87,7 @@ class MgWfbp(Algorithm):
     overlap = Overlap(transfers=(Transfer(kind="average", starts="gradient", awaited="pass"),))
 
     def engine(self, replica: Replica) -> MergedEngine:
-        return MergedEngine(replica)
+        return MergedEngine(replica, channels=replica.options.channels)
 
 
 class MergedEngine(GradientEngine):
@@ -93,9 +97,14 @@ class MergedEngine(GradientEngine):
     nothing disturbs the times at which gradients arrive. Then `plan` is called on every rank,
     rank 0's result holds everywhere, and the groups stay. The options (a `CompressedOptions` with
     `profile_steps`) hold from then on.
+
+    Args:
+        channels: groups take turns on so many channels.
     """
 
-    def __init__(self, replica: Replica) -> None:
+    def __init__(self, replica: Replica, *, channels: int = 1) -> None:
+        replica.communicator.ensure_channels(channels)
+        self._channels = channels
         self._steps_left = replica.options.profile_steps
         self._times: LayerTimes | None = LayerTimes(
             replica.model, replica.params, replica.communicator
@@ -143,7 +152,7 @@ class MergedEngine(GradientEngine):
         # Before there is a plan, the only unit is the whole model.
         chosen = self._exchanges if self._times is not None else [self._exchanges[unit]]
         for exchange in chosen:
-            exchange.start()
+            exchange.start(len(self._started) % self._channels)
             self._started.append(exchange)
 
     def passed(self) -> None:
@@ -213,11 +222,11 @@ class Exchange:
         self._carrier = make_carrier(options, communicator, self._sent, sizes)
         self._work: Work | None = None
 
-    def start(self) -> None:
+    def start(self, channel: int = 0) -> None:
         """Takes the gradients there are and sends them."""
         self.bucket.pack()
         present = [param.grad is not None for param in self.bucket.params]
-        self._work = self._carrier.send(self._sent, present)
+        self._work = self._carrier.send(self._sent, present, channel=channel)
 
     def drop(self) -> None:
         """Waits for what is under way and forgets it."""

@@ -1,0 +1,171 @@
+"""One trial by environment variables, as the launch scripts of the references take them.
+
+`dear/horovod_mpi_cj.sh` runs this file. What a method's variables mean is in dear/references.py;
+here is where its ranks run: on the hosts of `configs/cluster$nworkers`, on this machine, or with
+`cluster=emulated` on virtual hosts of it. What cannot be is said before anything starts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from common import machine
+from common.cgroups import usable_cores
+from common.harness import cli
+from common.launch.hosts import ROOT, Host, read_envs, read_hostfile
+from common.models.registry import MODELS, profile_of
+from dear import references
+from dear.errors import UserError, one_of, unknown
+
+NETWORKS = {"0": "10gbe", "1": "100gbib", "2": "100gbe"}
+"""What `rdma` is on virtual hosts: TCP over Ethernet, InfiniBand with RDMA, TCP over its cards."""
+DEFAULTS = {"method": "dear", "dnn": "resnet50", "bs": "64", "nworkers": "8", "senlen": "64"}
+DEFAULTS |= {"rdma": "0", "cluster": "", "ngpu_per_node": "", "node_rank": "", "WFSGD_TIMELINE": ""}
+"""Variables that say nothing of a method, with the references' defaults. `cluster` is our own."""
+_WAYS = "write your hosts into configs/cluster{n}, or say cluster=emulated (virtual hosts here)"
+
+
+def main(arguments: Sequence[str], environ: Mapping[str, str] = os.environ) -> int:
+    """Runs the trial; `arguments` are further ones of `benchmarks.py run`. The exit status."""
+    try:
+        flags, words = trial_flags(environ)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return cli.USER_ERROR
+    print(words, file=sys.stderr)
+    how = ("--rerun", "all", "--stream", "--no-plot")
+    return cli.main(["run", "reference", *flags, *how, *arguments])
+
+
+def trial_flags(environ: Mapping[str, str]) -> tuple[list[str], str]:
+    """Flags of `benchmarks.py run` for the trial, and a line on where it runs.
+
+    Raises:
+        UserError: a value that is none, a combination that cannot be, or no place for the ranks.
+    """
+    given = {name: environ.get(name) or default for name, default in DEFAULTS.items()}
+    numbers = {name: _whole(given, name) for name in ("nworkers", "bs", "senlen")}
+    if given["rdma"] not in NETWORKS:
+        raise unknown("rdma", given["rdma"], NETWORKS)
+    for name, why in (
+        ("node_rank", "all nodes are started from here"),
+        ("WFSGD_TIMELINE", "traces are not written yet"),
+    ):
+        if given[name]:
+            raise UserError(f"{name}={given[name]}: {why}; leave it out")
+    said = {name: environ[name] for name in references.VARIABLES if name in environ}
+    algorithm, options = references.method(given["method"], said)
+    values: dict[str, Any] = {
+        "algorithms": [{"name": algorithm, "label": given["method"], "options": options}],
+        "world_sizes": [numbers["nworkers"]],
+    }
+    model = {"name": given["dnn"], "batch_size": numbers["bs"]}
+    if given["dnn"].startswith("bert"):
+        model["sentence_len"] = numbers["senlen"]
+    if given["cluster"]:
+        one_of("cluster", given["cluster"], {"emulated": ""})
+        model["name"] = _replayed(given["dnn"])
+        place, words = _emulated(given, numbers["nworkers"])
+    else:
+        place, words = _real(given, numbers["nworkers"])
+    values |= {"models": [model], **place}
+    return [f"--set={key}={json.dumps(value)}" for key, value in values.items()], words
+
+
+def _whole(given: Mapping[str, str], name: str) -> int:
+    if not given[name].isdigit() or int(given[name]) < 1:
+        raise UserError(f"{name}={given[name]}: must be a whole number, at least 1")
+    return int(given[name])
+
+
+def _replayed(dnn: str) -> str:
+    """The model as a GPU's profile replays it, where there is one: virtual hosts have no GPU."""
+    recorded = [name for name in MODELS if name.startswith(f"{dnn}@")]
+    return recorded[0] if recorded else dnn
+
+
+def _emulated(given: Mapping[str, str], ranks: int) -> tuple[dict[str, Any], str]:
+    per_host = _whole(given, "ngpu_per_node") if given["ngpu_per_node"] else 1
+    if ranks % per_host:
+        raise UserError(f"nworkers={ranks}: ngpu_per_node={per_host} does not divide it")
+    cluster = {"hosts": ranks // per_host, "ranks_per_host": per_host}
+    cluster["network"] = NETWORKS[given["rdma"]]
+    words = f"launcher: {cluster['hosts']} virtual hosts on {cluster['network']}"
+    return {"cluster": cluster}, words
+
+
+def _real(given: Mapping[str, str], ranks: int) -> tuple[dict[str, Any], str]:
+    path = ROOT / "configs" / f"cluster{ranks}"
+    hosts = read_hostfile(path, ranks) if path.exists() else None
+    away = [host for host in hosts or () if not host.here]
+    _check_hosts(path, ranks, away)
+    if not away:
+        _check_this_machine(given["dnn"], ranks, hosts)
+    if given["ngpu_per_node"]:
+        per_host = _whole(given, "ngpu_per_node")
+        if any(host.slots != per_host for host in hosts or ()):
+            raise UserError(f"ngpu_per_node={per_host}: {path} says otherwise")
+    mpirun = shutil.which("mpirun") or read_envs().MPIPATH
+    if hosts is None or not (away or mpirun):
+        if given["rdma"] != "0":
+            raise UserError(f"rdma={given['rdma']}: all workers are on this machine")
+        return {"launcher": "local"}, "launcher: local processes"
+    launcher = "mpirun" if mpirun else "ssh"
+    place: dict[str, Any] = {"launcher": launcher, "hostfile": str(path)}
+    if given["rdma"] != "0":
+        place["launcher_options"] = {"rdma": int(given["rdma"])}
+    return place, f"launcher: {launcher} with {path}"
+
+
+def _check_hosts(path: Path, ranks: int, away: Sequence[Host]) -> None:
+    """Raises `UserError` for hosts that nobody knows, such as those of the files as they come."""
+
+    def known(host: Host) -> bool:
+        try:
+            return bool(socket.getaddrinfo(host.reached_at, None))
+        except OSError:
+            return False
+
+    with ThreadPoolExecutor(max_workers=64) as pool:
+        found = zip(away, pool.map(known, away), strict=True)
+        lost = [host.name for host, is_known in found if not is_known]
+    if lost:
+        names = ", ".join(lost[:3]) + (", ..." if len(lost) > 3 else "")
+        raise UserError(
+            f"nworkers={ranks}: nobody here knows the hosts of {path} ({names}); "
+            f"{_WAYS.format(n=ranks)}"
+        )
+
+
+def _check_this_machine(dnn: str, ranks: int, hosts: Sequence[Host] | None) -> None:
+    """Raises `UserError` if it cannot hold so many workers. Slots of a hostfile count as cores."""
+    gpus = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    cores = max(usable_cores(), gpus)
+    if hosts is None and ranks > cores:
+        what = "GPUs" if gpus >= usable_cores() else "cores"
+        raise UserError(
+            f"nworkers={ranks}: this machine has {cores} {what}, and there is no configs/cluster"
+            f"{ranks}; {_WAYS.format(n=ranks)}"
+        )
+    recorded = _replayed(dnn)
+    size = 0
+    if "@" in recorded:
+        size = profile_of(recorded, MODELS[recorded].batch_size).parameter_bytes
+    needed, there = machine.ranks_bytes(size, ranks), machine.available_bytes()
+    if needed > there:
+        raise UserError(
+            f"nworkers={ranks}: so many of {dnn} need {machine.gib(needed)} of memory on this "
+            f"machine, and {machine.gib(there)} are available; {_WAYS.format(n=ranks)}"
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

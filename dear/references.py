@@ -1,0 +1,231 @@
+"""What the systems that this project grew from call algorithms and settings, in our words.
+
+Method names and variables are those of DeAR's benchmark suite (github.com/lzhangbv/dear_pytorch,
+`benchmarks.py` and the `horovod_mpi_cj.sh` of its folders); arguments those of its
+`DistributedOptimizer`. Its sizes are numbers of 4-byte elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from dear.errors import UserError
+from dear.training.algorithm import algorithm_names
+
+ELEMENT_BYTES, MIB = 4, 1 << 20
+ALIASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "bspa2a": ("allreduce", {}),
+    "wfbp2": ("wfbp", {"channels": 2}),
+    "mgwfbp2": ("mgwfbp", {"channels": 2}),
+    "asc": ("mgwfbp", {"merge": "asc"}),
+    "asc2": ("mgwfbp", {"merge": "asc", "channels": 2}),
+    "signum": ("mgwfbp", {"merge": "threshold", "threshold_mb": 2048.0, "compression": "signum"}),
+    "eftopk": ("mgwfbp", {"merge": "threshold", "threshold_mb": 2048.0, "compression": "eftopk"}),
+    "dgcsampling": (
+        "mgwfbp",
+        {"merge": "threshold", "threshold_mb": 2048.0, "compression": "dgcsampling"},
+    ),
+    "pytorch-ddp": ("ddp", {}),
+}
+"""Other names of methods: the algorithm, and which of its options differ from the defaults. What
+compresses does so with all gradients in one group (its threshold is 536870912 elements)."""
+SERVERS = ("bspps", "wfbpps", "byteschedulerps", "byteps")
+"""Methods that need a parameter server."""
+_WHOLE = 536870912
+"""The threshold that the suite passes to every method but WFBP: for those that do not read it, the
+method's own."""
+
+
+def resolved(name: str, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The algorithm that `name` stands for, with the options of an alias below those given.
+
+    Raises:
+        UserError: the method needs a parameter server.
+    """
+    if name in SERVERS:
+        raise UserError(
+            f"method {name} needs a parameter server, which this project does not have; "
+            "bytescheduler and wfbp are its methods without one"
+        )
+    algorithm, own = ALIASES.get(name, (name, {}))
+    return algorithm, {**own, **options}
+
+
+def method(name: str, variables: Mapping[str, str]) -> tuple[str, dict[str, Any]]:
+    """The algorithm and options that a method of DeAR's suite is with these variables.
+
+    Args:
+        name: of an algorithm, or an alias.
+        variables: what was given of `VARIABLES`, as text.
+
+    Raises:
+        UserError: the method has no such variable, or not that value.
+    """
+    algorithm, options = resolved(name, {})
+    given = _Given(name, {key: text for key, text in variables.items() if text != ""})
+    _METHODS.get(algorithm, _of_others)(given, options)
+    if algorithm == "bytescheduler" and options.pop("off", False):
+        algorithm = "horovod"
+    if algorithm in ("wfbp", "mgwfbp"):
+        algorithm = "mgwfbp" if options.get("merge") else "wfbp"
+        if options.get("merge") == "greedy":
+            del options["merge"]
+    given.refuse_others()
+    return algorithm, options
+
+
+class _Given:
+    """Variables that are asked for one by one; what is left the method does not have."""
+
+    def __init__(self, name: str, variables: Mapping[str, str]) -> None:
+        self._name, self._left = name, dict(variables)
+
+    def text(self, key: str, default: str = "") -> str:
+        return self._left.pop(key, default)
+
+    def has(self, key: str) -> bool:
+        return key in self._left
+
+    def number(self, key: str, default: int, least: int = 0) -> int:
+        text = self.text(key, str(default))
+        if not text.isdigit() or int(text) < least:
+            raise UserError(f"{key}={text}: must be a whole number, at least {least}")
+        return int(text)
+
+    def switch(self, key: str, default: bool) -> bool:
+        text = self.text(key, str(int(default)))
+        if text not in ("0", "1"):
+            raise UserError(f"{key}={text}: must be 0 or 1")
+        return text == "1"
+
+    def refuse_others(self) -> None:
+        for key, text in self._left.items():
+            if text != VARIABLES[key]:
+                raise UserError(f"{key}={text}: method {self._name} has no such variable")
+
+
+VARIABLES = {
+    "nstreams": "1",
+    "mgwfbp": "0",
+    "asc": "0",
+    "threshold": "0",
+    "compressor": "none",
+    "density": "1",
+    "exclude_parts": "",
+    "autotune": "",
+    "USE_BYTESCHEDULER": "1",
+    "CREDIT_TUNING": "0",
+    "CREDIT": "16000000",
+    "PARTITION": "4000000",
+    "use_zero": "0",
+}
+"""Of the suite's launch scripts, those that say something of a method, with what is no request."""
+
+
+def _compression(given: _Given, options: dict[str, Any]) -> bool:
+    """Whether gradients are compressed."""
+    name = given.text("compressor", options.get("compression", "none"))
+    if name != "none":
+        options["compression"] = name
+    if not given.has("density"):
+        return name != "none"
+    text = given.text("density")
+    try:
+        density = float(text)
+    except ValueError:
+        raise UserError(f"density={text}: must be a number") from None
+    if name == "none" and density != 1:
+        raise UserError(f"density={text}: goes with a compressor, such as compressor=topk")
+    if name != "none":
+        options["density"] = density
+    return name != "none"
+
+
+def _of_wfbp(given: _Given, options: dict[str, Any]) -> None:
+    streams = given.number("nstreams", options.pop("channels", 1), least=1)
+    if streams > 1:
+        options["channels"] = streams
+    merge = options.pop("merge", None)
+    asc = given.switch("asc", merge == "asc")
+    merges = given.switch("mgwfbp", merge in ("greedy", "asc"))
+    if asc and not merges:
+        raise UserError("asc=1: goes with mgwfbp=1")
+    compressed = _compression(given, options)
+    threshold = given.number("threshold", 0)
+    if merges:
+        if threshold not in (0, _WHOLE):
+            raise UserError(f"threshold={threshold}: goes with mgwfbp=0; merging has none")
+        options["merge"] = "asc" if asc else "greedy"
+        return
+    if threshold:
+        options["threshold_mb"] = _mb(threshold)
+    elif compressed:
+        options.setdefault("threshold_mb", _mb(67108864))
+    if "threshold_mb" in options:
+        options["merge"] = "threshold"
+
+
+def _of_mgwfbp(given: _Given, options: dict[str, Any]) -> None:
+    options.setdefault("merge", "greedy")
+    _of_wfbp(given, options)
+
+
+def _of_dear(given: _Given, options: dict[str, Any]) -> None:
+    _compression(given, options)
+    threshold = given.number("threshold", 0)
+    if threshold not in (0, _WHOLE):
+        options["threshold_mb"] = _mb(threshold)
+    parts = given.text("exclude_parts").replace(",", " ").split()
+    if parts:
+        options["exclude_parts"] = parts
+
+
+def _of_horovod(given: _Given, options: dict[str, Any]) -> None:
+    words = given.text("autotune").split()
+    if words not in ([], ["0"], ["1"], ["--autotune"]):
+        raise UserError(f"autotune={' '.join(words)}: must be 1 or --autotune")
+    if words not in ([], ["0"]):
+        options["autotune"] = True
+
+
+def _of_bytescheduler(given: _Given, options: dict[str, Any]) -> None:
+    options["off"] = not given.switch("USE_BYTESCHEDULER", True)
+    if given.switch("CREDIT_TUNING", False):
+        raise UserError("CREDIT_TUNING=1: nothing tunes it here; give CREDIT and PARTITION")
+    credit = given.number("CREDIT", int(VARIABLES["CREDIT"]), least=1)
+    partition = given.number("PARTITION", int(VARIABLES["PARTITION"]), least=1)
+    if not options["off"]:
+        options |= {"credit_mb": _mb(credit), "partition_mb": _mb(partition)}
+
+
+def _of_ddp(given: _Given, options: dict[str, Any]) -> None:
+    if given.switch("use_zero", False):
+        options["zero"] = True
+
+
+def _of_others(given: _Given, options: dict[str, Any]) -> None:
+    if given.text("compressor", "none") != "none":
+        raise UserError(
+            "compressor: methods with one are "
+            + ", ".join(name for name in _METHODS if name in ("wfbp", "mgwfbp", "dear"))
+        )
+
+
+_METHODS: dict[str, Callable[[_Given, dict[str, Any]], None]] = {
+    "wfbp": _of_wfbp,
+    "mgwfbp": _of_mgwfbp,
+    "dear": _of_dear,
+    "horovod": _of_horovod,
+    "bytescheduler": _of_bytescheduler,
+    "ddp": _of_ddp,
+}
+
+
+def names() -> list[str]:
+    """Everything that `resolved` knows."""
+    return sorted([*algorithm_names(), *ALIASES])
+
+
+def _mb(elements: int) -> float:
+    return elements * ELEMENT_BYTES / MIB

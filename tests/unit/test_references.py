@@ -1,0 +1,223 @@
+"""What the references call methods and settings, and the trial that their variables ask for."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from common.harness import variables
+from common.harness.experiment import AlgorithmChoice, load
+from dear import references
+from dear.errors import UserError
+from dear.training.algorithm import algorithm_names, algorithm_options
+
+ROOT = Path(__file__).parents[2]
+WHOLE = {"merge": "threshold", "threshold_mb": 2048.0}
+
+
+@pytest.mark.parametrize("name", references.ALIASES)
+def test_an_alias_is_an_algorithm_with_options_that_it_has(name):
+    algorithm, options = references.resolved(name, {})
+    assert algorithm in algorithm_names() and name not in algorithm_names()
+    algorithm_options(algorithm, options)
+
+
+def test_an_experiment_names_an_algorithm_as_it_was_asked_for():
+    made = AlgorithmChoice(name="asc2", options={"channels": 3})
+    assert (made.name, made.options) == ("mgwfbp", {"merge": "asc", "channels": 3})
+    assert made.title == "asc2(channels=3)"
+    assert AlgorithmChoice(name="pytorch-ddp").title == "pytorch-ddp"
+    assert AlgorithmChoice(name="wfbp", label="own").title == "own"
+    with pytest.raises(UserError, match="method bspps needs a parameter server"):
+        AlgorithmChoice(name="bspps")
+
+
+@pytest.mark.parametrize(
+    ("method", "given", "algorithm", "options"),
+    [
+        ("dear", {}, "dear", {}),
+        ("dear", {"threshold": "262144"}, "dear", {"threshold_mb": 1.0}),
+        ("dear", {"threshold": "536870912", "mgwfbp": "0", "nstreams": "1"}, "dear", {}),
+        ("dear", {"exclude_parts": "allgather"}, "dear", {"exclude_parts": ["allgather"]}),
+        (
+            "dear",
+            {"exclude_parts": "reducescatter,allgather"},
+            "dear",
+            {"exclude_parts": ["reducescatter", "allgather"]},
+        ),
+        ("dear", {"compressor": "eftopk"}, "dear", {"compression": "eftopk"}),
+        ("wfbp", {}, "wfbp", {}),
+        ("wfbp", {"nstreams": "2"}, "wfbp", {"channels": 2}),
+        ("wfbp", {"threshold": "1048576"}, "mgwfbp", {"merge": "threshold", "threshold_mb": 4.0}),
+        ("wfbp", {"mgwfbp": "1"}, "mgwfbp", {}),
+        ("wfbp2", {"threshold": "0", "mgwfbp": "0"}, "wfbp", {"channels": 2}),
+        ("mgwfbp", {}, "mgwfbp", {}),
+        ("mgwfbp", {"threshold": "536870912", "mgwfbp": "1", "asc": "0"}, "mgwfbp", {}),
+        ("mgwfbp", {"asc": "1"}, "mgwfbp", {"merge": "asc"}),
+        ("mgwfbp", {"mgwfbp": "0"}, "wfbp", {}),
+        ("mgwfbp2", {}, "mgwfbp", {"channels": 2}),
+        ("asc", {}, "mgwfbp", {"merge": "asc"}),
+        ("asc2", {"asc": "1", "nstreams": "2"}, "mgwfbp", {"merge": "asc", "channels": 2}),
+        ("signum", {}, "mgwfbp", {**WHOLE, "compression": "signum"}),
+        (
+            "eftopk",
+            {"compressor": "eftopk", "threshold": "536870912", "density": "0.01"},
+            "mgwfbp",
+            {**WHOLE, "compression": "eftopk", "density": 0.01},
+        ),
+        ("dgcsampling", {}, "mgwfbp", {**WHOLE, "compression": "dgcsampling"}),
+        (
+            "wfbp",
+            {"compressor": "topk"},
+            "mgwfbp",
+            {"merge": "threshold", "threshold_mb": 256.0, "compression": "topk"},
+        ),
+        ("mgwfbp", {"compressor": "gaussian"}, "mgwfbp", {"compression": "gaussian"}),
+        ("bspa2a", {"threshold": "0"}, "allreduce", {}),
+        ("horovod", {}, "horovod", {}),
+        ("horovod", {"autotune": "--autotune"}, "horovod", {"autotune": True}),
+        ("pytorch-ddp", {"use_zero": "1"}, "ddp", {"zero": True}),
+        (
+            "bytescheduler",
+            {},
+            "bytescheduler",
+            {"credit_mb": 16e6 * 4 / 2**20, "partition_mb": 4e6 * 4 / 2**20},
+        ),
+        (
+            "bytescheduler",
+            {"CREDIT": "524288", "PARTITION": "262144"},
+            "bytescheduler",
+            {"credit_mb": 2.0, "partition_mb": 1.0},
+        ),
+        ("bytescheduler", {"USE_BYTESCHEDULER": "0"}, "horovod", {}),
+        ("decentralized", {"threshold": "0", "mgwfbp": "0"}, "decentralized", {}),
+    ],
+)
+def test_variables_of_a_method_are_options(method, given, algorithm, options):
+    found = references.method(method, given)
+    assert found == (algorithm, options)
+    algorithm_options(*found)
+
+
+@pytest.mark.parametrize(
+    ("method", "given", "words"),
+    [
+        ("dear", {"mgwfbp": "1"}, "mgwfbp=1: method dear has no such variable"),
+        ("dear", {"nstreams": "2"}, "nstreams=2: method dear has no such variable"),
+        ("ddp", {"threshold": "5"}, "threshold=5: method ddp has no such variable"),
+        ("horovod", {"compressor": "topk"}, "compressor=topk: method horovod has no such variable"),
+        ("decentralized", {"compressor": "topk"}, "methods with one are wfbp, mgwfbp, dear"),
+        ("wfbp", {"asc": "1"}, "asc=1: goes with mgwfbp=1"),
+        ("mgwfbp", {"threshold": "5"}, "threshold=5: goes with mgwfbp=0"),
+        ("mgwfbp", {"asc": "yes"}, "asc=yes: must be 0 or 1"),
+        ("wfbp", {"nstreams": "0"}, "nstreams=0: must be a whole number, at least 1"),
+        ("wfbp", {"density": "0.1"}, "density=0.1: goes with a compressor"),
+        ("wfbp", {"compressor": "topk", "density": "much"}, "density=much: must be a number"),
+        ("bytescheduler", {"CREDIT_TUNING": "1"}, "CREDIT_TUNING=1: nothing tunes it here"),
+        ("bytescheduler", {"CREDIT": "much"}, "CREDIT=much: must be a whole number"),
+        ("horovod", {"autotune": "soon"}, "autotune=soon: must be 1 or --autotune"),
+        ("byteps", {}, "method byteps needs a parameter server"),
+    ],
+)
+def test_what_cannot_be_is_one_line(method, given, words):
+    with pytest.raises(UserError, match=words) as error:
+        references.method(method, given)
+    assert "\n" not in str(error.value)
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """Without MPI, with two cores, and hosts n1 and n2 that can be found."""
+    monkeypatch.setattr(variables.shutil, "which", lambda name: None)
+    monkeypatch.setattr(variables, "usable_cores", lambda: 2)
+
+    def found(name, port):
+        if name not in ("n1", "n2"):
+            raise OSError("unknown")
+        return [name]
+
+    monkeypatch.setattr(variables.socket, "getaddrinfo", found)
+    return monkeypatch
+
+
+def trial(environ):
+    flags, words = variables.trial_flags(environ)
+    (made,) = load(ROOT / "configs/experiments/reference.yaml", [f[6:] for f in flags]).trials()
+    return made, words
+
+
+def test_the_trial_of_the_variables_runs_on_this_machine(machine):
+    made, words = trial({"dnn": "resnet50", "bs": "4", "nworkers": "2", "method": "asc"})
+    assert (made.model, made.batch_size, made.world_size) == ("resnet50", 4, 2)
+    assert (made.algorithm, made.label, made.options.merge) == ("mgwfbp", "asc", "asc")
+    assert (made.launcher, words) == ("local", "launcher: local processes")
+    made, _ = trial({"dnn": "bert_base", "nworkers": "2", "bs": "2"})
+    assert (made.label, made.sentence_len) == ("dear", 64)
+    assert trial({"dnn": "bert", "senlen": "32", "nworkers": "1"})[0].sentence_len == 32
+
+
+def test_the_trial_of_the_variables_runs_on_virtual_hosts(machine):
+    given = {"cluster": "emulated", "nworkers": "4", "rdma": "1"}
+    made, words = trial(given)
+    assert (made.model, made.hosts) == ("resnet50@rtx2080ti-modelled", 4)
+    assert made.network == "100gbib" and words == "launcher: 4 virtual hosts on 100gbib"
+    assert trial({**given, "ngpu_per_node": "2"})[0].hosts == 2
+    assert trial({**given, "dnn": "mnist_cnn@rtx2080ti-modelled", "bs": "32"})[0].batch_size == 32
+
+
+def test_the_trial_of_the_variables_runs_on_the_hosts_of_its_cluster_file(machine, tmp_path):
+    machine.setattr(variables, "ROOT", tmp_path)
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs/cluster8").write_text("n1 slots=4\nn2 slots=4\n")
+    flags, words = variables.trial_flags({"rdma": "2"})
+    values = {key: yaml.safe_load(text) for key, _, text in (f[6:].partition("=") for f in flags)}
+    path = str(tmp_path / "configs/cluster8")
+    assert (values["launcher"], values["hostfile"]) == ("ssh", path)
+    assert values["launcher_options"] == {"rdma": 2} and words == f"launcher: ssh with {path}"
+    with pytest.raises(UserError, match=r"ngpu_per_node=2: .*cluster8 says otherwise"):
+        variables.trial_flags({"ngpu_per_node": "2"})
+    machine.setattr(variables.shutil, "which", lambda name: "/usr/bin/mpirun")
+    assert variables.trial_flags({})[1] == f"launcher: mpirun with {path}"
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({}, r"nworkers=8: nobody here knows the hosts of .*/cluster8 \(gpu1, gpu2\); write your "),
+        ({"nworkers": "64"}, r"gpu1, gpu2, gpu3, \.\.\.\); write your hosts into"),
+        ({"nworkers": "3"}, "nworkers=3: this machine has 2 cores, and there is no configs/clust"),
+        ({"nworkers": "2", "rdma": "1"}, "rdma=1: all workers are on this machine"),
+        ({"nworkers": "2", "rdma": "3"}, "unknown rdma '3'"),
+        ({"nworkers": "no"}, "nworkers=no: must be a whole number"),
+        ({"nworkers": "0"}, "nworkers=0: must be a whole number, at least 1"),
+        ({"nworkers": "2", "bs": "0"}, "bs=0: must be a whole number, at least 1"),
+        ({"cluster": "predicted"}, r"unknown cluster 'predicted' \(allowed: emulated\)"),
+        ({"cluster": "emulated", "ngpu_per_node": "3"}, "ngpu_per_node=3 does not divide it"),
+        ({"nworkers": "2", "node_rank": "1"}, "node_rank=1: all nodes are started from here"),
+        ({"nworkers": "2", "WFSGD_TIMELINE": "x"}, "WFSGD_TIMELINE=x: traces are not"),
+    ],
+)
+def test_a_trial_without_a_place_is_one_line_that_says_the_ways_on(machine, given, words):
+    with pytest.raises(UserError, match=words) as error:
+        variables.trial_flags(given)
+    assert "\n" not in str(error.value)
+
+
+def test_workers_that_do_not_fit_into_memory_are_refused(machine):
+    machine.setattr(variables.machine, "available_bytes", lambda: 2 << 30)
+    words = r"nworkers=4: so many of resnet50 need 2\.\d GiB of memory .* 2\.0 GiB are available"
+    with pytest.raises(UserError, match=words):
+        variables.trial_flags({"nworkers": "4"})
+
+
+def test_the_script_says_at_once_what_cannot_be():
+    script = ROOT / "dear/horovod_mpi_cj.sh"
+    environ = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "nworkers": "64"}
+    done = subprocess.run([script], env=environ, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: nworkers=64: nobody here knows the hosts of ")

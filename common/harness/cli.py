@@ -78,6 +78,11 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     merging = verbs.add_parser("merge", help="one sweep of its shards", allow_abbrev=False)
     merging.add_argument("parts", nargs="+", type=Path, help="folders with records")
     merging.add_argument("--into", type=Path, required=True, help="a new folder for all of them")
+    how.add_argument(
+        "--plan",
+        action="store_true",
+        help="what travelled together, what was predicted of it, and what tuners have tried",
+    )
     for sub in verbs.choices.values():
         sub.add_argument("--logs", type=Path, default=ROOT / "logs", help="folder of results")
     return parser.parse_args(arguments)

@@ -168,6 +168,8 @@ def show(options: argparse.Namespace) -> int:
         print(json.dumps([result.to_json() for result in results]))
     elif options.breakdown:
         _print_breakdown(folder, results, comparison.compare_to)
+    elif options.plan:
+        _print_plans(folder, results)
     else:
         _print_results(folder, results, comparison.compare_to)
     return 0
@@ -315,8 +317,18 @@ def _print_breakdown(folder: Path, results: list[Record], compare_to: str) -> No
     print(rows.LEGEND)
 
 
+def _print_plans(folder: Path, results: list[Record]) -> None:
+    from common.results import plans
+
+    print(_title(folder, results))
+    for result in results:
+        print("\n".join(plans.lines(result)))
+
+
 def _title(folder: Path, results: list[Record]) -> str:
     machine = results[0].machine
+    if not machine:  # logs of other programs do not tell
+        return f"{folder.name}: {fabric_words(results)}"
     return (
         f"{folder.name}: {fabric_words(results)} on {machine['cores']} x {machine['cpu']}, "
         f"torch {machine['packages']['torch']}, commit {machine['commit']}"

@@ -29,6 +29,7 @@ from common.results.records import (
     Failure,
     Learning,
     Network,
+    Plan,
     Record,
     Strain,
     Throughput,
@@ -85,10 +86,11 @@ class Result:
     gradient_bytes: int | None = None
     started_by: str | None = None
     compute: StepTimes | None = None
-    """As the next four, in the first repeat only."""
+    """As the next five, in the first repeat only."""
     costs: dict[str, AlphaBeta] | None = None
     cost_check: CostCheck | None = None
     """Of `costs`, by the trial that has measured them."""
+    plan: Plan | None = None
     local_size: int | None = None
     """Ranks on a host."""
     lost_ranks: list[int] = field(default_factory=list)
@@ -171,6 +173,7 @@ def make_record(
         costs=first and first.costs,
         cost_check=first and first.cost_check,
         bound=_bound(trial, first, fabric.network) if first and throughput else None,
+        plan=first and first.plan,
         bytes=Bytes(sent_per_step=first.bytes_per_step, gradients=first.gradient_bytes)
         if first
         else Bytes(),

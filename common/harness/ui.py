@@ -14,6 +14,7 @@ from typing import Any, TextIO
 
 from common.harness.trial import Trial
 from common.models.registry import model_entry
+from common.results.records import Plan
 
 _LONG_UNITS = {"img": "img", "sen": "sentences"}
 
@@ -139,6 +140,37 @@ def log_results(trial: Trial, iters: Sequence[Sequence[float]]) -> list[str]:
         f"+-{1.96 * statistics.pstdev(per_step):.3f}"
     )
     return lines + rate_lines(rates, trial.world_size, unit, device)
+
+
+def log_plan(plan: Plan | None) -> list[str]:
+    """Printed after the measurement, as DeAR's and MG-WFBP's programs tell of their groups and of
+    what a tuner has tried; MB are of 2^20 bytes, sizes of 4-byte elements."""
+    if plan is None:
+        return []
+    sizes = [group.bytes for group in plan.groups]
+    lines = []
+    if sizes:
+        lines += [
+            f"#Tensor fusion groups: {len(sizes)}",
+            "Buffer sizes (MB): " + ", ".join(f"{size / 2**20:.2f}" for size in sizes),
+            f"Merged sizes:  {[size // 4 for size in sizes]}",
+            f"Total number of tensors: {sum(group.tensors for group in plan.groups)}",
+            f"Merged Number of groups: {len(sizes)}",
+        ]
+    tuner = plan.found.get("tuner") or {"tried": []}
+    for index, tried in enumerate(tuner["tried"]):
+        lines.append(
+            f"BO Tuning step [{index}], param: {tried['threshold_mb']:.4f}, "
+            f"iteration time: {tried['step_s']:.4f}"
+        )
+    if tuner["tried"] and tuner["threshold_mb"] is not None:
+        best = min(tuner["tried"], key=lambda tried: tried["step_s"])
+        lines.append(
+            f"BO Tuning optimal param: {tuner['threshold_mb']:.4f}, "
+            f"optimal iteration time {best['step_s']:.4f}"
+        )
+        lines.append(f"BO Tuning cost: {tuner['wall_s']:.4f}")
+    return lines
 
 
 def rate_lines(rates: Sequence[float], world_size: int, unit: str, device: str) -> list[str]:

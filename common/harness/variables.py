@@ -63,8 +63,11 @@ def trial_flags(environ: Mapping[str, str]) -> tuple[list[str], str]:
             raise UserError(f"{name}={given[name]}: {why}; leave it out")
     said = {name: environ[name] for name in references.VARIABLES if name in environ}
     algorithm, options = references.method(given["method"], said)
+    usual = references.method(given["method"], {})[1]
+    changed = [f"{key}={value}" for key, value in options.items() if usual.get(key) != value]
+    label = given["method"] + (f"({','.join(changed)})" if changed else "")
     values: dict[str, Any] = {
-        "algorithms": [{"name": algorithm, "label": given["method"], "options": options}],
+        "algorithms": [{"name": algorithm, "label": label, "options": options}],
         "world_sizes": [numbers["nworkers"]],
     }
     model = {"name": given["dnn"], "batch_size": numbers["bs"]}

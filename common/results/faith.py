@@ -5,7 +5,7 @@ What may not is shown in grey with the reason; it gets no word, and nothing is c
 
 from __future__ import annotations
 
-from common.results.records import Record
+from common.results.records import IMPORTED, Record
 
 # Notes of a record that begin with one of these say that its number is of something else than
 # the trial; all others are only to be kept in mind.
@@ -28,6 +28,8 @@ def doubt(record: Record) -> str | None:
                 return note
     if record.unfaithful:
         return "unfaithful: the machine was too busy to be the cluster"
+    if record.fabric == IMPORTED:  # nothing of its kind is checked: they compare with each other
+        return None
     if record.check is None or record.check.verdict == "unchecked":
         finding = record.check and record.check.finding
         return f"unchecked: {finding or 'it was not compared with plain training'}"

@@ -18,6 +18,8 @@ from dear.cost.collectives import AlphaBeta
 from dear.errors import UserError
 
 SCHEMA = 1
+IMPORTED = "imported"
+"""The fabric of records that were made of other programs' logs."""
 
 
 def elapsed_per_step_s(steps: Sequence[float]) -> float:
@@ -290,6 +292,29 @@ class CostCheck:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Group:
+    """Tensors that travel together."""
+
+    bytes: int
+    tensors: int = 0
+    """0: not told."""
+    first: str | None = None
+    """Name of the parameter that is first in it, and of the last."""
+    last: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What an algorithm has decided by itself, as it was in the end; by rank 0."""
+
+    groups: list[Group] = field(default_factory=list)
+    """In the order in which they are started."""
+    found: dict[str, Any] = field(default_factory=dict)
+    """`dear.training.engine.Engine.findings`; seconds are of what the fabric stands for, but
+    `wall_s`."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Order:
     """When the trial's turn was in each round of its cell: rounds are in random order."""
 
@@ -320,6 +345,7 @@ class Record:
     trial: dict[str, Any]
     """As JSON: the options of a record may be those of an older version of the algorithm."""
     fabric: str = "real"
+    """real, emulated or imported."""
     time_scale: float = 1.0
     time_scale_reason: str | None = None
     status: str
@@ -357,6 +383,8 @@ class Record:
     cost_check: CostCheck | None = None
     """Of the costs, by the trial that has measured them; those that use them have the same."""
     bound: Bound | None = None
+    plan: Plan | None = None
+    """Of the first repeat; None where nothing travels, and in older records."""
     bytes: Bytes = field(default_factory=Bytes)
     check: Check | None = None
     statistics: list[dict[str, Any] | None] | None = None
@@ -472,6 +500,8 @@ def fabric_words(records: Iterable[Record]) -> str:
     records = list(records)
     if all(record.fabric == "real" for record in records):
         return "real processes"
+    if all(record.fabric == IMPORTED for record in records):
+        return "imported from logs"
     scales = sorted({record.time_scale for record in records})
     scale = " to ".join(f"{value:g}" for value in dict.fromkeys((scales[0], scales[-1])))
     hosts = max(record.hosts for record in records)

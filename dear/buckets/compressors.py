@@ -283,7 +283,7 @@ class DgcSampling(Gaussian):
     def _select(self, source: torch.Tensor, count: int) -> torch.Tensor:
         share = count / self.numel
         every = max(1, min(_SAMPLED, int(count / _LEAST_SEEN)))
-        if every == 1:
+        if every == 1 or count == self.numel:
             return super(Gaussian, self)._select(source, count)
         magnitudes = source.abs()
         sample = magnitudes[self.steps * _STRIDE % every :: every]

@@ -204,6 +204,21 @@ def optimal(
     return plan[::-1]
 
 
+def ends(
+    groups: Groups, sizes: Sequence[float], arrivals: Sequence[float], cost: Cost
+) -> list[float]:
+    """When the message of each group ends: one after another, each when its last gradient is there.
+
+    Args:
+        sizes, arrivals, cost: as for `greedy`.
+    """
+    found: list[float] = []
+    for group in groups:
+        start = max(found[-1] if found else 0.0, arrivals[group[-1]])
+        found.append(start + cost(sum(sizes[index] for index in group)))
+    return found
+
+
 # --- groups of a model's parameters ---------------------------------------------------------------
 
 

@@ -125,6 +125,14 @@ class Engine:
         """What the algorithm has counted so far, by name; most count nothing."""
         return {}
 
+    def findings(self) -> dict[str, Any]:
+        """What the algorithm has measured and decided by itself, by name; rank 0's word holds.
+
+        JSON values. Keys that end in `_s` are seconds of this machine; `wall_s` stays so where
+        time is scaled.
+        """
+        return {}
+
     def groups(self) -> list[tuple[int, Sequence[torch.nn.Parameter]]]:
         """What travels together at present, in the order in which it is started.
 
@@ -190,6 +198,10 @@ class _Distributed:
     def statistics(self) -> dict[str, Any]:
         """What the algorithm has counted so far on this rank, by name (JSON); `{}` if nothing."""
         return self._engine.statistics()
+
+    def findings(self) -> dict[str, Any]:
+        """What the algorithm has measured and decided by itself; rank 0's word holds."""
+        return self._engine.findings()
 
     def groups(self) -> list[tuple[int, Sequence[torch.nn.Parameter]]]:
         """What travels together at present: bytes and parameters, as they are started."""

@@ -114,6 +114,10 @@ class Regrouping:
         """A step has ended; true if groups must be made anew, which all ranks say together."""
         return False
 
+    def findings(self) -> dict[str, Any]:
+        """As of an engine."""
+        return {}
+
 
 class ByWaitTime(Regrouping):
     """One group at first; after some steps, groups by how long gradients wait there."""
@@ -148,6 +152,7 @@ class Tuned(Regrouping):
         self._ends_s: list[float] = []
         self._steps = 0
         self._failure = ""
+        self._thinking_s = 0.0
         self.last_step = tuning_steps(tuner.trials)
 
     def after_step(self) -> bool:
@@ -171,11 +176,25 @@ class Tuned(Regrouping):
         """Calls on rank 0; a failure is kept for `_follow`, since the others wait there."""
         if self._communicator.rank or self._failure:
             return None
+        began_s = self._communicator.clock()
         try:
             return call()
         except Exception as error:
             self._failure = f"{type(error).__name__}: {error}"
             return None
+        finally:
+            self._thinking_s += self._communicator.clock() - began_s
+
+    def findings(self) -> dict[str, Any]:
+        tried = [{"threshold_mb": mb, "step_s": step_s} for mb, step_s in self._tuner.tried]
+        done = self._steps >= self.last_step
+        return {
+            "tuner": {
+                "tried": tried,
+                "threshold_mb": self.options.threshold_mb if done else None,
+                "wall_s": self._thinking_s,
+            }
+        }
 
     def _follow(self, choose: Callable[[], float]) -> bool:
         chosen = self._attempt(choose)

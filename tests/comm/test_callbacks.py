@@ -110,8 +110,13 @@ ENDINGS = {
         dist.all_reduce(tensor[:5], async_op=True).get_future().then(lambda _f: other.wait())
     """,
     "a thread": """
-        threading.Thread(target=lambda: dist.all_reduce(tensor), daemon=True).start()
-        time.sleep(0.2)
+        def behind():  # on one core: Python has ended before the thread's turn comes
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+            dist.all_reduce(tensor)
+
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+        threading.Thread(target=behind, daemon=True).start()
+        time.sleep(0.5)
     """,
     "a message": "dist.irecv(tensor, 1)",
     "an exception": "dist.all_reduce(tensor, async_op=True); raise SystemExit(3)",

@@ -157,7 +157,7 @@ def never_plans(patch: Patch) -> None:
 
 @cut("mgwfbp", AT_ONCE, merge="threshold", threshold_mb=0.0)
 def waits_for_each_group(patch: Patch) -> None:
-    _then(patch, mgwfbp.Exchange, "start", lambda self: self._work.wait())
+    _then(patch, mgwfbp.Exchange, "start", lambda self, *_: self._work.wait())
 
 
 @cut("mgs", NOW_APART, _groups("mgs", {"density": 1.0}, {"alpha_s": 1e-2}, suite.ALL))

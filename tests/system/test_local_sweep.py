@@ -48,6 +48,9 @@ def test_a_sweep_records_every_trial(driver):
         bound = by_name[name]["bound"]
         assert bound["kind"] == kind and bound["wire_limit_s"] is None
         assert 0 < bound["compute_limit_s"] <= bound["step_s"]
+    plan = by_name["dear"]["plan"]
+    assert sum(group["tensors"] for group in plan["groups"]) == 8 and plan["found"] == {}
+    assert all(group["first"] and group["last"] for group in plan["groups"])
     table = (driver.sweep / "table.md").read_text()
     assert "| of bound |" in table
     assert table.count("\n") == 2 + len(records)
@@ -55,6 +58,10 @@ def test_a_sweep_records_every_trial(driver):
     believed = {r["trial"]["label"] for r in records if doubt(Record.from_json(r)) is None}
     assert reports["0"].get("mnist_cnn_2", {}).keys() == believed - {"single worker"}
     log = next(driver.sweep.glob("*-dear-*/log-0-rank0.txt")).read_text()
+    sizes = [f"{group['bytes'] / 2**20:.2f}" for group in plan["groups"]]
+    assert f"#Tensor fusion groups: {len(sizes)}" in log
+    assert f"Buffer sizes (MB): {', '.join(sizes)}" in log
+    assert f"{len(sizes)} groups of 8 tensors" in driver.show("--plan").stdout
     assert "Iter #0: " in log and "Total img/sec on 2 CPU(s): " in log
 
     shown = driver.show("--breakdown").stdout
@@ -245,7 +252,7 @@ EMULATED = """
 name: tiny
 algorithms: [asyncddp]
 models: [{name: mnist_cnn, batch_size: 4}]
-cluster: {hosts: 3, network: 10gbe}
+cluster: {hosts: 3, network: 1gbe}  # which this machine carries at full speed
 faults:
   - {kind: slow_host, host: 2, factor: 5}
   - {kind: kill_rank, rank: 1, at_s: 0.7}

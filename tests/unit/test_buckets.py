@@ -19,6 +19,7 @@ from dear.buckets.grouping import (
     by_threshold,
     by_total,
     by_wait,
+    ends,
     fuse,
     greedy,
     group,
@@ -174,6 +175,7 @@ def test_example_a_by_the_greedy_rule_and_without_merging():
     plan = greedy(*A, COST)
     assert by_layer(plan, 4) == [[3, 2], [1, 0]]
     assert finish_time(plan, *A, COST) == pytest.approx(9.4)
+    assert ends(plan, *A, COST) == pytest.approx([5.7, 9.4])
     assert finish_time(plan, *A, COST) - A[1][-1] == pytest.approx(3.0)
     assert finish_time(ALONE, *A, COST) == pytest.approx(10.2)
     assert by_layer(greedy(*A, COST, wait=False), 4) == [[3], [2], [1], [0]]

@@ -53,6 +53,20 @@ def test_samples_are_taken_and_the_best_installed_at_the_worked_steps():
     assert Tuned(Dear.Options(fusion="tuned"), Tuner(), Alone()).last_step == 52
 
 
+def test_what_was_tried_and_what_stayed_is_told():
+    communicator = Alone()
+    tuned = Tuned(Dear.Options(fusion="tuned"), Tuner(), communicator)
+    assert tuned.findings() == {"tuner": {"tried": [], "threshold_mb": None, "wall_s": 0.0}}
+    for _ in range(tuned.last_step):
+        communicator.now_s += _step_s(tuned.options.threshold_mb)
+        tuned.after_step()
+    found = tuned.findings()["tuner"]
+    assert len(found["tried"]) == 10 and found["tried"][0]["threshold_mb"] == 25.0
+    assert all(one["step_s"] > 0.19 for one in found["tried"])
+    best = min(found["tried"], key=lambda one: one["step_s"])
+    assert found["threshold_mb"] == best["threshold_mb"]
+
+
 @pytest.mark.parametrize("seed", range(2))
 def test_it_stays_within_bounds_and_ends_near_the_best(seed):
     tuner = Tuner(seed=seed)

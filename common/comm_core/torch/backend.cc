@@ -81,6 +81,7 @@ void shut_down_engine() {
     engine_slot() = nullptr;
   }
   stop_calling_back();
+  keep_waiting_threads();
   if (engine != nullptr) engine->stop();
 }
 

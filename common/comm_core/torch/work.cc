@@ -2,8 +2,10 @@
 
 #include <ATen/core/ivalue.h>
 #include <c10/util/Exception.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <deque>
@@ -118,6 +120,14 @@ Caller& starter() {
   return own(instance, 1);
 }
 
+std::atomic<bool> ending{false};
+std::thread::id ending_thread;
+
+void stay_if_ending() {
+  if (!ending || std::this_thread::get_id() == ending_thread) return;
+  for (;;) pause();
+}
+
 }  // namespace
 
 void call_back(std::function<void()> callback) { caller().add(std::move(callback)); }
@@ -127,6 +137,11 @@ void call_in_order(std::function<void()> work) { starter().add(std::move(work));
 void stop_calling_back() {
   starter().stop();
   caller().stop();
+}
+
+void keep_waiting_threads() {
+  ending_thread = std::this_thread::get_id();
+  ending = true;
 }
 
 Block& block() {
@@ -201,7 +216,9 @@ bool CoreWork::wait(std::chrono::milliseconds timeout) {
   if (!ops_.empty() && std::find(parts.begin(), parts.end(), ops_[0]) != parts.end()) block() = {};
   for (const OpPtr& op : ops_) {
     // All of it together: 0 stands for no end.
-    if (!op->wait(given_s > 0 ? std::max(1e-6, until_s - now_s()) : 0)) {
+    const bool ended = op->wait(given_s > 0 ? std::max(1e-6, until_s - now_s()) : 0);
+    stay_if_ending();
+    if (!ended) {
       C10_THROW_ERROR(DistBackendError, op->describe() + ": still running after a wait of " +
                                             std::to_string(timeout.count()) + " ms");
     }

@@ -68,5 +68,9 @@ void call_back(std::function<void()> callback);
 void call_in_order(std::function<void()> work);
 // Ends the threads behind them after what is queued has run; nothing is called back from then on.
 void stop_calling_back();
+// Python is about to end, says the thread that ends it. Others that wait for an operation stay
+// where they are: the interpreter ends a thread that comes back then, in C++ frames that must not
+// be left so, and the process would abort.
+void keep_waiting_threads();
 
 }  // namespace comm_core

@@ -31,7 +31,7 @@ from common.harness.worker.timing.stopwatch import stopwatch
 from common.harness.worker.timing.strain import strain_of, used_cores
 from common.harness.worker.training import Training, of_slowest_rank, typical, untimed_steps
 from common.models.workload import Workload
-from common.results.records import Breakdown, Check
+from common.results.records import Breakdown, Check, Group, Plan
 from dear.comm import runtime
 from dear.cost.bounds import StepTimes
 from dear.cost.collectives import Measurement
@@ -104,6 +104,8 @@ class _Repeat:
                 )
             ),
         }
+        self._result["plan"] = plan = self._plan(self._facts["plan"]["groups"], training)
+        say(ui.log_plan(plan))
         if samples:
             self._phase("timing collectives again")
             again = self._time_collectives(samples)
@@ -111,6 +113,15 @@ class _Repeat:
             self._result["cost_check"] = costs.check
             self._facts["collectives"] = costs.to_json()
         return self._end(training, check)
+
+    def _plan(self, groups: list[dict[str, Any]], training: Training) -> Plan | None:
+        made = []
+        for group in groups:
+            names = group["parameters"]
+            ends = {"first": names[0], "last": names[-1]} if names else {}
+            made.append(Group(bytes=group["bytes"], tensors=len(names), **ends))
+        found = _rescaled(training.findings(), self._scale)
+        return Plan(groups=made, found=found) if made or found else None
 
     def _costs(self) -> list[Measurement]:
         """What collectives cost is known from another trial, or measured now."""
@@ -237,3 +248,15 @@ def say(lines: list[str]) -> None:
     """Prints the lines once, for people who read the trial's log."""
     if dear.rank() == 0:
         print("\n".join(lines), flush=True)
+
+
+def _rescaled(value: Any, scale: float, seconds: bool = False) -> Any:
+    """Seconds of this machine as what they stand for: numbers below keys that end in `_s`."""
+    if isinstance(value, dict):
+        return {
+            key: _rescaled(inner, scale, key.endswith("_s") and key != "wall_s")
+            for key, inner in value.items()
+        }
+    if isinstance(value, (list, tuple)):
+        return [_rescaled(inner, scale, seconds) for inner in value]
+    return value / scale if seconds and isinstance(value, (int, float)) else value

@@ -144,6 +144,10 @@ class Training:
         """What travels together at present (`dear.training.engine.Engine.groups`)."""
         return self._optimizer.groups() if self._distributed else []
 
+    def findings(self) -> dict[str, Any]:
+        """What the algorithm has decided by itself (`dear.training.engine.Engine.findings`)."""
+        return self._optimizer.findings() if self._distributed else {}
+
     def close(self) -> None:
         """Takes the algorithm out of the model again."""
         if self._distributed:

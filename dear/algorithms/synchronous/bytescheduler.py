@@ -217,6 +217,15 @@ class PartitionedEngine(DeferredEngine):
                 self._make_plan(self._times.stop())
                 self._times = None
 
+    def findings(self) -> dict[str, Any]:
+        credit_mb = None if math.isinf(self._credit) else self._credit / MIB
+        return {
+            "partitions": len(self._partitions),
+            "queues": self._levels,
+            "credit_mb": credit_mb,
+            "order": [self._partitions[task].group for order in self._orders for task in order],
+        }
+
     def close(self) -> None:
         super().close()
         for index in range(len(self.buckets)):  # a pass without a step may be under way

@@ -289,6 +289,9 @@ class DearEngine(DeferredEngine):
         if self._rule.after_step():
             self._lay_out(learn=self._watching)
 
+    def findings(self) -> dict[str, Any]:
+        return self._rule.findings()
+
     # --- forward pass -----------------------------------------------------------------------------
 
     def before_model(self, module: torch.nn.Module) -> None:

@@ -63,7 +63,11 @@ class SparsifyingEngine(MergedEngine):
         select = measured_call(self.communicator, self._select, like.device)
         gather = self.cost(like)
         rule = optimal if self.options.merge == "optimal" else greedy
-        return rule(sizes, cost=lambda nbytes: select(nbytes) + gather(nbytes), **given)
+
+        def cost(nbytes: float) -> float:
+            return select(nbytes) + gather(nbytes)
+
+        return self.foreseen(rule(sizes, cost=cost, **given), sizes, cost, **given)
 
     def _select(self, gradient: torch.Tensor) -> None:
         kind = gradient.numel(), gradient.dtype, gradient.device

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from dear.buckets.carriers import Payloads, make_carrier
 from dear.buckets.compressors import CompressedOptions, HalfOptions
 from dear.buckets.flat import packed_bucket
-from dear.buckets.grouping import MIB, Cost, Groups, by_total, fuse, greedy, optimal
+from dear.buckets.grouping import MIB, Cost, Groups, by_total, ends, fuse, greedy, optimal
 from dear.comm.communicator import Communicator, Work
 from dear.cost.collectives import measured_costs, table_costs
 from dear.cost.overlap import Overlap, Transfer
@@ -106,6 +106,7 @@ class MergedEngine(GradientEngine):
         replica.communicator.ensure_channels(channels)
         self._channels = channels
         self._steps_left = replica.options.profile_steps
+        self._found: dict[str, Any] = {}
         self._times: LayerTimes | None = LayerTimes(
             replica.model, replica.params, replica.communicator
         )
@@ -131,9 +132,22 @@ class MergedEngine(GradientEngine):
             return by_total(sizes, options.threshold_mb * MIB, kinds=given["kinds"])
         cost = self.cost(like)
         if options.merge == "optimal":
-            return optimal(sizes, cost=cost, **given)
+            return self.foreseen(optimal(sizes, cost=cost, **given), sizes, cost, **given)
         least = options.small_elements * like.element_size()
-        return greedy(sizes, cost=cost, wait=options.merge == "greedy", least=least, **given)
+        wait = options.merge == "greedy"
+        groups = greedy(sizes, cost=cost, wait=wait, least=least, **given)
+        return self.foreseen(groups, sizes, cost, **given)
+
+    def foreseen(
+        self, groups: Groups, sizes: list[int], cost: Cost, arrivals: list[float], **_: Any
+    ) -> Groups:
+        """The groups; when each should end is kept for `findings`."""
+        predicted = {"backward_s": arrivals[-1], "ends_s": ends(groups, sizes, arrivals, cost)}
+        self._found = {"predicted": predicted}
+        return groups
+
+    def findings(self) -> dict[str, Any]:
+        return self._found
 
     def cost(self, like: torch.Tensor) -> Cost:
         """Seconds of a message by bytes of gradients like `like`: measured, or of a table."""

@@ -1,0 +1,81 @@
+"""What an algorithm has decided by itself: in records, in `show --plan`, and in a trial's log."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from common.harness.record import REAL, make_record
+from common.harness.ui import log_plan
+from common.harness.worker.timed import _rescaled
+from common.launch.job import Outcome
+from common.results.plans import lines
+from common.results.records import Group, Plan, Record
+from tests.system.made import make_trial
+
+GROUPS = [
+    Group(bytes=1 << 20, tensors=3, first="fc.bias", last="conv2.weight"),
+    Group(bytes=1 << 19, tensors=1, first="conv1.weight", last="conv1.weight"),
+]
+TRIED = [{"threshold_mb": 25.0, "step_s": 0.2}, {"threshold_mb": 8.0, "step_s": 0.1}]
+TUNED = {"tuner": {"tried": TRIED, "threshold_mb": 8.0, "wall_s": 0.5}}
+
+
+def record(plan):
+    failed = Outcome(status="failed", error={"message": "it was"})
+    made = make_record(make_trial("dear"), [], failed, {"cores": 2}, "now", 1.0, REAL)
+    made = dataclasses.replace(made, plan=plan)
+    return Record.from_json(made.to_json())
+
+
+def test_a_log_tells_groups_as_the_references_do():
+    assert log_plan(Plan(groups=GROUPS)) == [
+        "#Tensor fusion groups: 2",
+        "Buffer sizes (MB): 1.00, 0.50",
+        "Merged sizes:  [262144, 131072]",
+        "Total number of tensors: 4",
+        "Merged Number of groups: 2",
+    ]
+    assert log_plan(None) == log_plan(Plan()) == []
+
+
+def test_a_log_tells_what_a_tuner_has_tried():
+    assert log_plan(Plan(found=TUNED)) == [
+        "BO Tuning step [0], param: 25.0000, iteration time: 0.2000",
+        "BO Tuning step [1], param: 8.0000, iteration time: 0.1000",
+        "BO Tuning optimal param: 8.0000, optimal iteration time 0.1000",
+        "BO Tuning cost: 0.5000",
+    ]
+    unfinished = {"tuner": {**TUNED["tuner"], "threshold_mb": None}}
+    assert len(log_plan(Plan(found=unfinished))) == 2
+
+
+def test_a_plan_in_lines():
+    found = {"predicted": {"backward_s": 0.2, "ends_s": [0.15, 0.25]}, **TUNED}
+    title, *told = lines(record(Plan(groups=GROUPS, found=found)))
+    assert title == "dear: mnist_cnn, batch 8, 4 workers"
+    assert [line.strip() for line in told] == [
+        "2 groups of 4 tensors, MB: 1.00, 0.50",
+        "predicted: gradients are there after 200.0 ms of the backward pass, averaged 50.0 ms "
+        "later",
+        "tuner: 25.00 MB 200.0 ms; 8.00 MB 100.0 ms",
+        "tuner: 8.00 MB stayed",
+    ]
+    many = lines(record(Plan(groups=GROUPS * 50)))
+    assert many[1].strip() == "100 groups of 200 tensors, 0.50 to 1.00 MB"
+    queues = {"partitions": 5, "queues": 1, "credit_mb": 2.0, "order": [1, 1, 0]}
+    (_, line) = lines(record(Plan(found=queues)))
+    assert line.strip() == (
+        "5 partitions in 1 queues, 2.00 MB under way at most; groups in the order of their first "
+        "start: 1 0"
+    )
+    assert lines(record(None))[1].strip() == "no plan on record"
+
+
+def test_seconds_of_this_machine_become_those_that_they_stand_for():
+    found = {"ends_s": [8.0, 16.0], "wall_s": 4.0, "tuner": {"tried": TRIED}, "queues": 2}
+    assert _rescaled(found, 8) == {
+        "ends_s": [1.0, 2.0],
+        "wall_s": 4.0,
+        "tuner": {"tried": [{**one, "step_s": one["step_s"] / 8} for one in TRIED]},
+        "queues": 2,
+    }

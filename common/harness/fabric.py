@@ -291,18 +291,25 @@ def make_fabric(experiment: Experiment, trials: Sequence[Trial]) -> Fabric:
 
 
 def check_fit(trials: Sequence[Trial]) -> None:
-    """Raises `UserError` if the ranks of an emulated cluster need more memory than there is.
+    """Raises `UserError` if none of the trials fits into this machine."""
+    reasons = [misfit(trial) for trial in trials]
+    if None not in reasons:
+        raise UserError(str(reasons[0]))
+
+
+def misfit(trial: Trial) -> str | None:
+    """Why the ranks of a trial on virtual hosts do not fit into this machine's memory, or None.
 
     Of a model that computes for real only the processes count: its size is not known before it is
     built.
     """
-    for trial in trials:
-        if trial.hosts is None or trial.ranks_per_host is None:
-            continue
-        size = 0
-        if is_replay(trial.model):
-            profile = profile_of(trial.model, trial.batch_size, trial.sentence_len)
-            size = profile.parameter_bytes
+    if trial.hosts is None or trial.ranks_per_host is None:
+        return None
+    size = 0
+    if is_replay(trial.model):
+        profile = profile_of(trial.model, trial.batch_size, trial.sentence_len)
+        size = profile.parameter_bytes
+    try:
         check_memory(
             size,
             hosts=trial.hosts,
@@ -310,6 +317,9 @@ def check_fit(trials: Sequence[Trial]) -> None:
             # A delayed algorithm holds the gradients of several steps.
             optimizer_copies=trial.optimizer.state_copies + trial.options.staleness(),
         )
+    except UserError as error:
+        return str(error)
+    return None
 
 
 def launcher_for(

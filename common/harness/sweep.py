@@ -16,7 +16,7 @@ from typing import Any, Literal
 from common.emulation.dilation import Choice
 from common.harness.cell import Cell, Turn, now, planned
 from common.harness.experiment import Experiment
-from common.harness.fabric import WORKER, Fabric
+from common.harness.fabric import WORKER, Fabric, misfit
 from common.harness.record import Result, make_record
 from common.harness.trial import BASELINE, Trial
 from common.harness.ui import Progress
@@ -224,8 +224,9 @@ def to_run(trials: list[Trial], path: Path, rerun: Rerun) -> list[Trial]:
 
 
 def _unavailable(trial: Trial) -> str | None:
-    if trial.algorithm == BASELINE:
-        return None
+    reason = misfit(trial)
+    if reason is not None or trial.algorithm == BASELINE:
+        return reason
     algorithm = algorithm_class(trial.algorithm)
     if trial.device not in algorithm.capabilities.devices:
         return f"{trial.algorithm} does not run on {trial.device}"

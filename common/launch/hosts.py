@@ -4,6 +4,7 @@ the libraries must be told of the network between them (`configs/envs.conf`)."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 import socket
 import sys
@@ -141,10 +142,22 @@ class Envs:
     """Where Open MPI is installed; empty: the mpirun on the PATH."""
     ETH_MPI_BTC_TCP_IF_INCLUDE: str = ""
     """Interfaces or subnets for Open MPI's TCP over Ethernet; empty: ETH_INTERFACE."""
+    NVIDIA_VISIBLE_DEVICES: str = ""
+    """GPUs of every host that ranks may use, such as 0,1; empty: all."""
 
     @property
     def python(self) -> str:
         return self.PY or sys.executable
+
+    @property
+    def rank_env(self) -> dict[str, str]:
+        """What every rank's environment must hold besides the network's settings."""
+        gpus = self.NVIDIA_VISIBLE_DEVICES
+        return {"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}
+
+
+_OF_SERVERS = ("LAUNCHBIN", "CODEHOME", "ETH_SCHEDULER_IP", "IB_SCHEDULER_IP", "WORKER_HOST_PREFIX")
+"""Keys that the references' own files have for their methods with a parameter server."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,6 +174,9 @@ class NetworkOptions:
 def read_envs(path: Path = ENVS) -> Envs:
     """Reads lines `KEY=VALUE` (a shell may source the file, too); no file, no facts.
 
+    The references' own file is understood. What it says of parameter servers, which there are none
+    of here, is of no use; a line on stderr says so.
+
     Raises:
         UserError: a line of another form, or an unknown key.
     """
@@ -173,10 +189,19 @@ def read_envs(path: Path = ENVS) -> Envs:
         found = re.fullmatch(r"""(\w+)=(["']?)([^"'\s]*)\2""", text)
         if found is None:
             raise UserError(f"{path} line {number}: must be KEY=VALUE, got {text!r}")
-        if found[1] not in known:
+        if found[1] not in (*known, *_OF_SERVERS):
             raise unknown(f"key of {path.name}", found[1], known)
         values[found[1]] = found[3]
+    useless = [name for name in _OF_SERVERS if values.pop(name, "")]
+    if useless:
+        _say_useless(path, tuple(useless))
     return Envs(**values)
+
+
+@functools.cache
+def _say_useless(path: Path, names: Sequence[str]) -> None:
+    """Once, however often the file is read."""
+    print(f"{path}: {', '.join(names)}: of parameter servers, not used", file=sys.stderr)
 
 
 def interface(options: NetworkOptions, envs: Envs, hosts: Sequence[Host] | None) -> str:

@@ -78,7 +78,7 @@ class MpirunLauncher(RemoteLauncher):
 
     def _command(self, job: Job, port: int | None) -> list[str]:
         options = self._options
-        env = dict(job.env)
+        env = {**self._envs.rank_env, **job.env}
         chosen: dict[str, str] = {}
         several = remote = False
         hosts: list[str] = []

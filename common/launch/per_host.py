@@ -109,7 +109,7 @@ class PerHostLauncher(RemoteLauncher):
                 env = network_env(self._options, self._interface)
             if block.host.virtual is not None:
                 env["COMM_CORE_HOST_ID"] = block.host.name
-            env |= {**self._env(meet), **job.env}
+            env |= {**self._envs.rank_env, **self._env(meet), **job.env}
             argv = self._argv(job, place, placed, meet, tied)
             words = on_host(block.host, argv, env, self._agent_for(block.host))
             commands.append(HostCommand(host=block.host, argv=words, log=self._log(job, block)))

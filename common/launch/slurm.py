@@ -156,7 +156,7 @@ class SlurmLauncher(Launcher):
         here = Host(name="slurm", slots=job.world_size)
         node = [self._envs.python, "-m", "common.launch.node", "--tied"]
         node += ["--undo", json.dumps(undo)] if undo else []
-        env = network_env(self._options, self._interface) | dict(job.env)
+        env = network_env(self._options, self._interface) | self._envs.rank_env | dict(job.env)
         name = "srun" if self._allocated else "sbatch"
         return HostCommand(
             host=here,

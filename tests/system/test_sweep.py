@@ -352,3 +352,111 @@ def test_costs_of_another_fabric_are_no_word_on_this_one():
     places += [cost_place(trial, 2.0), cost_place(trial, 1.0)]
     assert len(set(places)) == len(places)
     assert cost_place(make_trial("dear"), 1.0) == places[-1]
+
+
+# --- parts of a sweep -----------------------------------------------------------------------------
+
+
+def titles(line):
+    return {record.id for record in line.records}
+
+
+def test_shards_are_whole_cells_and_together_the_sweep(line, tmp_path, capsys):
+    assert line.run("--shard", "1/2") == line.run("--shard", "2/2") == 0
+    whole = [record.to_json() for record in line.records]
+    first, second = line.records[:2], line.records[2:]
+    assert len({record.trial["batch_size"] for record in first}) == 1, "compared ones together"
+    assert {one.hash for one in first}.isdisjoint({one.hash for one in second})
+    # On two machines each has a folder of its own.
+    capsys.readouterr()
+    parts = []
+    for part in ("1/2", "2/2"):
+        line.sweep = line.logs / "tiny"
+        store_of = tmp_path / part.replace("/", "-")
+        command = ["run", str(tmp_path / "tiny.yaml"), "--logs", str(store_of), "--no-plot"]
+        assert cli.main([*command, "--shard", part]) == 0
+        parts.append(str(store_of / "tiny"))
+    capsys.readouterr()
+    into = tmp_path / "merged/tiny"
+    assert cli.main(["merge", *parts, "--into", str(into)]) == 0
+    merged = capsys.readouterr().out
+    assert {one["hash"] for one in whole} == {
+        one.hash for one in store.load(into / "records.jsonl")
+    }
+    assert merged.count("mnist_cnn") >= 4 and (into / "reports.json").exists()
+    # It goes on like any other: nothing is left to run.
+    line.made.started.clear()
+    again = ["run", str(tmp_path / "tiny.yaml"), "--logs", str(into.parent), "--no-plot"]
+    assert cli.main(again) == 0 and line.made.started == []
+
+
+def test_of_a_trial_that_stands_in_two_parts_the_good_record_counts(line, tmp_path):
+    assert line.run(*ONE_CELL) == 0
+    good = tmp_path / "good"
+    line.sweep.rename(good)
+    line.made.outcomes["ddp"] = TOO_SLOW
+    assert line.run(*ONE_CELL) == 1
+    for order in ([good, line.sweep], [line.sweep, good]):
+        into = tmp_path / f"into-{order[0].name}"
+        assert cli.main(["merge", *map(str, order), "--into", str(into)]) == 0
+        newest = store.latest(store.load(into / "records.jsonl"))
+        assert [record.status for record in newest.values()] == ["ok", "ok"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("run {} --shard 3/2", "--shard 3/2: must be PART/PARTS"),
+        ("run {} --shard 0/2", "--shard 0/2: must be PART/PARTS"),
+        ("run {} --shard half", "--shard half: must be PART/PARTS"),
+        ("run {} --shard 1/3", "there are only 2 parts that stand alone"),
+        ("run tyni", "unknown experiment 'tyni'"),
+        ("run suit", "did you mean 'suite'?"),
+        ("merge {logs}/no --into {logs}/new", "has no experiment.json"),
+        ("merge {logs} --into {logs}", "exists; merge into a new folder"),
+    ],
+)
+def test_a_part_that_there_is_not_is_one_clear_line(line, capsys, words, said):
+    line.logs.mkdir()
+    text = words.format(line._experiment, logs=line.logs)
+    assert cli.main(text.split()) == 2
+    (error,) = capsys.readouterr().err.splitlines()
+    assert said in error and line.made.started == []
+
+
+def test_parts_of_different_experiments_are_not_merged(line, tmp_path, capsys):
+    assert line.run(*ONE_CELL) == 0
+    other = tmp_path / "other"
+    line.sweep.rename(other)
+    assert line.run(*ONE_CELL, "--set", "seed=2") == 0
+    capsys.readouterr()
+    into = tmp_path / "into"
+    assert cli.main(["merge", str(other), str(line.sweep), "--into", str(into)]) == 2
+    assert "is not a part of what" in capsys.readouterr().err and not into.exists()
+
+
+def test_a_filter_may_name_several(line):
+    assert line.run("-k", "bs=2|bs=4", "-k", "algorithm=dear|wfbp") == 0
+    assert [(r.label, r.trial["batch_size"]) for r in line.records] == [("dear", 2), ("dear", 4)]
+
+
+def test_a_trial_that_does_not_fit_is_recorded_and_the_others_run(line, monkeypatch, capsys):
+    def misfit(trial):
+        return "too much memory" if trial.batch_size == 4 else None
+
+    monkeypatch.setattr(fabric, "misfit", misfit)
+    monkeypatch.setattr(sweep, "misfit", misfit)
+    assert line.run() == 0
+    found = {(record.trial["batch_size"], record.status) for record in line.records}
+    assert found == {(2, "ok"), (4, "unsupported")}
+    capsys.readouterr()
+    assert line.run("-k", "bs=4") == 2, "nothing that could run"
+    assert "error: too much memory" in capsys.readouterr().err
+
+
+def test_the_lines_of_the_references_report_are_printed_where_an_experiment_says_so(line, capsys):
+    assert line.run(*ONE_CELL) == 0
+    assert "All Reports" not in capsys.readouterr().out
+    assert line.run(*ONE_CELL, "--set", "report_lines=true") == 0
+    out = capsys.readouterr().out
+    assert "==== All Reports ======" in out and "rdma:0,ddp,8.000" in out

@@ -331,5 +331,5 @@ def test_every_trial_on_virtual_hosts_must_fit(monkeypatch):
     fabric.check_fit([real, virtual, replayed])
     assert [size > 100e6 for size, _ in asked] == [False, True] and asked[0][0] == 0
     assert [(how["hosts"], how["ranks_per_host"]) for _, how in asked] == [(4, 1), (2, 2)]
-    copies = [how["optimizer_copies"] for _, how in asked]
+    copies = [how["optimizer_copies"] for _, how in asked[:2]]
     assert copies[0] == copies[1] + 1, "a delayed algorithm holds gradients of a step more"

@@ -226,6 +226,24 @@ def test_the_shipped_facts_are_readable_by_us_and_by_a_shell():
     assert read_envs(ROOT / "none") == Envs()
 
 
+def test_the_references_own_file_is_understood(conf, capsys):
+    conf(
+        "PY=/opt/py/bin/python\nIB_INTERFACE=ib0\nETH_INTERFACE=enp136s0f0\n"
+        "ETH_MPI_BTC_TCP_IF_INCLUDE=192.168.0.1/24\n# parameter servers\n"
+        "LAUNCHBIN=/opt/byteps/launcher\nCODEHOME=/home/me/code\nETH_SCHEDULER_IP=192.168.0.1\n"
+        "NVIDIA_VISIBLE_DEVICES=0,1,2,3\nWORKER_HOST_PREFIX=gpu\n"
+    )
+    found = read_envs()
+    assert (found.PY, found.ETH_INTERFACE) == ("/opt/py/bin/python", "enp136s0f0")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith(
+        "LAUNCHBIN, CODEHOME, ETH_SCHEDULER_IP, WORKER_HOST_PREFIX: of parameter servers, not used"
+    )
+    assert read_envs() == found and capsys.readouterr().err == "", "said once"
+    command = make_launcher("ssh", hosts=AB, world_size=4, options={"interface": "lo"})
+    assert "CUDA_VISIBLE_DEVICES=0,1,2,3" in command.command(a_job())
+
+
 def test_an_interface_that_this_host_does_not_have_is_refused():
     here = real("localhost")
     with pytest.raises(UserError, match=r"no interface 'ib9' here \(there are .*lo"):

@@ -221,3 +221,10 @@ def test_the_script_says_at_once_what_cannot_be():
     assert done.returncode == 2 and done.stdout == ""
     (line,) = done.stderr.splitlines()
     assert line.startswith("error: nworkers=64: nobody here knows the hosts of ")
+
+
+def test_every_variable_and_name_stands_in_the_documents():
+    text = (ROOT / "docs/references.md").read_text()
+    for name in (*references.VARIABLES, *variables.DEFAULTS, *references.ALIASES):
+        assert f"`{name}`" in text or f"`{name}=" in text, name
+    assert all(f"`{name}`" in text for name in references.SERVERS)

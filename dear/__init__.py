@@ -25,6 +25,7 @@ _HOME = {
     "is_initialized": "dear.comm.runtime",
     "rank": "dear.comm.runtime",
     "size": "dear.comm.runtime",
+    "device": "dear.comm.runtime",
     "local_rank": "dear.comm.runtime",
     "local_size": "dear.comm.runtime",
     "DistributedOptimizer": "dear.optimizer",

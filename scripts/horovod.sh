@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Builds Horovod 0.28.1 against the torch in a virtual environment: scripts/horovod.sh .venv
+# For CUDA tensors, over NCCL, where torch has CUDA and there is an nvcc; else for CPU tensors alone.
 # If that fails, says why in one line and succeeds: Horovod's trials are then `unsupported`.
 # A wheel once built is kept in HOROVOD_WHEELS (default ~/.cache/dear-bench/horovod) and used again.
 set -euo pipefail
@@ -21,7 +22,16 @@ fail() {
 mpi=$(command -v mpicxx > /dev/null && echo mpi || echo gloo)
 key=$("$python" -c 'import sys, torch; print(f"cp{sys.version_info[0]}{sys.version_info[1]}-torch"
   + torch.__version__)')-$(uname -m)
-wheels=${HOROVOD_WHEELS:-${XDG_CACHE_HOME:-$HOME/.cache}/dear-bench/horovod}/$key-$mpi
+gpus=""
+if command -v nvcc > /dev/null && "$python" -c 'import torch; exit(torch.version.cuda is None)'; then
+  gpus=-nccl
+  # The NCCL that torch brings along, unless the machine has one in the usual places.
+  nccl=$("$python" -c 'from importlib.util import find_spec as f; s = f("nvidia") and f("nvidia.nccl")
+print(next(iter(s.submodule_search_locations)) if s else "")')
+  export HOROVOD_GPU_OPERATIONS=NCCL
+  if [[ -n "$nccl" ]]; then export HOROVOD_NCCL_HOME="${HOROVOD_NCCL_HOME:-$nccl}"; fi
+fi
+wheels=${HOROVOD_WHEELS:-${XDG_CACHE_HOME:-$HOME/.cache}/dear-bench/horovod}/$key-$mpi$gpus
 
 install_wheel() {
   local wheel
@@ -55,7 +65,7 @@ source="$work/horovod-$version"
 sed -i 's/set(CMAKE_CXX_STANDARD 1[47])/set(CMAKE_CXX_STANDARD 20)/' \
   "$source/CMakeLists.txt" "$source/horovod/torch/CMakeLists.txt"
 
-echo "== building Horovod $version with $mpi (about 5 minutes on 2 cores; log: $log)"
+echo "== building Horovod $version with $mpi$gpus (about 5 minutes on 2 cores; log: $log)"
 export HOROVOD_WITH_PYTORCH=1 HOROVOD_WITHOUT_TENSORFLOW=1 HOROVOD_WITHOUT_MXNET=1
 export HOROVOD_WITH_GLOO=1
 if [[ "$mpi" == mpi ]]; then export HOROVOD_WITH_MPI=1; else export HOROVOD_WITHOUT_MPI=1; fi

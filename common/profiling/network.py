@@ -82,8 +82,7 @@ def _measure(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     dear.init(backend=args.backend, timeout_s=START_S)
     communicator = runtime.communicator()
-    on_gpu = communicator.backend == "nccl"
-    device = torch.device("cuda", dear.local_rank()) if on_gpu else torch.device("cpu")
+    device = dear.device() if "nccl" in communicator.backend else torch.device("cpu")
     sizes = [2**power for power in range(12, args.largest.bit_length())]
     results = [
         measure_collective(communicator, name, device, sizes=sizes, repeats=args.repeats)

@@ -127,8 +127,7 @@ class Communicator:
         self.timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
-        name = dist.get_backend(group)
-        self.backend = "mpi" if name == _MPI else name
+        self.backend = _backend_of(group)
         """As users choose it."""
         self.native = self.backend == "comm_core"
         """The backend knows priorities, and takes times, on the same clock (on Linux)."""
@@ -448,21 +447,28 @@ log = logging.getLogger("dear")
 _MPI = "comm_core_mpi"
 
 
-def default_backend(facts: RankFacts) -> str:
-    """`nccl` where every rank of this host has a GPU of its own, else `comm_core`.
+def default_backend(facts: RankFacts, own_gpus: bool) -> str:
+    """`comm_core`; and where every rank has a GPU of its own, `nccl` for what lies there.
 
-    Ranks that share GPUs get `comm_core` too, since NCCL refuses two ranks on one GPU. Without a
-    built comm core it is `gloo`, and rank 0 says so.
+    Ranks that share GPUs have `comm_core` for those, too, since NCCL refuses two ranks on one GPU.
+    Without a built comm core `gloo` takes its place, and rank 0 says so.
     """
-    if facts.local_world_size <= torch.cuda.device_count():
-        return "nccl"
+    name = "comm_core"
     try:
-        prepare("comm_core")
+        prepare(name)
     except Unavailable as reason:
+        name = "gloo"
         if facts.rank == 0 and facts.world_size > 1:
             log.warning("using gloo: %s", reason)
-        return "gloo"
-    return "comm_core"
+    return f"cpu:{name},cuda:nccl" if own_gpus else name
+
+
+def _backend_of(group: dist.ProcessGroup) -> str:
+    """What moves the bytes: a name, or pairs of device and name where devices differ."""
+    config = str(dist.get_backend_config(group))
+    names = {pair.partition(":")[2] or pair for pair in config.split(",")}
+    (name,) = names if len(names) == 1 else (config,)
+    return "mpi" if name == _MPI else name
 
 
 def prepare(backend: str) -> str:

@@ -35,7 +35,7 @@ def init(backend: str | None = None, timeout_s: float = DEFAULT_TIMEOUT_S) -> No
 
     Args:
         backend: `comm_core`, `gloo`, `nccl`, `mpi` or another that torch.distributed knows; by
-            default `nccl` where every rank of this host has a GPU of its own, else `comm_core`.
+            default `comm_core`, and `nccl` for tensors on GPUs where every rank has one of its own.
         timeout_s: the longest that any one collective may take, in seconds; then it raises.
 
     Raises:
@@ -48,7 +48,7 @@ def init(backend: str | None = None, timeout_s: float = DEFAULT_TIMEOUT_S) -> No
         return
     facts = rank_facts()
     if not dist.is_initialized():
-        _join(facts, prepare(backend or default_backend(facts)), timeout_s)
+        _join(facts, backend and prepare(backend), timeout_s)
     elif facts.launcher == "none":
         rank, size = dist.get_rank(), dist.get_world_size()
         place = {"rank": rank, "world_size": size, "local_rank": rank, "local_world_size": size}
@@ -72,19 +72,47 @@ def _let_threads_end() -> None:
     time.sleep(THREADS_END_S)
 
 
-def _join(facts: RankFacts, backend: str, timeout_s: float) -> None:
+def _join(facts: RankFacts, backend: str | None, timeout_s: float) -> None:
     timeout = timedelta(seconds=timeout_s)
-    if "nccl" in backend:
-        if facts.local_rank >= torch.cuda.device_count():
-            raise UserError(
-                f"backend nccl needs a GPU per rank: this host has {torch.cuda.device_count()} and "
-                f"this is its rank {facts.local_rank}"
-            )
-        torch.cuda.set_device(facts.local_rank)
     _choose_interface(facts)
     store = meet(facts, timeout_s)
+    if backend is None or "nccl" in backend:
+        clash = _gpu_clash(facts, store)
+        if backend is None:
+            backend = default_backend(facts, own_gpus=clash is None)
+        elif clash is not None:
+            raise UserError(f"backend nccl needs a GPU per rank: {clash}")
+    if "nccl" in backend:
+        torch.cuda.set_device(gpu(facts))
     place = {"rank": facts.rank, "world_size": facts.world_size}
     dist.init_process_group(backend, store=store, timeout=timeout, **place)
+
+
+def gpu(facts: RankFacts) -> int:
+    """The GPU of a rank, by its number among those that the rank sees: there may be one alone."""
+    return facts.local_rank % torch.cuda.device_count()
+
+
+def _gpu_clash(facts: RankFacts, store: dist.Store) -> str | None:
+    """Why ranks do not have a GPU each, or None; the same on every rank.
+
+    They tell each other which they would take: what is one rank's only GPU may be another's, too.
+    """
+    if torch.version.cuda is None:
+        return "this torch is built without CUDA"
+    own = ""
+    if torch.cuda.device_count():
+        own = f"{socket.gethostname()} {torch.cuda.get_device_properties(gpu(facts)).uuid}"
+    store.set(f"gpu{facts.rank}", own)
+    seen: dict[str, int] = {}
+    for rank in range(facts.world_size):
+        name = store.get(f"gpu{rank}").decode()
+        if not name:
+            return f"rank {rank} sees none"
+        if name in seen:
+            return f"ranks {seen[name]} and {rank} have the same"
+        seen[name] = rank
+    return None
 
 
 def _choose_interface(facts: RankFacts) -> None:
@@ -148,8 +176,15 @@ def size() -> int:
 
 
 def local_rank() -> int:
-    """This process's number among those of its host; choose the GPU by it."""
+    """This process's number among those of its host; `device` chooses the GPU by it."""
     return facts().local_rank
+
+
+def device() -> torch.device:
+    """This rank's: its GPU where torch sees any (ranks may share one), else the CPU."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", gpu(facts()))
 
 
 def local_size() -> int:

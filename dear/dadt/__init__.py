@@ -110,7 +110,7 @@ class Session:
         if self._joined:
             runtime.init(backend=backend, timeout_s=settings.timeout_s)
         world = runtime.communicator()
-        if backend is not None and world.backend != backend:
+        if backend is not None and backend not in world.backend:
             raise UserError(
                 f"dadt.init: executor {settings.executor!r} moves bytes by {backend}, but this job "
                 f"uses {world.backend} already"
@@ -121,7 +121,7 @@ class Session:
         # The thread's own, so that its calls and the script's need not be in one order.
         data = Communicator(dist.new_group(timeout=timeout))
         small = None
-        if world.backend == "nccl":
+        if "nccl" in world.backend:
             try:
                 small = prepare("comm_core")
             except Unavailable:

@@ -86,8 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
 
     dear.init()  # dear
-    gpu = torch.cuda.is_available()
-    device = torch.device("cuda", dear.local_rank()) if gpu else torch.device("cpu")
+    device = dear.device()  # dear
     torch.manual_seed(options.seed)
     train, test = load_mnist(options.data_dir) if options.data_dir else load_digits()
     train_set, test_set = TensorDataset(*train), TensorDataset(*test)

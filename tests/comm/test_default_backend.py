@@ -3,66 +3,128 @@
 from __future__ import annotations
 
 import logging
+import os
+import socket
+import subprocess
 import sys
+import types
 
 import pytest
 import torch
 
 import dear.comm.communicator
+from dear.comm import runtime
 from dear.comm.communicator import default_backend
 from dear.comm.environment import RankFacts
 from dear.errors import Unavailable
 
 
-def _facts(local_world_size: int, rank: int = 0) -> RankFacts:
+def _facts(rank: int = 0, world_size: int = 2, local_world_size: int = 2) -> RankFacts:
     return RankFacts(
         launcher="torchrun",
         rank=rank,
-        world_size=8,
-        local_rank=0,
+        world_size=world_size,
+        local_rank=rank % local_world_size,
         local_world_size=local_world_size,
     )
 
 
+@pytest.mark.parametrize(
+    ("own_gpus", "core", "wanted"),
+    [
+        (False, True, "comm_core"),
+        (True, True, "cpu:comm_core,cuda:nccl"),
+        (True, False, "cpu:gloo,cuda:nccl"),
+        (False, False, "gloo"),
+    ],
+)
+def test_tensors_on_gpus_go_by_nccl_where_every_rank_has_one_and_rank_0_says_what_is_missing(
+    monkeypatch, caplog, own_gpus, core, wanted
+):
+    def prepare(backend: str) -> str:
+        if not core:
+            raise Unavailable("the comm core is not built")
+        return backend
+
+    monkeypatch.setattr(dear.comm.communicator, "prepare", prepare)
+    with caplog.at_level(logging.WARNING, "dear"):
+        assert default_backend(_facts(rank=1), own_gpus) == wanted
+        assert not caplog.records
+        assert default_backend(_facts(), own_gpus) == wanted
+    assert ("using gloo: the comm core is not built" in caplog.text) == (not core)
+
+
+class Store(dict):
+    """What all ranks have set already."""
+
+    def set(self, key: str, value: str) -> None:
+        assert self[key] == value.encode()
+
+    def get(self, key: str) -> bytes:
+        return self[key]
+
+
 @pytest.fixture
 def machine(monkeypatch):
-    """`machine(gpus, core)`: a machine with that many GPUs, with the comm core built or not."""
+    """`machine(seen)`: ranks of a host each see GPUs by these names."""
 
-    def make(gpus: int, core: bool = True) -> None:
-        def prepare(backend: str) -> str:
-            if not core:
-                raise Unavailable("the comm core is not built")
-            return backend
-
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-        monkeypatch.setattr(dear.comm.communicator, "prepare", prepare)
+    def make(seen: list[list[str]]) -> list[tuple[int | None, str | None]]:
+        """By rank: the number of its GPU, and why the ranks do not have one each."""
+        monkeypatch.setattr(torch.version, "cuda", "13.0")
+        told, facts = Store(), [_facts(rank, len(seen), len(seen)) for rank in range(len(seen))]
+        for rank, names in enumerate(seen):
+            own = f"{socket.gethostname()} {names[rank % len(names)]}" if names else ""
+            told[f"gpu{rank}"] = own.encode()
+        found = []
+        for one, names in zip(facts, seen, strict=True):
+            monkeypatch.setattr(torch.cuda, "device_count", lambda names=names: len(names))
+            of = lambda i, names=names: types.SimpleNamespace(uuid=names[i])  # noqa: E731
+            monkeypatch.setattr(torch.cuda, "get_device_properties", of)
+            found.append((runtime.gpu(one) if names else None, runtime._gpu_clash(one, told)))
+        return found
 
     return make
 
 
-@pytest.mark.parametrize(
-    ("gpus", "local_world_size", "core", "wanted"),
-    [
-        (0, 1, True, "comm_core"),
-        (0, 4, True, "comm_core"),
-        (1, 1, True, "nccl"),
-        (8, 4, True, "nccl"),
-        (2, 2, False, "nccl"),
-        (1, 2, True, "comm_core"),
-        (4, 8, True, "comm_core"),
-        (0, 2, False, "gloo"),
-        (1, 2, False, "gloo"),
-    ],
-)
-def test_nccl_where_every_rank_has_a_gpu_of_its_own_else_comm_core_or_gloo_and_rank_0_says_so(
-    machine, caplog, gpus, local_world_size, core, wanted
-):
-    machine(gpus, core)
-    with caplog.at_level(logging.WARNING, "dear"):
-        assert default_backend(_facts(local_world_size, rank=1)) == wanted
-        assert not caplog.records
-        assert default_backend(_facts(local_world_size)) == wanted
-    assert ("using gloo: the comm core is not built" in caplog.text) == (wanted == "gloo")
+def test_ranks_tell_each_other_which_gpu_they_take(machine):
+    assert machine([["a", "b"], ["a", "b"]]) == [(0, None), (1, None)]
+    # Slurm and containers show each task its own GPU alone.
+    assert machine([["a"], ["b"]]) == [(0, None), (0, None)]
+    shared = "ranks 0 and 1 have the same"
+    assert machine([["a"], ["a"]]) == [(0, shared), (0, shared)]
+    assert {why for _, why in machine([["a", "b"]] * 3)} == {"ranks 0 and 2 have the same"}
+    assert {why for _, why in machine([["a"], []])} == {"rank 1 sees none"}
+
+
+def test_without_cuda_nobody_is_asked(monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert runtime._gpu_clash(_facts(), Store()) == "this torch is built without CUDA"
+
+
+def test_the_device_of_a_rank(monkeypatch):
+    monkeypatch.setattr(runtime, "facts", lambda: _facts(rank=1))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert runtime.device() == torch.device("cpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert runtime.device() == torch.device("cuda", 1)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert runtime.device() == torch.device("cuda", 0), "shared, or the only one that it sees"
+
+
+def test_a_group_that_a_script_has_made_without_a_name_tells_what_moves_its_bytes(tmp_path):
+    script = """
+import os, torch.distributed as dist, dear
+from dear.comm import runtime
+os.environ |= {"RANK": "0", "WORLD_SIZE": "1"}
+dist.init_process_group(init_method="file://" + os.environ["DEAR_STORE"], rank=0, world_size=1)
+assert dist.get_backend() == "undefined"
+dear.init()
+print(runtime.communicator().backend)
+"""
+    env = {**os.environ, "DEAR_STORE": str(tmp_path / "store"), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True)
+    assert done.stdout.strip() == "gloo", done.stderr
 
 
 def test_a_missing_comm_core_names_the_command_that_builds_it(monkeypatch):

@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 import torch
 
+from dear.algorithms.synchronous import horovod
 from dear.algorithms.synchronous.horovod import _HorovodEngine
+from dear.errors import Unavailable
 from tests.contract.algorithms import skip_if_unavailable
 from tests.contract.loops import make_model, make_sgd, message, train_both, wrap
 
@@ -102,3 +104,10 @@ def test_horovod_counts_passes_again_when_the_outermost_no_sync_ends():
             pass
         assert calls == [2**30, 2**30] and engine._paused
     assert calls[2:] == [1] and not engine._paused
+
+
+def test_a_horovod_for_cpus_says_so_of_a_model_on_a_gpu(monkeypatch):
+    replica = SimpleNamespace(params=[SimpleNamespace(is_cuda=True)])
+    monkeypatch.setattr(horovod, "_moves_cuda_tensors", lambda: False)
+    with pytest.raises(Unavailable, match="built for CPU tensors.*make horovod"):
+        horovod.Horovod().refuse(replica)

@@ -86,7 +86,7 @@ def _run(trial: Trial, briefing: Briefing, repeat: int, phase: Phase) -> Result 
     device = torch.device("cpu")
     if trial.device == "cuda":
         # Ranks may share GPUs where another backend than NCCL moves the bytes.
-        device = torch.device("cuda", dear.local_rank() % torch.cuda.device_count())
+        device = dear.device()
         torch.cuda.set_device(device)
     workload = make_workload(trial, device)
     facts = {

@@ -19,7 +19,7 @@ from dear.comm.communicator import Communicator
 from dear.comm.environment import RankFacts
 from dear.comm.runtime import address_of
 from dear.cost.overlap import Unstated
-from dear.errors import UserError
+from dear.errors import Unavailable, UserError
 from dear.lazy import torch
 from dear.options import Options as AlgorithmOptions
 from dear.options import at_least, positive
@@ -87,8 +87,7 @@ class Horovod(Algorithm):
                 given = CYCLE_TIME_MS if variable is None else float(variable)
             return dataclasses.replace(self, cycle_time_ms=given * factor)
 
-    # scripts/horovod.sh builds it for CPU tensors only.
-    capabilities = Capabilities(consistency="synchronous", devices=("cpu",))
+    capabilities = Capabilities(consistency="synchronous")
     bound = "wfbp"
     overlap = Unstated(
         "Horovod's own thread decides in each cycle what it sends; `backward()` waits for it all"
@@ -103,6 +102,11 @@ class Horovod(Algorithm):
         return f"Horovod is missing ({reason}); build it with `make horovod`"
 
     def refuse(self, replica: Replica) -> None:
+        if replica.params[0].is_cuda and not _moves_cuda_tensors():
+            raise Unavailable(
+                "this Horovod is built for CPU tensors; where there is an nvcc, `make horovod` "
+                "builds it for CUDA, too"
+            )
         size = replica.communicator.size
         if replica.options.adasum and size & (size - 1):
             raise UserError(
@@ -115,6 +119,12 @@ class Horovod(Algorithm):
     def engine(self, replica: Replica) -> _HorovodEngine:
         start(replica.communicator, replica.options)
         return _HorovodEngine(replica)
+
+
+def _moves_cuda_tensors() -> bool:
+    import horovod.torch as hvd
+
+    return bool(hvd.nccl_built())
 
 
 _counter = itertools.count()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -9,15 +10,18 @@ import torch
 from torch.optim import Optimizer
 
 from dear.comm import runtime
-from dear.errors import UserError
-from dear.references import resolved
+from dear.options import positive
+from dear.references import arguments
 from dear.training.algorithm import algorithm_class, algorithm_options
+from dear.training.hooks import Hooks
 
 
 def DistributedOptimizer(  # noqa: N802 (the name that users of Horovod and DeAR know)
     optimizer: Optimizer,
     model: torch.nn.Module,
     algorithm: str = "dear",
+    *,
+    norm_clip: float | None = None,
     **options: Any,
 ) -> Optimizer:
     """Makes `optimizer` and `model` train with `algorithm`; the training loop stays as it is.
@@ -26,9 +30,10 @@ def DistributedOptimizer(  # noqa: N802 (the name that users of Horovod and DeAR
         optimizer: any torch optimizer over parameters of `model`; it is changed in place.
         model: the replica on this rank, on its device already; it is changed in place.
         algorithm: a name from `python benchmarks.py list`, or one of `dear.references.ALIASES`.
-        options: the algorithm's own options, e.g. `threshold_mb=25.0` for `dear`. The names that
-            DeAR's first implementation had are understood too: `threshold` (MB of 2^20 bytes; None
-            for fusion by layers), `num_nearby_layers`, and texts for `exclude_parts`.
+        norm_clip: each gradient of this rank is scaled down to a 2-norm of at most `norm_clip /
+            sqrt(size())` before it travels, as in MG-WFBP.
+        options: the algorithm's own options, e.g. `threshold_mb=25.0` for `dear`; the arguments of
+            DeAR's first implementation are understood too (`dear.references.arguments`).
 
     Returns:
         The same optimizer, with `synchronize()`, `no_sync()` and `close()` besides.
@@ -37,35 +42,36 @@ def DistributedOptimizer(  # noqa: N802 (the name that users of Horovod and DeAR
         UserError: an unknown algorithm or option, or a model it cannot train.
         Unavailable: a library that the algorithm needs is not installed.
     """
-    algorithm, options = resolved(algorithm, _translated(options))
+    halves = {param.dtype for param in model.parameters()} <= {torch.float16, torch.bfloat16}
+    algorithm, options = arguments(algorithm, options, halves)
     chosen = algorithm_options(algorithm, options)
-    wrapped = algorithm_class(algorithm)().wrap(model, optimizer, runtime.communicator(), chosen)
-    return wrapped[1]
+    communicator = runtime.communicator()
+    clipping = None
+    if norm_clip is not None:
+        positive("norm_clip", norm_clip)
+        # Before the algorithm's own hooks, which send what they find.
+        clipping = _clip_each(model.parameters(), norm_clip / math.sqrt(communicator.size))
+    try:
+        wrapped = algorithm_class(algorithm)().wrap(model, optimizer, communicator, chosen)[1]
+    except BaseException:
+        if clipping is not None:
+            clipping.remove()
+        raise
+    if clipping is not None:
+        wrapped._engine.hooks.adopt(clipping)
+    return wrapped
 
 
-def _translated(options: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of DeAR's first implementation by the names that they have here."""
-    result = dict(options)
-    if "threshold" in result:
-        threshold = result.pop("threshold")
-        if "threshold_mb" in result:
-            raise UserError("give threshold or threshold_mb, which mean the same, not both")
-        if threshold is not None:
-            result["threshold_mb"] = threshold
-        else:
-            result.setdefault("fusion", "nearby_layers")
-    if "num_nearby_layers" in result:
-        if "threshold_mb" in result or "nearby_layers" in result:
-            raise UserError(
-                "num_nearby_layers goes with threshold=None, and not with nearby_layers, which "
-                "means the same"
-            )
-        result["nearby_layers"] = result.pop("num_nearby_layers")
-        result.setdefault("fusion", "nearby_layers")
-    if isinstance(result.get("exclude_parts"), str):
-        parts = result["exclude_parts"].replace(",", " ")
-        result["exclude_parts"] = tuple(parts.split())
-    return result
+def _clip_each(params: Iterable[torch.nn.Parameter], max_norm: float) -> Hooks:
+    """Scales each gradient down to this 2-norm as soon as a backward pass has it; MG-WFBP's way."""
+
+    def clip(param: torch.nn.Parameter) -> None:
+        norm = torch.linalg.vector_norm(param.grad)
+        param.grad.mul_((max_norm / (norm + 1e-6)).clamp(max=1.0))
+
+    hooks = Hooks()
+    hooks.on_gradient((param for param in params if param.requires_grad), clip)
+    return hooks
 
 
 def broadcast_parameters(

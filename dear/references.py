@@ -75,6 +75,89 @@ def method(name: str, variables: Mapping[str, str]) -> tuple[str, dict[str, Any]
     return algorithm, options
 
 
+def arguments(algorithm: str, given: Mapping[str, Any], halves: bool) -> tuple[str, dict[str, Any]]:
+    """Algorithm and options for the arguments of DeAR's first `DistributedOptimizer`, or ours.
+
+    Those that it had: `compression` (a name, or an object that has one), `is_sparse`, `density`,
+    `threshold` (MB of 2^20 bytes; None for fusion by layers), `num_nearby_layers`,
+    `exclude_parts` (a text), `mgwfbp`, `asc`, `fp16`; `rdma` chose a table of costs, which are
+    measured here. What it had and is not to be had is refused by its name, unless it is off.
+
+    Args:
+        halves: whether the model's parameters are of 16 bits.
+
+    Raises:
+        UserError: what contradicts itself, or cannot be had.
+    """
+    name, result = resolved(algorithm, given)
+    for key, why in _REFUSED.items():
+        if result.pop(key, None):
+            raise UserError(f"{key}: {why}; leave it out")
+    result.pop("rdma", None)
+    if result.pop("fp16", False) and not halves:
+        raise UserError("fp16=True: the model's parameters are not of 16 bits; use model.half()")
+    merges, asc = result.pop("mgwfbp", False), result.pop("asc", False)
+    if merges or asc:
+        if name not in ("wfbp", "mgwfbp"):
+            raise UserError(f"mgwfbp=True: goes with algorithm='mgwfbp', got {name!r}")
+        name = "mgwfbp"
+        if asc:
+            result["merge"] = "asc"
+    _translate_compression(result)
+    _translate_fusion(name, result)
+    return name, result
+
+
+_REFUSED = {
+    "seq_layernames": "layers are found by themselves",
+    "layerwise_times": "times are measured by the algorithm itself",
+    "writer": "an optimizer writes to no TensorBoard",
+    "gradient_path": "gradients are written to no file",
+    "multi_job_scheduling": "jobs do not know of each other",
+}
+
+
+def _translate_compression(result: dict[str, Any]) -> None:
+    given = result.get("compression", "none")
+    if not isinstance(given, str):
+        given = getattr(given, "name", None if given is not None else "none")
+    if not isinstance(given, str):
+        raise UserError(f"compression={result['compression']!r}: must be a name, such as 'eftopk'")
+    if "compression" in result:
+        result["compression"] = given
+    sparse = result.pop("is_sparse", None)
+    if sparse and given == "none":
+        raise UserError("is_sparse=True: goes with a compression, such as 'eftopk'")
+    if not sparse and sparse is not None and given == "none":
+        result.pop("density", None)  # its default, which nobody reads
+    if given == "none":
+        result.pop("compression", None)
+
+
+def _translate_fusion(name: str, result: dict[str, Any]) -> None:
+    if "threshold" in result:
+        threshold = result.pop("threshold")
+        if "threshold_mb" in result:
+            raise UserError("give threshold or threshold_mb, which mean the same, not both")
+        if threshold is None:
+            result.setdefault("fusion", "nearby_layers")
+        elif threshold:  # 0: as in its signature, the method's own
+            result["threshold_mb"] = threshold
+    if "num_nearby_layers" in result:
+        if "threshold_mb" in result or "nearby_layers" in result:
+            raise UserError(
+                "num_nearby_layers goes with threshold=None, and not with nearby_layers, which "
+                "means the same"
+            )
+        result["nearby_layers"] = result.pop("num_nearby_layers")
+        result.setdefault("fusion", "nearby_layers")
+    if isinstance(result.get("exclude_parts"), str):
+        parts = result["exclude_parts"].replace(",", " ")
+        result["exclude_parts"] = tuple(parts.split())
+        if not parts and name != "dear":
+            del result["exclude_parts"]
+
+
 class _Given:
     """Variables that are asked for one by one; what is left the method does not have."""
 

@@ -93,6 +93,11 @@ class Hooks:
         for module in model.modules():
             self._handles.append(module.register_load_state_dict_pre_hook(hook))
 
+    def adopt(self, others: Hooks) -> None:
+        """From now on `remove` takes those out, too."""
+        self._handles += others._handles
+        others._handles = []
+
     def remove(self) -> None:
         """Takes out every hook; a second call does nothing."""
         while self._handles:

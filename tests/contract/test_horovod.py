@@ -109,5 +109,5 @@ def test_horovod_counts_passes_again_when_the_outermost_no_sync_ends():
 def test_a_horovod_for_cpus_says_so_of_a_model_on_a_gpu(monkeypatch):
     replica = SimpleNamespace(params=[SimpleNamespace(is_cuda=True)])
     monkeypatch.setattr(horovod, "_moves_cuda_tensors", lambda: False)
-    with pytest.raises(Unavailable, match="built for CPU tensors.*make horovod"):
+    with pytest.raises(Unavailable, match=r"built for CPU tensors.*make horovod"):
         horovod.Horovod().refuse(replica)

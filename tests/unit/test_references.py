@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -221,6 +222,70 @@ def test_the_script_says_at_once_what_cannot_be():
     assert done.returncode == 2 and done.stdout == ""
     (line,) = done.stderr.splitlines()
     assert line.startswith("error: nworkers=64: nobody here knows the hosts of ")
+
+
+DEFAULTS = {
+    "compression": None,
+    "is_sparse": False,
+    "density": 0.001,
+    "seq_layernames": None,
+    "layerwise_times": None,
+    "threshold": 0,
+    "writer": None,
+    "gradient_path": None,
+    "fp16": False,
+    "mgwfbp": False,
+    "rdma": False,
+    "multi_job_scheduling": False,
+    "exclude_parts": "",
+}
+"""Of DeAR's first `DistributedOptimizer`, but `norm_clip`, which is ours as well."""
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "given", "found"),
+    [
+        ("dear", {}, ("dear", {"exclude_parts": ()})),
+        ("wfbp", {}, ("wfbp", {})),
+        ("dear", {"threshold": 8}, ("dear", {"threshold_mb": 8, "exclude_parts": ()})),
+        (
+            "dear",
+            {"threshold": None, "exclude_parts": "allgather"},
+            ("dear", {"fusion": "nearby_layers", "exclude_parts": ("allgather",)}),
+        ),
+        ("wfbp", {"mgwfbp": True}, ("mgwfbp", {})),
+        ("wfbp", {"mgwfbp": True, "asc": True, "rdma": True}, ("mgwfbp", {"merge": "asc"})),
+        ("asc2", {}, ("mgwfbp", {"merge": "asc", "channels": 2})),
+        (
+            "mgwfbp",
+            {"compression": SimpleNamespace(name="eftopk"), "is_sparse": True, "density": 0.01},
+            ("mgwfbp", {"compression": "eftopk", "density": 0.01}),
+        ),
+    ],
+)
+def test_arguments_of_dears_optimizer_are_options(algorithm, given, found):
+    assert references.arguments(algorithm, {**DEFAULTS, **given}, halves=False) == found
+    algorithm_options(*found)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "given", "words"),
+    [
+        ("dear", {"mgwfbp": True}, "mgwfbp=True: goes with algorithm='mgwfbp', got 'dear'"),
+        ("dear", {"is_sparse": True}, "is_sparse=True: goes with a compression"),
+        ("dear", {"compression": 3}, "compression=3: must be a name"),
+        ("dear", {"fp16": True}, "fp16=True: the model's parameters are not of 16 bits"),
+        ("dear", {"seq_layernames": ["a"]}, "seq_layernames: layers are found by themselves"),
+        ("dear", {"layerwise_times": [1.0]}, "layerwise_times: times are measured by"),
+        ("dear", {"writer": object()}, "writer: an optimizer writes to no TensorBoard"),
+        ("dear", {"gradient_path": "x"}, "gradient_path: gradients are written to no file"),
+        ("dear", {"multi_job_scheduling": True}, "multi_job_scheduling: jobs do not know"),
+    ],
+)
+def test_arguments_that_cannot_be_had_are_refused_by_their_names(algorithm, given, words):
+    with pytest.raises(UserError, match=words):
+        references.arguments(algorithm, {**DEFAULTS, **given}, halves=False)
+    assert references.arguments("dear", {"fp16": True}, halves=True) == ("dear", {})
 
 
 def test_every_variable_and_name_stands_in_the_documents():

@@ -25,23 +25,26 @@ from dear.lazy import nx
 from dear.topology import schedules
 
 _NAMES = {
-    "dear.bluefog.job": """init shutdown is_initialized size rank local_size local_rank machine_size
-        machine_rank is_homogeneous nccl_built set_topology load_topology set_machine_topology
-        load_machine_topology in_neighbor_ranks out_neighbor_ranks in_neighbor_machine_ranks
-        out_neighbor_machine_ranks set_skip_negotiate_stage get_skip_negotiate_stage poll
+    "dear.bluefog.job": """init shutdown is_initialized size rank local_size local_rank
+        machine_size machine_rank is_homogeneous is_available mpi_threads_supported
+        unified_mpi_window_model_supported nccl_built set_topology load_topology
+        set_machine_topology load_machine_topology in_neighbor_ranks out_neighbor_ranks
+        in_neighbor_machine_ranks out_neighbor_machine_ranks set_skip_negotiate_stage get_skip_negotiate_stage poll
         synchronize wait suspend resume timeline_start_activity timeline_end_activity
         timeline_context""",
     "dear.bluefog.collectives": """barrier allreduce allreduce_ allreduce_nonblocking
         allreduce_nonblocking_ allgather allgather_nonblocking broadcast broadcast_
         broadcast_nonblocking broadcast_nonblocking_ broadcast_parameters broadcast_optimizer_state
-        allreduce_parameters InferSourceFromDestinationRanks InferDestinationFromSourceRanks
+        allreduce_parameters broadcast_object
+        InferSourceFromDestinationRanks InferDestinationFromSourceRanks
         neighbor_allreduce neighbor_allreduce_nonblocking neighbor_allgather
         neighbor_allgather_nonblocking hierarchical_neighbor_allreduce
         hierarchical_neighbor_allreduce_nonblocking pair_gossip pair_gossip_nonblocking""",
     "dear.bluefog.windows": """win_create win_free win_put win_put_nonblocking win_accumulate
         win_accumulate_nonblocking win_get win_get_nonblocking win_update win_update_then_collect
-        win_wait win_poll win_mutex get_win_version get_current_created_window_names
-        win_associated_p turn_on_win_ops_with_associated_p turn_off_win_ops_with_associated_p""",
+        win_read_neighbor win_wait win_poll win_mutex get_win_version
+        get_current_created_window_names win_associated_p turn_on_win_ops_with_associated_p
+        turn_off_win_ops_with_associated_p""",
     "dear.bluefog.optimizers": """CommunicationType DistributedGradientAllreduceOptimizer
         DistributedAdaptWithCombineOptimizer DistributedAdaptThenCombineOptimizer
         DistributedAllreduceOptimizer DistributedNeighborAllreduceOptimizer

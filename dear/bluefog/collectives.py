@@ -14,7 +14,7 @@ to it, or a list of ranks) edges of its own:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from dear import optimizer as plain
 from dear.bluefog.job import blocking, job, started, synchronize
@@ -26,6 +26,9 @@ from dear.topology import from_matrix, matrix, uniform
 Targets = Mapping[int, float] | Sequence[int]
 Parameters = Mapping[str, Any] | Iterable[Any]
 """A state dict, parameters, or named ones."""
+
+
+T = TypeVar("T")
 
 
 def barrier() -> None:
@@ -75,6 +78,11 @@ def broadcast_nonblocking(tensor: torch.Tensor, root_rank: int, name: str | None
     return broadcast_nonblocking_(tensor.detach().clone(), root_rank, name)
 
 
+def broadcast_object(value: Any, root_rank: int = 0, name: str | None = None) -> Any:
+    """Rank `root_rank`'s object on every rank, pickled on its way."""
+    return job().communicator.broadcast_object(value, root=root_rank)
+
+
 def broadcast_parameters(params: Parameters, root_rank: int) -> None:
     """Copies rank `root_rank`'s tensors into everybody's: a state dict, or (named) parameters."""
     plain.broadcast_parameters(_named(params), root_rank)
@@ -101,6 +109,8 @@ def neighbor_allreduce_nonblocking(
     self_weight: float | None = None,
     src_weights: Mapping[int, float] | None = None,
     dst_weights: Targets | None = None,
+    neighbor_weights: Mapping[int, float] | None = None,
+    send_neighbors: Targets | None = None,
     enable_topo_check: bool = True,
     name: str | None = None,
 ) -> int:
@@ -108,6 +118,7 @@ def neighbor_allreduce_nonblocking(
 
     Args:
         tensor: floating-point, of any shape; the same on all ranks.
+        neighbor_weights, send_neighbors: older names of `src_weights` and `dst_weights`.
         enable_topo_check: compare all ranks' lists first, if `dst_weights` are given; one small
             blocking all-gather.
 
@@ -115,6 +126,8 @@ def neighbor_allreduce_nonblocking(
         UserError: weights given by halves, unknown ranks, contradicting lists, whole numbers.
     """
     what = "neighbor_allreduce"
+    src_weights = either(src_weights, neighbor_weights, "src_weights", "neighbor_weights")
+    dst_weights = either(dst_weights, send_neighbors, "dst_weights", "send_neighbors")
     part = chosen_part(job().part, self_weight, src_weights, dst_weights, what)
     mixed = torch.empty_like(tensor, memory_format=torch.contiguous_format)
     handle = _checked(
@@ -214,6 +227,13 @@ hierarchical_neighbor_allreduce = blocking(hierarchical_neighbor_allreduce_nonbl
 pair_gossip = blocking(pair_gossip_nonblocking)
 
 
+def either(given: T | None, older: T | None, name: str, older_name: str) -> T | None:
+    """What stands under either of two names; raises `UserError` if something stands under both."""
+    if given is not None and older is not None:
+        raise UserError(f"{older_name} is the older name of {name}; give one of them")
+    return older if given is None else given
+
+
 def chosen_part(
     default: Callable[[], Round],
     self_weight: float | None,
@@ -245,6 +265,10 @@ def chosen_part(
     return Round(self_weight=float(self_weight), **weights)
 
 
+class WeightsError(UserError, ValueError):
+    """Weights that do not belong together; BlueFog raises a ValueError, which this is as well."""
+
+
 def check_weights(
     self_weight: float | None, sources: object, destinations: object, what: str
 ) -> None:
@@ -252,9 +276,9 @@ def check_weights(
     if (self_weight is None) != (sources is None):
         both = ("self_weight", "src_weights")
         given, missing = both if sources is None else both[::-1]
-        raise UserError(f"{what}: {given} is given without {missing}; give both or neither")
+        raise WeightsError(f"{what}: {given} is given without {missing}; give both or neither")
     if destinations is not None and sources is None:
-        raise UserError(
+        raise WeightsError(
             f"{what}: dst_weights are given without self_weight and src_weights; ranks must know "
             "whom they receive from"
         )

@@ -195,6 +195,21 @@ def is_homogeneous() -> bool:
         return False
 
 
+def is_available() -> bool:
+    """True: what a job needs is there, whatever it moves bytes by."""
+    return True
+
+
+def mpi_threads_supported() -> bool:
+    """True: calls may come from any thread. (There need not be an MPI.)"""
+    return True
+
+
+def unified_mpi_window_model_supported() -> bool:
+    """True: what a `win_put` has written is seen without further synchronization."""
+    return True
+
+
 def nccl_built() -> bool:
     """True if this torch has NCCL."""
     return dist.is_nccl_available()

@@ -3,6 +3,8 @@
 What may change from step to step is an attribute of the returned optimizer, as in BlueFog:
 `self_weight`, `src_weights`, `dst_weights` (ranks), `src_machine_weights`, `dst_machine_weights`,
 `enable_topo_check`; for those with windows also `force_barrier`. None leaves it to the topology.
+`neighbor_weights` and `send_neighbors` are older names of `src_weights` and `dst_weights`. A step
+after `optimizer.synchronize()` waits for nothing, with or without `optimizer.skip_synchronize()`.
 """
 
 # ruff: noqa: N802 - the names that BlueFog's users know
@@ -20,7 +22,14 @@ from dear.algorithms.asynchronous.push_sum import PushSumEngine
 from dear.algorithms.asynchronous.win_put import WinPutEngine
 from dear.algorithms.decentralized.neighbor import Neighbor
 from dear.algorithms.synchronous.wfbp import AveragingEngine, Wfbp
-from dear.bluefog.collectives import Targets, check_neighbors, check_weights, chosen_part, factors
+from dear.bluefog.collectives import (
+    Targets,
+    check_neighbors,
+    check_weights,
+    chosen_part,
+    either,
+    factors,
+)
 from dear.bluefog.job import called, job
 from dear.bluefog.windows import Named
 from dear.comm.neighbors import Exchange, Pending, Round
@@ -66,10 +75,12 @@ def _averaging(kind: CommunicationType, knobs: Any) -> tuple[Any, Rounds]:
 
     def part(turn: int) -> Round:
         nonlocal checked
-        chosen = chosen_part(
-            job().part, knobs.self_weight, knobs.src_weights, knobs.dst_weights, "optimizer"
+        sources = either(
+            knobs.src_weights, knobs.neighbor_weights, "src_weights", "neighbor_weights"
         )
-        if knobs.dst_weights is not None and knobs.enable_topo_check and checked != turn:
+        targets = either(knobs.dst_weights, knobs.send_neighbors, "dst_weights", "send_neighbors")
+        chosen = chosen_part(job().part, knobs.self_weight, sources, targets, "optimizer")
+        if targets is not None and knobs.enable_topo_check and checked != turn:
             checked = turn
             check_neighbors(exchange, chosen)
         return chosen
@@ -97,6 +108,8 @@ def _combined(order: Order, words: str, doc: str) -> Callable[..., torch.optim.O
         at_least("num_steps_per_communication", every, 1)
         replica = Replica(model, optimizer, job().communicator, Neighbor.Options(every=every))
         optimizer.self_weight = optimizer.src_weights = optimizer.dst_weights = None
+        optimizer.neighbor_weights = optimizer.send_neighbors = None
+        optimizer.skip_synchronize = contextlib.nullcontext
         optimizer.src_machine_weights = optimizer.dst_machine_weights = None
         optimizer.enable_topo_check = True
         exchange, rounds = _averaging(communication_type, optimizer)

@@ -206,6 +206,19 @@ def win_update_then_collect(name: str, require_mutex: bool = True) -> torch.Tens
     return win_update(name, 1.0, sources, reset=True, require_mutex=require_mutex)
 
 
+def win_read_neighbor(name: str, rank: int, require_mutex: bool = False) -> torch.Tensor:
+    """A copy of what in-neighbour `rank` has put here last; its version starts again at 0.
+
+    Raises:
+        UserError: it is no in-neighbour.
+    """
+    found = named(name)
+    copy = torch.zeros_like(found.tensor).detach()
+    with found.window.mutex([found.window.rank]) if require_mutex else contextlib.nullcontext():
+        found.window.collect(copy, 0.0, {rank: 1.0})
+    return copy
+
+
 @contextlib.contextmanager
 def win_mutex(name: str, for_self: bool = False, ranks: list[int] | None = None) -> Iterator[None]:
     """Holds the mutexes of the window at `ranks` (default: the out-neighbours) in a `with` block.

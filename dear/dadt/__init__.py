@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 import socket
 import weakref
 from collections import Counter
@@ -65,6 +66,8 @@ __all__ = [
     "size",
 ]
 
+log = logging.getLogger("dear")
+
 BUFFER_BYTES = 64 * MIB
 T = TypeVar("T")
 
@@ -79,6 +82,8 @@ class Settings:
 
     cycle_duration_ms: float
     executor: str | None
+    broadcast_executor: str | None
+    """None: as `executor`."""
     all_reduce_buffer_size: int
     gpu_device_id: int
     timeline: str | None
@@ -88,8 +93,9 @@ class Settings:
         at_least("dadt.init: cycle_duration_ms", self.cycle_duration_ms, 0)
         at_least("dadt.init: all_reduce_buffer_size", self.all_reduce_buffer_size, 0)
         positive("dadt.init: timeout_s", self.timeout_s)
-        if self.executor is not None and self.executor not in EXECUTORS:
-            raise unknown("executor", self.executor, EXECUTORS)
+        for name in (self.executor, self.broadcast_executor):
+            if name is not None and name not in EXECUTORS:
+                raise unknown("executor", name, EXECUTORS)
         if self.gpu_device_id != -1 and not (0 <= self.gpu_device_id < torch.cuda.device_count()):
             raise UserError(
                 f"dadt.init: gpu_device_id={self.gpu_device_id}: this host has "
@@ -120,6 +126,10 @@ class Session:
         timeout = timedelta(seconds=settings.timeout_s)
         # The thread's own, so that its calls and the script's need not be in one order.
         data = Communicator(dist.new_group(timeout=timeout))
+        broadcasts = data
+        if settings.broadcast_executor is not None:
+            own = prepare(EXECUTORS[settings.broadcast_executor])
+            broadcasts = Communicator(dist.new_group(timeout=timeout, backend=own))
         small = None
         if "nccl" in world.backend:
             try:
@@ -127,7 +137,7 @@ class Session:
             except Unavailable:
                 small = "gloo"
         control = Communicator(dist.new_group(timeout=timeout, backend=small))
-        execution = Execution(data, settings.all_reduce_buffer_size)
+        execution = Execution(data, broadcasts, settings.all_reduce_buffer_size)
         path = settings.timeline
         self.timeline = None if path is None else Timeline(path, world.rank)
         self._clock = world.clock
@@ -240,9 +250,10 @@ def initialize(
             (`mpicuda`, the older name, means the same); None: what `dear.init` chooses.
         all_reduce_buffer_size: bytes up to which all-reduces share a buffer; 0: each runs alone.
         gpu_device_id: the GPU of this rank; -1: that of its local rank.
-        broad_cast_executor: the older versions' way to say `executor_type`; must not differ from
-        all_reduce_executor: which is the same for all-reduces.
-        group_buffer_size: refused: it never had an effect.
+        broad_cast_executor: of broadcasts, as in older versions; None: `executor_type`.
+        all_reduce_executor: of all else, as in older versions; None: `executor_type`.
+        group_buffer_size: of older versions, where it had no effect, as it has none here: the log
+            says so.
         timeline: a file to write in `shutdown`, `-rankR` put before its suffix, for
             chrome://tracing or Perfetto; beside it one for each optimizer. None: none.
         timeout_s: the longest that one collective may take.
@@ -253,14 +264,20 @@ def initialize(
     """
     global _session
     if group_buffer_size is not None:
-        never = "never had an effect in DADT and has none here: leave it out"
-        raise UserError(f"dadt.init: group_buffer_size {never}")
-    named = {executor_type, broad_cast_executor, all_reduce_executor} - {None}
+        log.warning("dadt.init: group_buffer_size never had an effect in DADT and has none here")
+    named = {executor_type, all_reduce_executor} - {None}
     if len({EXECUTORS.get(name, name) for name in named}) > 1:
-        raise UserError(f"dadt.init: one executor does everything, got {', '.join(sorted(named))}")
+        raise UserError(
+            "dadt.init: executor_type and all_reduce_executor mean the same, got "
+            f"{', '.join(sorted(named))}"
+        )
+    executor = min(named, default=broad_cast_executor)
+    if EXECUTORS.get(broad_cast_executor) == EXECUTORS.get(executor):
+        broad_cast_executor = None
     settings = Settings(
         cycle_duration_ms=cycle_duration_ms,
-        executor=min(named, default=None),
+        executor=executor,
+        broadcast_executor=broad_cast_executor,
         all_reduce_buffer_size=all_reduce_buffer_size,
         gpu_device_id=gpu_device_id,
         timeline=timeline,

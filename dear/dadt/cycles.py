@@ -111,12 +111,15 @@ class Execution:
 
     Args:
         communicator: used by nobody else.
+        broadcasts: what carries broadcasts, as `communicator`.
         buffer_bytes: all-reduces of one type share buffers of at most so many bytes; one that is as
             large runs alone.
     """
 
-    def __init__(self, communicator: Communicator, buffer_bytes: float) -> None:
-        self._communicator = communicator
+    def __init__(
+        self, communicator: Communicator, broadcasts: Communicator, buffer_bytes: float
+    ) -> None:
+        self._communicator, self._broadcasts = communicator, broadcasts
         self._buffer_bytes = buffer_bytes
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
@@ -156,7 +159,7 @@ class Execution:
             return total.work, lambda: first.finish(total.result())
         if kind == BROADCAST:
             first.enter("DoBroadCast")
-            work = self._communicator.broadcast(flat, root=ROOT)
+            work = self._broadcasts.broadcast(flat, root=ROOT)
         else:
             for request in group:
                 request.enter("CopyToMidWay")

@@ -90,6 +90,19 @@ def _dynamic():
         src_weights={(bf.rank() - 1) % 4: 1.0},
         dst_weights=[(bf.rank() + 1) % 4],
     )
+    with pytest.raises(ValueError, match="give both or neither"):
+        bf.neighbor_allreduce(x(), self_weight=0.5)
+    with pytest.raises(UserError, match="neighbor_weights is the older name of src_weights"):
+        bf.neighbor_allreduce(x(), src_weights={}, neighbor_weights={})
+    older = bf.neighbor_allreduce(
+        x(),
+        self_weight=0.0,
+        neighbor_weights={(bf.rank() - 1) % 4: 1.0},
+        send_neighbors=[(bf.rank() + 1) % 4],
+        enable_topo_check=False,
+    )
+    assert torch.equal(older, moved)
+    assert bf.broadcast_object({"rank": bf.rank()}, root_rank=2) == {"rank": 2}
     others = [rank for rank in range(4) if rank != bf.rank()]
     product = bf.neighbor_allreduce(
         x(),

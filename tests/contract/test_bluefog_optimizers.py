@@ -47,6 +47,11 @@ class Factory(OnRank):
             optimizer.dst_weights = send
             optimizer.src_weights = dict.fromkeys(receive, 0.25)
             optimizer.self_weight = 0.75
+        if self.weights == "one peer, older names":
+            send, receive = next(self.peers)
+            optimizer.send_neighbors = send
+            optimizer.neighbor_weights = dict.fromkeys(receive, 0.25)
+            optimizer.self_weight = 0.75
         if self.weights == "others":
             optimizer.self_weight = 0.4
             optimizer.src_weights = {(bf.rank() + 1) % 4: 0.6}
@@ -92,6 +97,7 @@ CASES: list[tuple[str, str, dict[str, Any], Any]] = [
         for options, at in [
             ({"graph": STAR, "weighted": True}, _always(STAR)),
             ({"weights": "one peer"}, _one_peer),
+            ({"weights": "one peer, older names"}, _one_peer),
             ({"kind": "hierarchical_neighbor_allreduce"}, lambda step: MEAN),
             (
                 {"kind": "allreduce", "num_steps_per_communication": 2},

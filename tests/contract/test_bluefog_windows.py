@@ -11,6 +11,7 @@ import torch
 
 import dear.bluefog as bf
 from dear.bluefog import windows
+from dear.errors import UserError
 from dear.topology import exponential
 from tests.contract.test_bluefog import expected, x
 
@@ -67,6 +68,11 @@ def _zero():
     bf.barrier()
     bf.win_get("z")
     got = bf.win_update("z", 0.5, weights, clone=True)[0].item()
+    bf.barrier()
+    read = [bf.win_read_neighbor("z", rank)[0].item() for rank in bf.in_neighbor_ranks()]
+    assert read == [rank + 1 for rank in bf.in_neighbor_ranks()]
+    with pytest.raises(UserError, match="sends to this rank"):
+        bf.win_read_neighbor("z", bf.rank())
     bf.barrier()
     bf.win_accumulate(x() + 1, "z", dst_weights={(bf.rank() + 1) % 4: 2.0}, require_mutex=True)
     bf.barrier()

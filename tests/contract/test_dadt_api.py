@@ -289,6 +289,35 @@ def test_it_joins_the_job_and_leaves_it(own_pool):
     own_pool(2).run(_whole_job)
 
 
+def _two_executors():
+    """The call of DADT's README, with what a machine without GPUs has."""
+    runtime.shutdown()
+    dadt.init(
+        cycle_duration_ms=1,
+        broad_cast_executor="gloo",
+        all_reduce_executor="comm_core",
+        all_reduce_buffer_size=1 << 20,
+        group_buffer_size=1 << 20,
+    )
+    session = dadt.current()
+    carriers = session.cycles._execution
+    moved = [carriers._broadcasts.bytes_sent, carriers._communicator.bytes_sent]
+    assert dadt.broad_cast(0, torch.full((3,), dear.rank() + 5.0)).tolist() == [5.0] * 3
+    assert dadt.all_reduce(0, torch.ones(5)).tolist() == [2.0] * 5
+    gained = [
+        carriers._broadcasts.bytes_sent - moved[0],
+        carriers._communicator.bytes_sent - moved[1],
+    ]
+    backends = carriers._broadcasts.backend, carriers._communicator.backend
+    dadt.shutdown()
+    return backends, gained
+
+
+def test_broadcasts_and_sums_may_have_executors_of_their_own(own_pool):
+    found = own_pool(2).run(_two_executors)
+    assert found == [(("gloo", "comm_core"), [12, 20])] * 2
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -298,8 +327,7 @@ def test_it_joins_the_job_and_leaves_it(own_pool):
         ({"timeout_s": 0}, "timeout_s"),
         ({"gpu_device_id": 64}, "gpu_device_id=64"),
         ({"gpu_device_id": -2}, "gpu_device_id=-2"),
-        ({"group_buffer_size": 1024}, "group_buffer_size"),
-        ({"broad_cast_executor": "gloo", "all_reduce_executor": "nccl"}, "gloo, nccl"),
+        ({"broad_cast_executor": "glooo", "all_reduce_executor": "gloo"}, "did you mean 'gloo'"),
         ({"executor_type": "gloo", "all_reduce_executor": "mpi"}, "gloo, mpi"),
     ],
 )

@@ -29,7 +29,8 @@ _NAMES = {
         machine_size machine_rank is_homogeneous is_available mpi_threads_supported
         unified_mpi_window_model_supported nccl_built set_topology load_topology
         set_machine_topology load_machine_topology in_neighbor_ranks out_neighbor_ranks
-        in_neighbor_machine_ranks out_neighbor_machine_ranks set_skip_negotiate_stage get_skip_negotiate_stage poll
+        in_neighbor_machine_ranks out_neighbor_machine_ranks set_skip_negotiate_stage
+        get_skip_negotiate_stage poll
         synchronize wait suspend resume timeline_start_activity timeline_end_activity
         timeline_context""",
     "dear.bluefog.collectives": """barrier allreduce allreduce_ allreduce_nonblocking

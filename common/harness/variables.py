@@ -79,6 +79,8 @@ def trial_flags(environ: Mapping[str, str]) -> tuple[list[str], str]:
         place, words = _emulated(given, numbers["nworkers"])
     else:
         place, words = _real(given, numbers["nworkers"])
+        if _gpus():
+            place["device"] = "cuda"  # as there
     values |= {"models": [model], **place}
     return [f"--set={key}={json.dumps(value)}" for key, value in values.items()], words
 
@@ -150,10 +152,9 @@ def _check_hosts(path: Path, ranks: int, away: Sequence[Host]) -> None:
 
 def _check_this_machine(dnn: str, ranks: int, hosts: Sequence[Host] | None) -> None:
     """Raises `UserError` if it cannot hold so many workers. Slots of a hostfile count as cores."""
-    gpus = len(list(Path("/dev").glob("nvidia[0-9]*")))
-    cores = max(usable_cores(), gpus)
+    cores = _gpus() or usable_cores()
     if hosts is None and ranks > cores:
-        what = "GPUs" if gpus >= usable_cores() else "cores"
+        what = "GPUs" if _gpus() else "cores"
         raise UserError(
             f"nworkers={ranks}: this machine has {cores} {what}, and there is no configs/cluster"
             f"{ranks}; {_WAYS.format(n=ranks)}"
@@ -168,6 +169,11 @@ def _check_this_machine(dnn: str, ranks: int, hosts: Sequence[Host] | None) -> N
             f"nworkers={ranks}: so many of {dnn} need {machine.gib(needed)} of memory on this "
             f"machine, and {machine.gib(there)} are available; {_WAYS.format(n=ranks)}"
         )
+
+
+def _gpus() -> int:
+    """NVIDIA's, of this machine."""
+    return len(list(Path("/dev").glob("nvidia[0-9]*")))
 
 
 if __name__ == "__main__":

@@ -135,6 +135,7 @@ def machine(monkeypatch):
     """Without MPI, with two cores, and hosts n1 and n2 that can be found."""
     monkeypatch.setattr(variables.shutil, "which", lambda name: None)
     monkeypatch.setattr(variables, "usable_cores", lambda: 2)
+    monkeypatch.setattr(variables, "_gpus", lambda: 0)
 
     def found(name, port):
         if name not in ("n1", "n2"):
@@ -159,6 +160,15 @@ def test_the_trial_of_the_variables_runs_on_this_machine(machine):
     made, _ = trial({"dnn": "bert_base", "nworkers": "2", "bs": "2"})
     assert (made.label, made.sentence_len) == ("dear", 64)
     assert trial({"dnn": "bert", "senlen": "32", "nworkers": "1"})[0].sentence_len == 32
+
+
+def test_where_there_are_gpus_they_are_used_and_counted(machine):
+    machine.setattr(variables, "_gpus", lambda: 4)
+    made, _ = trial({"nworkers": "3"})
+    assert (made.device, made.backend) == ("cuda", "nccl")
+    with pytest.raises(UserError, match="nworkers=5: this machine has 4 GPUs, and there is no"):
+        trial({"nworkers": "5"})
+    assert trial({"nworkers": "3", "cluster": "emulated"})[0].device == "cpu"
 
 
 def test_the_trial_of_the_variables_runs_on_virtual_hosts(machine):

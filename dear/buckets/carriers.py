@@ -7,8 +7,16 @@ from collections.abc import Sequence
 from itertools import accumulate
 from math import prod
 
-from dear.buckets.compressors import Compressor, HalfOptions, joined, make_compressor, split
+from dear.buckets.compressors import (
+    Compressor,
+    HalfOptions,
+    TopK,
+    joined,
+    make_compressor,
+    split,
+)
 from dear.comm.communicator import Communicator, Work, flat_view
+from dear.errors import UserError
 from dear.lazy import torch
 
 
@@ -88,14 +96,18 @@ class Payloads(Carrier):
         self._gathered: torch.Tensor | None = None
 
     def send(self, tensor: torch.Tensor, present: Sequence[bool] = (True,), **queue: int) -> Work:
+        row = self._row_of(tensor, present)
+        self._gathered = row.new_empty(self._communicator.size * row.numel())
+        return self._communicator.all_gather(self._gathered, row, **queue)
+
+    def _row_of(self, tensor: torch.Tensor, present: Sequence[bool]) -> torch.Tensor:
+        """This rank's payload and marks."""
         payload = self.compressor.compress(flat_view(tensor))
         marks = torch.tensor(present, dtype=torch.uint8).to(payload.device)
         # Rows then start at multiples of 8 bytes.
         marks = torch.nn.functional.pad(marks, (0, -marks.numel() % 8))
-        row = torch.cat([payload, marks])
         self._start = payload.numel()
-        self._gathered = row.new_empty(self._communicator.size * row.numel())
-        return self._communicator.all_gather(self._gathered, row, **queue)
+        return torch.cat([payload, marks])
 
     def receive(self, tensor: torch.Tensor) -> None:
         self.take(tensor)
@@ -115,6 +127,83 @@ class Payloads(Carrier):
         self.compressor.commit(unused)
 
 
+class GlobalTopK(Payloads):
+    """The largest elements of the sum of what ranks have chosen, found by pairs of them.
+
+    gTopK (Shi et al., ICDCS 2019, arXiv 1901.04359): in each of log2 P rounds a rank exchanges its
+    entries with another, adds theirs, and keeps the largest, as many as before; in the end all have
+    the same. Entries that fall away on the way are given back to the compressor of the rank that
+    they came from. The first round is under way after `send`; `take` does the others.
+
+    Raises:
+        UserError: the number of ranks is no power of 2.
+    """
+
+    def __init__(self, communicator: Communicator, compressor: TopK, sizes: Sequence[int]) -> None:
+        super().__init__(communicator, compressor, sizes)
+        if communicator.size & (communicator.size - 1):
+            raise UserError(
+                "compression='gtopk': the number of ranks must be a power of 2, got "
+                f"{communicator.size}"
+            )
+
+    def send(self, tensor: torch.Tensor, present: Sequence[bool] = (True,), **queue: int) -> Work:
+        work = super().send(tensor, present, **queue) if self._communicator.size == 1 else None
+        if work is not None:
+            return work
+        self._row, self._channel = self._row_of(tensor, present), queue.get("channel", 0)
+        return self._exchange(1)
+
+    def _exchange(self, distance: int) -> Work:
+        peer = self._communicator.rank ^ distance
+        self._theirs = torch.empty_like(self._row)
+        return self._communicator.exchange(
+            self._theirs, self._row, peer=peer, channel=self._channel
+        )
+
+    def take(self, tensor: torch.Tensor) -> None:
+        size = self._communicator.size
+        if size == 1:
+            super().take(tensor)
+            return
+        values, places = self.compressor.entries(self._row[: self._start])
+        stays = values != 0
+        distance = 1
+        while True:
+            self._row = self._merged(self._row, self._theirs)
+            kept, kept_at = self.compressor.entries(self._row[: self._start])
+            stays &= torch.isin(places, kept_at[kept != 0])
+            distance *= 2
+            if distance == size:
+                break
+            self._exchange(distance).wait()
+        fallen = ~stays & (values != 0)
+        self.compressor.give_back(places[fallen], values[fallen])
+        output = flat_view(tensor).zero_()
+        output.index_add_(0, kept_at, kept, alpha=1 / size)
+        self.used = self._row[self._start :][: len(self.pieces)].bool().tolist()
+
+    def _merged(self, mine: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
+        """The same on both ranks: an addition of two does not depend on their order."""
+        found = [self.compressor.entries(row[: self._start]) for row in (mine, theirs)]
+        values, at = (torch.cat(parts) for parts in zip(*found, strict=True))
+        places, which = at.unique(sorted=True, return_inverse=True)
+        sums = values.new_zeros(places.numel()).index_add_(0, which, values)
+        marks = torch.maximum(mine[self._start :], theirs[self._start :])
+        return torch.cat([self.compressor.payload(sums, places), marks])
+
+
+def payload_carrier(
+    communicator: Communicator,
+    compressor: Compressor,
+    options: HalfOptions,
+    sizes: Sequence[int],
+) -> Payloads:
+    """What carries the compressor's payloads, as the options say."""
+    kind = GlobalTopK if options.compression == "gtopk" else Payloads
+    return kind(communicator, compressor, sizes)
+
+
 def make_carrier(
     options: HalfOptions,
     communicator: Communicator,
@@ -128,7 +217,7 @@ def make_carrier(
     """
     if options.gathers:
         compressor = make_compressor(options, like.numel(), like.dtype, like.device)
-        return Payloads(communicator, compressor, sizes or [like.numel()])
+        return payload_carrier(communicator, compressor, options, sizes or [like.numel()])
     if options.wire in (None, like.dtype):
         return Dense(communicator)
     return Half(communicator, options.wire)

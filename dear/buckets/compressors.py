@@ -12,11 +12,11 @@ from dear.errors import UserError, unknown
 from dear.lazy import torch
 from dear.options import Options, at_least, only_with, option_of
 
-SPARSE = ("topk", "eftopk", "gaussian", "dgcsampling")
+SPARSE = ("topk", "eftopk", "gaussian", "dgcsampling", "gtopk")
 """Some elements travel, with their places."""
 SIGNS = ("signum", "efsignum")
 """One bit per element travels."""
-ERROR_FEEDBACK = ("eftopk", "gaussian", "dgcsampling", "efsignum")
+ERROR_FEEDBACK = ("eftopk", "gaussian", "dgcsampling", "gtopk", "efsignum")
 """What does not travel is added to the next gradient, so that nothing is lost (Stich et al. 2018,
 arXiv 1809.07599; Karimireddy et al. 2019, arXiv 1901.09847)."""
 
@@ -69,12 +69,23 @@ class CompressedOptions(HalfOptions):
     """For algorithms that can carry everything."""
 
     compression: Literal[
-        "none", "fp16", "bf16", "topk", "eftopk", "gaussian", "dgcsampling", "signum", "efsignum"
+        "none",
+        "fp16",
+        "bf16",
+        "topk",
+        "eftopk",
+        "gaussian",
+        "dgcsampling",
+        "gtopk",
+        "signum",
+        "efsignum",
     ] = "none"
     """`fp16`, `bf16`: gradients travel in 16 bits per element. `topk`: the elements of largest
     magnitude. `eftopk`: the same, and the rest is added to the next gradient. `gaussian`: as
     `eftopk`, found faster, as if elements were normally distributed. `dgcsampling`: the same by a
-    sample of the elements, as Deep Gradient Compression does. `signum`: signs, by majority
+    sample of the elements, as Deep Gradient Compression does. `gtopk`: as `eftopk`, and of the sum
+    of what ranks have chosen the largest elements, as many as one rank has chosen, found by pairs
+    of ranks; for a number of them that is a power of 2. `signum`: signs, by majority
     vote. `efsignum`: signs times the mean magnitude, and the rest is added to the next gradient."""
     density: float = DENSITY
     """Where elements are chosen: share of the elements that travel, in (0, 1]; at least one
@@ -210,6 +221,25 @@ class TopK(Compressor):
             return torch.arange(count, device=source.device)
         return source.abs().topk(count, sorted=False).indices
 
+    def entries(self, payload: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Values and places that a payload carries, `count` of each; a value of 0 is padding."""
+        return self._parts(payload)
+
+    def payload(self, values: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        """One of the `count` largest of these entries, whose places differ."""
+        count, device = self.count, values.device
+        if values.numel() > count:
+            chosen = values.abs().topk(count, sorted=False).indices
+            values, places = values[chosen], places[chosen]
+        found, at = values.new_zeros(count), torch.zeros(count, dtype=self._index_dtype).to(device)
+        found[: values.numel()], at[: places.numel()] = values, places.to(self._index_dtype)
+        return joined(found, at)
+
+    def give_back(self, places: torch.Tensor, values: torch.Tensor) -> None:
+        """What the last payload carried there has not been taken in; it is kept for the next."""
+        if self._rest is not None:
+            self._rest.index_add_(0, places.long(), values)
+
     def _take_out(self, payload: torch.Tensor, rest: torch.Tensor) -> None:
         values, places = self._parts(payload)
         # Not a difference, which would leave nan where the element is infinite; and not where the
@@ -339,7 +369,13 @@ def make_compressor(
 ) -> Compressor:
     """A compressor for one buffer; raises `UserError` if none has the name in `options`."""
     name, feedback = options.compression, options.compression in ERROR_FEEDBACK
-    kinds = {"topk": TopK, "eftopk": TopK, "gaussian": Gaussian, "dgcsampling": DgcSampling}
+    kinds = {
+        "topk": TopK,
+        "eftopk": TopK,
+        "gaussian": Gaussian,
+        "dgcsampling": DgcSampling,
+        "gtopk": TopK,
+    }
     if name in kinds:
         return kinds[name](numel, dtype, device, options.density_at, error_feedback=feedback)
     plain = {"signum": Signum, "efsignum": EfSignum}

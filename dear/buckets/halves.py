@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
-from dear.buckets.carriers import Payloads
+from dear.buckets.carriers import payload_carrier
 from dear.buckets.compressors import CompressedOptions, make_compressor
 from dear.buckets.flat import Bucket
 from dear.comm.communicator import Communicator, Work, buffer
@@ -229,7 +229,7 @@ class Gathered(_AtOnce):
         whole = bucket.gradients[: bucket.numel]
         self.compressor = make_compressor(options, bucket.numel, whole.dtype, whole.device)
         sizes = [param.numel() for param in bucket.params]
-        self._carrier = Payloads(communicator, self.compressor, sizes)
+        self._carrier = payload_carrier(communicator, self.compressor, options, sizes)
         self._open = False
 
     def _reduce(self, whole: torch.Tensor) -> Work:

@@ -9,6 +9,10 @@ import pytest
 import torch
 from torch import nn
 
+import dear
+from dear.algorithms.synchronous.allreduce import AllReduce
+from dear.buckets.carriers import make_carrier
+from dear.comm import runtime
 from tests.contract.algorithms import skip_if_unavailable
 from tests.contract.loops import (
     make_model,
@@ -41,6 +45,64 @@ def test_all_elements_are_the_dense_gradient(world):
     ]
     for far in world(3).run(_far, cases):
         assert max(far.values()) < 1e-5, far
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_all_elements_of_all_ranks_are_the_dense_gradient(world, size):
+    whole = {"compression": "gtopk", "density": 1.0}
+    cases = [(name, whole) for name in ("allreduce", "wfbp", "mgwfbp", "dear")]
+    for far in world(size).run(_far, cases):
+        assert max(far.values()) < 1e-5, far
+
+
+def _tournament(numel: int, count: int, seed: int) -> tuple[torch.Tensor, ...]:
+    """What a rank sent, what came of it, what it keeps, and bytes that it sent."""
+    communicator = runtime.communicator()
+    gradient = torch.randn(numel, generator=torch.Generator().manual_seed(seed + dear.rank()))
+    options = AllReduce.Options(compression="gtopk", density=count / numel)
+    carrier = make_carrier(options, communicator, gradient)
+    before, found = communicator.bytes_sent, gradient.clone()
+    carrier.send(found).wait()
+    carrier.receive(found)
+    return gradient, found, carrier.compressor.residual, communicator.bytes_sent - before
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_largest_of_the_sum_are_found_by_pairs_and_the_rest_is_kept(world, size):
+    numel, count = 1000, 20
+    ranks = world(size).run(_tournament, numel, count, 7)
+    means = [found for _, found, *_ in ranks]
+    assert all(torch.equal(mean, means[0]) for mean in means)
+    assert 0 < means[0].count_nonzero() <= count
+    # Nothing is lost: what did not come through is in somebody's residual.
+    total = sum(gradient for gradient, *_ in ranks)
+    kept = sum(residual for _, _, residual, _ in ranks)
+    assert torch.allclose(means[0] * size + kept, total, atol=1e-5)
+    # As by hand: neighbours first, then pairs of them.
+    held = []
+    for gradient, *_ in ranks:
+        largest = gradient.abs().topk(count).indices
+        held.append(torch.zeros(numel).index_copy_(0, largest, gradient[largest]))
+    while len(held) > 1:
+        sums = [one + other for one, other in zip(held[::2], held[1::2], strict=True)]
+        held = []
+        for one in sums:
+            largest = one.abs().topk(count).indices
+            held.append(torch.zeros(numel).index_copy_(0, largest, one[largest]))
+    assert torch.allclose(means[0], held[0] / size, atol=1e-6)
+    # A round per doubling, not a message per rank.
+    row = count * (4 + 4) + 8
+    assert {sent for *_, sent in ranks} == {row * (size.bit_length() - 1)}
+
+
+def _refused() -> str:
+    model = make_model()
+    return message(lambda: wrap(make_sgd(model), model, "wfbp", compression="gtopk"))
+
+
+def test_a_tournament_needs_pairs(world):
+    for said in world(3).run(_refused):
+        assert said == "compression='gtopk': the number of ranks must be a power of 2, got 3"
 
 
 def test_half_precision_on_the_wire_is_near(world):

@@ -209,7 +209,7 @@ WARM_UP = {"compression": "eftopk", "density_warmup_steps": 9}
         (
             "allreduce",
             {"density": 0.1},
-            "'density' goes with compression=topk, eftopk, gaussian or dgcsampling",
+            "'density' goes with compression=topk, eftopk, gaussian",
         ),
         ("mgwfbp", {"compression": "fp16", "density": 0.1}, "option of mgwfbp 'density' goes"),
         ("mgwfbp", {**SIGNUM, "costs": "10gbe"}, "option of mgwfbp 'costs'"),

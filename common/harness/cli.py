@@ -41,6 +41,9 @@ def main(arguments: Sequence[str]) -> int:
         return OK
 
 
+_TRACE = "write a timeline of each trial there, for Perfetto or chrome://tracing"
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> None:  # type: ignore[override]
         raise UserError(f"{message} (see `python benchmarks.py --help`)")
@@ -78,6 +81,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     merging = verbs.add_parser("merge", help="one sweep of its shards", allow_abbrev=False)
     merging.add_argument("parts", nargs="+", type=Path, help="folders with records")
     merging.add_argument("--into", type=Path, required=True, help="a new folder for all of them")
+    how.add_argument("--trace", type=Path, metavar="FOLDER", help=_TRACE)
     how.add_argument(
         "--plan",
         action="store_true",
@@ -132,6 +136,7 @@ def _add_run(run: argparse.ArgumentParser) -> None:
         default="failed",
         help="what to run again: trials without a good record (default), or all",
     )
+    run.add_argument("--trace", type=Path, metavar="FOLDER", help=_TRACE)
     run.add_argument("--fail-fast", action="store_true", help="stop at the first failed trial")
     run.add_argument("--no-plot", action="store_true", help="draw no figures")
     run.add_argument("--stream", action="store_true", help="print rank 0's output at the end")

@@ -87,6 +87,8 @@ def run(options: argparse.Namespace, draw: Callable[[Path, bool], list[Path]] | 
         _print_results(folder, results, experiment.base)
         if experiment.report_lines:
             print("\n".join(report_lines(results)))
+    if options.trace is not None and any(result.ok for result in results):
+        _write_traces(folder, results, options.trace, quiet=options.json)
     if draw is not None and any(result.ok for result in results):
         paths = draw(folder, is_learning(results))
         if not (options.json or options.quiet):
@@ -168,6 +170,8 @@ def show(options: argparse.Namespace) -> int:
         print(json.dumps([result.to_json() for result in results]))
     elif options.breakdown:
         _print_breakdown(folder, results, comparison.compare_to)
+    elif options.trace is not None:
+        _write_traces(folder, results, options.trace)
     elif options.plan:
         _print_plans(folder, results)
     else:
@@ -315,6 +319,14 @@ def _print_breakdown(folder: Path, results: list[Record], compare_to: str) -> No
         return
     table.print(_title(folder, results))
     print(rows.LEGEND)
+
+
+def _write_traces(folder: Path, results: list[Record], into: Path, quiet: bool = False) -> None:
+    from common.results import traces
+
+    paths = traces.write(folder, results, into)
+    if not quiet:
+        print(f"{len(paths)} timelines in {_short(str(into))}: open them in ui.perfetto.dev")
 
 
 def _print_plans(folder: Path, results: list[Record]) -> None:

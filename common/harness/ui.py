@@ -5,6 +5,7 @@ The log's lines are those that the reference suites print, for people and parser
 
 from __future__ import annotations
 
+import datetime
 import statistics
 import sys
 import time
@@ -105,7 +106,7 @@ def duration(seconds: float) -> str:
     return f"{seconds // 3600} h {seconds % 3600 // 60:02d} min"
 
 
-def log_header(trial: Trial, parameters: int) -> list[str]:
+def log_header(trial: Trial, parameters: int, command: str, began: datetime.datetime) -> list[str]:
     """Printed before the warm-up."""
     device = _device(trial)
     first = f"Model: {trial.model}"
@@ -113,7 +114,10 @@ def log_header(trial: Trial, parameters: int) -> list[str]:
         size = {"bert": "Large ", "bert_base": "Base "}.get(trial.model, "")
         first = f"BERT {size}Pretraining, Sentence len: {trial.sentence_len}"
     return [
+        f"#Date: {began:%b %d %Y %H:%M:%S}",
+        f"#CMD: {command}",
         first,
+        f"FP16: {trial.dtype in ('float16', 'bfloat16')}",
         f"Batch size: {trial.batch}",
         f"Number of {device}s: {trial.world_size}",
         f"# of parameters:  {parameters}",

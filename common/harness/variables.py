@@ -55,12 +55,10 @@ def trial_flags(environ: Mapping[str, str]) -> tuple[list[str], str]:
     numbers = {name: _whole(given, name) for name in ("nworkers", "bs", "senlen")}
     if given["rdma"] not in NETWORKS:
         raise unknown("rdma", given["rdma"], NETWORKS)
-    for name, why in (
-        ("node_rank", "all nodes are started from here"),
-        ("WFSGD_TIMELINE", "traces are not written yet"),
-    ):
-        if given[name]:
-            raise UserError(f"{name}={given[name]}: {why}; leave it out")
+    if given["node_rank"]:
+        raise UserError(
+            f"node_rank={given['node_rank']}: all nodes are started from here; leave it out"
+        )
     said = {name: environ[name] for name in references.VARIABLES if name in environ}
     algorithm, options = references.method(given["method"], said)
     usual = references.method(given["method"], {})[1]
@@ -82,7 +80,10 @@ def trial_flags(environ: Mapping[str, str]) -> tuple[list[str], str]:
         if _gpus():
             place["device"] = "cuda"  # as there
     values |= {"models": [model], **place}
-    return [f"--set={key}={json.dumps(value)}" for key, value in values.items()], words
+    flags = [f"--set={key}={json.dumps(value)}" for key, value in values.items()]
+    if given["WFSGD_TIMELINE"]:
+        flags.append(f"--trace={given['WFSGD_TIMELINE']}")
+    return flags, words
 
 
 def _whole(given: Mapping[str, str], name: str) -> int:

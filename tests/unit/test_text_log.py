@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import datetime
 import re
 
 import pytest
 
-from common.harness.ui import log_header as header
+from common.harness.ui import log_header, rate_lines
 from common.harness.ui import log_results as results
-from common.harness.ui import rate_lines
 from tests.system.made import make_trial
 
 
@@ -69,9 +69,16 @@ def test_results_of_a_sentence_model():
     ]
 
 
+def header(made, parameters):
+    return log_header(made, parameters, "python x", datetime.datetime(2022, 3, 3, 10, 20, 30))
+
+
 def test_headers_are_those_of_the_references():
     assert header(trial(), 25557032) == [
+        "#Date: Mar 03 2022 10:20:30",
+        "#CMD: python x",
         "Model: resnet50",
+        "FP16: False",
         "Batch size: 64",
         "Number of GPUs: 64",
         "# of parameters:  25557032",
@@ -79,7 +86,7 @@ def test_headers_are_those_of_the_references():
     ]
     assert "Number of CPUs: 2" in header(trial(device="cpu", world_size=2), 1)
     for size in (64, 128):
-        first = header(trial("bert", sentence_len=size), 1)[0]
+        first = header(trial("bert", sentence_len=size), 1)[2]
         assert first == f"BERT Large Pretraining, Sentence len: {size}"
-    first = header(trial("bert_base", sentence_len=64), 1)[0]
+    first = header(trial("bert_base", sentence_len=64), 1)[2]
     assert re.fullmatch("BERT .*Pretraining, Sentence len: 64", first)

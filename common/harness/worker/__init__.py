@@ -9,6 +9,7 @@ trial is read from `TRIAL_DIR/trial.json`, and what must be known besides from
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import faulthandler
 import json
 import os
@@ -94,7 +95,8 @@ def _run(trial: Trial, briefing: Briefing, repeat: int, phase: Phase) -> Result 
         "gradient_bytes": gradient_bytes(workload.model),
         "started_by": launcher,
     }
-    say(ui.log_header(trial, facts["parameters"]))
+    command = f"python -m common.harness.worker {briefing.folder} {repeat}"
+    say(ui.log_header(trial, facts["parameters"], command, datetime.datetime.now()))
     if trial.learn is None:
         result = time_steps(trial, briefing, workload, repeat, phase)
     else:

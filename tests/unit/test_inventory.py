@@ -28,7 +28,7 @@ def test_tests_and_programs_that_are_named_are_there():
     known = set(re.findall(r"^(?:async )?def (test_\w+)", text, re.MULTILINE))
     assert set(re.findall(r"`(test_\w+)`", PAGE)) - known == set()
     experiments = {path.stem for path in (ROOT / "configs/experiments").glob("*.yaml")}
-    for program, rest in re.findall(r"`python (\S+)([^`]*)`", PAGE):
+    for program, rest in re.findall(r"`python ([^\s`]+)([^`]*)`", PAGE):
         assert (ROOT / program).is_file()
         if rest.startswith(" run "):
             assert rest.split()[1] in experiments

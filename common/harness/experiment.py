@@ -107,6 +107,10 @@ class Experiment:
     """What moves the bytes; None takes comm_core for cpu and nccl for cuda."""
     device: Literal["cpu", "cuda"] = "cpu"
     dtype: str = "float32"
+    tf32: bool = False
+    """GPUs: matrices of float32 are multiplied in TensorFloat-32."""
+    cudnn_benchmark: bool = False
+    """GPUs: cuDNN looks for the fastest convolutions in the first steps."""
     seed: int = 1
     threads_per_rank: int | None = None
     """None shares the cores of this machine among the ranks of the largest world."""
@@ -155,6 +159,9 @@ class Experiment:
         launcher_options(self.launcher, self.launcher_options)
         if self.backend == "nccl" and self.device == "cpu":
             raise UserError("backend: nccl moves CUDA tensors only; use device: cuda or comm_core")
+        for key in ("tf32", "cudnn_benchmark"):
+            if getattr(self, key) and self.device != "cuda":
+                raise UserError(f"{key}: goes with device: cuda")
         if self.backend == "mpi" and self.launcher != "mpirun":
             raise UserError("backend: mpi needs ranks that mpirun started; use launcher=mpirun")
         if self.hostfile is not None and self.launcher == "local":
@@ -354,7 +361,7 @@ class Experiment:
 
 
 _AS_GIVEN = ("launcher", "launcher_options", "device", "dtype", "seed", "optimizer", "measure")
-_AS_GIVEN += ("collective_timeout_s",)
+_AS_GIVEN += ("collective_timeout_s", "tf32", "cudnn_benchmark")
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> Experiment:

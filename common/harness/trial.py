@@ -195,6 +195,8 @@ class Trial:
     """torch.distributed backend."""
     device: Literal["cpu", "cuda"]
     dtype: str
+    tf32: bool = False
+    cudnn_benchmark: bool = False
     seed: int
     threads_per_rank: int
     optimizer: OptimizerConfig
@@ -304,10 +306,12 @@ class Trial:
         return (self.model, self.batch_size, same.hash)
 
     def to_json(self) -> dict[str, Any]:
-        """As it stands in files and records: JSON has no tuples, and few trials have a twin."""
+        """As it stands in files and records: JSON has no tuples, and what few trials have is left
+        out where it is not set."""
         values = json.loads(json.dumps(dataclasses.asdict(self)))
-        if not self.twin:
-            del values["twin"]
+        for key in ("twin", "tf32", "cudnn_benchmark"):
+            if not values[key]:
+                del values[key]
         return values
 
     @classmethod

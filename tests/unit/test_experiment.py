@@ -275,6 +275,8 @@ def test_hash_changes_with_every_field_but_the_label(trial):
         "backend": "mpi",
         "device": "cuda",
         "dtype": "float64",
+        "tf32": True,
+        "cudnn_benchmark": True,
         "seed": 2,
         "threads_per_rank": 2,
         "optimizer": OptimizerConfig(lr=0.02),
@@ -294,6 +296,15 @@ def test_hash_changes_with_every_field_but_the_label(trial):
     changed = [dataclasses.replace(trial, **{key: value}).hash for key, value in other.items()]
     assert len({trial.hash, *changed}) == len(other) + 1
     assert dataclasses.replace(trial, label="other").hash == trial.hash
+
+
+def test_switches_of_gpus_are_of_gpus(read):
+    asked = GOOD | {"device": "cuda", "tf32": True, "cudnn_benchmark": True}
+    made = read(asked).trials()[0]
+    assert made.tf32 and made.cudnn_benchmark and Trial.from_json(made.to_json()) == made
+    assert "tf32" not in read(GOOD).trials()[0].to_json()
+    for key in ("tf32", "cudnn_benchmark"):
+        assert one_line(read, GOOD | {key: True}) == f"{key}: goes with device: cuda"
 
 
 def test_hash_changes_with_what_the_profile_and_the_network_stand_for(read, monkeypatch):

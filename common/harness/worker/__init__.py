@@ -89,6 +89,8 @@ def _run(trial: Trial, briefing: Briefing, repeat: int, phase: Phase) -> Result 
         # Ranks may share GPUs where another backend than NCCL moves the bytes.
         device = dear.device()
         torch.cuda.set_device(device)
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = trial.tf32
+        torch.backends.cudnn.benchmark = trial.cudnn_benchmark
     workload = make_workload(trial, device)
     facts = {
         "parameters": sum(param.numel() for param in workload.model.parameters()),

@@ -47,7 +47,7 @@ def test_all_elements_are_the_dense_gradient(world):
         assert max(far.values()) < 1e-5, far
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", [2, *(pytest.param(n, marks=pytest.mark.full) for n in (1, 4))])
 def test_all_elements_of_all_ranks_are_the_dense_gradient(world, size):
     whole = {"compression": "gtopk", "density": 1.0}
     cases = [(name, whole) for name in ("allreduce", "wfbp", "mgwfbp", "dear")]

@@ -35,7 +35,13 @@ def _serial(model: torch.nn.Module, which: range) -> int:
     return clipped
 
 
-@pytest.mark.parametrize("algorithm", ["wfbp", "mgwfbp", "dear", "ddp", "bytescheduler"])
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        *("dear", "ddp"),
+        *(pytest.param(n, marks=pytest.mark.full) for n in ("wfbp", "mgwfbp", "bytescheduler")),
+    ],
+)
 @on_ranks(3)
 def test_each_gradient_is_clipped_before_it_travels(algorithm: str) -> None:
     model, wanted = make_model(), make_model()

@@ -37,7 +37,8 @@ from common.harness.trial import MeasureConfig
 from common.machine import machine_card
 from common.results import stats
 from common.results.faith import doubt
-from common.results.records import Check, Record, Throughput
+from common.results.records import Record, Throughput
+from common.results.records.trust import Check
 from common.results.rows import Row, difference, make_rows
 from common.results.shipped import MISSED
 from common.results.store import Comparison

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from dear.algorithms.aliases import arguments
 from dear.comm import runtime
 from dear.options import positive
-from dear.references import arguments
 from dear.training.algorithm import algorithm_class, algorithm_options
 from dear.training.hooks import Hooks
 
@@ -29,11 +29,11 @@ def DistributedOptimizer(  # noqa: N802 (the name that users of Horovod and DeAR
     Args:
         optimizer: any torch optimizer over parameters of `model`; it is changed in place.
         model: the replica on this rank, on its device already; it is changed in place.
-        algorithm: a name from `python benchmarks.py list`, or one of `dear.references.ALIASES`.
+        algorithm: a name from `python benchmarks.py list`, those of the references included.
         norm_clip: each gradient of this rank is scaled down to a 2-norm of at most `norm_clip /
             sqrt(size())` before it travels, as in MG-WFBP.
         options: the algorithm's own options, e.g. `threshold_mb=25.0` for `dear`; the arguments of
-            DeAR's first implementation are understood too (`dear.references.arguments`).
+            DeAR's first implementation are understood too (`dear.algorithms.aliases`).
 
     Returns:
         The same optimizer, with `synchronize()`, `no_sync()` and `close()` besides.

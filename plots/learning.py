@@ -15,10 +15,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
-from common.results import learning, race
 from common.results.faith import doubt
-from common.results.learning import LearnRow
-from common.results.records import Evaluation, Record
+from common.results.learning import race, summary
+from common.results.learning.summary import LearnRow
+from common.results.records import Record
+from common.results.records.learned import Evaluation
 from common.results.store import Comparison
 from common.results.table import significant
 from plots import style
@@ -33,7 +34,7 @@ def draw(folder: Path, out: Path) -> list[Path]:
     """Reads `folder/records.jsonl`; writes learning.{png,pdf,csv} to `out`, returns the paths."""
     comparison = Comparison.load(folder)
     good = [r for r in comparison.results(folder) if r.ok]
-    rows = learning.make_rows(good, comparison.compare_to)
+    rows = summary.make_rows(good, comparison.compare_to)
     table = {record.hash: row for record, row in zip(good, rows, strict=True)}
     good.sort(key=lambda record: style.order(record.trial["algorithm"]))
     colour = _colours(good)
@@ -260,7 +261,7 @@ def _staleness(axis: Axes, records: Sequence[Record], colour: dict[str, str]) ->
     _lines(axis, records, colour, "staleness")
     for record in records:
         shown = [one for one in record.learning[0].evaluations if one.staleness is not None]
-        most = max((most for _, most in learning.staleness(record)), default=None)
+        most = max((most for _, most in summary.staleness(record)), default=None)
         if shown and most is not None:
             axis.annotate(
                 f"at most {most:g}",

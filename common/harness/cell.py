@@ -24,7 +24,8 @@ from common.harness.trial import BASELINE, Trial
 from common.harness.ui import Planned, Progress
 from common.launch.job import Outcome
 from common.models.registry import is_replay
-from common.results.records import Order, SetAside, Systematic, mean_step_s
+from common.results.records import Order, SetAside
+from common.results.records.trust import Systematic, mean_step_s
 
 RELAUNCHES = 2
 """How often a repeat that was disturbed is done again."""

@@ -25,8 +25,8 @@ from common.results.records import Record, fabric_words, is_learning
 from common.results.reference_reports import report_lines, reports
 from common.results.store import Comparison
 from common.results.table import Table, csv_text
+from dear.algorithms.aliases import ALIASES
 from dear.errors import UserError, one_of
-from dear.references import ALIASES
 from dear.training.algorithm import algorithm_class, algorithm_names
 
 ROOT = Path(__file__).parents[2]
@@ -279,12 +279,13 @@ def _write_outputs(folder: Path, results: list[Record], compare_to: str) -> None
 
 def _summarized(results: list[Record], compare_to: str) -> tuple[Table, type, list[str]]:
     """The table of a sweep, the kind of its rows, and the answer in sentences."""
-    from common.results import answer, learning, learning_table, rows
+    from common.results import answer, rows
+    from common.results.learning import summary, tables
 
     if is_learning(results):
-        learned = learning.make_rows(results, compare_to)
-        lines = learning_table.words(learned, results)
-        return learning_table.table(learned, compare_to), learning.LearnRow, lines
+        learned = summary.make_rows(results, compare_to)
+        lines = tables.words(learned, results)
+        return tables.table(learned, compare_to), summary.LearnRow, lines
     found = rows.make_rows(results, compare_to)
     lines = [*answer.summary(found, compare_to), *answer.remarks(found, results)]
     return rows.comparison(found, compare_to), rows.Row, lines

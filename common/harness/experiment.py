@@ -22,7 +22,7 @@ from common.launch.job import launcher_options
 from common.models import datasets
 from common.models.registry import DTYPES, is_replay, model_entry, profile_of, sentence_len
 from common.results.records import base_among
-from dear import references
+from dear.algorithms import aliases
 from dear.errors import UserError, unknown
 from dear.options import at_least, build_options, positive
 from dear.training.algorithm import Options, algorithm_options
@@ -33,12 +33,12 @@ class AlgorithmChoice:
     """An algorithm with options that differ from its defaults."""
 
     name: str
-    """Of the algorithm, or an alias of `dear.references`."""
+    """Of the algorithm, or an alias of `dear.algorithms.aliases`."""
     options: dict[str, Any] = field(default_factory=dict)
     label: str | None = None
 
     def __post_init__(self) -> None:
-        name, options = references.resolved(self.name, self.options)
+        name, options = aliases.resolved(self.name, self.options)
         if name != self.name and self.label is None:
             object.__setattr__(self, "label", self.title)  # as it was asked for
         object.__setattr__(self, "name", name)

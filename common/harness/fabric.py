@@ -38,7 +38,7 @@ from common.launch.hosts import Host, read_hostfile
 from common.launch.job import Job, Launcher, Outcome, make_launcher
 from common.machine import check_memory
 from common.models.registry import is_replay, model_entry, profile_of
-from common.results.records import Network
+from common.results.records.trust import Network
 from dear.errors import UserError
 
 WORKER = "common.harness.worker"

@@ -9,7 +9,7 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from common.results.records import Strain
+from common.results.records.trust import Strain
 
 UNFAITHFUL_WAIT = 0.7
 """Seconds that a rank's threads may wait for a core per second, all together, on an emulated

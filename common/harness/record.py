@@ -19,23 +19,9 @@ from common.harness import notes
 from common.harness.trial import BASELINE, Trial
 from common.launch.job import Outcome
 from common.models.registry import model_entry
-from common.results.records import (
-    Bound,
-    Breakdown,
-    Bytes,
-    Check,
-    CostCheck,
-    Data,
-    Failure,
-    Learning,
-    Network,
-    Plan,
-    Record,
-    Strain,
-    Throughput,
-    elapsed_per_step_s,
-    typed,
-)
+from common.results.records import Bound, Breakdown, Bytes, Failure, Plan, Record, Throughput, typed
+from common.results.records.learned import Data, Learning
+from common.results.records.trust import Check, CostCheck, Network, Strain, elapsed_per_step_s
 from dear.cost.bounds import (
     CommTimes,
     StepTimes,

@@ -22,7 +22,8 @@ from common.harness.trial import BASELINE, Trial
 from common.harness.ui import Progress
 from common.launch.job import Job, Outcome
 from common.results import store
-from common.results.records import CostCheck, Record, typed
+from common.results.records import Record, typed
+from common.results.records.trust import CostCheck
 from common.results.store import Comparison
 from dear.cost.collectives import AlphaBeta
 from dear.errors import UserError

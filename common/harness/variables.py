@@ -1,8 +1,8 @@
 """One trial by environment variables, as the launch scripts of the references take them.
 
-`dear/horovod_mpi_cj.sh` runs this file. What a method's variables mean is in dear/references.py;
-here is where its ranks run: on the hosts of `configs/cluster$nworkers`, on this machine, or with
-`cluster=emulated` on virtual hosts of it. What cannot be is said before anything starts.
+`dear/horovod_mpi_cj.sh` runs this file. `dear.algorithms.aliases` says what a method's variables
+mean; here is where its ranks run: on the hosts of `configs/cluster$nworkers`, on this machine, or
+with `cluster=emulated` on virtual hosts of it. What cannot be is said before anything starts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from common.cgroups import usable_cores
 from common.harness import cli
 from common.launch.hosts import ROOT, Host, read_envs, read_hostfile
 from common.models.registry import MODELS, profile_of
-from dear import references
+from dear.algorithms import aliases
 from dear.errors import UserError, one_of, unknown
 
 NETWORKS = {"0": "10gbe", "1": "100gbib", "2": "100gbe"}
@@ -59,9 +59,9 @@ def trial_flags(environ: Mapping[str, str]) -> tuple[list[str], str]:
         raise UserError(
             f"node_rank={given['node_rank']}: all nodes are started from here; leave it out"
         )
-    said = {name: environ[name] for name in references.VARIABLES if name in environ}
-    algorithm, options = references.method(given["method"], said)
-    usual = references.method(given["method"], {})[1]
+    said = {name: environ[name] for name in aliases.VARIABLES if name in environ}
+    algorithm, options = aliases.method(given["method"], said)
+    usual = aliases.method(given["method"], {})[1]
     changed = [f"{key}={value}" for key, value in options.items() if usual.get(key) != value]
     label = given["method"] + (f"({','.join(changed)})" if changed else "")
     values: dict[str, Any] = {

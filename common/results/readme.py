@@ -25,7 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.results import answer, learning, learning_table, rows, shipped
+from common.results import answer, rows, shipped
+from common.results.learning import summary, tables
 from common.results.records import Record, is_learning
 from common.results.store import Comparison
 from common.results.table import significant
@@ -190,7 +191,7 @@ def _sweep(folder: Path) -> tuple[list[Record], str]:
 def _rows(folder: Path) -> list[Any]:
     records, compare_to = _sweep(folder)
     if is_learning(records):
-        return learning.make_rows(records, compare_to)
+        return summary.make_rows(records, compare_to)
     return rows.make_rows(records, compare_to)
 
 
@@ -201,9 +202,9 @@ def _table(folder: Path, what: str | None, _: Path) -> str:
         return _crossed(found, fields)
     records, compare_to = _sweep(folder)
     if is_learning(records):
-        learned = learning.make_rows(records, compare_to)
-        table = learning_table.table(learned, compare_to)
-        words = learning_table.words(learned, records)
+        learned = summary.make_rows(records, compare_to)
+        table = tables.table(learned, compare_to)
+        words = tables.words(learned, records)
     else:
         found = rows.make_rows(records, compare_to)
         table = rows.comparison(found, compare_to)

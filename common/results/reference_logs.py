@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from common.results import stats, store
-from common.results.records import IMPORTED, Check, Record, Throughput
+from common.results.records import IMPORTED, Record, Throughput
+from common.results.records.trust import Check
 from common.results.store import Comparison
 from dear.errors import UserError
 

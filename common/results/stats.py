@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.special import gammaincinv, ndtr, stdtr, stdtrit
 
-from common.results.records import elapsed_per_step_s
+from common.results.records.trust import elapsed_per_step_s
 
 Repeats = Sequence[Sequence[float]]
 """Step times in seconds: one sequence per repeat."""

@@ -148,9 +148,8 @@ class GlobalTopK(Payloads):
             )
 
     def send(self, tensor: torch.Tensor, present: Sequence[bool] = (True,), **queue: int) -> Work:
-        work = super().send(tensor, present, **queue) if self._communicator.size == 1 else None
-        if work is not None:
-            return work
+        if self._communicator.size == 1:
+            return super().send(tensor, present, **queue)
         self._row, self._channel = self._row_of(tensor, present), queue.get("channel", 0)
         return self._exchange(1)
 

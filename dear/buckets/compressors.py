@@ -12,6 +12,10 @@ from dear.errors import UserError, unknown
 from dear.lazy import torch
 from dear.options import Options, at_least, only_with, option_of
 
+Compression = Literal[
+    "none", "fp16", "bf16", "topk", "eftopk", "gaussian", "dgcsampling", "signum", "efsignum"
+]
+"""What can be done with a gradient by one collective."""
 SPARSE = ("topk", "eftopk", "gaussian", "dgcsampling", "gtopk")
 """Some elements travel, with their places."""
 SIGNS = ("signum", "efsignum")
@@ -68,18 +72,7 @@ class HalfOptions(Options):
 class CompressedOptions(HalfOptions):
     """For algorithms that can carry everything."""
 
-    compression: Literal[
-        "none",
-        "fp16",
-        "bf16",
-        "topk",
-        "eftopk",
-        "gaussian",
-        "dgcsampling",
-        "gtopk",
-        "signum",
-        "efsignum",
-    ] = "none"
+    compression: Literal[Compression, "gtopk"] = "none"
     """`fp16`, `bf16`: gradients travel in 16 bits per element. `topk`: the elements of largest
     magnitude. `eftopk`: the same, and the rest is added to the next gradient. `gaussian`: as
     `eftopk`, found faster, as if elements were normally distributed. `dgcsampling`: the same by a

@@ -1,4 +1,4 @@
-"""Collectives over a torch.distributed process group, as the algorithms see them; its backends.
+"""Collectives over a torch.distributed process group, as the algorithms see them.
 
 Algorithms know tensors, channels and `Work`; which backend moves the bytes, between which hosts, is
 decided where the process group is made. Time, too, comes from here, never from a wall clock.
@@ -8,18 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
-from types import ModuleType
 from typing import Any, Literal, TypeVar
 
-from dear.comm.environment import RankFacts
-from dear.errors import Unavailable, UserError, one_of
+from dear.comm.backends import backend_of
+from dear.comm.handles import Exchange, Noted, WorkTimes
+from dear.errors import UserError, one_of
 from dear.lazy import LazyModule, dist, torch
 
 Op = Literal["mean", "sum", "min", "max"]
@@ -27,17 +24,6 @@ T = TypeVar("T")
 comm_core = LazyModule("comm_core")  # other backends do without it
 
 CALLBACK_S = 5.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class WorkTimes:
-    """When a collective was queued, could start, and ended; seconds on the communicator's clock."""
-
-    enqueued_s: float
-    started_s: float
-    """Not before the last collective of the channel that had ended when this one ended; a backend
-    that runs several at a time (Gloo: two) may really have begun earlier."""
-    finished_s: float
 
 
 class Work:
@@ -114,7 +100,7 @@ class Communicator:
             default. (Those of the first have the limit that `group` was made with.)
     """
 
-    _log: list[tuple[str, int, Work | _Noted]] | None = None
+    _log: list[tuple[str, int, Work | Noted]] | None = None
     """What is started, while somebody wants to know."""
 
     def __init__(
@@ -127,7 +113,7 @@ class Communicator:
         self.timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
-        self.backend = _backend_of(group)
+        self.backend = backend_of(group)
         """As users choose it."""
         self.native = self.backend == "comm_core"
         """The backend knows priorities, and takes times, on the same clock (on Linux)."""
@@ -146,7 +132,7 @@ class Communicator:
         self.ensure_channels(channels)
 
     @contextlib.contextmanager
-    def logged(self) -> Iterator[list[tuple[str, int, Work | _Noted]]]:
+    def logged(self) -> Iterator[list[tuple[str, int, Work | Noted]]]:
         """Within it, `Work.times()` is kept, and the list gets what is started on this rank.
 
         Each as the name of the call, its channel (of a sub-group: its own), and the work.
@@ -165,7 +151,7 @@ class Communicator:
         """
         if self._log is None:
             return lambda: None
-        sent = _Noted(nbytes, self.clock())
+        sent = Noted(nbytes, self.clock())
         self._log.append((name, 0, sent))
 
         def ended() -> None:
@@ -358,57 +344,6 @@ def _reduce_op(op: Op) -> Any:
     return one_of("op", op, known)
 
 
-class Exchange:
-    """Sends `send` to rank `peer` of the job, which sends as much; like a work of torch's,
-    but without times."""
-
-    def __init__(
-        self, send: torch.Tensor, recv: torch.Tensor, peer: int, group: dist.ProcessGroup
-    ) -> None:
-        self._tensors = send, recv
-        self._works: list[Any] = []
-        self._ended: set[Any] = set()
-        """Those that have been waited for; CUDA: none, as each stream that asks must wait."""
-        if recv.is_cuda:
-            # NCCL makes progress on a send only beside the receive that its peer waits for.
-            ops = [dist.P2POp(dist.irecv, recv, peer, group)]
-            ops.append(dist.P2POp(dist.isend, send, peer, group))
-            self._works += dist.batch_isend_irecv(ops)
-        else:
-            self._works += [dist.irecv(recv, peer, group), dist.isend(send, peer, group)]
-
-    def wait(self) -> None:
-        """Blocks until both have ended (CUDA: makes the current stream wait)."""
-        for work in self._works:
-            if work not in self._ended:
-                work.wait()
-                if not self._tensors[0].is_cuda:
-                    self._ended.add(work)  # Gloo's messages can be waited for only once
-
-    def is_completed(self) -> bool:
-        """True once both have ended."""
-        return all(work.is_completed() for work in self._works)
-
-    def get_future(self) -> torch.futures.Future:
-        """Completes with both; Gloo has none for messages and raises."""
-        return torch.futures.collect_all([work.get_future() for work in self._works])
-
-
-class _Noted:
-    """For `Communicator.note`: like a work that may be asked for its times only."""
-
-    def __init__(self, nbytes: int, enqueued_s: float) -> None:
-        self.nbytes, self._enqueued_s = nbytes, enqueued_s
-        self.finished_s: float | None = None
-
-    def times(self) -> WorkTimes:
-        """Raises `UserError` as long as nobody has waited for it."""
-        if self.finished_s is None:
-            raise UserError("no times: nobody has waited for it yet")
-        began = self._enqueued_s
-        return WorkTimes(enqueued_s=began, started_s=began, finished_s=self.finished_s)
-
-
 class SubCommunicator(Communicator):
     """A communicator of some ranks of another, which counts their bytes and waits as its own."""
 
@@ -440,62 +375,3 @@ def sub_communicators(
         if parent.rank in ranks:
             made[ranks] = SubCommunicator(parent, group)
     return made
-
-
-log = logging.getLogger("dear")
-
-_MPI = "comm_core_mpi"
-
-
-def default_backend(facts: RankFacts, own_gpus: bool) -> str:
-    """`comm_core`; and where every rank has a GPU of its own, `nccl` for what lies there.
-
-    Ranks that share GPUs have `comm_core` for those, too, since NCCL refuses two ranks on one GPU.
-    Without a built comm core `gloo` takes its place, and rank 0 says so.
-    """
-    name = "comm_core"
-    try:
-        prepare(name)
-    except Unavailable as reason:
-        name = "gloo"
-        if facts.rank == 0 and facts.world_size > 1:
-            log.warning("using gloo: %s", reason)
-    return f"cpu:{name},cuda:nccl" if own_gpus else name
-
-
-def _backend_of(group: dist.ProcessGroup) -> str:
-    """What moves the bytes: a name, or pairs of device and name where devices differ."""
-    config = str(dist.get_backend_config(group))
-    names = {pair.partition(":")[2] or pair for pair in config.split(",")}
-    (name,) = names if len(names) == 1 else (config,)
-    return "mpi" if name == _MPI else name
-
-
-def prepare(backend: str) -> str:
-    """Makes a backend known to torch.distributed; returns the name it has there.
-
-    Args:
-        backend: `comm_core`, `mpi`, a name that torch knows, or pairs (`cpu:comm_core,cuda:nccl`).
-
-    Raises `Unavailable` if it is not built, and `UserError` for `mpi` within pairs.
-    """
-    if "comm_core" in backend:
-        _imported("comm_core")
-    if backend == "mpi":
-        # torch's own "mpi" needs a torch that was built with it; the name cannot be taken over.
-        try:
-            return _imported("comm_core.mpi").register()
-        except ImportError as error:
-            raise Unavailable(str(error)) from None
-    if ":mpi" in backend:
-        raise UserError(f"backend {backend!r}: mpi stands alone, not in pairs")
-    return backend
-
-
-def _imported(module: str) -> ModuleType:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        missing = isinstance(error, ModuleNotFoundError) and error.name == "comm_core"
-        how = "the comm core is not installed: build it with `make core`"
-        raise Unavailable(how if missing else str(error)) from None

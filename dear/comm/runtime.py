@@ -12,7 +12,8 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 
-from dear.comm.communicator import Communicator, default_backend, prepare
+from dear.comm.backends import default_backend, prepare
+from dear.comm.communicator import Communicator
 from dear.comm.environment import RankFacts, rank_facts
 from dear.comm.rendezvous import meet
 from dear.errors import UserError

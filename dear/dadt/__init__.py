@@ -31,7 +31,8 @@ import torch.distributed as dist
 from dear.algorithms.delayed.dadt import Dadt
 from dear.buckets.grouping import MIB
 from dear.comm import runtime
-from dear.comm.communicator import Communicator, prepare
+from dear.comm.backends import prepare
+from dear.comm.communicator import Communicator
 from dear.dadt.cycles import (
     ALL_REDUCE,
     BROADCAST,

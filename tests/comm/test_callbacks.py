@@ -57,7 +57,12 @@ def _in_order(count: int) -> list[int]:
     seen: list[int] = []
     if dist.get_rank() == 1:
         time.sleep(0.3)  # so that all of the other's are under way
-    futures = [_sum_later(index).then(lambda _f, i=index: seen.append(i)) for index in range(count)]
+
+    def called_back(index: int) -> None:
+        time.sleep(0.01 if index % 10 == 0 else 0)  # as one does that waits for a core
+        seen.append(index)
+
+    futures = [_sum_later(i).then(lambda _, i=i: called_back(i)) for i in range(count)]
     torch.futures.wait_all(futures)
     return seen
 

@@ -12,9 +12,9 @@ import types
 import pytest
 import torch
 
-import dear.comm.communicator
+import dear.comm.backends
 from dear.comm import runtime
-from dear.comm.communicator import default_backend
+from dear.comm.backends import default_backend
 from dear.comm.environment import RankFacts
 from dear.errors import Unavailable
 
@@ -46,7 +46,7 @@ def test_tensors_on_gpus_go_by_nccl_where_every_rank_has_one_and_rank_0_says_wha
             raise Unavailable("the comm core is not built")
         return backend
 
-    monkeypatch.setattr(dear.comm.communicator, "prepare", prepare)
+    monkeypatch.setattr(dear.comm.backends, "prepare", prepare)
     with caplog.at_level(logging.WARNING, "dear"):
         assert default_backend(_facts(rank=1), own_gpus) == wanted
         assert not caplog.records
@@ -130,4 +130,4 @@ print(runtime.communicator().backend)
 def test_a_missing_comm_core_names_the_command_that_builds_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "comm_core", None)
     with pytest.raises(Unavailable, match="make core"):
-        dear.comm.communicator.prepare("comm_core")
+        dear.comm.backends.prepare("comm_core")

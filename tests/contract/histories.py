@@ -17,6 +17,8 @@ import contextlib
 import hashlib
 import io
 import json
+import platform
+import re
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -421,8 +423,16 @@ def all_cases() -> list[Case]:
 
 
 def machine() -> dict[str, str]:
-    """What results depend on: with the same, bits are the same."""
-    return {"torch": torch.__version__, "cpu": torch.backends.cpu.get_cpu_capability()}
+    """What results depend on: with the same, bits are the same. MKL has a code for each maker of
+    CPUs, and adam's roots come from it."""
+    said = Path("/proc/cpuinfo").read_text()
+    vendor = re.search(r"^vendor_id\s*: (.*)", said, re.MULTILINE)
+    capability = torch.backends.cpu.get_cpu_capability()
+    return {
+        "torch": torch.__version__,
+        "cpu": capability,
+        "vendor": vendor[1] if vendor else platform.machine(),
+    }
 
 
 def unavailable(subject: str) -> str | None:

@@ -16,7 +16,8 @@ import pytest
 from common.harness import budget, cli, gpu_check
 from common.harness.budget import Budget, Ended, Step, run_command, run_steps
 from common.harness.gpu_check import EXPERIMENT, Place, judge_sweep, judge_tests, plan
-from common.results.records import Check, Failure, Record
+from common.results.records import Failure, Record
+from common.results.records.trust import Check
 from dear.errors import UserError
 from tests.system.processes import alive, wait_for
 

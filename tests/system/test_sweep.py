@@ -21,7 +21,8 @@ from common.harness.trial import Briefing, Trial
 from common.launch.job import Job, Outcome
 from common.results import store
 from common.results.faith import doubt
-from common.results.records import Check, CostCheck, Record, Strain
+from common.results.records import Record
+from common.results.records.trust import Check, CostCheck, Strain
 from dear.cost.collectives import AlphaBeta
 from dear.training.algorithm import algorithm_class
 from tests.system.made import make_trial

@@ -25,7 +25,8 @@ from common.emulation import sandbox
 from common.emulation.cluster import VirtualHost
 from common.harness.notes import UNFAITHFUL_WAIT
 from common.launch.mpirun import Mpirun
-from common.results.records import Check, Record, Strain
+from common.results.records import Record
+from common.results.records.trust import Check, Strain
 from dear.errors import UserError
 
 

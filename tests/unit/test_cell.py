@@ -18,7 +18,7 @@ from common.harness.record import FabricFacts, Result
 from common.harness.trial import MeasureConfig, Trial
 from common.harness.ui import Progress
 from common.launch.job import Outcome
-from common.results.records import Check, Strain
+from common.results.records.trust import Check, Strain
 from tests.system.made import make_trial
 
 NAMES = ("ddp", "wfbp", "dear", "allreduce")

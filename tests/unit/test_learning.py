@@ -17,7 +17,7 @@ from common.harness.worker.learning import Batches, Loop, Schedule, TrainingCloc
 from common.launch.job import Job, outcome_of
 from common.models import datasets
 from common.models.registry import build
-from common.results.records import Data
+from common.results.records.learned import Data
 from dear.comm import runtime
 from dear.errors import UserError
 from tests.system.made import make_trial, write_mnist

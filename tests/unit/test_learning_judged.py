@@ -18,8 +18,11 @@ from common.harness.worker.judge import Snapshots, set_floating
 from common.harness.worker.timing import evidence
 from common.launch.job import Outcome
 from common.models.registry import build
-from common.results import answer, learning, learning_table
-from common.results.records import Check, Data, Evaluation, Learning, RankPace, Record
+from common.results import answer
+from common.results.learning import summary, tables
+from common.results.records import Record
+from common.results.records.learned import Data, Evaluation, Learning, RankPace
+from common.results.records.trust import Check
 from common.results.store import Comparison
 from common.results.table import csv_text
 from dear.errors import UserError
@@ -248,7 +251,7 @@ def test_rows_tell_how_much_of_its_pace_a_rank_keeps():
     place = {"network": "10gbe", "ranks_per_host": 1}
     fault = {"kind": "slow_host", "host": 1, "factor": 5.0}
     ages = {"staleness": {"1": {"uses": 2, "mean": 3.0, "max": 7, "last": 1}}}
-    calm, slow = learning.make_rows(
+    calm, slow = summary.make_rows(
         [
             _record(_learning_trial(**place), _run(10, 10), statistics=[ages, ages]),
             _record(_learning_trial(**place, fault=fault), _run(9, 2), statistics=[ages, {}]),
@@ -258,12 +261,10 @@ def test_rows_tell_how_much_of_its_pace_a_rank_keeps():
     assert slow.steps_per_s == pytest.approx(9.0) and slow.kept == pytest.approx(0.9)
     assert slow.slowed_steps_per_s == pytest.approx(2.0) and slow.kept_low is None
     assert (calm.staleness_mean, calm.staleness_max) == (3.0, 7)
-    text = learning_table.table([calm, slow]).markdown()
+    text = tables.table([calm, slow]).markdown()
     assert text.count("\n") == 4 and "not reached" in text and "slow_host h1 x5" in text
-    assert "mnist_cnn" in csv_text(learning.LearnRow, [calm])
-    assert learning_table.summary([calm, calm]) == [
-        "mnist_cnn, 2 workers, 10gbe: none reaches 50% in 2 s"
-    ]
+    assert "mnist_cnn" in csv_text(summary.LearnRow, [calm])
+    assert tables.summary([calm, calm]) == ["mnist_cnn, 2 workers, 10gbe: none reaches 50% in 2 s"]
 
 
 def test_repeats_give_rates_and_what_is_kept_an_interval():
@@ -275,12 +276,12 @@ def test_repeats_give_rates_and_what_is_kept_an_interval():
     records = [_record(trials[0], *runs), _record(trials[1], *reversed(runs))]
     trial = make_trial("asyncddp", 2, **place, fault=fault)
     records.append(_record(trial, *(_run(pace // 2, pace // 5) for pace in paces)))
-    base, ours, slow = learning.make_rows(records, "allreduce")  # pairs have the same seed
+    base, ours, slow = summary.make_rows(records, "allreduce")  # pairs have the same seed
     assert ours.steps_per_s == pytest.approx(99.95, abs=0.01)
     assert ours.steps_per_s_low < 96 and ours.steps_per_s_high > 104
     assert ours.speedup == 1.0 and ours.verdict == "SAME" and base.verdict is None
     assert slow.kept == pytest.approx(0.5) and slow.kept_low < 0.48 and slow.kept_high > 0.52
-    text = learning_table.table([base, ours, slow], "allreduce").markdown()
+    text = tables.table([base, ours, slow], "allreduce").markdown()
     assert "0.50 (0.46-0.55)" in text and "99.9 (90.5-110)" in text and "to target" not in text
 
 
@@ -295,7 +296,7 @@ def test_what_is_compared_is_the_time_to_the_target_over_seeds():
         _target(dadt, 1.5, missing=2),
         _target(decentralized, 1.0, missing=5),
     ]
-    base, faster, same, some, none = learning.make_rows(records, "ddp")
+    base, faster, same, some, none = summary.make_rows(records, "ddp")
     assert base.to_target_s == pytest.approx(1.5, rel=1e-3) and base.verdict is None
     assert 1.40 < base.to_target_low_s < 1.46 and 1.54 < base.to_target_high_s < 1.60
     assert base.steps_to_target == pytest.approx(15, rel=1e-3) and base.steps_to_target_low < 14.6
@@ -304,10 +305,10 @@ def test_what_is_compared_is_the_time_to_the_target_over_seeds():
     assert (some.reached, some.runs, some.to_target_low_s) == (3, 5, None)
     assert some.to_target_s == pytest.approx(1.53) and some.speedup is None
     assert (none.reached, none.to_target_s, none.verdict) == (0, None, "SLOWER")
-    text = learning_table.table([base, faster, same, some, none], "ddp").markdown()
+    text = tables.table([base, faster, same, some, none], "ddp").markdown()
     for words in ("1.5 s (1.4-1.6)", "1.5 s (3 of 5)", "not reached", "below 0.7", "1.50 (1.5"):
         assert words in text, text
-    assert learning_table.summary([base, faster, same, some, none]) == [
+    assert tables.summary([base, faster, same, some, none]) == [
         "mnist_cnn, 2 workers: dear is the first at 50%, after 1.0 s (1.0-1.0); 3 of 5 get there "
         "in every run"
     ]
@@ -317,13 +318,13 @@ def test_what_is_compared_is_the_time_to_the_target_over_seeds():
 
 def test_accuracy_has_an_interval_over_seeds_and_an_error_by_the_number_of_images():
     record = _record(_learning_trial(), *(_run(4, 4, curve=(0.1, 0.5, a)) for a in (0.6, 0.7, 0.8)))
-    (row,) = learning.make_rows([record])
+    (row,) = summary.make_rows([record])
     assert row.accuracy == pytest.approx(0.7)
     # 0.1 / sqrt(3) times 4.303, Student's t of 2 degrees of freedom.
     assert (row.accuracy_low, row.accuracy_high) == pytest.approx((0.4516, 0.9484), abs=1e-3)
     assert row.accuracy_error == pytest.approx((0.7 * 0.3 / 1000) ** 0.5)
-    assert "70.0% ±1.4 (45.2-94.8)" in learning_table.table([row]).markdown()
-    assert learning_table.remarks([record]) == [
+    assert "70.0% ±1.4 (45.2-94.8)" in tables.table([row]).markdown()
+    assert tables.remarks([record]) == [
         "mnist: trained on 9,000 of MNIST's 10,000 test images, judged by the other 1,000; "
         "1 seed; accuracy ±: standard error by the number of test images, the same ones for all"
     ]
@@ -340,12 +341,12 @@ def test_accuracy_has_an_interval_over_seeds_and_an_error_by_the_number_of_image
 def test_what_is_not_believed_has_its_reason_and_no_word_and_is_no_base(amiss, reason):
     fine = [_record(_learning_trial(name), _run(10, 10)) for name in ("ddp", "dear", "wfbp")]
     records = [_target(fine[0], 1.5), _target(fine[1], 1.0, **amiss), _target(fine[2], 1.4)]
-    base, ours, other = learning.make_rows(records, "ddp")
+    base, ours, other = summary.make_rows(records, "ddp")
     assert ours.doubt.startswith(reason) and reason in ours.reason
     assert ours.verdict is None and ours.speedup is None and not ours.leads
     assert other.verdict is not None and other.leads
-    assert "(1.0 s (1.0-1.0))" in learning_table.table([base, ours, other], "ddp").markdown()
-    _, ours, other = learning.make_rows(records, "dear")
+    assert "(1.0 s (1.0-1.0))" in tables.table([base, ours, other], "ddp").markdown()
+    _, ours, other = summary.make_rows(records, "dear")
     assert other.verdict is None and other.speedup is None
     (line,) = answer.of_any([ours, other], records)
     assert line.startswith("mnist_cnn, 2 workers: no speed-ups and no verdicts")
@@ -358,16 +359,16 @@ def test_a_record_is_json_and_says_who_died():
     assert record.throughput.n == 1 and record.throughput.ci_low is None
     assert record.learning[0].evaluations[2].loss is None
     assert record.data == Record.from_json(json.loads(json.dumps(record.to_json()))).data == DATA
-    (row,) = learning.make_rows([record])
+    (row,) = summary.make_rows([record])
     assert row.lost_ranks == "1" and row.loss is None
-    assert learning_table.table([row]).markdown().count("\n") == 3
+    assert tables.table([row]).markdown().count("\n") == 3
 
 
 def test_records_of_older_versions_are_shown_without_intervals():
     records = Comparison.load(RECORDS / "slow_host").results(RECORDS / "slow_host")
-    rows = learning.make_rows(records, "allreduce")
+    rows = summary.make_rows(records, "allreduce")
     assert len(rows) == len(records) and all(row.runs for row in rows)
-    assert "steps/s" in learning_table.table(rows, "allreduce").markdown()
+    assert "steps/s" in tables.table(rows, "allreduce").markdown()
 
 
 def test_the_command_line_loads_nothing_that_starts_threads():
@@ -378,9 +379,9 @@ def test_the_command_line_loads_nothing_that_starts_threads():
 
 def test_a_row_names_the_batch_size_of_every_rank():
     trial = _learning_trial(batch_sizes=(4, 1))
-    (row,) = learning.make_rows([_record(trial, _run(4, 4))])
+    (row,) = summary.make_rows([_record(trial, _run(4, 4))])
     assert row.batch == "4,1" and "bs=4,1 " in trial.title
-    assert "|   4,1 |" in learning_table.table([row]).markdown()
+    assert "|   4,1 |" in tables.table([row]).markdown()
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,9 @@ import math
 import numpy as np
 import pytest
 
-from common.results import race, stats
-from common.results.race import Finish, crossing, smoothed
+from common.results import stats
+from common.results.learning import race
+from common.results.learning.race import Finish, crossing, smoothed
 
 TARGET, AT_S, SEEDS = 0.95, 10.0, 5
 SHARED, OWN, NOISE = 0.05, 0.08, 0.005

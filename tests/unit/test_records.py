@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from common.results.records import SCHEMA, Check, Record
+from common.results.records import SCHEMA, Record
+from common.results.records.trust import Check
 from common.results.store import append, latest, load, mend
 from dear.errors import UserError
 

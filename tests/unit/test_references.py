@@ -12,7 +12,7 @@ import yaml
 
 from common.harness import variables
 from common.harness.experiment import AlgorithmChoice, load
-from dear import references
+from dear.algorithms import aliases
 from dear.errors import UserError
 from dear.training.algorithm import algorithm_names, algorithm_options
 
@@ -20,9 +20,9 @@ ROOT = Path(__file__).parents[2]
 WHOLE = {"merge": "threshold", "threshold_mb": 2048.0}
 
 
-@pytest.mark.parametrize("name", references.ALIASES)
+@pytest.mark.parametrize("name", aliases.ALIASES)
 def test_an_alias_is_an_algorithm_with_options_that_it_has(name):
-    algorithm, options = references.resolved(name, {})
+    algorithm, options = aliases.resolved(name, {})
     assert algorithm in algorithm_names() and name not in algorithm_names()
     algorithm_options(algorithm, options)
 
@@ -99,7 +99,7 @@ def test_an_experiment_names_an_algorithm_as_it_was_asked_for():
     ],
 )
 def test_variables_of_a_method_are_options(method, given, algorithm, options):
-    found = references.method(method, given)
+    found = aliases.method(method, given)
     assert found == (algorithm, options)
     algorithm_options(*found)
 
@@ -126,7 +126,7 @@ def test_variables_of_a_method_are_options(method, given, algorithm, options):
 )
 def test_what_cannot_be_is_one_line(method, given, words):
     with pytest.raises(UserError, match=words) as error:
-        references.method(method, given)
+        aliases.method(method, given)
     assert "\n" not in str(error.value)
 
 
@@ -278,7 +278,7 @@ DEFAULTS = {
     ],
 )
 def test_arguments_of_dears_optimizer_are_options(algorithm, given, found):
-    assert references.arguments(algorithm, {**DEFAULTS, **given}, halves=False) == found
+    assert aliases.arguments(algorithm, {**DEFAULTS, **given}, halves=False) == found
     algorithm_options(*found)
 
 
@@ -298,12 +298,12 @@ def test_arguments_of_dears_optimizer_are_options(algorithm, given, found):
 )
 def test_arguments_that_cannot_be_had_are_refused_by_their_names(algorithm, given, words):
     with pytest.raises(UserError, match=words):
-        references.arguments(algorithm, {**DEFAULTS, **given}, halves=False)
-    assert references.arguments("dear", {"fp16": True}, halves=True) == ("dear", {})
+        aliases.arguments(algorithm, {**DEFAULTS, **given}, halves=False)
+    assert aliases.arguments("dear", {"fp16": True}, halves=True) == ("dear", {})
 
 
 def test_every_variable_and_name_stands_in_the_documents():
     text = (ROOT / "docs/references.md").read_text()
-    for name in (*references.VARIABLES, *variables.DEFAULTS, *references.ALIASES):
+    for name in (*aliases.VARIABLES, *variables.DEFAULTS, *aliases.ALIASES):
         assert f"`{name}`" in text or f"`{name}=" in text, name
-    assert all(f"`{name}`" in text for name in references.SERVERS)
+    assert all(f"`{name}`" in text for name in aliases.SERVERS)

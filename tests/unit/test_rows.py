@@ -9,16 +9,16 @@ import re
 
 import pytest
 
-from common.harness.record import REAL, FabricFacts, Result, make_record
-from common.launch.job import Outcome
+from common.harness.record import FabricFacts
 from common.results import answer, rows
 from common.results.faith import doubt, incorrect
-from common.results.records import Network, Record, Systematic, typed
-from common.results.reference_reports import report_lines, reports
+from common.results.records import Record
+from common.results.records.trust import Network, Systematic
+from common.results.reference_reports import reports
 from common.results.table import csv_text, significant
 from dear.errors import UserError
 from dear.training.algorithm import algorithm_class
-from tests.system.made import make_trial
+from tests.unit.made_record import record
 
 HEADERS = 1514 / 1448
 """What a link carries for each byte of payload."""
@@ -37,35 +37,6 @@ FACTS = {
         )
     },
 }
-
-
-def record(
-    algorithm="ddp",
-    step_s=0.1,
-    world=2,
-    *,
-    status="ok",
-    correct=True,
-    run="A",
-    fabric=REAL,
-    facts=None,
-    **trial,
-):
-    """As a sweep makes it: three repeats of four steps; `facts` are those of the first repeat."""
-    steps = [step_s * factor for factor in (0.999, 1.001, 1.0, 1.0)]
-    result = {
-        "iters": [steps[:2], steps[2:]],
-        "loss": 1.0,
-        "check": {"replicas_agree": True, "matches_reference": correct, "reference_error": 0.0},
-        "cpu_s_per_s": 1.0,
-    }
-    later = {k: v for k, v in (facts or {}).items() if k not in ("compute", "costs")}
-    repeats = [typed(Result, result | more) for more in (facts or {}, later, later)]
-    error = None if status == "ok" else {"message": f"it was a {status} | and\nmore, much more"}
-    outcome = Outcome(status=status, error=error)
-    made = make_trial(algorithm, world, **trial)
-    given = repeats if status == "ok" else []
-    return make_record(made, given, outcome, {"cores": 64}, "now", 1.0, fabric, run=run)
 
 
 SWEEP = [record("none", 0.08, 1), record("ddp", 0.1), record("dear", 0.05)]
@@ -271,47 +242,6 @@ def test_csv_holds_all_fields_at_full_precision():
         }
     assert float(parsed[2]["speedup"]) == table[2].speedup
     assert {name: float(parsed[2][name]) for name in PARTS} == PARTS
-
-
-def test_reference_reports_have_the_references_structure():
-    one = record("mgwfbp", 64 * 64 / 7897.6, 64, model="resnet50", batch_size=64)
-    assert reports([one]) == {"0": {"resnet50_64": {"mgwfbp": ["7897.600"]}}}
-    assert list(reports([record(launcher="ssh", launcher_options={"rdma": 1})])) == ["1"]
-    # Worlds ascending, and the rest left out.
-    failed, single = record("wfbp", status="failed"), record("none", world=1)
-    found = reports([record("ddp", 0.1, 4), failed, single, record("ddp", 0.1, 2)])
-    assert found == {"0": {"mnist_cnn_8": {"ddp": ["160.000", "320.000"]}}}
-
-
-def test_reference_reports_have_a_place_for_every_axis():
-    """What an experiment varies besides model, method and world must overwrite nothing."""
-    fault = {"kind": "link_down", "host": 1, "at_s": 2.0}
-    same = {"model": "bert_base", "batch_size": 8}
-    found = reports(
-        [
-            record("ddp", 0.1, network="1gbe"),
-            record("ddp", 0.2, network="1gbe", fault=fault),
-            record("ddp", 0.4, network="10gbe"),
-            record("ddp", 0.8, network="10gbe", **same, sentence_len=64),
-            record("ddp", 1.6, network="10gbe", **same, sentence_len=128),
-        ]
-    )
-    assert found == {
-        "1gbe": {"mnist_cnn_8": {"ddp": ["160.000"], "ddp, link_down h1 at 2 s": ["80.000"]}},
-        "10gbe": {
-            "mnist_cnn_8": {"ddp": ["40.000"]},
-            "bert_base_8_len64": {"ddp": ["20.000"]},
-            "bert_base_8_len128": {"ddp": ["10.000"]},
-        },
-    }
-    with pytest.raises(ValueError, match="two results for 0 mnist_cnn_8 ddp on 2"):
-        reports([record(), record()])
-
-
-def test_the_lines_of_the_references_report():
-    found = report_lines([record("mgwfbp", 64 * 64 / 7897.6, 64, model="resnet50", batch_size=64)])
-    assert re.fullmatch(r"Speed:  \(7897\.[0-9]{3}, [0-9.]+\)", found[0])
-    assert found[1:] == ["==== All Reports ======", "rdma:0,mgwfbp,7897.600"]
 
 
 def summary(records, compare_to="ddp"):

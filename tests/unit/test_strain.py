@@ -24,7 +24,7 @@ from common.harness.worker.timing import canary, strain
 from common.harness.worker.timing.strain import Gauge, Pressure, strain_of, used_cores
 from common.launch.job import Outcome
 from common.results.faith import doubt
-from common.results.records import Check, Strain
+from common.results.records.trust import Check, Strain
 from tests.system.made import make_trial
 
 

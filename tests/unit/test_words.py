@@ -13,7 +13,7 @@ from bench import words
 from common.harness.experiment import load
 from common.results.store import Comparison, append
 from plots import style, throughput
-from tests.unit.test_rows import record
+from tests.unit.made_record import record
 
 MACHINE = {"cores": 2, "cpu": "CPU", "packages": {"torch": "2"}, "commit": "abc"}
 

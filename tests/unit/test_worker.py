@@ -20,7 +20,8 @@ from common.harness.worker.timing.stopwatch import DeviceStopwatch
 from common.harness.worker.training import of_slowest_rank, step_parts, typical, untimed_steps
 from common.launch.job import Outcome
 from common.models.workload import Workload
-from common.results.records import Breakdown, Check
+from common.results.records import Breakdown
+from common.results.records.trust import Check
 from dear.comm import runtime
 from dear.cost.bounds import StepTimes
 from dear.cost.collectives import Measurement

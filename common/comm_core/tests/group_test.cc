@@ -5,6 +5,7 @@
 
 #include <atomic>
 #include <cstring>
+#include <latch>
 #include <random>
 
 #include "run_tests.h"
@@ -263,6 +264,7 @@ void who_was_held_up_comes_again() {
   auto store = std::make_shared<KeptNotes>();
   world.store = store;
   Together all(2);
+  std::latch away(1), greeted(1);
   run_ranks(world, [&](Rank& rank) {
     Group& group = *rank.channels[0];
     if (rank.rank == 0) {
@@ -270,18 +272,28 @@ void who_was_held_up_comes_again() {
       const LaneName name{{}, 0, 1, LaneKind::control};  // which rank 1 has no use for
       LaneTarget target{group.peer(1).address, "rank 1", note.substr(0, 32), name};
       std::copy(note.begin() + 32, note.end(), target.name.group.begin());
+      away.wait();
       Poller poller;
       ConnectingLane lane(target, {}, {poller});
-      sleep_ms(300);  // connected by then
-      expect(!lane.ready(), "no proof was asked for");
-      sleep_ms(5500);
-      const double until = now_s() + 5;
+      for (int i = 0; i < 100; ++i) {  // connected by then
+        expect(!lane.ready(), "it was let in by nobody");
+        sleep_ms(1);
+      }
+      greeted.count_down();
+      sleep_ms(5800);
+      const double until = now_s() + kHangsS;
       while (!lane.ready() && now_s() < until) sleep_ms(1);
       expect(lane.ready(), "it was not let in");
+    } else {
+      // Nobody is at its door: else the proof might be asked for, and given, at once.
+      rank.engine->call([&] {
+        away.count_down();
+        greeted.wait();
+      });
     }
     all.wait();
     expect_sum(group);
-    if (rank.rank == 1) expect(group.dropped_connections() == 1, "it was not taken for a stranger");
+    if (rank.rank == 1) expect(group.dropped_connections() >= 1, "it was not taken for a stranger");
     all.wait();
   });
 }

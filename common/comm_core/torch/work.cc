@@ -21,8 +21,9 @@ namespace comm_core {
 
 namespace {
 
-// A callback that is done by then has held up nobody.
-constexpr auto kPatience = std::chrono::milliseconds(1);
+// A callback that is done by then has held up nobody. Far more than one takes that waits for a core
+// or for Python's lock, for what follows would else be run before it.
+constexpr auto kPatience = std::chrono::milliseconds(50);
 // So many that wait for each other are more likely a mistake.
 constexpr size_t kMostThreads = 64;
 

@@ -34,7 +34,7 @@ from common.harness.worker.timed import gradient_bytes, say, time_steps
 from common.models.pace import set_pace
 from common.models.registry import build
 from common.models.workload import Workload
-from common.results.records import Check
+from common.results.records.trust import Check
 from dear.comm import runtime
 from dear.comm.environment import rank_facts
 from dear.errors import Unavailable, UserError

@@ -18,7 +18,9 @@ from common.harness.worker.timing.strain import Pressure, strain_of, used_cores
 from common.models.datasets import Split
 from common.models.registry import build
 from common.models.workload import Workload
-from common.results.records import Check, Data, Evaluation, Learning, RankPace, typed
+from common.results.records import typed
+from common.results.records.learned import Data, Evaluation, Learning, RankPace
+from common.results.records.trust import Check
 from dear.errors import UserError
 
 MOST_BYTES = 1 << 30

@@ -32,7 +32,8 @@ from common.harness.worker.training import Training, untimed_steps
 from common.models import datasets
 from common.models.datasets import Split
 from common.models.workload import Workload
-from common.results.records import Check, Data
+from common.results.records.learned import Data
+from common.results.records.trust import Check
 from dear.comm import runtime
 from dear.comm.communicator import Communicator
 from dear.errors import UserError

@@ -31,7 +31,8 @@ from common.harness.worker.timing.stopwatch import stopwatch
 from common.harness.worker.timing.strain import strain_of, used_cores
 from common.harness.worker.training import Training, of_slowest_rank, typical, untimed_steps
 from common.models.workload import Workload
-from common.results.records import Breakdown, Check, Group, Plan
+from common.results.records import Breakdown, Group, Plan
+from common.results.records.trust import Check
 from dear.comm import runtime
 from dear.cost.bounds import StepTimes
 from dear.cost.collectives import Measurement

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from dear.buckets.carriers import Carrier, make_carrier
-from dear.buckets.compressors import CompressedOptions
+from dear.buckets.compressors import CompressedOptions, Compression
 from dear.buckets.updates import beside, run_hooks
 from dear.comm.communicator import Communicator, Work
 from dear.cost.overlap import Overlap, Transfer
@@ -35,18 +35,7 @@ class Ddp(Algorithm):
     class Options(CompressedOptions):
         """DDP's own arguments, with its own defaults; how buckets are compressed; ZeRO-1."""
 
-        compression: Literal[
-            "none",
-            "fp16",
-            "bf16",
-            "topk",
-            "eftopk",
-            "gaussian",
-            "dgcsampling",
-            "signum",
-            "efsignum",
-            "powersgd",
-        ] = "none"
+        compression: Literal[Compression, "powersgd"] = "none"
         """As elsewhere, by bucket, as communication hooks: all but fp16 and bf16 start after the
         first passes, which make the buckets. `powersgd`: PowerSGD (Vogels et al. 2019, arXiv
         1905.13727), matrices of low rank with error feedback."""

@@ -55,6 +55,9 @@ inline World wired(const Wiring& wiring, int size) {
   return world;
 }
 
+// A hang, even on a machine that has much else to do.
+constexpr int kHangsS = 60;
+
 // Where all ranks wait for each other.
 class Together {
  public:
@@ -63,7 +66,7 @@ class Together {
     std::unique_lock<std::mutex> lock(mutex_);
     const int round = arrived_++ / size_;
     changed_.notify_all();
-    expect(changed_.wait_for(lock, std::chrono::seconds(15),
+    expect(changed_.wait_for(lock, std::chrono::seconds(kHangsS),
                              [&] { return arrived_ >= (round + 1) * size_; }),
            "other ranks hang");
   }
@@ -77,7 +80,7 @@ class Together {
 
 // The text of the operation's error after it has ended; "" if there is none. It must end soon.
 inline std::string error_of(const OpPtr& op) {
-  expect(op->wait(15), op->describe() + " hangs");
+  expect(op->wait(kHangsS), op->describe() + " hangs");
   return op->error() ? message_of(op->error()) : "";
 }
 

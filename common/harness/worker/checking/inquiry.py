@@ -16,7 +16,7 @@ from common.harness.worker.checking.witness import Testimony, Witness
 from common.harness.worker.training import Training, untimed_steps
 from common.models.registry import is_replay
 from common.models.workload import Workload
-from common.results.records import Check
+from common.results.records.trust import Check
 from dear.algorithms import reference as references
 from dear.comm import runtime
 from dear.training.algorithm import algorithm_class

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from common.results.records import CostCheck
+from common.results.records.trust import CostCheck
 from dear.comm.communicator import Communicator
 from dear.cost.collectives import LARGE, OPERATIONS, AlphaBeta, Measurement, measure_collective
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from common import cgroups
 from common.emulation.flow import cores_s
 from common.models import pace
-from common.results.records import Strain
+from common.results.records.trust import Strain
 
 _TASKS = Path("/proc/self/task")
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from common.results import answer
-from common.results.learning import LearnRow
+from common.results.learning.summary import LearnRow
 from common.results.records import Record
 from common.results.table import PLACE, Column, Table, doubted, significant
 

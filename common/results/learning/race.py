@@ -25,7 +25,8 @@ from itertools import pairwise
 from typing import Any
 
 from common.results import stats
-from common.results.records import Learning, Record
+from common.results.records import Record
+from common.results.records.learned import Learning
 from common.results.stats import Difference, Estimate
 
 

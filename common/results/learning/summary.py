@@ -16,7 +16,8 @@ from typing import Any
 
 from scipy.special import stdtrit
 
-from common.results import faith, race, stats
+from common.results import faith, stats
+from common.results.learning import race
 from common.results.records import Record
 from common.results.rows import base_of
 from common.results.stats import Estimate

@@ -1,0 +1,139 @@
+"""Whether a trial's numbers may be believed: was it the right training, on the right links, on a
+machine that was not too busy?"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+def elapsed_per_step_s(steps: Sequence[float]) -> float:
+    """Of a repeat, from the times of its steps; all in seconds."""
+    return math.fsum(steps) / len(steps)
+
+
+def mean_step_s(iters: Iterable[Iterable[Sequence[float]]]) -> float:
+    """Elapsed time per step in seconds: of each repeat, then their mean.
+
+    Args:
+        iters: step times by repeat and block.
+    """
+    repeats = [[step for block in repeat for step in block] for repeat in iters]
+    return statistics.fmean(map(elapsed_per_step_s, repeats))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """Whether it was the right training. None: not compared."""
+
+    replicas_agree: bool | None = None
+    matches_reference: bool | None = None
+    """What the trial was compared with is what it did, in the first steps and to the end."""
+    replica_spread: float | None = None
+    """Largest difference of any parameter element between ranks; None also if it is infinite."""
+    reference_error: float | None = None
+    """Of the tensor that was farthest off after the first steps, relative to how far it should have
+    moved; None also if it is not finite, as the next but one."""
+    consensus_distance: float | None = None
+    judged_by: Literal["reference", "invariants", "replicas"] | None = None
+    """What it was compared with: its serial reference, what holds for whatever order ranks came in,
+    or nothing but the other replicas. None in older records, whose comparison knew less."""
+    worst_tensor: str | None = None
+    """The one that was farthest off, in the first steps or at the end, whichever is worse."""
+    end_error: float | None = None
+    """The same as `reference_error` over all steps of the first repeat, timed ones included."""
+    finding: str | None = None
+    """What was wrong, or why nothing was compared; None where all was right."""
+
+    @property
+    def verdict(self) -> Literal["yes", "NO", "unchecked"]:
+        """Whether the training was right, as far as it was looked at."""
+        found = (self.replicas_agree, self.matches_reference)
+        if False in found:
+            return "NO"
+        return "unchecked" if None in found else "yes"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Systematic:
+    """The same trial at another time scale: what of its step does not scale."""
+
+    time_scale: float
+    """Twice the record's own, k."""
+    iters: list[list[list[float]]]
+    """Step times there, in seconds of what is emulated, by repeat and block."""
+    step_s: float
+    """T(k): the mean step of the record itself, `Record.step_s`."""
+
+    @property
+    def relative(self) -> float:
+        """|T(k) - T(2k)| / T(k)."""
+        return abs(self.step_s - mean_step_s(self.iters)) / self.step_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strain:
+    """How hard the machine was pressed while steps were timed; of several machines, the worst."""
+
+    core_wait: float | None = None
+    """Of the rank that waited longest: seconds that its threads, all together, waited for a core,
+    per second of timed steps; None where the kernel does not tell."""
+    late: float | None = None
+    """Where compute is real: seconds per second by which the rank that suffered most computed
+    longer because it had no core; what a time scale leaves room for makes nothing longer. None also
+    where compute is replayed, which makes up for them."""
+    main_wait: float | None = None
+    """As `core_wait`, of the threads that train alone: they issue all work and hold up the step."""
+    fell_behind: float = 0.0
+    """Where compute is replayed: by how much more hosts were behind their devices in the end than
+    in the beginning, seconds per second, the mean of the ranks; below 0: less. What a host has made
+    up for by then is in the steps."""
+    foreign_cores: float = 0.0
+    """Of the cores that the ranks may use, used by other processes in the mean over the timed
+    steps."""
+    steal_cores: float = 0.0
+    """Taken by other virtual machines."""
+    throttled_s: float = 0.0
+    """Seconds of this machine for which a limit of its control group kept a rank from running."""
+    canary_s: list[float] | None = None
+    """What a fixed piece of work took before and after."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Network:
+    """The links, as asked for and as measured; None on a real network."""
+
+    requested: dict[str, Any] | None = None
+    measured: list[dict[str, Any]] | None = None
+    """Of each link by itself."""
+    together: list[dict[str, Any]] = field(default_factory=list)
+    """What each host received from the one before it, all of them sending at once."""
+    delays: list[dict[str, Any]] = field(default_factory=list)
+    """One way, of each host to the next and between each two sites, all at once; emulated."""
+    links: str | None = None
+    """What shapes them: tc, or switch."""
+    congestion: str | None = None
+    """TCP's congestion control."""
+    switch: dict[str, Any] | None = None
+    """What the switch counted while all links were busy, and how late it was."""
+    launches: list[dict[str, Any]] = field(default_factory=list)
+    """The same of each launch of the trial, with its `repeat`; and `rate_changes` where the network
+    has a trace."""
+    off_percent: float | None = None
+    flagged: bool | None = None
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CostCheck:
+    """Whether the fits of collectives may be believed."""
+
+    residual: float
+    """How far measurements are off the fit, as a share of what it says: the median over sizes of
+    the operation that fits worst."""
+    drift: float
+    """By how much longer the largest messages took at the trial's end than at its begin, as a
+    share: of the operation that changed most."""

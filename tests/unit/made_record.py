@@ -1,0 +1,37 @@
+"""Records as a sweep makes them, of trials that nobody ran."""
+
+from __future__ import annotations
+
+from common.harness.record import REAL, Result, make_record
+from common.launch.job import Outcome
+from common.results.records import Record, typed
+from tests.system.made import make_trial
+
+
+def record(
+    algorithm="ddp",
+    step_s=0.1,
+    world=2,
+    *,
+    status="ok",
+    correct=True,
+    run="A",
+    fabric=REAL,
+    facts=None,
+    **trial,
+) -> Record:
+    """As a sweep makes it: three repeats of four steps; `facts` are those of the first repeat."""
+    steps = [step_s * factor for factor in (0.999, 1.001, 1.0, 1.0)]
+    result = {
+        "iters": [steps[:2], steps[2:]],
+        "loss": 1.0,
+        "check": {"replicas_agree": True, "matches_reference": correct, "reference_error": 0.0},
+        "cpu_s_per_s": 1.0,
+    }
+    later = {k: v for k, v in (facts or {}).items() if k not in ("compute", "costs")}
+    repeats = [typed(Result, result | more) for more in (facts or {}, later, later)]
+    error = None if status == "ok" else {"message": f"it was a {status} | and\nmore, much more"}
+    outcome = Outcome(status=status, error=error)
+    made = make_trial(algorithm, world, **trial)
+    given = repeats if status == "ok" else []
+    return make_record(made, given, outcome, {"cores": 64}, "now", 1.0, fabric, run=run)

@@ -25,9 +25,10 @@ from common.results.table import significant
 from plots import style
 
 _GREY = "#8a8a8a"
-_FIELDS = ["fault", "algorithm", "repeat", "seed", "at_s", "seconds", "steps"]
+_ALONG = {"seconds": "seconds of training", "steps": "steps per rank", "epoch": "epochs"}
+_FIELDS = ["fault", "algorithm", "repeat", "seed", "at_s", "epoch", "seconds", "steps"]
 _FIELDS += [f"{what}{end}" for what in ("accuracy", "loss") for end in ("", "_min", "_max")]
-_FIELDS += ["consensus_distance", "staleness"]
+_FIELDS += ["accuracy_top5", "train_loss", "consensus_distance", "staleness"]
 
 
 def draw(folder: Path, out: Path) -> list[Path]:
@@ -102,7 +103,12 @@ def _curves(
     if everything[0].trial["learn"]["target_accuracy"] is not None:
         panels.append(partial(_race, table=table))
         heights.append(0.5 + 0.27 * max(map(len, columns.values())))
-    panels += [partial(_accuracy, x="seconds"), partial(_accuracy, x="steps"), _loss]
+    # Epochs are the same steps for all; seconds tell who is fast.
+    along = "epoch" if everything[0].trial["learn"].get("epochs") else "steps"
+    panels += [partial(_accuracy, x="seconds"), partial(_accuracy, x=along)]
+    panels.append(partial(_loss, x="epoch" if along == "epoch" else "seconds"))
+    if along == "epoch":
+        panels.append(partial(_loss, x=along, y="train_loss"))
     for panel, key in ((_consensus, "consensus_distance"), (_staleness, "staleness")):
         if any(getattr(e, key) for record in everything for e in _evaluations(record)):
             panels.append(panel)
@@ -156,17 +162,25 @@ def _race(
             ends = [row.to_target_low_s, row.to_target_high_s]
             axis.plot(ends, [place, place], color=shade, lw=2)
         if row.reached != row.runs:
-            text = f"{row.reached} of {row.runs} in {row.budget_s:g} s"
-            at = (row.budget_s, place)
+            text = f"{row.reached} of {row.runs} in {row.limit}"
+            at = (_longest_s(records), place)
             axis.annotate(text, at, ha="right", va="center", fontsize=7, color="#333333")
     axis.set_yticks(range(len(records)), [textwrap.fill(r.label, 24) for r in records], fontsize=7)
     for label, record in zip(axis.get_yticklabels(), records, strict=True):
         label.set_color(_GREY if doubt(record) else "black")
     axis.set_ylim(len(records) - 0.4, -0.6)
     axis.tick_params(axis="y", length=0)
-    axis.set_xlim(0, records[0].trial["learn"]["budget_s"] * 1.02)
+    axis.set_xlim(0, _longest_s(records) * 1.02)
     target = records[0].trial["learn"]["target_accuracy"]
     axis.set_xlabel(f"seconds of training to {target:.0%} test accuracy", fontsize=8)
+
+
+def _longest_s(records: Sequence[Record]) -> float:
+    """Of all runs; for an equal time that time."""
+    learn = records[0].trial["learn"]
+    if not learn.get("epochs"):
+        return learn["budget_s"]
+    return max(one.seconds for record in records for one in _evaluations(record))
 
 
 def _paces(
@@ -212,7 +226,7 @@ def _lines(
     axis: Axes, records: Sequence[Record], colour: dict[str, str], y: str, x: str = "seconds"
 ) -> None:
     """Per trial the mean of its runs at each mark, and around it the range of the runs."""
-    along = "mean_steps" if x == "steps" else "seconds"
+    along = "mean_steps" if x == "steps" else x
     for record in sorted(records, key=lambda one: doubt(one) is None):
         points = []
         for marks in zip(*(run.evaluations for run in record.learning), strict=True):
@@ -227,7 +241,7 @@ def _lines(
         axis.plot(at, mean, color=shade, lw=1.3)
         if low != high:
             axis.fill_between(at, low, high, color=shade, alpha=0.13, lw=0)
-    axis.set_xlabel("seconds of training" if x == "seconds" else "steps per rank", fontsize=8)
+    axis.set_xlabel(_ALONG[x], fontsize=8)
     axis.grid(True, axis="both")
     axis.set_xlim(left=0)
 
@@ -243,10 +257,12 @@ def _accuracy(axis: Axes, records: Sequence[Record], colour: dict[str, str], *, 
     axis.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
 
 
-def _loss(axis: Axes, records: Sequence[Record], colour: dict[str, str]) -> None:
+def _loss(
+    axis: Axes, records: Sequence[Record], colour: dict[str, str], *, x: str, y: str = "loss"
+) -> None:
     axis.set_yscale("log")
-    axis.set_ylabel("test loss", fontsize=8)
-    _lines(axis, records, colour, "loss")
+    axis.set_ylabel({"loss": "test loss", "train_loss": "training loss"}[y], fontsize=8)
+    _lines(axis, records, colour, y, x)
 
 
 def _consensus(axis: Axes, records: Sequence[Record], colour: dict[str, str]) -> None:
@@ -278,7 +294,7 @@ def _about(good: Sequence[Record], judged: bool) -> str:
     first = good[0]
     learn, counts = first.trial["learn"], {len(record.learning) for record in good}
     runs = max(counts)
-    text = f"n = {runs} {'run' if runs == 1 else 'runs'} of {learn['budget_s']:g} s each"
+    text = f"n = {runs} {'run' if runs == 1 else 'runs'} of {summary.limit(learn)} each"
     if judged:
         text += f" on {learn['data']}"
         if first.data is not None:

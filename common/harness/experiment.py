@@ -17,10 +17,18 @@ from common.emulation.config import ClusterConfig, Fault, network_profile
 from common.emulation.dilation import check_scale
 from common.emulation.faults import check_fault
 from common.emulation.links import check as check_links
-from common.harness.trial import BASELINE, LearnConfig, MeasureConfig, OptimizerConfig, Trial
+from common.harness.learn import LearnConfig
+from common.harness.trial import BASELINE, MeasureConfig, OptimizerConfig, Trial
 from common.launch.job import launcher_options
-from common.models import datasets
-from common.models.registry import DTYPES, is_replay, model_entry, profile_of, sentence_len
+from common.models import data as sources
+from common.models.registry import (
+    DTYPES,
+    MODELS,
+    is_replay,
+    model_entry,
+    profile_of,
+    sentence_len,
+)
 from common.results.records import base_among
 from dear.algorithms import aliases
 from dear.errors import UserError, unknown
@@ -86,9 +94,11 @@ class Experiment:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     measure: MeasureConfig = field(default_factory=MeasureConfig)
     learn: LearnConfig | None = None
-    """Train for a time, at own pace where the algorithm allows it, instead of timing steps."""
+    """Train for a time or some epochs, at own pace where the algorithm allows it, instead of timing
+    steps."""
     data_dir: str | None = None
-    """Folder with the files of learn.data=mnist; None: the environment's MNIST_DIR."""
+    """Where the files of learn.data are; None: where the environment says (`MNIST_DIR`,
+    `CIFAR_DIR`, `IMAGE_DIR`, `TEXT_FILE`)."""
     cluster: ClusterConfig | None = None
     """Virtual hosts to run on; None runs on what is really there."""
     networks: tuple[str, ...] = ()
@@ -107,6 +117,8 @@ class Experiment:
     """What moves the bytes; None takes comm_core for cpu and nccl for cuda."""
     device: Literal["cpu", "cuda"] = "cpu"
     dtype: str = "float32"
+    """Of parameters and inputs; `amp-bf16`, `amp-fp16`: float32, and autocast computes in 16 bits
+    (fp16 with a GradScaler)."""
     tf32: bool = False
     """GPUs: matrices of float32 are multiplied in TensorFloat-32."""
     cudnn_benchmark: bool = False
@@ -150,6 +162,8 @@ class Experiment:
         for choice in self.models:
             sentence_len(choice.name, choice.sentence_len)
             if is_replay(choice.name):
+                if self.dtype.startswith("amp-"):
+                    raise UserError(f"dtype: {choice.name} computes nothing; use dtype: float32")
                 if self.device != "cpu":
                     raise UserError(f"device: {choice.name} replays on CPUs; use device: cpu")
                 batch_size = choice.batch_size or model_entry(choice.name).batch_size
@@ -181,9 +195,14 @@ class Experiment:
                     f"{', '.join(sorted(used))}"
                 )
         for name in (choice.name for choice in self.models) if learn.data else ():
-            if is_replay(name) or not model_entry(name).learns:
+            kinds = sources.SOURCES[learn.data].kinds
+            if is_replay(name) or model_entry(name).learns not in kinds:
+                fitting = [m for m, entry in MODELS.items() if entry.learns in kinds]
+                real = [m for m in fitting if not is_replay(m)]
                 raise UserError(
-                    f"learn.data: {name} cannot learn {learn.data}; use model mnist_cnn"
+                    f"learn.data: {name} cannot learn {learn.data}; models that can: "
+                    + ", ".join(real[:_SHOWN])
+                    + (", ..." if len(real) > _SHOWN else "")
                 )
         for world_size in self.worlds if learn.batch_sizes is not None else ():
             if world_size != len(learn.batch_sizes):
@@ -191,7 +210,7 @@ class Experiment:
                     f"learn.batch_sizes: {len(learn.batch_sizes)} batch sizes for {world_size} "
                     "workers"
                 )
-        if self.timeout_s <= learn.budget_s:
+        if learn.epochs is None and self.timeout_s <= learn.budget_s:
             raise UserError(
                 f"timeout_s: {self.timeout_s:g} s leave no time for learn.budget_s="
                 f"{learn.budget_s:g}"
@@ -254,13 +273,13 @@ class Experiment:
     @property
     def worker_env(self) -> dict[str, str]:
         """Variables that the workers need: where the data is."""
-        folder = self._data_folder()
-        return {} if folder is None else {datasets.MNIST_DIR: str(folder)}
+        path = self._data_path()
+        return {} if path is None else {sources.SOURCES[self.learn.data].variable: str(path)}
 
-    def _data_folder(self) -> Path | None:
+    def _data_path(self) -> Path | None:
         if self.learn is None or self.learn.data is None:
             return None
-        return datasets.folder_of(self.learn.data, self.data_dir)
+        return sources.path_of(self.learn.data, self.data_dir)
 
     @functools.cached_property
     def _chosen(self) -> list[tuple[AlgorithmChoice, Options]]:
@@ -293,7 +312,7 @@ class Experiment:
         if self.learn is None or self.learn.data is None:
             data_digest = None
         elif data_digest is None:
-            data_digest = datasets.digest(self.learn.data, self._data_folder())
+            data_digest = sources.digest(self.learn.data, self._data_path())
         alone = AlgorithmChoice(name=BASELINE, label="single worker"), Options()
         trials = []
         for model in self.models:
@@ -360,6 +379,7 @@ class Experiment:
         )
 
 
+_SHOWN = 8
 _AS_GIVEN = ("launcher", "launcher_options", "device", "dtype", "seed", "optimizer", "measure")
 _AS_GIVEN += ("collective_timeout_s", "tf32", "cudnn_benchmark")
 

@@ -92,7 +92,9 @@ class Result:
         in seconds of what the fabric stands for.
         """
         if trial.learn is not None:
-            return trial.learn.budget_s
+            if trial.learn.epochs is None:
+                return trial.learn.budget_s
+            return max(rank.elapsed_s for rank in self.learning.ranks if rank)
         before = [step for block in self.untimed for step in block]
         warm_up = trial.measure.warmup_steps * elapsed_per_step_s(self.steps)
         return math.fsum((*self.steps, *before, warm_up))

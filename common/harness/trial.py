@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from common.emulation.config import Fault
+from common.harness.learn import LATER, LearnConfig
 from common.models.pace import Pace
 from common.results.records import typed
 from dear.cost.collectives import AlphaBeta
@@ -124,53 +124,6 @@ class MeasureConfig:
             )
         more = self.repeats_at_2k
         return text + (f", and {more} at twice the time scale" if more else "")
-
-
-@dataclass(frozen=True, kw_only=True)
-class LearnConfig:
-    """Training for a time; the key `learn:`. Algorithms that wait for nobody run at own pace."""
-
-    budget_s: float = 20.0
-    """Seconds of training, of the emulated cluster where there is one. Judging does not count."""
-    eval_every_s: float = 1.0
-    """Seconds of training between two copies of the parameters, which are judged afterwards."""
-    data: Literal["mnist", "digits"] | None = None
-    """What the model learns. `mnist`: the files in `data_dir`; `digits`: those of scikit-learn;
-    null: the model's made-up batch, for rates of steps at own pace; nothing is judged."""
-    sampler: Literal["shared", "own"] = "shared"
-    """`shared`: in each round all ranks share one order of the data; `own`: each rank goes through
-    the whole data in an order of its own (dear.training.pace.LocalStepRandomBatchSampler)."""
-    batch_sizes: tuple[int, ...] | None = None
-    """Samples per step of each rank instead of the model's: a slower host may have a smaller part.
-    In averages every rank counts the same. Goes with `data`."""
-    target_accuracy: float | None = None
-    """Share of right answers, 0 .. 1; how soon it is reached is told. null: none."""
-
-    def __post_init__(self) -> None:
-        if self.batch_sizes is not None:
-            for rank, size in enumerate(self.batch_sizes):
-                at_least(f"learn.batch_sizes.{rank}", size, 1)
-        positive("learn.budget_s", self.budget_s)
-        positive("learn.eval_every_s", self.eval_every_s)
-        if self.eval_every_s > self.budget_s:
-            raise UserError(
-                f"learn.eval_every_s must be at most learn.budget_s, got {self.eval_every_s:g} "
-                f"and {self.budget_s:g}"
-            )
-        if self.target_accuracy is not None and not 0 < self.target_accuracy <= 1:
-            raise UserError(
-                f"learn.target_accuracy must be above 0 and at most 1, got {self.target_accuracy:g}"
-            )
-        if self.data is None:
-            for field in ("sampler", "batch_sizes", "target_accuracy"):
-                if getattr(self, field) != LearnConfig.__dataclass_fields__[field].default:
-                    raise UserError(f"learn.{field}: goes with learn.data=mnist or digits")
-
-    @property
-    def marks(self) -> tuple[float, ...]:
-        """The times of the copies in seconds of training, 0 and the end among them."""
-        count = math.ceil(self.budget_s / self.eval_every_s - 1e-9)
-        return (*(i * self.eval_every_s for i in range(count)), self.budget_s)
 
 
 def options_of(algorithm: str, given: Mapping[str, Any]) -> Options:
@@ -312,6 +265,9 @@ class Trial:
         for key in ("twin", "tf32", "cudnn_benchmark"):
             if not values[key]:
                 del values[key]
+        for key in LATER if self.learn is not None else ():
+            if getattr(self.learn, key) == LearnConfig.__dataclass_fields__[key].default:
+                del values["learn"][key]
         return values
 
     @classmethod

@@ -286,6 +286,7 @@ def _be_rank(
     before: Callable[[], None] | None,
 ) -> None:
     """Runs in the new process."""
+    multiprocessing.current_process().daemon = False  # for then it may have none, to read data with
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if log is not None:

@@ -12,7 +12,7 @@ from common.models.workload import Workload
 class MnistCnn(nn.Module):
     """Two convolutions and two linear layers, 1.2 million parameters; input `[n, 1, 28, 28]`."""
 
-    def __init__(self) -> None:
+    def __init__(self, classes: int = 10) -> None:
         super().__init__()
         self.features = nn.Sequential(
             nn.Conv2d(1, 32, 3),
@@ -24,21 +24,25 @@ class MnistCnn(nn.Module):
             nn.Flatten(),
         )
         self.classifier = nn.Sequential(
-            nn.Linear(9216, 128), nn.ReLU(), nn.Dropout(0.5), nn.Linear(128, 10)
+            nn.Linear(9216, 128), nn.ReLU(), nn.Dropout(0.5), nn.Linear(128, classes)
         )
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Scores `[n, 10]`."""
+        """Scores `[n, classes]`."""
         return self.classifier(self.features(images))
 
 
 def build(
-    name: str, batch_size: int, sentence_len: int | None, generator: torch.Generator
+    name: str,
+    batch_size: int,
+    sentence_len: int | None,
+    generator: torch.Generator,
+    classes: int = 10,
 ) -> Workload:
     """`MnistCnn` with random weights and random pixels."""
     return Workload(
-        model=MnistCnn(),
+        model=MnistCnn(classes),
         inputs=(torch.randn(batch_size, 1, 28, 28, generator=generator),),
-        targets=(torch.randint(10, (batch_size,), generator=generator),),
+        targets=(torch.randint(classes, (batch_size,), generator=generator),),
         criterion=functional.cross_entropy,
     )

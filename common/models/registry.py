@@ -11,13 +11,16 @@ import importlib
 from dataclasses import dataclass
 
 from common.models import profile as profiles
+from common.models.data import Kind
 from common.models.profile import Profile
 from common.models.workload import Workload
 from dear.errors import UserError, unknown
 from dear.lazy import torch
 
-DTYPES = ("float32", "float64", "bfloat16")
-"""What parameters and inputs can be of."""
+_MIXED = {"amp-bf16": "bfloat16", "amp-fp16": "float16"}
+DTYPES = ("float32", "float64", "bfloat16", *_MIXED)
+"""What parameters and inputs can be of; mixed precision: of float32, and autocast computes in
+less."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,8 +35,10 @@ class ModelEntry:
     """Samples per worker where an experiment does not say."""
     sentence_len: int | None = None
     """Default length in tokens; None for models that have no such thing."""
-    learns: bool = False
-    """Its input has the shape of the images of `common.models.datasets`."""
+    learns: Kind | None = None
+    """The data that it can learn; its builder then takes `classes`, too."""
+    image_size: int | None = None
+    """Pixels of a side, of images that are cut to its size."""
 
     @property
     def module(self) -> str:
@@ -60,12 +65,36 @@ _BERT = ModelEntry(
     builder="common.models.bert:build", sample_unit="sen", batch_size=8, sentence_len=64
 )
 
+_CIFAR_DEPTHS = (20, 32, 44, 56, 110)
+_OF_CIFAR = ModelEntry(
+    builder="common.models.cifar:build", batch_size=128, learns="small images", image_size=32
+)
+_OF_WORDS = ModelEntry(
+    builder="common.models.lstm:build",
+    sample_unit="sen",
+    batch_size=20,
+    sentence_len=35,
+    learns="text",
+)
+
+
+def _of_imagenet(builder: str, image_size: int = 224) -> ModelEntry:
+    return ModelEntry(
+        builder=f"common.models.cnn:{builder}", learns="images", image_size=image_size
+    )
+
+
 _COMPUTED: dict[str, ModelEntry] = {
-    **{name: ModelEntry(builder="common.models.cnn:build_torchvision") for name in _TORCHVISION},
-    "inceptionv4": ModelEntry(builder="common.models.cnn:build_timm"),
+    **{name: _of_imagenet("build_torchvision") for name in _TORCHVISION},
+    "inception_v3": _of_imagenet("build_torchvision", 227),  # as the references feed it
+    "inceptionv4": _of_imagenet("build_timm"),
+    **{f"resnet{depth}": _OF_CIFAR for depth in _CIFAR_DEPTHS},
+    "vgg16_cifar": _OF_CIFAR,
+    "lstm": _OF_WORDS,
+    "lstm_small": _OF_WORDS,
     "bert_base": _BERT,
     "bert": _BERT,
-    "mnist_cnn": ModelEntry(builder="common.models.mnist:build", learns=True),
+    "mnist_cnn": ModelEntry(builder="common.models.mnist:build", learns="digits"),
 }
 _REPLAY_BUILDER = "common.models.replay:build"
 
@@ -151,12 +180,32 @@ def _other_sentences(name: str, given: int, recorded: list[int | None]) -> UserE
 
 
 def build(
-    name: str, batch_size: int, sentence_len: int | None, generator: torch.Generator
+    name: str,
+    batch_size: int,
+    sentence_len: int | None,
+    generator: torch.Generator,
+    classes: int | None = None,
 ) -> Workload:
     """Makes the model with random weights and one synthetic batch drawn from `generator`.
 
     Weights come from torch's global random state: seed it alike on all ranks.
+
+    Args:
+        classes: of the data that it is to learn; None: as many as its authors had.
     """
     module, _, function = model_entry(name).builder.partition(":")
     builder = getattr(importlib.import_module(module), function)
-    return builder(name, batch_size, sentence_len, generator)
+    more = {} if classes is None else {"classes": classes}
+    return builder(name, batch_size, sentence_len, generator, **more)
+
+
+def precision(dtype: str) -> tuple[torch.dtype, torch.dtype | None]:
+    """What parameters and inputs are of, and what autocast computes in (None: there is none)."""
+    mixed = _MIXED.get(dtype)
+    return (torch.float32, getattr(torch, mixed)) if mixed else (getattr(torch, dtype), None)
+
+
+def sample_size(name: str, sentence_len: int | None) -> int | None:
+    """Of what the model learns: pixels of a side, or words; None where its data has a size."""
+    entry = model_entry(name)
+    return sentence_len if entry.learns == "text" else entry.image_size

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dear.lazy import torch
@@ -19,8 +20,14 @@ class Workload:
     targets: tuple[torch.Tensor, ...]
     criterion: Callable[..., torch.Tensor]
     """`criterion(output, *targets)` is the scalar loss."""
+    autocast: torch.dtype | None = None
+    """Mixed precision: what torch.autocast computes in; None: everything is in its own type."""
+    scaler: torch.amp.GradScaler | None = None
+    """Scales the loss where gradients of `autocast` would fall out of its range."""
 
-    def to(self, device: torch.device, dtype: torch.dtype) -> Workload:
+    def to(
+        self, device: torch.device, dtype: torch.dtype, autocast: torch.dtype | None = None
+    ) -> Workload:
         """The same workload on `device` with floating-point weights and inputs of `dtype`."""
 
         def move(value: torch.Tensor) -> torch.Tensor:
@@ -30,17 +37,45 @@ class Workload:
             inputs: Any = {key: move(value) for key, value in self.inputs.items()}
         else:
             inputs = tuple(move(value) for value in self.inputs)
-        return Workload(
+        half = autocast == torch.float16
+        return replace(
+            self,
             model=self.model.to(device, dtype),
             inputs=inputs,
             targets=tuple(target.to(device) for target in self.targets),
-            criterion=self.criterion,
+            autocast=autocast,
+            scaler=torch.amp.GradScaler(device.type) if half else None,
         )
+
+    def feed(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
+        """Makes this the batch, where there is one tensor of each."""
+        (before,) = self.inputs
+        kind = before.dtype if inputs.is_floating_point() else inputs.dtype
+        self.inputs = (inputs.to(before.device, kind),)
+        self.targets = (targets.to(before.device),)
 
     def loss(self) -> torch.Tensor:
         """One forward pass through the model and the criterion; a scalar."""
-        if isinstance(self.inputs, dict):
-            output = self.model(**self.inputs)
+        with self._precision():
+            if isinstance(self.inputs, dict):
+                output = self.model(**self.inputs)
+            else:
+                output = self.model(*self.inputs)
+            return self.criterion(output, *self.targets)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """The backward pass; gradients are those of the scaled loss where there is a scaler."""
+        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+
+    def update(self, optimizer: torch.optim.Optimizer) -> None:
+        """The optimizer's step; a scaler skips it where a gradient is not finite."""
+        if self.scaler is None:
+            optimizer.step()
         else:
-            output = self.model(*self.inputs)
-        return self.criterion(output, *self.targets)
+            self.scaler.step(optimizer)
+            self.scaler.update()
+
+    def _precision(self) -> contextlib.AbstractContextManager[Any]:
+        if self.autocast is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self.targets[0].device.type, self.autocast)

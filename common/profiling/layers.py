@@ -45,7 +45,7 @@ def record_profile(options: argparse.Namespace) -> Profile:
     torch.manual_seed(SEED)
     place = torch.device(device)
     workload = registry.build(model, batch_size, sentence_len, torch.Generator().manual_seed(SEED))
-    workload = workload.to(place, getattr(torch, dtype))
+    workload = workload.to(place, *registry.precision(dtype))
     workload.model.train()
     layers, overhead = record(workload, place, warmup=warmup, steps=steps)
     name = torch.cuda.get_device_name() if device == "cuda" else machine_card()["cpu"]

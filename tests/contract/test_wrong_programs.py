@@ -6,7 +6,8 @@ import math
 
 import pytest
 
-from common.harness.trial import LearnConfig, MeasureConfig, OptimizerConfig
+from common.harness.learn import LearnConfig
+from common.harness.trial import MeasureConfig, OptimizerConfig
 from dear.algorithms import reference as references
 from dear.training.algorithm import algorithm_names
 from tests.contract import wrong_programs

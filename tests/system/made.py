@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gzip
+import pickle
 import struct
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 
 from common.emulation.config import Fault
 from common.harness.trial import MeasureConfig, OptimizerConfig, Trial, options_of
@@ -48,6 +50,37 @@ def idx(array: np.ndarray) -> bytes:
     """The array as an IDX file of bytes."""
     header = struct.pack(">HBB", 0, 0x08, array.ndim) + struct.pack(f">{array.ndim}I", *array.shape)
     return header + array.astype(np.uint8).tobytes()
+
+
+def write_cifar(folder: Path, *, name: str = "cifar10", images: int = 40) -> Path:
+    """Files as those of CIFAR-10 or CIFAR-100, for training and to judge by; what an image shows
+    goes with its label. Returns the folder that holds their own."""
+    fine = name == "cifar100"
+    own = folder / ("cifar-100-python" if fine else "cifar-10-batches-py")
+    own.mkdir(parents=True)
+    random, classes = np.random.default_rng(1), 100 if fine else 10
+    key, names = ("fine_labels", "fine_label_names") if fine else ("labels", "label_names")
+    parts = ["train", "test"] if fine else [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]
+    for part in parts:
+        labels = (np.arange(images) % classes).tolist()
+        pixels = random.integers(0, 60, (images, 3072)) + 15 * (np.array(labels)[:, None] % 13)
+        held = {"data": pixels.astype(np.uint8), key: labels}
+        (own / part).write_bytes(pickle.dumps(held))
+    meta = {names: [f"class {i}" for i in range(classes)]}
+    (own / ("meta" if fine else "batches.meta")).write_bytes(pickle.dumps(meta))
+    return folder
+
+
+def write_images(folder: Path, *, classes: int = 3, images: int = 4, test: str = "val") -> Path:
+    """An image folder; those of a class are of one colour, and of different sizes."""
+    for part in ("train", test):
+        for label in range(classes):
+            place = folder / part / f"class{label}"
+            place.mkdir(parents=True)
+            for number in range(images):
+                pixels = np.full((40 + number, 50, 3), 60 * label + 20, np.uint8)
+                Image.fromarray(pixels).save(place / f"{number}.png")
+    return folder
 
 
 def write_mnist(folder: Path, *, zipped: bool = False, images: int = 10, shift: int = 0) -> Path:

@@ -17,12 +17,14 @@ from torch.nn import functional
 
 import dear
 from common.launch.ranks import Ranks, rank_env
-from common.models.datasets import load_digits, load_mnist, read_idx
+from common.models.data.digits import load_digits
+from common.models.data.mnist import load_mnist, read_idx
 from dear.training.algorithm import algorithm_class, algorithm_names
-from tests.system.made import idx, write_mnist
+from tests.system.made import idx, write_cifar, write_mnist
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "mnist" / "train.py"
+TRAINING = ROOT / "examples" / "training" / "train.py"
 
 
 def mnist_folder() -> Path:
@@ -44,27 +46,48 @@ def run(*command: str, **options) -> subprocess.CompletedProcess:
     )
 
 
-def train_in_ranks(folder: Path, *flags: str) -> str:
-    """Runs the script's `main` in two ranks forked from a warm Python; returns what rank 0 says."""
+def train_in_ranks(folder: Path, *flags: str, script: Path = SCRIPT) -> str:
+    """Runs a script's `main` in two ranks forked from a warm Python; returns what rank 0 says."""
     output = folder / "output"
     with Ranks() as ranks:
         for rank in range(2):
             env = rank_env(rank, 2, store=folder / "store")
             log = output if rank == 0 else folder / "other"
-            ranks.function(_train, flags, env=env, log=log)
+            ranks.function(_train, script, flags, env=env, log=log)
         ranks.wait(110)
     assert ranks.codes == {0: 0, 1: 0}, output.read_text()
     return output.read_text()
 
 
-def _train(flags: tuple[str, ...]) -> None:
+def _train(script: Path, flags: tuple[str, ...]) -> None:
     import torch
 
-    sys.path.insert(0, str(SCRIPT.parent))
+    sys.path.insert(0, str(script.parent))
     import train
 
     torch.set_num_threads(1)
     train.main(flags)
+
+
+@pytest.mark.parametrize(
+    ("flags", "wanted"),
+    [
+        (("--amp", "bf16", "--warmup-epochs", "1", "--lr", "0.005"), "top-5 "),
+        (("--data", "text", "--model", "lstm_small", "--lr", "1"), "perplexity "),
+    ],
+    ids=["cifar10", "text"],
+)
+def test_images_and_texts_are_trained_on_by_an_ordinary_script(tmp_path, flags, wanted):
+    place = tmp_path / "data"
+    if "text" in flags:
+        place.write_text("one two three four five six seven\n" * 300)
+    else:
+        write_cifar(place)
+    given = ("--data-dir", str(place), "--batch-size", "4", "--epochs", "3", *flags)
+    output = train_in_ranks(tmp_path, *given, script=TRAINING)
+    losses = [float(found) for found in re.findall(r"  loss ([0-9.]+)", output)]
+    assert len(losses) == 3 and losses[2] < losses[0], output
+    assert output.count(wanted) == 3 and "on 2 process(es), dear" in output
 
 
 def bar(algorithm: str) -> float:

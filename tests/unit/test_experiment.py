@@ -15,9 +15,9 @@ from common.emulation.config import Fault, network_profile
 from common.harness import cli
 from common.harness import experiment as experiments
 from common.harness.experiment import load
+from common.harness.learn import LearnConfig
 from common.harness.trial import (
     BASELINE,
-    LearnConfig,
     MeasureConfig,
     OptimizerConfig,
     Trial,
@@ -78,7 +78,7 @@ def one_line(read, content, *overrides):
         ({"models": [{"name": "mnist_cnn", "batch_size": 0}]}, ["batch_size", "at least 1"]),
         ({"models": [{"name": "mnist_cnn", "batch_size": 2.5}]}, ["'batch_size'", "2.5"]),
         ({"models": [{"name": "mnist_cnn", "sentence_len": 9}]}, ["sentence_len", "mnist_cnn"]),
-        ({"models": ["resnet51"]}, ["model 'resnet51'", "did you mean 'resnet50'?"]),
+        ({"models": ["resnt50"]}, ["model 'resnt50'", "did you mean 'resnet50'?"]),
         ({"models": [{"batch_size": 1}]}, ["models", "'name' is missing"]),
         ({"models": []}, ["models", "empty"]),
         ({"algorithms": ["daer"]}, ["algorithm 'daer'", "did you mean 'dear'?"]),

@@ -12,11 +12,13 @@ import torch
 import yaml
 
 from common.harness.experiment import load
-from common.harness.trial import LearnConfig, Trial
-from common.harness.worker.learning import Batches, Loop, Schedule, TrainingClock
+from common.harness.learn import LearnConfig
+from common.harness.trial import Trial
+from common.harness.worker.loop import Loop, Schedule, TrainingClock
 from common.launch.job import Job, outcome_of
-from common.models import datasets
-from common.models.registry import build
+from common.models import data
+from common.models.data.batches import Batches
+from common.models.data.tensors import Tensors
 from common.results.records.learned import Data
 from dear.comm import runtime
 from dear.errors import UserError
@@ -65,7 +67,7 @@ def read(tmp_path, monkeypatch):
         ({"learn": {"data": "mnist"}, "data_dir": "/nonexistent"}, "no folder /nonexistent"),
         ({"data_dir": "/tmp"}, "digits comes with scikit-learn and has no folder"),
         ({"learn": {}, "data_dir": "/tmp"}, "data_dir: nothing is learned"),
-        ({"models": ["resnet18"]}, "resnet18 cannot learn digits; use model mnist_cnn"),
+        ({"models": ["resnet18"]}, "resnet18 cannot learn digits; models that can: mnist_cnn"),
         ({"measure": {"check_steps": 3}}, "measure.check_steps: means nothing with learn"),
         ({"measure": {"warmup_steps": 9}}, "allowed: repeats"),
         ({"timeout_s": 4}, "timeout_s: 4 s leave no time for learn.budget_s=4"),
@@ -182,7 +184,6 @@ def test_a_copy_costs_no_time_and_emulated_seconds_count(own):
         world.now += 100.0
 
     loop = Loop(
-        budget_s=1.0,
         step=step,
         settle=lambda: settled.append(1),
         take=take,
@@ -198,6 +199,28 @@ def test_a_copy_costs_no_time_and_emulated_seconds_count(own):
     assert len(settled) == (0 if own else 4)
 
 
+@pytest.mark.parametrize("own", [True, False])
+def test_epochs_are_the_same_steps_for_all_and_end_where_they_are_judged(own):
+    world, taken, settled = World(), [], []
+
+    def step() -> int:
+        world.now += 0.25
+        return 4
+
+    loop = Loop(
+        step=step,
+        settle=lambda: settled.append(1),
+        take=lambda marks, seconds, steps: taken.append((list(marks), seconds, steps)),
+        schedule=Schedule(LearnConfig(data="digits", epochs=3, eval_every_epochs=2).marks),
+        clock=TrainingClock(world.clock, time_scale=1.0),
+        communicator=world,
+    )
+    pace = loop.for_epochs(5, own_pace=own)
+    assert (pace.steps, pace.samples, pace.elapsed_s) == (15, 60, 3.75)
+    assert taken == [([0], 0.0, 0), ([1], 2.5, 10), ([2], 3.75, 15)]
+    assert len(settled) == (0 if own else 3)
+
+
 def _in_step(budget_s: float) -> dict:
     communicator = runtime.communicator()
     taken = []
@@ -207,7 +230,6 @@ def _in_step(budget_s: float) -> dict:
         return 3
 
     loop = Loop(
-        budget_s=budget_s,
         step=step,
         settle=lambda: None,
         take=lambda marks, seconds, steps: taken.append((list(marks), seconds, steps)),
@@ -228,22 +250,16 @@ def test_ranks_in_step_end_and_copy_at_the_same_steps_in_time(world, size):
     assert marks == [0, 1, 2]
 
 
-def _workload():
-    return build("mnist_cnn", 4, None, torch.Generator().manual_seed(1))
-
-
 def test_ranks_share_a_round_or_have_one_of_their_own():
-    labels = torch.arange(24)
-    images = labels.float().view(-1, 1, 1, 1).expand(-1, 1, 28, 28)
+    samples = Tensors(10 * torch.arange(24), torch.arange(24))
 
     def seen(rank, sampler, batches):
-        learn = LearnConfig(data="digits", sampler=sampler)
-        made = Batches(learn, (images, labels), batch_size=4, seed=3, rank=rank, size=3)
-        workload, found = _workload(), []
+        made = Batches(samples, batch_size=4, sampler=sampler, seed=3, rank=rank, size=3)
+        assert made.per_round == (2 if sampler == "shared" else 6)
+        found = []
         for _ in range(batches):
-            assert made.feed(workload) == 4
-            (inputs,), (targets,) = workload.inputs, workload.targets
-            assert torch.equal(inputs[:, 0, 0, 0].long(), targets)
+            inputs, targets = next(made)
+            assert len(targets) == 4 and torch.equal(inputs, 10 * targets)
             found += targets.tolist()
         return found
 
@@ -253,9 +269,31 @@ def test_ranks_share_a_round_or_have_one_of_their_own():
     own = [seen(rank, "own", 6) for rank in range(3)]
     assert all(sorted(order) == list(range(24)) for order in own)
     assert own[0] != own[1]
-    with pytest.raises(UserError, match="batch_size: 4 is more than the 3 images"):
-        learn = LearnConfig(data="digits")
-        Batches(learn, (images[:9], labels[:9]), batch_size=4, seed=3, rank=0, size=3)
+    few = Tensors(torch.arange(9), torch.arange(9))
+    with pytest.raises(UserError, match="batch_size: 4 is more than the 3 samples"):
+        Batches(few, batch_size=4, sampler="shared", seed=3, rank=0, size=3)
+
+
+def test_what_is_drawn_for_a_batch_is_the_same_however_it_is_read():
+    """With processes that read ahead as without, and another on each rank and in each batch."""
+
+    def noisy(inputs, generator):
+        return inputs + torch.rand(len(inputs), generator=generator)
+
+    samples = Tensors(torch.zeros(24), torch.arange(24), vary=noisy)
+
+    def drawn(rank, workers):
+        given = {"batch_size": 3, "sampler": "own", "seed": 3, "size": 2}
+        batches = Batches(samples, rank=rank, workers=workers, **given)
+        found = [next(batches)[0].tolist() for _ in range(10)]
+        batches.close()
+        return found
+
+    alone = drawn(0, 0)
+    assert alone == drawn(0, 2) == drawn(0, 0)
+    assert len({value for batch in alone + drawn(1, 0) for value in batch}) == 60
+    inputs, _ = samples.batch(range(3), None)
+    assert inputs.tolist() == [0.0] * 3, "what is judged by is left as it is"
 
 
 def test_each_repeat_has_a_seed_of_its_own_and_no_round_of_another(read):
@@ -303,23 +341,22 @@ def test_a_killed_rank_is_survived_only_where_the_others_end_well(
 def test_what_is_trained_on_is_said_and_true_training_images_are_used(tmp_path, monkeypatch):
     monkeypatch.delenv("MNIST_DIR", raising=False)
     folder = write_mnist(tmp_path, images=20)
-    train, test = datasets.load("mnist", folder)
-    assert (len(train[1]), len(test[1])) == (18, 2)
-    assert datasets.split_of("mnist", folder, 20) == "MNIST's 20 test images"
+    parts = data.load("mnist", folder)
+    assert (len(parts.train), len(parts.test), parts.classes) == (18, 2, 10)
+    assert parts.split == "MNIST's 20 test images"
     found = Data(name="mnist", train=9000, test=1000, split="MNIST's 10,000 test images")
     assert found.title == "9,000 of MNIST's 10,000 test images, judged by the other 1,000"
 
     for path in write_mnist(tmp_path / "more", images=30, shift=1).iterdir():
         path.rename(folder / path.name.replace("t10k", "train"))
-    train, test = datasets.load("mnist", folder)
-    assert (len(train[1]), len(test[1])) == (30, 20)
-    assert datasets.split_of("mnist", folder, 50) is None
+    parts = data.load("mnist", folder)
+    assert (len(parts.train), len(parts.test), parts.split) == (30, 20, None)
     found = Data(name="mnist", train=60000, test=10000, split=None)
     assert found.title == "60,000 training images of mnist, judged by 10,000 others"
-    assert datasets.split_of("digits", None, 1797) == "scikit-learn's 1,797 digits"
+    assert data.load("digits", None).split == "scikit-learn's 1,797 digits"
 
 
-@pytest.mark.parametrize("ask", [datasets.load, datasets.digest])
+@pytest.mark.parametrize("ask", [data.load, data.digest])
 def test_data_is_what_its_name_says_not_what_a_folder_suggests(ask, tmp_path, monkeypatch):
     monkeypatch.delenv("MNIST_DIR", raising=False)
     with pytest.raises(UserError, match="where is mnist"):

@@ -11,12 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from common.harness.learn import LearnConfig
 from common.harness.record import Result, make_record
-from common.harness.trial import LearnConfig
 from common.harness.worker import judge
 from common.harness.worker.judge import Snapshots, set_floating
 from common.harness.worker.timing import evidence
 from common.launch.job import Outcome
+from common.models.data import Parts
+from common.models.data.tensors import Tensors
 from common.models.registry import build
 from common.results import answer
 from common.results.learning import summary, tables
@@ -35,7 +37,10 @@ RECORDS = Path(__file__).parents[2] / "docs" / "records"
 def _saved(rows, *, steps, elapsed_s=2.0, behind=None, **more):
     """As `Snapshots.save` would leave it: `rows` are copies at the marks."""
     taken = [
-        {"row": i, "seconds": float(i), "steps": steps * i, "behind": behind[i] if behind else {}}
+        {
+            **{"row": i, "seconds": float(i), "steps": steps * i},
+            **{"behind": behind[i] if behind else {}, "train_loss": 3.0 - i if i else None},
+        }
         for i in range(len(rows))
     ]
     return {
@@ -75,7 +80,8 @@ def _flat(model):
 @pytest.fixture
 def test_split():
     images = torch.randn(120, 1, 28, 28, generator=torch.Generator().manual_seed(2))
-    return images, torch.arange(120) % 10
+    samples = Tensors(images, torch.arange(120) % 10)
+    return Parts(train=samples, test=samples, classes=10, split="made up")
 
 
 def _learning_trial(algorithm="asyncddp", world=2, target=0.5, batch_sizes=None, **more):
@@ -90,7 +96,7 @@ def _learning_trial(algorithm="asyncddp", world=2, target=0.5, batch_sizes=None,
 
 
 def test_the_mean_model_is_judged_and_the_ranks_own(model, test_split):
-    images, labels = test_split
+    images, labels = test_split.test.inputs, test_split.test.targets
     start, off = _flat(model), 0.02 * torch.randn(_flat(model).shape)
     saved = [
         _saved([start, start + off, start - off], steps=4),
@@ -105,14 +111,18 @@ def test_the_mean_model_is_judged_and_the_ranks_own(model, test_split):
         with torch.no_grad():
             scores = model(images)
         loss = torch.nn.functional.cross_entropy(scores, labels).item()
-        return (scores.argmax(1) == labels).float().mean().item(), loss
+        right = scores.argmax(1) == labels
+        among = (scores.topk(5).indices == labels[:, None]).any(1)
+        return right.float().mean().item(), loss, among.float().mean().item()
 
     first, middle, last = result.learning.evaluations
     for evaluation, wanted in ((first, start), (middle, start), (last, start - off)):
-        accuracy, loss = plain(wanted)
+        accuracy, loss, among = plain(wanted)
+        assert evaluation.accuracy_top5 == pytest.approx(among, abs=1e-6)
         assert evaluation.accuracy == pytest.approx(accuracy, abs=1e-6)
         assert evaluation.loss == pytest.approx(loss, rel=1e-4)
     assert last.accuracy_min == last.accuracy_max == last.accuracy
+    assert (first.train_loss, middle.train_loss, last.train_loss) == (None, 2.0, 1.0)
     assert middle.accuracy_min is None and middle.loss_max is None
     apart = [_saved([start, start + sign * off], steps=4) for sign in (1, -1)]
     ends = LearnConfig(budget_s=1, eval_every_s=1, data="digits")
@@ -120,7 +130,7 @@ def test_the_mean_model_is_judged_and_the_ranks_own(model, test_split):
     end = judge.result(short, apart, test_split).learning.evaluations[-1]
     own = sorted(plain(start + sign * off) for sign in (1, -1))
     assert [end.accuracy_min, end.accuracy_max] == pytest.approx([own[0][0], own[1][0]], abs=1e-6)
-    losses = sorted(loss for _, loss in own)
+    losses = sorted(loss for _, loss, _ in own)
     assert [end.loss_min, end.loss_max] == pytest.approx(losses, rel=1e-4)
     assert middle.consensus_distance == pytest.approx((off.norm() / start.norm()).item(), 1e-4)
     assert first.consensus_distance == last.consensus_distance == 0.0

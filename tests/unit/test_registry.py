@@ -106,8 +106,8 @@ def test_the_batch_is_that_of_the_generator():
 
 
 def test_an_unknown_model_is_a_user_error_with_a_suggestion():
-    with pytest.raises(UserError, match="model 'resnet51'; did you mean 'resnet50'"):
-        registry.model_entry("resnet51")
+    with pytest.raises(UserError, match="model 'resnt50'; did you mean 'resnet50'"):
+        registry.model_entry("resnt50")
 
 
 def test_sentence_length_is_for_sentence_models():

@@ -29,10 +29,10 @@ from common.harness import ui
 from common.harness.record import Result
 from common.harness.trial import Briefing, Trial
 from common.harness.worker.checking.inquiry import inquire
-from common.harness.worker.learning import learn
+from common.harness.worker.learning import learn, load_data
 from common.harness.worker.timed import gradient_bytes, say, time_steps
 from common.models.pace import set_pace
-from common.models.registry import build
+from common.models.registry import build, precision
 from common.models.workload import Workload
 from common.results.records.trust import Check
 from dear.comm import runtime
@@ -91,7 +91,9 @@ def _run(trial: Trial, briefing: Briefing, repeat: int, phase: Phase) -> Result 
         torch.cuda.set_device(device)
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = trial.tf32
         torch.backends.cudnn.benchmark = trial.cudnn_benchmark
-    workload = make_workload(trial, device)
+    data = load_data(trial)
+    classes = data and data.classes
+    workload = make_workload(trial, device, classes)
     facts = {
         "parameters": sum(param.numel() for param in workload.model.parameters()),
         "gradient_bytes": gradient_bytes(workload.model),
@@ -108,8 +110,8 @@ def _run(trial: Trial, briefing: Briefing, repeat: int, phase: Phase) -> Result 
             check = inquire(trial, workload)
             # Weights, batch and random state as they were, with nothing of an algorithm left.
             workload = None
-            workload = make_workload(trial, device)
-        result = learn(trial, briefing, workload, check, repeat, phase)
+            workload = make_workload(trial, device, classes)
+        result = learn(trial, briefing, workload, data, check, repeat, phase)
     return result and dataclasses.replace(result, **facts)
 
 
@@ -137,14 +139,14 @@ def _check_world(trial: Trial) -> None:
         )
 
 
-def make_workload(trial: Trial, device: torch.device) -> Workload:
-    """The trial's model, equal on all ranks, with this rank's samples."""
+def make_workload(trial: Trial, device: torch.device, classes: int | None = None) -> Workload:
+    """The trial's model, equal on all ranks, with this rank's samples; `classes` as of `build`."""
     torch.manual_seed(trial.seed)
     np.random.seed(trial.seed)
     random.seed(trial.seed)
     batch = torch.Generator().manual_seed(trial.seed * 1000 + dear.rank())
-    workload = build(trial.model, trial.batch_size, trial.sentence_len, batch)
-    workload = workload.to(device, getattr(torch, trial.dtype))
+    workload = build(trial.model, trial.batch_size, trial.sentence_len, batch, classes)
+    workload = workload.to(device, *precision(trial.dtype))
     dear.broadcast_parameters(workload.model.state_dict(), root_rank=0)
     workload.model.train()
     return workload

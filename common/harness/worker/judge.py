@@ -15,8 +15,8 @@ from common.harness.record import Result
 from common.harness.trial import Trial
 from common.harness.worker.checking.correctness import CONSENSUS_LIMIT
 from common.harness.worker.timing.strain import Pressure, strain_of, used_cores
-from common.models.datasets import Split
-from common.models.registry import build
+from common.models.data import Parts, Samples
+from common.models.registry import build, precision
 from common.models.workload import Workload
 from common.results.records import typed
 from common.results.records.learned import Data, Evaluation, Learning, RankPace
@@ -24,7 +24,7 @@ from common.results.records.trust import Check
 from dear.errors import UserError
 
 MOST_BYTES = 1 << 30
-_BATCH = 100
+_BATCH, _FIVE = 100, 5
 Saved = dict[str, Any]
 """What `Snapshots.save` wrote of a rank."""
 
@@ -60,19 +60,24 @@ class Snapshots:
         seconds: float,
         steps: int,
         behind: Mapping[str, Sequence[float]],
+        train_loss: float | None = None,
     ) -> None:
         """One copy for all of `marks`, numbers of marks.
 
         Args:
             seconds, steps: of training so far.
             behind: kept with it: of each neighbour, uses and summed staleness so far.
+            train_loss: kept with it: the mean of the steps since the last copy.
         """
         row = self._values[self._rows]
         start = 0
         for value in _floating(state).values():
             row[start : start + value.numel()].view_as(value).copy_(value.detach())
             start += value.numel()
-        taken = {"row": self._rows, "seconds": seconds, "steps": steps, "behind": dict(behind)}
+        taken = {
+            **{"row": self._rows, "seconds": seconds, "steps": steps},
+            **{"behind": dict(behind), "train_loss": train_loss},
+        }
         for mark in marks:
             self._taken[mark] = taken
         self._rows += 1
@@ -100,22 +105,20 @@ def _floating(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def result(
     trial: Trial,
     saved: Sequence[Saved | None],
-    test: Split | None,
-    data: Data | None = None,
+    data: Parts | None,
     check: Check | None = None,
 ) -> Result:
     """The result of a repeat, from what its ranks have saved (None: of one that has died).
 
     Args:
-        test: what it is judged by; None where nothing was learned.
-        data: for the record.
+        data: what was learned, and what it is judged by; None where nothing was learned.
         check: what was found before the training.
     """
     alive = [rank for rank in saved if rank is not None]
     first = alive[0]
     found = [_at(mark, trial, saved) for mark in range(len(trial.learn.marks))]
-    if test is not None:
-        _judge(found, trial, alive, test)
+    if data is not None:
+        _judge(found, trial, alive, data)
     evaluations = [Evaluation(**evaluation) for evaluation in found]
     pressure = [typed(Pressure, rank["pressure"]) for rank in alive]
     return Result(
@@ -134,7 +137,10 @@ def result(
             ranks=[rank and typed(RankPace, rank) for rank in saved],
             seed=trial.seed,
         ),
-        data=data,
+        data=data
+        and Data(
+            name=trial.learn.data, train=len(data.train), test=len(data.test), split=data.split
+        ),
     )
 
 
@@ -148,10 +154,15 @@ def _canary_s(alive: Sequence[Saved]) -> list[float] | None:
 def _at(mark: int, trial: Trial, saved: Sequence[Saved | None]) -> dict[str, Any]:
     """When the copies of a mark were made; `seconds` is when the last rank had its own."""
     taken = [rank and rank["taken"][mark] for rank in saved]
+    seconds, at = max(one["seconds"] for one in taken if one), trial.learn.marks[mark]
+    by_epochs = trial.learn.epochs is not None
+    losses = [one["train_loss"] for one in taken if one and one["train_loss"] is not None]
     found = {
-        "at_s": trial.learn.marks[mark],
-        "seconds": max(one["seconds"] for one in taken if one),
+        "at_s": seconds if by_epochs else at,
+        "epoch": at if by_epochs else None,
+        "seconds": seconds,
         "steps": [one and one["steps"] for one in taken],
+        "train_loss": sum(losses) / len(losses) if losses else None,
     }
     ages = [age for rank in saved if rank for age in _ages(rank["taken"], mark)]
     return found | ({"staleness": max(ages)} if ages else {})
@@ -170,76 +181,77 @@ def _ages(taken: Sequence[dict[str, Any]], mark: int) -> Iterator[float]:
 
 
 def _judge(
-    evaluations: list[dict[str, Any]], trial: Trial, alive: Sequence[Saved], test: Split
+    evaluations: list[dict[str, Any]], trial: Trial, alive: Sequence[Saved], data: Parts
 ) -> None:
-    """Adds to each evaluation accuracy and loss of the mean model, to the last also the ranks' own.
+    """Adds to each evaluation what the mean model is worth, to the last also the ranks' own.
 
     Judging those as well every time would take several times as long.
     """
     torch.set_num_threads(len(os.sched_getaffinity(0)))  # the other ranks have ended
     device = torch.device(trial.device)
-    workload = build(trial.model, trial.batch_size, trial.sentence_len, torch.Generator())
-    workload = workload.to(device, getattr(torch, trial.dtype))
+    workload = build(
+        trial.model, trial.batch_size, trial.sentence_len, torch.Generator(), data.classes
+    )
+    workload = workload.to(device, *precision(trial.dtype))
     workload.model.eval()
-    images, labels = test[0].to(device, getattr(torch, trial.dtype)), test[1].to(device)
     judged: dict[tuple[int, ...], dict[str, Any]] = {}  # marks that share copies
     for mark, evaluation in enumerate(evaluations):
         rows = tuple(rank["taken"][mark]["row"] for rank in alive)
         copies = [rank["values"][row] for rank, row in zip(alive, rows, strict=True)]
         if rows not in judged:
-            judged[rows] = _verdict(workload, copies, images, labels)
+            judged[rows] = _verdict(workload, copies, data.test)
         evaluation.update(judged[rows])
-    evaluations[-1].update(_of_ranks(workload, copies, images, labels))
+    evaluations[-1].update(_of_ranks(workload, copies, data.test))
 
 
-def _verdict(
-    workload: Workload,
-    copies: Sequence[torch.Tensor],
-    images: torch.Tensor,
-    labels: torch.Tensor,
-) -> dict[str, Any]:
+def _verdict(workload: Workload, copies: Sequence[torch.Tensor], test: Samples) -> dict[str, Any]:
     mean = sum(copy.double() for copy in copies) / len(copies)
     equal = all(torch.equal(copy, copies[0]) for copy in copies[1:])
-    found = _accuracy_and_loss(workload, copies[0] if equal else mean, images, labels)
+    found = _worth(workload, copies[0] if equal else mean, test)
     distance = 0.0
     if not equal:
         norm = mean.norm().item()
         distance = max((copy.double() - mean).norm().item() for copy in copies) / (norm or 1.0)
     distance = distance if math.isfinite(distance) else math.inf
-    return {"accuracy": found[0], "loss": found[1], "consensus_distance": distance}
+    return {**found, "consensus_distance": distance}
 
 
 def _of_ranks(
-    workload: Workload,
-    copies: Sequence[torch.Tensor],
-    images: torch.Tensor,
-    labels: torch.Tensor,
+    workload: Workload, copies: Sequence[torch.Tensor], test: Samples
 ) -> dict[str, float]:
     """The least and the most of the ranks' own models."""
     equal = all(torch.equal(copy, copies[0]) for copy in copies[1:])
-    own = [
-        _accuracy_and_loss(workload, copy, images, labels)
-        for copy in (copies[:1] if equal else copies)
-    ]
-    accuracies, losses = zip(*own, strict=True)
+    own = [_worth(workload, copy, test) for copy in (copies[:1] if equal else copies)]
+    ends = (("min", min), ("max", max))
     return {
-        **{"accuracy_min": min(accuracies), "accuracy_max": max(accuracies)},
-        **{"loss_min": min(losses), "loss_max": max(losses)},
+        f"{name}_{end}": pick(one[name] for one in own)
+        for name in ("accuracy", "loss")
+        for end, pick in ends
     }
 
 
 @torch.inference_mode()
-def _accuracy_and_loss(
-    workload: Workload, values: torch.Tensor, images: torch.Tensor, labels: torch.Tensor
-) -> tuple[float, float]:
-    """Share of right answers, and the mean of the criterion, over the test data."""
+def _worth(workload: Workload, values: torch.Tensor, test: Samples) -> dict[str, Any]:
+    """Shares of answers that are right, and where the right one is among the best five; the mean of
+    the criterion. All over the test data; of a text each word is an answer."""
     set_floating(workload.model, values)
-    right = total = 0.0
-    for some, wanted in zip(images.split(_BATCH), labels.split(_BATCH), strict=True):
-        output = workload.model(some)
-        right += (output.argmax(dim=1) == wanted).sum().item()
-        total += workload.criterion(output, wanted).item() * len(wanted)
-    return right / len(labels), total / len(labels)
+    right = among = lost = answers = 0.0
+    for start in range(0, len(test), _BATCH):
+        places = range(start, min(start + _BATCH, len(test)))
+        workload.feed(*test.batch(places, None))
+        (wanted,) = workload.targets
+        output = workload.model(*workload.inputs)
+        best = output.topk(min(_FIVE, output.shape[-1]), dim=-1).indices == wanted.unsqueeze(-1)
+        right += best[..., 0].sum().item()
+        among += best.sum().item()
+        lost += workload.criterion(output, wanted).item() * wanted.numel()
+        answers += wanted.numel()
+    classes = output.shape[-1]
+    return {
+        "accuracy": right / answers,
+        "accuracy_top5": among / answers if classes > _FIVE else None,
+        "loss": lost / answers,
+    }
 
 
 def _check(before: Check, last: Evaluation, agreement: dict[str, Any] | None) -> Check:

@@ -30,6 +30,7 @@ from common.harness.worker.timing.measure import (
 from common.harness.worker.timing.stopwatch import stopwatch
 from common.harness.worker.timing.strain import strain_of, used_cores
 from common.harness.worker.training import Training, of_slowest_rank, typical, untimed_steps
+from common.models.registry import precision
 from common.models.workload import Workload
 from common.results.records import Breakdown, Group, Plan
 from common.results.records.trust import Check
@@ -101,7 +102,7 @@ class _Repeat:
             "plan": evidence.plan(training, model),
             "host_costs": self._gather(
                 evidence.host_costs(
-                    trial.optimizer, torch.device(trial.device), getattr(torch, trial.dtype)
+                    trial.optimizer, torch.device(trial.device), precision(trial.dtype)[0]
                 )
             ),
         }

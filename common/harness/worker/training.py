@@ -50,6 +50,7 @@ class Training:
     """The ordinary training loop with the trial's algorithm, timed in parts.
 
     Attributes:
+        optimizer: the trial's; with an algorithm it has more methods.
         loss: of the last step.
         parts: of every step so far; none on GPUs, where the host runs ahead.
         consistency: what the algorithm promises (`dear.training.algorithm.Capabilities`).
@@ -59,7 +60,7 @@ class Training:
         self._workload = workload
         self._device = torch.device(trial.device)
         self._communicator = runtime.communicator()
-        self._optimizer = make_optimizer(trial.optimizer, workload.model)
+        self.optimizer = make_optimizer(trial.optimizer, workload.model)
         # A replayed model slows down by itself. Hosts that can be slowed are all on this machine.
         threads = trial.world_size * trial.threads_per_rank
         crowd = threads / len(os.sched_getaffinity(0))
@@ -76,8 +77,8 @@ class Training:
             # Options that are times are of what the fabric stands for.
             options = trial.options.slowed(pace.current().time_scale)
             self.consistency = algorithm.capabilities.consistency
-            workload.model, self._optimizer = algorithm.wrap(
-                workload.model, self._optimizer, self._communicator, options
+            workload.model, self.optimizer = algorithm.wrap(
+                workload.model, self.optimizer, self._communicator, options
             )
         self.loss = torch.zeros(())
         self.parts: list[Breakdown] = []
@@ -107,22 +108,22 @@ class Training:
     def step(self) -> None:
         """One step; on a GPU it may return before the device has finished it."""
         began = self._mark()
-        self._optimizer.zero_grad()
+        self.optimizer.zero_grad()
         with self._brake:
             self.loss = self._workload.loss()
         forward = self._mark()
         with self._brake:
-            self.loss.backward()
+            self._workload.backward(self.loss)
         backward = self._mark()
         with self._brake:
-            self._optimizer.step()
+            self._workload.update(self.optimizer)
         if self._device.type == "cpu":
             self.parts.append(step_parts(began, forward, backward, self._mark()))
 
     def synchronize(self) -> None:
         """Parameters are current afterwards, and nothing is in flight, on the device neither."""
         if self._distributed:
-            self._optimizer.synchronize()
+            self.optimizer.synchronize()
         self.finish()
 
     def finish(self) -> None:
@@ -138,20 +139,20 @@ class Training:
 
     def statistics(self) -> dict[str, Any]:
         """What the algorithm has counted on this rank; `{}` if nothing."""
-        return self._optimizer.statistics() if self._distributed else {}
+        return self.optimizer.statistics() if self._distributed else {}
 
     def groups(self) -> list[tuple[int, Sequence[torch.nn.Parameter]]]:
         """What travels together at present (`dear.training.engine.Engine.groups`)."""
-        return self._optimizer.groups() if self._distributed else []
+        return self.optimizer.groups() if self._distributed else []
 
     def findings(self) -> dict[str, Any]:
         """What the algorithm has decided by itself (`dear.training.engine.Engine.findings`)."""
-        return self._optimizer.findings() if self._distributed else {}
+        return self.optimizer.findings() if self._distributed else {}
 
     def close(self) -> None:
         """Takes the algorithm out of the model again."""
         if self._distributed:
-            self._optimizer.close()
+            self.optimizer.close()
 
     def _mark(self) -> Mark:
         return pace.current().clock(), self._communicator.blocked_s

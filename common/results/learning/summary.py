@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +40,9 @@ class LearnRow:
     fault: str | None = None
     algorithm: str
     status: str
-    budget_s: float
+    budget_s: float | None = None
+    """None of training for epochs."""
+    epochs: int | None = None
     target: float | None = None
     """The accuracy that was to be reached."""
     runs: int | None = None
@@ -78,9 +80,14 @@ class LearnRow:
     """Standard error by the number of test images alone, the same ones for all: how far off the
     accuracy is for all images that might have been drawn."""
     accuracy_min: float | None = None
-    """Of the rank whose own model is worst; the median over the runs, as the next three."""
+    """Of the rank whose own model is worst; the median over the runs, as the next six."""
     accuracy_max: float | None = None
+    accuracy_top5: float | None = None
     loss: float | None = None
+    train_loss: float | None = None
+    """Of the steps since the evaluation before the last one."""
+    perplexity: float | None = None
+    """Of texts: e to the power of `loss`."""
     consensus_distance: float | None = None
     samples_per_s: float | None = None
     unit: str | None = None
@@ -104,6 +111,11 @@ class LearnRow:
     """Why the numbers may not be believed: then there is no verdict."""
     reason: str | None = None
     """Why there is no number, or what else to know of it."""
+
+    @property
+    def limit(self) -> str:
+        """For people: how long it was trained."""
+        return limit({"budget_s": self.budget_s, "epochs": self.epochs})
 
     @property
     def place(self) -> tuple[Any, ...]:
@@ -135,7 +147,8 @@ def _row(record: Record, records: Sequence[Record]) -> LearnRow:
     known: dict[str, Any] = {
         **identity(record),
         "batch": ",".join(map(str, learn.get("batch_sizes") or [trial["batch_size"]])),
-        "budget_s": learn["budget_s"],
+        "budget_s": None if learn.get("epochs") else learn["budget_s"],
+        "epochs": learn.get("epochs"),
         "target": learn["target_accuracy"],
     }
     if record.throughput is None or record.learning is None:
@@ -143,8 +156,10 @@ def _row(record: Record, records: Sequence[Record]) -> LearnRow:
     runs = record.learning
     last = [run.evaluations[-1] for run in runs]
     known |= _at_target(record) | _accuracy(record)
-    for key in ("accuracy_min", "accuracy_max", "loss", "consensus_distance"):
+    for key in _MEDIANS:
         known[key] = _median(getattr(one, key) for one in last)
+    if learn["data"] == "text" and known["loss"] is not None:
+        known["perplexity"] = math.exp(known["loss"])
     slowed = race.slowed_ranks(trial)
     stale = list(staleness(record))
     lost = sorted({rank for run in runs for rank in run.lost})
@@ -172,6 +187,14 @@ def _row(record: Record, records: Sequence[Record]) -> LearnRow:
             # They took no turns with each other.
             known |= _ends("kept{}", stats.compare(ours, theirs, paired=False).ratio)
     return LearnRow(**known)
+
+
+def limit(learn: Mapping[str, Any]) -> str:
+    """For people: how long a trial trains, by its `learn`."""
+    epochs = learn.get("epochs")
+    if epochs is None:
+        return f"{learn['budget_s']:g} s"
+    return f"{epochs} {'epoch' if epochs == 1 else 'epochs'}"
 
 
 def _notes(record: Record) -> list[str]:
@@ -261,6 +284,8 @@ def _ends(name: str, found: Estimate | None) -> dict[str, float | None]:
     return {name.format(end): getattr(found, key) for end, key in _ENDS}
 
 
+_MEDIANS = ("accuracy_min", "accuracy_max", "accuracy_top5", "loss", "train_loss")
+_MEDIANS += ("consensus_distance",)
 _ENDS = (("", "value"), ("_low", "low"), ("_high", "high"))
 
 

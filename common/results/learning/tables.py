@@ -95,7 +95,10 @@ _COLUMNS = (
     _shown("verdict", lambda row: row.verdict or "", numeric=False),
     _number("accuracy (95 % CI)", _accuracy_text),
     _number("of single ranks", _ranks),
+    _number("top 5", lambda row: "" if row.accuracy_top5 is None else f"{row.accuracy_top5:.1%}"),
     _number("loss", lambda row: significant(row.loss)),
+    _number("perplexity", lambda row: significant(row.perplexity)),
+    _number("training loss", lambda row: significant(row.train_loss)),
     _number("throughput", lambda row: f"{significant(row.samples_per_s)} {row.unit}"),
     _number("steps/s (95 % CI)", _rate),
     _number("on the slow host", lambda row: significant(row.slowed_steps_per_s)),
@@ -134,7 +137,7 @@ def summary(rows: Sequence[LearnRow]) -> list[str]:
                 names = ", ".join(row.algorithm for row in others)
                 text += f"; not distinguishable from it: {names}"
         elif goal is not None and not any(row.reached for row in rivals):
-            text += f"none reaches {goal:.0%} in {rivals[0].budget_s:g} s"
+            text += f"none reaches {goal:.0%} in {rivals[0].limit}"
         else:
             continue
         if leaders and goal is not None:

@@ -10,6 +10,9 @@ class Evaluation:
     """What had been learned at a mark; without data, only how many steps were made."""
 
     at_s: float
+    """The mark; of training for epochs the same as `seconds`."""
+    epoch: float | None = None
+    """After which epoch; None of training for a time."""
     seconds: float
     """When the last rank had its copy."""
     steps: list[int | None]
@@ -21,6 +24,11 @@ class Evaluation:
     the last evaluation judges."""
     accuracy_min: float | None = None
     accuracy_max: float | None = None
+    accuracy_top5: float | None = None
+    """How often the right answer is among the best five; None where there are no more."""
+    train_loss: float | None = None
+    """The mean of all ranks' steps since the evaluation before; None at the first, and in older
+    records."""
     loss: float | None = None
     loss_min: float | None = None
     loss_max: float | None = None

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from common.models.registry import precision
 from dear.comm.communicator import Communicator
 
 
@@ -37,7 +38,7 @@ def rounding(dtype: str, steps: int) -> float:
 
     Averages of parameters round several times in each, and in exact diffusion nothing forgets it.
     """
-    return 4 * torch.finfo(getattr(torch, dtype)).eps * max(steps, 1)
+    return 4 * torch.finfo(precision(dtype)[0]).eps * max(steps, 1)
 
 
 def ways(

@@ -23,10 +23,16 @@ from dear.training.algorithm import algorithm_class
 
 # Largest error of any tensor, relative to how far it moved. Rounding alone stays far below; a step
 # that is lost is an error of 1 / steps at least.
-TOLERANCE = {"float32": 1e-4, "float64": 1e-9, "bfloat16": 0.05}
+TOLERANCE = {
+    **{"float32": 1e-4, "float64": 1e-9, "bfloat16": 0.05},
+    **{"amp-bf16": 1e-4, "amp-fp16": 1e-4},
+}
 # The same after some steps of a model that computes: what rounding changes in the parameters, the
 # next gradients magnify.
-COMPUTED_TOLERANCE = {"float32": 2e-3, "float64": 1e-7, "bfloat16": 0.2}
+COMPUTED_TOLERANCE = {
+    **{"float32": 2e-3, "float64": 1e-7, "bfloat16": 0.2},
+    **{"amp-bf16": 0.2, "amp-fp16": 0.2},
+}
 # At least, where gradients travel in a smaller type.
 WIRE_TOLERANCE = {"fp16": 5e-3, "bf16": 0.05}
 
@@ -66,11 +72,15 @@ class Inquiry:
         self.compute = self._plain.compute
         """Seconds of this machine that a step takes without communication."""
         self._witness = Witness(workload.model, trial.seed)
-        self._reference = (
-            references.average
-            if trial.algorithm == BASELINE
-            else references.reference_of(trial.algorithm, trial.options)
-        )
+        self._scaled = workload.scaler is not None
+        """Gradients are not those of the loss, and steps may be skipped."""
+        self._reference = None
+        if not self._scaled:
+            self._reference = (
+                references.average
+                if trial.algorithm == BASELINE
+                else references.reference_of(trial.algorithm, trial.options)
+            )
         # It is for whole tensors; what is judged otherwise needs the memory more.
         self._plainly = self._reference in (references.average, references.delayed) and getattr(
             trial.options, "average", True
@@ -119,6 +129,11 @@ class Inquiry:
         counted: Sequence[dict[str, Any]],
     ) -> Check:
         trial, local_size = self._trial, dear.local_size()
+        if self._scaled:
+            return Check(
+                judged_by="replicas",
+                finding="only replicas were compared: a GradScaler may skip steps",
+            )
         together = trial.world_size == 1 or trial.options.in_step()
         free = consistency == "asynchronous" and not together
         if free and algorithm_class(trial.algorithm).traffic(

@@ -127,11 +127,11 @@ def timed_step(
     optimizer.zero_grad()
     loss = workload.loss()
     forward = done(loss.device)
-    loss.backward()
+    workload.backward(loss)
     backward = done(loss.device)
     average()
     resumed = done(loss.device)
-    optimizer.step()
+    workload.update(optimizer)
     return StepTimes(
         forward_s=forward - began,
         backward_s=backward - forward,

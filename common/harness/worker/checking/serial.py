@@ -19,6 +19,7 @@ from common.harness.trial import Trial
 from common.harness.worker.checking.correctness import Farthest, rounding
 from common.harness.worker.checking.witness import Testimony
 from common.harness.worker.training import make_optimizer
+from common.models.registry import precision
 
 
 class Ranks:
@@ -117,7 +118,7 @@ def again(
     Yields:
         The parameters of all ranks, `[ranks, elements]`.
     """
-    dtype = getattr(torch, trial.dtype)
+    dtype, _ = precision(trial.dtype)
     models = [_Sampled(one.start, dtype) for one in seen]
     optimizers = [make_optimizer(trial.optimizer, model) for model in models]
     ranks = Ranks(models, optimizers, local_size=local_size)

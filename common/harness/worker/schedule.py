@@ -1,0 +1,50 @@
+"""The learning rate from step to step, by torch's schedulers."""
+
+from __future__ import annotations
+
+import math
+
+from torch.optim import Optimizer
+from torch.optim import lr_scheduler as schedulers
+
+from common.harness.learn import ScheduleConfig
+
+_COLD = 0.1
+"""Where a learning rate that is not scaled begins its warm-up, as a share of itself."""
+
+
+def make_schedule(
+    optimizer: Optimizer,
+    config: ScheduleConfig,
+    *,
+    steps_per_epoch: int,
+    epochs: int,
+    world_size: int,
+) -> schedulers.LRScheduler:
+    """Scales the learning rate of `optimizer` and sets it for the first step.
+
+    `step()` of what is returned, after each step of the optimizer, sets it for the next one.
+    """
+    factor = {"none": 1.0, "linear": float(world_size), "sqrt": math.sqrt(world_size)}
+    scale = factor[config.scale]
+    for group in optimizer.param_groups:
+        group["lr"] *= scale
+    warmup = round(config.warmup_epochs * steps_per_epoch)
+    later = _later(optimizer, config, steps_per_epoch, epochs * steps_per_epoch - warmup, warmup)
+    if not warmup:
+        return later
+    start = 1 / scale if scale > 1 else _COLD
+    rising = schedulers.LinearLR(optimizer, start_factor=start, total_iters=warmup)
+    return schedulers.SequentialLR(optimizer, [rising, later], milestones=[warmup])
+
+
+def _later(
+    optimizer: Optimizer, config: ScheduleConfig, steps_per_epoch: int, steps: int, warmup: int
+) -> schedulers.LRScheduler:
+    """After the warm-up; milestones count from the beginning."""
+    if config.kind == "cosine":
+        return schedulers.CosineAnnealingLR(optimizer, T_max=steps)
+    if config.kind == "exponential":
+        return schedulers.ExponentialLR(optimizer, config.gamma ** (1 / steps_per_epoch))
+    at = [epoch * steps_per_epoch - warmup for epoch in config.milestones]
+    return schedulers.MultiStepLR(optimizer, [step for step in at if step > 0], config.gamma)

@@ -1,0 +1,43 @@
+"""scikit-learn's 1,797 digits of 8 x 8 pixels, which need no files."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+from pathlib import Path
+
+from common.models.data import Parts
+from common.models.data.mnist import MEAN, STD, contents
+from common.models.data.tensors import Split, Tensors, split
+from dear.errors import UserError
+from dear.lazy import torch
+
+
+def digest(data: str, path: None) -> str:
+    """Of the file that comes with scikit-learn; raises `UserError` if that is not installed."""
+    found = importlib.util.find_spec("sklearn")
+    if found is None or found.origin is None:
+        raise UserError(f"learn.data: {data} comes with scikit-learn, which is not installed")
+    path = Path(found.origin).parent / "datasets" / "data" / "digits.csv.gz"
+    return hashlib.sha256(contents(path)).hexdigest()[:16]
+
+
+def load(data: str, path: None, size: int | None) -> Parts:
+    """The first part of `load_digits` to train on, the other to judge by."""
+    train, test = load_digits()
+    images = len(train[1]) + len(test[1])
+    of = f"scikit-learn's {images:,} digits"
+    return Parts(train=Tensors(*train), test=Tensors(*test), classes=10, split=of)
+
+
+def load_digits() -> tuple[Split, Split]:
+    """The digits enlarged and framed to 28 x 28, 9 in 10 for training."""
+    from sklearn.datasets import load_digits as bundled
+
+    images, labels = bundled(return_X_y=True)
+    pixels = torch.from_numpy(images).float().view(-1, 1, 8, 8) / 16
+    pixels = torch.nn.functional.interpolate(pixels, size=(20, 20), mode="bilinear")
+    return split(
+        (torch.nn.functional.pad(pixels, (4, 4, 4, 4)) - MEAN) / STD,
+        torch.from_numpy(labels).long(),
+    )

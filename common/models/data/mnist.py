@@ -1,0 +1,107 @@
+"""MNIST's images of handwritten digits, from its IDX files (http://yann.lecun.com/exdb/mnist)."""
+
+from __future__ import annotations
+
+import functools
+import gzip
+import hashlib
+import math
+from pathlib import Path
+
+from common.models.data import Parts
+from common.models.data.tensors import Split, Tensors, split
+from dear.errors import UserError
+from dear.lazy import np, torch
+
+MEAN, STD = 0.1307, 0.3081  # of MNIST's training images
+PARTS = ("train", "t10k")
+_KINDS = ("images-idx3-ubyte", "labels-idx1-ubyte")
+_DTYPES = {0x08: "u1", 0x09: "i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
+
+
+@functools.cache
+def digest(data: str, folder: Path) -> str:
+    """Of all that is in the folder's files, gzipped or not; raises `UserError` as `pair` does."""
+    whole = hashlib.sha256()
+    for part in PARTS:
+        for path in pair(folder, part) or ():
+            whole.update(hashlib.sha256(contents(path)).digest())
+        whole.update(part.encode())
+    return whole.hexdigest()[:16]
+
+
+def load(data: str, folder: Path, size: int | None) -> Parts:
+    """Images `[n, 1, 28, 28]`, normalized; see `load_mnist`."""
+    train, test = load_mnist(folder)
+    found = [name for name in PARTS if pair(folder, name) is not None]
+    images = len(train[1]) + len(test[1])
+    kind = {"train": "training", "t10k": "test"}[found[0]]
+    of = None if len(found) == len(PARTS) else f"MNIST's {images:,} {kind} images"
+    return Parts(train=Tensors(*train), test=Tensors(*test), classes=10, split=of)
+
+
+def read_idx(path: Path) -> np.ndarray:
+    """The array in an IDX file (http://yann.lecun.com/exdb/mnist), gzipped if it ends in .gz.
+
+    Raises:
+        UserError: the file is no IDX file or shorter than its header says.
+    """
+    data = contents(path)
+    if len(data) < 4 or data[:2] != b"\0\0" or data[2] not in _DTYPES:
+        raise UserError(f"{path}: not an IDX file")
+    dtype, rank = np.dtype(_DTYPES[data[2]]), data[3]
+    start = 4 + 4 * rank
+    shape = tuple(int(n) for n in np.frombuffer(data[4:start], ">i4"))
+    if len(data) - start != math.prod(shape) * dtype.itemsize:
+        raise UserError(f"{path}: {len(data) - start} bytes of data, but its header says {shape}")
+    return np.frombuffer(data, dtype, offset=start).reshape(shape)
+
+
+def load_mnist(folder: Path) -> tuple[Split, Split]:
+    """Training and test images of MNIST; with the 10,000 test images alone, 9 in 10 for training.
+
+    Raises:
+        UserError: no pair of image and label files is there, or a file is damaged.
+    """
+    train, test = (_load(folder, part) for part in PARTS)
+    if train is None or test is None:
+        return split(*(train or test))
+    return train, test
+
+
+def _load(folder: Path, part: str) -> Split | None:
+    paths = pair(folder, part)
+    if paths is None:
+        return None
+    images, labels = (read_idx(path) for path in paths)
+    pixels = torch.from_numpy(images.astype(np.float32))[:, None] / 255
+    return (pixels - MEAN) / STD, torch.from_numpy(labels.astype(np.int64))
+
+
+def pair(folder: Path, part: str) -> tuple[Path, Path] | None:
+    """Image and label file of a part (`train` or `t10k`), gzipped or not; None if one is missing.
+
+    Raises:
+        UserError: there is no complete part in the folder at all.
+    """
+
+    def find(name: str) -> Path | None:
+        return next((p for p in (folder / name, folder / f"{name}.gz") if p.exists()), None)
+
+    found = {name: tuple(find(f"{name}-{kind}") for kind in _KINDS) for name in PARTS}
+    complete = {name: paths for name, paths in found.items() if all(paths)}
+    if not complete:
+        raise UserError(
+            f"{folder}: no MNIST files (train- or t10k-images-idx3-ubyte, -labels-idx1-ubyte, "
+            "gzipped or not)"
+        )
+    return complete.get(part)
+
+
+def contents(path: Path) -> bytes:
+    """The file's bytes, unpacked if it ends in .gz; raises `UserError` if it cannot be read."""
+    try:
+        data = path.read_bytes()
+        return gzip.decompress(data) if path.suffix == ".gz" else data
+    except (OSError, EOFError) as error:
+        raise UserError(f"{path}: cannot be read: {error}") from None

@@ -1,0 +1,139 @@
+"""Trains for real with any algorithm: CIFAR, ImageNet's folders, a text; the lines marked `dear`.
+
+    torchrun --standalone --nproc-per-node 2 examples/training/train.py \\
+        --data cifar10 --data-dir DIR --model resnet20 --amp bf16 --epochs 100 --warmup-epochs 5
+
+`--data-dir` is the folder with CIFAR's unpacked files, a folder with `train/CLASS` and `val/CLASS`,
+or a text file: nothing is downloaded. The learning rate grows with the number of processes after a
+warm-up (Goyal et al. 2017, arXiv 1706.02677) and falls as a cosine does. After each epoch all test
+samples are judged: top-1 and top-5 accuracy, and the perplexity of a text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch.optim import lr_scheduler
+
+import dear  # dear
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from common.models import data, registry
+from common.models.data.batches import Batches
+from common.models.workload import Workload
+
+PRECISIONS = {"none": "float32", "bf16": "amp-bf16", "fp16": "amp-fp16"}
+
+
+def rates(
+    optimizer: torch.optim.Optimizer, warmup_steps: int, steps: int
+) -> lr_scheduler.LRScheduler:
+    """Up to the rate times the number of processes, and down to 0 at the end."""
+    size = dear.size()
+    for group in optimizer.param_groups:
+        group["lr"] *= size
+    if not warmup_steps:
+        return lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    rising = lr_scheduler.LinearLR(optimizer, 1 / size, total_iters=warmup_steps)
+    falling = lr_scheduler.CosineAnnealingLR(optimizer, steps - warmup_steps)
+    return lr_scheduler.SequentialLR(optimizer, [rising, falling], [warmup_steps])
+
+
+@torch.inference_mode()
+def judged(workload: Workload, test: data.Samples, batch_size: int) -> tuple[float, ...]:
+    """Top-1, top-5 and loss over all test samples; each rank judges a part, all hear the means."""
+    workload.model.eval()
+    sums = torch.zeros(4, dtype=torch.float64)
+    mine = range(dear.rank(), len(test), dear.size())
+    for start in range(0, len(mine), batch_size):
+        workload.feed(*test.batch(mine[start : start + batch_size], None))
+        (wanted,) = workload.targets
+        scores = workload.model(*workload.inputs)
+        best = scores.topk(min(5, scores.shape[-1]), dim=-1).indices == wanted.unsqueeze(-1)
+        lost = workload.criterion(scores, wanted) * wanted.numel()
+        sums += torch.tensor([best[..., 0].sum(), best.sum(), lost, wanted.numel()])
+    workload.model.train()
+    first, among_five, lost, seen = dear.allreduce(sums, average=False).tolist()  # dear
+    return first / seen, among_five / seen, lost / seen
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Trains and prints; `arguments` are the command line's by default."""
+    parser = argparse.ArgumentParser(description="real data with a data-parallel algorithm")
+    parser.add_argument("--algorithm", default="dear", help="a name of `benchmarks.py list`")
+    parser.add_argument("--data", default="cifar10", help=", ".join(data.SOURCES))
+    parser.add_argument("--data-dir", help="where the files are")
+    parser.add_argument("--model", default="resnet20", help="a name of `benchmarks.py list`")
+    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--batch-size", type=int, default=32, help="samples per process and step")
+    parser.add_argument("--lr", type=float, default=0.05, help="of one process")
+    parser.add_argument("--warmup-epochs", type=float, default=0.0)
+    parser.add_argument("--amp", choices=PRECISIONS, default="none", help="mixed precision")
+    parser.add_argument("--workers", type=int, default=0, help="processes that read ahead")
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args(arguments)
+
+    dear.init()  # dear
+    torch.manual_seed(options.seed)
+    length = registry.sentence_len(options.model, None)
+    parts = data.load(options.data, options.data_dir, registry.sample_size(options.model, length))
+    drawn = torch.Generator().manual_seed(options.seed)
+    workload = registry.build(options.model, options.batch_size, length, drawn, parts.classes)
+    workload = workload.to(dear.device(), *registry.precision(PRECISIONS[options.amp]))  # dear
+    optimizer = torch.optim.SGD(workload.model.parameters(), lr=options.lr, momentum=0.9)
+    optimizer = dear.DistributedOptimizer(  # dear
+        optimizer, workload.model, algorithm=options.algorithm
+    )
+    dear.broadcast_parameters(workload.model.state_dict(), root_rank=0)  # dear
+
+    place = {"rank": dear.rank(), "size": dear.size(), "seed": options.seed}
+    batches = Batches(
+        parts.train,
+        batch_size=options.batch_size,
+        sampler="shared",
+        workers=options.workers,
+        **place,
+    )
+    warmup_steps = round(options.warmup_epochs * batches.per_round)
+    schedule = rates(optimizer, warmup_steps, options.epochs * batches.per_round)
+    for epoch in range(options.epochs):
+        began, lost = time.perf_counter(), 0.0
+        for _ in range(batches.per_round):
+            workload.feed(*next(batches))
+            optimizer.zero_grad()
+            loss = workload.loss()
+            workload.backward(loss)
+            workload.update(optimizer)
+            schedule.step()
+            lost += loss.detach()
+        spent_s = time.perf_counter() - began
+        optimizer.synchronize()  # dear
+        first, among_five, test_loss = judged(workload, parts.test, options.batch_size)
+        if dear.rank() == 0:
+            samples = batches.per_round * options.batch_size * dear.size()
+            text = options.data == "text"
+            more = f"perplexity {math.exp(test_loss):.1f}" if text else f"top-5 {among_five:.4f}"
+            print(
+                f"epoch {epoch + 1}/{options.epochs}  loss {float(lost) / batches.per_round:.4f}  "
+                f"test loss {test_loss:.4f}  top-1 {first:.4f}  {more}  "
+                f"{samples / spent_s:.0f} {registry.model_entry(options.model).sample_unit}/s on "
+                f"{dear.size()} process(es), {options.algorithm}",
+                flush=True,
+            )
+    optimizer.close()  # dear
+    dear.shutdown()  # dear
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except dear.UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

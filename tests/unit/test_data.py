@@ -1,0 +1,186 @@
+"""What can be learned: CIFAR's files, folders of images, texts; and what is none of that."""
+
+from __future__ import annotations
+
+import pickle
+from collections import Counter
+
+import pytest
+import torch
+
+from common.models import data
+from common.models.data.cifar import MEAN, STD, crop_and_flip
+from dear.errors import UserError
+from tests.system.made import write_cifar, write_images
+
+NAMES = ["CIFAR_DIR", "IMAGE_DIR", "TEXT_FILE"]
+
+
+@pytest.fixture(autouse=True)
+def nowhere(monkeypatch):
+    for name in NAMES:
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "train", "classes"), [("cifar10", 200, 10), ("cifar100", 40, 100)]
+)
+def test_cifar_is_read_from_its_own_files(tmp_path, monkeypatch, name, train, classes):
+    folder = write_cifar(tmp_path, name=name)
+    monkeypatch.setenv("CIFAR_DIR", str(folder))
+    parts = data.load(name, None, 32)
+    assert (len(parts.train), len(parts.test), parts.classes) == (train, 40, classes)
+    assert parts.split is None, "it has training images and others to judge by"
+    images, labels = parts.test.batch([0, 39], None)
+    assert images.shape == (2, 3, 32, 32) and images.dtype == torch.float32
+    assert labels.tolist() == [0, 39 % classes]
+    own = next(folder.iterdir())
+    held = pickle.loads(next(own.glob("test*")).read_bytes())["data"][39].reshape(3, 32, 32)
+    mean, std = (torch.tensor(found[name]).view(3, 1, 1) for found in (MEAN, STD))
+    assert torch.allclose(255 * (images[1] * std + mean), torch.from_numpy(held).float(), atol=1e-3)
+
+
+def test_training_images_are_moved_and_mirrored_and_those_to_judge_by_are_not(tmp_path):
+    parts = data.load("cifar10", write_cifar(tmp_path), 32)
+    places = list(range(40))
+    drawn = [torch.Generator().manual_seed(seed) for seed in (1, 1, 2)]
+    first, again, other = (parts.train.batch(places, one)[0] for one in drawn)
+    assert torch.equal(first, again) and not torch.equal(first, other)
+    plain = parts.train.batch(places, None)[0]
+    assert not torch.equal(first, plain)
+
+    # Each image is one of the 9 x 9 pieces of its frame, as it is or mirrored.
+    pixels = torch.arange(3 * 8 * 8).view(1, 3, 8, 8).repeat(500, 1, 1, 1)
+    framed = torch.nn.functional.pad(pixels[0], [4] * 4, value=128)
+    pieces = {}
+    for top in range(9):
+        for left in range(9):
+            piece = framed[:, top : top + 8, left : left + 8]
+            pieces[_key(piece)] = (top, left, False)
+            pieces[_key(piece.flip(-1))] = (top, left, True)
+    found = Counter(pieces[_key(one)] for one in crop_and_flip(pixels, drawn[0]))
+    assert len({key[0] for key in found}) == len({key[1] for key in found}) == 9
+    mirrored = sum(count for key, count in found.items() if key[2])
+    assert 200 < mirrored < 300
+
+
+def _key(piece):
+    return tuple(piece.flatten().tolist())
+
+
+def test_images_are_read_from_folders_by_class_and_cut_to_the_models_size(tmp_path):
+    parts = data.load("imagefolder", write_images(tmp_path), 24)
+    assert (len(parts.train), len(parts.test), parts.classes) == (12, 12, 3)
+    images, labels = parts.train.batch([0, 5, 11], torch.Generator().manual_seed(1))
+    assert images.shape == (3, 3, 24, 24) and labels.tolist() == [0, 1, 2]
+    again, _ = parts.train.batch([0, 5, 11], torch.Generator().manual_seed(1))
+    assert torch.equal(images, again)
+    before = torch.random.get_rng_state()
+    images, _ = parts.test.batch([3], None)
+    assert torch.equal(torch.random.get_rng_state(), before), "masks of dropout stay the same"
+    grey = (20 / 255 - torch.tensor([0.485, 0.456, 0.406])) / torch.tensor([0.229, 0.224, 0.225])
+    assert torch.allclose(images[0], grey.view(3, 1, 1).expand(3, 24, 24), atol=1e-5)
+
+
+def test_words_of_a_text_are_foretold_from_those_before(tmp_path):
+    path = tmp_path / "words.txt"
+    path.write_text("the cat sat\n" * 50)  # 200 words with the ends of lines
+    parts = data.load("text", path, 7)
+    assert parts.classes == 4
+    assert (len(parts.train), len(parts.test)) == (179 // 7, 19 // 7)
+    words, following = parts.train.batch([0, 1], None)
+    assert words.shape == following.shape == (2, 7)
+    assert torch.equal(words.flatten()[1:], following.flatten()[:-1])
+    # The most frequent is 0; of equals the first. Lines end with a word of their own.
+    assert words[0].tolist() == [0, 1, 2, 3, 0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [
+        ("cifar10", lambda folder: write_cifar(folder)),
+        ("imagefolder", lambda folder: write_images(folder)),
+        ("text", lambda folder: _text(folder, "a b c")),
+    ],
+)
+def test_another_text_or_image_is_another_digest(tmp_path, name, make):
+    first, other = make(tmp_path / "a"), make(tmp_path / "b")
+    assert data.digest(name, first) == data.digest(name, other)
+    changed = other if other.is_file() else sorted(p for p in other.rglob("*") if p.is_file())[0]
+    changed.write_bytes(changed.read_bytes() + b"x")
+    moved = tmp_path / "moved"
+    other.rename(moved)  # what was read before may be remembered
+    assert data.digest(name, first) != data.digest(name, moved)
+
+
+def _text(folder, text):
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "words.txt"
+    path.write_text(text)
+    return path
+
+
+def _broken(folder):
+    write_cifar(folder)
+    (folder / "cifar-10-batches-py" / "data_batch_3").write_bytes(b"no pickle")
+    return folder
+
+
+def _other_classes(folder):
+    write_images(folder)
+    (folder / "val" / "class2").rename(folder / "val" / "class9")
+    return folder
+
+
+def _empty(folder):
+    write_images(folder, images=0)
+    return folder
+
+
+def _binary(folder):
+    path = _text(folder, "")
+    path.write_bytes(b"\xff\xfe\x00\x80")
+    return path
+
+
+def _missing(folder):
+    write_cifar(folder)
+    (folder / "cifar-10-batches-py" / "test_batch").unlink()
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "make", "text"),
+    [
+        ("cifar10", lambda folder: folder.mkdir() or folder, "no cifar10 there: its folder"),
+        ("cifar100", lambda folder: write_cifar(folder), "no cifar100 there"),
+        ("cifar10", _broken, "no cifar10: "),
+        ("cifar10", _missing, "no cifar10: "),
+        ("imagefolder", lambda folder: folder.mkdir() or folder, "train/CLASS/ and val/CLASS/"),
+        ("imagefolder", _other_classes, "train and val have not the same classes"),
+        ("imagefolder", _empty, "Found no valid file"),
+        ("text", _binary, "no text: "),
+        (
+            "text",
+            lambda folder: _text(folder, "too short"),
+            "3 words are too few for samples of 24",
+        ),
+        ("text", lambda folder: folder.mkdir() or folder, "there is no file "),
+        ("imagefolder", lambda folder: folder, "there is no folder "),
+    ],
+)
+def test_a_place_without_such_data_is_said_in_a_line(tmp_path, name, make, text):
+    with pytest.raises(UserError) as caught:
+        data.load(name, make(tmp_path / "place"), 24)
+    assert text in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("cifar10", "data_dir=FOLDER or CIFAR_DIR"), ("text", "data_dir=FILE or TEXT_FILE")],
+)
+def test_where_it_is_must_be_said(name, text):
+    with pytest.raises(UserError, match=text):
+        data.path_of(name, None)
+    with pytest.raises(UserError, match=r"unknown learn\.data 'cifar'"):
+        data.path_of("cifar", None)

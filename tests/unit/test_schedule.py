@@ -1,0 +1,94 @@
+"""The learning rate of each step, and what of it cannot be."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from common.harness.learn import LearnConfig, ScheduleConfig
+from common.harness.worker.schedule import make_schedule
+from dear.errors import UserError
+from dear.options import build_options
+
+
+def rates(world_size=4, epochs=4, steps_per_epoch=10, **config):
+    """Of every step."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    schedule = make_schedule(
+        optimizer,
+        ScheduleConfig(**config),
+        steps_per_epoch=steps_per_epoch,
+        epochs=epochs,
+        world_size=world_size,
+    )
+    found = []
+    for _ in range(epochs * steps_per_epoch):
+        found.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    return found
+
+
+def test_nothing_said_is_nothing_changed():
+    assert rates() == [0.1] * 40
+
+
+def test_milestones_count_from_the_beginning_also_after_a_warm_up():
+    found = rates(kind="multistep", milestones=(2, 3), gamma=0.5)
+    assert found == pytest.approx([0.1] * 20 + [0.05] * 10 + [0.025] * 10)
+    warmed = rates(kind="multistep", milestones=(2, 3), gamma=0.5, warmup_epochs=1)
+    assert warmed[10:] == pytest.approx(found[10:])
+    assert warmed[0] == pytest.approx(0.01), "a tenth, where nothing is scaled"
+
+
+@pytest.mark.parametrize(("scale", "factor"), [("linear", 4.0), ("sqrt", 2.0), ("none", 1.0)])
+def test_it_grows_with_the_workers_and_the_warm_up_begins_where_one_worker_would(scale, factor):
+    found = rates(scale=scale, warmup_epochs=2)
+    start = 0.1 if factor > 1 else 0.01
+    assert found[0] == pytest.approx(start)
+    assert found[10] == pytest.approx((start + 0.1 * factor) / 2)  # halfway
+    assert found[20:] == pytest.approx([0.1 * factor] * 20)
+
+
+def test_the_cosine_falls_to_nothing_at_the_end():
+    found = rates(kind="cosine", warmup_epochs=1)
+    wanted = [0.05 * (1 + math.cos(math.pi * step / 30)) for step in range(30)]
+    assert found[10:] == pytest.approx(wanted)
+
+
+def test_it_falls_by_gamma_in_each_epoch():
+    found = rates(kind="exponential", gamma=0.5)
+    assert found[::10] == pytest.approx([0.1, 0.05, 0.025, 0.0125])
+    assert found[5] == pytest.approx(0.1 * 0.5**0.5)
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"schedule": {}}, "learn.schedule: goes with learn.epochs"),
+        ({"epochs": 3, "data": None}, "learn.epochs: goes with learn.data"),
+        ({"epochs": 0}, "learn.epochs"),
+        ({"epochs": 3, "budget_s": 9}, "learn.budget_s: goes without learn.epochs"),
+        ({"eval_every_epochs": 2}, "learn.eval_every_epochs: goes with learn.epochs"),
+        ({"epochs": 3, "schedule": {"warmup_epochs": 3}}, "warmup_epochs must be below"),
+        ({"epochs": 3, "schedule": {"kind": "multistep"}}, "`milestones` and `kind: multistep`"),
+        ({"epochs": 3, "schedule": {"milestones": [1]}}, "`milestones` and `kind: multistep`"),
+        (
+            {"epochs": 3, "schedule": {"kind": "multistep", "milestones": [2, 1]}},
+            "milestones must ascend",
+        ),
+        (
+            {"epochs": 3, "schedule": {"kind": "multistep", "milestones": [1, 3]}},
+            "must lie between 0 and learn.epochs=3",
+        ),
+        ({"epochs": 3, "schedule": {"kind": "step"}}, "schedule.*kind"),
+        ({"epochs": 3, "schedule": {"gamma": 0}}, "learn.schedule.gamma"),
+        ({"data": "imagenet"}, "learn.data"),
+        ({"loader_workers": -1}, "learn.loader_workers"),
+    ],
+)
+def test_what_cannot_be_is_said(given, text):
+    with pytest.raises(UserError, match=text):
+        build_options(LearnConfig, {"data": "digits"} | given, "key of learn")

@@ -22,7 +22,7 @@ from common.models.registry import MODELS
 from common.results import store
 from common.results.faith import doubt, incorrect
 from common.results.records import Record, fabric_words, is_learning
-from common.results.reference_reports import report_lines, reports
+from common.results.reference_reports import link_logs, report_lines, reports
 from common.results.store import Comparison
 from common.results.table import Table, csv_text
 from dear.algorithms.aliases import ALIASES
@@ -87,6 +87,7 @@ def run(options: argparse.Namespace, draw: Callable[[Path, bool], list[Path]] | 
         _print_results(folder, results, experiment.base)
         if experiment.report_lines:
             print("\n".join(report_lines(results)))
+            link_logs(folder, results)
     if options.trace is not None and any(result.ok for result in results):
         _write_traces(folder, results, options.trace, quiet=options.json)
     if draw is not None and any(result.ok for result in results):

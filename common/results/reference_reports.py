@@ -1,13 +1,17 @@
-"""The reports of the reference suites, for programs that read them: a file and its lines."""
+"""What the reference suites leave behind, for programs that read it: reports, and logs by name."""
 
 from __future__ import annotations
 
+import os
 import statistics
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from common.results.faith import doubt
 from common.results.records import Record
+
+_ELEMENTS_PER_MB = (1 << 20) // 4
 
 
 def reports(records: Iterable[Record]) -> dict[str, Any]:
@@ -57,6 +61,67 @@ def report_lines(records: Sequence[Record]) -> list[str]:
             for method, values in methods.items():
                 lines.append(",".join([f"rdma:{rdma}", method, *values]))
     return lines
+
+
+def log_name(record: Record) -> str:
+    """The file of a trial's log as DeAR's suite names it."""
+    said = variables(record)
+    keys = ("rdma", "method", "dnn", "bs", "nworkers", "compressor", "threshold")
+    rdma, method, dnn, bs, workers, compressor, threshold = (said[key] for key in keys)
+    return (
+        f"rdma-{rdma}-method-{method}-dnn-{dnn}-bs-{bs}-nworker-{workers}-"
+        f"compressor-{compressor}-thres-{threshold}.log"
+    )
+
+
+def variables(record: Record) -> dict[str, str]:
+    """The variables with which `dear/horovod_mpi_cj.sh` makes the trial, in the suite's order."""
+    trial = record.trial
+    options = trial["options"]
+    merges = trial["algorithm"] == "mgwfbp" and options.get("merge") in ("greedy", "asc")
+    threshold = options.get("threshold_mb") or 0
+    return {
+        "rdma": str(trial["network"] or trial["launcher_options"].get("rdma", 0)),
+        "dnn": trial["model"],
+        "bs": str(trial["batch_size"]),
+        "nworkers": str(trial["world_size"]),
+        "method": trial["algorithm"],
+        "compressor": options.get("compression", "none"),
+        "threshold": f"{0 if merges else threshold * _ELEMENTS_PER_MB:.0f}",
+        "mgwfbp": str(int(merges)),
+        "asc": str(int(options.get("merge") == "asc")),
+        "nstreams": str(options.get("channels", 1)),
+    }
+
+
+def command(record: Record) -> str:
+    """What runs the trial again, as the suite's commands do."""
+    said = " ".join(f"{key}={value}" for key, value in variables(record).items())
+    return f"cd dear;{said} ./horovod_mpi_cj.sh"
+
+
+def link_logs(folder: Path, records: Iterable[Record]) -> list[Path]:
+    """Gives rank 0's logs of a sweep in `folder` the suite's names, below `reference_logs`, and
+    writes beside them with which command each is made (`commands.txt`).
+
+    Trials that differ in nothing which such a name tells keep one of it; the last counts.
+    """
+    into = folder / "reference_logs"
+    links, lines = {}, []
+    for record in records:
+        log = folder / record.id / "log-0-rank0.txt"
+        if record.trial["algorithm"] == "none" or not log.exists():
+            continue
+        link = into / log_name(record)
+        links[link] = log
+        lines.append(f"{link.name}: {command(record)}")
+    if links:
+        into.mkdir(exist_ok=True)
+        (into / "commands.txt").write_text("\n".join(lines) + "\n")
+    for link, log in links.items():
+        link.unlink(missing_ok=True)
+        link.symlink_to(os.path.relpath(log, into))
+    return list(links)
 
 
 def _task(record: Record) -> str:

@@ -6,7 +6,17 @@ import re
 
 import pytest
 
-from common.results.reference_reports import report_lines, reports
+from common.harness.trial import options_of
+from common.results.reference_reports import (
+    command,
+    link_logs,
+    log_name,
+    report_lines,
+    reports,
+    variables,
+)
+from dear.algorithms import aliases
+from dear.training.algorithm import algorithm_options
 from tests.unit.made_record import record
 
 
@@ -49,3 +59,47 @@ def test_the_lines_of_the_references_report():
     found = report_lines([record("mgwfbp", 64 * 64 / 7897.6, 64, model="resnet50", batch_size=64)])
     assert re.fullmatch(r"Speed:  \(7897\.[0-9]{3}, [0-9.]+\)", found[0])
     assert found[1:] == ["==== All Reports ======", "rdma:0,mgwfbp,7897.600"]
+
+
+def test_h5_the_name_of_a_log_and_the_command_that_makes_it():
+    merging = {"merge": "greedy"}
+    one = record("mgwfbp", 0.5, 64, model="resnet50", batch_size=64, options=merging)
+    assert log_name(one) == (
+        "rdma-0-method-mgwfbp-dnn-resnet50-bs-64-nworker-64-compressor-none-thres-0.log"
+    )
+    said = command(one)
+    assert said.startswith("cd dear;rdma=0 dnn=resnet50 bs=64 nworkers=64 ")
+    assert said.endswith(
+        "compressor=none threshold=0 mgwfbp=1 asc=0 nstreams=1 ./horovod_mpi_cj.sh"
+    )
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "options"),
+    [
+        ("wfbp", {}),
+        ("wfbp", {"channels": 2}),
+        ("mgwfbp", {"merge": "greedy"}),
+        ("mgwfbp", {"merge": "asc", "channels": 2}),
+        ("mgwfbp", {"merge": "threshold", "threshold_mb": 25.0}),
+        ("mgwfbp", {"merge": "threshold", "threshold_mb": 2.0, "compression": "signum"}),
+        ("dear", {"threshold_mb": 10.0}),
+    ],
+)
+def test_a_trial_is_made_again_by_its_variables(algorithm, options):
+    said = variables(record(algorithm, options=options))
+    given = {key: text for key, text in said.items() if key in aliases.VARIABLES}
+    name, again = aliases.method(said["method"], given)
+    assert (name, algorithm_options(name, again)) == (algorithm, options_of(algorithm, options))
+
+
+def test_logs_have_the_suites_names_beside_the_trials(tmp_path):
+    made = [record("dear"), record("wfbp"), record("none", world=1), record("ddp")]
+    for one in made[:3]:
+        (tmp_path / one.id).mkdir()
+        (tmp_path / one.id / "log-0-rank0.txt").write_text(f"of {one.label}")
+    links = link_logs(tmp_path, made)
+    assert links == link_logs(tmp_path, made), "again is no mistake"
+    assert [link.read_text() for link in links] == ["of dear", "of wfbp"]
+    lines = (tmp_path / "reference_logs" / "commands.txt").read_text().splitlines()
+    assert len(lines) == 2 and lines[0] == f"{links[0].name}: {command(made[0])}"

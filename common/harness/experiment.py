@@ -20,7 +20,7 @@ from common.emulation.links import check as check_links
 from common.harness.learn import LearnConfig
 from common.harness.trial import BASELINE, MeasureConfig, OptimizerConfig, Trial
 from common.launch.job import launcher_options
-from common.models import data as sources
+from common.models import datasets
 from common.models.registry import (
     DTYPES,
     MODELS,
@@ -195,7 +195,7 @@ class Experiment:
                     f"{', '.join(sorted(used))}"
                 )
         for name in (choice.name for choice in self.models) if learn.data else ():
-            kinds = sources.SOURCES[learn.data].kinds
+            kinds = datasets.SOURCES[learn.data].kinds
             if is_replay(name) or model_entry(name).learns not in kinds:
                 fitting = [m for m, entry in MODELS.items() if entry.learns in kinds]
                 real = [m for m in fitting if not is_replay(m)]
@@ -274,12 +274,12 @@ class Experiment:
     def worker_env(self) -> dict[str, str]:
         """Variables that the workers need: where the data is."""
         path = self._data_path()
-        return {} if path is None else {sources.SOURCES[self.learn.data].variable: str(path)}
+        return {} if path is None else {datasets.SOURCES[self.learn.data].variable: str(path)}
 
     def _data_path(self) -> Path | None:
         if self.learn is None or self.learn.data is None:
             return None
-        return sources.path_of(self.learn.data, self.data_dir)
+        return datasets.path_of(self.learn.data, self.data_dir)
 
     @functools.cached_property
     def _chosen(self) -> list[tuple[AlgorithmChoice, Options]]:
@@ -312,7 +312,7 @@ class Experiment:
         if self.learn is None or self.learn.data is None:
             data_digest = None
         elif data_digest is None:
-            data_digest = sources.digest(self.learn.data, self._data_path())
+            data_digest = datasets.digest(self.learn.data, self._data_path())
         alone = AlgorithmChoice(name=BASELINE, label="single worker"), Options()
         trials = []
         for model in self.models:

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from common.models.data import SOURCES
+from common.models.datasets import SOURCES
 from dear.errors import UserError, one_of
 from dear.options import at_least, positive
 
@@ -69,7 +69,7 @@ class LearnConfig:
     eval_every_epochs: int = 1
     """Epochs between two copies of the parameters."""
     data: str | None = None
-    """What the model learns, of `common.models.data.SOURCES`: `mnist`, `cifar10`, `cifar100`,
+    """What the model learns, of `common.models.datasets.SOURCES`: `mnist`, `cifar10`, `cifar100`,
     `imagefolder` (ImageNet's form) or `text`, whose files are in `data_dir`; `digits`: those of
     scikit-learn; null: the model's made-up batch, for rates of steps at own pace; nothing is
     judged."""

@@ -11,7 +11,7 @@ import importlib
 from dataclasses import dataclass
 
 from common.models import profile as profiles
-from common.models.data import Kind
+from common.models.datasets import Kind
 from common.models.profile import Profile
 from common.models.workload import Workload
 from dear.errors import UserError, unknown

@@ -234,7 +234,7 @@ def set_topology(topology: nx.DiGraph | None = None, is_weighted: bool = False) 
         log.warning("the topology stays: there are windows (%s)", ", ".join(current.windows))
         return False
     chosen = graphs.exponential(size()) if topology is None else topology
-    current.weights = _weighed(chosen, size(), is_weighted)
+    current.weights = weighed(chosen, size(), is_weighted)
     current.topology = chosen
     return True
 
@@ -246,7 +246,7 @@ def load_topology() -> nx.DiGraph:
 
 def set_machine_topology(topology: nx.DiGraph, is_weighted: bool = False) -> bool:
     """The same for machines; used by hierarchical calls only."""
-    job().machine_weights = _weighed(topology, machine_size(), is_weighted)
+    job().machine_weights = weighed(topology, machine_size(), is_weighted)
     job().machine_topology = topology
     return True
 
@@ -256,7 +256,7 @@ def load_machine_topology() -> nx.DiGraph | None:
     return job().machine_topology
 
 
-def _weighed(graph: nx.DiGraph, count: int, is_weighted: bool) -> nx.DiGraph:
+def weighed(graph: nx.DiGraph, count: int, is_weighted: bool) -> nx.DiGraph:
     """The weights to average by on `graph`, which is checked and compared between the ranks."""
     if is_weighted:
         graphs.check_graph(graph, count)

@@ -14,14 +14,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.nn import Module, Parameter
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from dear.algorithms.decentralized.decentralized import GroupEngine
 from dear.buckets.flat import Bucket
@@ -38,8 +36,9 @@ from dear.decentralized.optim import (
 )
 from dear.errors import UserError
 from dear.optimizer import broadcast_parameters
-from dear.options import at_least, positive
+from dear.options import positive
 from dear.topology.schedules import Edge, Topology, TopologyReg
+from dear.training.bucketwise import BucketOptimizers, OptimFn, SchedulerFn
 from dear.training.engine import Replica
 from dear.training.parameters import LocalOptions
 
@@ -58,9 +57,6 @@ __all__ = [
     "optim_fn_adamw",
 ]
 
-OptimFn = Callable[[list[tuple[str, torch.Tensor]]], Optimizer]
-SchedulerFn = Callable[[Optimizer], LRScheduler]
-
 
 def initialize_dist() -> tuple[int, int]:
     """Joins the job as `dear.init()` does; returns rank and world size."""
@@ -68,7 +64,7 @@ def initialize_dist() -> tuple[int, int]:
     return runtime.rank(), runtime.size()
 
 
-class _Engine(GroupEngine):
+class _Engine(BucketOptimizers, GroupEngine):
     """`decentralized` with an optimizer and a learning-rate schedule for each bucket."""
 
     def __init__(
@@ -77,43 +73,11 @@ class _Engine(GroupEngine):
         topology: Topology,
         average: GlobalAverage,
         *,
-        optim_fn: OptimFn,
-        lr_scheduler_fn: SchedulerFn | None,
-        scaler: torch.amp.GradScaler | None,
-        clip_norm: float,
         views: bool,
+        **training: Any,
     ) -> None:
-        at_least("grad_clip_norm", clip_norm, 0)
-        super().__init__(replica, topology, views=views)
-        self._names = {param: name for name, param in self.model.named_parameters()}
         self._average = average
-        self._optim_fn = optim_fn
-        self._lr_scheduler_fn = lr_scheduler_fn
-        self._scaler = scaler
-        self._clip_norm = clip_norm
-        self.joint = scaler is not None or clip_norm > 0
-        self.optimizers: dict[Bucket, Optimizer] = {}
-        self.schedulers: dict[Bucket, LRScheduler] = {}
-
-    def lay_out(self, members: Sequence[Sequence[Parameter]]) -> None:
-        super().lay_out(members)
-        self.optimizers, self.schedulers = {}, {}
-        for bucket in self.buckets:
-            optimizer = self._optim_fn([(self._names[param], param) for param in bucket.params])
-            if not isinstance(optimizer, Optimizer):
-                kind = type(optimizer).__name__
-                raise UserError(f"optim_fn must return an optimizer, got {kind}")
-            held = {param for group in optimizer.param_groups for param in group["params"]}
-            left_out = [self._names[param] for param in bucket.params if param not in held]
-            if left_out:
-                raise UserError(
-                    f"optim_fn left {left_out[0]!r} out; it must take all parameters it gets"
-                )
-            self.optimizers[bucket] = optimizer
-            if self._lr_scheduler_fn is not None:
-                self.schedulers[bucket] = self._lr_scheduler_fn(optimizer)
-        if self.joint:
-            self._whole = _Whole(list(self.optimizers.values()))
+        super().__init__(replica, topology, views=views, **training)
 
     def begin(self) -> None:
         if self._average.applied:
@@ -127,44 +91,20 @@ class _Engine(GroupEngine):
             hook(edge, edge.weight)
         super().mix(bucket)
 
-    @torch.no_grad()
-    def ready(self, buckets: Sequence[Bucket]) -> None:
-        if self._scaler is not None:
-            self._scaler.unscale_(self._whole)
-        if self._clip_norm > 0:
-            params = self._whole.param_groups[0]["params"]
-            torch.nn.utils.clip_grad_norm_(params, self._clip_norm)
-        if self._scaler is not None:
-            for bucket in buckets:
-                self.mix(bucket)
-            self._scaler.step(self._whole)
-            self._scaler.update()
-        for bucket in buckets:
-            if self._scaler is None:
-                self.mix(bucket)
-                self.optimizers[bucket].step()
-            self.optimizers[bucket].zero_grad()
-            if self.schedulers:
-                self.schedulers[bucket].step()
-            self.share(bucket)
-
-    def passed(self) -> None:
-        self._schedule.restart()  # a pass is a step
-
     def saved(self) -> dict[str, Any]:
         return super().saved() | {
             "factor": self.factor,
-            "buckets": [[self._names[p] for p in bucket.params] for bucket in self.buckets],
+            "buckets": [[self.names[p] for p in bucket.params] for bucket in self.buckets],
             "training": {
                 "optimizers": [optimizer.state_dict() for optimizer in self.optimizers.values()],
                 "schedulers": [scheduler.state_dict() for scheduler in self.schedulers.values()],
-                "scaler": None if self._scaler is None else self._scaler.state_dict(),
+                "scaler": None if self.scaler is None else self.scaler.state_dict(),
             },
         }
 
     def restore(self, saved: dict[str, Any] | None) -> None:
         if saved is not None:
-            named = {name: param for param, name in self._names.items()}
+            named = {name: param for param, name in self.names.items()}
             if saved["buckets"]:
                 self.set_up([[named[name] for name in names] for names in saved["buckets"]])
                 self._load(saved["training"])
@@ -179,27 +119,14 @@ class _Engine(GroupEngine):
                     f"the checkpoint has the state of {len(state[name])} {name}, here are "
                     f"{len(here)}; make the model with the same arguments as then"
                 )
-        if (state["scaler"] is None) != (self._scaler is None):
+        if (state["scaler"] is None) != (self.scaler is None):
             raise UserError("the checkpoint was made with a scaler and this model without, or vice "
                             "versa")  # fmt: skip
         for name, here in kinds:
             for one, saved in zip(here.values(), state[name], strict=True):
                 one.load_state_dict(saved)
-        if self._scaler is not None:
-            self._scaler.load_state_dict(state["scaler"])
-
-
-class _Whole(Optimizer):
-    """All buckets as one optimizer, for a GradScaler: it judges and skips them together."""
-
-    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
-        self._parts = optimizers
-        held = [p for part in optimizers for group in part.param_groups for p in group["params"]]
-        super().__init__(held, {})
-
-    def step(self, closure: Callable[[], Any] | None = None) -> None:
-        for part in self._parts:
-            part.step()
+        if self.scaler is not None:
+            self.scaler.load_state_dict(state["scaler"])
 
 
 class DecentralizedDataParallel(Module):

@@ -26,8 +26,7 @@ import dear  # dear
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from common.models.data.digits import load_digits
-from common.models.data.mnist import load_mnist
+from common.models.datasets import load_digits, load_mnist
 
 
 class Net(nn.Module):

@@ -25,8 +25,8 @@ import dear  # dear
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from common.models import data, registry
-from common.models.data.batches import Batches
+from common.models import datasets, registry
+from common.models.datasets.batches import Batches
 from common.models.workload import Workload
 
 PRECISIONS = {"none": "float32", "bf16": "amp-bf16", "fp16": "amp-fp16"}
@@ -47,7 +47,7 @@ def rates(
 
 
 @torch.inference_mode()
-def judged(workload: Workload, test: data.Samples, batch_size: int) -> tuple[float, ...]:
+def judged(workload: Workload, test: datasets.Samples, batch_size: int) -> tuple[float, ...]:
     """Top-1, top-5 and loss over all test samples; each rank judges a part, all hear the means."""
     workload.model.eval()
     sums = torch.zeros(4, dtype=torch.float64)
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Trains and prints; `arguments` are the command line's by default."""
     parser = argparse.ArgumentParser(description="real data with a data-parallel algorithm")
     parser.add_argument("--algorithm", default="dear", help="a name of `benchmarks.py list`")
-    parser.add_argument("--data", default="cifar10", help=", ".join(data.SOURCES))
+    parser.add_argument("--data", default="cifar10", help=", ".join(datasets.SOURCES))
     parser.add_argument("--data-dir", help="where the files are")
     parser.add_argument("--model", default="resnet20", help="a name of `benchmarks.py list`")
     parser.add_argument("--epochs", type=int, default=3)
@@ -83,7 +83,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     dear.init()  # dear
     torch.manual_seed(options.seed)
     length = registry.sentence_len(options.model, None)
-    parts = data.load(options.data, options.data_dir, registry.sample_size(options.model, length))
+    parts = datasets.load(
+        options.data, options.data_dir, registry.sample_size(options.model, length)
+    )
     drawn = torch.Generator().manual_seed(options.seed)
     workload = registry.build(options.model, options.batch_size, length, drawn, parts.classes)
     workload = workload.to(dear.device(), *registry.precision(PRECISIONS[options.amp]))  # dear

@@ -17,8 +17,8 @@ from torch.nn import functional
 
 import dear
 from common.launch.ranks import Ranks, rank_env
-from common.models.data.digits import load_digits
-from common.models.data.mnist import load_mnist, read_idx
+from common.models.datasets.digits import load_digits
+from common.models.datasets.mnist import load_mnist, read_idx
 from dear.training.algorithm import algorithm_class, algorithm_names
 from tests.system.made import idx, write_cifar, write_mnist
 

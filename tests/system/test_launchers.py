@@ -131,7 +131,7 @@ def test_the_shell_launcher_runs_a_trial_on_virtual_hosts(tmp_path):
         ({"threshold": "5", "method": "ddp"}, "threshold=5: method ddp has no such variable"),
         ({"nworkers": "3"}, "cluster3"),
         ({"method": "deer"}, "did you mean 'dear'?"),
-        ({"dnn": "resnet5"}, "did you mean 'resnet50'?"),
+        ({"dnn": "resnt50"}, "did you mean 'resnet50'?"),
     ],
     ids=lambda value: "-".join(value.values()) if isinstance(value, dict) else None,
 )

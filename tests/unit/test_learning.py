@@ -16,9 +16,9 @@ from common.harness.learn import LearnConfig
 from common.harness.trial import Trial
 from common.harness.worker.loop import Loop, Schedule, TrainingClock
 from common.launch.job import Job, outcome_of
-from common.models import data
-from common.models.data.batches import Batches
-from common.models.data.tensors import Tensors
+from common.models import datasets
+from common.models.datasets.batches import Batches
+from common.models.datasets.tensors import Tensors
 from common.results.records.learned import Data
 from dear.comm import runtime
 from dear.errors import UserError
@@ -341,7 +341,7 @@ def test_a_killed_rank_is_survived_only_where_the_others_end_well(
 def test_what_is_trained_on_is_said_and_true_training_images_are_used(tmp_path, monkeypatch):
     monkeypatch.delenv("MNIST_DIR", raising=False)
     folder = write_mnist(tmp_path, images=20)
-    parts = data.load("mnist", folder)
+    parts = datasets.load("mnist", folder)
     assert (len(parts.train), len(parts.test), parts.classes) == (18, 2, 10)
     assert parts.split == "MNIST's 20 test images"
     found = Data(name="mnist", train=9000, test=1000, split="MNIST's 10,000 test images")
@@ -349,14 +349,14 @@ def test_what_is_trained_on_is_said_and_true_training_images_are_used(tmp_path, 
 
     for path in write_mnist(tmp_path / "more", images=30, shift=1).iterdir():
         path.rename(folder / path.name.replace("t10k", "train"))
-    parts = data.load("mnist", folder)
+    parts = datasets.load("mnist", folder)
     assert (len(parts.train), len(parts.test), parts.split) == (30, 20, None)
     found = Data(name="mnist", train=60000, test=10000, split=None)
     assert found.title == "60,000 training images of mnist, judged by 10,000 others"
-    assert data.load("digits", None).split == "scikit-learn's 1,797 digits"
+    assert datasets.load("digits", None).split == "scikit-learn's 1,797 digits"
 
 
-@pytest.mark.parametrize("ask", [data.load, data.digest])
+@pytest.mark.parametrize("ask", [datasets.load, datasets.digest])
 def test_data_is_what_its_name_says_not_what_a_folder_suggests(ask, tmp_path, monkeypatch):
     monkeypatch.delenv("MNIST_DIR", raising=False)
     with pytest.raises(UserError, match="where is mnist"):

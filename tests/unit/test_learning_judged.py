@@ -17,8 +17,8 @@ from common.harness.worker import judge
 from common.harness.worker.judge import Snapshots, set_floating
 from common.harness.worker.timing import evidence
 from common.launch.job import Outcome
-from common.models.data import Parts
-from common.models.data.tensors import Tensors
+from common.models.datasets import Parts
+from common.models.datasets.tensors import Tensors
 from common.models.registry import build
 from common.results import answer
 from common.results.learning import summary, tables

@@ -15,7 +15,7 @@ from common.harness.record import Result
 from common.harness.trial import Trial
 from common.harness.worker.checking.correctness import CONSENSUS_LIMIT
 from common.harness.worker.timing.strain import Pressure, strain_of, used_cores
-from common.models.data import Parts, Samples
+from common.models.datasets import Parts, Samples
 from common.models.registry import build, precision
 from common.models.workload import Workload
 from common.results.records import typed

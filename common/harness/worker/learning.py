@@ -20,10 +20,9 @@ from common.harness.worker.timing import evidence
 from common.harness.worker.timing.canary import canary_s, first_of_machine, work_s
 from common.harness.worker.timing.strain import Gauge
 from common.harness.worker.training import Training, untimed_steps
-from common.models import data as sources
-from common.models import registry
-from common.models.data import Parts
-from common.models.data.batches import Batches
+from common.models import datasets, registry
+from common.models.datasets import Parts
+from common.models.datasets.batches import Batches
 from common.models.workload import Workload
 from common.results.records.trust import Check
 from dear.comm import runtime
@@ -235,14 +234,14 @@ def load_data(trial: Trial) -> Parts | None:
     learn = trial.learn
     if learn is None or learn.data is None:
         return None
-    path = sources.path_of(learn.data, None)
-    found = sources.digest(learn.data, path)
+    path = datasets.path_of(learn.data, None)
+    found = datasets.digest(learn.data, path)
     if found != trial.data_digest:
         raise UserError(
             f"learn.data: {learn.data} has changed since the sweep began, or is another one "
             f"on this host: digest {found}, wanted {trial.data_digest}"
         )
-    return sources.load(learn.data, path, registry.sample_size(trial.model, trial.sentence_len))
+    return datasets.load(learn.data, path, registry.sample_size(trial.model, trial.sentence_len))
 
 
 def _path(folder: Path, repeat: int, rank: int) -> Path:

@@ -11,6 +11,7 @@ from dear.buckets.flat import Bucket
 from dear.comm.neighbors import core_module
 from dear.cost.bounds import Bound
 from dear.cost.overlap import Overlap, Transfer
+from dear.lazy import nx
 from dear.options import at_least, positive
 from dear.training.algorithm import Capabilities
 from dear.training.engine import Replica
@@ -36,10 +37,10 @@ class AsyncEngine(WindowEngine):
     order = "overlapped"
     apart = True
 
-    def __init__(self, replica: Replica) -> None:
+    def __init__(self, replica: Replica, graph: nx.DiGraph | None = None) -> None:
         self._max_staleness = replica.options.max_staleness
         core_module()  # before anything is changed; windows are made in the first step
-        super().__init__(replica)
+        super().__init__(replica, graph)
 
     def lay_out(self, members: Any) -> None:
         super().lay_out(members)

@@ -8,8 +8,8 @@ from collections import Counter
 import pytest
 import torch
 
-from common.models import data
-from common.models.data.cifar import MEAN, STD, crop_and_flip
+from common.models import datasets
+from common.models.datasets.cifar import MEAN, STD, crop_and_flip
 from dear.errors import UserError
 from tests.system.made import write_cifar, write_images
 
@@ -28,7 +28,7 @@ def nowhere(monkeypatch):
 def test_cifar_is_read_from_its_own_files(tmp_path, monkeypatch, name, train, classes):
     folder = write_cifar(tmp_path, name=name)
     monkeypatch.setenv("CIFAR_DIR", str(folder))
-    parts = data.load(name, None, 32)
+    parts = datasets.load(name, None, 32)
     assert (len(parts.train), len(parts.test), parts.classes) == (train, 40, classes)
     assert parts.split is None, "it has training images and others to judge by"
     images, labels = parts.test.batch([0, 39], None)
@@ -41,7 +41,7 @@ def test_cifar_is_read_from_its_own_files(tmp_path, monkeypatch, name, train, cl
 
 
 def test_training_images_are_moved_and_mirrored_and_those_to_judge_by_are_not(tmp_path):
-    parts = data.load("cifar10", write_cifar(tmp_path), 32)
+    parts = datasets.load("cifar10", write_cifar(tmp_path), 32)
     places = list(range(40))
     drawn = [torch.Generator().manual_seed(seed) for seed in (1, 1, 2)]
     first, again, other = (parts.train.batch(places, one)[0] for one in drawn)
@@ -69,7 +69,7 @@ def _key(piece):
 
 
 def test_images_are_read_from_folders_by_class_and_cut_to_the_models_size(tmp_path):
-    parts = data.load("imagefolder", write_images(tmp_path), 24)
+    parts = datasets.load("imagefolder", write_images(tmp_path), 24)
     assert (len(parts.train), len(parts.test), parts.classes) == (12, 12, 3)
     images, labels = parts.train.batch([0, 5, 11], torch.Generator().manual_seed(1))
     assert images.shape == (3, 3, 24, 24) and labels.tolist() == [0, 1, 2]
@@ -85,7 +85,7 @@ def test_images_are_read_from_folders_by_class_and_cut_to_the_models_size(tmp_pa
 def test_words_of_a_text_are_foretold_from_those_before(tmp_path):
     path = tmp_path / "words.txt"
     path.write_text("the cat sat\n" * 50)  # 200 words with the ends of lines
-    parts = data.load("text", path, 7)
+    parts = datasets.load("text", path, 7)
     assert parts.classes == 4
     assert (len(parts.train), len(parts.test)) == (179 // 7, 19 // 7)
     words, following = parts.train.batch([0, 1], None)
@@ -105,12 +105,12 @@ def test_words_of_a_text_are_foretold_from_those_before(tmp_path):
 )
 def test_another_text_or_image_is_another_digest(tmp_path, name, make):
     first, other = make(tmp_path / "a"), make(tmp_path / "b")
-    assert data.digest(name, first) == data.digest(name, other)
+    assert datasets.digest(name, first) == datasets.digest(name, other)
     changed = other if other.is_file() else sorted(p for p in other.rglob("*") if p.is_file())[0]
     changed.write_bytes(changed.read_bytes() + b"x")
     moved = tmp_path / "moved"
     other.rename(moved)  # what was read before may be remembered
-    assert data.digest(name, first) != data.digest(name, moved)
+    assert datasets.digest(name, first) != datasets.digest(name, moved)
 
 
 def _text(folder, text):
@@ -171,7 +171,7 @@ def _missing(folder):
 )
 def test_a_place_without_such_data_is_said_in_a_line(tmp_path, name, make, text):
     with pytest.raises(UserError) as caught:
-        data.load(name, make(tmp_path / "place"), 24)
+        datasets.load(name, make(tmp_path / "place"), 24)
     assert text in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -181,6 +181,6 @@ def test_a_place_without_such_data_is_said_in_a_line(tmp_path, name, make, text)
 )
 def test_where_it_is_must_be_said(name, text):
     with pytest.raises(UserError, match=text):
-        data.path_of(name, None)
+        datasets.path_of(name, None)
     with pytest.raises(UserError, match=r"unknown learn\.data 'cifar'"):
-        data.path_of("cifar", None)
+        datasets.path_of("cifar", None)

@@ -120,4 +120,14 @@ def load(data: str, path: Path | None, size: int | None = None) -> Parts:
 
 
 def _module(data: str) -> Any:
-    return importlib.import_module(f"common.models.data.{SOURCES[data].module}")
+    return importlib.import_module(f"{__name__}.{SOURCES[data].module}")
+
+
+def __getattr__(name: str) -> Any:
+    """`load_mnist` and `load_digits`, which import torch."""
+    if name not in _LOADERS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_LOADERS[name]}"), name)
+
+
+_LOADERS = {"load_mnist": "mnist", "load_digits": "digits"}

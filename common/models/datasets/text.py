@@ -12,8 +12,8 @@ import hashlib
 from collections import Counter
 from pathlib import Path
 
-from common.models.data import Parts
-from common.models.data.tensors import Tensors
+from common.models.datasets import Parts
+from common.models.datasets.tensors import Tensors
 from dear.errors import UserError
 from dear.lazy import torch
 

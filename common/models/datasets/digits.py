@@ -6,9 +6,9 @@ import hashlib
 import importlib.util
 from pathlib import Path
 
-from common.models.data import Parts
-from common.models.data.mnist import MEAN, STD, contents
-from common.models.data.tensors import Split, Tensors, split
+from common.models.datasets import Parts
+from common.models.datasets.mnist import MEAN, STD, contents
+from common.models.datasets.tensors import Split, Tensors, split
 from dear.errors import UserError
 from dear.lazy import torch
 

@@ -8,8 +8,8 @@ import hashlib
 import math
 from pathlib import Path
 
-from common.models.data import Parts
-from common.models.data.tensors import Split, Tensors, split
+from common.models.datasets import Parts
+from common.models.datasets.tensors import Split, Tensors, split
 from dear.errors import UserError
 from dear.lazy import np, torch
 

@@ -16,7 +16,8 @@ import torch
 
 from dear.algorithms.synchronous import horovod
 from dear.algorithms.synchronous.horovod import _HorovodEngine
-from dear.errors import Unavailable
+from dear.errors import Unavailable, UserError
+from dear.training.algorithm import algorithm_options
 from tests.contract.algorithms import skip_if_unavailable
 from tests.contract.loops import make_model, make_sgd, message, train_both, wrap
 
@@ -66,6 +67,63 @@ def test_settings_are_there_when_horovod_starts_and_cannot_change(own_pool, opti
         assert "option of horovod 'cycle_time_ms'=7.5" in seen["said"]
         assert "runs in this process already" in seen["said"]
         assert seen["free"] == ""
+
+
+def _grouped(options: dict[str, Any], timeline: str) -> tuple[float, list[int], list[str]]:
+    import horovod.torch as hvd
+
+    sent: list[int] = []
+    grouped = hvd.mpi_ops.grouped_allreduce_async_
+
+    def counted(tensors: Any, *args: Any, **more: Any) -> Any:
+        sent.append(len(tensors))
+        return grouped(tensors, *args, **more)
+
+    os.environ["HOROVOD_TIMELINE"] = timeline
+    factors: list[tuple[float, float]] = []
+    single = hvd.mpi_ops.allreduce_async_
+
+    def noted(*args: Any, **more: Any) -> Any:
+        factors.append((more.get("prescale_factor", 1.0), more.get("postscale_factor", 1.0)))
+        return single(*args, **more)
+
+    hvd.optimizer.grouped_allreduce_async_, hvd.optimizer.allreduce_async_ = counted, noted
+    far = train_both("horovod", options=options)
+    hvd.shutdown()  # ends the timeline
+    return far, sent, sorted(set(map(str, factors)))
+
+
+@pytest.mark.parametrize(
+    ("options", "grouped", "factors"),
+    [
+        ({"groups": 2}, True, []),
+        ({"gradient_predivide_factor": 4.0}, False, ["(0.25, 4.0)"]),
+        ({}, False, ["(1.0, 1.0)"]),
+    ],
+)
+def test_gradients_go_in_groups_and_are_divided_as_asked_and_horovod_writes_its_timeline(
+    own_pool, tmp_path, options, grouped, factors
+):
+    skip_if_unavailable("horovod")
+    results = own_pool(2).run(_grouped, options, str(tmp_path / "timeline.json"))
+    for far, sent, found in results:
+        assert far < 1e-5
+        assert bool(sent) == grouped and (not sent or max(sent) > 1)
+        assert factors == [] or found == factors, found
+    assert "ALLREDUCE" in (tmp_path / "timeline.json").read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"groups": 0}, "option of horovod 'groups'"),
+        ({"gradient_predivide_factor": 0.0}, "'gradient_predivide_factor'"),
+        ({"gradient_predivide_factor": 2.0, "compression": "fp16"}, "does not go with compression"),
+    ],
+)
+def test_what_horovod_cannot_do_is_said(options, text):
+    with pytest.raises(UserError, match=text):
+        algorithm_options("horovod", options)
 
 
 @pytest.mark.full

@@ -46,7 +46,7 @@ class Horovod(Algorithm):
     class Options(AlgorithmOptions):
         """Horovod's own settings; None leaves them to its environment variables and defaults.
 
-        All but `compression` and `adasum` are read once, when Horovod starts in this process: a
+        Those from `controller` to `autotune` are read once, when Horovod starts in this process: a
         later wrap with other values is refused.
         """
 
@@ -68,7 +68,28 @@ class Horovod(Algorithm):
         """Adaptive summation (Maleki et al. 2020, arXiv 2006.02924) of gradients instead of their
         mean: `p.grad` is that. Needs controller=mpi, a number of ranks that is a power of 2."""
 
+        gradient_predivide_factor: float = 1.0
+        """How the division that makes the mean is shared out: gradients are divided by this before
+        the sum, and by the rest after it. `compression=fp16` divides by all of it before."""
+        groups: int | None = None
+        """Gradients are sent in so many groups, in the order of the parameters, each when all of it
+        is there; every rank must then use the same parameters in a step. None: each by itself,
+        fused as they come."""
+
         def __post_init__(self) -> None:
+            positive(
+                "option of horovod 'gradient_predivide_factor'", self.gradient_predivide_factor
+            )
+            at_least("option of horovod 'groups'", self.groups, 1)
+            for other in ("compression", "adasum"):
+                if self.gradient_predivide_factor != 1 and getattr(self, other) not in (
+                    "none",
+                    False,
+                ):
+                    raise UserError(
+                        "option of horovod 'gradient_predivide_factor' does not go with "
+                        f"{other}, which divides by itself"
+                    )
             at_least("option of horovod 'fusion_threshold_mb'", self.fusion_threshold_mb, 0)
             positive("option of horovod 'cycle_time_ms'", self.cycle_time_ms)
             at_least("option of horovod 'cache_capacity'", self.cache_capacity, 0)
@@ -157,7 +178,10 @@ class _HorovodEngine(GradientEngine):
                 carrier,
                 named_parameters=named,
                 compression=hvd.Compression.fp16 if half else hvd.Compression.none,
-                gradient_predivide_factor=float(self.communicator.size) if half else 1.0,
+                gradient_predivide_factor=float(self.communicator.size)
+                if half
+                else options.gradient_predivide_factor,
+                groups=options.groups,
             )
         except Exception:
             self.hooks.remove()  # the model stays as it was

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from dear.algorithms.aliases import arguments
 from dear.comm import runtime
+from dear.errors import UserError
 from dear.options import positive
 from dear.training.algorithm import algorithm_class, algorithm_options
 from dear.training.hooks import Hooks
@@ -18,9 +19,10 @@ from dear.training.hooks import Hooks
 
 def DistributedOptimizer(  # noqa: N802 (the name that users of Horovod and DeAR know)
     optimizer: Optimizer,
-    model: torch.nn.Module,
-    algorithm: str = "dear",
+    model: torch.nn.Module | None = None,
+    algorithm: str | None = None,
     *,
+    named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
     norm_clip: float | None = None,
     **options: Any,
 ) -> Optimizer:
@@ -29,7 +31,10 @@ def DistributedOptimizer(  # noqa: N802 (the name that users of Horovod and DeAR
     Args:
         optimizer: any torch optimizer over parameters of `model`; it is changed in place.
         model: the replica on this rank, on its device already; it is changed in place.
-        algorithm: a name from `python benchmarks.py list`, those of the references included.
+        algorithm: a name from `python benchmarks.py list`, those of the references included. None:
+            `dear`, or `mgwfbp` where the model is told by `named_parameters`.
+        named_parameters: in place of `model`, as scripts of MG-WFBP and Horovod call it:
+            `model.named_parameters()` itself, for a list of it does not tell the model.
         norm_clip: each gradient of this rank is scaled down to a 2-norm of at most `norm_clip /
             sqrt(size())` before it travels, as in MG-WFBP.
         options: the algorithm's own options, e.g. `threshold_mb=25.0` for `dear`; the arguments of
@@ -42,8 +47,10 @@ def DistributedOptimizer(  # noqa: N802 (the name that users of Horovod and DeAR
         UserError: an unknown algorithm or option, or a model it cannot train.
         Unavailable: a library that the algorithm needs is not installed.
     """
+    if model is None:
+        model, algorithm = _model_of(named_parameters), algorithm or "mgwfbp"
     halves = {param.dtype for param in model.parameters()} <= {torch.float16, torch.bfloat16}
-    algorithm, options = arguments(algorithm, options, halves)
+    algorithm, options = arguments(algorithm or "dear", options, halves)
     chosen = algorithm_options(algorithm, options)
     communicator = runtime.communicator()
     clipping = None
@@ -60,6 +67,17 @@ def DistributedOptimizer(  # noqa: N802 (the name that users of Horovod and DeAR
     if clipping is not None:
         wrapped._engine.hooks.adopt(clipping)
     return wrapped
+
+
+def _model_of(named_parameters: Any) -> torch.nn.Module:
+    """The model whose `named_parameters()` this is, which has not been begun."""
+    frame = getattr(named_parameters, "gi_frame", None)
+    model = None if frame is None else frame.f_locals.get("self")
+    if not isinstance(model, torch.nn.Module):
+        raise UserError(
+            "DistributedOptimizer needs model=..., or named_parameters=model.named_parameters()"
+        )
+    return model
 
 
 def _clip_each(params: Iterable[torch.nn.Parameter], max_norm: float) -> Hooks:

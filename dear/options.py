@@ -14,6 +14,10 @@ from dear.errors import UserError, unknown
 
 T = TypeVar("T")
 Own = TypeVar("Own", bound="Options")
+_LATER = "later"
+LATER = {_LATER: True}
+"""Metadata of a field that came when there were records already: it is left out of what identifies
+them where it has its default."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +59,17 @@ class Options:
 
     def refuse(self, params: Sequence[Any]) -> None:
         """Raises `UserError` if one of the trained `params` cannot be had with these settings."""
+
+
+def said(options: Any) -> dict[str, Any]:
+    """The fields of options and their values, but `LATER` ones that have their defaults."""
+    plain = type(options)()
+    left_out = {
+        field.name
+        for field in dataclasses.fields(options)
+        if _LATER in field.metadata and getattr(options, field.name) == getattr(plain, field.name)
+    }
+    return {key: v for key, v in dataclasses.asdict(options).items() if key not in left_out}
 
 
 def build_options(cls: type[T], given: Mapping[str, Any], what: str) -> T:

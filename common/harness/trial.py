@@ -16,7 +16,7 @@ from common.models.pace import Pace
 from common.results.records import typed
 from dear.cost.collectives import AlphaBeta
 from dear.errors import UserError
-from dear.options import at_least, positive
+from dear.options import at_least, positive, said
 from dear.training.algorithm import Options, algorithm_class, algorithm_options
 
 BASELINE = "none"
@@ -261,7 +261,7 @@ class Trial:
     def to_json(self) -> dict[str, Any]:
         """As it stands in files and records: JSON has no tuples, and what few trials have is left
         out where it is not set."""
-        values = json.loads(json.dumps(dataclasses.asdict(self)))
+        values = json.loads(json.dumps({**dataclasses.asdict(self), "options": said(self.options)}))
         for key in ("twin", "tf32", "cudnn_benchmark"):
             if not values[key]:
                 del values[key]

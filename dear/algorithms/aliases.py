@@ -80,8 +80,9 @@ def arguments(algorithm: str, given: Mapping[str, Any], halves: bool) -> tuple[s
 
     Those that it had: `compression` (a name, or an object that has one), `is_sparse`, `density`,
     `threshold` (MB of 2^20 bytes; None for fusion by layers), `num_nearby_layers`,
-    `exclude_parts` (a text), `mgwfbp`, `asc`, `fp16`; `rdma` chose a table of costs, which are
-    measured here. What it had and is not to be had is refused by its name, unless it is off.
+    `exclude_parts` (a text), `mgwfbp`, `asc`, `fp16`, `seq_layernames` and `layerwise_times` (of
+    parameters, the first one first; seconds); `rdma` chose a table of costs, which are measured
+    here. What it had and is not to be had is refused by its name, unless it is off.
 
     Args:
         halves: whether the model's parameters are of 16 bits.
@@ -105,12 +106,11 @@ def arguments(algorithm: str, given: Mapping[str, Any], halves: bool) -> tuple[s
             result["merge"] = "asc"
     _translate_compression(result)
     _translate_fusion(name, result)
+    _translate_times(name, result)
     return name, result
 
 
 _REFUSED = {
-    "seq_layernames": "layers are found by themselves",
-    "layerwise_times": "times are measured by the algorithm itself",
     "writer": "an optimizer writes to no TensorBoard",
     "gradient_path": "gradients are written to no file",
     "multi_job_scheduling": "jobs do not know of each other",
@@ -132,6 +132,16 @@ def _translate_compression(result: dict[str, Any]) -> None:
         result.pop("density", None)  # its default, which nobody reads
     if given == "none":
         result.pop("compression", None)
+
+
+def _translate_times(name: str, result: dict[str, Any]) -> None:
+    names, times = result.pop("seq_layernames", None), result.pop("layerwise_times", None)
+    if names is None and times is None:
+        return
+    if names is None or times is None or len(names) != len(times):
+        raise UserError("seq_layernames and layerwise_times go together, one time for each name")
+    if name == "mgwfbp":  # others do not plan by times
+        result["layer_times"] = dict(zip(names, map(float, times), strict=True))
 
 
 def _translate_fusion(name: str, result: dict[str, Any]) -> None:

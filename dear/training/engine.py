@@ -161,6 +161,7 @@ class _Distributed:
     _engine: Engine
     _managed: set[torch.nn.Parameter]
     """Trainable parameters at the time of wrapping: those that the engine communicates."""
+    _local: contextlib.ExitStack | None = None
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         _check_all_managed(self)
@@ -210,6 +211,23 @@ class _Distributed:
     def no_sync(self) -> AbstractContextManager[None]:
         """Gradient accumulation: backward passes inside communicate nothing."""
         return self._engine.no_sync()
+
+    @property
+    def local(self) -> bool:
+        """Set to True, backward passes communicate nothing, as within `no_sync()`; MG-WFBP's way of
+        accumulation. False again before the last one."""
+        return self._local is not None
+
+    @local.setter
+    def local(self, value: bool) -> None:
+        if value == self.local:
+            return
+        if value:
+            self._local = contextlib.ExitStack()
+            self._local.enter_context(self._engine.no_sync())
+        else:
+            left, self._local = self._local, None
+            left.close()
 
     def flush(self) -> None:
         """Applies the gradients of steps that a delayed algorithm has not applied yet.

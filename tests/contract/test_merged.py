@@ -59,6 +59,29 @@ def test_threshold_merges_in_the_order_of_arrival(world):
     assert all(name.startswith("unused") for name in order[-2:])
 
 
+def _times(each_s):
+    return {name: each_s for name, _ in make_model("awkward").named_parameters()}
+
+
+def test_a_plan_follows_the_layer_times_that_are_given(world):
+    """After one step: what comes far apart goes alone, what comes at once together."""
+    given = {"costs": "10gbe", "profile_steps": 7}
+    ((apart, *_), _) = world(2).run(_train, "mgwfbp", {**given, "layer_times": _times(9.0)}, 1)
+    ((close, *_), _) = world(2).run(_train, "mgwfbp", {**given, "layer_times": _times(1e-9)}, 1)
+    assert all(len(group) == 1 for group in apart) and len(close) == 1
+    order = [index for group in apart for index in group]
+    assert order == sorted(order, reverse=True), "the last parameter's gradient comes first"
+
+
+@on_ranks(2)
+def test_times_of_no_layer_are_refused():
+    model = make_model("awkward")
+    with pytest.raises(UserError, match="unknown parameter of 'layer_times' 'nowhere'"):
+        dear.DistributedOptimizer(
+            make_sgd(model), model, algorithm="mgwfbp", layer_times={"nowhere": 1.0}
+        )
+
+
 def test_tables_serve_worker_counts_that_they_do_not_list(world):
     results = world(3).run(_train, "mgwfbp", {"costs": "10gbe", "merge": "optimal"})
     assert results[0][0] == results[2][0]

@@ -10,7 +10,7 @@ import os
 import socket
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -21,8 +21,8 @@ from dear.comm.runtime import address_of
 from dear.cost.overlap import Unstated
 from dear.errors import Unavailable, UserError
 from dear.lazy import torch
+from dear.options import LATER, at_least, positive
 from dear.options import Options as AlgorithmOptions
-from dear.options import at_least, positive
 from dear.training.algorithm import Algorithm, Capabilities
 from dear.training.engine import Replica
 from dear.training.gradients import GradientEngine
@@ -68,10 +68,10 @@ class Horovod(Algorithm):
         """Adaptive summation (Maleki et al. 2020, arXiv 2006.02924) of gradients instead of their
         mean: `p.grad` is that. Needs controller=mpi, a number of ranks that is a power of 2."""
 
-        gradient_predivide_factor: float = 1.0
+        gradient_predivide_factor: float = field(default=1.0, metadata=LATER)
         """How the division that makes the mean is shared out: gradients are divided by this before
         the sum, and by the rest after it. `compression=fp16` divides by all of it before."""
-        groups: int | None = None
+        groups: int | None = field(default=None, metadata=LATER)
         """Gradients are sent in so many groups, in the order of the parameters, each when all of it
         is there; every rank must then use the same parameters in a step. None: each by itself,
         fused as they come."""

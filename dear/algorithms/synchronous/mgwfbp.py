@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, Literal
 
 from dear.buckets.carriers import Payloads, make_carrier
@@ -13,13 +14,13 @@ from dear.buckets.grouping import MIB, Cost, Groups, by_total, ends, fuse, greed
 from dear.comm.communicator import Communicator, Work
 from dear.cost.collectives import measured_costs, table_costs
 from dear.cost.overlap import Overlap, Transfer
-from dear.errors import UserError
+from dear.errors import UserError, unknown
 from dear.lazy import torch
-from dear.options import at_least, only_with
+from dear.options import LATER, at_least, only_with
 from dear.training.algorithm import Algorithm, Capabilities
 from dear.training.engine import Replica
 from dear.training.gradients import GradientEngine
-from dear.training.tuning import LayerTimes
+from dear.training.tuning import BackwardProfile, LayerTimes
 
 PROFILING_MB = 25
 
@@ -53,6 +54,9 @@ class MgWfbp(Algorithm):
         """Size for merge=threshold, in MB of 2^20 bytes; 0: every gradient alone."""
         profile_steps: int = 2
         """Steps that are measured before the groups are made; they do not overlap anything."""
+        layer_times: dict[str, float] = field(default_factory=dict, metadata=LATER)
+        """Seconds of the backward pass that each parameter takes, by its name: used in place of
+        times that are measured. Those not named take none."""
         channels: int = 1
         """Groups take turns on so many channels, each a process group of its own; 2 is `mgwfbp2`
         and `asc2` of DeAR's programs. The plan takes them for one."""
@@ -87,7 +91,8 @@ class MgWfbp(Algorithm):
     overlap = Overlap(transfers=(Transfer(kind="average", starts="gradient", awaited="pass"),))
 
     def engine(self, replica: Replica) -> MergedEngine:
-        return MergedEngine(replica, channels=replica.options.channels)
+        options = replica.options
+        return MergedEngine(replica, channels=options.channels, layer_times=options.layer_times)
 
 
 class MergedEngine(GradientEngine):
@@ -100,12 +105,24 @@ class MergedEngine(GradientEngine):
 
     Args:
         channels: groups take turns on so many channels.
+        layer_times: of each parameter by its name, in seconds; then one step is enough, and nothing
+            is measured.
+
+    Raises:
+        UserError: the model has no parameter of such a name.
     """
 
-    def __init__(self, replica: Replica, *, channels: int = 1) -> None:
+    def __init__(
+        self,
+        replica: Replica,
+        *,
+        channels: int = 1,
+        layer_times: Mapping[str, float] | None = None,
+    ) -> None:
+        self._given = given_profile(replica, layer_times) if layer_times else None
         replica.communicator.ensure_channels(channels)
         self._channels = channels
-        self._steps_left = replica.options.profile_steps
+        self._steps_left = 1 if self._given else replica.options.profile_steps
         self._found: dict[str, Any] = {}
         self._times: LayerTimes | None = LayerTimes(
             replica.model, replica.params, replica.communicator
@@ -195,8 +212,8 @@ class MergedEngine(GradientEngine):
         self._steps_left -= 1
         if self._steps_left > 0:
             return
-        profile = self._times.stop()
-        self._times = None
+        measured, self._times = self._times.stop(), None
+        profile = self._given or measured
         seen = [self.params[i] for i in profile.order]
         plan = self.plan(
             [param.nbytes for param in seen],
@@ -215,6 +232,23 @@ class MergedEngine(GradientEngine):
         ]
         units = [exchange.bucket.params for exchange in self._exchanges]
         self.schedule.regroup(units, range(len(units)))
+
+
+def given_profile(replica: Replica, layer_times: Mapping[str, float]) -> BackwardProfile:
+    """The backward pass by given times: from the last parameter to the first, each when all up to
+    it have taken theirs.
+
+    Raises:
+        UserError: the model has no parameter of such a name.
+    """
+    names = {param: name for name, param in replica.model.named_parameters()}
+    for name in layer_times:
+        if name not in names.values():
+            raise unknown("parameter of 'layer_times'", name, names.values())
+    order = list(range(len(replica.params)))[::-1]
+    times = [layer_times.get(names.get(replica.params[i], ""), 0.0) for i in order]
+    arrivals_s = list(accumulate(times))
+    return BackwardProfile(order=order, arrivals_s=arrivals_s, backward_s=arrivals_s[-1])
 
 
 class Exchange:

@@ -94,6 +94,7 @@ class Payloads(Carrier):
         self.used: list[bool] = [False] * len(sizes)
         """After `receive`: which pieces some rank has a gradient for."""
         self._gathered: torch.Tensor | None = None
+        self._all_present = False
 
     def send(self, tensor: torch.Tensor, present: Sequence[bool] = (True,), **queue: int) -> Work:
         row = self._row_of(tensor, present)
@@ -102,6 +103,7 @@ class Payloads(Carrier):
 
     def _row_of(self, tensor: torch.Tensor, present: Sequence[bool]) -> torch.Tensor:
         """This rank's payload and marks."""
+        self._all_present = all(present)
         payload = self.compressor.compress(flat_view(tensor))
         marks = torch.tensor(present, dtype=torch.uint8).to(payload.device)
         # Rows then start at multiples of 8 bytes.
@@ -118,8 +120,15 @@ class Payloads(Carrier):
         rows = self._gathered.view(self._communicator.size, -1)
         self.compressor.decompress(rows[:, : self._start], flat_view(tensor))
         marks = rows[:, self._start : self._start + len(self.pieces)]
-        self.used = marks.any(dim=0).tolist()
+        self._read(marks)
         self._gathered = None
+
+    def _read(self, marks: torch.Tensor) -> None:
+        """Which pieces are used, by the marks of all ranks `[ranks, pieces]`."""
+        if self._all_present:  # then all are, and the device need not be asked
+            self.used = [True] * len(self.pieces)
+        else:
+            self.used = marks.any(dim=0).tolist()
 
     def commit(self) -> None:
         """The second: what was taken counts as sent."""
@@ -180,7 +189,7 @@ class GlobalTopK(Payloads):
         self.compressor.give_back(places[fallen], values[fallen])
         output = flat_view(tensor).zero_()
         output.index_add_(0, kept_at, kept, alpha=1 / size)
-        self.used = self._row[self._start :][: len(self.pieces)].bool().tolist()
+        self._read(self._row[self._start :][: len(self.pieces)].unsqueeze(0))
 
     def _merged(self, mine: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
         """The same on both ranks: an addition of two does not depend on their order."""

@@ -282,6 +282,7 @@ class Usage:
         self._work: Work | None = None
         self._carrier: AllReduced | None = None
         self._unused: set[torch.nn.Parameter] = set()
+        self._all_present = False
 
     def start(self, carrier: AllReduced | None = None) -> None:
         """Asks; a further call supersedes the one before.
@@ -293,11 +294,12 @@ class Usage:
             self._work.wait()
             self._work = None
         has = [param.grad is not None for param in self._params]
+        self._all_present = all(has)
         self._carrier = carrier
         if carrier is not None:
             carrier.await_reduce()
         marks = self._marks if carrier is None else carrier.marks
-        if all(has):
+        if self._all_present:
             marks.fill_(1)
         else:
             marks.copy_(torch.tensor(has, dtype=torch.uint8))
@@ -317,7 +319,7 @@ class Usage:
         return self._unused
 
     def _read(self, marks: torch.Tensor) -> None:
-        if marks.all():
+        if self._all_present:  # then no mark can be 0, and the device need not be asked
             self._unused = set()
         else:
             pairs = zip(self._params, marks.tolist(), strict=True)

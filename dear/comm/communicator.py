@@ -15,7 +15,7 @@ from datetime import timedelta
 from typing import Any, Literal, TypeVar
 
 from dear.comm.backends import backend_of
-from dear.comm.handles import Exchange, Noted, WorkTimes
+from dear.comm.handles import DeviceClock, Exchange, Noted, WorkTimes
 from dear.errors import UserError, one_of
 from dear.lazy import LazyModule, dist, torch
 
@@ -29,7 +29,14 @@ CALLBACK_S = 5.0
 class Work:
     """One collective under way. Its tensors may be read or written again after `wait`."""
 
-    def __init__(self, communicator: Communicator, handle: Any, channel: int, nbytes: int) -> None:
+    def __init__(
+        self,
+        communicator: Communicator,
+        handle: Any,
+        channel: int,
+        nbytes: int,
+        on_gpu: bool = False,
+    ) -> None:
         self._communicator = communicator
         self._handle = handle
         self._channel = channel
@@ -38,7 +45,11 @@ class Work:
         self.nbytes = nbytes
         """Payload in bytes: the larger of input and output on this rank."""
         self._recorded: threading.Event | None = None
-        if communicator.record_times and not communicator.native:
+        self._device_times: Callable[[], WorkTimes] | None = None
+        if communicator.record_times and not communicator.native and on_gpu:
+            device_clock = communicator.device_clock()
+            self._device_times = device_clock.follow(handle, channel, communicator.clock())
+        elif communicator.record_times and not communicator.native:
             with contextlib.suppress(RuntimeError):  # Gloo's reduce-scatter has no future
                 future, recorded = handle.get_future(), threading.Event()
                 self._recorded, enqueued = recorded, communicator.clock()
@@ -69,6 +80,8 @@ class Work:
         """The times of a finished collective; raises `UserError` if they were not recorded."""
         if self._communicator.native and self._handle.is_completed():
             return self._handle.times()
+        if self._device_times is not None and self._handle.is_completed():
+            return self._device_times()
         if self._recorded is not None and self._handle.is_completed():
             self._recorded.wait(CALLBACK_S)  # the callback may be a moment behind the end
         if self._times is None:
@@ -121,6 +134,7 @@ class Communicator:
         self.clock, self.pause = time.perf_counter, time.sleep
         """In seconds; all that measures or waits uses these."""
         self.channel_free_s: dict[int, float] = {}
+        self._device_clock: DeviceClock | None = None
         self.blocked_s = 0.0
         """Seconds that callers of `Work.wait` were held up: exposed communication."""
         self.burst_bytes = 0
@@ -232,7 +246,9 @@ class Communicator:
         """
         self._queue(channel, 0)
         handle = Exchange(send, recv, self._global_rank(peer), self.groups[channel])
-        return self._work("exchange", handle, channel, recv.nbytes, send.nbytes)
+        return self._work(
+            "exchange", handle, channel, recv.nbytes, send.nbytes, on_gpu=send.is_cuda
+        )
 
     def broadcast_object(self, value: T, *, root: int = 0) -> T:
         """Returns rank `root`'s picklable `value` on every rank; blocking, for set-up only."""
@@ -289,11 +305,20 @@ class Communicator:
         with _at(priority):
             handle = call(*tensors, group=self.groups[channel], async_op=True, **how)
         nbytes = max(tensor.nbytes for tensor in tensors)
-        return self._work(call.__name__, handle, channel, nbytes, tensors[-1].nbytes)
+        sent, on_gpu = tensors[-1].nbytes, tensors[-1].is_cuda
+        return self._work(call.__name__, handle, channel, nbytes, sent, on_gpu=on_gpu)
 
-    def _work(self, name: str, handle: Any, channel: int, nbytes: int, sent: int) -> Work:
+    def device_clock(self) -> DeviceClock:
+        """When the GPU ends what NCCL moves; made when it is first asked for."""
+        if self._device_clock is None:
+            self._device_clock = DeviceClock(self.clock)
+        return self._device_clock
+
+    def _work(
+        self, name: str, handle: Any, channel: int, nbytes: int, sent: int, *, on_gpu: bool
+    ) -> Work:
         self.bytes_sent += sent
-        work = Work(self, handle, channel, nbytes)
+        work = Work(self, handle, channel, nbytes, on_gpu)
         if self._log is not None:
             self._log.append((name, channel, work))
         return work
@@ -351,8 +376,10 @@ class SubCommunicator(Communicator):
         super().__init__(group)
         self._parent = parent
 
-    def _work(self, name: str, handle: Any, channel: int, nbytes: int, sent: int) -> Work:
-        return self._parent._work(name, handle, channel, nbytes, sent)
+    def _work(
+        self, name: str, handle: Any, channel: int, nbytes: int, sent: int, *, on_gpu: bool
+    ) -> Work:
+        return self._parent._work(name, handle, channel, nbytes, sent, on_gpu=on_gpu)
 
     def close(self) -> None:
         """Lets go of the process group, which is this communicator's own."""

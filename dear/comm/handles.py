@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,51 @@ class WorkTimes:
     """Not before the last collective of the channel that had ended when this one ended; a backend
     that runs several at a time (Gloo: two) may really have begun earlier."""
     finished_s: float
+
+
+class DeviceClock:
+    """When a GPU has ended transfers, on the clock of the host.
+
+    NCCL's futures complete when a transfer is queued. So a stream of its own waits for each, and an
+    event behind that tells when it had ended; another one, on the stream that has made the input,
+    when it could begin.
+
+    Args:
+        clock: of the host, in seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._aside = torch.cuda.Stream()
+        self._origin = torch.cuda.Event(enable_timing=True)
+        self._origin.record()
+        self._origin.synchronize()
+        self._origin_s = clock()
+        self._last: dict[int, Any] = {}
+        """By channel, the event behind the last transfer."""
+
+    def follow(self, handle: Any, channel: int, enqueued_s: float) -> Callable[[], WorkTimes]:
+        """To be called when the transfer has just been queued; what is returned tells its times
+        once it has ended, and waits for that."""
+        ready = torch.cuda.Event(enable_timing=True)
+        ready.record()
+        with torch.cuda.stream(self._aside):
+            handle.wait()
+            ended = torch.cuda.Event(enable_timing=True)
+            ended.record()
+        before, self._last[channel] = self._last.get(channel), ended
+
+        def times() -> WorkTimes:
+            ended.synchronize()
+            could = [self._at_s(event) for event in (ready, before) if event is not None]
+            started_s = max(enqueued_s, *could)
+            return WorkTimes(
+                enqueued_s=enqueued_s, started_s=started_s, finished_s=self._at_s(ended)
+            )
+
+        return times
+
+    def _at_s(self, event: Any) -> float:
+        return self._origin_s + self._origin.elapsed_time(event) / 1e3
 
 
 class Exchange:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 
@@ -248,16 +249,39 @@ def test_a_step_on_a_gpu_does_not_wait_for_it(monkeypatch):
     trial = make_trial(BASELINE, world=1, device="cuda")
     model = torch.nn.Linear(2, 1)
     workload = Workload(model=model, inputs=(torch.ones(1, 2),), targets=(), criterion=torch.sum)
-    log = []
+    log, ticks = [], itertools.count()
+
+    class Event:
+        """The device gets on by 1, 2, 3, ... ms from one to the next."""
+
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            self.ms = sum(range(next(ticks) + 1))
+
+        def elapsed_time(self, later):
+            return float(later.ms - self.ms)
+
     monkeypatch.setattr(training.runtime, "communicator", _Alone)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: log.append(device))
+    monkeypatch.setattr(torch.cuda, "Event", Event)
     trained = training.Training(trial, workload)
-    trained.run(3)
-    assert log == [] and trained.parts == []
+    trained.run(2)
+    assert log == [], "events are recorded, and nobody waits for them"
+    first, second = trained.parts()
+    assert len(log) == 1
+    assert (first.forward_s, first.backward_s, first.update_s) == (0.001, 0.002, 0.003)
+    assert (second.forward_s, second.step_s) == (0.005, 0.018)
+    assert first.exposed_comm_s is None, "streams wait, which nobody sees"
+    found = training.typical([first, second], 1.0, waits_seen=True)
+    assert (found.exposed_comm_s, found.step_s) == (None, pytest.approx(0.012))
+    trained.forget_parts()
+    assert trained.parts() == []
     trained.warm_up(1)  # what a step takes there can only be said of finished ones
-    assert len(log) == 4
+    assert len(log) == 6
     trained.finish()
-    assert len(log) == 5
+    assert len(log) == 7
 
 
 def step(forward, backward, update, waiting):

@@ -197,7 +197,7 @@ class _Session:
             self._workload.feed(*batch)
             samples = len(batch[1])
         self._training.step()
-        self._training.parts.clear()
+        self._training.forget_parts()
         if self._rates is not None:
             self._rates.step()
         self._lost += self._training.loss.detach()

@@ -155,7 +155,7 @@ class _Repeat:
         step_s = training.warm_up(max(untimed_steps(trial) - warmed, 1))
         self._phase("measuring")
         say(["Running benchmark..."])
-        training.parts.clear()
+        training.forget_parts()
         period = _period(trial)
         counted = evidence.network_counters()
         self._measured = measured = measure_steps(
@@ -170,7 +170,7 @@ class _Repeat:
             links_pid=self._briefing.links_pid,
         )
         counters = self._gather(evidence.gained(counted, evidence.network_counters()))
-        parts = self._gather(list(training.parts))
+        parts = self._gather(training.parts())
         self._result |= {
             "iters": self._scaled(measured.iters),
             "untimed": self._scaled(measured.untimed),
@@ -218,14 +218,12 @@ class _Repeat:
     def _scaled(self, blocks: list[list[float]]) -> list[list[float]]:
         return [[step_s / self._scale for step_s in block] for block in blocks]
 
-    def _breakdown(self, parts: list[list[Breakdown]]) -> Breakdown | None:
-        """Of the timed steps of the slowest rank, or None on a GPU, where the host runs ahead.
+    def _breakdown(self, parts: list[list[Breakdown]]) -> Breakdown:
+        """Of the timed steps of the slowest rank.
 
         Args:
             parts: by rank, of all steps since the first block.
         """
-        if self._trial.device != "cpu":
-            return None
         measured, first = self._measured, self._untimed
         block = first + len(measured.iters[0])
         # DDP and Horovod communicate and wait in code of their own.

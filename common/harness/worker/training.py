@@ -52,7 +52,6 @@ class Training:
     Attributes:
         optimizer: the trial's; with an algorithm it has more methods.
         loss: of the last step.
-        parts: of every step so far; none on GPUs, where the host runs ahead.
         consistency: what the algorithm promises (`dear.training.algorithm.Capabilities`).
     """
 
@@ -81,7 +80,8 @@ class Training:
                 workload.model, self.optimizer, self._communicator, options
             )
         self.loss = torch.zeros(())
-        self.parts: list[Breakdown] = []
+        self._marks: list[tuple[Any, Any, Any, Any]] = []
+        """Of every step: at its beginning and at the end of each of its three calls."""
 
     def run(self, steps: int) -> None:
         """Trains so many steps."""
@@ -117,8 +117,18 @@ class Training:
         backward = self._mark()
         with self._brake:
             self._workload.update(self.optimizer)
-        if self._device.type == "cpu":
-            self.parts.append(step_parts(began, forward, backward, self._mark()))
+        self._marks.append((began, forward, backward, self._mark()))
+
+    def parts(self) -> list[Breakdown]:
+        """Where the time went in every step since `forget_parts`. On a GPU, where the host runs
+        ahead, by the device's events; its parts contain what a stream has waited for others."""
+        done(self._device)
+        convert = step_parts if self._device.type == "cpu" else device_parts
+        return [convert(*marks) for marks in self._marks]
+
+    def forget_parts(self) -> None:
+        """Those of the steps so far do not count."""
+        self._marks.clear()
 
     def synchronize(self) -> None:
         """Parameters are current afterwards, and nothing is in flight, on the device neither."""
@@ -154,7 +164,11 @@ class Training:
         if self._distributed:
             self.optimizer.close()
 
-    def _mark(self) -> Mark:
+    def _mark(self) -> Any:
+        if self._device.type == "cuda":
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            return event
         return pace.current().clock(), self._communicator.blocked_s
 
 
@@ -178,6 +192,16 @@ def step_parts(began: Mark, forward: Mark, backward: Mark, end: Mark) -> Breakdo
         update_s=_unblocked_s(backward, end),
         exposed_comm_s=end[1] - began[1],
         step_s=end[0] - began[0],
+    )
+
+
+def device_parts(began: Any, forward: Any, backward: Any, end: Any) -> Breakdown:
+    """Of one step, from CUDA events that the device has passed."""
+    return Breakdown(
+        forward_s=began.elapsed_time(forward) / 1e3,
+        backward_s=forward.elapsed_time(backward) / 1e3,
+        update_s=backward.elapsed_time(end) / 1e3,
+        step_s=began.elapsed_time(end) / 1e3,
     )
 
 

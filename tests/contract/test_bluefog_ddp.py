@@ -48,6 +48,7 @@ def flat(model):
 
 def _trained(graph, sync):
     """Where nobody waits ranks go one after the other, so that it is known what has come."""
+    bf.set_topology()  # exponential, where no other is chosen
     model, inner = wrapped(graph, sync=sync)
     start, found, gradients = flat(inner), [], []
     for step in range(STEPS):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -236,6 +238,38 @@ def test_the_script_says_at_once_what_cannot_be():
     assert done.returncode == 2 and done.stdout == ""
     (line,) = done.stderr.splitlines()
     assert line.startswith("error: nworkers=64: nobody here knows the hosts of ")
+
+
+def _table() -> list[tuple[dict[str, str], dict[str, object]]]:
+    """The rows of docs/references.md: variables, and what the record's trial then holds."""
+    text = (ROOT / "docs/references.md").read_text().partition("| `trial` in the record |\n")[2]
+    rows = []
+    for line in text.partition("\n\n")[0].splitlines()[1:]:
+        given, held = re.fullmatch(r"\| `([^`]*)` \| (.*) \|", line).groups()
+        wanted = re.findall(r"`([\w.]+)` = `([^`]*)`", held)
+        rows.append(
+            (
+                dict(pair.split("=", 1) for pair in given.split()),
+                {key: json.loads(value) for key, value in wanted},
+            )
+        )
+    return rows
+
+
+@pytest.mark.parametrize(("given", "wanted"), _table(), ids=lambda held: " ".join(map(str, held)))
+def test_the_record_of_a_trial_holds_what_the_page_says_of_its_variables(machine, given, wanted):
+    held = trial({"nworkers": "2", **given})[0].to_json()
+    for path, value in wanted.items():
+        found = held
+        for key in path.split("."):
+            found = found[key]
+        assert found == value, path
+
+
+def test_the_page_says_of_every_variable_what_it_does():
+    shown = {name for given, _ in _table() for name in given}
+    elsewhere = {"WFSGD_TIMELINE", "node_rank", "CREDIT_TUNING"}  # a folder, and what is refused
+    assert set(variables.DEFAULTS) | set(aliases.VARIABLES) == shown | elsewhere
 
 
 DEFAULTS = {

@@ -279,7 +279,7 @@ def _ratio(compare_to: str) -> Column:
         ends = _interval(row.speedup_low, row.speedup_high, "{:.2f}".format)
         return f"{row.speedup:.2f}" + (f" ({ends})" if ends else "")
 
-    return Column(title=f"speed-up vs {compare_to} (95 % CI)", text=text, numeric=False)
+    return Column(title=f"speed-up vs {compare_to} (95 % CI)", text=text, numeric=False, weight=1)
 
 
 def _efficient(row: Row) -> str:
@@ -299,24 +299,27 @@ _MEASURED = (
     Column(
         title="throughput",
         text=lambda row: doubted(row, f"{significant(row.throughput)} {row.unit}"),
+        weight=1,
     ),
     Column(
         title="95 % CI",
         text=lambda row: doubted(row, _interval(row.ci_low, row.ci_high, significant)),
+        weight=2,
     ),
-    Column(title="n", text=lambda row: f"{row.repeats} x {row.n / row.repeats:.3g}"),
+    Column(title="n", text=lambda row: f"{row.repeats} x {row.n / row.repeats:.3g}", weight=6),
 )
 _JUDGED = (
-    Column(title="verdict", text=lambda row: row.verdict or "", numeric=False),
-    Column(title="efficiency", text=_efficient),
+    Column(title="verdict", text=lambda row: row.verdict or "", numeric=False, weight=1),
+    Column(title="efficiency", text=_efficient, weight=7),
     Column(
         title="of bound",
         text=lambda row: doubted(row, given("of_bound", ".0%")(row)),
         sparse=True,
+        weight=3,
     ),
-    Column(title="systematic", text=_systematic, sparse=True),
-    Column(title="correct", text=lambda row: row.correct, numeric=False),
-    Column(title="notes", text=lambda row: row.reason or "", numeric=False),
+    Column(title="systematic", text=_systematic, sparse=True, weight=8),
+    Column(title="correct", text=lambda row: row.correct, numeric=False, weight=4),
+    Column(title="notes", text=lambda row: row.reason or "", numeric=False, weight=9),
 )
 
 

@@ -27,15 +27,20 @@ class Column:
     """Aligned to the right."""
     sparse: bool = False
     """Left out of Markdown where no row has anything in it; terminals leave out all such."""
+    weight: int = 5
+    """On a terminal those of less come first, and those of more leave where it is narrow."""
 
 
+_IN_WORDS = {"batch": "batch {}", "workers": "{} workers"}
 PLACE = (
-    Column(title="model", text=lambda row: row.model, numeric=False),
-    Column(title="batch", text=lambda row: str(row.batch)),
-    Column(title="workers", text=lambda row: str(row.world_size)),
-    Column(title="network", text=lambda row: row.network or "", numeric=False, sparse=True),
-    Column(title="fault", text=lambda row: row.fault or "", numeric=False, sparse=True),
-    Column(title="algorithm", text=lambda row: row.algorithm, numeric=False),
+    Column(title="model", text=lambda row: row.model, numeric=False, weight=0),
+    Column(title="batch", text=lambda row: str(row.batch), weight=0),
+    Column(title="workers", text=lambda row: str(row.world_size), weight=0),
+    Column(
+        title="network", text=lambda row: row.network or "", numeric=False, sparse=True, weight=0
+    ),
+    Column(title="fault", text=lambda row: row.fault or "", numeric=False, sparse=True, weight=0),
+    Column(title="algorithm", text=lambda row: row.algorithm, numeric=False, weight=0),
 )
 """The columns that every table begins with; all that is known of a trial without a result."""
 
@@ -89,23 +94,67 @@ class Table:
         ]
         return "\n".join(map(shown, [lines[0], rule, *lines[1:]])) + "\n"
 
-    def print(self, title: str) -> None:
-        """To stdout, a block per model; colours, and grey, only where they can be seen."""
+    def print(self, title: str, width: int | None = None) -> None:
+        """To stdout, a block per model; colours, and grey, only where they can be seen.
+
+        On a terminal what all rows of a block have in common stands above it, and what there is no
+        room for is left out, or said below it; elsewhere everything is printed.
+
+        Args:
+            width: of the terminal, in columns; None: as it is.
+        """
         from rich.console import Console
+        from rich.text import Text
+
+        console = Console(file=sys.stdout, width=width)
+        console = console if console.is_terminal else Console(file=sys.stdout, width=300)
+        console.print(Text(title, style="bold"))
+        if not console.is_terminal:
+            self._print_grid(console, range(len(self.columns)), self.rows, self.body)
+            return
+        blocks: dict[Any, list[int]] = {}
+        for i, row in enumerate(self.rows):
+            blocks.setdefault(row.model, []).append(i)
+        for places in blocks.values():
+            self._print_block(console, places)
+
+    def _print_block(self, console: Any, places: Sequence[int]) -> None:
+        """The rows at these places, as far as they fit."""
+        from rich.text import Text
+
+        rows, body = [self.rows[i] for i in places], [self.body[i] for i in places]
+        shared = [i for i in range(len(PLACE) - 1) if len({line[i] for line in body}) == 1]
+        words = [_IN_WORDS.get(self.titles[i], "{}").format(body[0][i]) for i in shared]
+        console.print(Text(", ".join(word for i, word in zip(shared, words, strict=True)
+                                     if body[0][i]), style="bold"))  # fmt: skip
+        used = [i for i in range(len(self.columns)) if i not in shared and any(x[i] for x in body)]
+        used.sort(key=lambda i: self.columns[i].weight)
+        left = _fitting([(self.columns[i], _width(self.titles[i], [line[i] for line in body]))
+                         for i in used], console.width)  # fmt: skip
+        self._print_grid(console, [i for i in used if self.columns[i] in left], rows, body)
+        last = len(self.columns) - 1
+        if last in used and self.columns[last] not in left:
+            for row, line in zip(rows, body, strict=True):
+                if line[last]:
+                    console.print(Text(f"{row.algorithm}: {line[last]}"))
+
+    def _print_grid(
+        self, console: Any, columns: Sequence[int], rows: Sequence[Any], body: list[list[str]]
+    ) -> None:
         from rich.table import Table as Grid
         from rich.text import Text
 
-        console = Console(file=sys.stdout)
-        if not console.is_terminal:
-            console = Console(file=sys.stdout, width=300)
-        console.print(Text(title, style="bold"))
-        grid, body = Grid(), self.body
-        used = [i for i in range(len(self.columns)) if any(line[i] for line in body)]
+        used = [i for i in columns if any(line[i] for line in body)]
+        grid = Grid()
         for i in used:
             column = self.columns[i]
-            grid.add_column(column.title, justify="right" if column.numeric else "left")
+            least = _width(column.title, [line[i] for line in body])
+            how = {"justify": "right" if column.numeric else "left", "overflow": "fold"}
+            if console.is_terminal and i != len(self.columns) - 1:
+                how |= {"min_width": least, "max_width": least}
+            grid.add_column(column.title, **how)
         before = None
-        for row, line in zip(self.rows, body, strict=True):
+        for row, line in zip(rows, body, strict=True):
             if before is not None and before.model != row.model:
                 grid.add_section()
             before = row
@@ -113,6 +162,31 @@ class Table:
             styles = [_COLOURS.get(line[i], usual) for i in used]
             grid.add_row(*(Text(line[i], style=how) for i, how in zip(used, styles, strict=True)))
         console.print(grid)
+
+
+def _width(title: str, texts: Sequence[str]) -> int:
+    """What a column needs so that no word is cut: titles are broken between words."""
+    return max(*map(len, title.split()), *map(len, texts))
+
+
+_NOTES = 30
+"""Notes are broken into lines, but not of fewer characters."""
+
+
+def _fitting(columns: Sequence[tuple[Column, int]], width: int) -> list[Column]:
+    """Those that a terminal of this width has room for; the heaviest leave first, and the last of
+    equals.
+
+    Args:
+        columns: with the characters that each needs; the notes, which come last, may have fewer.
+    """
+    left = list(columns)
+    while left:
+        needed = sum(min(w, _NOTES) if c.title == "notes" else w for c, w in left)
+        if needed + 3 * len(left) + 1 <= width or len(left) == 1:
+            break
+        left.remove(max(reversed(left), key=lambda one: one[0].weight))
+    return [column for column, _ in left]
 
 
 def identity(record: Record) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from common.results.table import PLACE, Column, Table, doubted, significant
 
 def table(rows: Sequence[LearnRow], compare_to: str = "the base") -> Table:
     """The rows as they are shown."""
-    ratio = _shown(f"vs {compare_to} (95 % CI)", _speedup_text)
+    ratio = _shown(f"vs {compare_to} (95 % CI)", _speedup_text, weight=2)
     return Table(rows, (*PLACE, *_REACHED, ratio, *_COLUMNS))
 
 
@@ -79,21 +79,23 @@ def _stale(row: LearnRow) -> str:
     return f"{row.staleness_mean:.1f}, max {row.staleness_max:g}"
 
 
-def _shown(title: str, text: Callable[[LearnRow], str], numeric: bool = True) -> Column:
-    return Column(title=title, text=text, numeric=numeric, sparse=True)
+def _shown(
+    title: str, text: Callable[[LearnRow], str], numeric: bool = True, weight: int = 5
+) -> Column:
+    return Column(title=title, text=text, numeric=numeric, sparse=True, weight=weight)
 
 
-def _number(title: str, text: Callable[[LearnRow], str]) -> Column:
-    return _shown(title, lambda row: doubted(row, text(row)))
+def _number(title: str, text: Callable[[LearnRow], str], weight: int = 5) -> Column:
+    return _shown(title, lambda row: doubted(row, text(row)), weight=weight)
 
 
 _REACHED = (
-    _number("to target (95 % CI)", _reached("to_target{}_s", "{:.1f}".format, " s")),
+    _number("to target (95 % CI)", _reached("to_target{}_s", "{:.1f}".format, " s"), 1),
     _number("steps (95 % CI)", _reached("steps_to_target{}", "{:.0f}".format)),
 )
 _COLUMNS = (
-    _shown("verdict", lambda row: row.verdict or "", numeric=False),
-    _number("accuracy (95 % CI)", _accuracy_text),
+    _shown("verdict", lambda row: row.verdict or "", numeric=False, weight=2),
+    _number("accuracy (95 % CI)", _accuracy_text, 1),
     _number("of single ranks", _ranks),
     _number("top 5", lambda row: "" if row.accuracy_top5 is None else f"{row.accuracy_top5:.1%}"),
     _number("loss", lambda row: significant(row.loss)),
@@ -108,7 +110,7 @@ _COLUMNS = (
     ),
     _number("staleness", _stale),
     _shown("lost", lambda row: row.lost_ranks or "", numeric=False),
-    _shown("notes", lambda row: row.reason or "", numeric=False),
+    _shown("notes", lambda row: row.reason or "", numeric=False, weight=9),
 )
 
 

@@ -1,0 +1,94 @@
+"""A table on terminals of all widths: nothing is cut, and what matters most stays longest."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from common.results import rows
+from common.results.learning import summary, tables
+from common.results.records import is_learning
+from common.results.store import Comparison
+from tests.unit.made_record import record
+
+RECORDS = Path(__file__).parents[2] / "docs" / "records"
+SWEEPS = [path.parent.name for path in sorted(RECORDS.glob("*/experiment.json"))]
+
+
+@pytest.fixture
+def printed(monkeypatch, capsys):
+    """`printed(table, width)`: the lines on such a terminal, without colours."""
+
+    def printed(table, width):
+        monkeypatch.setenv("TTY_COMPATIBLE", "1")
+        monkeypatch.setenv("FORCE_COLOR", "1")
+        monkeypatch.setenv("NO_COLOR", "1")
+        table.print("the title", width)
+        text = capsys.readouterr().out
+        for style in ("\x1b[1m", "\x1b[2m", "\x1b[0m"):
+            text = text.replace(style, "")
+        return text.splitlines()
+
+    return printed
+
+
+def table_of(sweep):
+    comparison = Comparison.load(RECORDS / sweep)
+    found = comparison.results(RECORDS / sweep)
+    if is_learning(found):
+        return tables.table(summary.make_rows(found, comparison.compare_to), comparison.compare_to)
+    return rows.comparison(rows.make_rows(found, comparison.compare_to), comparison.compare_to)
+
+
+@pytest.mark.parametrize("width", [60, 80, 120, 200])
+@pytest.mark.parametrize("sweep", SWEEPS)
+def test_a_table_fits_and_no_word_is_cut(printed, sweep, width):
+    table = table_of(sweep)
+    lines = printed(table, width)
+    assert max(map(len, lines)) <= width
+    text = "\n".join(lines)
+    for row, line in zip(table.rows, table.body, strict=True):
+        assert row.algorithm in text and row.model in text
+        if isinstance(row, rows.Row) and row.status == "ok":
+            assert line[table.titles.index("throughput")] in text
+    assert "…" not in text
+
+
+def test_what_matters_comes_first_and_stays_longest(printed):
+    sweep = [record("ddp"), record("dear", 0.05), record("wfbp", 0.07)]
+    table = rows.comparison(rows.make_rows(sweep, "ddp"), "ddp")
+
+    def titles(width):
+        head = [line for line in printed(table, width) if "┃" in line][-1]
+        return [text.strip() for text in head.strip("┃").split("┃")]
+
+    assert titles(30) == ["algorithm", "throughput"]
+    assert titles(60)[:4] == ["algorithm", "throughput", "(95 % CI)", "verdict"]
+    assert titles(200)[:5] == ["algorithm", "throughput", "(95 % CI)", "verdict",
+                               "95 % CI"]  # fmt: skip
+    assert titles(200)[5:] == ["correct", "n"]
+
+
+def test_what_all_rows_share_stands_above_them_a_block_for_each_model(printed):
+    sweep = [
+        record("ddp", model="resnet50", batch_size=64),
+        record("dear", model="resnet50", batch_size=64),
+        record("ddp", model="alexnet", world=4),
+        record("ddp", model="alexnet", world=8),
+    ]
+    lines = printed(rows.comparison(rows.make_rows(sweep, "ddp"), "ddp"), 100)
+    assert lines[:2] == ["the title", "resnet50, batch 64, 2 workers"]
+    assert "alexnet, batch 8" in lines
+    text = "\n".join(lines)
+    assert text.count("resnet50") == text.count("alexnet") == 1
+    assert "workers" in text.partition("alexnet")[2], "what differs stays a column"
+
+
+def test_notes_that_have_no_room_stand_below(printed):
+    failed = record("wfbp", status="failed")
+    lines = printed(rows.comparison(rows.make_rows([record("ddp"), failed], "ddp"), "ddp"), 60)
+    said = "\n".join(lines).partition("└")[2]
+    assert "wfbp: it was a failed" in said
+    wide = printed(rows.comparison(rows.make_rows([record("ddp"), failed], "ddp"), "ddp"), 200)
+    assert any("it was a failed" in line and "│" in line for line in wide)

@@ -15,7 +15,7 @@ from common.harness import commands
 from dear.errors import UserError, unknown
 
 ROOT = Path(__file__).parents[2]
-VERBS = ("run", "list", "show", "merge")
+VERBS = ("run", "list", "show", "merge", "compare")
 OK, USER_ERROR, INTERRUPTED = 0, 2, 130
 
 
@@ -29,6 +29,7 @@ def main(arguments: Sequence[str]) -> int:
         options = _parse(list(arguments))
         options.arguments = arguments
         verbs = {"run": _run, "list": _list, "show": commands.show, "merge": commands.merge}
+        verbs["compare"] = commands.compare
         return verbs[options.verb](options)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -65,7 +66,9 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"DeAR Bench {dear.__version__}")
-    verbs = parser.add_subparsers(dest="verb", required=True, metavar="{run,list,show,merge}")
+    verbs = parser.add_subparsers(
+        dest="verb", required=True, metavar="{run,list,show,merge,compare}"
+    )
     _add_run(verbs.add_parser("run", help="run an experiment", allow_abbrev=False))
     listing = verbs.add_parser("list", help="algorithms, models, experiments", allow_abbrev=False)
     listing.add_argument("--json", action="store_true", help="as JSON on stdout")
@@ -87,9 +90,25 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         action="store_true",
         help="what travelled together, what was predicted of it, and what tuners have tried",
     )
+    _add_compare(verbs.add_parser("compare", help="two sweeps, or two algorithms of one"))
     for sub in verbs.choices.values():
         sub.add_argument("--logs", type=Path, default=ROOT / "logs", help="folder of results")
     return parser.parse_args(arguments)
+
+
+def _add_compare(compare: argparse.ArgumentParser) -> None:
+    text = "a folder of records, or SWEEP@LABEL or SWEEP@key=value for a part of it"
+    compare.add_argument("first", help=text)
+    compare.add_argument("second", help="the same; how much faster is it?")
+    compare.add_argument("--force", action="store_true", help="also of different machines")
+    how = compare.add_mutually_exclusive_group()
+    how.add_argument("--markdown", action="store_true", help="for a pull request")
+    how.add_argument("--json", action="store_true", help="on stdout")
+    compare.add_argument(
+        "--fail-on",
+        metavar="regression:N%",
+        help="exit with status 3 if a trial is SLOWER by more than N percent",
+    )
 
 
 def _add_run(run: argparse.ArgumentParser) -> None:

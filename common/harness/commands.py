@@ -147,6 +147,73 @@ def merge(options: argparse.Namespace) -> int:
     return 0
 
 
+def compare(options: argparse.Namespace) -> int:
+    """Prints how the trials of two sweeps compare; 3 if one is slower than `--fail-on` allows."""
+    from common.results import compare as comparing
+
+    limit = _regression(options.fail_on)
+    before, after = (_operand(text, options.logs) for text in (options.first, options.second))
+    if not options.force:
+        comparing.refuse_mixed(before, after)
+    found = comparing.rows(comparing.pairs(before, after))
+    table, differs = comparing.table(found), comparing.environment(before, after)
+    if options.json:
+        print(json.dumps({"pairs": [vars(one) for one in found], "environment": differs}))
+    elif options.markdown:
+        print(table.markdown(), end="")
+    else:
+        table.print(f"{options.first} -> {options.second}: {fabric_words([*before, *after])}")
+    if not options.json:
+        lines = [f"environment: {line}" for line in differs]
+        mean = comparing.geometric_mean(found)
+        if mean is not None:
+            lines.insert(0, f"geometric mean of {mean[1]} trials: {mean[0]:.3f}x")
+        unmatched = len(before) + len(after) - 2 * len(found)
+        if unmatched:
+            lines.append(f"{unmatched} trials have no counterpart")
+        print("\n".join([""] * options.markdown + lines))
+    slower = comparing.regressions(found, limit) if limit is not None else []
+    for one in slower:
+        print(f"regression: {one.model} {one.algorithm}: {one.ratio:.3f}x", file=sys.stderr)
+    return 3 if slower else 0
+
+
+def _regression(text: str | None) -> float | None:
+    """The share in `regression:5%`."""
+    if text is None:
+        return None
+    found = re.fullmatch(r"regression:([0-9.]+)%", text)
+    if found is None:
+        raise UserError(f"--fail-on {text}: must be regression:N%, such as regression:5%")
+    return float(found[1]) / 100
+
+
+def _operand(text: str, logs: Path) -> list[Record]:
+    """The records of `SWEEP`, or those of `SWEEP@TEXT` whose title or `key=value` has the text."""
+    name, _, chosen = text.partition("@")
+    folder = next((one for one in (Path(name), logs / name) if (one / _RECORDS).exists()), None)
+    if folder is None:
+        raise UserError(f"compare: no records in {name}, nor in {logs / name}")
+    records = Comparison.load(folder).results(folder)
+    if is_learning(records):
+        raise UserError(f"compare: {name} has timed no single steps, but learned")
+    kept = [one for one in records if not chosen or _holds(one, chosen)]
+    if not kept:
+        known = ", ".join(dict.fromkeys(one.label for one in records))
+        raise UserError(f"compare: {text}: no trial is of that kind; there are {known}")
+    return kept
+
+
+def _holds(record: Record, wanted: str) -> bool:
+    key, equals, value = wanted.partition("=")
+    if equals:
+        return str(record.trial.get(key)) == value
+    return wanted == record.label
+
+
+_RECORDS = "records.jsonl"
+
+
 def default_experiment() -> Path:
     """The sweep of a bare `python benchmarks.py`: on virtual hosts where they can be made."""
     reason = None if sandbox.inside() else sandbox.unable()

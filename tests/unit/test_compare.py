@@ -1,0 +1,161 @@
+"""Two sweeps compared: what belongs together, which word it gets, and how the command ends."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from common.harness.cli import main
+from common.results import compare, store
+from common.results.store import Comparison
+from dear.errors import UserError
+from tests.unit.made_record import record
+
+
+def trial(algorithm="ddp", step_s=0.1, noise=0.01, seed=0, repeats=5, **more):
+    """Repeats that differ by chance, as launches do, and steps within them."""
+    made = record(algorithm, step_s, **more)
+    random = np.random.default_rng(seed)
+    iters = [
+        [[step_s * math.exp(noise * (luck + random.standard_normal() / 4)) for _ in range(6)]]
+        for luck in random.standard_normal(repeats)
+    ]
+    object.__setattr__(made, "iters", iters)
+    return made
+
+
+def sweep(folder, records):
+    folder.mkdir()
+    for one in records:
+        store.append(folder / "records.jsonl", one)
+    Comparison(compare_to="ddp", trials=tuple(one.hash for one in records)).save(folder)
+    return folder
+
+
+def test_trials_are_matched_by_identity_then_by_label_then_by_place():
+    same = [trial("ddp"), trial("dear"), trial("wfbp", world=4)]
+    assert [(a.label, b.label) for a, b in compare.pairs(same, same[::-1])] == [
+        ("ddp", "ddp"),
+        ("dear", "dear"),
+        ("wfbp", "wfbp"),
+    ]
+    changed = trial("dear", options={"threshold_mb": 5.0})  # another identity, the same label
+    assert [b.hash for _, b in compare.pairs([trial("dear")], [changed])] == [changed.hash]
+    ((one, other),) = compare.pairs([trial("ddp")], [trial("dear"), trial("dear", world=8)])
+    assert (one.label, other.label) == ("ddp", "dear"), "the only ones of their place"
+    with pytest.raises(UserError, match="no trial of the one is one of the other"):
+        compare.pairs([trial("ddp")], [trial("ddp", world=8)])
+
+
+def test_a_ratio_has_the_interval_of_repeats_and_steps_and_a_word():
+    slow, fast = trial("ddp", 0.1), trial("ddp", 0.08, seed=1)
+    (row,) = compare.rows(compare.pairs([slow], [fast]))
+    assert row.verdict == "FASTER" and row.ratio == pytest.approx(1.25, rel=0.03)
+    assert row.ratio_low < 1.25 < row.ratio_high and row.ratio_high / row.ratio_low < 1.1
+    assert row.u_test == pytest.approx(2 / math.comb(10, 5)), "no repeat of one is in the other"
+    assert row.more_repeats is None
+    (row,) = compare.rows(compare.pairs([fast], [slow]))
+    assert row.verdict == "SLOWER" and compare.regressions([row], 0.05) == [row]
+    assert compare.regressions([row], 0.3) == []
+
+
+def test_equal_sweeps_seldom_get_a_word():
+    """A/A: 100 sweeps of 4 trials against the same again, each table one chance in 20 at most."""
+    worded = 0
+    for number in range(100):
+        before, after = (
+            [
+                trial(name, noise=0.03, seed=8 * number + 4 * side + place, repeats=3)
+                for place, name in enumerate(("ddp", "dear", "wfbp", "dadt"))
+            ]
+            for side in range(2)
+        )
+        rows = compare.rows(compare.pairs(before, after))
+        worded += any(row.verdict in ("FASTER", "SLOWER") for row in rows)
+    assert worded <= 0.05 * 100 + 2 * (0.05 * 0.95 * 100) ** 0.5
+
+
+def test_a_bootstrap_of_few_repeats_would_give_words_to_equal_trials():
+    """Why the word does not come from the interval."""
+    missed = 0
+    for number in range(100):
+        one, other = (trial(seed=2 * number + side, repeats=3, noise=0.03) for side in range(2))
+        _, low, high = compare.bootstrap(one.repeats, other.repeats)
+        missed += not low <= 1 <= high
+    assert missed > 8
+
+
+def test_how_many_repeats_would_decide():
+    slow, close = trial("ddp", 0.1, 0.04, repeats=4), trial("ddp", 0.096, 0.04, 9, repeats=4)
+    (row,) = compare.rows(compare.pairs([slow], [close]))
+    assert row.verdict == "UNSURE" and 1 <= row.more_repeats < 60
+    again = trial("ddp", 0.1, 0.04, repeats=4 + row.more_repeats)
+    later = trial("ddp", 0.096, 0.04, 9, repeats=4 + row.more_repeats)
+    (decided,) = compare.rows(compare.pairs([again], [later]))
+    assert decided.verdict != "UNSURE"
+    single = trial("ddp", repeats=1)
+    (row,) = compare.rows(compare.pairs([single], [single]))
+    assert (row.verdict, row.more_repeats) == ("UNSURE", 2)
+
+
+def test_what_is_not_believed_is_not_compared():
+    wrong = record("ddp", correct=False)
+    (row,) = compare.rows(compare.pairs([record("ddp")], [wrong]))
+    assert row.verdict is None and row.ratio is None and row.doubt.startswith("the second: incorr")
+    failed = record("ddp", status="failed")
+    (row,) = compare.rows(compare.pairs([failed], [record("ddp")]))
+    assert row.status == "failed" and "the first: it was a failed" in row.reason
+    assert compare.geometric_mean([row]) is None
+
+
+def test_what_differs_between_the_machines_is_said_and_other_machines_are_refused():
+    one, other = record("ddp"), record("ddp")
+    object.__setattr__(one, "machine", {"cpu": "A", "cores": 2, "packages": {"torch": "1"}})
+    object.__setattr__(
+        other, "machine", {"cpu": "A", "cores": 2, "packages": {"torch": "2"}, "load": [9]}
+    )
+    compare.refuse_mixed([one], [other])
+    assert compare.environment([one], [other]) == ["packages.torch: 1 -> 2"]
+    object.__setattr__(other, "machine", {"cpu": "B", "cores": 2})
+    with pytest.raises(UserError, match=r"different machines: \('A', 2\) and \('B', 2\); --force"):
+        compare.refuse_mixed([one], [other])
+
+
+@pytest.fixture
+def two(tmp_path):
+    before = [trial("ddp"), trial("dear", 0.05)]
+    after = [trial("ddp", 0.12, seed=5), trial("dear", 0.05, seed=6), trial("wfbp")]
+    return str(sweep(tmp_path / "a", before)), str(sweep(tmp_path / "b", after))
+
+
+def test_the_command_compares_and_fails_on_a_regression(two, capsys):
+    assert main(["compare", *two]) == 0
+    said = capsys.readouterr().out
+    assert "SLOWER" in said and "geometric mean of 2 trials" in said
+    assert "1 trials have no counterpart" in said
+    assert main(["compare", *two, "--markdown", "--fail-on", "regression:5%"]) == 3
+    out, err = capsys.readouterr()
+    assert out.startswith("| model") and "regression: mnist_cnn ddp" in err
+    assert main(["compare", *two, "--fail-on", "regression:30%"]) == 0
+    capsys.readouterr()
+    assert main(["compare", f"{two[0]}@ddp", f"{two[0]}@algorithm=dear", "--json"]) == 0
+    (pair,) = json.loads(capsys.readouterr().out)["pairs"]
+    assert pair["algorithm"] == "ddp -> dear" and pair["verdict"] == "FASTER"
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        (["nowhere", "nowhere"], "compare: no records in nowhere"),
+        (["{a}@horovod", "{b}"], "no trial is of that kind; there are ddp, dear"),
+        (["{a}", "{b}", "--fail-on", "5%"], "--fail-on 5%: must be regression:N%"),
+    ],
+)
+def test_mistakes_are_a_line(two, capsys, given, text):
+    a, b = two
+    assert main(["compare", *(word.format(a=a, b=b) for word in given)]) == 2
+    said = capsys.readouterr().err
+    assert text in said and said.count("\n") == 1

@@ -15,7 +15,7 @@ from common.harness import commands
 from dear.errors import UserError, unknown
 
 ROOT = Path(__file__).parents[2]
-VERBS = ("run", "list", "show", "merge", "compare")
+VERBS = ("run", "list", "show", "merge", "compare", "doctor")
 OK, USER_ERROR, INTERRUPTED = 0, 2, 130
 
 
@@ -29,7 +29,7 @@ def main(arguments: Sequence[str]) -> int:
         options = _parse(list(arguments))
         options.arguments = arguments
         verbs = {"run": _run, "list": _list, "show": commands.show, "merge": commands.merge}
-        verbs["compare"] = commands.compare
+        verbs |= {"compare": commands.compare, "doctor": _doctor}
         return verbs[options.verb](options)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -67,7 +67,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--version", action="version", version=f"DeAR Bench {dear.__version__}")
     verbs = parser.add_subparsers(
-        dest="verb", required=True, metavar="{run,list,show,merge,compare}"
+        dest="verb", required=True, metavar="{run,list,show,merge,compare,doctor}"
     )
     _add_run(verbs.add_parser("run", help="run an experiment", allow_abbrev=False))
     listing = verbs.add_parser("list", help="algorithms, models, experiments", allow_abbrev=False)
@@ -91,6 +91,8 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         help="what travelled together, what was predicted of it, and what tuners have tried",
     )
     _add_compare(verbs.add_parser("compare", help="two sweeps, or two algorithms of one"))
+    doctor = verbs.add_parser("doctor", help="can it run here, and what would mend what cannot?")
+    doctor.add_argument("--json", action="store_true", help="on stdout")
     for sub in verbs.choices.values():
         sub.add_argument("--logs", type=Path, default=ROOT / "logs", help="folder of results")
     return parser.parse_args(arguments)
@@ -175,6 +177,12 @@ def _draw(folder: Path, learned: bool) -> list[Path]:
 
     draw = learning.draw if learned else throughput.draw
     return draw(folder, ROOT / "plots" / "out" / folder.name)
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from common.harness import doctor
+
+    return doctor.report(options.logs, options.json)
 
 
 def _cluster_overrides(options: argparse.Namespace) -> list[str]:

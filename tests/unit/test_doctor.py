@@ -1,0 +1,103 @@
+"""What the doctor finds, on machines that lack one thing each."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+from types import SimpleNamespace
+
+import pytest
+
+from common.harness import doctor
+from common.harness.cli import main
+
+
+def findings(tmp_path):
+    return {one.what: one for one in doctor.examine(tmp_path)}
+
+
+def test_every_finding_says_what_and_what_is_amiss_says_how_to_mend_it(tmp_path):
+    found = findings(tmp_path)
+    assert {"Python", "torch", "comm core", "virtual hosts", "memory", "results", "ports"} <= set(
+        found
+    )
+    for one in found.values():
+        assert one.found and (one.level == "ok") == (one.fix is None), one
+
+
+def _no_core(patch):
+    card = doctor.machine.machine_card()
+    patch.setattr(doctor.machine, "machine_card", lambda: card | {"comm_core": None})
+
+
+def _old_core(patch):
+    card = doctor.machine.machine_card()
+    older = card | {"comm_core": {"torch": "1.0"}}
+    patch.setattr(doctor.machine, "machine_card", lambda: older)
+
+
+def _no_namespaces(patch):
+    patch.setattr(doctor.sandbox, "unable", lambda: "namespaces are forbidden here")
+
+
+def _no_switch(patch):
+    patch.setattr(doctor.sandbox, "unable", lambda: None)
+    patch.setattr(doctor.links, "has_netem", lambda: False)
+    patch.setattr(doctor, "PROGRAM", SimpleNamespace(exists=lambda: False))
+
+
+def _no_memory(patch):
+    patch.setattr(doctor, "misfit", lambda trial: "4 ranks need 9 GiB, and 1 GiB is available")
+
+
+def _no_disk(patch):
+    patch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=5 << 20))
+
+
+def _no_name(patch):
+    def fail(name):
+        raise OSError("unknown")
+
+    patch.setattr(socket, "gethostbyname", fail)
+
+
+def _no_way(patch):
+    patch.setattr(doctor, "interface_towards", lambda host: None)
+
+
+def _busy(patch):
+    patch.setattr(doctor.os, "getloadavg", lambda: (64.0, 64.0, 64.0))
+
+
+@pytest.mark.parametrize(
+    ("lack", "what", "level", "words"),
+    [
+        (_no_core, "comm core", "FAIL", "make core"),
+        (_old_core, "comm core", "FAIL", "make core"),
+        (_no_namespaces, "virtual hosts", "missing", "local processes"),
+        (_no_switch, "links' latency", "FAIL", "make core"),
+        (_no_memory, "memory", "FAIL", "fewer hosts"),
+        (_no_disk, "results", "FAIL", "--logs FOLDER"),
+        (_no_name, "host name", "note", "/etc/hosts"),
+        (_no_way, "interface", "missing", "several hosts"),
+        (_busy, "load", "note", "end other programs"),
+    ],
+)
+def test_what_is_missing_is_found_with_what_mends_it(
+    monkeypatch, tmp_path, lack, what, level, words
+):
+    lack(monkeypatch)
+    one = findings(tmp_path)[what]
+    assert one.level == level and words in one.fix
+
+
+def test_the_command_says_whether_the_default_sweep_can_run(monkeypatch, tmp_path, capsys):
+    assert main(["doctor", "--logs", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("the default sweep can run")
+    _no_disk(monkeypatch)
+    assert main(["doctor", "--logs", str(tmp_path)]) == 1
+    assert "cannot run: results" in capsys.readouterr().out.splitlines()[-1]
+    assert main(["doctor", "--json", "--logs", str(tmp_path)]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert [one["what"] for one in found if one["level"] == "FAIL"] == ["results"]

@@ -340,6 +340,7 @@ def _write_outputs(folder: Path, results: list[Record], compare_to: str) -> None
 
     table, kind, _ = _summarized(results, compare_to)
     (folder / "table.md").write_text(table.markdown())
+    (folder / "table.tex").write_text(table.latex())
     (folder / "table.csv").write_text(csv_text(kind, table.rows))
     if kind is rows.Row:
         (folder / "reports.json").write_text(json.dumps(reports(results), indent=2))

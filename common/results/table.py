@@ -67,14 +67,34 @@ class Table:
         blank = [""] * (len(self.columns) - len(PLACE) - 2)
         return [*(column.text(row) for column in PLACE), row.status, *blank, row.reason or ""]
 
-    def markdown(self) -> str:
-        """For a README or a pull request."""
-        body = self.body
-        used = [
+    def _used(self, body: list[list[str]]) -> list[int]:
+        """The columns that a written table has."""
+        return [
             i
             for i, column in enumerate(self.columns)
             if not column.sparse or any(line[i] for line in body)
         ]
+
+    def latex(self) -> str:
+        """For a paper: a tabular of the package booktabs."""
+        body = self.body
+        used = self._used(body)
+        kinds = "".join("r" if self.columns[i].numeric else "l" for i in used)
+        lines = [[self.titles[i] for i in used], *([line[i] for i in used] for line in body)]
+        written = [" & ".join(map(_escaped, line)) + r" \\" for line in lines]
+        return "\n".join(
+            [
+                rf"\begin{{tabular}}{{{kinds}}}",
+                *(r"\toprule", written[0], r"\midrule", *written[1:], r"\bottomrule"),
+                r"\end{tabular}",
+                "",
+            ]
+        )
+
+    def markdown(self) -> str:
+        """For a README or a pull request."""
+        body = self.body
+        used = self._used(body)
         lines = [[self.titles[i] for i in used]]
         lines += [[line[i].replace("|", r"\|") for i in used] for line in body]
         right = [self.columns[i].numeric for i in used]
@@ -162,6 +182,15 @@ class Table:
             styles = [_COLOURS.get(line[i], usual) for i in used]
             grid.add_row(*(Text(line[i], style=how) for i, how in zip(used, styles, strict=True)))
         console.print(grid)
+
+
+_LATEX = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
+_LATEX |= {one: f"\\{one}" for one in "&%$#_{}"} | {"<": "$<$", ">": "$>$", "|": "$|$"}
+
+
+def _escaped(text: str) -> str:
+    """As LaTeX prints it."""
+    return "".join(_LATEX.get(one, one) for one in text)
 
 
 def _width(title: str, texts: Sequence[str]) -> int:

@@ -92,3 +92,14 @@ def test_notes_that_have_no_room_stand_below(printed):
     assert "wfbp: it was a failed" in said
     wide = printed(rows.comparison(rows.make_rows([record("ddp"), failed], "ddp"), "ddp"), 200)
     assert any("it was a failed" in line and "│" in line for line in wide)
+
+
+def test_a_table_for_a_paper_is_a_tabular_of_booktabs():
+    made = record("dear", label="dear_50% & {x}")
+    text = rows.comparison(rows.make_rows([record("ddp"), made], "ddp"), "ddp").latex()
+    lines = text.splitlines()
+    assert lines[0] == r"\begin{tabular}{lrrlrrrllrll}"
+    rules = [lines[place] for place in (1, 3, 6, 7)]
+    assert rules == [r"\toprule", r"\midrule", r"\bottomrule", r"\end{tabular}"]
+    assert r"dear\_50\% \& \{x\}" in lines[5]
+    assert all(line.count("&") - line.count(r"\&") == 11 for line in (lines[2], *lines[4:6]))

@@ -157,6 +157,11 @@ class EmulatedCluster:
         """
         return None if self._links is None else self._links.counters()
 
+    def links_s(self) -> float:
+        """CPU seconds so far of the program that is the links; 0 where the kernel is."""
+        counted = self.counters()
+        return 0.0 if counted is None else counted["cpu_s"]
+
     def measure(self, seconds: float = 0.5) -> list[dict[str, Any]]:
         """Sends over each link by itself, between its host and the switch.
 

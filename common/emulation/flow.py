@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -100,19 +100,26 @@ def ring(hosts: Sequence[OnHost], seconds: float, skip_s: float) -> list[float]:
     return [rate * FRAME_BYTES / PAYLOAD_BYTES * 8e-9 for rate in found]
 
 
-def transfer_cost(sender: OnHost, receiver: OnHost) -> float:
-    """CPU seconds, of both ends and of the kernel between them, per byte moved over their links.
+def transfer_cost(
+    sender: OnHost, receiver: OnHost, links_s: Callable[[], float] = lambda: 0.0
+) -> float:
+    """CPU seconds per byte moved: of both ends, of the kernel, and of what is between them.
+
+    Args:
+        links_s: CPU seconds so far of a program that is the links.
 
     Raises:
         RuntimeError: the hosts cannot talk to each other.
     """
     with _started(receiver, "listen", receiver.address, "0") as receiving:
         numbers = (_port(receiving), _TRANSFER_S, 0.0, math.inf)
+        before_s = links_s()
         with _started(sender, "connect", receiver.address, *map(str, numbers)) as sending:
             sent, received = _answer(sending), _answer(receiving)
     # The kernel's part between the ends is charged to whoever is running: it shows in the
     # softirq time, some of it also in that of the ends. All busy time bounds it from above.
-    spent = sent["cpu_s"] + received["cpu_s"] + sent["softirq_s"]
+    between = links_s() - before_s
+    spent = sent["cpu_s"] + received["cpu_s"] + sent["softirq_s"] + between
     return min(spent, max(sent["busy_s"], received["cpu_s"])) / received["bytes"]
 
 

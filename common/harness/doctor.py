@@ -84,7 +84,9 @@ def _python() -> Finding:
 
 def _torch(version: str | None) -> Finding:
     if version is None:
-        return Finding(level="FAIL", what="torch", found="not installed", fix="make setup")
+        return Finding(
+            level="FAIL", what="torch", found="not installed", fix="scripts/setup.sh .venv"
+        )
     numbers = tuple(map(int, re.findall(r"\d+", version)[:2]))
     if numbers < (2, 11):
         return Finding(level="FAIL", what="torch", found=version, fix="install 2.11 or newer")

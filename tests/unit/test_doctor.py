@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import socket
 from types import SimpleNamespace
@@ -24,6 +25,15 @@ def test_every_finding_says_what_and_what_is_amiss_says_how_to_mend_it(tmp_path)
     )
     for one in found.values():
         assert one.found and (one.level == "ok") == (one.fix is None), one
+
+
+def test_what_mends_it_is_a_target_or_a_script_that_there_is(tmp_path):
+    """Of all that the file says: `make X`, and scripts."""
+    root = doctor.ROOT
+    said = (root / "common/harness/doctor.py").read_text()
+    targets = re.findall(r"^([\w-]+):", (root / "Makefile").read_text(), re.MULTILINE)
+    assert set(re.findall(r"make (core|horovod|\w+)\b", said)) - {"room"} <= set(targets)
+    assert all((root / script).exists() for script in re.findall(r"scripts/\w+\.sh", said))
 
 
 def _no_core(patch):

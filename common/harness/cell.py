@@ -13,7 +13,7 @@ import datetime
 import hashlib
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from common.emulation.dilation import Choice
@@ -22,6 +22,7 @@ from common.harness.fabric import Fabric
 from common.harness.record import FabricFacts, Result
 from common.harness.trial import BASELINE, Trial
 from common.harness.ui import Planned, Progress
+from common.harness.underway import Standing
 from common.launch.job import Outcome
 from common.models.registry import is_replay
 from common.results.records import Order, SetAside
@@ -46,6 +47,23 @@ class Turn:
     notes: list[str] = field(default_factory=list)
     facts: FabricFacts | None = None
     """Of the fabric that the results are of; None while it is the current one."""
+
+    @classmethod
+    def going_on(cls, trial: Trial, order: Order, kept: Standing) -> Turn:
+        """From where a run that was stopped has left it."""
+        turn = cls(trial, Order(seed=order.seed, positions=[*kept.positions]))
+        for key in ("started", "duration_s", "results", "set_aside", "at_2k", "notes"):
+            setattr(turn, key, getattr(kept, key))
+        if turn.results:
+            repeats = len(turn.results)
+            turn.notes.append(f"the run was stopped after repeat {repeats} and went on later")
+        return turn
+
+    def standing(self, facts: FabricFacts) -> Standing:
+        """What to keep of it, should the run be stopped."""
+        keys = ("started", "duration_s", "results", "set_aside", "at_2k", "notes")
+        own = {key: getattr(self, key) for key in keys}
+        return Standing(**own, positions=self.order.positions, facts=self.facts or facts)
 
     @property
     def systematic(self) -> Systematic | None:
@@ -78,6 +96,11 @@ class Cell:
         timeout_s: of a launch.
         record: called once for every trial as it ends.
         report: called whenever the progress has changed.
+        kept: what trials have already, by hash, of a run that was stopped in the middle.
+        keep: called after each launch with what is to be kept, should this run be stopped.
+
+    Attributes:
+        whole: whether it has come to its end.
     """
 
     def __init__(
@@ -93,9 +116,19 @@ class Cell:
         record: Callable[[Turn, Outcome], None],
         progress: Progress,
         report: Callable[[Progress], None],
+        kept: Mapping[str, Standing],
+        keep: Callable[[dict[str, Standing]], None],
     ) -> None:
+        self.whole = False
         self._seed = order_seed(sweep, trials[0])
-        self._all = [Turn(trial, Order(seed=self._seed)) for trial in trials]
+        order = Order(seed=self._seed)
+        self._all = [
+            Turn.going_on(trial, order, kept[trial.hash])
+            if trial.hash in kept
+            else Turn(trial, Order(seed=self._seed))
+            for trial in trials
+        ]
+        self._kept, self._keep = kept, keep
         self._running = list(self._all)
         self._fabric, self._settled, self._base = fabric, settled, base
         self._timeout_s, self._launch = timeout_s, launch
@@ -118,7 +151,10 @@ class Cell:
         """
         trials = [turn.trial for turn in self._all]
         try:
-            self._prepare(lambda: self._fabric.enter_cell(trials, self._settled))
+            self._prepare(lambda: self._fabric.enter_cell(trials, self._settled or self._left_at()))
+            for trial in trials:
+                if trial.hash in self._kept:
+                    self._fabric.recall(trial, self._kept[trial.hash].facts)
             for turn in self._all:
                 reason = unavailable(turn.trial)
                 if reason:
@@ -129,6 +165,7 @@ class Cell:
             self._rounds_at_2k()
             for turn in self._running:
                 self._end(turn, _OK)
+            self.whole = True
         except _UnpreparedError as error:
             outcome = Outcome.of("failed", f"the cluster could not be prepared: {error}")
             for turn in self._running:
@@ -139,6 +176,13 @@ class Cell:
             self._interrupt("Ctrl-C or SIGTERM" if stopped else f"{type(error).__name__}: {error}")
             raise
         return True
+
+    def _left_at(self) -> Choice | None:
+        """The time scale of what is kept, if anything is."""
+        for kept in self._kept.values():
+            facts = kept.facts
+            return Choice(time_scale=facts.time_scale, reason=facts.time_scale_reason or "")
+        return None
 
     def _interrupt(self, reason: str) -> None:
         """Records what is finished of the trials under way."""
@@ -156,12 +200,19 @@ class Cell:
             raise _UnpreparedError(str(error)) from error
 
     def _rounds(self, fail_fast: bool) -> bool:
-        repeat = 0
-        while self._running and not self._enough(repeat):
+        """From the first round that is not whole; what it has already is not measured again."""
+        had = [len(turn.results) for turn in self._running]
+        repeat = min(had, default=0)
+        torn = repeat < max(had, default=0)
+        while self._running and (torn or not self._enough(repeat)):
+            torn = False
             if repeat >= self._measure.least_repeats:
                 for turn in self._running:
-                    self._plan(turn)
+                    if len(turn.results) <= repeat:
+                        self._plan(turn)
             for position, turn in enumerate(self._order(repeat)):
+                if len(turn.results) > repeat:
+                    continue
                 outcome, choice = self._take_turn(turn, repeat, position)
                 if outcome.status not in ("ok", "unsupported") and fail_fast:
                     return False
@@ -169,6 +220,7 @@ class Cell:
                     self._begin_again(turn, choice)
                     repeat = -1
                     break
+                self._keep_all()
             repeat += 1
         for turn in self._running:
             turn.facts = self._fabric.describe(turn.trial)
@@ -181,14 +233,23 @@ class Cell:
         choice = Choice(time_scale=scale, reason="twice that of the cell")
         self._prepare(lambda: self._fabric.slow_down(choice))
         first = max(len(turn.results) for turn in self._running)
-        for repeat in range(first, first + self._measure.repeats_at_2k):
+        for done in range(self._measure.repeats_at_2k):
+            repeat = first + done
             for turn in self._order(repeat):
+                if len(turn.at_2k) > done:
+                    continue
                 outcome, result, _ = self._launched_until_quiet(turn, repeat, slower=2.0)
                 if result is None:
                     message = (outcome.error or {}).get("message")
                     turn.notes.append(f"at time scale {scale:g}: {outcome.status}: {message}")
                 else:
                     turn.at_2k.append(result)
+                    self._keep_all()
+
+    def _keep_all(self) -> None:
+        """As all trials under way stand."""
+        now = {turn.trial.hash: self._fabric.describe(turn.trial) for turn in self._running}
+        self._keep({turn.trial.hash: turn.standing(now[turn.trial.hash]) for turn in self._running})
 
     def _enough(self, repeats: int) -> bool:
         """Whether all trials have had their repeats, or their intervals are narrow enough."""
@@ -355,12 +416,18 @@ def order_seed(sweep: str, trial: Trial) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big")
 
 
-def planned(trials: Sequence[Trial]) -> list[Planned]:
-    """The launches that these take at least."""
+def planned(trials: Sequence[Trial], kept: Mapping[str, Standing]) -> list[Planned]:
+    """The launches that these take at least.
+
+    Args:
+        kept: what trials have already, by hash.
+    """
     found = []
     for trial in trials:
-        found += [Planned(trial)] * trial.measure.least_repeats
-        found += [Planned(trial, slower=2.0)] * trial.measure.repeats_at_2k
+        has = kept.get(trial.hash)
+        repeats, at_2k = (len(has.results), len(has.at_2k)) if has else (0, 0)
+        found += [Planned(trial)] * (trial.measure.least_repeats - repeats)
+        found += [Planned(trial, slower=2.0)] * (trial.measure.repeats_at_2k - at_2k)
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import signal
 import sys
@@ -17,6 +18,7 @@ from dear.errors import UserError, unknown
 ROOT = Path(__file__).parents[2]
 VERBS = ("run", "list", "show", "merge", "compare", "doctor")
 OK, USER_ERROR, INTERRUPTED = 0, 2, 130
+_FULL_OR_CLOSED = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -34,12 +36,20 @@ def main(arguments: Sequence[str]) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return USER_ERROR
+    except OSError as error:
+        # A disk that is full, or a folder that is not ours: whoever reads this can mend it. All
+        # else is a bug, of which the place matters.
+        if isinstance(error, BrokenPipeError):  # `| head`
+            sys.stderr.close()
+            return OK
+        if error.errno not in _FULL_OR_CLOSED:
+            raise
+        place = f"{error.filename}: " if error.filename else ""
+        print(f"error: {place}{error.strerror}", file=sys.stderr)
+        return USER_ERROR
     except KeyboardInterrupt:
         print("interrupted; finished trials are recorded, run again to go on", file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:  # `| head`
-        sys.stderr.close()
-        return OK
 
 
 _TRACE = "write a timeline of each trial there, for Perfetto or chrome://tracing"

@@ -75,6 +75,9 @@ class Fabric:
     def slow_down(self, choice: Choice) -> None:
         """Gives the cell another time scale; `RuntimeError` as above."""
 
+    def recall(self, trial: Trial, facts: FabricFacts) -> None:
+        """Takes over what launches of the trial have told in a run that was stopped."""
+
     @property
     def time_scale(self) -> float:
         """That of the cell under way."""
@@ -154,6 +157,10 @@ class EmulatedFabric(Fabric):
         key = (profile.name, choice.time_scale)
         if key not in self._network:
             self._network[key] = Network(**measured_network(self._cluster))
+
+    def recall(self, trial: Trial, facts: FabricFacts) -> None:
+        self._launches[trial.hash] = [*(facts.network.launches or ())]
+        self._events[trial.hash] = [*facts.fault_events]
 
     @property
     def time_scale(self) -> float:

@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from common.emulation.dilation import Choice
-from common.harness.cell import Cell, Turn, now, planned
+from common.harness.cell import Cell, Turn, now, order_seed, planned
 from common.harness.experiment import Experiment
 from common.harness.fabric import WORKER, Fabric, misfit
 from common.harness.record import Result, make_record
 from common.harness.trial import BASELINE, Trial
 from common.harness.ui import Progress
+from common.harness.underway import Standing, Underway, path_of
 from common.launch.job import Job, Outcome
 from common.results import store
 from common.results.records import Record, typed
@@ -65,6 +66,9 @@ class Sweep:
         self._costs: dict[tuple[Any, ...], _Costs] = {}
         self._progress = Progress(total=0)
         self._todo: list[Trial] = []
+        self._kept: dict[str, Standing] = {}
+        self._runs: dict[str, str] = {}
+        self._begun_again: dict[str, str] = {}
 
     def run(self, rerun: Rerun = "failed", fail_fast: bool = False) -> None:
         """Runs what has no `ok` record (or everything), and records each trial as it ends.
@@ -78,24 +82,64 @@ class Sweep:
             self.comparison.save(self.folder)
             (self.folder / "machine.json").write_text(json.dumps(self.machine, indent=2))
             todo = self._todo = to_run(self.trials, self._path, rerun)
-            launches = planned(todo)
+            if rerun == "failed":
+                for trials in _cells(todo):
+                    self._go_on(trials)
+            launches = planned(todo, self._kept)
             self._progress = Progress(total=len(launches), left=launches)
             if not todo:
                 return
             with self.fabric:
                 for trials in _cells(todo):
-                    # What has a time scale already does not share that of the others.
-                    for choice, some in self._by_scale(trials):
-                        if not self._run_cell(some, choice, fail_fast):
-                            return
+                    # Those of a cell that was stopped in the middle take turns with each other.
+                    begun = [trial for trial in trials if trial.hash in self._kept]
+                    others = [trial for trial in trials if trial.hash not in self._kept]
+                    for some in filter(None, (begun, others)):
+                        # What has a time scale already does not share that of the others.
+                        for choice, alike in self._by_scale(some):
+                            if not self._run_cell(alike, choice, fail_fast):
+                                return
+
+    def _go_on(self, trials: list[Trial]) -> None:
+        """Takes over what a run that was stopped has left of this cell."""
+        begun = Underway.load(self._underway(trials))
+        if begun is None:
+            return
+        changed = begun.changed(self.machine)
+        for trial in trials:
+            if trial.hash not in begun.standing:
+                continue
+            if changed:
+                self._begun_again[trial.hash] = (
+                    "a run of it was stopped and could not be gone on with, as something has "
+                    f"changed: {', '.join(changed)}"
+                )
+                continue
+            kept = self._kept[trial.hash] = begun.standing[trial.hash]
+            self._runs[trial.hash] = begun.run
+            first = kept.results[0] if kept.results else None
+            if first is not None and first.costs:
+                self._costs.setdefault(
+                    cost_place(trial, kept.facts.time_scale),
+                    _Costs(trial=trial.hash, repeat=0, costs=first.costs, check=first.cost_check),
+                )
+
+    def _underway(self, trials: Sequence[Trial]) -> Path:
+        return path_of(self.folder, order_seed(self.experiment.name, trials[0]))
 
     def _run_cell(self, trials: list[Trial], settled: Choice | None, fail_fast: bool) -> bool:
         """False if a trial failed and `fail_fast` says to stop."""
+        kept = {one.hash: self._kept[one.hash] for one in trials if one.hash in self._kept}
+        run = next((self._runs[trial] for trial in kept), self._run_id)
         for trial in trials:
+            self._runs[trial.hash] = run
+            if trial.hash in kept and kept[trial.hash].results:
+                continue  # the folder has what was measured
             folder = self.folder / trial.id
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
             trial.save(folder)
+        path = self._underway(trials)
         cell = Cell(
             trials,
             sweep=self.experiment.name,
@@ -107,8 +151,13 @@ class Sweep:
             record=self._record,
             progress=self._progress,
             report=self.report,
+            kept=kept,
+            keep=lambda now: Underway(run=run, machine=self.machine, standing=now).save(path),
         )
-        return cell.run(_unavailable, fail_fast)
+        going_on = cell.run(_unavailable, fail_fast)
+        if cell.whole:
+            path.unlink(missing_ok=True)
+        return going_on
 
     def _by_scale(self, cell: list[Trial]) -> list[tuple[Choice | None, list[Trial]]]:
         """Trials of a cell, by the time scale that they must have; None: it is to choose."""
@@ -118,7 +167,7 @@ class Sweep:
             for record in reversed(store.load(self._path))
             if record.ok
             and record.hash in self.comparison.trials
-            and (record.hash not in again or record.run == self._run_id)
+            and (record.hash not in again or record.run == self._runs.get(record.hash))
         ]
         found: dict[float | None, tuple[Choice | None, list[Trial]]] = {}
         for trial in cell:
@@ -168,14 +217,15 @@ class Sweep:
             started=turn.started,
             duration_s=turn.duration_s,
             fabric=turn.facts or self.fabric.describe(turn.trial),
-            run=self._run_id,
+            run=self._runs[turn.trial.hash],
         )
+        again = self._begun_again.get(turn.trial.hash)
         record = dataclasses.replace(
             record,
             order=turn.order,
             set_aside=turn.set_aside,
             systematic=turn.systematic if record.ok else None,
-            notes=list(dict.fromkeys((*record.notes, *turn.notes))),
+            notes=list(dict.fromkeys((*record.notes, *turn.notes, *([again] if again else [])))),
         )
         store.append(self._path, record)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
+import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,6 +14,8 @@ from typing import Any
 
 from common.results.records import SCHEMA, Record
 from dear.errors import UserError
+
+_LOG = logging.getLogger(__name__)
 
 
 def append(path: Path, record: Record) -> None:
@@ -24,15 +28,17 @@ def append(path: Path, record: Record) -> None:
 
 
 def load(path: Path) -> list[Record]:
-    """All records of a file, oldest first; a last line cut off by a crash is left out.
+    """All good records of a file, oldest first; a last line cut off by a crash is left out.
+
+    Lines that hold no record are counted and named, once, to the log of this module.
 
     Raises:
-        UserError: a line in the middle is damaged, or a schema is newer than this code.
+        UserError: a schema is not the one that this code reads.
     """
     if not path.exists():
         return []
     lines = path.read_bytes().split(b"\n")
-    records = []
+    records, damaged = [], []
     for number, line in enumerate(lines, start=1):
         if not line:
             continue
@@ -47,10 +53,17 @@ def load(path: Path) -> list[Record]:
         try:
             records.append(Record.from_json(values or {}))
         except TypeError:  # keys are missing
-            raise UserError(
-                f"{path} line {number} is damaged; delete that line and run again"
-            ) from None
+            damaged.append(number)
+    if damaged:
+        _tell(path, tuple(damaged))
     return records
+
+
+@functools.cache
+def _tell(path: Path, damaged: tuple[int, ...]) -> None:
+    lines = ", ".join(map(str, damaged))
+    count = f"{len(damaged)} of its lines {'is' if len(damaged) == 1 else 'are'}"
+    _LOG.warning("%s: %s damaged and left out (%s)", path, count, lines)
 
 
 def _parsed(line: bytes) -> dict[str, Any] | None:

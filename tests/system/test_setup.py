@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import venv
 from pathlib import Path
 
 import pytest
@@ -123,3 +124,47 @@ def test_make_targets_that_the_readme_names_exist():
     makefile = (ROOT / "Makefile").read_text()
     for target in re.findall(r"^make (\S+)", README, re.MULTILINE):
         assert f"\n{target}:" in makefile
+
+
+@pytest.mark.parametrize("has", ["an environment", "none"])
+def test_it_runs_in_the_projects_environment_whatever_python_starts_it(tmp_path, has):
+    """Or says in one line what is missing where, before any trial fails for it."""
+    shutil.copy(ROOT / "benchmarks.py", tmp_path)
+    (tmp_path / "common" / "harness").mkdir(parents=True)
+    told = "import sys\ndef main(arguments):\n    print(sys.prefix, arguments)\n    return 7\n"
+    (tmp_path / "common" / "harness" / "cli.py").write_text(told)
+    bare = tmp_path / "bare"
+    venv.create(bare)
+    if has == "an environment":
+        (tmp_path / ".venv").symlink_to(sys.prefix)
+    done = subprocess.run(
+        [bare / "bin" / "python", tmp_path / "benchmarks.py", "run", "--quiet"],
+        env={},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    if has == "none":
+        assert (done.returncode, done.stdout) == (2, "")
+        wanted = f"error: {bare}/bin/python has no torch and no numpy and no yaml: `make bench`"
+        assert done.stderr.startswith(wanted) and done.stderr.count("\n") == 1
+    else:
+        prefix, arguments = done.stdout.split(" ", 1)
+        assert os.path.realpath(prefix) == os.path.realpath(sys.prefix), done.stderr
+        assert (done.returncode, arguments) == (7, "['run', '--quiet']\n")
+
+
+def test_an_environment_that_is_a_wrapper_is_tried_once(tmp_path):
+    shutil.copy(ROOT / "benchmarks.py", tmp_path)
+    wrapper = tmp_path / ".venv" / "bin" / "python"
+    wrapper.parent.mkdir(parents=True)
+    wrapper.write_text(f'#!/bin/sh\necho once\nexec {sys.executable} "$@"\n')
+    wrapper.chmod(0o755)
+    done = subprocess.run(
+        [sys.executable, tmp_path / "benchmarks.py", "list"],
+        env={},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout == "once\n" and "No module named 'common'" in done.stderr

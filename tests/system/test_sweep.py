@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import fcntl
 import json
 import math
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from common import machine
 from common.emulation import sandbox
 from common.emulation.dilation import Choice
 from common.harness import cli, fabric, sweep
@@ -220,6 +222,60 @@ def test_an_interrupted_trial_and_those_under_way_are_recorded(line, capsys):
         ("ddp", "interrupted"),  # one of them had a repeat
         ("dear", "interrupted"),
     }
+
+
+def test_a_sweep_that_was_stopped_goes_on_where_it_was(line):
+    line.made.interrupted_launch = 4
+    assert line.run(*ONE_CELL, "--set", "measure.repeats=3") == 130
+    first = {record.run for record in line.records}
+    marks = [path.parent / "mark" for path in line.sweep.glob("*/trial.json")]
+    for mark in marks:
+        mark.touch()
+    line.made.interrupted_launch = None
+    assert line.run(*ONE_CELL, "--set", "measure.repeats=3") == 0
+    assert len(line.made.started) == 3, "of 6 launches 3 had ended"
+    newest = list(store.latest(line.records).values())
+    assert {record.status for record in newest} == {"ok"}
+    assert {record.run for record in newest} == first, "one run: they have taken turns"
+    assert {len(record.iters) for record in newest} == {3}
+    assert all(mark.exists() for mark in marks), "files of earlier repeats stay"
+    assert all(told.costs for told in line.made.told[1:]), "measured once for both runs"
+    assert not list(line.sweep.glob("underway*")), "nothing is left of it"
+
+
+def test_a_sweep_that_was_stopped_begins_again_if_the_code_has_changed(line, monkeypatch):
+    line.made.interrupted_launch = 4
+    assert line.run(*ONE_CELL) == 130
+    line.made.interrupted_launch = None
+    monkeypatch.setattr(machine, "_commit", lambda: "another")
+    assert line.run(*ONE_CELL) == 0
+    assert len(line.made.started) == 4
+    said = "a run of it was stopped and could not be gone on with, as something has changed: commit"
+    for record in store.latest(line.records).values():
+        assert said in record.notes and len(record.iters) == 2
+
+
+def test_all_that_is_to_run_again_begins_again(line):
+    line.made.interrupted_launch = 4
+    assert line.run(*ONE_CELL) == 130
+    line.made.interrupted_launch = None
+    assert line.run(*ONE_CELL, "--rerun", "all") == 0
+    assert len(line.made.started) == 4
+
+
+def test_a_full_disk_is_one_line_and_costs_no_finished_repeat(line, monkeypatch, capsys):
+    def full(path: Path, record: Record) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(store, "append", full)
+        assert line.run(*ONE_CELL) == 2
+    said = capsys.readouterr().err
+    assert said.endswith(f"error: {line.sweep}/records.jsonl: No space left on device\n")
+    assert "Traceback" not in said
+    assert line.run(*ONE_CELL) == 0
+    assert line.made.started == [], "all 4 launches had ended; what they gave was kept"
+    assert [record.status for record in line.records] == ["ok", "ok"]
 
 
 def test_the_table_holds_the_current_experiment_only(line, capsys):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
 
@@ -17,6 +18,7 @@ from common.harness.fabric import Fabric
 from common.harness.record import FabricFacts, Result
 from common.harness.trial import MeasureConfig, Trial
 from common.harness.ui import Progress
+from common.harness.underway import Standing, Underway
 from common.launch.job import Outcome
 from common.results.records.trust import Check, Strain
 from tests.system.made import make_trial
@@ -80,6 +82,8 @@ class Rounds:
         self.progress = Progress(total=0)
         self.settled: Choice | None = None
         self.timeout_s = 600.0
+        self.kept: dict[str, Standing] = {}
+        self.standing: dict[str, Standing] = {}
 
     def launch(self, trial: Trial, repeat: int, slower: float) -> tuple[Outcome, Result | None]:
         self.launched.append((trial.algorithm, repeat, self.fabric.time_scale))
@@ -89,7 +93,7 @@ class Rounds:
         return found, None
 
     def run(self, fail_fast: bool = False) -> bool:
-        left = planned(self.trials)
+        left = planned(self.trials, self.kept)
         self.progress = Progress(total=len(left), left=left)
         cell = Cell(
             self.trials,
@@ -102,6 +106,8 @@ class Rounds:
             record=self.record,
             progress=self.progress,
             report=lambda progress: self.etas.append(progress.eta_s()),
+            kept=self.kept,
+            keep=lambda standing: setattr(self, "standing", standing),
         )
         return cell.run(lambda trial: None, fail_fast)
 
@@ -407,7 +413,7 @@ def test_trials_go_on_when_one_has_failed():
 
 def test_what_is_forgotten_of_a_cell_promises_nothing():
     trials = [make_trial(name) for name in NAMES]
-    left = planned(trials)
+    left = planned(trials, {})
     progress = Progress(total=len(left), left=list(left))
     assert progress.eta_s() is None
     progress.end(left[0], 3.0)
@@ -415,3 +421,96 @@ def test_what_is_forgotten_of_a_cell_promises_nothing():
     progress.forget(trials[0].cell)
     assert progress.eta_s() is None and progress.done == 1
     progress.forget(trials[0].cell)  # of which nothing is known
+
+
+def stopped(measure: MeasureConfig, launches: int, needs: dict[str, float] | None = None) -> Rounds:
+    """Rounds that Ctrl-C has ended in this launch; what they have kept has been through a file."""
+
+    def outcome(trial: Trial, repeat: int) -> Result:
+        if len(rounds.launched) == launches:
+            raise KeyboardInterrupt
+        return result(1.0 + len(rounds.launched))
+
+    rounds = Rounds(measure, needs)
+    rounds.outcome = outcome
+    with pytest.raises(KeyboardInterrupt):
+        rounds.run()
+    return rounds
+
+
+def gone_on(before: Rounds, folder: Path) -> Rounds:
+    Underway(run="first", machine={}, standing=before.standing).save(folder / "underway.json")
+    rounds = Rounds(before.trials[0].measure, before.fabric.needs)
+    rounds.kept = Underway.load(folder / "underway.json").standing
+    assert rounds.run()
+    return rounds
+
+
+@pytest.mark.parametrize("launches", [2, 4, 5, 8, 11, 12, 13, 16])
+def test_a_cell_that_was_stopped_goes_on_at_the_repeat_where_it_stood(launches, tmp_path):
+    measure = MeasureConfig(repeats=3, repeats_at_2k=1)
+    before = stopped(measure, launches)
+    after = gone_on(before, tmp_path)
+    whole = Rounds(measure)
+    assert whole.run()
+    assert before.launched[:-1] + after.launched == whole.launched, "in the same order"
+    assert (after.progress.done, after.progress.left) == (after.progress.total, [])
+    assert after.progress.total == len(after.launched)
+    for name in NAMES:
+        turn, outcome = after.recorded[name]
+        assert outcome.status == "ok" and len(turn.results) == 3 and len(turn.at_2k) == 1
+        assert turn.order == whole.recorded[name][0].order
+        kept = before.recorded[name][0] if name in before.recorded else None
+        if kept is not None and kept.results:
+            assert turn.results[: len(kept.results)] == kept.results
+            said = f"the run was stopped after repeat {len(kept.results)} and went on later"
+            assert turn.notes == [said]
+        assert turn.systematic is not None
+
+
+def test_a_cell_that_goes_on_has_its_time_scale_and_what_was_set_aside(tmp_path):
+    before = stopped(MeasureConfig(repeats=3), launches=8, needs={"dear": 16.0})
+    after = gone_on(before, tmp_path)
+    assert after.fabric.settled.time_scale == 16.0 and after.fabric.scales == [16.0]
+    assert {scale for _, _, scale in after.launched} == {16.0}
+    for name in NAMES:
+        turn, _ = after.recorded[name]
+        assert len(turn.results) == 3
+        assert turn.set_aside == before.recorded[name][0].set_aside
+
+
+def test_a_round_that_was_torn_is_ended_before_anything_is_decided(tmp_path):
+    """Else trials of one cell would have unequal numbers of repeats."""
+    before = stopped(MeasureConfig(repeats=(2, 4), precision=0.5), launches=6)
+    before.standing = {
+        trial: dataclasses.replace(one, results=[result() for _ in one.results])
+        for trial, one in before.standing.items()
+    }
+    after = gone_on(before, tmp_path)
+    assert [len(turn.results) for turn, _ in after.recorded.values()] == [2] * 4
+
+
+def test_what_is_kept_is_of_trials_that_have_not_ended():
+    def outcome(trial: Trial, repeat: int) -> Outcome | Result:
+        return Outcome.of("failed", "broken") if trial.algorithm == "dear" else result()
+
+    rounds = Rounds(MeasureConfig(repeats=2))
+    rounds.outcome = outcome
+    assert rounds.run()
+    kept = {trial.algorithm for trial in rounds.trials if trial.hash in rounds.standing}
+    assert kept == set(NAMES) - {"dear"}
+
+
+def test_nothing_is_gone_on_with_where_a_number_could_be_another(tmp_path):
+    machine = {"cpu": "x", "commit": "abc", "load": [0.1], "environment": {"OMP_NUM_THREADS": "1"}}
+    path = tmp_path / "underway.json"
+    assert Underway.load(path) is None
+    Underway(run="first", machine=machine).save(path)
+    begun = Underway.load(path)
+    assert begun.changed(machine | {"load": [3.0]}) == []
+    assert begun.changed(machine | {"commit": "def", "environment": {}}) == [
+        "commit",
+        "environment",
+    ]
+    path.write_text(path.read_text().replace('"schema": 1', '"schema": 7'))
+    assert Underway.load(path) is None

@@ -74,12 +74,19 @@ def test_a_truncated_last_line_is_left_out_and_cut_off(path, cut):
 @pytest.mark.parametrize(
     "damage", [b'{"schema"', b"null", b"5", b"[]", b"\xff\xfe", b"\0\0\0", b'{"schema":1,"id":"a"}']
 )
-def test_a_damaged_line_in_the_middle_is_named(path, damage):
+def test_a_damaged_line_costs_no_other_and_is_counted_once(path, damage, caplog):
     lines = [json.dumps(ONE.to_json()).encode(), damage, json.dumps(TWO.to_json()).encode(), b""]
     path.write_bytes(b"\n".join(lines))
-    with pytest.raises(UserError, match=r"records\.jsonl line 2 is damaged") as caught:
-        load(path)
-    assert "\n" not in str(caught.value)
+    for _ in range(2):
+        assert load(path) == [ONE, TWO]
+    said = [record.getMessage() for record in caplog.records]
+    assert said == [f"{path}: 1 of its lines is damaged and left out (2)"]
+
+
+def test_a_file_of_damaged_lines_has_no_record(path, caplog):
+    path.write_bytes(b"null\n[]\n\n")
+    assert load(path) == []
+    assert "2 of its lines are damaged and left out (1, 2)" in caplog.text
 
 
 @pytest.mark.parametrize("schema", [SCHEMA + 1, 0, None, str(SCHEMA)])

@@ -12,7 +12,9 @@ NOTEBOOKS := $(VENV)/notebooks-ready
 MUTANTS := $(VENV)/mutants-ready
 CORE_SOURCES := $(shell find common/comm_core common/emulation/links -name '*.cc' -o -name '*.h' -o -name CMakeLists.txt)
 
-.PHONY: bench test test-all retest core core-tests horovod gpu-check sanitize torch-suite mutants records lint system-packages clean help
+# Each of them uses all cores.
+.NOTPARALLEL:
+.PHONY: bench first-table test test-all retest core core-tests horovod gpu-check sanitize torch-suite mutants records lint system-packages clean help
 
 help:
 	@echo "make bench            set up, then the default sweep: a table and a plot"
@@ -31,8 +33,12 @@ help:
 	@echo "make system-packages  install Open MPI and what the builds need (Debian, as root)"
 	@echo "make clean            remove .venv, caches and outputs; records in logs/ stay"
 
-bench: $(READY) $(CORE) $(HOROVOD)
+# The first table does not wait for Horovod, which takes longest to build; its rows come after it.
+bench: $(READY) $(CORE) $(if $(wildcard $(HOROVOD)),,first-table) $(HOROVOD)
 	$(PY) benchmarks.py
+
+first-table: $(READY) $(CORE)
+	$(PY) benchmarks.py run --filter 'ddp|wfbp|dear'
 
 test: $(READY) $(CORE_TESTS) $(HOROVOD) lint
 	scripts/test.sh $(VENV)

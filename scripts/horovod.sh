@@ -8,6 +8,8 @@ cd "$(dirname "$0")/.."
 venv=$(cd "${1:-.venv}" && pwd)
 version=0.28.1
 python="$venv/bin/python"
+# shellcheck source=scripts/follow.sh
+source scripts/follow.sh
 note="$venv/horovod-build-failed.txt"
 log="$venv/horovod-build.log"
 work=$(mktemp -d)
@@ -73,12 +75,6 @@ MAKEFLAGS="-j$(nproc)"
 export MAKEFLAGS
 "$python" -m pip wheel --disable-pip-version-check -v --no-deps --no-build-isolation \
   -w "$wheels" "$source" >> "$log" 2>&1 &
-build=$!
-while kill -0 "$build" 2> /dev/null; do
-  sleep 5
-  percent=$(grep -oE '^ *\[ *[0-9]+%\]' "$log" | tail -n 1 || true)
-  [[ "$percent" == "${shown:-}" ]] || { shown=$percent; echo "   Horovod ${percent//[[:space:]]/}"; }
-done
-wait "$build" || fail "$(grep -m 1 -oE '(fatal )?error: .*' "$log" | cut -c 1-200 || echo 'see log')"
+follow $! "$log" Horovod || fail "$(grep -m 1 -oE '(fatal )?error: .*' "$log" | cut -c 1-200 || echo 'see log')"
 install_wheel || fail "the built wheel does not import"
 echo "== Horovod $version built"

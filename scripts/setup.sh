@@ -52,9 +52,15 @@ if sys.prefix != sys.base_prefix:
 EOF
   fi
 fi
-echo "== installing requirements (torch is the large one; a few minutes on a slow line)"
-"$venv/bin/python" -m pip install --disable-pip-version-check --progress-bar off -r "$wanted" \
-  | { grep -v '^Requirement already satisfied' || true; } || {
+echo "== installing requirements (about 1 minute; torch is the large one, longer on a slow line)"
+started=$SECONDS
+# Not compiled: most of the files are never imported, and those that are are compiled then.
+install=("$venv/bin/python" -m pip install --disable-pip-version-check --no-compile -r "$wanted")
+requirements() {
+  if [[ -t 1 ]]; then "${install[@]}"; return; fi  # with its bars
+  "${install[@]}" --progress-bar off | { grep -v '^Requirement already satisfied' || true; }
+}
+requirements || {
   [[ -n "$lenient" ]] || exit 1
   echo "== the requirements were not all installed (no network?): going on with what is there"
 }
@@ -69,4 +75,4 @@ echo "== installing dear (editable)"
 }
 cd "$venv"
 torch=$(bin/python -c 'import dear, torch; print("torch", torch.__version__)')
-echo "== ready: $torch"
+echo "== ready after $((SECONDS - started)) s: $torch"

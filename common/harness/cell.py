@@ -346,7 +346,7 @@ class Cell:
         self, turn: Turn, repeat: int, slower: float = 1.0
     ) -> tuple[Outcome, Result | None]:
         trial, progress = turn.trial, self._progress
-        progress.title = trial.title
+        progress.title, progress.label = trial.title, trial.label
         self._report(progress)
         self._current = turn
         began = time.monotonic()

@@ -52,6 +52,9 @@ class Fabric:
     built on entry and gone on exit.
     """
 
+    preparation = ""
+    """What is done before the first launch, if that takes a while."""
+
     def __init__(self, experiment: Experiment, trials: Sequence[Trial]) -> None:
         self._launcher = launcher_for(experiment, trials)
         self._launcher.check()
@@ -112,6 +115,8 @@ class Fabric:
 
 class EmulatedFabric(Fabric):
     """Virtual hosts of this machine, built once for all trials; only inside a sandbox."""
+
+    preparation = "making virtual hosts, measuring this machine and their links"
 
     def __init__(self, experiment: Experiment, trials: Sequence[Trial]) -> None:
         self._experiment, self._trials, self._config = experiment, trials, experiment.cluster

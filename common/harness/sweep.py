@@ -89,6 +89,9 @@ class Sweep:
             self._progress = Progress(total=len(launches), left=launches)
             if not todo:
                 return
+            if self.fabric.preparation:
+                self._progress.title = self.fabric.preparation
+                self.report(self._progress)
             with self.fabric:
                 for trials in _cells(todo):
                     # Those of a cell that was stopped in the middle take turns with each other.

@@ -35,6 +35,8 @@ class Progress:
     total: int
     done: int = 0
     title: str = ""
+    label: str = ""
+    """Of the algorithm that is running."""
     best: str = ""
     spent_s: dict[tuple[Any, ...], list[float]] = field(default_factory=dict)
     """What launches took, by cell, in seconds of a cell that is not slower."""
@@ -61,39 +63,89 @@ class Progress:
 
 
 class ProgressLine:
-    """One line that is rewritten on a terminal; a line per launch where output is kept."""
+    """What is done, how far it is, the best so far and how long it takes.
+
+    A bar on a terminal; a line per launch where output is kept.
+    """
 
     def __init__(self, stream: TextIO = sys.stderr, quiet: bool = False) -> None:
         self._stream = stream
         self._quiet = quiet
         self._live = stream.isatty()
         self._last = ""
+        self._bar: Any = None
 
     def __call__(self, progress: Progress) -> None:
         if self._quiet:
             return
-        parts = [f"[{min(progress.done + 1, progress.total)}/{progress.total}] {progress.title}"]
-        if progress.best:
-            parts.append(f"best: {progress.best}")
-        eta_s = progress.eta_s()
-        if eta_s is not None:
-            parts.append(f"ETA {duration(eta_s)}")
-        text = "  ".join(parts)
-        if text == self._last:
-            return
-        self._last = text
         if self._live:
-            self._stream.write(f"\r\x1b[K{text}")
-        else:
+            self._draw(progress)
+            return
+        parts = [f"[{_now_at(progress)}/{progress.total}] {progress.title}", *_promises(progress)]
+        text = "  ".join(parts)
+        if text != self._last:
             self._stream.write(f"{time.strftime('%H:%M:%S')} {text}\n")
-        self._stream.flush()
+            self._stream.flush()
+        self._last = text
+
+    def _draw(self, progress: Progress) -> None:
+        if self._bar is None:
+            self._bar = _Bar(self._stream)
+        self._bar.show(progress)
 
     def clear(self) -> None:
-        """Removes the line from a terminal."""
-        if self._live and self._last:
-            self._stream.write("\r\x1b[K")
-            self._stream.flush()
-        self._last = ""
+        """Removes the bar from a terminal."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+
+def _now_at(progress: Progress) -> int:
+    return min(progress.done + 1, progress.total)
+
+
+def _promises(progress: Progress) -> list[str]:
+    """The best so far, and how long it takes, as far as they are known."""
+    found = [f"best: {progress.best}"] if progress.best else []
+    eta_s = progress.eta_s()
+    return found if eta_s is None else [*found, f"ETA {duration(eta_s)}"]
+
+
+class _Bar:
+    """One line of a terminal, which is never longer than that: what is running gives way first."""
+
+    def __init__(self, stream: TextIO) -> None:
+        # Only here: a listing needs no rich.
+        from rich import progress
+        from rich.console import Console
+        from rich.table import Column
+
+        last = Column(no_wrap=True, overflow="ellipsis", ratio=1)
+        self._rich = progress.Progress(
+            progress.BarColumn(bar_width=10, table_column=Column(min_width=10)),
+            progress.TimeElapsedColumn(table_column=Column(min_width=7, no_wrap=True)),
+            progress.TextColumn("{task.description}", table_column=last),
+            console=Console(file=stream),
+            transient=True,
+            refresh_per_second=1,  # its thread shares the machine with what is measured
+            expand=True,
+        )
+        self._task = self._rich.add_task("")
+        self._rich.start()
+
+    def show(self, progress: Progress) -> None:
+        parts = [f"{_now_at(progress)}/{progress.total}", *reversed(_promises(progress))]
+        parts += [f"now {progress.label}" if progress.label else "", progress.title]
+        self._rich.update(
+            self._task,
+            total=progress.total,
+            completed=progress.done,
+            description="  ".join(filter(None, parts)),
+            refresh=True,
+        )
+
+    def close(self) -> None:
+        self._rich.stop()
 
 
 def duration(seconds: float) -> str:

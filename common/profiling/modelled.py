@@ -96,6 +96,7 @@ CASES = {
         Case(model="densenet201", batch_size=32, like="resnet50-bs64"),
         Case(model="inceptionv4", batch_size=64, like="resnet50-bs64"),
         Case(model="vgg16", batch_size=64, like="resnet50-bs64"),
+        Case(model="mobilenet_v2", batch_size=64, like="resnet50-bs64"),
         Case(model="mnist_cnn", batch_size=32, like="resnet50-bs64"),
         Case(model="bert_base", batch_size=64, published=212.8),
         Case(model="bert", batch_size=8, published=49.0),

@@ -111,6 +111,23 @@ def test_a_second_make_does_no_set_up_work(tmp_path, make_level):
     assert done.stdout.split() == [f"{tmp_path}/bin/python", "benchmarks.py"]
 
 
+def test_the_first_table_does_not_wait_for_horovod(tmp_path):
+    for done in ("ready", "comm-core-built"):
+        (tmp_path / done).touch()
+    done = subprocess.run(
+        ["make", "--no-print-directory", "--dry-run", "bench", f"VENV={tmp_path}"],
+        cwd=ROOT,
+        env={**os.environ, "MAKEFLAGS": ""},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    first, horovod, _, whole = done.stdout.splitlines()
+    assert first == f"{tmp_path}/bin/python benchmarks.py run --filter 'ddp|wfbp|dear'"
+    assert horovod == f"scripts/horovod.sh {tmp_path}"
+    assert whole == f"{tmp_path}/bin/python benchmarks.py"
+
+
 README = (ROOT / "README.md").read_text()
 
 

@@ -62,7 +62,7 @@ def run(options: argparse.Namespace, draw: Callable[[Path, bool], list[Path]] | 
     folder = options.logs / experiment.name
     if options.dry_run:
         todo = {trial.hash for trial in to_run(trials, folder / "records.jsonl", options.rerun)}
-        _print_plan(trials, todo, folder, experiment, options.json)
+        _print_plan(trials, todo, folder, experiment, options)
         return 0
 
     progress = ui.ProgressLine(quiet=options.quiet)
@@ -289,7 +289,7 @@ def _print_plan(
     todo: set[str],
     folder: Path,
     experiment: Experiment,
-    as_json: bool,
+    options: argparse.Namespace,
 ) -> None:
     from common.harness.fabric import WORKER, launcher_for
     from common.launch.job import Job
@@ -309,7 +309,7 @@ def _print_plan(
         entry["last_duration_s"] = known[trial.hash].duration_s if trial.hash in known else None
         entry["command"] = launcher.command(job) if launcher else _ON_VIRTUAL_HOSTS
         plan.append(entry | {"trial": trial.to_json()})
-    if as_json:
+    if options.json:
         print(json.dumps(plan, indent=2))
         return
     for trial, entry in zip(trials, plan, strict=True):
@@ -317,17 +317,23 @@ def _print_plan(
         if entry["last_duration_s"]:
             state += f", took {ui.duration(entry['last_duration_s'])}"
         print(f"{trial.title}  [{state}]")
-        options = ", ".join(f"{k}={value}" for k, value in entry["trial"]["options"].items())
+        chosen = ", ".join(f"{k}={value}" for k, value in entry["trial"]["options"].items())
         print(
             f"    {trial.measure.plan}, global batch "
             f"{sum(trial.rank_batches)}, {trial.dtype}, {trial.backend}, "
             f"{trial.threads_per_rank} threads per rank"
             + (f", {trial.hosts} virtual hosts on {trial.network}" if trial.hosts else "")
-            + (f"; {options}" if options else "")
+            + (f"; {chosen}" if chosen else "")
         )
         print(f"    {_short(entry['command'])}")
     runs = sum(entry["run"] for entry in plan)
     print(f"{len(plan)} trials, {runs} to run; results in {_short(str(folder))}")
+    again = [one for one in options.arguments if one not in ("-n", "--dry-run")]
+    command = [_short(sys.executable), "benchmarks.py", *again]
+    largest = max(trial.world_size for trial in trials)
+    script = launcher and launcher.batch_script(command, experiment.name, largest)
+    if script:
+        print(f"\nAll of it in one allocation, as a file for sbatch:\n\n{script}")
 
 
 def _short(text: str) -> str:

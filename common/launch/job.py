@@ -122,6 +122,16 @@ class Launcher(ABC):
     def command(self, job: Job) -> str:
         """The job as a command that a person could type."""
 
+    def batch_script(self, command: Sequence[str], name: str, world_size: int) -> str | None:
+        """A script for a batch system that runs a whole sweep; None where there is no such system.
+
+        Args:
+            command: that runs the sweep.
+            name: the sweep's.
+            world_size: the largest of the sweep.
+        """
+        return None
+
     @abstractmethod
     def run(self, job: Job) -> Outcome:
         """Runs the job to its end, its time limit, or the first failure of a rank.

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import time
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,10 @@ class SlurmLauncher(Launcher):
         """None: Slurm's default."""
         nodes: int | None = None
         """Number of nodes that the ranks are spread over; None: as few as they fit on."""
+        tasks_per_node: int | None = None
+        """Ranks on each of them; None: Slurm's choice. A smaller world takes fewer nodes."""
+        gpus_per_node: int | None = None
+        """GPUs on each of them, all visible to all of its ranks; None: none are asked for."""
         sbatch_args: tuple[str, ...] = ()
         """More arguments of sbatch, e.g. --account=NAME."""
         srun_args: tuple[str, ...] = ()
@@ -62,6 +67,10 @@ class SlurmLauncher(Launcher):
 
         def __post_init__(self) -> None:
             positive("queue_s", self.queue_s)
+            for name in ("nodes", "tasks_per_node", "gpus_per_node"):
+                value = getattr(self, name)
+                if value is not None and value < 1:
+                    raise UserError(f"{name} must be at least 1, got {value}")
 
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
@@ -74,10 +83,62 @@ class SlurmLauncher(Launcher):
                 "launcher slurm reads no hostfile: Slurm chooses the hosts (options partition, "
                 "nodes, sbatch_args)"
             )
-        if shutil.which("srun") is None:
-            raise UserError("launcher slurm: no srun on the PATH; use launcher=ssh or mpirun")
         self._envs = read_envs()
         self._interface = interface(self._options, self._envs, None)
+
+    def check(self) -> None:
+        """Whether there is a Slurm: its commands can be printed where there is none."""
+        if shutil.which("srun") is None:
+            raise UserError("launcher slurm: no srun on the PATH; use launcher=ssh or mpirun")
+
+    def batch_script(self, command: Sequence[str], name: str, world_size: int) -> str:
+        """One allocation for a whole sweep: to be given to sbatch, as a file.
+
+        Args:
+            command: that runs the sweep; in the allocation it starts ranks by srun.
+            name: of the job.
+            world_size: the largest of the sweep.
+        """
+        options = self._options
+        wanted = ["--job-name", f"dear-bench-{name}", "--ntasks", str(world_size)]
+        wanted += self._place(world_size)
+        if options.partition is not None:
+            wanted += ["--partition", options.partition]
+        pairs = zip(wanted[::2], wanted[1::2], strict=True)
+        lines = [f"#SBATCH {flag}={value}" for flag, value in pairs]
+        lines += [f"#SBATCH {argument}" for argument in options.sbatch_args]
+        here = shlex.quote(str(Path.cwd()))
+        return "\n".join(
+            [
+                "#!/bin/bash",
+                *lines,
+                "set -euo pipefail",
+                f"cd {here}",
+                f"exec {shlex.join(command)}",
+            ]
+        )
+
+    def _place(self, world_size: int) -> list[str]:
+        """Arguments that say on how many nodes, with how many ranks and GPUs each.
+
+        Raises:
+            UserError: the ranks do not fit.
+        """
+        options, nodes = self._options, self._options.nodes
+        if options.tasks_per_node is not None:
+            needed = math.ceil(world_size / options.tasks_per_node)
+            if nodes is not None and nodes < needed:
+                raise UserError(
+                    f"launcher slurm: {nodes} nodes with {options.tasks_per_node} ranks each are "
+                    f"too few for {world_size} workers"
+                )
+            nodes = needed if nodes is None else nodes
+        args = [] if nodes is None else ["--nodes", str(min(nodes, world_size))]
+        if options.tasks_per_node is not None:
+            args += ["--ntasks-per-node", str(min(options.tasks_per_node, world_size))]
+        if options.gpus_per_node is not None:
+            args += ["--gpus-per-node", str(options.gpus_per_node)]
+        return args
 
     @property
     def _allocated(self) -> bool:
@@ -134,8 +195,7 @@ class SlurmLauncher(Launcher):
         options = self._options
         command = ["srun", "--ntasks", str(job.world_size), "--kill-on-bad-exit=1"]
         command += ["--cpu-bind=none", "--output", str(job.log_path(0).resolve())]
-        if options.nodes is not None:
-            command += ["--nodes", str(min(options.nodes, job.world_size))]
+        command += self._place(job.world_size)
         return [*command, *options.srun_args, self._envs.python, *job.worker]
 
     def _sbatch(self, job: Job, name: str) -> list[str]:
@@ -148,8 +208,7 @@ class SlurmLauncher(Launcher):
         command += ["--output", str(job.folder.resolve() / f"log-{job.repeat}-srun.txt")]
         if options.partition is not None:
             command += ["--partition", options.partition]
-        if options.nodes is not None:
-            command += ["--nodes", str(min(options.nodes, job.world_size))]
+        command += self._place(job.world_size)
         return [*command, *options.sbatch_args, "--wrap", script]
 
     def _tied(self, job: Job, command: list[str], undo: list[str]) -> HostCommand:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -93,6 +95,8 @@ A, AB, LOCAL_B = real("a"), real("a", "b"), real("localhost", "b")
         ("ssh", A, {"rdma": 3}, "'rdma' 3"),
         ("mpirun", A, {"mca": "btl=tcp"}, "'mca': must be a mapping"),
         ("slurm", None, {"queue_s": 0}, "queue_s must be greater than 0"),
+        ("slurm", None, {"gpus_per_node": 0}, "gpus_per_node must be at least 1, got 0"),
+        ("slurm", None, {"nodes": 1, "tasks_per_node": 1}, "1 ranks each are too few for 4"),
         ("local", A, {}, "runs on this machine only"),
         ("ssh", None, {}, "needs hosts"),
         ("slurm", A, {}, "reads no hostfile"),
@@ -216,6 +220,55 @@ def test_slurm_uses_the_allocation_that_there_is(tools, monkeypatch, allocated):
     if not allocated:
         assert words[words.index("--partition") + 1] == "long"
         assert int(words[words.index("--time") + 1]) > a_job().timeout_s / 60
+
+
+@pytest.mark.parametrize(
+    ("world", "nodes", "tasks"), [(4, "1", "4"), (8, "1", "8"), (9, "2", "8"), (32, "4", "8")]
+)
+def test_slurm_takes_as_many_nodes_as_the_ranks_fill(world, nodes, tasks):
+    options = {"tasks_per_node": 8, "gpus_per_node": 8}
+    launcher = make_launcher("slurm", hosts=None, world_size=world, options=options)
+    words = shlex.split(launcher.command(a_job(world)))
+    for found in (words, shlex.split(words[-1])):  # sbatch, and srun in its script
+        assert found[found.index("--nodes") + 1] == nodes
+        assert found[found.index("--ntasks-per-node") + 1] == tasks
+        assert found[found.index("--gpus-per-node") + 1] == "8"
+
+
+@pytest.mark.parametrize("sweep", ["slurm", "torchrun"])
+def test_the_example_of_4_nodes_with_8_gpus_plans_without_any_of_them(tmp_path, sweep):
+    """On a machine without srun: `--dry-run` prints the script for one allocation."""
+    example = f"examples/clusters/{sweep}_4x8.yaml"
+    done = subprocess.run(
+        [sys.executable, "benchmarks.py", "run", example, "--dry-run", "--logs", str(tmp_path)],
+        cwd=ROOT,
+        env={**os.environ, "PATH": "/nonexistent"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "32 trials, 32 to run" in done.stdout and "resnet50 bs=64 n=32 dear" in done.stdout
+    if sweep == "torchrun":
+        assert "ssh" in done.stdout and "node1" in done.stdout
+        assert "--nnodes 4 --node-rank 0 --master-addr node1" in done.stdout
+        assert "#!/bin/bash" not in done.stdout
+        return
+    script = done.stdout[done.stdout.index("#!/bin/bash") :]
+    (tmp_path / "sweep.sbatch").write_text(script)
+    subprocess.run(["/bin/bash", "-n", tmp_path / "sweep.sbatch"], check=True)
+    flags = re.findall(r"^#SBATCH (\S+)$", script, re.MULTILINE)
+    assert flags == [
+        *("--job-name=dear-bench-slurm-4x8", "--ntasks=32", "--nodes=4"),
+        *("--ntasks-per-node=8", "--gpus-per-node=8", "--exclusive", "--time=04:00:00"),
+    ]
+    assert script.rstrip().endswith(f"benchmarks.py run {example} --logs {tmp_path}")
+
+
+def test_slurm_is_asked_for_before_anything_runs(monkeypatch):
+    monkeypatch.setenv("PATH", "/nonexistent")
+    with pytest.raises(UserError, match="no srun on the PATH"):
+        make_launcher("slurm", hosts=None, world_size=2).check()
 
 
 def test_the_shipped_facts_are_readable_by_us_and_by_a_shell():

@@ -109,9 +109,10 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def _add_compare(compare: argparse.ArgumentParser) -> None:
-    text = "a folder of records, or SWEEP@LABEL or SWEEP@key=value for a part of it"
+    text = "a folder of records, SWEEP@LABEL or SWEEP@key=value for a part of it, or a reports.json"
     compare.add_argument("first", help=text)
     compare.add_argument("second", help="the same; how much faster is it?")
+    compare.add_argument("more", nargs="*", help="further ones, if one is a reports.json")
     compare.add_argument("--force", action="store_true", help="also of different machines")
     how = compare.add_mutually_exclusive_group()
     how.add_argument("--markdown", action="store_true", help="for a pull request")

@@ -22,7 +22,13 @@ from common.models.registry import MODELS
 from common.results import store
 from common.results.faith import doubt, incorrect
 from common.results.records import Record, fabric_words, is_learning
-from common.results.reference_reports import link_logs, report_lines, reports
+from common.results.reference_reports import (
+    link_logs,
+    load_reports,
+    report_lines,
+    reports,
+    side_by_side,
+)
 from common.results.store import Comparison
 from common.results.table import Table, csv_text
 from dear.algorithms.aliases import ALIASES
@@ -149,6 +155,11 @@ def merge(options: argparse.Namespace) -> int:
 
 def compare(options: argparse.Namespace) -> int:
     """Prints how the trials of two sweeps compare; 3 if one is slower than `--fail-on` allows."""
+    operands = [options.first, options.second, *options.more]
+    if any(operand.endswith(".json") for operand in operands):
+        return _compare_reports(operands, options)
+    if options.more:
+        raise UserError("compare: two sweeps; only reports.json of several stand side by side")
     from common.results import compare as comparing
 
     limit = _regression(options.fail_on)
@@ -176,6 +187,26 @@ def compare(options: argparse.Namespace) -> int:
     for one in slower:
         print(f"regression: {one.model} {one.algorithm}: {one.ratio:.3f}x", file=sys.stderr)
     return 3 if slower else 0
+
+
+def _compare_reports(operands: Sequence[str], options: argparse.Namespace) -> int:
+    """Prints what reports of the reference suites' kind say, or sweeps as they would say it."""
+    if options.fail_on:
+        raise UserError("compare: --fail-on needs the steps of two sweeps; reports have only means")
+    found = {
+        name: load_reports(Path(name))
+        if name.endswith(".json")
+        else reports(_operand(name, options.logs))
+        for name in operands
+    }
+    table = side_by_side(found)
+    if options.json:
+        print(json.dumps([vars(row) for row in table.rows]))
+    elif options.markdown:
+        print(table.markdown(), end="")
+    else:
+        table.print("samples/s of all workers, as reports tell them: means without an interval")
+    return 0
 
 
 def _regression(text: str | None) -> float | None:

@@ -1,15 +1,19 @@
-"""What the reference suites leave behind, for programs that read it: reports, and logs by name."""
+"""What the reference suites leave behind: reports, theirs and ours, side by side; logs by name."""
 
 from __future__ import annotations
 
+import json
 import os
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from common.results.faith import doubt
 from common.results.records import Record
+from common.results.table import Column, Table, significant
+from dear.errors import UserError
 
 _ELEMENTS_PER_MB = (1 << 20) // 4
 
@@ -61,6 +65,83 @@ def report_lines(records: Sequence[Record]) -> list[str]:
             for method, values in methods.items():
                 lines.append(",".join([f"rdma:{rdma}", method, *values]))
     return lines
+
+
+def load_reports(path: Path) -> dict[str, Any]:
+    """A file that `reports` or a reference suite has made.
+
+    Raises:
+        UserError: there is none, or it is no such file.
+    """
+    try:
+        found = json.loads(path.read_text())
+        for tasks in found.values():
+            for methods in tasks.values():
+                for values in methods.values():
+                    list(map(float, values))
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from None
+    except (ValueError, AttributeError, TypeError):
+        raise UserError(
+            f"{path}: is no reports.json: must be {{rdma: {{MODEL_BS: {{method: [samples/s]}}}}}}"
+        ) from None
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reported:
+    """What several reports say of one model, method and place in the list of its world sizes."""
+
+    rdma: str
+    model: str
+    algorithm: str
+    place: int
+    """From 1: the reports do not tell the number of workers."""
+    rates: tuple[float | None, ...]
+    """Samples per second, by report; None where it says nothing of this."""
+    status: str = "ok"
+
+    @property
+    def ratio(self) -> float | None:
+        """Of the last report over the first."""
+        first, last = self.rates[0], self.rates[-1]
+        return None if not first or last is None else last / first
+
+
+def side_by_side(found: Mapping[str, Mapping[str, Any]]) -> Table:
+    """A row for each number that any of the reports has.
+
+    Args:
+        found: reports by name.
+    """
+    rates: dict[tuple[str, str, str, int], dict[str, float]] = {}
+    for name, report in found.items():
+        for rdma, tasks in report.items():
+            for task, methods in tasks.items():
+                for method, values in methods.items():
+                    for place, value in enumerate(values, start=1):
+                        rates.setdefault((rdma, task, method, place), {})[name] = float(value)
+    rows = [
+        Reported(rdma=r, model=t, algorithm=m, place=p, rates=tuple(of.get(name) for name in found))
+        for (r, t, m, p), of in rates.items()
+    ]
+    columns = [
+        Column(title="model_bs", text=lambda row: row.model, numeric=False, weight=0),
+        Column(title="rdma", text=lambda row: row.rdma, numeric=False, weight=0),
+        Column(title="method", text=lambda row: row.algorithm, numeric=False, weight=0),
+        Column(title="place", text=lambda row: str(row.place), weight=0),
+        *(Column(title=name, text=_reported(at), weight=1) for at, name in enumerate(found)),
+        Column(
+            title="last / first",
+            text=lambda row: "" if row.ratio is None else f"{row.ratio:.3f}",
+            weight=1,
+        ),
+    ]
+    return Table(rows, columns)
+
+
+def _reported(at: int) -> Any:
+    return lambda row: "" if row.rates[at] is None else significant(row.rates[at])
 
 
 def log_name(record: Record) -> str:

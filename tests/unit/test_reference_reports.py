@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
 
+from common.harness import cli
 from common.harness.trial import options_of
+from common.results import store
 from common.results.reference_reports import (
     command,
     link_logs,
+    load_reports,
     log_name,
     report_lines,
     reports,
+    side_by_side,
     variables,
 )
 from dear.algorithms import aliases
+from dear.errors import UserError
 from dear.training.algorithm import algorithm_options
 from tests.unit.made_record import record
 
@@ -103,3 +109,53 @@ def test_logs_have_the_suites_names_beside_the_trials(tmp_path):
     assert [link.read_text() for link in links] == ["of dear", "of wfbp"]
     lines = (tmp_path / "reference_logs" / "commands.txt").read_text().splitlines()
     assert len(lines) == 2 and lines[0] == f"{links[0].name}: {command(made[0])}"
+
+
+def test_reports_of_several_runs_stand_side_by_side(tmp_path):
+    theirs = {"0": {"resnet50_64": {"ddp": ["100.000", "180.000"], "dear": ["120.000"]}}}
+    path = tmp_path / "reports.json"
+    path.write_text(json.dumps(theirs))
+    ours = reports([record("ddp", 64 * 2 / 150, 2, model="resnet50", batch_size=64)])
+    table = side_by_side({"theirs": load_reports(path), "ours": ours, "again": ours})
+    assert table.titles[3:] == ["place", "theirs", "ours", "again", "last / first"]
+    assert table.body == [
+        ["resnet50_64", "0", "ddp", "1", "100", "150", "150", "1.500"],
+        ["resnet50_64", "0", "ddp", "2", "180", "", "", ""],
+        ["resnet50_64", "0", "dear", "1", "120", "", "", ""],
+    ]
+
+
+def test_the_command_reads_reports_beside_a_sweep(tmp_path, capsys):
+    sweep = tmp_path / "logs" / "mine"
+    sweep.mkdir(parents=True)
+    one = record("ddp", 64 * 2 / 150, 2, model="resnet50", batch_size=64)
+    store.append(sweep / "records.jsonl", one)
+    store.Comparison(compare_to="ddp", trials=(one.hash,)).save(sweep)
+    path = tmp_path / "reports.json"
+    path.write_text(json.dumps({"0": {"resnet50_64": {"ddp": ["100.000"]}}}))
+    command = ["compare", str(path), "mine", "--logs", str(tmp_path / "logs")]
+    assert cli.main(command) == 0
+    assert "1.500" in capsys.readouterr().out
+    assert cli.main([*command, "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert row["rates"] == [100.0, 150.0] and row["place"] == 1
+    assert cli.main([*command, "--fail-on", "regression:5%"]) == 2
+    assert "reports have only means" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (None, "No such file"),
+        ("[1]", "is no reports.json"),
+        ('{"0": {"x": {"ddp": ["fast"]}}}', "is no reports.json"),
+        ("{", "is no reports.json"),
+    ],
+)
+def test_what_is_no_report_is_one_line(tmp_path, text, words):
+    path = tmp_path / "reports.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(UserError, match=words) as caught:
+        load_reports(path)
+    assert "\n" not in str(caught.value)

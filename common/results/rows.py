@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -112,9 +113,11 @@ def make_rows(records: Iterable[Record], compare_to: str) -> list[Row]:
     """
     records = list(records)
     own = {id(record): _measured(record) for record in records}
+    # By settings, whatever the world: the first of several counts.
+    alone = {_key(r): r for r in reversed(records) if r.trial["algorithm"] == "none"}
     for peers in _cells(records):
         for record in peers:
-            own[id(record)] |= _efficiency(record, records)
+            own[id(record)] |= _efficiency(record, alone.get(_key(record)))
         _compare(peers, compare_to, own)
         _lead(peers, own)
     return [Row(**_told(own[id(record)])) for record in records]
@@ -161,15 +164,10 @@ _PARTS = ("forward_s", "backward_s", "update_s", "exposed_comm_s")
 
 def _cells(records: Sequence[Record]) -> list[list[Record]]:
     """Those that are compared with each other, in the order of their first ones."""
-    cells: list[tuple[dict[str, Any], list[Record]]] = []
+    cells: dict[tuple[str, int], list[Record]] = {}
     for record in records:
-        settings = _settings(record.trial) | {"world_size": record.trial["world_size"]}
-        known = next((cell for key, cell in cells if key == settings), None)
-        if known is None:
-            cells.append((settings, [record]))
-        else:
-            known.append(record)
-    return [cell for _, cell in cells]
+        cells.setdefault((_key(record), record.trial["world_size"]), []).append(record)
+    return list(cells.values())
 
 
 def _compare(peers: Sequence[Record], compare_to: str, own: dict[int, dict[str, Any]]) -> None:
@@ -228,14 +226,8 @@ def _in_turn(records: Sequence[Record]) -> Callable[[int, int], bool]:
     return lambda i, j: _took_turns(records[i], records[j])
 
 
-def _efficiency(record: Record, records: Sequence[Record]) -> dict[str, float]:
+def _efficiency(record: Record, single: Record | None) -> dict[str, float]:
     """Relative to the single worker of the same settings, if both are believed."""
-    alone = (
-        one
-        for one in records
-        if one.trial["algorithm"] == "none" and _settings(one.trial) == _settings(record.trial)
-    )
-    single = next(alone, None)
     if single is None or doubt(single) is not None or doubt(record) is not None:
         return {}
     value = single.step_s / record.step_s
@@ -253,9 +245,11 @@ def _told(known: dict[str, Any]) -> dict[str, Any]:
     return known | {"reason": "; ".join(notes) or None}
 
 
-def _settings(trial: dict[str, Any]) -> dict[str, Any]:
+def _key(record: Record) -> str:
+    """The settings that trials have in common which are compared with each other."""
     own = ("algorithm", "options", "label", "world_size", "twin")
-    return {key: value for key, value in trial.items() if key not in own}
+    settings = {key: value for key, value in record.trial.items() if key not in own}
+    return json.dumps(settings, sort_keys=True)
 
 
 def comparison(rows: list[Row], compare_to: str) -> Table:

@@ -13,6 +13,7 @@ from typing import Any
 
 from common.results.records import Record
 
+MANY = 400
 _COLOURS = {"FASTER": "green", "SLOWER": "red", "NO": "bold red", "failed": "red", "timeout": "red"}
 
 
@@ -118,7 +119,8 @@ class Table:
         """To stdout, a block per model; colours, and grey, only where they can be seen.
 
         On a terminal what all rows of a block have in common stands above it, and what there is no
-        room for is left out, or said below it; elsewhere everything is printed.
+        room for is left out, or said below it; elsewhere everything is printed. More than `MANY`
+        rows nobody reads on a terminal: they are printed as Markdown, which is there at once.
 
         Args:
             width: of the terminal, in columns; None: as it is.
@@ -129,6 +131,9 @@ class Table:
         console = Console(file=sys.stdout, width=width)
         console = console if console.is_terminal else Console(file=sys.stdout, width=300)
         console.print(Text(title, style="bold"))
+        if len(self.rows) > MANY:
+            print(self.markdown(), end="")
+            return
         if not console.is_terminal:
             self._print_grid(console, range(len(self.columns)), self.rows, self.body)
             return
@@ -142,7 +147,8 @@ class Table:
         """The rows at these places, as far as they fit."""
         from rich.text import Text
 
-        rows, body = [self.rows[i] for i in places], [self.body[i] for i in places]
+        rows = [self.rows[i] for i in places]
+        body = Table(rows, self.columns).body
         shared = [i for i in range(len(PLACE) - 1) if len({line[i] for line in body}) == 1]
         words = [_IN_WORDS.get(self.titles[i], "{}").format(body[0][i]) for i in shared]
         console.print(Text(", ".join(word for i, word in zip(shared, words, strict=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import types
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
@@ -252,22 +252,37 @@ class Record:
 
 def typed(hint: Any, value: Any) -> Any:
     """A value from JSON as what the type hint says; keys that it does not know are left out."""
-    if value is None:
-        return None
+    read = _reader(hint)
+    return value if read is None or value is None else read(value)
+
+
+@functools.cache
+def _reader(hint: Any) -> Callable[[Any], Any] | None:
+    """What makes the type of a value that is not None; None: it is that already.
+
+    Made once for each type: a record has thousands of numbers, and there may be thousands of it.
+    """
     origin, inner = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
-        return typed(next(one for one in inner if one is not types.NoneType), value)
+        return _reader(next(one for one in inner if one is not types.NoneType))
     if origin in (list, tuple):
-        return origin(typed(inner[0], item) for item in value)
+        item = inner[0]
+        if _reader(item) is None:  # JSON has no tuples
+            return tuple if origin is tuple else None
+        return lambda value: origin(typed(item, one) for one in value)
     if origin is dict:
-        return {key: typed(inner[1], item) for key, item in value.items()}
-    if dataclasses.is_dataclass(hint) and not isinstance(value, hint):
-        hints = _hints(hint)
-        return hint(**{key: typed(hints[key], value[key]) for key in hints if key in value})
-    return value
+        kind = inner[1]
+        return lambda value: {key: typed(kind, one) for key, one in value.items()}
+    if dataclasses.is_dataclass(hint):
+        hints = get_type_hints(hint)
 
+        def made(value: Any) -> Any:
+            if isinstance(value, hint):
+                return value
+            return hint(**{key: typed(hints[key], value[key]) for key in hints if key in value})
 
-_hints = functools.cache(get_type_hints)
+        return made
+    return None
 
 
 def base_among(compare_to: str, variants: Sequence[tuple[str, str]]) -> int | None:

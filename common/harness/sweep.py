@@ -49,6 +49,7 @@ class Sweep:
     Attributes:
         folder: `logs/<name>`; made if it is not there.
         report: called whenever the progress has changed.
+        command: what the user has typed, and the experiment file's text; None: nobody typed it.
     """
 
     experiment: Experiment
@@ -58,6 +59,7 @@ class Sweep:
     fabric: Fabric
     machine: dict[str, Any]
     report: Callable[[Progress], None]
+    command: tuple[str, str] | None = None
 
     def __post_init__(self) -> None:
         self._path = self.folder / "records.jsonl"
@@ -82,6 +84,11 @@ class Sweep:
             self._progress = Progress(total=len(launches), left=launches)
             if not todo:
                 return
+            if self.command is not None:
+                words, text = self.command
+                commit = self.machine.get("commit")
+                run = store.Run(run=self._run_id, command=words, experiment=text, commit=commit)
+                run.save(self.folder)
             with self.fabric:
                 for trials in _cells(todo):
                     # What has a time scale already does not share that of the others.

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from common.results.rows import UNKNOWN
 from common.results.table import PLACE, Table
 
 _PACKED_FROM = 20_000
@@ -121,7 +122,8 @@ def grid(
         marks: mark and reason of each row; they take the place of a column of notes.
     """
     titles, body = table.titles, table.body
-    used = [i for i, title in enumerate(titles) if title != "notes" and any(x[i] for x in body)]
+    told = [i for i, title in enumerate(titles) if title != "notes"]
+    used = [i for i in told if any(line[i] not in ("", UNKNOWN) for line in body)]
     head = len(PLACE) - 1
     shared = [i for i in used if i < head and len({line[i] for line in body}) == 1]
     if len(body) > 1 and shared:

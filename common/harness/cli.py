@@ -10,13 +10,14 @@ import sys
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import dear
 from common.harness import commands
 from dear.errors import UserError, unknown
 
 ROOT = Path(__file__).parents[2]
-VERBS = ("run", "list", "show", "merge", "compare", "doctor")
+VERBS = ("run", "list", "show", "merge", "compare", "report", "doctor")
 OK, USER_ERROR, INTERRUPTED = 0, 2, 130
 _FULL_OR_CLOSED = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 
@@ -31,7 +32,7 @@ def main(arguments: Sequence[str]) -> int:
         options = _parse(list(arguments))
         options.arguments = arguments
         verbs = {"run": _run, "list": _list, "show": commands.show, "merge": commands.merge}
-        verbs |= {"compare": commands.compare, "doctor": _doctor}
+        verbs |= {"compare": commands.compare, "report": _report, "doctor": _doctor}
         return verbs[options.verb](options)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -76,14 +77,14 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"DeAR Bench {dear.__version__}")
-    verbs = parser.add_subparsers(
-        dest="verb", required=True, metavar="{run,list,show,merge,compare,doctor}"
-    )
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar=f"{{{','.join(VERBS)}}}")
     _add_run(verbs.add_parser("run", help="run an experiment", allow_abbrev=False))
     listing = verbs.add_parser("list", help="algorithms, models, experiments", allow_abbrev=False)
     listing.add_argument("--json", action="store_true", help="as JSON on stdout")
     show = verbs.add_parser("show", help="print a sweep's table again", allow_abbrev=False)
-    show.add_argument("sweep", nargs="?", help="a folder below --logs (default: the newest)")
+    show.add_argument(
+        "sweep", nargs="?", help="a folder, or the name of one below --logs (default: the newest)"
+    )
     how = show.add_mutually_exclusive_group()
     how.add_argument("--json", action="store_true", help="the records as JSON on stdout")
     how.add_argument(
@@ -96,11 +97,15 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     merging.add_argument("--into", type=Path, required=True, help="a new folder for all of them")
     how.add_argument("--trace", type=Path, metavar="FOLDER", help=_TRACE)
     how.add_argument(
+        "--tensorboard", type=Path, metavar="FOLDER", help="write its curves there, for TensorBoard"
+    )
+    how.add_argument(
         "--plan",
         action="store_true",
         help="what travelled together, what was predicted of it, and what tuners have tried",
     )
     _add_compare(verbs.add_parser("compare", help="two sweeps, or two algorithms of one"))
+    _add_report(verbs.add_parser("report", help="a sweep as one HTML file", allow_abbrev=False))
     doctor = verbs.add_parser("doctor", help="can it run here, and what would mend what cannot?")
     doctor.add_argument("--json", action="store_true", help="on stdout")
     for sub in verbs.choices.values():
@@ -122,6 +127,20 @@ def _add_compare(compare: argparse.ArgumentParser) -> None:
         metavar="regression:N%",
         help="exit with status 3 if a trial is SLOWER by more than N percent",
     )
+
+
+def _add_report(report: argparse.ArgumentParser) -> None:
+    report.add_argument(
+        "sweep", nargs="?", help="a folder, or the name of one below --logs (default: the newest)"
+    )
+    report.add_argument(
+        "--out", type=Path, metavar="FILE", help="(default: report.html in the sweep's folder)"
+    )
+    report.add_argument(
+        "--serve", action="store_true", help="write no file: show it in a browser as the sweep runs"
+    )
+    report.add_argument("--port", type=int, help="of --serve (default: 8000; 0: a free one)")
+    report.add_argument("--host", help="of --serve (default: 127.0.0.1, this machine alone)")
 
 
 def _add_run(run: argparse.ArgumentParser) -> None:
@@ -188,6 +207,19 @@ def _draw(folder: Path, learned: bool) -> list[Path]:
 
     draw = learning.draw if learned else throughput.draw
     return draw(folder, ROOT / "plots" / "out" / folder.name)
+
+
+def _report(options: argparse.Namespace) -> int:
+    from common.harness import reporting
+
+    return reporting.report(options, _figures)
+
+
+def _figures(folder: Path) -> Sequence[Any]:
+    # Only here, as above.
+    from plots import embedded
+
+    return embedded.figures(folder)
 
 
 def _doctor(options: argparse.Namespace) -> int:

@@ -7,6 +7,7 @@ import inspect
 import json
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -30,7 +31,7 @@ from common.results.reference_reports import (
     side_by_side,
 )
 from common.results.store import Comparison
-from common.results.table import Table, csv_text
+from common.results.table import csv_text
 from dear.algorithms.aliases import ALIASES
 from dear.errors import UserError, one_of
 from dear.training.algorithm import algorithm_class, algorithm_names
@@ -49,7 +50,8 @@ def run(options: argparse.Namespace, draw: Callable[[Path, bool], list[Path]] | 
             experiment on virtual hosts runs in a process of its own, which is started with them.
         draw: draws a sweep's figure, given its folder and whether it has learned; None draws none.
     """
-    experiment = load(find_experiment(options.experiment), options.set)
+    path = find_experiment(options.experiment)
+    experiment = load(path, options.set)
     everything = experiment.trials()
     if experiment.cluster is not None and not options.dry_run and not sandbox.inside():
         return sandbox.run([sys.executable, str(ROOT / "benchmarks.py"), *options.arguments])
@@ -76,7 +78,9 @@ def run(options: argparse.Namespace, draw: Callable[[Path, bool], list[Path]] | 
         compare_to=experiment.base, trials=tuple(trial.hash for trial in everything)
     )
     fabric = make_fabric(experiment, trials)
-    sweep = Sweep(experiment, trials, comparison, folder, fabric, machine_card(), progress)
+    command = shlex.join(["python", "benchmarks.py", *options.arguments])
+    asked = (command, path.read_text())
+    sweep = Sweep(experiment, trials, comparison, folder, fabric, machine_card(), progress, asked)
     try:
         sweep.run(options.rerun, options.fail_fast)
     finally:
@@ -253,16 +257,33 @@ def default_experiment() -> Path:
     return ROOT / "configs" / "experiments" / ("quick.yaml" if reason else "emulated-quick.yaml")
 
 
-def show(options: argparse.Namespace) -> int:
-    """Prints the table (or records) of a sweep that has run; without a name, of the newest."""
-    logs, name = options.logs, options.sweep
-    paths = sorted(logs.glob("*/records.jsonl"), key=lambda path: path.stat().st_mtime)
+def sweep_folder(name: str | None, logs: Path, *, begun: bool = False) -> Path:
+    """The folder of a sweep, which is a path or the name of one below `logs`; without one, of the
+    newest there.
+
+    Args:
+        begun: whether a sweep that has no record yet will do.
+
+    Raises:
+        UserError: none is there.
+    """
+    files = (_RECORDS, "experiment.json") if begun else (_RECORDS,)
+    paths = [path for file in files for path in logs.glob(f"*/{file}")]
+    paths.sort(key=lambda path: path.stat().st_mtime)
     if name is None and not paths:
         raise UserError(f"no records in {logs}: nothing has run yet")
-    folder = paths[-1].parent if name is None else logs / name
-    if not (folder / "records.jsonl").exists():
-        known = sorted(path.parent.name for path in paths)
-        raise UserError(f"no records in {folder}; sweeps there: {', '.join(known) or 'none'}")
+    if name is None:
+        return paths[-1].parent
+    for folder in (logs / name, Path(name)):
+        if any((folder / file).exists() for file in files):
+            return folder
+    known = dict.fromkeys(sorted(path.parent.name for path in paths))
+    raise UserError(f"no records in {logs / name}; sweeps there: {', '.join(known) or 'none'}")
+
+
+def show(options: argparse.Namespace) -> int:
+    """Prints the table (or records) of a sweep that has run; without a name, of the newest."""
+    folder = sweep_folder(options.sweep, options.logs)
     comparison = Comparison.load(folder)
     results = comparison.results(folder)
     if options.json:
@@ -271,6 +292,8 @@ def show(options: argparse.Namespace) -> int:
         _print_breakdown(folder, results, comparison.compare_to)
     elif options.trace is not None:
         _write_traces(folder, results, options.trace)
+    elif options.tensorboard is not None:
+        _write_tensorboard(folder, results, options.tensorboard)
     elif options.plan:
         _print_plans(folder, results)
     else:
@@ -374,33 +397,22 @@ def _short(text: str) -> str:
 
 def _write_outputs(folder: Path, results: list[Record], compare_to: str) -> None:
     from common.results import rows
+    from common.results.overview import overview
 
-    table, kind, _ = _summarized(results, compare_to)
-    (folder / "table.md").write_text(table.markdown())
-    (folder / "table.tex").write_text(table.latex())
-    (folder / "table.csv").write_text(csv_text(kind, table.rows))
-    if kind is rows.Row:
+    told = overview(results, compare_to)
+    (folder / "table.md").write_text(told.table.markdown())
+    (folder / "table.tex").write_text(told.table.latex())
+    (folder / "table.csv").write_text(csv_text(told.kind, told.rows))
+    if told.kind is rows.Row:
         (folder / "reports.json").write_text(json.dumps(reports(results), indent=2))
 
 
-def _summarized(results: list[Record], compare_to: str) -> tuple[Table, type, list[str]]:
-    """The table of a sweep, the kind of its rows, and the answer in sentences."""
-    from common.results import answer, rows
-    from common.results.learning import summary, tables
-
-    if is_learning(results):
-        learned = summary.make_rows(results, compare_to)
-        lines = tables.words(learned, results)
-        return tables.table(learned, compare_to), summary.LearnRow, lines
-    found = rows.make_rows(results, compare_to)
-    lines = [*answer.summary(found, compare_to), *answer.remarks(found, results)]
-    return rows.comparison(found, compare_to), rows.Row, lines
-
-
 def _print_results(folder: Path, results: list[Record], compare_to: str) -> None:
-    table, _, lines = _summarized(results, compare_to)
-    table.print(_title(folder, results))
-    for line in lines:
+    from common.results.overview import overview
+
+    told = overview(results, compare_to)
+    told.table.print(_title(folder, results))
+    for line in told.lines:
         print(line)
     for result in filter(incorrect, results):
         print(f"not the right training: {result.id} ({doubt(result)})")
@@ -410,8 +422,9 @@ def _print_results(folder: Path, results: list[Record], compare_to: str) -> None
             print(f"{result.status}: {result.id}: {result.error.message}")
             print(f"    log: {_short(str(logs[-1]))}" if logs else "    no log: it never started")
     print(f"records, table.md, table.csv: {_short(str(folder))}")
+    here = "" if folder.parent == ROOT / "logs" else f" --logs {_short(str(folder.parent))}"
+    print(f"all of it in one HTML file: python benchmarks.py report {folder.name}{here}")
     if any(result.bound for result in results):
-        here = "" if folder.parent == ROOT / "logs" else f" --logs {_short(str(folder.parent))}"
         print(f"where the time goes: python benchmarks.py show {folder.name} --breakdown{here}")
 
 
@@ -434,6 +447,13 @@ def _write_traces(folder: Path, results: list[Record], into: Path, quiet: bool =
     paths = traces.write(folder, results, into)
     if not quiet:
         print(f"{len(paths)} timelines in {_short(str(into))}: open them in ui.perfetto.dev")
+
+
+def _write_tensorboard(folder: Path, results: list[Record], into: Path) -> None:
+    from common.results import tensorboard
+
+    count = tensorboard.write(folder, results, into)
+    print(f"{count} trials in {_short(str(into))}: tensorboard --logdir {_short(str(into))}")
 
 
 def _print_plans(folder: Path, results: list[Record]) -> None:

@@ -50,6 +50,7 @@ class Sweep:
     Attributes:
         folder: `logs/<name>`; made if it is not there.
         report: called whenever the progress has changed.
+        command: what the user has typed, and the experiment file's text; None: nobody typed it.
     """
 
     experiment: Experiment
@@ -59,6 +60,7 @@ class Sweep:
     fabric: Fabric
     machine: dict[str, Any]
     report: Callable[[Progress], None]
+    command: tuple[str, str] | None = None
 
     def __post_init__(self) -> None:
         self._path = self.folder / "records.jsonl"
@@ -92,6 +94,11 @@ class Sweep:
             if self.fabric.preparation:
                 self._progress.title = self.fabric.preparation
                 self.report(self._progress)
+            if self.command is not None:
+                words, text = self.command
+                commit = self.machine.get("commit")
+                run = store.Run(run=self._run_id, command=words, experiment=text, commit=commit)
+                run.save(self.folder)
             with self.fabric:
                 for trials in _cells(todo):
                     # Those of a cell that was stopped in the middle take turns with each other.

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from scipy.stats import mannwhitneyu
 
-from common.results import stats
+from common.results import cards, stats
 from common.results.faith import doubt
 from common.results.records import Record
 from common.results.stats import Difference, Repeats
@@ -29,7 +29,6 @@ DRAWS = 1000
 MOST_REPEATS = 100
 """More would be needed: that is not worth saying as a number."""
 _PLACE = ("model", "batch_size", "world_size", "network", "fault")
-_VOLATILE = ("load", "pressure", "mhz", "memory_bytes", "dirty", "cpus")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,24 +212,12 @@ def geometric_mean(found: Iterable[Pair]) -> tuple[float, int] | None:
 
 def environment(before: Sequence[Record], after: Sequence[Record]) -> list[str]:
     """What differs between the machines, a line each: `name: A -> B`."""
-    cards = [_flat(records[0].machine) for records in (before, after)]
+    found = [cards.flat(records[0].machine) for records in (before, after)]
     return [
-        f"{name}: {cards[0].get(name, '-')} -> {cards[1].get(name, '-')}"
-        for name in dict.fromkeys([*cards[0], *cards[1]])
-        if cards[0].get(name) != cards[1].get(name)
+        f"{name}: {found[0].get(name, '-')} -> {found[1].get(name, '-')}"
+        for name in dict.fromkeys([*found[0], *found[1]])
+        if found[0].get(name) != found[1].get(name)
     ]
-
-
-def _flat(card: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in card.items():
-        if not above and key in _VOLATILE:
-            continue
-        if isinstance(value, Mapping):
-            found |= _flat(value, f"{above}{key}.")
-        else:
-            found[above + key] = value
-    return found
 
 
 def refuse_mixed(before: Sequence[Record], after: Sequence[Record]) -> None:

@@ -20,14 +20,14 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.results import answer, rows, shipped
-from common.results.learning import summary, tables
-from common.results.records import Record, is_learning
+from common.results import shipped
+from common.results.overview import overview
+from common.results.records import Record
 from common.results.store import Comparison
 from common.results.table import significant
 from dear.errors import UserError
@@ -188,11 +188,8 @@ def _sweep(folder: Path) -> tuple[list[Record], str]:
     return comparison.results(folder), comparison.compare_to
 
 
-def _rows(folder: Path) -> list[Any]:
-    records, compare_to = _sweep(folder)
-    if is_learning(records):
-        return summary.make_rows(records, compare_to)
-    return rows.make_rows(records, compare_to)
+def _rows(folder: Path) -> Sequence[Any]:
+    return overview(*_sweep(folder)).rows
 
 
 def _table(folder: Path, what: str | None, _: Path) -> str:
@@ -200,20 +197,12 @@ def _table(folder: Path, what: str | None, _: Path) -> str:
         found, fields = _rows(folder), what.split(", ")
         _check_fields(found[0], fields, folder)
         return _crossed(found, fields)
-    records, compare_to = _sweep(folder)
-    if is_learning(records):
-        learned = summary.make_rows(records, compare_to)
-        table = tables.table(learned, compare_to)
-        words = tables.words(learned, records)
-    else:
-        found = rows.make_rows(records, compare_to)
-        table = rows.comparison(found, compare_to)
-        words = [*answer.summary(found, compare_to), *answer.remarks(found, records)]
-    lines = "".join(f"- {line}\n" for line in words)
-    return table.markdown() + (f"\n{lines}" if lines else "")
+    told = overview(*_sweep(folder))
+    lines = "".join(f"- {line}\n" for line in told.lines)
+    return told.table.markdown() + (f"\n{lines}" if lines else "")
 
 
-def _crossed(found: list[Any], fields: list[str]) -> str:
+def _crossed(found: Sequence[Any], fields: list[str]) -> str:
     """A line per model and network, and of each algorithm the fields."""
     cells = list(dict.fromkeys((row.model, row.network) for row in found))
     names = list(dict.fromkeys(row.algorithm for row in found))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.results.records import SCHEMA, Record
+from common.results.records import SCHEMA, Record, typed
 from dear.errors import UserError
 
 _LOG = logging.getLogger(__name__)
@@ -115,10 +115,37 @@ def merge(parts: Sequence[Path], into: Path) -> Comparison:
     for record in sorted(records, key=lambda record: record.ok):
         append(into / "records.jsonl", record)
     comparisons[0].save(into)
+    for run in dict.fromkeys(run for part in parts for run in runs(part)):
+        run.save(into)
     return comparisons[0]
 
 
-_EXPERIMENT = "experiment.json"
+_EXPERIMENT, _RUNS = "experiment.json", "runs.jsonl"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One run of a sweep: how it was asked for."""
+
+    run: str
+    """As the records that it has made say."""
+    command: str
+    """As it was given, with its paths, for a shell."""
+    experiment: str
+    """The experiment file's text; the command's flags come on top of it."""
+    commit: str | None = None
+
+    def save(self, folder: Path) -> None:
+        """Adds it to those beside the records."""
+        with (folder / _RUNS).open("a") as file:
+            file.write(json.dumps(dataclasses.asdict(self)) + "\n")
+
+
+def runs(folder: Path) -> list[Run]:
+    """All runs of a sweep, oldest first; those of older versions have left no trace."""
+    path = folder / _RUNS
+    lines = path.read_bytes().split(b"\n") if path.exists() else []
+    return [typed(Run, values) for line in lines if (values := _parsed(line)) is not None]
 
 
 @dataclass(frozen=True, kw_only=True)

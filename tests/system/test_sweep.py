@@ -139,6 +139,20 @@ def test_a_second_run_runs_nothing_unless_it_is_told_to(line, capsys, monkeypatc
     assert "not measured in turn with ddp" in out and "ddp " in out
 
 
+def test_every_run_leaves_its_command_and_its_experiment(line, capsys):
+    flags = (*ONE_CELL, "--set", "name=tiny")
+    assert line.run(*flags) == 0
+    assert line.run(*flags) == 0, "it had nothing to do, and so has made nothing"
+    (run,) = store.runs(line.sweep)
+    assert {record.run for record in line.records} == {run.run}
+    assert run.experiment == TWO_CELLS
+    assert run.command.startswith("python benchmarks.py run ")
+    assert run.command.endswith("--no-plot -k bs=2 --set name=tiny")
+    assert "python benchmarks.py report tiny --logs" in capsys.readouterr().out
+    assert line.run(*flags, "--rerun", "all") == 0
+    assert len(store.runs(line.sweep)) == 2
+
+
 def test_a_failed_trial_is_named_and_it_alone_is_run_again(line, capsys):
     line.made.outcomes["ddp"] = TOO_SLOW
     assert line.run(*ONE_CELL) == 1

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from common.results import answer
 from common.results.learning.summary import LearnRow
 from common.results.records import Record
 from common.results.table import PLACE, Column, Table, doubted, significant
@@ -112,11 +111,6 @@ _COLUMNS = (
     _shown("lost", lambda row: row.lost_ranks or "", numeric=False),
     _shown("notes", lambda row: row.reason or "", numeric=False, weight=9),
 )
-
-
-def words(rows: Sequence[LearnRow], records: Sequence[Record]) -> list[str]:
-    """What is said below the table."""
-    return [*summary(rows), *remarks(records), *answer.of_any(rows, records)]
 
 
 def summary(rows: Sequence[LearnRow]) -> list[str]:

@@ -1,0 +1,217 @@
+"""The report in a browser: it complains of nothing, asks for nothing, and does what is clicked."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from common.results import store
+from common.results.report import page
+from common.results.store import Comparison
+from plots import embedded
+from tests.system.browser import PROGRAM, Browser
+from tests.system.processes import ROOT, wait_for
+from tests.unit.made_record import record
+
+RECORDS = ROOT / "docs" / "records"
+COMMANDS = page.Commands(sweep="x", again=None, again_said="")
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    if PROGRAM is None:
+        pytest.skip("no chromium on the PATH")
+    made = Browser(tmp_path_factory.mktemp("browser") / "profile")
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """`made(name)` is the report of a committed sweep, with its figures."""
+    folder = tmp_path_factory.mktemp("reports")
+
+    def write(name: str) -> str:
+        path = folder / f"{name}.html"
+        if not path.exists():
+            text = page.build(RECORDS / name, commands=COMMANDS, figures=embedded.figures)
+            path.write_text(text)
+        return path.as_uri()
+
+    return write
+
+
+@pytest.mark.parametrize("name", ["merging", "emulated", "quick", "time_to_accuracy", "slow_host"])
+def test_the_console_is_clean_and_nothing_is_asked_for(browser, made, name):
+    for dark in (False, True):
+        browser.look(dark=dark)
+        browser.open(made(name))
+        assert browser.value("document.querySelector('h1').textContent") == name
+        assert browser.complaints == []
+        own = [url for url in browser.requests if not url.startswith("data:")]
+        assert own == [made(name)], "itself alone"
+
+
+def column(browser, table: str, number: int) -> list[str]:
+    """The texts of a column, from top to bottom."""
+    rows = f"[...document.querySelectorAll('#{table} tbody:not([hidden]) tr:first-child')]"
+    return browser.value(f"{rows}.map((row) => row.cells[{number}].textContent.trim())")
+
+
+def test_tables_are_sorted_by_mouse_and_by_keyboard(browser, made):
+    browser.look()
+    browser.open(made("merging"))
+    usual = column(browser, "results", 0)
+    head = "document.querySelectorAll('#results thead button')[1]"
+    browser.value(f"{head}.click()")
+    rates = [float(text.split()[0]) for text in column(browser, "results", 1)]
+    assert rates == sorted(rates) and column(browser, "results", 0) != usual
+    assert browser.value(f"{head}.closest('th').getAttribute('aria-sort')") == "ascending"
+    browser.value(f"{head}.focus()")
+    browser.press("Enter")
+    assert column(browser, "results", 1)[0].startswith(f"{max(rates):.0f}")
+    assert browser.value(f"{head}.closest('th').getAttribute('aria-sort')") == "descending"
+    browser.press("Enter")
+    assert column(browser, "results", 0) == usual
+    assert browser.value("document.querySelectorAll('[aria-sort]').length") == 0
+    browser.press("Tab")
+    assert browser.value("document.activeElement.textContent") == "95 % CI", "and on to the next"
+
+
+def test_a_reason_moves_with_its_row_and_empty_cells_stay_below(browser, made):
+    browser.look()
+    browser.open(made("emulated"))
+    heads = "[...document.querySelectorAll('#results thead button')]"
+    verdict = f"{heads}.find((one) => one.textContent.startsWith('speed-up'))"
+    browser.value(f"{verdict}.click()")
+    number = browser.value(f"{verdict}.closest('th').cellIndex")
+    shown = column(browser, "results", number)
+    known = [text for text in shown if text]
+    assert shown[: len(known)] == known and "" in shown, "what has none comes last"
+    bodies = "[...document.querySelectorAll('#results tbody')]"
+    alone = f"{bodies}.filter((body) => body.rows[0].classList.contains('reason')).length"
+    assert browser.value(alone) == 0
+
+
+def test_rows_are_filtered_and_the_filter_taken_back(browser, made):
+    browser.look()
+    browser.open(made("merging"))
+    count = len(column(browser, "results", 0))
+    browser.value("document.getElementById('filter-results').focus()")
+    for letter in "dear":
+        browser.press(letter)
+    assert column(browser, "results", 0) == ["dear-none", "dear-threshold", "dear-tuned"]
+    told = "document.querySelector('.filter output').textContent"
+    assert browser.value(told) == f"3 of {count} rows"
+    browser.press("Escape")
+    assert len(column(browser, "results", 0)) == count and browser.value(told) == ""
+
+
+def test_colours_are_the_systems_until_somebody_chooses(browser, made):
+    background = "getComputedStyle(document.body).backgroundColor"
+    browser.look(dark=True)
+    browser.open(made("merging"))
+    dark = browser.value(background)
+    browser.look(dark=False)
+    light = browser.value(background)
+    assert (light, dark) == ("rgb(255, 255, 255)", "rgb(20, 24, 28)")
+    button = "document.querySelector('button.theme')"
+    for name, wanted in (("light", light), ("dark", dark), ("automatic", light)):
+        browser.value(f"{button}.click()")
+        assert browser.value(f"{button}.textContent") == f"Colours: {name}"
+        assert browser.value(background) == wanted
+    drawing = "getComputedStyle(document.querySelector('.drawing')).backgroundColor"
+    assert browser.value(drawing) == light, "figures are drawn for paper"
+
+
+@pytest.mark.parametrize("width", [400, 1400])
+def test_only_tables_are_wider_than_the_window(browser, made, width):
+    browser.look(width=width)
+    for name in ("emulated", "time_to_accuracy"):
+        browser.open(made(name))
+        assert browser.value("document.documentElement.scrollWidth") <= width
+
+
+def test_what_is_packed_is_saved_unpacked(browser, made):
+    browser.look()
+    browser.open(made("merging"))
+    link = "document.querySelector('a[data-packed]')"
+    assert browser.value(f"{link}.download") == "records.jsonl"
+    browser.value(f"{link}.click()")
+    wait_for(lambda: browser.value(f"{link}.href").startswith("blob:"), 20)
+    browser.value(f"window.held = {link}.href")
+    # The policy lets the page fetch nothing, its own file neither; the file is read as an object.
+    count = browser.value(
+        "document.querySelector('#records').textContent.match(/([0-9]+) record/)[1]"
+    )
+    assert int(count) == len(store.load(RECORDS / "merging" / "records.jsonl"))
+    assert browser.complaints == []
+
+
+def test_without_javascript_all_of_it_is_there(browser, made):
+    browser.look()
+    browser.send("Emulation.setScriptExecutionDisabled", value=True)
+    try:
+        browser.open(made("merging"))
+        assert browser.complaints == []
+        shown = browser.send("DOM.getDocument")["root"]["nodeId"]
+        found = browser.send("DOM.querySelectorAll", nodeId=shown, selector="button, input")
+        assert found["nodeIds"] == [], "nothing to click on that would do nothing"
+        found = browser.send("DOM.querySelectorAll", nodeId=shown, selector="#results tbody")
+        assert len(found["nodeIds"]) == 7
+    finally:
+        browser.send("Emulation.setScriptExecutionDisabled", value=False)
+
+
+def test_a_served_page_loads_the_next_one_and_keeps_its_place(browser, tmp_path):
+    folder = tmp_path / "x"
+    folder.mkdir()
+    records = [record("ddp"), record("dear", 0.08), record("wfbp")]
+    for one in records[:2]:
+        store.append(folder / "records.jsonl", one)
+    Comparison(compare_to="ddp", trials=tuple(one.hash for one in records)).save(folder)
+    command = [sys.executable, "benchmarks.py", "report", str(folder), "--serve", "--port", "0"]
+    server = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    try:
+        url = server.stdout.readline().split()[1]
+        browser.look(height=500)
+        browser.open(url)
+        browser.value("document.querySelectorAll('#results thead button')[0].click()")
+        browser.value("document.getElementById('filter-results').value = 'mnist'")
+        browser.value("document.getElementById('filter-results').dispatchEvent(new Event('input'))")
+        browser.value("document.querySelector('#environment details').open = true")
+        browser.value("scrollTo(0, 300)")
+        assert "2 of 3 trials have ended" in browser.value("document.body.textContent")
+        assert len(column(browser, "results", 0)) == 0, "its caption says so, no row"
+        browser.value("document.getElementById('filter-results').value = 'img'")
+        store.append(folder / "records.jsonl", records[2])
+        wait_for(lambda: browser.value("document.querySelectorAll('#results tbody').length") == 3)
+        assert browser.value("document.getElementById('filter-results').value") == "img"
+        assert column(browser, "results", 0) == ["ddp", "dear", "wfbp"]
+        assert browser.value("document.querySelector('[aria-sort]').textContent") == "algorithm"
+        assert browser.value("document.querySelector('#environment details').open")
+        assert abs(browser.value("scrollY") - 300) < 5
+        assert browser.complaints == []
+        assert {request.rpartition("/")[2] for request in browser.requests} <= {"", "version", ","}
+    finally:
+        server.terminate()
+        server.wait(timeout=60)
+
+
+def test_fifty_trials_with_figures_are_made_in_time(tmp_path):
+    """Under 5 s of a core, and under 3 MB; the sweep is a committed one, several times over."""
+    from tests.unit.test_report import many
+
+    folder = many(tmp_path / "fifty")
+    script = (
+        "import time; from common.harness.cli import main;"
+        f"assert main(['report', {str(folder)!r}]) == 0;"
+        "print(time.process_time())"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    path, spent_s = done.stdout.split()
+    assert float(spent_s) < 5
+    assert Path(path).stat().st_size < 3_000_000

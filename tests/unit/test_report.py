@@ -1,0 +1,546 @@
+"""The page of a sweep: what stands in it, that it asks nobody for anything, how it is served."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import fcntl
+import hashlib
+import itertools
+import re
+import subprocess
+import sys
+import threading
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import pandas as pd
+import pytest
+
+from common.harness import cli
+from common.results import reference_logs, store
+from common.results.overview import overview
+from common.results.records import Plan, typed
+from common.results.records.learned import Evaluation, Learning, RankPace
+from common.results.report import page, serve, trouble
+from common.results.report.parts import Figured, download
+from common.results.store import Comparison
+from plots import embedded
+from tests.unit.made_record import record
+from tests.unit.read_page import Page
+
+ROOT = Path(__file__).parents[2]
+RECORDS = ROOT / "docs" / "records"
+COMMANDS = page.Commands(sweep="merging", again=None, again_said="Nobody knows.")
+SCRIPT = "<script>alert(1)</script>"
+
+
+def sweep(folder, records, compare_to="ddp", also=()):
+    """The folder of a sweep that holds the records; of trials `also` there is none."""
+    folder.mkdir(exist_ok=True)
+    for one in records:
+        store.append(folder / "records.jsonl", one)
+    Comparison(compare_to=compare_to, trials=(*(one.hash for one in records), *also)).save(folder)
+    return folder
+
+
+def changed(one, **more):
+    return dataclasses.replace(one, **more)
+
+
+def read(folder, **more) -> Page:
+    return Page(page.build(folder, commands=COMMANDS, **more))
+
+
+def drawn(folder):
+    """A figure of the page, without a sweep's."""
+    figure, axis = plt.subplots()
+    axis.plot([1, 2], [3, 4])
+    axis.set_title("<b>&")
+    data = pd.DataFrame({"algorithm": ["ddp", SCRIPT], "throughput": [10.0, 12.0]})
+    return [
+        Figured(
+            name="lines",
+            title="Lines",
+            alt=embedded.described("Lines", data),
+            svg=embedded.element(figure, "lines"),
+            columns=list(data.columns),
+            rows=[[str(value) for value in line] for line in data.values],
+            count=len(data),
+            csv=data.to_csv(index=False),
+        )
+    ]
+
+
+@pytest.mark.parametrize("name", ["merging", "emulated", "quick", "delayed"])
+def test_the_answer_stands_on_top(name):
+    found = read(RECORDS / name)
+    comparison = Comparison.load(RECORDS / name)
+    told = overview(comparison.results(RECORDS / name), comparison.compare_to)
+    assert told.answers and [one.text for one in found.all("li", "verdict")] == told.answers
+    tags = [one.tag for one in found.elements if "header" in one.above]
+    assert tags[tags.index("h1") + 1 :][:2] == ["ul", "li"], "right below the name"
+    assert all(line in found.section("notes") for line in map(_plain, told.remarks))
+
+
+def _plain(text):
+    return " ".join(text.split())
+
+
+@pytest.mark.parametrize("name", ["merging", "emulated", "time_to_accuracy"])
+def test_nothing_is_asked_for_and_nothing_but_our_own_script_may_run(name):
+    found = read(RECORDS / name, figures=drawn)
+    assert {one[:5] for one in found.references if not one.startswith("#")} == {"data:"}
+    inside = {one.attributes.get("id") for one in found.elements}
+    assert {one[1:] for one in found.references if one.startswith("#")} <= inside
+    (policy,) = [
+        one.attributes["content"]
+        for one in found.all("meta")
+        if one.attributes.get("http-equiv") == "Content-Security-Policy"
+    ]
+    (script,) = found.all("script")
+    digest = base64.b64encode(hashlib.sha256(script.text.encode()).digest()).decode()
+    assert f"script-src 'sha256-{digest}'" in policy
+    assert policy.startswith("default-src 'none'") and "connect-src 'none'" in policy
+    handlers = [k for one in found.elements for k in one.attributes if k.startswith("on")]
+    assert handlers == []
+
+
+def test_identifiers_are_unique_and_everything_for_who_does_not_see_it_is_there():
+    found = read(RECORDS / "merging", figures=drawn)
+    known = [one.attributes["id"] for one in found.elements if "id" in one.attributes]
+    assert len(known) == len(set(known))
+    for key in ("aria-labelledby", "for"):
+        assert {one.attributes[key] for one in found.elements if key in one.attributes} <= {*known}
+    assert len(found.all("h1")) == len(found.all("main")) == len(found.all("nav")) == 1
+    assert found.all("a", "skip")[0].attributes["href"] == "#main"
+    assert len(found.all("caption")) == len(found.all("table"))
+    assert all(one.attributes.get("scope") in ("col", "row") for one in found.all("th"))
+    assert all(one.attributes["aria-label"] for one in found.all("div", "drawing"))
+    levels = [int(one.tag[1]) for one in found.elements if re.fullmatch("h[1-6]", one.tag)]
+    assert all(after - before <= 1 for before, after in itertools.pairwise(levels))
+
+
+def test_what_records_say_cannot_become_a_part_of_the_page(tmp_path):
+    evil = changed(record("dear", 0.08, label=SCRIPT), notes=["</td><img src=x onerror=alert(1)>"])
+    evil = changed(evil, machine={"cpu": SCRIPT, "cores": 2, "packages": {"torch": "</dl>"}})
+    run = store.Run(run=evil.run, command=SCRIPT, experiment="</code></pre>" + SCRIPT)
+    folder = sweep(tmp_path / "<img src=x>", [record("ddp"), evil, record("wfbp")])
+    run.save(folder)
+    found = read(folder, figures=drawn)
+    assert len(found.all("script")) == 1 and found.all("img") == []
+    assert found.all("h1")[0].text == "<img src=x>"
+    assert found.all("li", "verdict")[0].text.count(SCRIPT) == 1
+    assert "<img src=x onerror=alert(1)>" in found.section("results-section")
+    assert SCRIPT in found.section("commands") and SCRIPT in found.section("environment")
+    assert SCRIPT in found.section("figures")
+
+
+@pytest.mark.parametrize("name", ["merging", "quick", "time_to_accuracy"])
+def test_all_records_can_be_taken_out_again(name, tmp_path):
+    found = read(RECORDS / name)
+    for file in ("records.jsonl", "experiment.json"):
+        (tmp_path / file).write_bytes(found.file(file))
+    again = Comparison.load(tmp_path)
+    assert again == Comparison.load(RECORDS / name)
+    assert again.results(tmp_path) == again.results(RECORDS / name)
+    assert (tmp_path / "records.jsonl").read_bytes() == (
+        RECORDS / name / "records.jsonl"
+    ).read_bytes()
+    lines = found.file("table.csv").decode().splitlines()
+    assert len(lines) == 1 + len(again.trials)
+
+
+def test_of_a_very_long_file_the_newest_records_are_inside(tmp_path, monkeypatch):
+    old = changed(record("ddp"), notes=["an older one"])
+    folder = sweep(tmp_path / "x", [old, record("ddp"), record("dear")])
+    Comparison(compare_to="ddp", trials=(old.hash, record("dear").hash)).save(folder)
+    assert len(read(folder).file("records.jsonl").splitlines()) == 3
+    monkeypatch.setattr(page, "_WHOLE_FILE", 0)
+    found = read(folder)
+    kept = found.file("records.jsonl").decode()
+    assert len(kept.splitlines()) == 2 and "an older one" not in kept
+    assert "the newest of each trial" in found.section("records")
+
+
+def many(folder, count=50):
+    """A sweep of so many trials as large as those of a committed one."""
+    model = Comparison.load(RECORDS / "merging").results(RECORDS / "merging")
+    made = []
+    for number in range(count):
+        one = model[number % len(model)]
+        trial = one.trial | {"batch_size": 32 + number // len(model)}
+        slower = [[[step * (1 + number / 1e6) for step in b] for b in r] for r in one.iters]
+        made.append(changed(one, hash=f"{number:012}", id=f"t{number}", trial=trial, iters=slower))
+    return sweep(folder, made, "wfbp")
+
+
+def test_fifty_trials_are_a_small_file_soon_made_and_no_torch(tmp_path):
+    folder = many(tmp_path / "fifty")
+    script = (
+        "import sys, time; from pathlib import Path; from common.results.report import page;"
+        "commands = page.Commands(sweep='fifty', again=None, again_said='');"
+        f"html = page.build(Path({str(folder)!r}), commands=commands);"
+        "assert 'torch' not in sys.modules and 'pandas' not in sys.modules;"
+        "print(len(html.encode()), time.process_time())"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    size, spent_s = done.stdout.split() if done.returncode == 0 else pytest.fail(done.stderr)
+    assert int(size) < 1_500_000, "half of what it may be: figures come on top"
+    assert float(spent_s) < 2.5, "the same of its time, in seconds of a core"
+
+
+STATES = ("failed", "timeout", "oom", "unsupported", "interrupted")
+
+
+def test_every_way_to_end_is_marked_with_its_reason(tmp_path):
+    bad = [record(status=s, label=f"a {s}", seed=i) for i, s in enumerate(STATES, start=2)]
+    bad[0] = changed(
+        bad[0],
+        error=typed(type(bad[0].error), {"kind": "crash", "message": "no <such> thing", "rank": 1}),
+    )
+    wrong = record("wfbp", correct=False)
+    noted = changed(record("dear", 0.08), notes=["disturbed: other processes used 3.0 cores"])
+    kept = changed(record("dadt", 0.09), notes=["not measured in turn"])
+    folder = sweep(tmp_path / "x", [record("ddp"), *bad, wrong, noted, kept], also=["gone"])
+    log = folder / bad[0].id / "log-0-rank1.txt"
+    log.parent.mkdir()
+    log.write_text("x" * 5000 + "\nTraceback: <boom>\n")
+    found = read(folder)
+    shown = found.section("doubts")
+    rows = found.section("results-section")
+    for status in STATES:
+        assert f"{status} a {status}, mnist_cnn, batch 8, 2 workers" in shown
+        assert found.all("strong", status), status
+    assert "no <such> thing" in rows and "no <such> thing" in shown
+    assert "kind crash rank 1" in _plain(shown) and "Traceback: <boom>" in shown
+    assert found.html.count("x" * 4000) == 0, "only its end"
+    assert "incorrect" in rows and "off plain training" in shown
+    assert "disturbed: other processes used 3.0 cores" in rows
+    assert "disturbed: other processes used 3.0 cores" in shown
+    assert "doubted" in rows and "note not measured in turn" in rows
+    assert "not measured in turn dadt, mnist_cnn" in found.section("notes")
+    marked = {one.attributes.get("class") for one in found.all("tbody")}
+    assert marked == {None, "incorrect", "doubted", *STATES}
+    (row,) = [one.text for one in found.all("tbody", "doubted") if "img/s" in one.text]
+    assert "(200 img/s)" in row
+    states = " ".join(one.text for one in found.all("ul", "counts")).split()
+    told = " ".join(states)
+    assert "2 believed" in told and "1 without a record" in told and "1 doubted" in told
+    assert "9 of 10 trials have ended" in found.html
+
+
+def test_a_sweep_without_an_answer_says_why(tmp_path):
+    def said(name, records, **more):
+        found = read(sweep(tmp_path / name, records, **more))
+        (one,) = found.all("p", "verdict")
+        assert found.all("ul", "verdicts") == []
+        return one.text
+
+    assert said("none", [], also=["a", "b"]) == "No answer yet: no trial has ended."
+    failed = [record(name, status="failed") for name in ("ddp", "dear")]
+    assert said("failed", failed) == "No answer: no trial has a result (2 failed)."
+    assert "no result may be believed" in said("wrong", [record(correct=False)])
+    assert "nowhere are there two algorithms" in said("one", [record("ddp")])
+
+
+def test_an_imported_sweep_and_an_old_one_without_a_breakdown(tmp_path):
+    log = (
+        "#Date: Mar 03 2022 10:20:30\nIter #0: 123.0 img/sec per GPU\n"
+        "Iter #1: 123.8 img/sec per GPU\nTotal img/sec on 64 GPU(s): 7897.6 +-51.2\n"
+    )
+    for method in ("mgwfbp", "dear"):
+        name = f"rdma-0-method-{method}-dnn-resnet50-bs-64-nworker-64-compressor-none-thres-0.log"
+        (tmp_path / name).write_text(log)
+    found = read(sweep(tmp_path / "imported", reference_logs.read(tmp_path)[0], "mgwfbp"))
+    assert "do not tell on what machine" in found.section("environment")
+    assert "made of other programs' logs" in found.section("commands")
+    assert "imported from logs" in found.html
+
+    old = []
+    for one in Comparison.load(RECORDS / "quick").results(RECORDS / "quick"):
+        values = one.to_json()
+        for key in ("breakdown", "bound", "strain", "order", "set_aside", "systematic"):
+            values.pop(key)
+        old.append(type(one).from_json(values))
+    found = read(sweep(tmp_path / "quick", old, "horovod"))
+    assert len(found.all("li", "verdict")) > 0
+
+
+def test_trials_that_learn_have_their_curves_numbers_and_runs(tmp_path):
+    def learned(name, accuracy):
+        runs = [
+            Learning(
+                evaluations=[
+                    Evaluation(at_s=float(at), seconds=at, steps=[at, at], accuracy=value, loss=1.0)
+                    for at, value in enumerate((0.1, accuracy / 2, accuracy))
+                ],
+                ranks=[RankPace(steps=2, samples=16, elapsed_s=2.0)] * 2,
+                seed=seed,
+            )
+            for seed in (1, 101, 201)
+        ]
+        made = record(name)
+        learn = {"budget_s": 2.0, "target_accuracy": 0.9, "data": "digits", "epochs": None}
+        rate = dataclasses.replace(made.throughput, ci_low=7.5, ci_high=8.5, n=3)
+        trial = made.trial | {"learn": learn | {"batch_sizes": None, "sampler": "shared"}}
+        return changed(made, trial=trial, learning=runs, iters=[], throughput=rate)
+
+    folder = sweep(tmp_path / "x", [learned("ddp", 0.95), learned("dear", 0.8)])
+    found = read(folder)
+    shown = found.section("results-section")
+    (answer,) = found.all("li", "verdict")
+    assert "ddp is the first at 90%" in answer.text
+    assert "7.50-8.50" in shown and "runs" in shown and "95.0%" in shown
+    assert "in the time to the target" in shown
+    assert [
+        one for one in found.all("section") if one.attributes["id"] == "breakdown-section"
+    ] == []
+    assert "--breakdown" not in found.section("commands")
+
+
+def test_numbers_are_sorted_as_numbers_and_nothing_else_is():
+    found = read(RECORDS / "quick")
+    cells = [one for one in found.all("td") if "data-number" in one.attributes]
+    for one in cells:
+        number = float(one.attributes["data-number"])
+        assert f"{number:g}"[:3].rstrip(".") in one.text.replace("(", ""), one
+    (table,) = [one for one in found.all("table") if one.attributes.get("id") == "results"]
+    rates = [one.text for one in cells if "img/s" in one.text or "sen/s" in one.text]
+    assert len(rates) == len(Comparison.load(RECORDS / "quick").results(RECORDS / "quick"))
+    assert "single worker" in table.text
+
+
+def test_machines_commits_scales_links_and_settings(tmp_path):
+    model, *_ = Comparison.load(RECORDS / "sites").results(RECORDS / "sites")
+    dirty = model.machine | {"commit": "abc+dirty", "diff": "0123"}
+    other = changed(model, hash="other", trial=model.trial | {"label": "b"}, machine=dirty)
+    plan = typed(Plan, {"groups": [{"bytes": 1 << 20, "tensors": 3}], "found": {}})
+    other = changed(other, plan=plan)
+    found = read(sweep(tmp_path / "x", [model, other]))
+    shown = found.section("environment")
+    assert f"1 trial at commit {model.machine['commit']}, and no file differed from it" in shown
+    assert "1 trial at commit abc, but files differed from it (digest 0123)" in shown
+    assert model.machine["cpu"] in shown and model.machine["packages"]["torch"] in shown
+    assert model.time_scale_reason in shown
+    assert "-42.8 %: not as asked" in shown or "-42.7 %: not as asked" in shown
+    assert "here-there 1" in shown and "h0 to h1" in shown and "load" not in shown.split()
+    assert "backend" in shown and "1 groups of 3 tensors" in found.section("notes")
+    assert "and 1 more machines or commits" in found.html
+
+
+def test_launches_that_were_done_again_are_told():
+    shown = read(RECORDS / "emulated-quick").section("doubts")
+    assert "10 launches were set aside and done again" in shown
+    assert "repeat 3: disturbed: other virtual machines took 0.06 cores meanwhile" in shown
+
+
+def test_a_withdrawn_record_is_called_so():
+    assert "a backend and an experiment" in " ".join(
+        one.text for one in read(RECORDS / "quick").all("p", "warning")
+    )
+    assert read(RECORDS / "merging").all("p", "warning") == []
+    assert "benchmarks.py run" in read(RECORDS / "merging").section("commands"), "its made.json"
+
+
+def test_the_runs_of_the_records_tell_their_commands(tmp_path):
+    folder = sweep(tmp_path / "x", [record("ddp"), record("dear", 0.08)])
+    assert "Nobody knows." in read(folder).section("commands")
+    for name in ("A", "of no record"):
+        text = "models: [bert]"
+        store.Run(run=name, command=f"python {name}", experiment=text, commit="c").save(folder)
+    shown = read(folder).section("commands")
+    assert "2 trials at commit c, run A:" in shown and "models: [bert]" in shown
+    assert "of no record" not in shown and "Nobody knows." not in shown
+    merged = tmp_path / "merged"
+    store.merge([folder, folder], merged)
+    assert [one.run for one in store.runs(merged)] == ["A", "of no record"]
+
+
+def test_figures_are_elements_that_stand_beside_each_other():
+    found = read(RECORDS / "merging", figures=lambda folder: [
+        dataclasses.replace(one, name=name, svg=one.svg.replace("lines-", f"{name}-"))
+        for name in ("first", "second") for one in drawn(folder)
+    ])  # fmt: skip
+    assert len(found.all("svg")) == 2 and "<b>&" in found.all("svg")[0].text, "text is text"
+    label = found.all("div", "drawing")[0].attributes["aria-label"]
+    assert label == (f"Lines: throughput from 10.0 (ddp) to 12.0 ({SCRIPT}), over 2 rows of data.")
+    known = [one.attributes["id"] for one in found.elements if "id" in one.attributes]
+    assert len(known) == len(set(known))
+    assert found.file("first.csv").decode().startswith("algorithm,throughput\n")
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        ({"id": ["a"], "share": [-0.5]}, "share from -0.500 (a) to -0.500 (a), over 1 rows"),
+        ({"step_s": [0.25, None, 0.5]}, "step in seconds from 0.250 to 0.500, over 3 rows"),
+        ({"what": ["a", "b"]}, "2 rows of what."),
+        ({"what": ["a"], "throughput": [float("nan")]}, "1 rows of what, throughput."),
+    ],
+)
+def test_a_figure_is_described_by_its_data(data, words):
+    assert words in embedded.described("It", pd.DataFrame(data))
+
+
+def test_without_a_result_nothing_is_drawn(tmp_path):
+    def never(folder):
+        raise AssertionError("there is nothing to draw")
+
+    folder = sweep(tmp_path / "x", [record(status="failed")])
+    assert read(folder, figures=never).all("figure") == []
+
+
+def test_small_files_are_plain_and_the_same_page_is_made_twice():
+    assert not download("x", "a" * 100, "text/plain").packed
+    assert download("x", "a" * 100_000, "text/plain").name == "x.gz"
+    made = [page.build(RECORDS / "merging", commands=COMMANDS) for _ in range(2)]
+    assert made[0] == made[1]
+
+
+# The command
+
+
+def test_the_command_writes_a_file_and_says_where(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(cli, "_figures", drawn)
+    (tmp_path / "logs").mkdir()
+    folder = sweep(tmp_path / "logs" / "mine", [record("ddp"), record("dear", 0.08)])
+    assert cli.main(["report", "mine", "--logs", str(tmp_path / "logs")]) == 0
+    assert capsys.readouterr().out == f"{folder / 'report.html'}\n"
+    found = Page((folder / "report.html").read_text())
+    assert "python benchmarks.py show FOLDER/mine" in found.section("commands")
+    assert str(tmp_path) not in found.html, "nobody's business"
+    assert "No experiment file that comes with the harness" in found.section("commands")
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["report", str(RECORDS / "merging"), "--out", "x.html"]) == 0
+    assert capsys.readouterr().out == "x.html\n"
+    shown = Page(Path("x.html").read_text()).section("commands")
+    assert "python benchmarks.py compare docs/records/merging OTHER" in shown
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["logs", "x.html"]
+
+
+def test_an_experiment_of_that_name_is_asked_whether_it_is_the_same(tmp_path, monkeypatch):
+    monkeypatch.setattr(cli, "_figures", lambda folder: [])
+    out = tmp_path / "x.html"
+    kept = {path.name: path.read_bytes() for path in (RECORDS / "merging").iterdir()}
+    folder = tmp_path / "merging"
+    folder.mkdir()
+    for name in ("records.jsonl", "experiment.json"):
+        (folder / name).write_bytes(kept[name])
+    assert cli.main(["report", str(folder), "--out", str(out)]) == 0
+    shown = Page(out.read_text()).section("commands")
+    assert "by its name it was this" in shown and "python benchmarks.py run merging" in shown
+    assert "exactly these trials" in shown
+    Comparison(compare_to="wfbp", trials=("b91e7d196707", "gone")).save(folder)
+    assert cli.main(["report", str(folder), "--out", str(out)]) == 0
+    assert "1 are among the 2 of this page" in Page(out.read_text()).section("commands")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["no-such-sweep"], "no records in"),
+        (["{merging}", "--out", "{merging}/records.jsonl/x.html"], "cannot write"),
+        (["{merging}", "--port", "80"], "--port goes with --serve"),
+        (["{merging}", "--host", "localhost"], "--host goes with --serve"),
+        (["{merging}", "--serve", "--out", "x.html"], "--out: --serve writes no file"),
+        (["{merging}", "--serve", "--port", "66000"], "--port 66000: must be 0 to 65535"),
+        (["{merging}", "--serve", "--host", "999.9.9.9"], "cannot listen on 999.9.9.9:8000"),
+        (["{merging}", "--serv"], "--serv"),
+    ],
+)
+def test_mistakes_are_a_line(tmp_path, capsys, monkeypatch, arguments, words):
+    monkeypatch.setattr(cli, "_figures", lambda folder: [])
+    monkeypatch.setattr("os.nice", lambda by: 0)
+    given = [one.format(merging=RECORDS / "merging") for one in arguments]
+    assert cli.main(["report", *given, "--logs", str(tmp_path)]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and words in said.err and said.err.count("\n") == 1
+
+
+# Served
+
+
+@pytest.fixture
+def served(tmp_path):
+    """A sweep, and what its server answers to a path."""
+    folder = sweep(tmp_path / "x", [record("ddp")], also=[record("dear", 0.08).hash])
+    made = []
+
+    def build(live):
+        made.append(live)
+        return page.build(folder, commands=COMMANDS, figures=drawn if live.figures else None,
+                          live=live)  # fmt: skip
+
+    server = serve.server(folder, build, "127.0.0.1", 0)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+
+    def get(path):
+        url = f"http://127.0.0.1:{server.server_address[1]}{path}"
+        with urllib.request.urlopen(url, timeout=60) as answer:
+            return answer.read().decode()
+
+    get.folder, get.made, get.port = folder, made, server.server_address[1]
+    yield get
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_a_served_page_follows_the_records(served):
+    first = Page(served("/"))
+    version = served("/version")
+    assert first.all("html")[0].attributes["data-version"] == version
+    assert "1 of 2 trials have ended" in first.html and "connect-src &#39;self&#39;" in first.html
+    assert served("/") and len(served.made) == 1, "made once"
+    store.append(served.folder / "records.jsonl", record("dear", 0.08))
+    assert served("/version") != version and len(served.made) == 1, "only when it is asked for"
+    second = Page(served("/"))
+    assert "trials have ended" not in second.html and len(second.all("li", "verdict")) == 1
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        served("/../records.jsonl")
+    with (served.folder / "records.jsonl").open("a") as file:
+        file.write("{damaged}\n")
+    with pytest.raises(urllib.error.HTTPError, match="500") as failed:
+        served("/")
+    assert "is damaged" in failed.value.read().decode()
+
+
+def test_while_a_run_holds_the_folder_no_figures_are_drawn(served):
+    assert not serve.running(served.folder) and "<svg" in served("/")
+    before = served("/version")
+    with (served.folder / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert serve.running(served.folder) and served("/version") != before
+        found = Page(served("/"))
+        assert found.all("svg") == [] and "when the sweep has ended" in found.section("figures")
+    assert not serve.running(served.folder) and served("/version") == before
+    assert "<svg" in served("/")
+
+
+def test_a_port_in_use_is_a_line(served, capsys, monkeypatch):
+    monkeypatch.setattr("os.nice", lambda by: 0)
+    assert cli.main(["report", str(served.folder), "--serve", "--port", str(served.port)]) == 2
+    said = capsys.readouterr().err
+    assert "Address already in use" in said and said.count("\n") == 1
+
+
+def test_ctrl_c_ends_the_server(tmp_path):
+    folder = sweep(tmp_path / "x", [], also=["a"])
+    command = [sys.executable, "benchmarks.py", "report", str(folder), "--serve", "--port", "0"]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                               text=True)  # fmt: skip
+    url = re.search(r"http://127\.0\.0\.1:\d+/", process.stdout.readline())[0]
+    with urllib.request.urlopen(url, timeout=60) as answer:
+        assert "No answer yet" in answer.read().decode()
+    process.send_signal(2)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (0, "ended\n", "")
+
+
+def test_marks_say_what_the_words_for_them_are():
+    assert trouble.mark(record()) is None and trouble.mark(record(correct=False)) == "incorrect"
+    assert trouble.mark(record(status="oom")) == "oom"

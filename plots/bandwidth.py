@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import matplotlib.pyplot as plt
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from pandas import DataFrame
 
 from common.results.records import Record
-from plots import style, sweep
+from plots import lines, style, sweep
 from plots.sweep import Mark
 
 TITLE = "Bandwidth ladder"
@@ -51,11 +51,12 @@ def figure(folder: Path) -> tuple[Figure, DataFrame]:
     )
     for (left, right), panel in zip(axes, panels, strict=True):
         steps = sorted({(_gbps(mark.record), mark.row.network) for mark in panel})
-        _lines(left, panel, steps, "throughput", "ci")
+        at = partial(_at, steps)
+        lines.draw(left, panel, "throughput", "ci", at)
         left.set_ylabel(f"{panel[0].row.unit}, all workers together", fontsize=8)
         left.set_ylim(bottom=0)
         right.axhline(1.0, color="#777777", lw=1, ls="--")
-        _lines(right, panel, steps, "speedup", "speedup")
+        lines.draw(right, panel, "speedup", "speedup", at)
         right.set_ylabel(f"times the speed of {compare_to}", fontsize=8)
         for axis in (left, right):
             names = [f"{network}\n{gbps:g} Gb/s" for gbps, network in steps]
@@ -84,33 +85,8 @@ def _gbps(record: Record) -> float | None:
     return (record.network.requested or {}).get("gbps")
 
 
-def _lines(
-    axis: Axes,
-    panel: Sequence[Mark],
-    steps: Sequence[tuple[float | None, str | None]],
-    field: str,
-    ends: str,
-) -> None:
-    labels = list(dict.fromkeys(mark.row.algorithm for mark in panel))
-    gap = min(0.06, 0.4 / len(labels))
-    for number, label in enumerate(labels):
-        aside = gap * (number - (len(labels) - 1) / 2)
-        own = [mark for mark in panel if mark.row.algorithm == label]
-        at = {m.record.hash: steps.index((_gbps(m.record), m.row.network)) + aside for m in own}
-        own.sort(key=lambda mark: at[mark.record.hash])
-        good = [m for m in own if not m.row.doubt and getattr(m.row, field) is not None]
-        y = [getattr(mark.row, field) for mark in good]
-        axis.plot([at[mark.record.hash] for mark in good], y, lw=1.3, **own[0].look.curve)
-        for value, mark in zip(y, good, strict=True):
-            low, high = (getattr(mark.row, f"{ends}_{end}") for end in ("low", "high"))
-            if low is not None:
-                error = {"yerr": [[value - low], [high - value]], "color": own[0].look.colour}
-                axis.errorbar(at[mark.record.hash], value, capsize=2, lw=0.8, **error)
-        for mark in own:
-            value = getattr(mark.row, field)
-            if mark.row.doubt and value is not None:
-                look = {"marker": mark.look.marker, "mfc": "none", "mec": style.GREY}
-                axis.plot([at[mark.record.hash]], [value], ms=6.5, ls="none", **look)
+def _at(steps: Sequence[tuple[float | None, str | None]], mark: Mark, aside: float) -> float:
+    return steps.index((_gbps(mark.record), mark.row.network)) + 0.2 * aside
 
 
 if __name__ == "__main__":

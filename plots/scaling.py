@@ -12,7 +12,7 @@ from matplotlib.ticker import PercentFormatter
 from pandas import DataFrame
 
 from common.results.records import Record
-from plots import style, sweep
+from plots import lines, style, sweep
 from plots.sweep import Mark
 
 TITLE = "Scaling and efficiency over workers"
@@ -73,7 +73,7 @@ def _throughput(axis: Axes, panel: Sequence[Mark]) -> None:
         axis.plot([1, most], ends, color="#777777", lw=1, ls="--")
         more = {"xytext": (-4, 0), "textcoords": "offset points", "color": "#555555"}
         axis.annotate("single worker x workers", (most, ends[1]), ha="right", fontsize=7, **more)
-    _lines(axis, panel, "throughput", "ci")
+    lines.draw(axis, panel, "throughput", "ci", _at)
     axis.set_ylabel(f"{first.unit}, all workers together", fontsize=8)
 
 
@@ -87,32 +87,11 @@ def _efficiency(axis: Axes, panel: Sequence[Mark]) -> None:
         axis.set_yticks([])
         return
     axis.axhline(1.0, color="#777777", lw=1, ls="--")
-    _lines(axis, rivals, "efficiency", "efficiency")
+    lines.draw(axis, rivals, "efficiency", "efficiency", _at)
 
 
-def _lines(axis: Axes, panel: Sequence[Mark], field: str, ends: str) -> None:
-    """Of each algorithm, beside each other where they are at the same number of workers."""
-    labels = list(dict.fromkeys(mark.row.algorithm for mark in panel))
-    for number, label in enumerate(labels):
-        aside = 1 + 0.018 * (number - (len(labels) - 1) / 2)
-        own = sorted(
-            (mark for mark in panel if mark.row.algorithm == label),
-            key=lambda mark: mark.row.world_size,
-        )
-        good = [m for m in own if not m.row.doubt and getattr(m.row, field) is not None]
-        x = [mark.row.world_size * aside for mark in good]
-        y = [getattr(mark.row, field) for mark in good]
-        axis.plot(x, y, lw=1.3, **own[0].look.curve)
-        for at, value, mark in zip(x, y, good, strict=True):
-            low, high = (getattr(mark.row, f"{ends}_{end}") for end in ("low", "high"))
-            if low is not None:
-                error = [[value - low], [high - value]]
-                axis.errorbar(at, value, yerr=error, color=own[0].look.colour, capsize=2, lw=0.8)
-        for mark in own:
-            value = getattr(mark.row, field)
-            if mark.row.doubt and value is not None:
-                look = {"marker": mark.look.marker, "mfc": "none", "mec": style.GREY}
-                axis.plot([mark.row.world_size * aside], [value], ms=6.5, ls="none", **look)
+def _at(mark: Mark, aside: float) -> float:
+    return mark.row.world_size * (1 + 0.06 * aside)
 
 
 if __name__ == "__main__":

@@ -35,14 +35,10 @@ def figure(folder: Path) -> tuple[Figure, DataFrame]:
     """Left throughput, right speed-up, a step of the ladder for each network."""
     every, compare_to = sweep.load(folder)
     marks = [
-        mark
-        for mark in every
-        if _gbps(mark.record) is not None and mark.algorithm != sweep.SINGLE
+        mark for mark in every if _gbps(mark.record) is not None and mark.algorithm != sweep.SINGLE
     ]
     style.setup()
-    panels = sweep.panels(
-        marks, lambda row: (row.model, row.batch_size, row.world_size, row.fault)
-    )
+    panels = sweep.panels(marks, lambda row: (row.model, row.batch_size, row.world_size, row.fault))
     drawn, axes = plt.subplots(
         *(len(panels), 2),
         figsize=(9.2, 2.9 * len(panels) + 0.6),
@@ -54,7 +50,7 @@ def figure(folder: Path) -> tuple[Figure, DataFrame]:
         at = partial(_at, steps)
         lines.draw(left, panel, "throughput", "ci", at)
         left.set_ylabel(f"{panel[0].row.unit}, all workers together", fontsize=8)
-        left.set_ylim(bottom=0)
+        left.set_ylim(0, 1.08 * max(left.get_ylim()))
         right.axhline(1.0, color="#777777", lw=1, ls="--")
         lines.draw(right, panel, "speedup", "speedup", at)
         right.set_ylabel(f"times the speed of {compare_to}", fontsize=8)

@@ -30,7 +30,7 @@ _OPERATIONS = {
 _SPARE = Look(colour="#333333", marker="v", hatch="", line=(0, (4, 1, 1, 1)))
 _PUBLISHED_FROM = 8
 """Workers; what is published of fewer is of one host, whatever its network."""
-_SIZES = [4.0**power for power in range(5, 15)]
+_SIZES = [2.0 ** (power / 4) for power in range(40, 113)]
 """In bytes, 1 kB to 256 MB."""
 
 
@@ -72,9 +72,10 @@ def figure(folder: Path) -> tuple[Figure, DataFrame]:
     text += "start to the last one's end, the median of each size"
     if not any(mark["kind"] == "traced" for mark in found):
         text += " (no trace lies beside these records)"
-    text += "; dotted: all-reduce of GPUs on such a network, as MG-WFBP's and DeAR's programs "
-    text += "have it"
-    style.caption(drawn, text, records, 75 * columns + 10)
+    if any(mark["kind"] == "published" for mark in found):
+        text += "; dotted: all-reduce of as many GPUs on such a network, as MG-WFBP's and DeAR's "
+        text += "programs have it"
+    style.caption(drawn, text, records, 65 * columns + 25)
     return drawn, style.data(found)
 
 
@@ -111,7 +112,7 @@ def _panel(
     axis.set_xscale("log")
     axis.set_yscale("log")
     style.plain_numbers(axis.yaxis)
-    sizes = {2.0**10: "1 kB", 2.0**15: "32 kB", 2.0**20: "1 MB", 2.0**25: "32 MB", 2.0**28: "256"}
+    sizes = {2.0**10: "1 kB", 2.0**15: "32 kB", 2.0**20: "1 MB", 2.0**25: "32 MB"}
     axis.set_xticks(list(sizes), list(sizes.values()))
     axis.xaxis.set_minor_locator(plt.NullLocator())
     axis.set_xlim(_SIZES[0] / 1.3, _SIZES[-1] * 1.3)

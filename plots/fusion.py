@@ -57,7 +57,7 @@ def draw(folder: Path, out: Path) -> list[Path]:
 
 
 def figure(folder: Path) -> tuple[Figure, DataFrame]:
-    """Left step times over thresholds, right the thresholds of a tuner in the order of its tries."""
+    """Left step times over thresholds, right those that a tuner has tried, in turn."""
     every, _ = sweep.load(folder)
     fixed = [mark for mark in every if threshold_mb(mark.record) is not None]
     # A tuner of an older record has left no path, but its result.
@@ -83,10 +83,9 @@ def figure(folder: Path) -> tuple[Figure, DataFrame]:
         style.title(row[0], f"{panel[0].algorithm}: {sweep.title(panel[0].row)}")
     records = [mark.record for mark in marks]
     text = f"{sweep.told(marks)}; whiskers and bands: 95 % t interval; a message is closed at its "
-    text += "threshold (MB of 2^20 bytes); what a tuner tried is of single steps of its search, "
-    text += "which are not among the timed ones"
-    text = text[:1].upper() + text[1:] + style.doubts(records)
-    style.caption(drawn, text, records, 150 if paths else 115)
+    text += "threshold (MB of 2^20 bytes); what a tuner tried was measured during its search, "
+    text += "before the timed steps"
+    style.caption(drawn, text + style.doubts(records), records, 150 if paths else 115)
     return drawn, style.data(_data(marks))
 
 
@@ -115,11 +114,9 @@ def _curve(axis: Axes, fixed: Sequence[Mark], tuned: Sequence[Mark]) -> None:
         axis.axhline(1e3 * step.value, color=shade, lw=1, ls="--")
         if step.low is not None and not grey:
             axis.axhspan(1e3 * step.low, 1e3 * step.high, color="#eeeeee", lw=0, zorder=0)
-        text = f"{mark.row.algorithm}, when its search had ended"
+        text = f"broken line, band: {mark.row.algorithm}, when its search had ended"
         text += "" if tried(mark.record) else " (its path is not on record)"
-        at = {"xytext": (2, 3), "textcoords": "offset points", "fontsize": 7, "color": shade}
-        where = axis.get_yaxis_transform()
-        axis.annotate(text, (0.0, 1e3 * step.value), xycoords=where, **at)
+        axis.set_title(text, loc="right", fontsize=7, y=0.0, va="bottom", color=shade)
         found = tried(mark.record)
         if found:
             sizes = [one["threshold_mb"] for one in found]

@@ -15,6 +15,7 @@ from plots import (
     paper_dadt,
     paper_dear,
     paper_decent_dp,
+    paper_suite,
     scaling,
     speedup,
     staleness,
@@ -35,11 +36,12 @@ FIGURES: tuple[ModuleType, ...] = (
     learning,
     staleness,
     paper_dear,
+    paper_suite,
     paper_dadt,
     paper_decent_dp,
 )
-"""In the order of a report. Each has `TITLE`, `NEEDS` (what `fits` asks for, in a few words), `fits`,
-`figure` and `draw`."""
+"""In the order of a report. Each has `TITLE`, `NEEDS` (what `fits` asks for, in a few words),
+`fits`, `figure` and `draw`."""
 
 
 def fitting(folder: Path) -> list[ModuleType]:

@@ -22,6 +22,7 @@ from common.results.records import Record
 from common.results.records.learned import Evaluation
 from common.results.store import Comparison
 from common.results.table import significant
+from dear.errors import UserError
 from plots import style
 from plots.style import Look
 

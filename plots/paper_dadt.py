@@ -8,7 +8,6 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch
 from pandas import DataFrame
 
 from common.results.records import Record
@@ -71,14 +70,11 @@ def figure(folder: Path) -> tuple[Figure, DataFrame]:
     axis.tick_params(axis="x", length=0)
     axis.set_ylabel("throughput, times Horovod's", fontsize=8)
     axis.margins(y=0.14)
-    handles = [Patch(**published.look(key).bar) for key in _METHODS]
-    handles.append(Patch(**published.OUTLINE, edgecolor="#444444"))
-    place = {"loc": "outside right upper", "frameon": False, "fontsize": 8}
-    drawn.legend(handles, [*_METHODS.values(), "published"], **place)
+    published.legend(drawn, _METHODS, True)
     used = [mark.record for mark in marks if mark.algorithm in _METHODS]
-    text = "Solid: ours; outlines: DADT's README (configs/published)" + style.doubts(used)
+    text = "Solid: ours; outlines: DADT's README (configs/published)"
     text += "; what is not believed is left out" if style.doubts(used) else ""
-    style.caption(drawn, text.replace("; grey", ""), used, 100)
+    style.caption(drawn, text, used, 100)
     return drawn, style.data(
         {"group": name.replace("\n", ", "), **one} for name, bars in groups.items() for one in bars
     )

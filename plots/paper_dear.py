@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch
 from pandas import DataFrame
 
 from common.results.records import Record
@@ -46,12 +45,12 @@ def figure(folder: Path) -> tuple[Figure, DataFrame]:
     """Bars by model, a column for each network; published ones of the same model and network are
     outlines. The data have ours and theirs."""
     marks, _ = sweep.load(folder)
-    found = [
-        {"half": half, **one}
-        for half in _HALVES
-        for one in [*_ours(marks, half), *_theirs(marks, half)]
-    ]
-    halves = [half for half in _HALVES if any(one["half"] == half for one in found)]
+    found = []
+    for half in _HALVES:
+        ours = _ours(marks, half)
+        places = dict.fromkeys((one["model"], one["network"]) for one in ours)
+        found += [{"half": half, **one} for one in [*ours, *_theirs(places, half)]]
+    halves = list(dict.fromkeys(one["half"] for one in found))
     networks = list(dict.fromkeys(one["network"] for one in found))
     style.setup()
     plt.rcParams["axes.grid.axis"] = "y"
@@ -69,11 +68,9 @@ def figure(folder: Path) -> tuple[Figure, DataFrame]:
             _panel(axis, here, models)
             style.title(axis, f"{network}, {half}")
         row[0].set_ylabel(f"times {next(iter(_HALVES[half].values()))}", fontsize=8)
-    names = {key: name for half in halves for key, name in _HALVES[half].items()}
-    handles = [Patch(**published.look(key).bar) for key in names]
-    outline = Patch(**published.OUTLINE, edgecolor="#444444")
-    place = {"loc": "outside right upper", "frameon": False, "fontsize": 8}
-    drawn.legend([*handles, outline], [*names.values(), "published"], **place)
+    shown = {one["method"] for one in found}
+    names = {k: name for half in halves for k, name in _HALVES[half].items() if k in shown}
+    published.legend(drawn, names, any(one["whose"] == "published" for one in found))
     style.caption(drawn, _about(found, marks), [mark.record for mark in marks], 140)
     return drawn, style.data(found)
 
@@ -115,15 +112,13 @@ def _ours(marks: Sequence[Mark], half: str) -> list[dict[str, Any]]:
     return found
 
 
-def _theirs(marks: Sequence[Mark], half: str) -> list[dict[str, Any]]:
-    """Published speed-ups over the same base, of the models and networks that we have."""
+def _theirs(places: Iterable[tuple[str, str]], half: str) -> list[dict[str, Any]]:
+    """Published speed-ups over the same base, of these models and networks."""
     if half == "with tensor fusion":  # of these methods only MG-WFBP is published, without its base
         return []
     table = published.read("ddl_benchmarks")
     found = []
-    for model, network in dict.fromkeys(
-        (published.model(mark.record), published.network(mark.record)) for mark in marks
-    ):
+    for model, network in places:
         here = table[(table["model"] == model) & (table["network"] == network)]
         here = here[here["gpus"] == here["gpus"].max()]
         rates = {_PUBLISHED.get(row.method): row for row in here.itertuples()}
@@ -154,9 +149,11 @@ def _panel(axis: Axes, here: Sequence[dict[str, Any]], models: Sequence[str]) ->
             error = [[one["speedup"] - one["low"]], [one["high"] - one["speedup"]]]
             axis.errorbar(at, one["speedup"], yerr=error, color="#222222", capsize=1.5, lw=0.8)
             top = one["high"]
-        near = {"xytext": (0, 2), "textcoords": "offset points", "ha": "center"}
-        axis.annotate(f"{one['speedup']:.2f}", (at, top), fontsize=6, rotation=90, **near)
+        near = {"xytext": (0, 3), "textcoords": "offset points", "ha": "center"}
+        turned = 90 if len(bars) > 3 else 0
+        axis.annotate(f"{one['speedup']:.2f}", (at, top), fontsize=7, rotation=turned, **near)
     axis.set_xticks(range(len(models)), models)
+    axis.set_xlim(-0.55, len(models) - 0.45)
     axis.tick_params(axis="x", length=0)
     axis.margins(y=0.16)
 

@@ -50,7 +50,7 @@ def figure(folder: Path) -> tuple[Figure, DataFrame]:
     groups = max(len({one["group"] for one in side}) for side in (theirs, ours))
     style.setup()
     plt.rcParams["axes.grid.axis"] = "y"
-    size = (2.0 + 1.35 * groups, 6.0)
+    size = (2.0 + 1.75 * groups, 6.0)
     drawn, axes = plt.subplots(2, 1, figsize=size, layout="constrained")
     _panel(axes[0], theirs, published.bar)
     style.title(axes[0], "published: Transformer, 25 000 tokens in all")
@@ -65,7 +65,7 @@ def figure(folder: Path) -> tuple[Figure, DataFrame]:
     text += "among our algorithms; published: configs/published"
     left_out = any(mark.row.doubt for mark in marks if _method(mark.record))
     text += "; what is not believed is left out" if left_out else ""
-    style.caption(drawn, text, used, 26 + 16 * groups)
+    style.caption(drawn, text, used, 30 + 20 * groups)
     return drawn, style.data([*theirs, *ours])
 
 

@@ -1,11 +1,13 @@
-"""What others have measured (configs/published), and which of our trials stand for their methods."""
+"""What others have measured (configs/published), and what papers call our trials."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pandas as pd
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
 from common.results.records import Record
 from plots import sweep
@@ -50,6 +52,17 @@ def bar(look: Look) -> dict[str, object]:
 def look(algorithm: str) -> Look:
     """Of one of our algorithms, in figures of papers, where each method is there once."""
     return LOOKS[algorithm]
+
+
+def legend(figure: Figure, names: Mapping[str, str], outlined: bool) -> None:
+    """Right of the panels: what papers call each of our algorithms, and what an outline is."""
+    handles = [Patch(**look(algorithm).bar) for algorithm in names]
+    texts = list(names.values())
+    if outlined:
+        handles.append(Patch(**OUTLINE, edgecolor="#444444"))
+        texts.append("published")
+    place = {"loc": "outside right upper", "frameon": False, "fontsize": 8}
+    figure.legend(handles, texts, **place)
 
 
 def believed(records: Sequence[Record], methods: Sequence[str]) -> int:

@@ -51,14 +51,14 @@ def figure(folder: Path) -> tuple[Figure, DataFrame]:
             axis.set_xscale("log", base=2)
             style.plain_numbers(axis.xaxis, worlds)
             axis.set_xlabel("workers", fontsize=8)
-            axis.set_ylim(bottom=0)
+            axis.set_ylim(0, 1.08 * max(axis.get_ylim()))
             axis.grid(True, axis="both")
         style.title(left, sweep.title(panel[0].row, world=False))
     style.legend(drawn, {mark.row.algorithm: mark.look for mark in marks})
     records = [mark.record for mark in marks]
     text = f"{sweep.told(marks)}; whiskers: 95 % t interval; efficiency: throughput over workers "
     text += "times the single worker's; hollow and grey: not believed, and on no line"
-    style.caption(drawn, text[:1].upper() + text[1:] + style.doubts(records), records, 150)
+    style.caption(drawn, text + style.doubts(records), records, 150)
     return drawn, style.data(
         {**mark.place, **{name: getattr(mark.row, name) for name in _FIELDS}} for mark in marks
     )

@@ -45,18 +45,20 @@ def figure(folder: Path) -> tuple[Figure, DataFrame]:
     style.setup()
     columns = learning.cells(good)
     panels: list[Callable[..., None]] = []
-    rows = max(len(records) for records in columns.values())
     heights = []
+
+    def height(shown: Callable[[Record], Any]) -> float:
+        """Of a panel with a row for each such trial."""
+        return 0.75 + 0.28 * max(sum(map(bool, map(shown, own))) for own in columns.values())
+
     for field, panel in _PANELS.items():
         if any(getattr(one, field) for record in good for one in learning.evaluations(record)):
             panels.append(partial(panel, looks=looks))
             heights.append(2.4)
-    if any(_end(record) is not None for record in good):
-        panels.append(partial(_at_the_end, looks=looks))
-        heights.append(0.7 + 0.28 * rows)
-    if any(map(_stale, good)):
-        panels.append(partial(_pairs, looks=looks))
-        heights.append(0.7 + 0.28 * rows)
+    for shown, panel in ((_end, _at_the_end), (_stale, _pairs)):
+        if any(map(shown, good)):
+            panels.append(partial(panel, looks=looks))
+            heights.append(height(shown))
     drawn, axes = plt.subplots(
         *(len(panels), len(columns)),
         figsize=(2.4 + 3.9 * len(columns), sum(heights) + 0.6),
@@ -67,7 +69,7 @@ def figure(folder: Path) -> tuple[Figure, DataFrame]:
     for column, (place, records) in enumerate(columns.items()):
         for row, panel in enumerate(panels):
             panel(axes[row, column], records)
-        style.title(axes[0, column], learning.cell_title(place))
+        style.title(axes[0, column], learning.cell_title(place).replace(", ", "\n", 1))
     shown = {one.label: style.seen(one, looks) for one in good}
     shown |= {one.label: looks[one.label] for one in good if not doubt(one)}
     style.legend(drawn, shown)
@@ -97,7 +99,7 @@ def _at_the_end(axis: Axes, records: Sequence[Record], *, looks: Mapping[str, Lo
     found = [record for record in records if _end(record) is not None]
     for place, record in enumerate(found):
         axis.plot([_end(record)], [place], **style.seen(record, looks).point)
-    axis.set_xscale("log")
+    axis.set_xlim(0, 1.15 * max(filter(None, map(_end, found)), default=1.0))
     axis.set_xlabel("consensus distance after the last step", fontsize=8)
     _rows(axis, found)
 

@@ -47,7 +47,7 @@ def figure(folder: Path) -> tuple[Figure, DataFrame]:
     records = [mark.record for mark in marks]
     text = f"{sweep.told(marks)}; each row of points is a repeat, the first one above; line: "
     text += "median of all steps, bar: the middle half of them, cross: the 95th percentile"
-    style.caption(drawn, text[:1].upper() + text[1:] + style.doubts(records), records, 130)
+    style.caption(drawn, text + style.doubts(records), records, 130)
     return drawn, table.convert_dtypes()
 
 

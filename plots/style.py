@@ -58,7 +58,7 @@ class Look:
     @property
     def point(self) -> dict[str, Any]:
         """Arguments of `Axes.plot` and `Axes.errorbar` but the style of the line."""
-        edge = {"markeredgecolor": "white", "markeredgewidth": 0.5}
+        edge = {"markeredgecolor": "#333333", "markeredgewidth": 0.4}
         return {"color": self.colour, "marker": self.marker, "markersize": 6.5, **edge}
 
 

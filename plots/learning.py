@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import csv
 import statistics
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
+from pandas import DataFrame
 
 from common.results.faith import doubt
 from common.results.learning import race, summary
@@ -22,50 +22,60 @@ from common.results.records import Record
 from common.results.records.learned import Evaluation
 from common.results.store import Comparison
 from common.results.table import significant
+from dear.errors import UserError
 from plots import style
+from plots.style import Look
 
-_GREY = "#8a8a8a"
 _ALONG = {"seconds": "seconds of training", "steps": "steps per rank", "epoch": "epochs"}
 _FIELDS = ["fault", "algorithm", "repeat", "seed", "at_s", "epoch", "seconds", "steps"]
 _FIELDS += [f"{what}{end}" for what in ("accuracy", "loss") for end in ("", "_min", "_max")]
 _FIELDS += ["accuracy_top5", "train_loss", "consensus_distance", "staleness"]
 
 
+TITLE = "Accuracy and loss over time"
+NEEDS = "trials that train for a time"
+
+
+def fits(records: Sequence[Record]) -> bool:
+    """Whether any trial has trained for a time."""
+    return any(one.ok and one.learning for one in records)
+
+
 def draw(folder: Path, out: Path) -> list[Path]:
-    """Reads `folder/records.jsonl`; writes learning.{png,pdf,csv} to `out`, returns the paths."""
-    comparison = Comparison.load(folder)
-    good = [r for r in comparison.results(folder) if r.ok]
-    rows = summary.make_rows(good, comparison.compare_to)
+    """Writes learning.{png,pdf,csv} to `out`, returns the paths."""
+    return style.write(figure(folder), out / "learning")
+
+
+def figure(folder: Path) -> tuple[Figure, DataFrame]:
+    """What was learned over seconds and steps, or the pace where nothing was to be learned; the
+    data are all evaluations."""
+    good, compare_to = learners(folder)
+    rows = summary.make_rows(good, compare_to)
     table = {record.hash: row for record, row in zip(good, rows, strict=True)}
-    good.sort(key=lambda record: style.order(record.trial["algorithm"]))
-    colour = _colours(good)
-    columns = _columns(good)
+    looks = style.looks(good)
     style.setup()
     judged = any(record.learning[0].evaluations[0].accuracy is not None for record in good)
-    figure = (_curves if judged else _paces)(columns, colour, table)
-    style.caption(figure, _about(good, judged), good, 120)
-    out.mkdir(parents=True, exist_ok=True)
-    data = out / "learning.csv"
-    _write(good, data)
-    return [*style.save(figure, out / "learning"), data]
+    drawn = (_curves if judged else _paces)(cells(good), looks, table)
+    style.caption(drawn, _about(good, judged), good, 120)
+    return drawn, style.data(_evaluated(good), _FIELDS)[_FIELDS]
 
 
-def _colours(good: Sequence[Record]) -> dict[str, str]:
-    """By label; variants of one algorithm are told apart."""
-    labels = list(dict.fromkeys(record.label for record in good))
-    names = {record.label: record.trial["algorithm"] for record in good}
-    first = {names[label]: label for label in reversed(labels)}
-    keys = [names[label] if first[names[label]] == label else label for label in labels]
-    found = style.colours(keys)
-    return {label: found[key] for label, key in zip(labels, keys, strict=True)}
+def learners(folder: Path) -> tuple[list[Record], str]:
+    """The trials of a sweep that have trained for a time, in the order of figures, and what they
+    are compared to.
+
+    Raises:
+        UserError: there are none.
+    """
+    comparison = Comparison.load(folder)
+    good = [one for one in comparison.results(folder) if one.ok and one.learning]
+    if not good:
+        raise UserError(f"{folder}: no trial has trained for a time")
+    good.sort(key=lambda record: style.order(record.trial["algorithm"]))
+    return good, comparison.compare_to
 
 
-def _shade(record: Record, colour: dict[str, str]) -> str:
-    """Grey for what is not believed."""
-    return _GREY if doubt(record) else colour[record.label]
-
-
-def _columns(good: Sequence[Record]) -> dict[tuple[Any, ...], list[Record]]:
+def cells(good: Sequence[Record]) -> dict[tuple[Any, ...], list[Record]]:
     """Trials that are compared with each other; the single worker stands beside all of them."""
     columns: dict[tuple[Any, ...], list[Record]] = {}
     singles = [record for record in good if record.trial["algorithm"] == "none"]
@@ -85,7 +95,7 @@ def _place(record: Record) -> tuple[Any, ...]:
     return (trial["model"], trial["world_size"], trial.get("network"), record.fault)
 
 
-def _title(place: Sequence[Any]) -> str:
+def cell_title(place: Sequence[Any]) -> str:
     """Of the panel for model, world size, network and fault; two lines."""
     model, world, network, fault = place
     where = f" on {network}" if network else ""
@@ -94,7 +104,7 @@ def _title(place: Sequence[Any]) -> str:
 
 def _curves(
     columns: dict[tuple[Any, ...], list[Record]],
-    colour: dict[str, str],
+    looks: Mapping[str, Look],
     table: dict[str, LearnRow],
 ) -> Figure:
     everything = [record for records in columns.values() for record in records]
@@ -110,7 +120,7 @@ def _curves(
     if along == "epoch":
         panels.append(partial(_loss, x=along, y="train_loss"))
     for panel, key in ((_consensus, "consensus_distance"), (_staleness, "staleness")):
-        if any(getattr(e, key) for record in everything for e in _evaluations(record)):
+        if any(getattr(e, key) for record in everything for e in evaluations(record)):
             panels.append(panel)
     heights += [2.1] * (len(panels) - len(heights))
     figure, axes = plt.subplots(
@@ -122,21 +132,14 @@ def _curves(
     )
     for column, (place, records) in enumerate(columns.items()):
         for row, panel in enumerate(panels):
-            panel(axes[row, column], records, colour)
-        style.title(axes[0, column], _title(place))
+            panel(axes[row, column], records, looks)
+        style.title(axes[0, column], cell_title(place))
     for row, panel in enumerate(panels):
         _same_limits(axes[row], both=getattr(panel, "func", panel) is not _race)
-    shades = {record.label: _shade(record, colour) for record in everything}
+    shown = {record.label: style.seen(record, looks) for record in everything}
     # One that is believed in some panels only is grey in the others.
-    shades |= {record.label: colour[record.label] for record in everything if not doubt(record)}
-    handles = {label: plt.Line2D([], [], color=shade) for label, shade in shades.items()}
-    figure.legend(
-        handles.values(),
-        [textwrap.fill(label, 26) for label in handles],
-        loc="outside right upper",
-        frameon=False,
-        fontsize=8,
-    )
+    shown |= {record.label: looks[record.label] for record in everything if not doubt(record)}
+    style.legend(figure, shown)
     return figure
 
 
@@ -149,11 +152,11 @@ def _same_limits(axes: Sequence[Axes], both: bool) -> None:
 
 
 def _race(
-    axis: Axes, records: Sequence[Record], colour: dict[str, str], *, table: dict[str, LearnRow]
+    axis: Axes, records: Sequence[Record], looks: Mapping[str, Look], *, table: dict[str, LearnRow]
 ) -> None:
     """When each has reached the target: runs, and their mean with its interval."""
     for place, record in enumerate(records):
-        row, shade = table[record.hash], _shade(record, colour)
+        row, shade = table[record.hash], style.seen(record, looks).colour
         there = [run.seconds for run in race.finishes(record) if run.there]
         axis.plot(there, [place] * len(there), "o", ms=3.5, mfc="none", mec=shade, alpha=0.7)
         if row.to_target_s is not None:
@@ -167,7 +170,7 @@ def _race(
             axis.annotate(text, at, ha="right", va="center", fontsize=7, color="#333333")
     axis.set_yticks(range(len(records)), [textwrap.fill(r.label, 24) for r in records], fontsize=7)
     for label, record in zip(axis.get_yticklabels(), records, strict=True):
-        label.set_color(_GREY if doubt(record) else "black")
+        label.set_color(style.GREY if doubt(record) else "black")
     axis.set_ylim(len(records) - 0.4, -0.6)
     axis.tick_params(axis="y", length=0)
     axis.set_xlim(0, _longest_s(records) * 1.02)
@@ -180,12 +183,12 @@ def _longest_s(records: Sequence[Record]) -> float:
     learn = records[0].trial["learn"]
     if not learn.get("epochs"):
         return learn["budget_s"]
-    return max(one.seconds for record in records for one in _evaluations(record))
+    return max(one.seconds for record in records for one in evaluations(record))
 
 
 def _paces(
     columns: dict[tuple[Any, ...], list[Record]],
-    colour: dict[str, str],
+    looks: Mapping[str, Look],
     table: dict[str, LearnRow],
 ) -> Figure:
     """Steps per second where nothing is learned: of undisturbed ranks, and of the slowed host."""
@@ -193,10 +196,11 @@ def _paces(
     figure, axes = style.stacked(counts, 6.8, 0.42, sharex=True)
     for axis, (place, records) in zip(axes, columns.items(), strict=True):
         for at, record in enumerate(records):
-            row, shade = table[record.hash], _shade(record, colour)
+            row = table[record.hash]
             text = significant(row.steps_per_s)
             text += "" if row.kept is None else f" ({row.kept:.2f} of undisturbed)"
-            axis.barh(at, row.steps_per_s, color="#e4e4e4" if row.doubt else shade, height=0.7)
+            look = style.DOUBTED if row.doubt else looks[record.label].bar
+            axis.barh(at, row.steps_per_s, height=0.7, **look)
             end = row.steps_per_s_high or row.steps_per_s
             if row.doubt:
                 text = textwrap.shorten(f"({text}) {row.doubt}", 60)
@@ -209,7 +213,7 @@ def _paces(
                 axis.plot([row.slowed_steps_per_s], [at], marker="D", color="#222222", ms=5)
         axis.set_yticks(range(len(records)), [record.label for record in records])
         axis.invert_yaxis()
-        style.title(axis, _title(place).replace("\n", ", "))
+        style.title(axis, cell_title(place).replace("\n", ", "))
     axes[0].set_xlim(0, axes[0].get_xlim()[1] * 1.25)
     axes[-1].set_xlabel(
         "steps per second of the slowest rank that is not slowed; diamonds: of the slowed host",
@@ -218,16 +222,17 @@ def _paces(
     return figure
 
 
-def _evaluations(record: Record) -> Iterator[Evaluation]:
+def evaluations(record: Record) -> Iterator[Evaluation]:
     return (one for run in record.learning or () for one in run.evaluations)
 
 
-def _lines(
-    axis: Axes, records: Sequence[Record], colour: dict[str, str], y: str, x: str = "seconds"
+def lines(
+    axis: Axes, records: Sequence[Record], looks: Mapping[str, Look], y: str, x: str = "seconds"
 ) -> None:
     """Per trial the mean of its runs at each mark, and around it the range of the runs."""
     along = "mean_steps" if x == "steps" else x
-    for record in sorted(records, key=lambda one: doubt(one) is None):
+    last = sorted(records, key=lambda one: doubt(one) is None)
+    for number, record in enumerate(last):
         points = []
         for marks in zip(*(run.evaluations for run in record.learning), strict=True):
             values = [getattr(one, y) for one in marks]
@@ -237,44 +242,47 @@ def _lines(
         if not points:
             continue
         at, mean, low, high = zip(*points, strict=True)
-        shade = _shade(record, colour)
-        axis.plot(at, mean, color=shade, lw=1.3)
+        look = style.seen(record, looks)
+        every = max(1, len(at) // 5)
+        # Not where those of others are.
+        marked = {"markevery": (number % every, every), "markersize": 4.5}
+        axis.plot(at, mean, lw=1.3, **look.curve | marked)
         if low != high:
-            axis.fill_between(at, low, high, color=shade, alpha=0.13, lw=0)
+            axis.fill_between(at, low, high, color=look.colour, alpha=0.13, lw=0)
     axis.set_xlabel(_ALONG[x], fontsize=8)
     axis.grid(True, axis="both")
     axis.set_xlim(left=0)
 
 
-def _accuracy(axis: Axes, records: Sequence[Record], colour: dict[str, str], *, x: str) -> None:
-    _lines(axis, records, colour, "accuracy", x)
+def _accuracy(axis: Axes, records: Sequence[Record], looks: Mapping[str, Look], *, x: str) -> None:
+    lines(axis, records, looks, "accuracy", x)
     axis.set_ylabel("test accuracy", fontsize=8)
     target = records[0].trial["learn"]["target_accuracy"]
     if target is not None:
         axis.axhline(target, color="#777777", lw=1, ls="--")
-    final = sorted(e.accuracy for record in records for e in _evaluations(record) if e.at_s > 0)
+    final = sorted(e.accuracy for record in records for e in evaluations(record) if e.at_s > 0)
     axis.set_ylim(max(0.0, min(0.8, final[len(final) // 4] - 0.05)), 1.0)
     axis.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
 
 
 def _loss(
-    axis: Axes, records: Sequence[Record], colour: dict[str, str], *, x: str, y: str = "loss"
+    axis: Axes, records: Sequence[Record], looks: Mapping[str, Look], *, x: str, y: str = "loss"
 ) -> None:
     axis.set_yscale("log")
     axis.set_ylabel({"loss": "test loss", "train_loss": "training loss"}[y], fontsize=8)
-    _lines(axis, records, colour, y, x)
+    lines(axis, records, looks, y, x)
 
 
-def _consensus(axis: Axes, records: Sequence[Record], colour: dict[str, str]) -> None:
+def _consensus(axis: Axes, records: Sequence[Record], looks: Mapping[str, Look]) -> None:
     axis.set_yscale("log")
     axis.set_ylabel("consensus distance\n(unless equal)", fontsize=8)
-    _lines(axis, records, colour, "consensus_distance")
+    lines(axis, records, looks, "consensus_distance")
 
 
-def _staleness(axis: Axes, records: Sequence[Record], colour: dict[str, str]) -> None:
+def _staleness(axis: Axes, records: Sequence[Record], looks: Mapping[str, Look]) -> None:
     """The stalest neighbour's since the evaluation before, and at the end the most of any value."""
     axis.set_ylabel("steps that the stalest\nneighbour is behind", fontsize=8)
-    _lines(axis, records, colour, "staleness")
+    lines(axis, records, looks, "staleness")
     for record in records:
         shown = [one for one in record.learning[0].evaluations if one.staleness is not None]
         most = max((most for _, most in summary.staleness(record)), default=None)
@@ -286,7 +294,7 @@ def _staleness(axis: Axes, records: Sequence[Record], colour: dict[str, str]) ->
                 textcoords="offset points",
                 ha="right",
                 fontsize=7,
-                color=_shade(record, colour),
+                color=style.seen(record, looks).colour,
             )
 
 
@@ -308,23 +316,17 @@ def _about(good: Sequence[Record], judged: bool) -> str:
             text += ", diamonds: geometric mean with its 95 % t interval" if runs > 1 else ""
     elif runs > 1:
         text += "; whiskers: 95 % t interval of the geometric mean"
-    if any(doubt(record) for record in good):
-        reasons = dict.fromkeys(str(doubt(one)).split(":")[0] for one in good if doubt(one))
-        text += f"; grey: not believed ({', '.join(reasons)})"
-    return text
+    return text + style.doubts(good)
 
 
-def _write(good: Sequence[Record], path: Path) -> None:
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, _FIELDS, lineterminator="\n", extrasaction="ignore")
-        writer.writeheader()
-        for record in good:
-            named = {"fault": record.fault, "algorithm": record.label}
-            for number, run in enumerate(record.learning):
-                for one in run.evaluations:
-                    steps = " ".join("-" if n is None else str(n) for n in one.steps)
-                    more = {"repeat": number, "seed": run.seed, "steps": steps}
-                    writer.writerow({**vars(one), **named, **more})
+def _evaluated(good: Sequence[Record]) -> Iterator[dict[str, Any]]:
+    for record in good:
+        named = {"fault": record.fault, "algorithm": record.label}
+        for number, run in enumerate(record.learning):
+            for one in run.evaluations:
+                steps = " ".join("-" if n is None else str(n) for n in one.steps)
+                more = {"repeat": number, "seed": run.seed, "steps": steps}
+                yield {**vars(one), **named, **more}
 
 
 if __name__ == "__main__":

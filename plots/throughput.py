@@ -2,79 +2,78 @@
 
 from __future__ import annotations
 
-import re
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from matplotlib import patheffects
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from pandas import DataFrame
 
-from common.results import rows
 from common.results.records import Record
 from common.results.rows import Row
-from common.results.store import Comparison
-from common.results.table import csv_text, significant
-from plots import style
+from common.results.table import significant
+from plots import style, sweep
+from plots.sweep import Mark
 
 _GREY = "#666666"
 # So that reasons stay readable on lines.
 _HALO = [patheffects.withStroke(linewidth=2.5, foreground="white", alpha=0.8)]
 
 
-def draw(folder: Path, out: Path) -> list[Path]:
-    """Reads `folder/records.jsonl`; writes throughput.{png,pdf,csv} to `out`, returns the paths."""
-    comparison = Comparison.load(folder)
-    good = [record for record in comparison.results(folder) if record.ok]
-    good.sort(key=lambda record: style.order(record.trial["algorithm"]))
-    table = rows.make_rows(good, comparison.compare_to)
-    names = [record.trial["algorithm"] for record in good]
-    colour = style.colours(sorted(set(names), key=style.order))
+TITLE = "Throughput of every algorithm"
+NEEDS = "trials that time steps"
 
+
+def fits(records: Sequence[Record]) -> bool:
+    """Whether any trial has timed steps."""
+    return bool(sweep.timed(records))
+
+
+def draw(folder: Path, out: Path) -> list[Path]:
+    """Writes throughput.{png,pdf,csv} to `out`, returns the paths."""
+    return style.write(figure(folder), out / "throughput")
+
+
+def figure(folder: Path) -> tuple[Figure, DataFrame]:
+    """Bars with intervals; the data are all fields of the table's rows."""
+    marks, _ = sweep.load(folder)
     style.setup()
-    panels: dict[tuple[Any, ...], list[tuple[Row, str]]] = {}
-    singles = [row for row, name in zip(table, names, strict=True) if name == "none"]
-    for row, name in zip(table, names, strict=True):
-        if name != "none":
-            panels.setdefault(row.place, []).append((row, name))
-    for row in singles:  # an experiment of single workers only has panels too
-        if not any(key[:2] == (row.model, row.batch_size) for key in panels):
-            panels[row.place] = [(row, "none")]
-    figure, axes = style.stacked([len(panel) for panel in panels.values()], 6.4, 0.34)
+    panels: dict[tuple[Any, ...], list[Mark]] = {}
+    singles = [mark for mark in marks if mark.algorithm == sweep.SINGLE]
+    for mark in marks:
+        if mark not in singles:
+            panels.setdefault(mark.row.place, []).append(mark)
+    for mark in singles:  # an experiment of single workers only has panels too
+        if not any(key[:2] == (mark.row.model, mark.row.batch_size) for key in panels):
+            panels[mark.row.place] = [mark]
+    drawn, axes = style.stacked([len(panel) for panel in panels.values()], 6.4, 0.34)
     for axis, panel in zip(axes, panels.values(), strict=True):
         # The single worker that the panel's efficiency is relative to.
-        own = [row for row in singles if _task(row) == _task(panel[0][0])]
-        _panel(axis, panel, colour, own[0] if own else None)
-    style.caption(figure, _about(good, table), good, 115)
-
-    out.mkdir(parents=True, exist_ok=True)
-    data = out / "throughput.csv"
-    data.write_text(csv_text(Row, table))
-    return [*style.save(figure, out / "throughput"), data]
+        own = [mark.row for mark in singles if _task(mark.row) == _task(panel[0].row)]
+        _panel(axis, panel, own[0] if own else None)
+    style.caption(drawn, _about(marks), [mark.record for mark in marks], 115)
+    return drawn, style.data(vars(mark.row) for mark in marks)
 
 
 def _task(row: Row) -> tuple[Any, ...]:
     return (row.model, row.batch_size, row.network, row.fault)
 
 
-def _panel(
-    axis: Axes, rows: list[tuple[Row, str]], colour: dict[str, str], single: Row | None
-) -> None:
-    first = rows[0][0]
-    most = _longest([row for row, _ in rows if not row.doubt] or [row for row, _ in rows])
+def _panel(axis: Axes, panel: Sequence[Mark], single: Row | None) -> None:
+    rows = [mark.row for mark in panel]
+    first = rows[0]
+    most = _longest([row for row in rows if not row.doubt] or rows)
     ideal = None
     if single is not None and not single.doubt and single.world_size != first.world_size:
         ideal = single.throughput * first.world_size
         most = max(most, ideal)
     axis.set_xlim(0, most * 1.15)
-    for place, (row, name) in enumerate(rows):
-        _bar(axis, place, row, colour[name])
-    axis.set_yticks(range(len(rows)), [_wrapped(row.algorithm) for row, _ in rows])
-    for label, (row, _) in zip(axis.get_yticklabels(), rows, strict=True):
-        label.set_color(_GREY if row.doubt else "black")
-        label.set_fontsize(6.5 if "\n" in label.get_text() else 9)
-    axis.invert_yaxis()
-    axis.tick_params(axis="y", length=0)
+    for place, mark in enumerate(panel):
+        _bar(axis, place, mark)
+    style.named_rows(axis, [row.algorithm for row in rows], [bool(row.doubt) for row in rows])
     if ideal is not None:
         axis.axvline(ideal, color="#777777", lw=1, ls="--")
         axis.annotate(
@@ -88,9 +87,7 @@ def _panel(
             color="#555555",
         )
     axis.set_ylim(len(rows) - 0.5, -1.0)
-    where = "".join(f", {name}" for name in (first.network, first.fault) if name)
-    feed = f"batch {first.batch_size} per worker, {first.world_size} workers"
-    style.title(axis, f"{first.model}, {feed}{where}")
+    style.title(axis, sweep.title(first))
     axis.set_xlabel(f"{first.unit}, all workers together", fontsize=8)
 
 
@@ -103,16 +100,17 @@ def _longest(rows: list[Row]) -> float:
     return max(most, min(max(row.ci_high or 0.0 for row in rows), 1.6 * most))
 
 
-def _bar(axis: Axes, place: int, row: Row, colour: str) -> None:
+def _bar(axis: Axes, place: int, mark: Mark) -> None:
     """A bar with its interval and number; a grey one with the reason where it is not believed."""
+    row = mark.row
     if row.doubt:
-        axis.barh(place, row.throughput, color="#e4e4e4", height=0.72)
+        axis.barh(place, row.throughput, height=0.72, **style.DOUBTED)
         reason = textwrap.shorten(f"({significant(row.throughput)}) {row.doubt}", 75)
         at = (0, place)
         more = {"xytext": (4, 0), "fontsize": 7, "color": _GREY, "path_effects": _HALO}
         axis.annotate(reason, at, textcoords="offset points", va="center", **more)
         return
-    axis.barh(place, row.throughput, color=colour, height=0.72)
+    axis.barh(place, row.throughput, height=0.72, **mark.look.bar)
     end = row.throughput
     if row.ci_low is not None:
         end = row.ci_high
@@ -123,23 +121,11 @@ def _bar(axis: Axes, place: int, row: Row, colour: str) -> None:
     axis.annotate(text, at, textcoords="offset points", va="center", **more)
 
 
-def _wrapped(label: str) -> str:
-    """On lines that leave most of the figure to the bars."""
-    return "\n".join(textwrap.wrap(re.sub(r",\s*", ", ", label), 30)) if len(label) > 26 else label
-
-
-def _about(good: list[Record], table: list[Row]) -> str:
-    def told(values: list[int]) -> str:
-        least, most = min(values), max(values)
-        return f"{least}" if least == most else f"{least} to {most}"
-
-    counts = [row.repeats for row in table]
-    text = f"Samples over elapsed time, n = {told(counts)} "
-    text += "repeat" if max(counts) == 1 else "repeats, in turns,"
-    text += f" of {told([round(row.n / row.repeats) for row in table])} steps"
-    if any(row.ci_low is not None and not row.doubt for row in table):
+def _about(marks: Sequence[Mark]) -> str:
+    text = f"Samples over elapsed time, {sweep.told(marks)}"
+    if any(mark.row.ci_low is not None and not mark.row.doubt for mark in marks):
         text += "; whiskers: 95 % t interval over repeats"
-    if any(row.doubt for row in table):
+    if any(mark.row.doubt for mark in marks):
         text += "; grey: not believed, for the reason given"
     return text
 

@@ -29,7 +29,7 @@ def write(folder: Path, records: Sequence[Record], into: Path) -> list[Path]:
     Raises:
         UserError: no trial has one, or the folder cannot be written.
     """
-    found = {one.id: told for one in records if (told := _evidence(folder, one)) is not None}
+    found = {one.id: told for one in records if (told := evidence(folder, one)) is not None}
     if not found:
         raise UserError(f"{folder}: no trial has a trace: they are of trials that time steps")
     paths = []
@@ -44,7 +44,8 @@ def write(folder: Path, records: Sequence[Record], into: Path) -> list[Path]:
     return paths
 
 
-def _evidence(folder: Path, record: Record) -> dict[str, Any] | None:
+def evidence(folder: Path, record: Record) -> dict[str, Any] | None:
+    """The raw measurements of a trial's first launch, if they are there and have a trace."""
     path = folder / (record.evidence or "")
     if record.evidence is None or not path.is_file():
         return None

@@ -267,9 +267,8 @@ def _keep(made: Profile, path: Path) -> None:
             f"profile {path}: {error.strerror}; XDG_CACHE_HOME says where profiles are kept"
         ) from None
     print(
-        f"{made.model} {made.kind} for {made.device_name}: {made.batch_size} {made.sample_unit}: "
-        f"forward {made.forward_s * 1e3:.1f} ms, backward {made.backward_s * 1e3:.1f} ms; kept as "
-        f"{path}",
+        f"{made.model} {made.kind} for {made.device_name}: forward {made.forward_s * 1e3:.1f} ms, "
+        f"backward {made.backward_s * 1e3:.1f} ms ({made.batch_size} samples); kept as {path}",
         file=sys.stderr,
     )
 

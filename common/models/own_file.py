@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from common.models import torchvision_cpu  # noqa: F401  (the file may import torchvision)
 from common.models.registry import FILE, brought_of
 from common.models.workload import Workload
 from dear.errors import UserError

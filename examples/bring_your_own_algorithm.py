@@ -76,7 +76,7 @@ class SmallOnesTogetherEngine(GradientEngine):
         self._started.append(self._exchanges[unit])
 
     def passed(self) -> None:
-        """The backward pass is over, and all groups have left: what they bring are the gradients."""
+        """The pass is over, and all groups have left: `p.grad` becomes what they bring."""
         for exchange in self._started:
             exchange.finish()
         self._started.clear()
@@ -85,6 +85,11 @@ class SmallOnesTogetherEngine(GradientEngine):
         """A pass has ended in an error: nothing of it may be left under way."""
         while self._started:
             self._started.pop().drop()
+
+
+CONTRACT = {"options": [{"small_kb": 0.0}, {}]}
+"""Settings that `tests/contract` tries, the first in everything; with what it `lacks`, if it does.
+"""
 
 
 def reference(ranks: Any, options: Any) -> Iterator[None]:

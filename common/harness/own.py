@@ -36,6 +36,7 @@ HERE = "here"
 """As a GPU: that of this machine, measured."""
 _SEED = 1
 _LIBRARIES = ("torch", "torchvision", "timm", "transformers")
+_LEAST_S = 1e-6
 _RULE = 1
 """Raised whenever profiles are made otherwise."""
 
@@ -257,7 +258,16 @@ def _measured(name: str, batch_size: int, sentence_len: int | None) -> Profile:
 
 
 def _keep(made: Profile, path: Path) -> None:
-    """Writes so that a reader sees all of the profile or nothing."""
+    """Writes so that a reader sees all of the profile or nothing.
+
+    Raises:
+        UserError: it cannot be written, or there is nothing that could be replayed.
+    """
+    if made.step_s < _LEAST_S:
+        raise UserError(
+            f"model {made.model}: takes less than a microsecond for {made.batch_size} samples on "
+            f"{made.device_name}: too little to be replayed; take a larger batch"
+        )
     partial = path.with_suffix(f".{os.getpid()}.partial")
     try:
         made.save(partial)

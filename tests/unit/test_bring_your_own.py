@@ -19,7 +19,7 @@ from common.harness.experiment import load
 from common.harness.trial import Trial
 from common.models import profile as profiles
 from common.models import registry
-from common.profiling import gpus, modelled
+from common.profiling import gpus, layers, modelled
 from dear.errors import UserError
 from dear.files import digest_of
 from dear.training import algorithm as algorithms
@@ -288,6 +288,24 @@ def test_a_profile_is_made_once_and_kept_outside_of_the_repository(tmp_path, min
     assert bring(path) == made
     with pytest.raises(TypeError):
         bring(path, batch_size=5)  # another one
+
+
+def test_on_a_machine_with_a_gpu_profiles_are_measured_there(mine, monkeypatch, capsys):
+    """The recorder has the CPU in place of the GPU, which is not here."""
+    record = layers.record_profile
+
+    def on_cpu(options):
+        assert options.device == "cuda"
+        options.device, options.warmup, options.steps, options.name = "cpu", 0, 1, "test-9"
+        return record(options)
+
+    monkeypatch.setattr(own, "_gpu_here", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA Test 9")
+    monkeypatch.setattr(layers, "record_profile", on_cpu)
+    plan = planned(capsys, "--model-file", mine(), "--batch", 4)
+    assert {one["model"] for one in plan} == {"mine.py@test-9"}
+    made = registry.profile_of("mine.py@test-9", 4)
+    assert made.kind == "measured" and made.parameter_bytes == 4 * (257 * 999 + 1000 * 4)
 
 
 def test_a_shipped_profile_is_taken_where_there_is_one(monkeypatch):

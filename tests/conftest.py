@@ -4,15 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
+from dear.errors import UserError
+from dear.training.algorithm import load_plugin
 from tests.ranks import RankPool
 
 # An example that a busy machine holds up is not wrong.
 settings.register_profile("tests", deadline=None)
 settings.load_profile("tests")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    text = "a Python file with an algorithm: tests of every algorithm are run on it, too"
+    parser.addoption("--plugin", action="append", default=[], metavar="FILE", help=text)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Before tests are collected, of which many are there once for each algorithm."""
+    for path in config.getoption("--plugin"):
+        try:
+            load_plugin(Path(path))
+        except UserError as error:
+            raise pytest.UsageError(str(error)) from None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from common.launch.ranks import RankLost, Ranks, gather, rank_env
+from dear.training.algorithm import algorithm_names, load_plugin, plugin_of
 
 # The first optimizer takes dynamo.
 multiprocessing.get_context("forkserver").set_forkserver_preload(
@@ -46,7 +47,7 @@ class RankPool:
         for rank in range(world_size):
             place = rank_env(rank, world_size, store=Path(self._folder.name, "store"))
             env = {**(environments[rank] if environments else {}), **place}
-            self._ranks.function(_serve, backend, timeout_s, env=env, piped=True)
+            self._ranks.function(_serve, backend, timeout_s, plugins(), env=env, piped=True)
         self.pipes = self._ranks.pipes
         self.broken = False
 
@@ -84,6 +85,12 @@ class RankPool:
         self._folder.cleanup()
 
 
+def plugins() -> list[Path]:
+    """The files of algorithms that this process has besides dear's own."""
+    found = map(plugin_of, algorithm_names())
+    return [Path(one.path) for one in found if one is not None]
+
+
 def on_ranks(size: int, kind: str = "") -> Callable[[Callable[..., None]], Callable[..., None]]:
     """The test is what each of `size` ranks does, in `world(size, kind)`; it asserts there.
 
@@ -108,12 +115,14 @@ def _body_of(module: str, name: str, given: dict[str, Any]) -> None:
     inspect.unwrap(getattr(importlib.import_module(module), name))(**given)
 
 
-def _serve(pipe: Connection, backend: str, timeout_s: float) -> int:
+def _serve(pipe: Connection, backend: str, timeout_s: float, algorithms: list[Path]) -> int:
     import torch
 
     import dear
 
     torch.set_num_threads(1)
+    for path in algorithms:
+        load_plugin(path)
     if "comm_core" in backend:
         import comm_core  # noqa: F401 - makes the backend known
     dear.init(backend=backend, timeout_s=timeout_s)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import dear
-from common.harness import commands
+from common.harness import commands, own
 from dear.errors import UserError, unknown
 
 ROOT = Path(__file__).parents[2]
@@ -81,6 +81,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     _add_run(verbs.add_parser("run", help="run an experiment", allow_abbrev=False))
     listing = verbs.add_parser("list", help="algorithms, models, experiments", allow_abbrev=False)
     listing.add_argument("--json", action="store_true", help="as JSON on stdout")
+    _add_plugin(listing)
     show = verbs.add_parser("show", help="print a sweep's table again", allow_abbrev=False)
     show.add_argument(
         "sweep", nargs="?", help="a folder, or the name of one below --logs (default: the newest)"
@@ -181,6 +182,34 @@ def _add_run(run: argparse.ArgumentParser) -> None:
         ("--time-scale", "how many times slower than real they run (default: chosen)"),
     ):
         cluster.add_argument(flag, help=text)
+    brought = run.add_argument_group(
+        "your own (docs/bring_your_own.md)",
+        "Without an experiment: ddp, wfbp and dear on virtual hosts, as emulated-quick has them.",
+    )
+    brought.add_argument(
+        "--model-file",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="a Python file with functions model() and batch(batch_size); in place of the "
+        "experiment's models",
+    )
+    brought.add_argument(
+        "--model",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a model of `list`, or an architecture of transformers as hf:gpt2; likewise",
+    )
+    brought.add_argument("--batch", type=int, metavar="N", help="its samples per rank")
+    brought.add_argument(
+        "--gpu",
+        metavar="NAME",
+        help="replay the times that the model takes on this GPU, modelled from its operations and "
+        "bytes; `here`: measured on this machine's (default on virtual hosts: here where there is "
+        "one, else rtx2080ti)",
+    )
+    _add_plugin(brought)
     run.add_argument(
         "--rerun",
         choices=("failed", "all"),
@@ -195,7 +224,20 @@ def _add_run(run: argparse.ArgumentParser) -> None:
     run.add_argument("-q", "--quiet", action="store_true", help="no progress line")
 
 
+def _add_plugin(to: argparse._ActionsContainer) -> None:
+    to.add_argument(
+        "--plugin",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="a Python file with an algorithm, which joins the others",
+    )
+
+
 def _run(options: argparse.Namespace) -> int:
+    options.given = own.Given.of(options)
+    if options.experiment is None and options.given.models:
+        options.experiment = commands.OWN_MODELS
     options.experiment = options.experiment or commands.default_experiment()
     options.set = [*_cluster_overrides(options), *options.set]
     return commands.run(options, draw=None if options.no_plot else _draw)
@@ -241,6 +283,7 @@ def _cluster_overrides(options: argparse.Namespace) -> list[str]:
 
 
 def _list(options: argparse.Namespace) -> int:
+    own.load_plugins(options.plugin, Path())
     listing = commands.listing()
     if options.json:
         print(json.dumps(listing, indent=2))

@@ -20,6 +20,7 @@ from common.harness import ui
 from common.harness.experiment import Experiment, load
 from common.harness.trial import Trial
 from common.models.registry import MODELS
+from common.profiling import gpus
 from common.results import store
 from common.results.faith import doubt, incorrect
 from common.results.records import Record, fabric_words, is_learning
@@ -46,12 +47,13 @@ def run(options: argparse.Namespace, draw: Callable[[Path, bool], list[Path]] | 
     It is 1 if a trial that can run did not, or was not the right training.
 
     Args:
-        options: the flags of the verb, and as `arguments` all that started this process: an
-            experiment on virtual hosts runs in a process of its own, which is started with them.
+        options: the flags of the verb, with models and algorithms of the user's as `given`, and as
+            `arguments` all that started this process: an experiment on virtual hosts runs in a
+            process of its own, which is started with them.
         draw: draws a sweep's figure, given its folder and whether it has learned; None draws none.
     """
     path = find_experiment(options.experiment)
-    experiment = load(path, options.set)
+    experiment = load(path, options.set, options.given)
     everything = experiment.trials()
     if experiment.cluster is not None and not options.dry_run and not sandbox.inside():
         return sandbox.run([sys.executable, str(ROOT / "benchmarks.py"), *options.arguments])
@@ -247,6 +249,8 @@ def _holds(record: Record, wanted: str) -> bool:
 
 
 _RECORDS = "records.jsonl"
+OWN_MODELS = ROOT / "configs" / "experiments" / "emulated-quick.yaml"
+"""What is run of models that the command line names, where it names no experiment."""
 
 
 def default_experiment() -> Path:
@@ -322,6 +326,10 @@ def listing() -> dict[str, Any]:
         "algorithms": algorithms,
         "other names": aliases,
         "models": sorted(MODELS),
+        "GPUs": {
+            name: f"{one.name}: {one.fp32_tflops:g} TFLOP/s, {one.memory_gb_per_s:g} GB/s"
+            for name, one in gpus.table().items()
+        },
         "experiments": experiments,
     }
 

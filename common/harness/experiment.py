@@ -17,6 +17,7 @@ from common.emulation.config import ClusterConfig, Fault, network_profile
 from common.emulation.dilation import check_scale
 from common.emulation.faults import check_fault
 from common.emulation.links import check as check_links
+from common.harness import own
 from common.harness.learn import LearnConfig
 from common.harness.trial import BASELINE, MeasureConfig, OptimizerConfig, Trial
 from common.launch.job import launcher_options
@@ -24,6 +25,7 @@ from common.models import datasets
 from common.models.registry import (
     DTYPES,
     MODELS,
+    brought_of,
     is_replay,
     model_entry,
     profile_of,
@@ -33,7 +35,7 @@ from common.results.records import base_among
 from dear.algorithms import aliases
 from dear.errors import UserError, unknown
 from dear.options import at_least, build_options, positive
-from dear.training.algorithm import Options, algorithm_options
+from dear.training.algorithm import Options, algorithm_options, plugin_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,15 +66,26 @@ class ModelChoice:
     """A model and how it is fed; None takes the registry's default."""
 
     name: str
+    """Of the registry, `file:PATH` or `hf:TYPE` (docs/bring_your_own.md)."""
     batch_size: int | None = None
     """Samples per worker."""
     sentence_len: int | None = None
+    gpu: str | None = None
+    """Replay the times that the model takes there: of configs/gpus.yaml (modelled, where no profile
+    of it is there yet), or `here`: measured on this machine's. None: it computes, unless its name
+    says `MODEL@DEVICE`."""
 
     def __post_init__(self) -> None:
         if self.batch_size is not None:
             at_least("batch_size", self.batch_size, 1)
         if self.sentence_len is not None:
             at_least("sentence_len", self.sentence_len, 1)
+
+    def brought(self) -> ModelChoice:
+        """The same by the name of its trials, once the registry has what does not come with it."""
+        place = own.bring_model(self.name, self.batch_size, self.sentence_len, self.gpu)
+        name, batch_size, sentence_len = place
+        return ModelChoice(name=name, batch_size=batch_size, sentence_len=sentence_len)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +95,8 @@ class Experiment:
     name: str
     """Names the folders of logs and plots."""
     description: str = ""
+    plugins: tuple[str, ...] = ()
+    """Files of algorithms that do not come with the project; `load` loads them."""
     algorithms: tuple[AlgorithmChoice | str, ...]
     models: tuple[ModelChoice | str, ...]
     world_sizes: tuple[int, ...] | None = None
@@ -136,6 +151,7 @@ class Experiment:
             given = getattr(self, key)
             chosen = tuple(kind(name=one) if isinstance(one, str) else one for one in given)
             object.__setattr__(self, key, chosen)
+        object.__setattr__(self, "models", tuple(choice.brought() for choice in self.models))
         if not self.name or any(c in self.name for c in "/\\ ") or self.name.startswith("."):
             raise UserError(f"name: must be usable as a folder's name, got {self.name!r}")
         for key in ("algorithms", "models"):
@@ -376,6 +392,8 @@ class Experiment:
             data_digest=data_digest,
             profile_digest=profile,
             network_digest=None if network is None else self.cluster.links_digest(network),
+            plugin=plugin_of(algorithm.name),
+            brought=brought_of(model.name, batch_size),
         )
 
 
@@ -384,8 +402,13 @@ _AS_GIVEN = ("launcher", "launcher_options", "device", "dtype", "seed", "optimiz
 _AS_GIVEN += ("collective_timeout_s", "tf32", "cudnn_benchmark")
 
 
-def load(path: Path, overrides: Sequence[str] = ()) -> Experiment:
+def load(path: Path, overrides: Sequence[str] = (), given: own.Given | None = None) -> Experiment:
     """Reads an experiment file; `overrides` are `key=value` with dots and list indices in keys.
+
+    Its files of models and algorithms are looked for beside it, then in the current folder.
+
+    Args:
+        given: models and algorithms of the command line; overrides hold for them, too.
 
     Raises:
         UserError: no such file, no YAML, an unknown key, or a value that is not allowed.
@@ -403,10 +426,25 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Experiment:
         raise UserError(f"experiment {path}{where}: not valid YAML: {problem}") from None
     if not isinstance(values, dict):
         raise UserError(f"experiment {path}: must be a mapping of keys to values")
+    given = given or own.Given()
+    given.into(values)
     for override in overrides:
         _override(values, override)
+    given.choose_gpus(values)
     values.setdefault("name", path.stem)
+    if "plugins" in values:
+        values["plugins"] = own.load_plugins(values["plugins"], path.parent)
+    _with_paths(values.get("models"), path.parent)
     return build_options(Experiment, values, "experiment key")
+
+
+def _with_paths(models: Any, folder: Path) -> None:
+    """Makes paths of models absolute; what is no list of models is refused later."""
+    for place, one in enumerate(models if isinstance(models, list) else ()):
+        if isinstance(one, dict) and "name" in one:
+            one["name"] = own.absolute(one["name"], folder)
+        else:
+            models[place] = own.absolute(one, folder)
 
 
 def _override(values: dict[str, Any], text: str) -> None:

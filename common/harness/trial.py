@@ -12,12 +12,22 @@ from typing import Any, Literal
 
 from common.emulation.config import Fault
 from common.harness.learn import LATER, LearnConfig
+from common.models import registry
 from common.models.pace import Pace
+from common.models.registry import Brought
 from common.results.records import typed
 from dear.cost.collectives import AlphaBeta
 from dear.errors import UserError
+from dear.files import digest_of
 from dear.options import at_least, positive, said
-from dear.training.algorithm import Options, algorithm_class, algorithm_options
+from dear.training.algorithm import (
+    Options,
+    Plugin,
+    algorithm_class,
+    algorithm_names,
+    algorithm_options,
+    load_plugin,
+)
 
 BASELINE = "none"
 """The algorithm of the single-worker baseline: the plain optimizer, no communication."""
@@ -180,12 +190,21 @@ class Trial:
     """Of the layer profile that is replayed; None where the model computes for real."""
     network_digest: str | None = None
     """Of what `network` stood for; None where nothing is emulated."""
+    plugin: Plugin | None = None
+    """The file of an algorithm that does not come with the project."""
+    brought: Brought | None = None
+    """Where a model is from that does not, or its profile."""
 
     @property
     def hash(self) -> str:
-        """Identity: a digest of all fields but the label."""
+        """Identity: a digest of all fields but the label. Of files it takes the digest, not where
+        they lie."""
         values = self.to_json()
         del values["label"]
+        for key in ("plugin", "brought"):
+            digest = values.pop(key, {}).get("digest")
+            if digest is not None:
+                values[key] = digest
         # Later than the first records:
         for key in ("learn", "data_digest", "profile_digest", "network_digest"):
             if values[key] is None:
@@ -201,9 +220,8 @@ class Trial:
     @property
     def id(self) -> str:
         """Readable and unique; the name of the trial's folder."""
-        return (
-            f"{self.model}-bs{self.batch_size}-n{self.world_size}-{self.algorithm}-{self.hash[:8]}"
-        )
+        model = self.model.replace(":", "-")
+        return f"{model}-bs{self.batch_size}-n{self.world_size}-{self.algorithm}-{self.hash[:8]}"
 
     @property
     def title(self) -> str:
@@ -254,7 +272,14 @@ class Trial:
         """What compared trials have in common: all but algorithm and world size."""
         learn = self.learn and dataclasses.replace(self.learn, batch_sizes=None)
         same = dataclasses.replace(
-            self, algorithm="", options=Options(), label="", world_size=0, learn=learn, twin=0
+            self,
+            algorithm="",
+            options=Options(),
+            plugin=None,
+            label="",
+            world_size=0,
+            learn=learn,
+            twin=0,
         )
         return (self.model, self.batch_size, same.hash)
 
@@ -262,7 +287,7 @@ class Trial:
         """As it stands in files and records: JSON has no tuples, and what few trials have is left
         out where it is not set."""
         values = json.loads(json.dumps({**dataclasses.asdict(self), "options": said(self.options)}))
-        for key in ("twin", "tf32", "cudnn_benchmark"):
+        for key in ("twin", "tf32", "cudnn_benchmark", "plugin", "brought"):
             if not values[key]:
                 del values[key]
         for key in LATER if self.learn is not None else ():
@@ -272,7 +297,12 @@ class Trial:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Trial:
-        """What `to_json` gave."""
+        """What `to_json` gave. Files that it needs are loaded, where this process has not.
+
+        Raises:
+            UserError: one of them is gone, or not what it was.
+        """
+        _load(values)
         options = options_of(values["algorithm"], values["options"])
         return typed(cls, {**values, "options": options})
 
@@ -284,6 +314,23 @@ class Trial:
     def load(cls, folder: Path) -> Trial:
         """What `save` wrote."""
         return cls.from_json(json.loads((folder / _TRIAL).read_text()))
+
+
+def _load(values: Mapping[str, Any]) -> None:
+    """What a trial needs besides what comes with the project."""
+    plugin, brought = values.get("plugin"), values.get("brought")
+    if plugin is not None and values["algorithm"] not in algorithm_names():
+        load_plugin(Path(plugin["path"]), plugin["digest"])
+    if brought is None:
+        return
+    model = Brought(**brought)
+    if registry.brought_of(values["model"], values["batch_size"]) is not None:
+        return
+    if model.profile is None and model.source.startswith(registry.FILE):
+        path = Path(model.source.removeprefix(registry.FILE))
+        if digest_of(path) != model.digest:
+            raise UserError(f"{path}: not what it was when the sweep began; start it again")
+    registry.bring(values["model"], model)
 
 
 @dataclass(frozen=True, kw_only=True)

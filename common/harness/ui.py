@@ -17,7 +17,7 @@ from common.harness.trial import Trial
 from common.models.registry import model_entry
 from common.results.records import Plan
 
-_LONG_UNITS = {"img": "img", "sen": "sentences"}
+_LONG_UNITS = {"img": "img", "sen": "sentences", "sample": "samples"}
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ def log_header(trial: Trial, parameters: int, command: str, began: datetime.date
     """Printed before the warm-up."""
     device = _device(trial)
     first = f"Model: {trial.model}"
-    if model_entry(trial.model).sample_unit == "sen":
+    if trial.model.startswith("bert"):
         size = {"bert": "Large ", "bert_base": "Base "}.get(trial.model, "")
         first = f"BERT {size}Pretraining, Sentence len: {trial.sentence_len}"
     return [

@@ -1,7 +1,8 @@
 """Every model by name, without importing torch: what makes it, and what one sample is called.
 
 `resnet50` computes; `resnet50@rtx2080ti-modelled` replays the times that are recorded in
-`configs/profiles/rtx2080ti-modelled/`.
+`configs/profiles/rtx2080ti-modelled/`. Others are brought along (`bring`): by a file of the user's,
+by their type in transformers, or with a profile that lies elsewhere.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 from dataclasses import dataclass
+from pathlib import Path
 
 from common.models import profile as profiles
 from common.models.datasets import Kind
@@ -30,7 +32,7 @@ class ModelEntry:
     builder: str
     """`module:function`; the function takes (name, batch_size, sentence_len, generator)."""
     sample_unit: str = "img"
-    """What throughput counts: `img`, or `sen` for sentences."""
+    """What throughput counts: `img`, `sen` for sentences, or `sample` where nobody knows."""
     batch_size: int = 32
     """Samples per worker where an experiment does not say."""
     sentence_len: int | None = None
@@ -113,10 +115,85 @@ def _replayed() -> dict[str, ModelEntry]:
 MODELS: dict[str, ModelEntry] = {**_COMPUTED, **_replayed()}
 
 
+FILE, HF = "file:", "hf:"
+"""How names of models begin that the registry does not have: a file's path, a type of
+transformers."""
+_FILE_ENTRY = ModelEntry(builder="common.models.own_file:build", sample_unit="sample")
+_OF_ANY_SIZE = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Brought:
+    """Where a model is from that the registry, as it ships, does not have: what workers need."""
+
+    source: str
+    """`file:PATH` (absolute, on every host the same), `hf:TYPE`, or a name of the registry."""
+    digest: str | None = None
+    """Of the file, and of what it imports from beside it."""
+    profile: str | None = None
+    """The file whose times are replayed, absolute; None: the model computes."""
+
+
+_brought: dict[str, dict[int, Brought]] = {}
+"""By name and batch size (computed: any)."""
+
+
+def bring(name: str, brought: Brought) -> None:
+    """Makes `name` a model, in this process.
+
+    Raises:
+        UserError: another one is called that already, or its file or profile is none.
+    """
+    known = _brought.get(name, {})
+    for other in known.values():
+        if (other.source, other.digest) != (brought.source, brought.digest):
+            raise UserError(f"model {name}: there are two, {other.source} and {brought.source}")
+    size = _OF_ANY_SIZE
+    if brought.profile is not None:
+        size = profiles.load(Path(brought.profile)).batch_size
+    if known.get(size, brought) != brought:
+        raise UserError(f"model {name}: stands twice with batch_size {size}, but other sentences")
+    _brought[name] = known | {size: brought}
+
+
+def brought_of(name: str, batch_size: int) -> Brought | None:
+    """What `bring` was told of the model at this batch size; None: it is the registry's own."""
+    known = _brought.get(name, {})
+    return known.get(batch_size) or known.get(_OF_ANY_SIZE)
+
+
+def _brought_entry(name: str) -> ModelEntry | None:
+    known = _brought.get(name)
+    if not known:
+        return None
+    size, brought = next(iter(known.items()))
+    if brought.profile is not None:
+        made = profiles.load(Path(brought.profile))
+        return ModelEntry(
+            builder=_REPLAY_BUILDER,
+            sample_unit=made.sample_unit,
+            batch_size=size,
+            sentence_len=made.sentence_len,
+        )
+    if brought.source.startswith(FILE):
+        return _FILE_ENTRY
+    return importlib.import_module("common.models.huggingface").entry(brought.source)
+
+
+def _paths(name: str) -> dict[int, Path]:
+    """The profiles of a replayed model, by batch size."""
+    model, _, device = name.partition("@")
+    sizes = profiles.batch_sizes().get(name, ())
+    shipped = {size: profiles.path_of(model, device, size) for size in sizes}
+    brought = _brought.get(name, {}).items()
+    return shipped | {size: Path(one.profile) for size, one in brought if one.profile}
+
+
 def model_entry(name: str) -> ModelEntry:
     """The registry's line for `name`; raises `UserError` for an unknown name."""
-    if name in MODELS:
-        return MODELS[name]
+    known = MODELS.get(name) or _brought_entry(name)
+    if known is not None:
+        return known
     model, at, device = name.partition("@")
     if not at:
         raise unknown("model", name, MODELS)
@@ -141,14 +218,13 @@ def profile_of(name: str, batch_size: int, sentence_len: int | None = None) -> P
     """
     if not is_replay(name):
         raise UserError(f"model {name} is computed, not replayed; a replayed one is MODEL@DEVICE")
-    sizes = profiles.batch_sizes()[name]
-    if batch_size not in sizes:
+    paths = _paths(name)
+    if batch_size not in paths:
         raise UserError(
             f"batch_size: no profile of {name} for {batch_size}; "
-            f"there are some for {', '.join(map(str, sizes))}"
+            f"there are some for {', '.join(map(str, sorted(paths)))}"
         )
-    model, _, device = name.partition("@")
-    profile = profiles.load(profiles.path_of(model, device, batch_size))
+    profile = profiles.load(paths[batch_size])
     if sentence_len not in (None, profile.sentence_len):
         raise _other_sentences(name, sentence_len, [profile.sentence_len])
     return profile
@@ -166,7 +242,7 @@ def sentence_len(name: str, given: int | None) -> int | None:
         raise UserError(f"sentence_len: model {name} has no sentences")
     if not is_replay(name) or entry.sentence_len is None:
         return entry.sentence_len if given is None else given
-    recorded = [profile_of(name, size).sentence_len for size in profiles.batch_sizes()[name]]
+    recorded = [profile_of(name, size).sentence_len for size in _paths(name)]
     if given is not None and given not in recorded:
         raise _other_sentences(name, given, sorted(set(recorded)))
     return recorded[0] if given is None else given

@@ -80,7 +80,7 @@ class _Parser(argparse.ArgumentParser):
         raise UserError(message)
 
 
-def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = _Parser(prog="python -m common.profiling.layers", allow_abbrev=False)
     parser.description = __doc__.partition("\n")[0]
     parser.add_argument("--model", required=True, help="a model of `benchmarks.py list`")
@@ -99,7 +99,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def main(arguments: Sequence[str]) -> int:
     try:
-        options = _parse(arguments)
+        options = parse(arguments)
         profile = record_profile(options)
         path = options.out or path_of(profile.model, profile.device, profile.batch_size)
         profile.save(path)

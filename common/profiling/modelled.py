@@ -1,6 +1,8 @@
 """Makes the profiles of a GPU that nobody lent: counted work, scaled to published speeds.
 
-`python -m common.profiling.modelled` writes all of them to configs/profiles/rtx2080ti-modelled/.
+`python -m common.profiling.modelled` writes those that come with the project to
+configs/profiles/rtx2080ti-modelled/; `profile_of_any` makes one of any model for any GPU of
+configs/gpus.yaml.
 """
 
 from __future__ import annotations
@@ -8,7 +10,7 @@ from __future__ import annotations
 import argparse
 import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,18 +21,11 @@ from torch.utils.flop_counter import flop_registry
 
 from common.models import registry
 from common.models.profile import FOLDER, Profile
+from common.models.workload import Workload
+from common.profiling import gpus
+from common.profiling.gpus import Device
 from common.profiling.recorder import Clock, Layers, Stretches, hooked_step, tensors
-
-
-@dataclass(frozen=True, kw_only=True)
-class Device:
-    """A processor's limits."""
-
-    name: str
-    flops: float
-    """Single-precision operations per second."""
-    bandwidth: float
-    """Bytes per second to and from its memory."""
+from dear.errors import UserError
 
 
 class Roofline(Clock, TorchDispatchMode):
@@ -67,11 +62,12 @@ def _is_free(func: Any) -> bool:
     return any(r.alias_info is not None and not r.alias_info.is_write for r in results)
 
 
-FOLDER_NAME = "rtx2080ti-modelled"
-# NVIDIA's Turing white paper (WP-09183-001), table of GeForce GPUs: 13.45 TFLOP/s and 616 GB/s are
-# those of the Founders Edition (boost clock; 352 bits at 14 Gb/s).
-RTX_2080_TI = Device(name="NVIDIA GeForce RTX 2080 Ti", flops=13.45e12, bandwidth=616e9)
+_RTX_2080_TI = gpus.find("rtx2080ti")
+FOLDER_NAME, RTX_2080_TI = _RTX_2080_TI.folder_name, _RTX_2080_TI.device
 _SOURCE = "HKBU-HPML/ddl-benchmarks, results of 2020-05-29 (arXiv 2005.13247)"
+EFFICIENCIES = {"resnet50-bs64": 1.4511, "bert_base-bs64": 1.2261, "bert-bs8": 1.7966}
+"""By how much a step takes longer than its counted operations and bytes at the peaks of an RTX 2080
+Ti, of those cases whose speed is published."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,11 +125,7 @@ def model_profile(case: Case) -> Profile:
 
 def _rule(case: Case, factor: float, counted_s: float) -> str:
     speed = CASES[case.like or case.name]
-    text = (
-        f"per operation max(flops / {RTX_2080_TI.flops / 1e12:g} TFLOP/s, bytes / "
-        f"{RTX_2080_TI.bandwidth / 1e9:g} GB/s), added up by module "
-        f"(launching kernels costs nothing); {counted_s * 1e3:.4f} ms in all, times {factor:.4f}"
-    )
+    text = _counted_words(RTX_2080_TI, counted_s, factor)
     if case.like is None:
         return (
             f"{text} so that forward and backward take {case.batch_size} / {case.published:g} "
@@ -152,15 +144,28 @@ def _factor(case: Case) -> float:
     return case.batch_size / case.published / (layers.forward_s + layers.backward_s)
 
 
+def _counted_words(device: Device, counted_s: float, factor: float) -> str:
+    return (
+        f"per operation max(flops / {device.flops / 1e12:g} TFLOP/s, bytes / "
+        f"{device.bandwidth / 1e9:g} GB/s), added up by module "
+        f"(launching kernels costs nothing); {counted_s * 1e3:.4f} ms in all, times {factor:.4f}"
+    )
+
+
 def _count(case: Case) -> Layers:
     length = registry.model_entry(case.model).sentence_len
     with torch.device("meta"):
         workload = registry.build(case.model, case.batch_size, length, torch.Generator())
+    return _layers(workload, RTX_2080_TI)
+
+
+def _layers(workload: Workload, device: Device) -> Layers:
+    """The work of one step, by module."""
     if isinstance(workload.inputs, dict):
         # All ones, which transformers would look up; without values the answer is to leave it out.
         workload.inputs.pop("attention_mask", None)
     workload.model.train()
-    clock = Roofline(RTX_2080_TI)
+    clock = Roofline(device)
     stretches = Stretches(workload.model, clock)
     try:
         # Attention in plain matrix products, as the published figures had it.
@@ -168,6 +173,86 @@ def _count(case: Case) -> Layers:
             return Layers(workload.model, [hooked_step(workload, stretches)])
     finally:
         stretches.remove()
+
+
+def profile_of_any(
+    name: str,
+    build: Callable[[], Workload],
+    gpu: gpus.Choice,
+    *,
+    batch_size: int,
+    sentence_len: int | None,
+    sample_unit: str,
+) -> Profile:
+    """A profile of any model for any GPU, measured by nobody: counted work times an efficiency.
+
+    That is what is known of the same model on an RTX 2080 Ti, else of ResNet-50 there.
+
+    Args:
+        name: of the model, without a device.
+        build: makes it with its batch; called again if it cannot be counted without computing.
+
+    Raises:
+        UserError: the model fails in its forward or backward pass, or has nothing to train.
+    """
+    layers = _counted(name, build, gpu)
+    like = _like(name)
+    factor, counted_s = EFFICIENCIES[like], layers.forward_s + layers.backward_s
+    layers.scale(layers.forward_s * factor, layers.backward_s * factor)
+    rule = (
+        f"{_counted_words(gpu.device, counted_s, factor)}, which is the factor of {like} on an "
+        f"RTX 2080 Ti ({_SOURCE}), assumed here, where nothing is published; peaks: "
+        f"{gpu.gpu.source}"
+    )
+    return Profile(
+        model=name,
+        device=gpu.folder_name,
+        device_name=gpu.gpu.name,
+        memory_bytes_per_s=gpu.device.bandwidth,
+        kind="modelled",
+        batch_size=batch_size,
+        sentence_len=sentence_len,
+        sample_unit=sample_unit,
+        dtype={"fp32": "float32", "tf32": "float32 (tf32)", "fp16": "float16"}[gpu.precision],
+        rule=rule,
+        **layers.fields(),
+    )
+
+
+def _like(name: str) -> str:
+    """The case with a published speed whose efficiency is assumed of a model."""
+    for case in CASES.values():
+        if case.model == name:
+            return case.like or case.name
+    return "resnet50-bs64"
+
+
+def _counted(name: str, build: Callable[[], Workload], gpu: gpus.Choice) -> Layers:
+    dtype = torch.float16 if gpu.precision == "fp16" else torch.float32
+
+    def count(place: str) -> Layers:
+        with torch.device(place):
+            workload = build().to(torch.device(place), dtype)
+            if not any(param.requires_grad for param in workload.model.parameters()):
+                raise UserError(f"model {name}: has no parameters that could be trained")
+            return _layers(workload, gpu.device)
+
+    try:
+        return count("meta")
+    except UserError:
+        raise
+    except Exception:
+        # Perhaps because what it does depends on values, which tensors on `meta` have not.
+        try:
+            return count("cpu")
+        except UserError:
+            raise
+        except Exception as error:
+            text = " ".join(str(error).split())
+            raise UserError(
+                f"model {name}: fails in its forward or backward pass: {type(error).__name__}: "
+                f"{text[:400]}"
+            ) from error
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -4,33 +4,37 @@ An algorithm is one file in a folder of `dear/algorithms/`. The folder says what
 the replicas; the file name (with dashes for underscores) is the algorithm's name on the command
 line, in records and in plots. The file defines one subclass of `Algorithm` and takes torch from
 `dear.lazy`, so that listing and checking never import torch. Files whose names begin with an
-underscore are no algorithms.
+underscore are no algorithms. A file from elsewhere counts as one after `load_plugin`.
 """
 
 from __future__ import annotations
 
 import importlib
+import re
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from types import ModuleType
+from typing import Any, ClassVar, Literal, get_args
 
 from dear.comm.communicator import Communicator
 from dear.cost.bounds import Bound, Traffic
 from dear.cost.overlap import Overlap, Unstated
-from dear.errors import Unavailable, unknown
+from dear.errors import Unavailable, UserError, unknown
+from dear.files import digest_of, module_of
 from dear.lazy import torch
 from dear.options import Options, build_options
 from dear.training.engine import Engine, Replica, distribute
 
 FOLDER = Path(__file__).parents[1] / "algorithms"
+Consistency = Literal["synchronous", "delayed", "decentralized", "asynchronous"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:
     """What an algorithm promises and needs; the harness checks it before it starts anything."""
 
-    consistency: Literal["synchronous", "delayed", "decentralized", "asynchronous"]
+    consistency: Consistency
     """`synchronous`: after each step all replicas equal serial training on the joined batch."""
     devices: tuple[str, ...] = ("cpu", "cuda")
     min_world_size: int = 1
@@ -124,13 +128,80 @@ class Algorithm(ABC):
         return model, distribute(optimizer, (self.engine if shared else Engine)(replica))
 
 
+_PLUGINS = "dear_plugins"
+"""The package that files from elsewhere seem to be in."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plugin:
+    """The file of an algorithm that is none of dear's own."""
+
+    path: str
+    """Absolute; on every host the same."""
+    digest: str
+    """Of the file and what it imports from beside it (`dear.files`)."""
+
+
+_plugins: dict[str, Plugin] = {}
+
+
+def load_plugin(path: Path, digest: str | None = None) -> str:
+    """Makes the file's algorithm one of those there are, in this process; its name.
+
+    The name is that of the file, as with dear's own. A file that is loaded already stays as it was.
+
+    Args:
+        digest: what it must be; None: whatever it is.
+
+    Raises:
+        UserError: the file cannot be read or imported, defines no algorithm or several, has the
+            name of another one, or is not what it was.
+    """
+    path = path.resolve()
+    found = Plugin(path=str(path), digest=digest_of(path))
+    name = path.stem.replace("_", "-")
+    if digest not in (None, found.digest):
+        raise UserError(f"{path}: not what it was when the sweep began; start it again")
+    if _plugins.get(name) == found:
+        return name
+    if re.fullmatch("[a-z][a-z0-9-]*", name) is None or path.suffix != ".py":
+        raise UserError(
+            f"{path}: the file's name is the algorithm's, in small letters, digits and "
+            "underscores, and ends in .py; rename it"
+        )
+    if name in _modules():
+        whose = f"of {_plugins[name].path}" if name in _plugins else "of dear's own"
+        raise UserError(f"{path}: there is an algorithm {name!r} {whose}; rename the file")
+    module = module_of(path, _PLUGINS)
+    kinds = _defined_in(module)
+    if len(kinds) != 1:
+        names = ", ".join(kind.__name__ for kind in kinds) or "none"
+        raise UserError(
+            f"{path}: must define one subclass of dear.training.algorithm.Algorithm, found {names}"
+        )
+    capabilities = getattr(kinds[0], "capabilities", None)
+    if getattr(capabilities, "consistency", None) not in get_args(Consistency):
+        raise UserError(
+            f"{path}: {kinds[0].__name__} must say what replicas promise, e.g. "
+            'capabilities = Capabilities(consistency="synchronous")'
+        )
+    _plugins[name] = found
+    return name
+
+
+def plugin_of(name: str) -> Plugin | None:
+    """The file of algorithm `name`; None: it is dear's own."""
+    return _plugins.get(name)
+
+
 def _modules() -> dict[str, str]:
     """Name of each algorithm -> its module."""
     files = (path.relative_to(FOLDER).with_suffix("") for path in FOLDER.glob("*/[!_]*.py"))
-    return {
+    own = {
         file.name.replace("_", "-"): f"dear.algorithms.{file.parent.name}.{file.name}"
         for file in files
     }
+    return own | {name: f"{_PLUGINS}.{Path(one.path).stem}" for name, one in _plugins.items()}
 
 
 def algorithm_names() -> list[str]:
@@ -144,16 +215,20 @@ def algorithm_class(name: str) -> type[Algorithm]:
     if name not in modules:
         raise unknown("algorithm", name, sorted(modules))
     module = importlib.import_module(modules[name])
-    found = [
+    found = _defined_in(module)
+    if len(found) != 1:
+        raise TypeError(f"{module.__file__} must define one Algorithm, found {len(found)}")
+    return found[0]
+
+
+def _defined_in(module: ModuleType) -> list[type[Algorithm]]:
+    return [
         value
         for value in vars(module).values()
         if isinstance(value, type)
         and issubclass(value, Algorithm)
         and value.__module__ == module.__name__
     ]
-    if len(found) != 1:
-        raise TypeError(f"{module.__file__} must define one Algorithm, found {len(found)}")
-    return found[0]
 
 
 def algorithm_options(name: str, given: dict[str, Any]) -> Options:

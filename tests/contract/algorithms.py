@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,13 @@ from typing import Any
 import pytest
 
 from dear.algorithms import reference as references
-from dear.training.algorithm import algorithm_class, algorithm_names, algorithm_options
+from dear.training.algorithm import (
+    Algorithm,
+    algorithm_class,
+    algorithm_names,
+    algorithm_options,
+    plugin_of,
+)
 
 TINY = 0.0002  # MB: many buckets
 
@@ -44,7 +51,22 @@ class Meaning:
 
     @classmethod
     def of(cls, name: str) -> Meaning:
-        return TABLE.get(name) or Meaning(family=algorithm_class(name).capabilities.consistency)
+        return TABLE.get(name) or Meaning._of_file(algorithm_class(name))
+
+    @classmethod
+    def _of_file(cls, algorithm: type[Algorithm]) -> Meaning:
+        """Of an algorithm that is not in the table: what its file says as `CONTRACT`, if it does.
+
+        `CONTRACT = {"options": [{"k": 1}, {}], "lacks": ["model=complex"]}`
+        """
+        said = dict(getattr(sys.modules[algorithm.__module__], "CONTRACT", {}))
+        found = cls(
+            family=algorithm.capabilities.consistency,
+            options=tuple(said.pop("options", ({},))),
+            lacks=frozenset(said.pop("lacks", ())),
+        )
+        assert not said, f"CONTRACT: unknown {', '.join(said)} (allowed: options, lacks)"
+        return found
 
     @property
     def averages_gradients(self) -> bool:
@@ -305,6 +327,11 @@ TABLE: dict[str, Meaning] = {
         in_turn=True,
     ),
 }
+
+
+def dears_own() -> list[str]:
+    """The algorithms that come with the project; `pytest --plugin FILE` brings others."""
+    return [name for name in algorithm_names() if plugin_of(name) is None]
 
 
 def reference_of(name: str, options: dict[str, Any]) -> Any:

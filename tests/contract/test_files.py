@@ -6,12 +6,21 @@ import ast
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 import dear
 import dear.algorithms
-from dear.training.algorithm import Algorithm, algorithm_class, algorithm_names
+from dear.cost.bounds import Bound
+from dear.training.algorithm import (
+    Algorithm,
+    algorithm_class,
+    algorithm_names,
+    algorithm_options,
+    plugin_of,
+)
+from tests.contract.algorithms import dears_own
 from tests.contract.loops import make_model, make_sgd
 
 _FOLDER = Path(dear.algorithms.__file__).parent
@@ -31,7 +40,7 @@ sys.exit(f"imported {sorted(loaded)}" if loaded else 0)
 def test_listing_algorithms_and_their_options_imports_no_torch():
     ended = subprocess.run([sys.executable, "-c", _LIST_ALL], capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
-    assert [line.split()[0] for line in ended.stdout.splitlines()] == algorithm_names()
+    assert [line.split()[0] for line in ended.stdout.splitlines()] == dears_own()
 
 
 def test_every_public_name_can_be_had_and_no_other():
@@ -43,7 +52,7 @@ def test_every_public_name_can_be_had_and_no_other():
 
 def test_every_file_is_an_algorithm():
     files = {path.stem.replace("_", "-") for path in _FOLDER.glob("*/[!_]*.py")}
-    assert files == set(algorithm_names())
+    assert files == set(dears_own())
     assert {"allreduce", "wfbp", "ddp", "dear", "horovod"} <= files
 
 
@@ -51,7 +60,8 @@ def test_every_file_is_an_algorithm():
 def test_every_algorithm_file_defines_one_documented_algorithm(name):
     found = algorithm_class(name)
     path = Path(sys.modules[algorithm_class(name).__module__].__file__)
-    assert path.parent.name == algorithm_class(name).capabilities.consistency
+    if plugin_of(name) is None:
+        assert path.parent.name == algorithm_class(name).capabilities.consistency
     tree = ast.parse(path.read_text())
     classes = [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
     assert found.__name__ in classes
@@ -78,6 +88,22 @@ def test_every_option_has_a_default_and_a_docstring(name):
             if isinstance(field, ast.AnnAssign):
                 text = after.value if isinstance(after, ast.Expr) else None
                 assert isinstance(text, ast.Constant), f"{field.target.id} has no docstring"
+
+
+@pytest.mark.parametrize("name", algorithm_names())
+def test_every_algorithm_says_how_short_its_steps_can_be(name):
+    found, options = algorithm_class(name), algorithm_options(name, {})
+    assert found.bound in (None, *get_args(Bound))
+    said = "`bound` (or `bound_of`) must name one of dear.cost.bounds.Bound"
+    assert found.bound_of(options) in get_args(Bound), said
+
+
+@pytest.mark.parametrize("name", algorithm_names())
+def test_every_algorithm_says_who_exchanges_with_whom(name):
+    found, options = algorithm_class(name), algorithm_options(name, {})
+    alike = found.capabilities.consistency in ("synchronous", "delayed")
+    said = "`traffic` must say who sends to whom, unless all take part in the same collectives"
+    assert (found.traffic(options, 4, 1) is None) == alike, said
 
 
 def _horovod_in_use() -> tuple[str, str, bool]:

@@ -41,7 +41,7 @@ from dear.cost.collectives import (
     table_costs,
 )
 from dear.errors import UserError
-from dear.training.algorithm import algorithm_class, algorithm_names, algorithm_options
+from dear.training.algorithm import algorithm_class, algorithm_options
 
 SIZES = [2**power for power in range(12, 25, 2)]
 
@@ -311,12 +311,6 @@ def test_bad_input_is_named():
         wire_limit_s(1, 2, 0)
 
 
-def test_algorithms_name_bounds_that_exist():
-    for name in algorithm_names():
-        assert algorithm_class(name).bound in (None, *KINDS), name
-        assert algorithm_class(name).bound_of(algorithm_options(name, {})) in KINDS, name
-
-
 def traffic(name: str, world_size: int, local_size: int = 1, **options) -> Traffic:
     return algorithm_class(name).traffic(algorithm_options(name, options), world_size, local_size)
 
@@ -484,11 +478,3 @@ def test_impossible_worlds_are_refused():
         traffic("neighbor", 2).loads(0)
     with pytest.raises(UserError, match="count"):
         traffic("neighbor", 2).every(0)
-
-
-def test_every_algorithm_says_how_short_its_steps_can_be():
-    for name in algorithm_names():
-        found, options = algorithm_class(name), algorithm_options(name, {})
-        assert found.bound_of(options) is not None, name
-        alike = found.capabilities.consistency in ("synchronous", "delayed")
-        assert (found.traffic(options, 4, 1) is None) == alike, name

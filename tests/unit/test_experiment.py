@@ -23,7 +23,9 @@ from common.harness.trial import (
     Trial,
     options_of,
 )
+from common.models.registry import Brought
 from dear.errors import UserError
+from dear.training.algorithm import Plugin
 from tests.system.made import write_mnist
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs" / "experiments").glob("*.yaml"))
@@ -291,6 +293,8 @@ def test_hash_changes_with_every_field_but_the_label(trial):
         "data_digest": "0123456789abcdef",
         "profile_digest": "0123456789abcdef",
         "network_digest": "0123456789abcdef",
+        "plugin": Plugin(path="/own.py", digest="0123456789abcdef"),
+        "brought": Brought(source="file:/own.py", digest="0123456789abcdef"),
     }
     assert {*other, "label"} == {field.name for field in dataclasses.fields(Trial)}
     changed = [dataclasses.replace(trial, **{key: value}).hash for key, value in other.items()]

@@ -1,0 +1,108 @@
+"""Any architecture of transformers by its type, `hf:gpt2`: default sizes, random weights.
+
+Nothing is downloaded: a type's own configuration says how large it is. What it trains on is made
+up: images and their classes, or words, each of which has one to be predicted.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # configurations only
+
+import torch
+from torch.nn import functional
+
+from common.models import torchvision_cpu  # noqa: F401  (transformers imports torchvision)
+from common.models.cnn import images_for
+from common.models.registry import HF, ModelEntry
+from common.models.workload import Workload
+from dear.errors import UserError
+
+import transformers  # isort: skip
+from transformers.models.auto import modeling_auto as auto  # isort: skip
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # isort: skip
+
+_BUILDER = "common.models.huggingface:build"
+_SENTENCE_LEN = 64
+_IMAGE_SIZE = 224
+_HEADS = {
+    "AutoModelForImageClassification": auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
+    "AutoModelForSeq2SeqLM": auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    "AutoModelForMaskedLM": auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    "AutoModelForCausalLM": auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+}
+"""What a type is made to train: the first of these that it can."""
+
+
+def entry(name: str) -> ModelEntry:
+    """The registry's line for `hf:TYPE`.
+
+    Raises:
+        UserError: transformers has no such type, or it is trained on something else than images or
+            words.
+    """
+    kind = name.removeprefix(HF)
+    if _head(kind) == "AutoModelForImageClassification":
+        return ModelEntry(builder=_BUILDER)
+    most = getattr(_config(kind), "max_position_embeddings", None) or _SENTENCE_LEN
+    return ModelEntry(
+        builder=_BUILDER,
+        sample_unit="sen",
+        batch_size=8,
+        sentence_len=min(_SENTENCE_LEN, most),
+    )
+
+
+def build(
+    name: str, batch_size: int, sentence_len: int | None, generator: torch.Generator
+) -> Workload:
+    """The model with random weights, and one batch: images `[batch_size, channels, side, side]`,
+    or words `[batch_size, sentence_len]`."""
+    kind = name.removeprefix(HF)
+    head, config = _head(kind), _config(kind)
+    model = getattr(transformers, head).from_config(config)
+    if head == "AutoModelForImageClassification":
+        side = getattr(config, "image_size", None) or _IMAGE_SIZE
+        side = side if isinstance(side, int) else side[0]
+        images = images_for(model, batch_size, side, config.num_labels, generator)
+        images.criterion = _of_classes
+        return images
+    shape = (batch_size, sentence_len)
+    words = torch.randint(config.vocab_size, shape, generator=generator)
+    targets = torch.randint(config.vocab_size, shape, generator=generator)
+    inputs = {"input_ids": words}
+    if head == "AutoModelForSeq2SeqLM":
+        inputs["decoder_input_ids"] = words
+    return Workload(model=model, inputs=inputs, targets=(targets,), criterion=_of_words)
+
+
+def _head(kind: str) -> str:
+    if kind not in CONFIG_MAPPING:
+        near = difflib.get_close_matches(kind, list(CONFIG_MAPPING), n=3, cutoff=0.5)
+        hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+        raise UserError(
+            f"unknown model type of transformers {kind!r}{hint} (it has {len(CONFIG_MAPPING)}, the "
+            "keys of its CONFIG_MAPPING)"
+        )
+    for head, kinds in _HEADS.items():
+        if kind in kinds:
+            return head
+    raise UserError(
+        f"{HF}{kind}: transformers has no classifier of images and no language model of that type"
+    )
+
+
+def _config(kind: str) -> Any:
+    return CONFIG_MAPPING[kind]()
+
+
+def _of_classes(output: Any, labels: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(output.logits, labels)
+
+
+def _of_words(output: Any, words: torch.Tensor) -> torch.Tensor:
+    scores = output.logits
+    return functional.cross_entropy(scores.reshape(-1, scores.shape[-1]), words.view(-1))

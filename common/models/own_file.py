@@ -1,0 +1,137 @@
+"""A model of the user's own, from a Python file that says three things at most.
+
+    def model() -> torch.nn.Module               # or the file defines one class of modules
+    def batch(batch_size) -> (inputs, targets)   # inputs: a tensor, a tuple, or a dict by name
+    def loss(output, *targets) -> torch.Tensor   # without it: cross entropy
+
+docs/bring_your_own.md is the recipe.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from common.models import torchvision_cpu  # noqa: F401  (the file may import torchvision)
+from common.models.registry import FILE, brought_of
+from common.models.workload import Workload
+from dear.errors import UserError
+from dear.files import module_of, told
+
+_PACKAGE = "own_models"
+
+
+def build(
+    name: str, batch_size: int, sentence_len: int | None, generator: torch.Generator
+) -> Workload:
+    """The model of a file that the registry has been told of, with one batch of its own.
+
+    Weights come from torch's global random state, as of any model; `batch` draws from that too, set
+    anew from `generator` meanwhile.
+
+    Raises:
+        UserError: the file says less than it must, or what it says raises an exception.
+    """
+    path = Path(brought_of(name, batch_size).source.removeprefix(FILE))
+    return workload(path, batch_size, generator)
+
+
+def workload(path: Path, batch_size: int, generator: torch.Generator) -> Workload:
+    """The same, of any file."""
+    file = module_of(path, _PACKAGE)
+    model = _call(path, "model", _maker(path, file))
+    if not isinstance(model, nn.Module):
+        raise UserError(f"{path}: model() must return a torch.nn.Module, got {_kind(model)}")
+    if not callable(getattr(file, "batch", None)):
+        raise UserError(
+            f"{path}: has no function batch(batch_size), which returns (inputs, targets) of so "
+            "many samples"
+        )
+    seed = int(torch.randint(2**31, (), generator=generator, device="cpu"))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        pair = _call(path, "batch", lambda: file.batch(batch_size))
+    if not isinstance(pair, tuple) or len(pair) != 2:
+        raise UserError(f"{path}: batch() must return a pair (inputs, targets), got {_kind(pair)}")
+    inputs, targets = pair
+    return Workload(
+        model=model,
+        inputs=_by_name(path, inputs) if isinstance(inputs, dict) else _tensors(path, inputs),
+        targets=_tensors(path, targets),
+        criterion=getattr(file, "loss", nn.functional.cross_entropy),
+    )
+
+
+def _maker(path: Path, file: ModuleType) -> Callable[[], Any]:
+    """The function `model`, or the only class of modules that the file defines."""
+    made = getattr(file, "model", None)
+    if isinstance(made, nn.Module):
+        raise UserError(
+            f"{path}: model is a module already; write a function model() that makes one, so that "
+            "its weights are drawn on every rank alike"
+        )
+    if callable(made):
+        return made
+    kinds = [
+        value
+        for value in vars(file).values()
+        if isinstance(value, type)
+        and issubclass(value, nn.Module)
+        and value.__module__ == file.__name__
+    ]
+    if len(kinds) != 1:
+        names = ", ".join(kind.__name__ for kind in kinds) or "none"
+        raise UserError(
+            f"{path}: has no function model(), nor one torch.nn.Module that could be meant "
+            f"(classes of modules: {names})"
+        )
+    needed = [
+        one.name
+        for one in inspect.signature(kinds[0]).parameters.values()
+        if one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
+    ]
+    if needed:
+        raise UserError(
+            f"{path}: {kinds[0].__name__} needs {', '.join(needed)}; write a function model() that "
+            "makes one"
+        )
+    return kinds[0]
+
+
+def _call(path: Path, name: str, function: Callable[[], Any]) -> Any:
+    try:
+        return function()
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"{path}: {name}() has failed: {told(error, path)}") from error
+
+
+def _tensors(path: Path, values: Any) -> tuple[torch.Tensor, ...]:
+    if values is None:
+        return ()
+    given = tuple(values) if isinstance(values, tuple | list) else (values,)
+    for value in given:
+        _check(path, value)
+    return given
+
+
+def _by_name(path: Path, values: dict[str, Any]) -> dict[str, torch.Tensor]:
+    for value in values.values():
+        _check(path, value)
+    return values
+
+
+def _check(path: Path, value: Any) -> None:
+    if not isinstance(value, torch.Tensor):
+        raise UserError(f"{path}: batch() must return tensors, got {_kind(value)} among them")
+
+
+def _kind(value: Any) -> str:
+    return "None" if value is None else type(value).__name__

@@ -1,0 +1,96 @@
+"""Whole sweeps of a model and an algorithm that lie outside of the repository."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from common.emulation import sandbox
+from plots import throughput
+from tests.system.processes import ROOT, python
+from tests.system.sweeps import Driver
+
+ALGORITHM = ROOT / "examples" / "bring_your_own_algorithm.py"
+MODEL = """
+import torch
+from width import WIDTH
+
+def model():
+    layers = [torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU()] * 3
+    return torch.nn.Sequential(*layers, torch.nn.Linear(WIDTH, 4))
+
+def batch(batch_size):
+    return torch.randn(batch_size, WIDTH), torch.randint(4, (batch_size,))
+"""
+SHORT = "measure={repeats: 2, warmup_steps: 1, steps_per_iter: 3, check_steps: 1}"
+
+
+@pytest.fixture
+def mine(tmp_path) -> Path:
+    """A folder with a model, what it imports, and an algorithm."""
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "net.py").write_text(MODEL)
+    (folder / "width.py").write_text("WIDTH = 512\n")
+    shutil.copy(ALGORITHM, folder / "small_ones.py")
+    return folder
+
+
+def state() -> str:
+    """What git sees of the repository; logs and figures are ignored."""
+    words = ["git", "status", "--porcelain"]
+    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True).stdout
+
+
+@pytest.mark.skipif(bool(sandbox.unable()), reason=f"no virtual hosts: {sandbox.unable()}")
+@pytest.mark.timeout(300)
+def test_one_command_from_a_file_to_a_table(tmp_path, mine, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    before, logs = state(), tmp_path / "logs"
+    done = python(
+        *("benchmarks.py", "run", "--model-file", mine / "net.py", "--batch", "64"),
+        *("--gpu", "rtx3090", "--hosts", "2", "--network", "25gbe"),
+        *("--plugin", mine / "small_ones.py", "-k", "dear|small-ones", "--set", SHORT),
+        *("--set", "compare_to=dear", "--logs", logs, "--no-plot"),
+    )
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert done.stderr.count("net.py modelled for NVIDIA GeForce RTX 3090") == 1
+    lines = (logs / "net" / "records.jsonl").read_text().splitlines()
+    dear, own = (json.loads(line) for line in lines)
+    assert [one["trial"]["algorithm"] for one in (dear, own)] == ["dear", "small-ones"]
+    assert own["trial"]["plugin"]["path"] == str(mine / "small_ones.py")
+    for one in (dear, own):
+        assert one["status"] == "ok" and one["check"]["verdict"] == "yes"
+        assert one["trial"]["model"] == "net.py@rtx3090-modelled" and one["fabric"] == "emulated"
+        assert one["throughput"]["unit"] == "sample/s" and one["bound"]["step_s"] > 0
+    table = (logs / "net" / "table.md").read_text()
+    assert "net.py@rtx3090-modelled" in table and "small-ones" in table
+    assert state() == before
+
+    shown = python("benchmarks.py", "show", "net", "--logs", logs)  # needs neither of the files
+    assert shown.returncode == 0 and "small-ones" in shown.stdout
+    assert all(path.exists() for path in throughput.draw(logs / "net", tmp_path / "figures"))
+
+
+def test_a_model_from_a_file_computes_in_every_rank(tmp_path, mine):
+    driver = Driver(tmp_path)
+    flags = ("--model-file", mine / "net.py", "--batch", "4", "-k", "n=2 ddp|n=2 dear")
+    done = driver.run(*map(str, flags))
+    assert done.returncode == 0, done.stderr + done.stdout
+    for record in driver.records():
+        assert record["status"] == "ok" and record["check"]["verdict"] == "yes"
+        assert record["trial"]["model"] == "net.py"
+        assert record["trial"]["brought"]["source"] == f"file:{mine / 'net.py'}"
+
+
+def test_a_model_that_fails_in_a_rank_is_a_failed_trial_with_its_words(tmp_path, mine):
+    (mine / "net.py").write_text(MODEL.replace("Linear(WIDTH, 4)", "Linear(7, 4)"))
+    driver = Driver(tmp_path)
+    done = driver.run("--model-file", str(mine / "net.py"), "--batch", "4", "-k", "n=2 ddp")
+    assert done.returncode == 1, done.stderr + done.stdout
+    (record,) = driver.records()
+    assert record["status"] == "failed" and "shapes cannot be multiplied" in done.stdout

@@ -1,0 +1,497 @@
+"""Models and algorithms of the user's own: names, profiles, digests, and one line for a mistake."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from common.harness import cli, commands, own
+from common.harness.experiment import load
+from common.harness.trial import Trial
+from common.models import profile as profiles
+from common.models import registry
+from common.profiling import gpus, layers, modelled
+from dear.errors import UserError
+from dear.files import digest_of
+from dear.training import algorithm as algorithms
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+MODEL, ALGORITHM = EXAMPLES / "bring_your_own_model.py", EXAMPLES / "bring_your_own_algorithm.py"
+
+TINY = """
+import torch
+
+def model():
+    return torch.nn.Sequential(torch.nn.Linear(256, 999), torch.nn.ReLU(), torch.nn.Linear(999, 4))
+
+def batch(batch_size):
+    return torch.randn(batch_size, 256), torch.randint(4, (batch_size,))
+"""
+EXPERIMENT = {
+    "algorithms": ["ddp", "dear"],
+    "models": [{"name": "file:mine.py", "gpu": "v100", "batch_size": 4}],
+    "cluster": {"hosts": 2, "network": "10gbe"},
+    "baseline": False,
+}
+
+
+@pytest.fixture(autouse=True)
+def nothing_brought(tmp_path, monkeypatch):
+    """As in a new process, with a cache of its own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+    def forget():
+        monkeypatch.setattr(registry, "_brought", {})
+        monkeypatch.setattr(algorithms, "_plugins", {})
+        for name in [*sys.modules]:
+            if name.startswith(("own_models.", "dear_plugins.")) or name == "near_by":
+                del sys.modules[name]
+
+    forget()
+    yield forget
+    forget()
+
+
+@pytest.fixture
+def mine(tmp_path):
+    """`mine(text)` is the file of a small model that says so."""
+
+    def write(text: str = TINY, name: str = "mine.py") -> Path:
+        path = tmp_path / name
+        path.write_text(text)
+        return path
+
+    return write
+
+
+@pytest.fixture
+def trial(tmp_path, mine, nothing_brought):
+    """`trial()` is the first of a small experiment, read as in a new process."""
+    mine()
+
+    def read(**changed) -> Trial:
+        nothing_brought()
+        path = tmp_path / "demo.yaml"
+        path.write_text(yaml.safe_dump(EXPERIMENT | changed))
+        return load(path).trials()[0]
+
+    return read
+
+
+def one_line(call) -> str:
+    with pytest.raises(UserError) as caught:
+        call()
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def bring(path: Path, batch_size: int = 4, gpu: str = "rtx2080ti") -> profiles.Profile:
+    name, size, length = own.bring_model(f"file:{path}", batch_size, None, gpu)
+    return registry.profile_of(name, size, length)
+
+
+# GPUs
+
+
+def test_the_table_has_many_gpus_with_a_source_and_numbers_that_can_be():
+    found = gpus.table()
+    assert len(found) >= 12 and gpus.DEFAULT in found
+    for gpu in found.values():
+        assert re.match(r"(NVIDIA|AMD) .*(data sheet|architecture)", gpu.source), gpu
+        assert gpu.name.split()[0] in gpu.source
+        assert 5 < gpu.fp32_tflops < 200 and 300 <= gpu.memory_gb_per_s < 10_000
+        assert gpu.fp16_tflops > gpu.fp32_tflops
+        assert gpu.tf32_tflops is None or gpu.fp32_tflops <= gpu.tf32_tflops < gpu.fp16_tflops
+
+
+def test_a_gpu_is_found_with_its_precision():
+    found = gpus.find("a100-40g-tf32")
+    assert (found.device.flops, found.device.bandwidth) == (156e12, 1555e9)
+    assert found.folder_name == "a100-40g-tf32-modelled"
+    assert gpus.find("rtx2080ti").device == modelled.RTX_2080_TI
+    assert gpus.find("rtx2080ti").folder_name == modelled.FOLDER_NAME == "rtx2080ti-modelled"
+    assert "did you mean 'rtx3090'" in one_line(lambda: gpus.find("rtx3080"))
+    assert "v100 has no units for tf32" in one_line(lambda: gpus.find("v100-tf32"))
+
+
+@pytest.mark.parametrize(("name", "factor"), modelled.EFFICIENCIES.items())
+def test_efficiencies_are_those_of_the_committed_profiles(name, factor):
+    model, _, size = name.rpartition("-bs")
+    made = registry.profile_of(f"{model}@rtx2080ti-modelled", int(size))
+    counted_s = float(re.search(r"; ([\d.]+) ms in all", made.rule)[1]) / 1e3
+    assert factor == pytest.approx(int(size) / modelled.CASES[name].published / counted_s, rel=1e-4)
+
+
+# Models
+
+
+def test_a_module_has_the_same_profile_through_a_file_as_through_the_registry(mine):
+    text = """
+import torch, torchvision
+def model(): return torchvision.models.resnet50(weights=None)
+def batch(n): return torch.randn(n, 3, 224, 224), torch.randint(1000, (n,))
+"""
+    made = bring(mine(text), batch_size=64)
+    wanted = registry.profile_of("resnet50@rtx2080ti-modelled", 64)
+    assert (made.model, made.device, made.kind) == ("mine.py", "rtx2080ti-modelled", "modelled")
+    assert made.step_s == pytest.approx(wanted.step_s, rel=1e-3)
+    assert made.parameters == tuple(
+        dataclasses.replace(own, ready_s=pytest.approx(own.ready_s, rel=1e-3))
+        for own in wanted.parameters
+    )
+    assert [call.module for call in made.calls] == [call.module for call in wanted.calls]
+    assert "resnet50-bs64" in made.rule and "data sheet" not in made.rule
+    assert "Turing" in made.rule, "where the peaks are from"
+
+
+def test_half_the_bytes_and_faster_matrices_take_less_time(mine):
+    path = mine()
+    times = [bring(path, 4096, gpu).step_s for gpu in ("a100-40g", "a100-80g", "a100-40g-fp16")]
+    assert times[0] > times[1] > times[2] > 0
+
+
+def test_the_example_is_a_model():
+    made = bring(MODEL, batch_size=2)
+    assert (made.parameter_bytes, made.sample_unit) == (4 * 3_250_532, "sample")
+
+
+def test_gpt2_by_its_type_has_its_parameters_and_downloads_nothing():
+    name, size, length = own.bring_model("hf:gpt2", None, None, None)
+    assert (name, size, length) == ("hf:gpt2", None, None)
+    entry = registry.model_entry(name)
+    assert (entry.sample_unit, entry.batch_size, entry.sentence_len) == ("sen", 8, 64)
+    with torch.device("meta"):
+        made = registry.build(name, 2, 16, torch.Generator())
+        loss = made.loss()
+    assert sum(param.numel() for param in made.model.parameters()) == 124_439_808
+    assert made.inputs["input_ids"].shape == (2, 16) and loss.shape == ()
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("gtp2", "unknown model type of transformers 'gtp2'; did you mean 'gpt2'"),
+        ("wav2vec2", "no classifier of images and no language model"),
+    ],
+)
+def test_a_type_that_is_none_is_one_line(kind, words):
+    assert words in one_line(lambda: own.bring_model(f"hf:{kind}", None, None, None))
+
+
+def test_a_class_without_arguments_is_a_model_too(mine):
+    made = bring(
+        mine(
+            "import torch\n"
+            "class Net(torch.nn.Linear):\n"
+            "    def __init__(self): super().__init__(999, 999)\n"
+            "def batch(n): return {'input': torch.randn(n, 999)}, torch.randn(n, 999)\n"
+            "def loss(output, wanted): return (output - wanted).square().mean()\n"
+        )
+    )
+    assert [param.name for param in made.parameters] == ["weight", "bias"]
+
+
+def test_a_model_that_looks_at_values_is_counted_with_values(mine):
+    text = TINY.replace("torch.nn.ReLU()", "Odd()").replace(
+        "def model",
+        "class Odd(torch.nn.Module):\n"
+        "    def forward(self, x): return x * float(x.sum().item() > 1e9)\n\ndef model",
+    )
+    assert bring(mine(text)).step_s > 0
+
+
+WRONG_MODELS = {
+    "raises": ("x = 1\n1 / 0\n", ["cannot be imported: ZeroDivisionError", "(line 2)"]),
+    "ends": ("import sys\nsys.exit('no GPU')\n", ["cannot be imported: SystemExit: no GPU"]),
+    "no Python": ("def model(:\n", ["cannot be imported: SyntaxError", "line 1"]),
+    "nothing": ("import torch\n", ["no function model()", "classes of modules: none"]),
+    "two classes": (
+        "from torch import nn\nclass A(nn.Module): pass\nclass B(nn.Module): pass\n",
+        ["no function model()", "classes of modules: A, B"],
+    ),
+    "a class with arguments": (
+        "from torch import nn\nclass A(nn.Module):\n    def __init__(self, width): pass\n",
+        ["A needs width", "write a function model()"],
+    ),
+    "made already": ("import torch\nmodel = torch.nn.Linear(2, 2)\n", ["write a function model()"]),
+    "no model": ("def model(): return 3\n", ["must return a torch.nn.Module, got int"]),
+    "no batch": (
+        "import torch\ndef model(): return torch.nn.Linear(8, 4)\n",
+        ["batch(batch_size)"],
+    ),
+    "no pair": (TINY + "def batch(n): return torch.ones(n)\n", ["a pair (inputs, targets)"]),
+    "no tensors": (TINY + "def batch(n): return [1], None\n", ["must return tensors, got int"]),
+    "fails to be made": (TINY + "def model(): {}['k']\n", ["model() has failed: KeyError: 'k'"]),
+    "fails in forward": (
+        TINY.replace("Linear(999, 4)", "Linear(998, 4)"),
+        ["model mine.py: fails in its forward or backward pass: RuntimeError", "998"],
+    ),
+    "no scalar": (TINY + "def loss(output, labels): return output\n", ["fails in its", "scalar"]),
+    "too little": (
+        TINY.replace("256, 999", "256, 1").replace("999, 4", "1, 4"),
+        ["takes less than a microsecond"],
+    ),
+    "frozen": (
+        TINY + "m = model\ndef model(): return m().requires_grad_(False)\n",
+        ["no parameters that could be trained"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_MODELS)
+def test_a_wrong_model_is_one_line_and_leaves_nothing(tmp_path, mine, case):
+    text, words = WRONG_MODELS[case]
+    path = mine(text)
+    said = one_line(lambda: bring(path))
+    assert [word for word in ["mine.py", *words] if word not in said] == []
+    assert not (tmp_path / "cache").exists()
+
+
+def test_bad_names_are_one_line(tmp_path, mine):
+    path = mine()
+    assert "No such file" in one_line(lambda: bring(tmp_path / "other.py"))
+    assert "ends in .py" in one_line(lambda: bring(mine(name="mine.txt")))
+    assert "did you mean 'rtx2080ti'" in one_line(lambda: bring(path, gpu="rtx2080"))
+    assert "torch sees none here; name one" in one_line(lambda: bring(path, gpu="here"))
+    again = "resnet50@rtx2080ti-modelled"
+    assert "recorded model already" in one_line(lambda: own.bring_model(again, 64, None, "v100"))
+    elsewhere = tmp_path / "elsewhere" / "mine.py"
+    elsewhere.parent.mkdir()
+    shutil.copy(path, elsewhere)
+    elsewhere.write_text(TINY + "# other\n")
+    bring(path)
+    assert "model mine.py: there are two" in one_line(lambda: bring(elsewhere))
+
+
+def test_a_profile_is_made_once_and_kept_outside_of_the_repository(tmp_path, mine, monkeypatch):
+    def state() -> str:
+        words = ["git", "status", "--porcelain", "--ignored"]
+        return subprocess.run(words, cwd=ROOT, capture_output=True, text=True).stdout
+
+    before, path = state(), mine()
+    made = bring(path)
+    (kept,) = (tmp_path / "cache" / "dear-bench" / "profiles").glob("*/*")
+    assert profiles.load(kept) == made and kept.parent.name == "rtx2080ti-modelled"
+    assert state() == before
+    monkeypatch.setattr(own, "_modelled", None)
+    assert bring(path) == made
+    with pytest.raises(TypeError):
+        bring(path, batch_size=5)  # another one
+
+
+def test_on_a_machine_with_a_gpu_profiles_are_measured_there(mine, monkeypatch, capsys):
+    """The recorder has the CPU in place of the GPU, which is not here."""
+    record = layers.record_profile
+
+    def on_cpu(options):
+        assert options.device == "cuda"
+        options.device, options.warmup, options.steps, options.name = "cpu", 0, 1, "test-9"
+        return record(options)
+
+    monkeypatch.setattr(own, "_gpu_here", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA Test 9")
+    monkeypatch.setattr(layers, "record_profile", on_cpu)
+    plan = planned(capsys, "--model-file", mine(), "--batch", 4)
+    assert {one["model"] for one in plan} == {"mine.py@test-9"}
+    made = registry.profile_of("mine.py@test-9", 4)
+    assert made.kind == "measured" and made.parameter_bytes == 4 * (257 * 999 + 1000 * 4)
+
+
+def test_a_shipped_profile_is_taken_where_there_is_one(monkeypatch):
+    monkeypatch.setattr(own, "_modelled", None)
+    found = own.bring_model("resnet50", None, None, "rtx2080ti")
+    assert found == ("resnet50@rtx2080ti-modelled", None, None)
+    assert registry.brought_of("resnet50@rtx2080ti-modelled", 64) is None
+
+
+def test_a_cache_that_cannot_be_written_is_one_line(tmp_path, mine, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert "XDG_CACHE_HOME says where" in one_line(lambda: bring(mine()))
+
+
+# Digests and trials
+
+
+def test_a_digest_is_of_the_file_and_of_what_it_imports_beside_it(tmp_path, mine):
+    path = mine("from near_by import width\n" + TINY)
+    near, far = tmp_path / "near_by.py", tmp_path / "far.py"
+    near.write_text("import json, far_away\nwidth = 8\n")
+    far.write_text("")
+    found = {digest_of(path)}
+    far.write_text("x = 1\n")
+    assert digest_of(path) in found
+    near.write_text("width = 9\n")
+    found.add(digest_of(path))
+    path.write_text(path.read_text() + "\n")
+    found.add(digest_of(path))
+    assert len(found) == 3
+    assert bring(path).step_s > 0, "what lies beside the file can be imported"
+
+
+def test_a_trial_changes_with_the_file_and_not_with_its_place(tmp_path, trial, mine):
+    first = trial()
+    assert first.model == "mine.py@v100-modelled" and first.brought.source.startswith("file:/")
+    assert Path(first.brought.profile).is_absolute() and first.profile_digest
+    assert trial().hash == first.hash
+    moved = tmp_path / "moved"
+    moved.mkdir()
+    shutil.copy(tmp_path / "mine.py", moved)
+    there = trial(models=[{**EXPERIMENT["models"][0], "name": f"file:{moved}/mine.py"}])
+    assert there.hash == first.hash and there.brought.source != first.brought.source
+    mine(TINY + "# another\n")
+    assert trial().hash != first.hash
+    assert trial(models=[{**EXPERIMENT["models"][0], "batch_size": 5}]).hash != first.hash
+
+
+def test_a_rank_finds_in_the_trial_what_it_needs(trial, mine, nothing_brought):
+    replayed = trial().to_json()
+    computed = trial(models=[{"name": "file:mine.py", "batch_size": 4}]).to_json()
+    assert "profile" in replayed["brought"] and computed["brought"]["profile"] is None
+    nothing_brought()
+    loaded = Trial.from_json(json.loads(json.dumps(replayed)))
+    assert loaded.to_json() == replayed and registry.is_replay(loaded.model)
+    Trial.from_json(computed)
+    made = registry.build("mine.py", 4, None, torch.Generator())
+    again = registry.build("mine.py", 4, None, torch.Generator().manual_seed(7))
+    assert made.inputs[0].shape == (4, 256) and made.loss().shape == ()
+    assert not torch.equal(made.inputs[0], again.inputs[0]), "ranks have samples of their own"
+    nothing_brought()
+    mine(TINY + "# another\n")
+    assert "not what it was" in one_line(lambda: Trial.from_json(computed))
+
+
+def test_ids_of_trials_are_names_of_folders(trial):
+    made = trial(models=[{"name": "hf:gpt2", "batch_size": 1}])
+    assert made.id.startswith("hf-gpt2-bs1-n2-ddp-") and made.title.startswith("hf:gpt2 bs=1")
+
+
+def test_trials_that_bring_nothing_are_what_they_were(trial):
+    values = trial(models=[{"name": "mnist_cnn", "batch_size": 4}]).to_json()
+    assert not {"plugin", "brought"} & set(values)
+
+
+# Algorithms
+
+
+def test_an_algorithm_from_a_file_is_one_of_those_there_are(tmp_path, trial):
+    text = ALGORITHM.read_text()
+    path = tmp_path / "small_ones.py"
+    path.write_text(text)
+    made = trial(plugins=["small_ones.py"], algorithms=["small-ones", "ddp"])
+    assert (made.algorithm, made.label) == ("small-ones", "small-ones")
+    assert made.plugin.path == str(path) and made.options.small_kb == 64
+    assert "small-ones" in commands.listing()["algorithms"]
+    assert made.cell == trial().cell, "they are compared with each other"
+    path.write_text(text + "# another\n")
+    assert trial(plugins=["small_ones.py"], algorithms=["small-ones"]).hash != made.hash
+    said = one_line(lambda: trial(plugins=["small_ones.py"], algorithms=["small-onse"]))
+    assert "did you mean 'small-ones'" in said
+
+
+def test_a_rank_loads_the_algorithm_of_its_trial(tmp_path, trial, nothing_brought):
+    path = tmp_path / "small_ones.py"
+    path.write_text(ALGORITHM.read_text())
+    values = trial(plugins=[str(path)], algorithms=["small-ones"]).to_json()
+    nothing_brought()
+    assert "small-ones" not in algorithms.algorithm_names()
+    assert Trial.from_json(values).to_json() == values
+    nothing_brought()
+    path.write_text(ALGORITHM.read_text() + "# another\n")
+    assert "not what it was" in one_line(lambda: Trial.from_json(values))
+
+
+EMPTY = "from dear.training.algorithm import Algorithm, Capabilities\n"
+WRONG_ALGORITHMS = {
+    "raises": ("mine.py", "import nowhere_at_all\n", "ModuleNotFoundError: No module named"),
+    "none": ("mine.py", EMPTY, "must define one subclass of dear.training.algorithm.Algorithm"),
+    "two": ("mine.py", EMPTY + "class A(Algorithm): pass\nclass B(Algorithm): pass\n", "A, B"),
+    "no promise": ("mine.py", EMPTY + "class A(Algorithm): pass\n", "must say what replicas"),
+    "dear's own name": ("wfbp.py", EMPTY, "an algorithm 'wfbp' of dear's own; rename the file"),
+    "an alias": ("asc.py", EMPTY, "asc is another name of an algorithm"),
+    "a bad name": ("My File.py", EMPTY, "rename it"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_ALGORITHMS)
+def test_a_wrong_algorithm_is_one_line_and_status_2(tmp_path, capsys, case):
+    name, text, words = WRONG_ALGORITHMS[case]
+    path = tmp_path / name
+    path.write_text(text)
+    for verb in (["list"], ["run", "quick", "-n"]):
+        assert cli.main([*verb, "--plugin", str(path)]) == 2
+        said = capsys.readouterr()
+        assert said.out == "" and said.err.count("\n") == 1
+        assert words in said.err and str(path) in said.err
+    assert path.stem not in algorithms.algorithm_names() or name == "wfbp.py"
+
+
+# The command line
+
+
+def planned(capsys, *arguments: object) -> list[dict]:
+    assert cli.main(["run", *map(str, arguments), "--dry-run", "--json"]) == 0
+    return [entry["trial"] for entry in json.loads(capsys.readouterr().out)]
+
+
+def test_one_command_from_a_file_to_the_trials_of_a_sweep(capsys, mine, tmp_path):
+    path, logs = mine(), tmp_path / "logs"
+    flags = ["--model-file", path, "--batch", 4, "--gpu", "rtx3090", "--logs", logs]
+    plan = planned(capsys, *flags, "--hosts", 3, "--network", "25gbe", "--plugin", ALGORITHM)
+    assert [one["algorithm"] for one in plan] == [
+        *("ddp", "wfbp", "dear", "bring-your-own-algorithm")
+    ]
+    for one in plan:
+        assert (one["model"], one["batch_size"]) == ("mine.py@rtx3090-modelled", 4)
+        assert (one["world_size"], one["network"]) == (3, "25gbe")
+    assert cli.main(["run", *map(str, flags), "-n"]) == 0
+    assert f"results in {logs / 'mine'}" in capsys.readouterr().out.replace("\n", "")
+    assert not logs.exists()
+
+
+def test_without_a_gpu_it_is_replayed_on_virtual_hosts_and_computes_elsewhere(capsys, mine):
+    path = mine()
+    here = planned(capsys, "--model-file", path)
+    assert {one["model"] for one in here} == {"mine.py@rtx2080ti-modelled"}
+    computed = planned(capsys, "quick", "--model-file", path, "--batch", 4)
+    assert {(one["model"], one["batch_size"]) for one in computed} == {("mine.py", 4)}
+    shipped = planned(capsys, "--model", "resnet50")
+    assert {(one["model"], one["batch_size"]) for one in shipped} == {
+        ("resnet50@rtx2080ti-modelled", 64)
+    }
+    both = planned(
+        capsys, "quick", "--model", f"file:{path}", "--model", "mnist_cnn@rtx2080ti-modelled"
+    )
+    assert {one["model"] for one in both} == {"mine.py", "mnist_cnn@rtx2080ti-modelled"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--gpu", "v100"], "--gpu: goes with --model"),
+        (["--batch", "3"], "--batch: goes with --model"),
+        (["--model", "resnet50", "--batch", "0"], "--batch must be at least 1"),
+        (["--model", "resnet5"], "did you mean 'resnet5"),
+        (["--model", "resnet50", "--gpu", "a100"], "did you mean 'a10'"),
+        (["--model-file", "nowhere.py"], "nowhere.py: No such file"),
+        (["--plugin", "nowhere.py"], "nowhere.py: No such file"),
+        (["--set", "plugins=3"], "plugins: must be a list of files"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_a_mistake_is_one_line_and_status_2(capsys, flags, words):
+    assert cli.main(["run", "emulated-quick", *flags, "-n"]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.count("\n") == 1
+    assert words in said.err

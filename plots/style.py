@@ -99,7 +99,7 @@ LOOKS = {
     for name, colour, marker, hatch, line in _TABLE
 }
 """Of every algorithm of today; the single worker is called `none`."""
-# For algorithms that came later, and for variants of one algorithm, which have shades of its colour.
+# For algorithms that came later, and for variants of one, which have shades of its colour.
 _FURTHER = ("#7F6A00", "#1B5E7A", "#A83232", "#3D8B8B", "#6E6E00", "#B05F8E")
 _SHADES = (0.0, 0.5, -0.45, 0.25, -0.7, 0.7)
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "d", "<", ">", "p", "h", "*", "8", "H")

@@ -184,7 +184,7 @@ def _add_run(run: argparse.ArgumentParser) -> None:
         cluster.add_argument(flag, help=text)
     brought = run.add_argument_group(
         "your own (docs/bring_your_own.md)",
-        "Without an experiment: ddp, wfbp and dear on virtual hosts, as emulated-quick has them.",
+        "Without an experiment: that of configs/experiments/own.yaml, on virtual hosts.",
     )
     brought.add_argument(
         "--model-file",

@@ -249,7 +249,7 @@ def _holds(record: Record, wanted: str) -> bool:
 
 
 _RECORDS = "records.jsonl"
-OWN_MODELS = ROOT / "configs" / "experiments" / "emulated-quick.yaml"
+OWN_MODELS = ROOT / "configs" / "experiments" / "own.yaml"
 """What is run of models that the command line names, where it names no experiment."""
 
 

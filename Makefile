@@ -14,7 +14,7 @@ CORE_SOURCES := $(shell find common/comm_core common/emulation/links -name '*.cc
 
 # Each of them uses all cores.
 .NOTPARALLEL:
-.PHONY: bench first-table test test-all retest core core-tests horovod gpu-check sanitize torch-suite mutants records lint system-packages clean help
+.PHONY: bench first-table test test-all retest core core-tests horovod gpu-check sanitize torch-suite mutants records docs lint system-packages clean help
 
 help:
 	@echo "make bench            set up, then the default sweep: a table and a plot"
@@ -28,6 +28,7 @@ help:
 	@echo "make torch-suite      torch's own tests of backends on the comm core, 2 and 4 ranks"
 	@echo "make mutants          small changes of meaning in the code: does a test notice each? (hours)"
 	@echo "make records          docs/records anew, from a clean commit (hours); ONLY=NAME for one"
+	@echo "make docs             the numbers, tables and figures of all documents, from docs/records"
 	@echo "make horovod          build Horovod into .venv (part of bench and test)"
 	@echo "make lint             ruff, import-linter, clang-format and shellcheck"
 	@echo "make system-packages  install Open MPI and what the builds need (Debian, as root)"
@@ -72,6 +73,9 @@ mutants: $(CORE_TESTS) $(HOROVOD) $(MUTANTS)
 
 records: $(CORE_TESTS) $(HOROVOD) $(MUTANTS)
 	$(PY) bench/records.py $(ONLY)
+
+docs: $(READY)
+	$(PY) -m common.results.readme
 
 horovod:
 	rm -f $(HOROVOD)

@@ -14,7 +14,7 @@ from common.results.records.trust import Strain
 UNFAITHFUL_WAIT = 0.7
 """Seconds that a rank's threads may wait for a core per second, all together, on an emulated
 cluster. Far from nothing, for queues of links and the deadlines of replayed compute absorb most of
-it: see docs/measurement.md for the runs that it was chosen by."""
+it: see docs/methodology.md for the runs that it was chosen by."""
 LATE = 0.02
 """The same for real compute, as a share of the time: nothing absorbs what it computes longer; and
 what a replay may fall behind its device, the mean of all launches."""

@@ -18,7 +18,7 @@ UNKNOWN = "-"
 LEGEND = (
     "milliseconds per step; step is elapsed time over steps, median and p95 are of single steps; "
     "forward, backward, update and exposed comm are of the rank that is held up least and add up "
-    "to its step; exposed comm -: contained in the others (docs/measurement.md)"
+    "to its step; exposed comm -: contained in the others (docs/methodology.md)"
 )
 
 

@@ -175,7 +175,7 @@ class Record:
     """Steps after which the algorithm's schedule repeats."""
     evidence: str | None = None
     """The file with raw measurements of the first repeat, from the records' folder; those of others
-    stand beside it (see docs/measurement.md)."""
+    stand beside it (see docs/methodology.md)."""
     loss: float | None = None
     breakdown: Breakdown | None = None
     compute: StepTimes | None = None
@@ -192,7 +192,7 @@ class Record:
     """What the algorithm has counted, by rank."""
     throughput: Throughput | None = None
     learning: list[Learning] | None = None
-    """By repeat, of trials that train for a time (see docs/measurement.md)."""
+    """By repeat, of trials that train for a time (see docs/methodology.md)."""
     data: Data | None = None
     """What it was that they have learned from; None where it was made up, and in older records."""
     parameters: int | None = None

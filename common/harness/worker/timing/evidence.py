@@ -1,7 +1,7 @@
 """What a record is too short for: raw measurements of all ranks, in a file beside the record.
 
 Whoever wants to predict a step, or to doubt a number, finds here what went into it: every moment,
-what was sent when, what was built, and what moving and updating cost. `docs/measurement.md` says
+what was sent when, what was built, and what moving and updating cost. `docs/methodology.md` says
 what stands where. Nothing of it is taken while steps are timed.
 """
 

@@ -53,7 +53,7 @@ def main(arguments: Sequence[str]) -> int:
         return INTERRUPTED
 
 
-_TRACE = "write a timeline of each trial there, for Perfetto or chrome://tracing"
+_TRACE = "write timelines of each trial there, for Perfetto and HolisticTraceAnalysis"
 
 
 class _Parser(argparse.ArgumentParser):

@@ -454,7 +454,8 @@ def _write_traces(folder: Path, results: list[Record], into: Path, quiet: bool =
 
     paths = traces.write(folder, results, into)
     if not quiet:
-        print(f"{len(paths)} timelines in {_short(str(into))}: open them in ui.perfetto.dev")
+        here = _short(str(into))
+        print(f"timelines of {len(paths)} trials in {here}: open merged.json in ui.perfetto.dev")
 
 
 def _write_tensorboard(folder: Path, results: list[Record], into: Path) -> None:

@@ -11,6 +11,7 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
 
@@ -62,7 +63,7 @@ class Work:
         """
         began = self._communicator.clock()
         self._handle.wait()
-        self._communicator.blocked_s += self._communicator.clock() - began
+        self._communicator.held_up(began)
 
     def done(self) -> bool:
         """True once the collective has ended; never blocks."""
@@ -98,6 +99,17 @@ class Work:
         self._recorded.set()
 
 
+@dataclass
+class Log:
+    """What happened on this rank while it was kept."""
+
+    started: list[tuple[str, int, Work | Noted]] = field(default_factory=list)
+    """Name of the call, its channel (of a sub-group: its own), and the work."""
+    waits: list[tuple[float, float]] = field(default_factory=list)
+    """Begin and end of each time that a caller waited for communication, on `Communicator.clock`.
+    """
+
+
 class Communicator:
     """The ranks of one job (or of a sub-group) and the collectives between them.
 
@@ -113,8 +125,8 @@ class Communicator:
             default. (Those of the first have the limit that `group` was made with.)
     """
 
-    _log: list[tuple[str, int, Work | Noted]] | None = None
-    """What is started, while somebody wants to know."""
+    _log: Log | None = None
+    """What happens, while somebody wants to know."""
 
     def __init__(
         self,
@@ -146,12 +158,9 @@ class Communicator:
         self.ensure_channels(channels)
 
     @contextlib.contextmanager
-    def logged(self) -> Iterator[list[tuple[str, int, Work | Noted]]]:
-        """Within it, `Work.times()` is kept, and the list gets what is started on this rank.
-
-        Each as the name of the call, its channel (of a sub-group: its own), and the work.
-        """
-        before, self._log = self.record_times, []
+    def logged(self) -> Iterator[Log]:
+        """Within it, `Work.times()` is kept, and the log gets what happens on this rank."""
+        before, self._log = self.record_times, Log()
         self.record_times = True
         try:
             yield self._log
@@ -166,12 +175,19 @@ class Communicator:
         if self._log is None:
             return lambda: None
         sent = Noted(nbytes, self.clock())
-        self._log.append((name, 0, sent))
+        self._log.started.append((name, 0, sent))
 
         def ended() -> None:
             sent.finished_s = sent.finished_s or self.clock()
 
         return ended
+
+    def held_up(self, since_s: float) -> None:
+        """Its caller has waited for communication since then, on `clock`."""
+        now_s = self.clock()
+        self.blocked_s += now_s - since_s
+        if self._log is not None:
+            self._log.waits.append((since_s, now_s))
 
     def ensure_channels(self, count: int) -> None:
         """Makes the missing ones of `count` channels; then it is a collective call."""
@@ -320,7 +336,7 @@ class Communicator:
         self.bytes_sent += sent
         work = Work(self, handle, channel, nbytes, on_gpu)
         if self._log is not None:
-            self._log.append((name, channel, work))
+            self._log.started.append((name, channel, work))
         return work
 
 

@@ -84,7 +84,7 @@ def timed(communicator: Communicator, wait: Callable[[], Any]) -> Callable[[], N
     def waiting() -> None:
         began = communicator.clock()
         wait()
-        communicator.blocked_s += communicator.clock() - began
+        communicator.held_up(began)
 
     return waiting
 

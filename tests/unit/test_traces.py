@@ -5,6 +5,10 @@ from __future__ import annotations
 import dataclasses
 import gzip
 import json
+from collections import Counter
+from collections.abc import Iterable
+from itertools import pairwise
+from typing import Any
 
 import pytest
 
@@ -13,6 +17,7 @@ from common.harness.record import REAL, make_record
 from common.launch.job import Outcome
 from common.results import store, traces
 from common.results.store import Comparison
+from common.results.traces.spans import aligned
 from dear.errors import UserError
 from tests.system.made import make_trial
 
@@ -41,9 +46,9 @@ SENT = {
 TOLD = {"time_scale": 8.0, "traces": [rank(0.0, [SENT]), rank(0.08, [{"name": "x", "channel": 0}])]}
 
 
-def test_a_timeline_holds_steps_gradients_and_collectives_of_all_ranks():
-    found = traces.events(TOLD)["traceEvents"]
-    steps = [one for one in found if one["ph"] == "X"]
+def test_all_ranks_are_in_one_file_with_steps_gradients_and_transfers():
+    found = traces.files(TOLD)["merged.json"]["traceEvents"]
+    steps = [one for one in found if one["ph"] == "X" and one["name"].startswith("step")]
     # Emulated microseconds, since the first rank began.
     assert [(one["pid"], one["name"], one["ts"], one["dur"]) for one in steps] == [
         (0, "step 1", 0.0, 100000.0),
@@ -56,16 +61,129 @@ def test_a_timeline_holds_steps_gradients_and_collectives_of_all_ranks():
         (0, "fc.bias", 50000.0),
         (0, "fc.bias", 150000.0),
     ]
-    begins = [one for one in found if one["ph"] == "b"]
-    ends = [one for one in found if one["ph"] == "e"]
-    assert [(one["name"], one["cat"], one["ts"]) for one in begins] == [
-        ("reduce_scatter", "channel 1", 60000.0),
-        ("all_reduce", "channel 3", 60000.0),  # of rank 1 the comm core alone can tell
+    sent = [one for one in found if one["ph"] == "X" and one["tid"] >= 10]
+    assert [(one["pid"], one["name"], one["ts"], one["dur"]) for one in sent] == [
+        (0, "reduce_scatter", 60000.0, 20000.0),
+        (1, "all_reduce", 60000.0, 10000.0),  # of rank 1 the comm core alone can tell
     ]
-    assert begins[0]["args"] == {"bytes": 80, "waited_us": 10000.0}
-    assert [(one["id"], one["ts"]) for one in ends] == [("0.0", 80000.0), ("1.0", 70000.0)]
-    names = {one["args"]["name"] for one in found if one["ph"] == "M"}
-    assert names == {"rank 0", "rank 1", "steps", "gradients"}
+    assert sent[0]["args"] == {
+        "bytes": 80,
+        "channel": 1,
+        "enqueued_us": 50000.0,
+        "waited_us": 10000.0,
+    }
+
+
+def phased(offset: float = 0.0, waits: Any = ((100.7, 100.9), (101.75, 101.9))) -> dict[str, Any]:
+    """Two steps of 1 s, each with a transfer of 0.489 s for which the training waits in its end."""
+
+    def sent(begin: float, end: float) -> dict[str, Any]:
+        times = {"enqueued_s": begin - 0.01, "started_s": begin, "finished_s": end}
+        moved = {key: value + offset for key, value in times.items()}
+        return {"name": "all_reduce", "channel": 0, "bytes": 8, **moved}
+
+    return {
+        "marks_s": [100 + offset, 101 + offset, 102 + offset],
+        "phases_s": [
+            [100 + offset, 100.3 + offset, 100.9 + offset, 101 + offset],
+            [101 + offset, 101.3 + offset, 101.9 + offset, 102 + offset],
+        ],
+        "waits_s": [[start + offset, end + offset] for start, end in waits],
+        "gradients": [
+            [{"name": "a", "bytes": 4, "at_s": 100.399 + offset}],
+            [{"name": "a", "bytes": 4, "at_s": 101.399 + offset}],
+        ],
+        "collectives": [sent(100.41, 100.899), sent(101.41, 101.899)],
+        "transfers": [],
+    }
+
+
+def told(*ranks: dict[str, Any], machines: str = "") -> dict[str, Any]:
+    pressure = [{"machine": name} for name in machines or "a" * len(ranks)]
+    return {"time_scale": 2.0, "traces": list(ranks), "pressure": pressure}
+
+
+def test_what_the_training_waited_for_is_no_computation():
+    (rank,), _ = aligned(told(phased()))
+    backward = [one for one in rank.computes if one.name == "backward"]
+    assert [(one.start_us, one.end_us) for one in backward] == [
+        (150000.0, 350000.0),
+        (650000.0, 875000.0),
+    ]
+    # Of 2 x 0.489 s on the wire 0.199 + 0.149 s were waited for.
+    assert rank.overlap == pytest.approx(1 - (0.199 + 0.149) / 0.978)
+
+
+def slices(events: Iterable[dict[str, Any]]) -> dict[Any, list[tuple[float, float]]]:
+    """By track."""
+    found: dict[Any, list[tuple[float, float]]] = {}
+    for one in events:
+        if one["ph"] == "X":
+            found.setdefault((one["pid"], one["tid"]), []).append(
+                (one["ts"], one["ts"] + one["dur"])
+            )
+    return found
+
+
+def test_every_arrow_begins_and_ends_in_a_slice_and_slices_of_a_track_do_not_overlap():
+    late = phased(0.02)
+    late["collectives"].append({**late["collectives"][1], "channel": 1})  # two at a time
+    events = traces.files(told(phased(), late))["merged.json"]["traceEvents"]
+    tracks = slices(events)
+    for spans in tracks.values():
+        for (_, end), (start, _) in pairwise(sorted(spans)):
+            assert start >= end - 0.002
+    arrows: dict[int, list[dict[str, Any]]] = {}
+    for one in events:
+        if one["ph"] in "stf":
+            arrows.setdefault(one["id"], []).append(one)
+    for one in arrows.values():
+        assert [step["ph"] for step in one] == ["s", *["t"] * (len(one) - 2), "f"]
+        assert [step["ts"] for step in one] == sorted(step["ts"] for step in one)
+        for step in one:
+            inside = tracks[step["pid"], step["tid"]]
+            assert any(start <= step["ts"] <= end for start, end in inside), step
+    names = Counter(one[0]["name"] for one in arrows.values())
+    assert names == {"sends": 5, "waited for": 5, "same collective": 2}
+
+
+def test_clocks_of_several_machines_are_made_one_by_the_ends_of_collectives():
+    ranks, clocks = aligned(told(phased(), phased(3600.0), machines="ab"))
+    assert clocks.aligned_by == "the ends of 2 collectives"
+    assert clocks.uncertainty_us == pytest.approx(0.0, abs=0.01)
+    assert [one.start_us for one in ranks[0].steps] == pytest.approx(
+        [one.start_us for one in ranks[1].steps], abs=0.01
+    )
+    apart = phased(3600.0)
+    apart["collectives"][1]["finished_s"] += 0.01
+    _, clocks = aligned(told(phased(), apart, machines="ab"))
+    assert clocks.uncertainty_us == pytest.approx(2500.0, rel=0.05), "half of 10 ms at 1/2"
+    silent = {**phased(), "collectives": []}
+    _, clocks = aligned(told(silent, silent, machines="ab"))
+    assert clocks.uncertainty_us is None
+    assert "null" in json.dumps(traces.files(told(silent, silent, machines="ab")))
+
+
+def test_a_ranks_file_has_streams_and_steps_as_a_profilers():
+    file = traces.files(told(phased(), phased(0.1)))["rank1.json"]
+    assert file["distributedInfo"] == {"rank": 1, "world_size": 2, "backend": "other"}
+    kernels = [one for one in file["traceEvents"] if one.get("cat") == "kernel"]
+    assert {one["name"] for one in kernels} == {
+        *("forward", "backward", "update"),
+        "ncclKernel_all_reduce",
+    }
+    called = {one["args"]["correlation"] for one in file["traceEvents"]
+              if one.get("cat") == "cuda_runtime"}  # fmt: skip
+    assert called == {one["args"]["correlation"] for one in kernels}
+    steps = [one["name"] for one in file["traceEvents"] if one.get("cat") == "user_annotation"]
+    assert steps == ["ProfilerStep#1", "ProfilerStep#2"]
+
+
+def test_older_evidence_says_what_it_lacks():
+    file = traces.files(TOLD)["rank0.json"]
+    assert "does not tell when the rank computed" in file["note"]
+    (rank, _), _ = aligned(TOLD)
+    assert rank.computes == [] and rank.overlap is None
 
 
 @pytest.fixture
@@ -89,9 +207,11 @@ def test_show_writes_a_file_per_trial(sweep, tmp_path, capsys):
     into = tmp_path / "traces"
     command = ["show", "tiny", "--logs", str(sweep.parent), "--trace", str(into)]
     assert cli.main(command) == 0
-    (path,) = into.iterdir()
-    assert json.loads(path.read_text()) == traces.events(TOLD)
-    assert "1 timelines in" in capsys.readouterr().out
+    (place,) = into.iterdir()
+    found = {path.name: json.loads(path.read_text()) for path in place.iterdir()}
+    assert found == traces.files(TOLD)
+    assert sorted(found) == ["merged.json", "rank0.json", "rank1.json"]
+    assert "timelines of 1 trials in" in capsys.readouterr().out
     into.joinpath("file").touch()
     assert cli.main([*command[:-1], str(into / "file")]) == 2
     assert "cannot write to" in capsys.readouterr().err

@@ -126,6 +126,13 @@ class Training:
         convert = step_parts if self._device.type == "cpu" else device_parts
         return [convert(*marks) for marks in self._marks]
 
+    def phases(self) -> list[list[float]]:
+        """When every step since `forget_parts` began, and ended its forward pass, its backward pass
+        and its update, in seconds of the host's clock; none on a GPU, where the host runs ahead."""
+        if self._device.type != "cpu":
+            return []
+        return [[clock_s for clock_s, _ in marks] for marks in self._marks]
+
     def forget_parts(self) -> None:
         """Those of the steps so far do not count."""
         self._marks.clear()

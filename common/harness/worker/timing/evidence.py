@@ -105,12 +105,14 @@ class Trace:
         named = [pair for pair in model.named_parameters() if pair[1].requires_grad]
         handles = [param.register_hook(self._watch(name)) for name, param in named]
         self._marks = [_now()]
-        with communicator.logged() as self._started:
+        training.forget_parts()
+        with communicator.logged() as self._log:
             for _ in range(TRACED_STEPS):
                 self._gradients.append([])
                 training.step()
                 self._marks.append(_now())
         training.finish()
+        self._phases = training.phases()
         for handle in handles:
             handle.remove()
 
@@ -124,8 +126,10 @@ class Trace:
         """All of it, once nothing is under way any more."""
         return {
             "marks_s": self._marks,
+            "phases_s": self._phases,
+            "waits_s": self._log.waits,
             "gradients": self._gradients,
-            "collectives": [_collective(*one) for one in self._started],
+            "collectives": [_collective(*one) for one in self._log.started],
             "transfers": _transfers(self._marks[0], self._marks[-1]),
         }
 

@@ -46,6 +46,11 @@ def parser_of(doc: str, names: Sequence[str], world: int) -> argparse.ArgumentPa
     return parser
 
 
+def environment() -> dict[str, str]:
+    """Variables that change what engines do; never all of them, which hold secrets."""
+    return {name: value for name, value in os.environ.items() if name.startswith(_VARIABLES)}
+
+
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
     """The checked options, and `num_hosts`: how many virtual hosts there are to be, or 0.
 
@@ -104,7 +109,7 @@ class Session:
         self.args, self._tool, self._output = args, tool, output
         self._congestion = args.congestion or network.default_congestion()
         self._versions = {name: team.versions for name, team in teams.started.items()}
-        self._ranks = [
+        self.ranks = [
             {"engine": name, "rank": rank, "pid": pid, "host": host.name}
             | {"address": host.address, "ifname": host.ifname}
             for name, team in teams.started.items()
@@ -117,8 +122,7 @@ class Session:
         about = self._output.about(self._tool)
         about["setup"] = {name: getattr(self.args, name) for name in _SETUP}
         about |= {"tcp_congestion": self._congestion, "versions": self._versions}
-        chosen = {name: os.environ[name] for name in os.environ if name.startswith(_VARIABLES)}
-        about |= {"environment": chosen, "ranks": self._ranks, "failures": self.failures}
+        about |= {"environment": environment(), "ranks": self.ranks, "failures": self.failures}
         self._output.save(about | values)
 
     def heading(self) -> list[str]:
@@ -134,7 +138,7 @@ class Session:
             listed = ", ".join(f"{key} {value}" for key, value in versions.items())
             lines.append(f"# {name}: {listed}")
         form = "#   {engine} rank {rank} pid {pid} host {host} {address} {ifname}"
-        lines += [form.format(**rank) for rank in self._ranks]
+        lines += [form.format(**rank) for rank in self.ranks]
         return lines + [f"# {name}: {reason}" for name, reason in self.failures.items()]
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from bench import trace_cost
 from common.harness import cli
 from common.harness.record import REAL, make_record
 from common.launch.job import Outcome
@@ -223,3 +224,15 @@ def test_a_sweep_without_traces_says_so(sweep, tmp_path):
     with pytest.raises(UserError, match="no trial has a trace"):
         traces.write(sweep, [record], tmp_path / "traces")
     assert not (tmp_path / "traces").exists()
+
+
+def test_what_tracing_costs_is_the_traced_steps_beside_the_timed_ones(sweep, capsys):
+    record = store.load(sweep / "records.jsonl")[0]
+    with gzip.open(sweep / record.evidence, "wt") as file:
+        json.dump(told(phased(), phased(0.1)), file)
+    timed = dataclasses.replace(record, iters=[[[0.4, 0.4]]])
+    # The slowest rank's second step: 1 s of this machine at time scale 2.
+    assert trace_cost.cost_of(sweep, timed).ratio == pytest.approx(0.5 / 0.4)
+    assert trace_cost.cost_of(sweep, record) is None, "it has timed nothing"
+    assert trace_cost.main([str(sweep)]) == 2
+    assert "no trial has a trace" in capsys.readouterr().err

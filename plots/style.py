@@ -99,7 +99,7 @@ LOOKS = {
     for name, colour, marker, hatch, line in _TABLE
 }
 """Of every algorithm of today; the single worker is called `none`."""
-# For algorithms that came later, and for variants of one algorithm, which have shades of its colour.
+# For algorithms that came later, and for variants of one, which have shades of its colour.
 _FURTHER = ("#7F6A00", "#1B5E7A", "#A83232", "#3D8B8B", "#6E6E00", "#B05F8E")
 _SHADES = (0.0, 0.5, -0.45, 0.25, -0.7, 0.7)
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "d", "<", ">", "p", "h", "*", "8", "H")
@@ -120,13 +120,15 @@ def order(algorithm: str) -> tuple[int, str]:
 def looks(records: Iterable[Record]) -> dict[str, Look]:
     """By label, in the order of figures: known algorithms have their own look, and no two the same.
 
-    Variants of one algorithm have shades of its colour, and what nobody else has of the rest.
+    Of variants of one algorithm the one that has its name, or the first, looks like it; others have
+    shades of its colour, and what nobody else has of the rest.
     """
     names = {record.label: record.trial["algorithm"] for record in records}
     labels = sorted(names, key=lambda label: order(names[label]))
+    plain_first = sorted(labels, key=lambda label: (order(names[label]), label != names[label]))
     found: dict[str, Look] = {}
     variants: dict[str, list[str]] = {}
-    for label in labels:
+    for label in plain_first:
         variants.setdefault(names[label], []).append(label)
     further = iter(_FURTHER * (1 + len(variants) // len(_FURTHER)))
     for name, own in variants.items():

@@ -108,15 +108,15 @@ def _curve(axis: Axes, fixed: Sequence[Mark], tuned: Sequence[Mark]) -> None:
         elif step.low is not None:
             error = [[1e3 * (step.value - step.low)], [1e3 * (step.high - step.value)]]
             axis.errorbar(size, 1e3 * step.value, yerr=error, color=style.GREY, capsize=2, lw=0.9)
+    said = ""
     for mark in tuned:
         step, grey = stats.step_s(mark.record.repeats), bool(mark.row.doubt)
         shade = style.GREY if grey else "#222222"
         axis.axhline(1e3 * step.value, color=shade, lw=1, ls="--")
         if step.low is not None and not grey:
             axis.axhspan(1e3 * step.low, 1e3 * step.high, color="#eeeeee", lw=0, zorder=0)
-        text = f"broken line, band: {mark.row.algorithm}, when its search had ended"
-        text += "" if tried(mark.record) else " (its path is not on record)"
-        axis.set_title(text, loc="right", fontsize=7, y=0.0, va="bottom", color=shade)
+        said = f"\nbroken line, band: {mark.row.algorithm}, when its search had ended"
+        said += "" if tried(mark.record) else " (its path is not on record)"
         found = tried(mark.record)
         if found:
             sizes = [one["threshold_mb"] for one in found]
@@ -128,7 +128,8 @@ def _curve(axis: Axes, fixed: Sequence[Mark], tuned: Sequence[Mark]) -> None:
     if sizes:
         style.plain_numbers(axis.xaxis)
         axis.set_xlim(min(sizes) / 1.5, max(sizes) * 1.5)
-    axis.set_xlabel("threshold in MB; crosses: what the tuner tried", fontsize=8)
+    said = ("; crosses: what the tuner tried" if any(tried(m.record) for m in tuned) else "") + said
+    axis.set_xlabel(f"threshold in MB{said}", fontsize=8)
     axis.set_ylabel("milliseconds per step", fontsize=8)
     axis.grid(True, axis="both")
 

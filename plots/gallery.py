@@ -60,7 +60,7 @@ def draw(folder: Path, out: Path) -> list[Path]:
     return [path for one in fitting(folder) for path in one.draw(folder, out)]
 
 
-def _draw(folder: Path, out: Path) -> list[Path]:
+def announced(folder: Path, out: Path) -> list[Path]:
     """The same, and says what did not fit and why."""
     found = fitting(folder)
     for one in FIGURES:
@@ -70,4 +70,4 @@ def _draw(folder: Path, out: Path) -> list[Path]:
 
 
 if __name__ == "__main__":
-    style.program(_draw, "logs/quick")
+    style.program(announced, "logs/quick")

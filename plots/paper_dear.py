@@ -65,7 +65,7 @@ def figure(folder: Path) -> tuple[Figure, DataFrame]:
     for row, half in zip(axes, halves, strict=True):
         for axis, network in zip(row, networks, strict=True):
             here = [o for o in found if o["half"] == half and o["network"] == network]
-            _panel(axis, here, models)
+            _panel(axis, here, models, list(_HALVES[half]))
             style.title(axis, f"{network}, {half}")
         row[0].set_ylabel(f"times {next(iter(_HALVES[half].values()))}", fontsize=8)
     shown = {one["method"] for one in found}
@@ -132,10 +132,12 @@ def _theirs(places: Iterable[tuple[str, str]], half: str) -> list[dict[str, Any]
     return found
 
 
-def _panel(axis: Axes, here: Sequence[dict[str, Any]], models: Sequence[str]) -> None:
+def _panel(
+    axis: Axes, here: Sequence[dict[str, Any]], models: Sequence[str], methods: Sequence[str]
+) -> None:
     axis.axhline(1.0, color="#777777", lw=1, ls="--")
     kinds = dict.fromkeys((one["method"], one["whose"]) for one in here)
-    bars = [(method, whose) for method in style.LOOKS for whose in ("ours", "published")]
+    bars = [(method, whose) for method in methods for whose in ("ours", "published")]
     bars = [bar for bar in bars if bar in kinds]
     width = 0.86 / max(1, len(bars))
     for one in here:
@@ -149,7 +151,7 @@ def _panel(axis: Axes, here: Sequence[dict[str, Any]], models: Sequence[str]) ->
             error = [[one["speedup"] - one["low"]], [one["high"] - one["speedup"]]]
             axis.errorbar(at, one["speedup"], yerr=error, color="#222222", capsize=1.5, lw=0.8)
             top = one["high"]
-        near = {"xytext": (0, 3), "textcoords": "offset points", "ha": "center"}
+        near = {"xytext": (0, 3), "textcoords": "offset points", "ha": "center", "va": "bottom"}
         turned = 90 if len(bars) > 3 else 0
         axis.annotate(f"{one['speedup']:.2f}", (at, top), fontsize=7, rotation=turned, **near)
     axis.set_xticks(range(len(models)), models)

@@ -39,9 +39,9 @@ def figure(folder: Path) -> tuple[Figure, DataFrame]:
     panels = sweep.panels(rivals)
     counts = [len(panel) for panel in panels]
     drawn, axes = style.stacked(counts, 6.4, 0.34, sharex=True)
+    _limits(axes, rivals)
     for axis, panel in zip(axes, panels, strict=True):
         _panel(axis, panel)
-    _limits(axes, rivals)
     axes[-1].set_xlabel(f"times the speed of {compare_to} (elapsed time per step)", fontsize=8)
     text = f"Speed-up over {compare_to}, {sweep.told(rivals)}; whiskers: 95 % t interval; band: "
     text += f"within {EQUAL:.0%} of 1; words hold for all trials of a panel together (Holm)"
@@ -78,6 +78,8 @@ def _panel(axis: Axes, panel: Sequence[Mark]) -> None:
             axis.errorbar(row.speedup, place, xerr=error, color="#222222", capsize=2.5, lw=1)
             end = row.speedup_high
         axis.plot([row.speedup], [place], **mark.look.point)
+        low, high = axis.get_xlim()  # an interval may leave the figure, its number may not
+        end = min(end, high - 0.28 * (high - low))
         _beside(axis, end, place, f"{row.speedup:.2f} {row.verdict}", fontsize=8)
     labels = [mark.row.algorithm for mark in panel]
     style.named_rows(axis, labels, [bool(mark.row.doubt) for mark in panel])

@@ -120,13 +120,15 @@ def order(algorithm: str) -> tuple[int, str]:
 def looks(records: Iterable[Record]) -> dict[str, Look]:
     """By label, in the order of figures: known algorithms have their own look, and no two the same.
 
-    Variants of one algorithm have shades of its colour, and what nobody else has of the rest.
+    Of variants of one algorithm the one that has its name, or the first, looks like it; others have
+    shades of its colour, and what nobody else has of the rest.
     """
     names = {record.label: record.trial["algorithm"] for record in records}
     labels = sorted(names, key=lambda label: order(names[label]))
+    plain_first = sorted(labels, key=lambda label: (order(names[label]), label != names[label]))
     found: dict[str, Look] = {}
     variants: dict[str, list[str]] = {}
-    for label in labels:
+    for label in plain_first:
         variants.setdefault(names[label], []).append(label)
     further = iter(_FURTHER * (1 + len(variants) // len(_FURTHER)))
     for name, own in variants.items():

@@ -79,7 +79,8 @@ def panels(
 def title(row: Row, *, world: bool = True, network: bool = True) -> str:
     """Of a panel: what its trials have in common."""
     text = f"{row.model}, batch {row.batch_size} per worker"
-    text += f", {row.world_size} workers" if world else ""
+    workers = "1 worker" if row.world_size == 1 else f"{row.world_size} workers"
+    text += f", {workers}" if world else ""
     names = (row.network if network else None, row.fault)
     return text + "".join(f", {name}" for name in names if name)
 

@@ -107,6 +107,7 @@ def run(options: argparse.Namespace, draw: Callable[[Path, bool], list[Path]] | 
         if not (options.json or options.quiet):
             kinds = ", ".join(path.suffix[1:] for path in paths[1:])
             print(f"figure: {_short(str(paths[0]))} (and {kinds})")
+            print(f"more figures: python -m plots.gallery {_short(str(folder))}")
     known = {result.hash: result for result in results}
     ended = [known.get(trial.hash) for trial in trials]
     # What cannot run here is no failure; but a sweep of nothing else has measured nothing.

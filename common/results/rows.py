@@ -254,8 +254,11 @@ def _told(known: dict[str, Any]) -> dict[str, Any]:
 
 
 def _settings(trial: dict[str, Any]) -> dict[str, Any]:
-    own = ("algorithm", "options", "label", "world_size", "twin")
-    return {key: value for key, value in trial.items() if key not in own}
+    own = ("algorithm", "options", "label", "world_size", "twin", "plugin")
+    found = {key: value for key, value in trial.items() if key not in own}
+    if "brought" in found:  # wherever its files lie
+        found["brought"] = found["brought"]["digest"]
+    return found
 
 
 def comparison(rows: list[Row], compare_to: str) -> Table:

@@ -296,6 +296,7 @@ def test_a_profile_is_made_once_and_kept_outside_of_the_repository(tmp_path, min
     (kept,) = (tmp_path / "cache" / "dear-bench" / "profiles").glob("*/*")
     assert profiles.load(kept) == made and kept.parent.name == "rtx2080ti-modelled"
     assert state() == before
+    assert {one.name for one in tmp_path.iterdir()} == {"cache", "mine.py"}
     monkeypatch.setattr(own, "_modelled", None)
     assert bring(path) == made
     with pytest.raises(TypeError):

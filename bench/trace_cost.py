@@ -3,9 +3,9 @@
 
   python bench/trace_cost.py logs/emulated-quick
 
-The first launch of each trial traces three steps after its timed ones; nothing is traced while steps
-are timed. The first traced step begins with nothing under way and is left out. Exit status: 0, or 2
-if the sweep has no trace.
+The first launch of each trial traces three steps after its timed ones; nothing is traced while
+steps are timed. The first traced step begins with nothing under way and is left out. Exit status:
+0, or 2 if the sweep has no trace.
 """
 
 from __future__ import annotations

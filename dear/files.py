@@ -43,14 +43,14 @@ def module_of(path: Path, package: str) -> ModuleType:
     known = sys.modules.get(name)
     if known is not None and known.__file__ == str(path):
         return known
-    _read(path)
+    text = _read(path)
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
+    module = importlib.util.module_from_spec(importlib.util.spec_from_file_location(name, path))
     sys.modules[name] = module  # dataclasses look their module up
     try:
-        spec.loader.exec_module(module)
+        # Not by the loader, which would leave compiled files beside the user's.
+        exec(compile(text, str(path), "exec", dont_inherit=True), vars(module))
     except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise UserError(f"{path}: cannot be imported: {told(error, path)}") from None

@@ -151,7 +151,6 @@ class Experiment:
             given = getattr(self, key)
             chosen = tuple(kind(name=one) if isinstance(one, str) else one for one in given)
             object.__setattr__(self, key, chosen)
-        object.__setattr__(self, "models", tuple(choice.brought() for choice in self.models))
         if not self.name or any(c in self.name for c in "/\\ ") or self.name.startswith("."):
             raise UserError(f"name: must be usable as a folder's name, got {self.name!r}")
         for key in ("algorithms", "models"):
@@ -169,6 +168,7 @@ class Experiment:
         positive("collective_timeout_s", self.collective_timeout_s)
         at_least("seed", self.seed, 0)
         self._check_launch()
+        object.__setattr__(self, "models", tuple(choice.brought() for choice in self.models))
         self._check_cluster()
         self._check_learning()
         for choice, others in itertools.groupby(sorted(a.title for a, _ in self._chosen)):
@@ -432,19 +432,8 @@ def load(path: Path, overrides: Sequence[str] = (), given: own.Given | None = No
         _override(values, override)
     given.choose_gpus(values)
     values.setdefault("name", path.stem)
-    if "plugins" in values:
-        values["plugins"] = own.load_plugins(values["plugins"], path.parent)
-    _with_paths(values.get("models"), path.parent)
+    own.locate(values, path.parent)
     return build_options(Experiment, values, "experiment key")
-
-
-def _with_paths(models: Any, folder: Path) -> None:
-    """Makes paths of models absolute; what is no list of models is refused later."""
-    for place, one in enumerate(models if isinstance(models, list) else ()):
-        if isinstance(one, dict) and "name" in one:
-            one["name"] = own.absolute(one["name"], folder)
-        else:
-            models[place] = own.absolute(one, folder)
 
 
 def _override(values: dict[str, Any], text: str) -> None:

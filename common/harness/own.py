@@ -15,7 +15,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -86,8 +86,8 @@ class Given:
         if self.name is not None:
             values |= {"name": self.name, "description": "models of the command line"}
         if self.plugins:
-            values["plugins"] = [*values.get("plugins", ()), *self.plugins]
-            chosen = values.get("algorithms") or []
+            values["plugins"] = [*_several(values.get("plugins")), *self.plugins]
+            chosen = _several(values.get("algorithms"))
             named = {one.get("name") if isinstance(one, dict) else one for one in chosen}
             added = [name for name in map(algorithm_of, self.plugins) if name not in named]
             values["algorithms"] = [*chosen, *added]
@@ -95,12 +95,40 @@ class Given:
     def choose_gpus(self, values: dict[str, Any]) -> None:
         """For the models of the command line: on virtual hosts they are replayed, as their compute
         would be that of this machine; elsewhere they compute, unless a GPU is named."""
-        for model in values["models"] if self.models else ():
-            replayed = "@" in model["name"] or "gpu" in model
+        for model in _several(values["models"]) if self.models else ():
+            if not isinstance(model, dict) or model.get("name") not in self.models:
+                continue  # by --set
             if self.gpu is not None:
                 model["gpu"] = self.gpu
-            elif values.get("cluster") and not replayed:
+            elif values.get("cluster") and "@" not in model["name"] and "gpu" not in model:
                 model["gpu"] = HERE if _gpu_here() else gpus.DEFAULT
+
+
+def locate(values: dict[str, Any], folder: Path) -> None:
+    """Loads the plugins of an experiment's values, and makes paths of models absolute.
+
+    Args:
+        folder: that relative paths are tried from, before the current one.
+
+    Raises:
+        UserError: a plugin is none, or has the name of another algorithm.
+    """
+    if "plugins" in values:
+        values["plugins"] = load_plugins(_several(values["plugins"]), folder)
+    if "models" not in values:
+        return
+    models = _several(values["models"])
+    for place, one in enumerate(models):
+        if isinstance(one, dict) and "name" in one:
+            models[place] = {**one, "name": absolute(one["name"], folder)}
+        else:
+            models[place] = absolute(one, folder)
+    values["models"] = models
+
+
+def _several(value: Any) -> list[Any]:
+    """Of a key of an experiment that may have one value or a list."""
+    return [] if value is None else [*value] if isinstance(value, list) else [value]
 
 
 def algorithm_of(path: str | Path) -> str:
@@ -108,7 +136,7 @@ def algorithm_of(path: str | Path) -> str:
     return Path(path).stem.replace("_", "-")
 
 
-def load_plugins(paths: list[str] | tuple[str, ...], folder: Path) -> tuple[str, ...]:
+def load_plugins(paths: Sequence[Any], folder: Path) -> tuple[str, ...]:
     """Loads algorithms from files; their absolute paths.
 
     Args:
@@ -117,10 +145,10 @@ def load_plugins(paths: list[str] | tuple[str, ...], folder: Path) -> tuple[str,
     Raises:
         UserError: one of them is none, or has the name of another.
     """
-    if not isinstance(paths, list | tuple) or not all(isinstance(one, str) for one in paths):
-        raise UserError(f"plugins: must be a list of files, got {paths!r}")
     found = []
     for path in paths:
+        if not isinstance(path, str):
+            raise UserError(f"plugins: must be names of files, got {path!r}")
         file = _absolute(path, folder)
         if algorithm_of(file) in ALIASES:
             raise UserError(f"{file}: {file.stem} is another name of an algorithm; rename the file")
@@ -155,6 +183,10 @@ def bring_model(
         UserError: no such model or GPU, a file that says less than it must, or a model that fails.
     """
     name, brought = _known(name)
+    if gpu is None and brought is not None and brought.source.startswith(FILE):
+        from common.models import own_file  # which imports torch
+
+        own_file.check(Path(brought.source.removeprefix(FILE)))
     if gpu is None:
         return name, batch_size, sentence_len
     if "@" in name:
@@ -222,7 +254,8 @@ def _device(gpu: str) -> tuple[str, Callable[[str, int, int | None], Profile]]:
 
 
 def _gpu_here() -> bool:
-    if not any(Path("/dev").glob("nvidia[0-9]*")):  # torch takes seconds to say so
+    devices = (*Path("/dev").glob("nvidia[0-9]*"), *Path("/dev").glob("kfd"))
+    if not devices:  # torch takes seconds to say so
         return False
     import torch
 
@@ -251,10 +284,16 @@ def _modelled(gpu: gpus.Choice, name: str, batch_size: int, sentence_len: int | 
 
 def _measured(name: str, batch_size: int, sentence_len: int | None) -> Profile:
     from common.profiling import layers
+    from common.profiling.recorder import failing
 
     words = ["--model", name, "--batch", str(batch_size), "--device", "cuda"]
     words += [] if sentence_len is None else ["--sentence-len", str(sentence_len)]
-    return layers.record_profile(layers.parse(words))
+    try:
+        return layers.record_profile(layers.parse(words))
+    except UserError:
+        raise
+    except Exception as error:
+        raise failing(name, error) from error
 
 
 def _keep(made: Profile, path: Path) -> None:

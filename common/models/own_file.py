@@ -42,17 +42,28 @@ def build(
     return workload(path, batch_size, generator)
 
 
-def workload(path: Path, batch_size: int, generator: torch.Generator) -> Workload:
-    """The same, of any file."""
+def check(path: Path) -> tuple[ModuleType, Callable[[], Any]]:
+    """The file as a module, and what makes its model: it says what it must.
+
+    Raises:
+        UserError: it does not, or cannot be imported.
+    """
     file = module_of(path, _PACKAGE)
-    model = _call(path, "model", _maker(path, file))
-    if not isinstance(model, nn.Module):
-        raise UserError(f"{path}: model() must return a torch.nn.Module, got {_kind(model)}")
+    make = _maker(path, file)
     if not callable(getattr(file, "batch", None)):
         raise UserError(
             f"{path}: has no function batch(batch_size), which returns (inputs, targets) of so "
             "many samples"
         )
+    return file, make
+
+
+def workload(path: Path, batch_size: int, generator: torch.Generator) -> Workload:
+    """The same as `build`, of any file."""
+    file, make = check(path)
+    model = _call(path, "model", make)
+    if not isinstance(model, nn.Module):
+        raise UserError(f"{path}: model() must return a torch.nn.Module, got {_kind(model)}")
     seed = int(torch.randint(2**31, (), generator=generator, device="cpu"))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -24,7 +24,7 @@ from common.models.profile import FOLDER, Profile
 from common.models.workload import Workload
 from common.profiling import gpus
 from common.profiling.gpus import Device
-from common.profiling.recorder import Clock, Layers, Stretches, hooked_step, tensors
+from common.profiling.recorder import Clock, Layers, Stretches, failing, hooked_step, tensors
 from dear.errors import UserError
 
 
@@ -248,11 +248,7 @@ def _counted(name: str, build: Callable[[], Workload], gpu: gpus.Choice) -> Laye
         except UserError:
             raise
         except Exception as error:
-            text = " ".join(str(error).split())
-            raise UserError(
-                f"model {name}: fails in its forward or backward pass: {type(error).__name__}: "
-                f"{text[:400]}"
-            ) from error
+            raise failing(name, error) from error
 
 
 def main(arguments: Sequence[str]) -> int:

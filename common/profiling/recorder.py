@@ -80,6 +80,14 @@ def record(
     return layers, before / (layers.forward_s + layers.backward_s)
 
 
+def failing(model: str, error: Exception) -> UserError:
+    """What is said of a model whose step raises an exception, in one line."""
+    text = " ".join(str(error).split())[:400]
+    return UserError(
+        f"model {model}: fails in its forward or backward pass: {type(error).__name__}: {text}"
+    )
+
+
 def memory_bytes_per_s(device: torch.device) -> float:
     """Bytes that the device reads and writes per second: of the median of some copies of a tensor
     that no cache holds, each of whose bytes is read once and written once."""

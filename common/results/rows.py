@@ -247,8 +247,10 @@ def _told(known: dict[str, Any]) -> dict[str, Any]:
 
 def _key(record: Record) -> str:
     """The settings that trials have in common which are compared with each other."""
-    own = ("algorithm", "options", "label", "world_size", "twin")
+    own = ("algorithm", "options", "label", "world_size", "twin", "plugin")
     settings = {key: value for key, value in record.trial.items() if key not in own}
+    if "brought" in settings:  # wherever its files lie
+        settings["brought"] = settings["brought"]["digest"]
     return json.dumps(settings, sort_keys=True)
 
 

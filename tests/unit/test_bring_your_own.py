@@ -19,10 +19,14 @@ from common.harness.experiment import load
 from common.harness.trial import Trial
 from common.models import profile as profiles
 from common.models import registry
+from common.models.registry import Brought
 from common.profiling import gpus, layers, modelled
+from common.results import rows
 from dear.errors import UserError
 from dear.files import digest_of
 from dear.training import algorithm as algorithms
+from dear.training.algorithm import Plugin
+from tests.unit.made_record import record
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -225,7 +229,7 @@ WRONG_MODELS = {
         ["A needs width", "write a function model()"],
     ),
     "made already": ("import torch\nmodel = torch.nn.Linear(2, 2)\n", ["write a function model()"]),
-    "no model": ("def model(): return 3\n", ["must return a torch.nn.Module, got int"]),
+    "no model": (TINY + "def model(): return 3\n", ["must return a torch.nn.Module, got int"]),
     "no batch": (
         "import torch\ndef model(): return torch.nn.Linear(8, 4)\n",
         ["batch(batch_size)"],
@@ -258,6 +262,14 @@ def test_a_wrong_model_is_one_line_and_leaves_nothing(tmp_path, mine, case):
     assert not (tmp_path / "cache").exists()
 
 
+@pytest.mark.parametrize("case", ["raises", "nothing", "no batch", "made already"])
+def test_a_wrong_model_is_found_before_it_computes_in_ranks(mine, case):
+    text, words = WRONG_MODELS[case]
+    path = mine(text)
+    said = one_line(lambda: own.bring_model(f"file:{path}", 4, None, None))
+    assert [word for word in ["mine.py", *words] if word not in said] == []
+
+
 def test_bad_names_are_one_line(tmp_path, mine):
     path = mine()
     assert "No such file" in one_line(lambda: bring(tmp_path / "other.py"))
@@ -284,6 +296,7 @@ def test_a_profile_is_made_once_and_kept_outside_of_the_repository(tmp_path, min
     (kept,) = (tmp_path / "cache" / "dear-bench" / "profiles").glob("*/*")
     assert profiles.load(kept) == made and kept.parent.name == "rtx2080ti-modelled"
     assert state() == before
+    assert {one.name for one in tmp_path.iterdir()} == {"cache", "mine.py"}
     monkeypatch.setattr(own, "_modelled", None)
     assert bring(path) == made
     with pytest.raises(TypeError):
@@ -306,6 +319,19 @@ def test_on_a_machine_with_a_gpu_profiles_are_measured_there(mine, monkeypatch, 
     assert {one["model"] for one in plan} == {"mine.py@test-9"}
     made = registry.profile_of("mine.py@test-9", 4)
     assert made.kind == "measured" and made.parameter_bytes == 4 * (257 * 999 + 1000 * 4)
+
+
+def test_a_model_that_fails_where_it_is_measured_is_one_line(mine, monkeypatch):
+    def fail(options):
+        raise RuntimeError("CUDA error:\nno kernel")
+
+    monkeypatch.setattr(own, "_gpu_here", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA Test 9")
+    monkeypatch.setattr(layers, "record_profile", fail)
+    said = one_line(lambda: bring(mine(), gpu="here"))
+    assert said.endswith(
+        "mine.py: fails in its forward or backward pass: RuntimeError: CUDA error: no kernel"
+    )
 
 
 def test_a_shipped_profile_is_taken_where_there_is_one(monkeypatch):
@@ -370,6 +396,24 @@ def test_a_rank_finds_in_the_trial_what_it_needs(trial, mine, nothing_brought):
     nothing_brought()
     mine(TINY + "# another\n")
     assert "not what it was" in one_line(lambda: Trial.from_json(computed))
+
+
+def test_one_value_is_as_good_as_a_list_of_one(tmp_path, trial):
+    shutil.copy(ALGORITHM, tmp_path / "small_ones.py")
+    (made,) = [trial(models="file:mine.py", plugins="small_ones.py", algorithms="small-ones")]
+    assert (made.model, made.algorithm) == ("mine.py", "small-ones")
+    assert made.brought.source == f"file:{tmp_path}/mine.py"
+
+
+def test_an_algorithm_of_ones_own_is_compared_with_the_others_wherever_files_lie():
+    elsewhere = [Brought(source=f"file:/{folder}/mine.py", digest="0") for folder in "ab"]
+    plugin = Plugin(path="/a/small_ones.py", digest="0")
+    ddp = record("ddp", step_s=0.2, brought=elsewhere[0])
+    own = record("dear", step_s=0.1, brought=elsewhere[1], plugin=plugin)
+    assert rows.make_rows([ddp, own], "ddp")[1].speedup == pytest.approx(2.0)
+    changed = dataclasses.replace(elsewhere[1], digest="1")
+    other = record("dear", step_s=0.1, brought=changed)
+    assert rows.make_rows([ddp, other], "ddp")[1].speedup is None
 
 
 def test_ids_of_trials_are_names_of_folders(trial):
@@ -486,7 +530,7 @@ def test_without_a_gpu_it_is_replayed_on_virtual_hosts_and_computes_elsewhere(ca
         (["--model", "resnet50", "--gpu", "a100"], "did you mean 'a10'"),
         (["--model-file", "nowhere.py"], "nowhere.py: No such file"),
         (["--plugin", "nowhere.py"], "nowhere.py: No such file"),
-        (["--set", "plugins=3"], "plugins: must be a list of files"),
+        (["--set", "plugins=3"], "plugins: must be names of files, got 3"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )

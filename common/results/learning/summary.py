@@ -302,9 +302,11 @@ def staleness(record: Record) -> Iterator[tuple[float, float]]:
 
 
 def _as_one(trial: dict[str, Any]) -> dict[str, Any]:
-    """Of a trial with and without a fault, the same; keys that older records lack are left out."""
+    """Of a trial with and without a fault, the same; keys that older records lack are left out, and
+    where its files lie."""
     learn = {key: value for key, value in trial["learn"].items() if value is not None}
-    return {**trial, "fault": None, "learn": learn}
+    known = {key: value for key, value in trial.items() if key not in ("plugin", "brought")}
+    return {**known, "fault": None, "learn": learn}
 
 
 def _median(values: Iterable[float | None]) -> float | None:

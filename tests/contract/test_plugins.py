@@ -1,0 +1,73 @@
+"""`pytest --plugin FILE`: what every algorithm promises is asked of files from elsewhere, too."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.system.processes import ROOT, python
+
+EXAMPLE = ROOT / "examples" / "bring_your_own_algorithm.py"
+WRONG = {
+    "says_too_little": ("Bytes move:", "Bytes:"),
+    "names_no_bound": ('bound = "wfbp"', "bound = None"),
+    "starts_otherwise": ('starts="gradient"', 'starts="pass"'),
+    "adds_up_otherwise": ("ranks.g = ranks.g.mean(0)", "ranks.g = ranks.g.sum(0)"),
+}
+"""What is replaced in the example."""
+FAILING = {
+    "says-too-little": "test_every_algorithm_file_defines_one_documented_algorithm",
+    "names-no-bound": "test_every_algorithm_says_how_short_its_steps_can_be",
+    "starts-otherwise": "test_an_algorithm_does_what_it_states",
+    "adds-up-otherwise": "test_an_algorithm_equals_its_reference",
+}
+
+
+def ran(files: list[Path], chosen: str) -> str:
+    """What pytest says of the contract's tests with these plugins."""
+    tests = [f"tests/contract/test_{name}.py" for name in ("files", "order", "reference")]
+    plugins = [word for file in files for word in ("--plugin", file)]
+    quiet = ("-q", "-p", "no:cacheprovider", "-m", "not full", "-k", chosen)
+    return python("-m", "pytest", *tests, *plugins, *quiet).stdout
+
+
+@pytest.mark.timeout(300)
+def test_the_example_keeps_the_contract():
+    said = ran([EXAMPLE], "bring-your-own-algorithm and (test_files or test_order or -2-)")
+    passed = re.search(r"^(\d+) passed", said, re.MULTILINE)
+    assert passed and int(passed[1]) >= 12 and " failed" not in said, said
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_the_example_passes_all_that_every_algorithm_passes():
+    words = ("-m", "pytest", "tests/contract", "--plugin", EXAMPLE, "-q", "-m", "not full")
+    done = python(*words, "-p", "no:cacheprovider", "-k", "bring-your-own-algorithm", timeout=590.0)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.timeout(300)
+def test_each_wrong_algorithm_fails_the_test_that_is_about_it(tmp_path):
+    files = []
+    for name, (right, wrong) in WRONG.items():
+        text = EXAMPLE.read_text()
+        assert right in text
+        files.append(tmp_path / f"{name}.py")
+        files[-1].write_text(text.replace(right, wrong))
+    said = ran(
+        files,
+        "(says-too-little and documented) or (names-no-bound and short) or "
+        "(starts-otherwise and does_what) or adds-up-otherwise-2-0.0",
+    )
+    for name, test in FAILING.items():
+        assert re.search(rf"^FAILED \S*{test}\[{name}", said, re.MULTILINE), (name, said)
+
+
+def test_a_plugin_that_is_none_is_one_line(tmp_path):
+    path = tmp_path / "empty.py"
+    path.write_text("")
+    done = python("-m", "pytest", "tests/contract/test_files.py", "--plugin", path)
+    assert done.returncode == 4
+    assert f"ERROR: {path}: must define one subclass" in done.stderr + done.stdout

@@ -313,7 +313,7 @@ def test_variants_of_an_algorithm_are_told_apart_and_keep_its_colour():
              for label in labels]  # fmt: skip
     given.append(dataclasses.replace(record(), trial={"algorithm": "ddp", "label": "ddp"}))
     found = style.looks(given)
-    assert list(found)[0] == "ddp" and found["dear"] == style.LOOKS["dear"]
+    assert next(iter(found)) == "ddp" and found["dear"] == style.LOOKS["dear"]
     for one, other in itertools.combinations(found.values(), 2):
         assert one.marker != other.marker and one.hatch != other.hatch and one.line != other.line
     assert found["dear-none"].colour != style.LOOKS["dear"].colour

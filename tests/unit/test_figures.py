@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import gzip
 import itertools
+import json
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -207,10 +209,12 @@ def test_the_data_behind_a_figure_are_those_of_the_records(tables):
 
     table = tables["scaling"]
     here = table[(table["algorithm"] == "ddp") & table["network"].isna()]
-    assert here["throughput"].tolist() == [pytest.approx(64 * n / (0.1 + n / 100)) for n in (2, 4, 8)]
+    rates = [64 * n / (0.1 + n / 100) for n in (2, 4, 8)]
+    assert here["throughput"].tolist() == pytest.approx(rates)
     assert here["efficiency"].tolist() == [pytest.approx(0.08 / (0.1 + n / 100)) for n in (2, 4, 8)]
     doubted = table[table["doubt"].notna()]
-    assert doubted["throughput"].tolist() == [pytest.approx(2560)] and doubted["efficiency"].isna().all()
+    assert doubted["throughput"].tolist() == [pytest.approx(2560)]
+    assert doubted["efficiency"].isna().all()
 
     table = tables["breakdown"]
     steps_s = table.groupby(["algorithm", "world_size"])["seconds"].sum().to_dict()
@@ -240,6 +244,24 @@ def test_the_data_behind_a_figure_are_those_of_the_records(tables):
     table = tables["staleness"]
     assert table[table["kind"] == "staleness of a pair"]["most"].tolist() == [9]
     assert set(table["algorithm"]) == {"asyncddp", "neighbor"}, "ddp's replicas are equal"
+
+
+@pytest.mark.parametrize(("machines", "wanted"), [(("a", "a"), [1.0]), (("a", "b"), [])])
+def test_collectives_of_a_trace_take_from_the_last_start_to_the_last_end(
+    tmp_path, machines, wanted
+):
+    """Where there is one clock; the trial ran at half the speed of what it stands for."""
+    one = dataclasses.replace(fitted(made("ddp", world=2)), evidence="evidence.json.gz")
+    call = {"operation": "all_reduce", "group": 0, "sequence": 5, "nbytes": 4096}
+    ends = ((0.0, 2.5), (1.0, 3.0))
+    traces = [{"transfers": [{**call, "started_s": a, "finished_s": b}]} for a, b in ends]
+    pressure = [{"machine": name} for name in machines]
+    told = {"time_scale": 2.0, "pressure": pressure, "traces": traces}
+    folder = sweep(tmp_path / "s", [one])
+    (folder / "evidence.json.gz").write_bytes(gzip.compress(json.dumps(told).encode()))
+    drawn, table = costs.figure(folder)
+    plt.close(drawn)
+    assert table[table["kind"] == "traced"].get("seconds", pd.Series()).tolist() == wanted
 
 
 def test_published_values_stand_beside_ours_with_their_source(tables):
@@ -308,7 +330,7 @@ def test_variants_of_an_algorithm_are_told_apart_and_keep_its_colour():
              for label in labels]  # fmt: skip
     given.append(dataclasses.replace(record(), trial={"algorithm": "ddp", "label": "ddp"}))
     found = style.looks(given)
-    assert list(found)[0] == "ddp" and found["dear"] == style.LOOKS["dear"]
+    assert next(iter(found)) == "ddp" and found["dear"] == style.LOOKS["dear"]
     for one, other in itertools.combinations(found.values(), 2):
         assert one.marker != other.marker and one.hatch != other.hatch and one.line != other.line
     assert found["dear-none"].colour != style.LOOKS["dear"].colour

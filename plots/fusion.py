@@ -142,9 +142,10 @@ def _path(axis: Axes, tuned: Sequence[Mark]) -> None:
         sizes = [one["threshold_mb"] for one in found]
         axis.plot(numbers, sizes, color="#222222", lw=1, marker="x", ms=5, mew=1.2)
         for number, one in zip(numbers, found, strict=True):
+            text, at = f"{1e3 * one['step_s']:.0f}", (number, one["threshold_mb"])
+            box = {"facecolor": "white", "edgecolor": "none", "pad": 0.4, "alpha": 0.8}
             near = {"xytext": (0, 6), "textcoords": "offset points", "ha": "center"}
-            axis.annotate(f"{1e3 * one['step_s']:.0f}", (number, one["threshold_mb"]), **near,
-                          fontsize=7)  # fmt: skip
+            axis.annotate(text, at, fontsize=7, bbox=box, **near)
         stayed = mark.record.plan.found["tuner"]["threshold_mb"] if found else None
         if stayed is not None:
             axis.axhline(stayed, color="#777777", lw=1, ls="--")

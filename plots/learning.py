@@ -245,7 +245,7 @@ def lines(
         look = style.seen(record, looks)
         every = max(1, len(at) // 5)
         # Not where those of others are.
-        marked = {"markevery": (number % every, every), "markersize": 4.5}
+        marked = {"markevery": (number % every, every), "markersize": 0.7 * look.size}
         axis.plot(at, mean, lw=1.3, **look.curve | marked)
         if low != high:
             axis.fill_between(at, low, high, color=look.colour, alpha=0.13, lw=0)

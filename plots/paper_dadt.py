@@ -59,7 +59,7 @@ def figure(folder: Path) -> tuple[Figure, DataFrame]:
     drawn, axis = plt.subplots(figsize=size, layout="constrained")
     for number, bars in enumerate(groups.values()):
         for place, one in enumerate(bars):
-            look = published.look(one["method"])
+            look = style.LOOKS[one["method"]]
             shown = published.bar(look) if one["whose"] == "published" else look.bar
             at = number + 0.38 * (place - 0.5)
             axis.bar(at, one["relative"], 0.35, **shown)

@@ -143,7 +143,7 @@ def _panel(
     for one in here:
         number = bars.index((one["method"], one["whose"]))
         at = models.index(one["model"]) + width * (number - (len(bars) - 1) / 2)
-        look = published.look(one["method"])
+        look = style.LOOKS[one["method"]]
         shown = published.bar(look) if one["whose"] == "published" else look.bar
         axis.bar(at, one["speedup"], width * 0.92, **shown)
         top = one["speedup"]

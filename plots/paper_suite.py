@@ -94,7 +94,7 @@ def _panel(axis: Axes, panel: Sequence[Mark]) -> list[dict[str, Any]]:
     found = []
     known = {"model": published.model(record), "network": published.network(record)}
     for place, (method, (called, _)) in enumerate(_METHODS.items()):
-        look = published.look(method)
+        look = style.LOOKS[method]
         if method in own:
             row = own[method].row
             shares = [value and value / row.world_size for value in (row.ci_low, row.ci_high)]

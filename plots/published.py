@@ -49,14 +49,9 @@ def bar(look: Look) -> dict[str, object]:
     return {**OUTLINE, "edgecolor": look.colour, "hatch": look.hatch}
 
 
-def look(algorithm: str) -> Look:
-    """Of one of our algorithms, in figures of papers, where each method is there once."""
-    return LOOKS[algorithm]
-
-
 def legend(figure: Figure, names: Mapping[str, str], outlined: bool) -> None:
     """Right of the panels: what papers call each of our algorithms, and what an outline is."""
-    handles = [Patch(**look(algorithm).bar) for algorithm in names]
+    handles = [Patch(**LOOKS[algorithm].bar) for algorithm in names]
     texts = list(names.values())
     if outlined:
         handles.append(Patch(**OUTLINE, edgecolor="#444444"))

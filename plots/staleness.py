@@ -112,7 +112,7 @@ def _pairs(axis: Axes, records: Sequence[Record], *, looks: Mapping[str, Look]) 
         pairs = _stale(record)
         means, most = [mean for mean, _ in pairs], max(most for _, most in pairs)
         axis.plot([min(means), most], [place, place], color=look.colour, lw=0.8)
-        small = {"markersize": 5, "alpha": 0.8, "ls": "none"}
+        small = {"markersize": 0.8 * look.size, "alpha": 0.8, "ls": "none"}
         axis.plot(means, [place] * len(means), **look.point | small)
         axis.plot([most], [place], "|", color="#222222", ms=11, mew=1.3)
     axis.set_xscale("symlog", linthresh=1.0)

@@ -59,7 +59,12 @@ class Look:
     def point(self) -> dict[str, Any]:
         """Arguments of `Axes.plot` and `Axes.errorbar` but the style of the line."""
         edge = {"markeredgecolor": "#333333", "markeredgewidth": 0.4}
-        return {"color": self.colour, "marker": self.marker, "markersize": 6.5, **edge}
+        return {"color": self.colour, "marker": self.marker, "markersize": self.size, **edge}
+
+    @property
+    def size(self) -> float:
+        """Of its marker in points: stars look smaller than they are."""
+        return 6.5 if isinstance(self.marker, str) and self.marker != "*" else 9.0
 
 
 DOUBTED = {"facecolor": "#e4e4e4", "edgecolor": "#9a9a9a", "linestyle": "--", "linewidth": 0.8}

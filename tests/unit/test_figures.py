@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import gzip
 import itertools
+import json
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -207,6 +209,7 @@ def test_the_data_behind_a_figure_are_those_of_the_records(tables):
 
     table = tables["scaling"]
     here = table[(table["algorithm"] == "ddp") & table["network"].isna()]
+<<<<<<< HEAD
     assert here["throughput"].tolist() == [
         pytest.approx(64 * n / (0.1 + n / 100)) for n in (2, 4, 8)
     ]
@@ -216,6 +219,14 @@ def test_the_data_behind_a_figure_are_those_of_the_records(tables):
         doubted["throughput"].tolist() == [pytest.approx(2560)]
         and doubted["efficiency"].isna().all()
     )
+=======
+    rates = [64 * n / (0.1 + n / 100) for n in (2, 4, 8)]
+    assert here["throughput"].tolist() == pytest.approx(rates)
+    assert here["efficiency"].tolist() == [pytest.approx(0.08 / (0.1 + n / 100)) for n in (2, 4, 8)]
+    doubted = table[table["doubt"].notna()]
+    assert doubted["throughput"].tolist() == [pytest.approx(2560)]
+    assert doubted["efficiency"].isna().all()
+>>>>>>> 674d3c8bb7df87262d4e2f1effe1c0580945ad38
 
     table = tables["breakdown"]
     steps_s = table.groupby(["algorithm", "world_size"])["seconds"].sum().to_dict()
@@ -245,6 +256,24 @@ def test_the_data_behind_a_figure_are_those_of_the_records(tables):
     table = tables["staleness"]
     assert table[table["kind"] == "staleness of a pair"]["most"].tolist() == [9]
     assert set(table["algorithm"]) == {"asyncddp", "neighbor"}, "ddp's replicas are equal"
+
+
+@pytest.mark.parametrize(("machines", "wanted"), [(("a", "a"), [1.0]), (("a", "b"), [])])
+def test_collectives_of_a_trace_take_from_the_last_start_to_the_last_end(
+    tmp_path, machines, wanted
+):
+    """Where there is one clock; the trial ran at half the speed of what it stands for."""
+    one = dataclasses.replace(fitted(made("ddp", world=2)), evidence="evidence.json.gz")
+    call = {"operation": "all_reduce", "group": 0, "sequence": 5, "nbytes": 4096}
+    ends = ((0.0, 2.5), (1.0, 3.0))
+    traces = [{"transfers": [{**call, "started_s": a, "finished_s": b}]} for a, b in ends]
+    pressure = [{"machine": name} for name in machines]
+    told = {"time_scale": 2.0, "pressure": pressure, "traces": traces}
+    folder = sweep(tmp_path / "s", [one])
+    (folder / "evidence.json.gz").write_bytes(gzip.compress(json.dumps(told).encode()))
+    drawn, table = costs.figure(folder)
+    plt.close(drawn)
+    assert table[table["kind"] == "traced"].get("seconds", pd.Series()).tolist() == wanted
 
 
 def test_published_values_stand_beside_ours_with_their_source(tables):

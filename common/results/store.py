@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 from collections.abc import Sequence
@@ -31,6 +32,13 @@ def load(path: Path) -> list[Record]:
     """
     if not path.exists():
         return []
+    facts = path.stat()
+    return list(_loaded(path.absolute(), facts.st_ino, facts.st_mtime_ns, facts.st_size))
+
+
+@functools.lru_cache(maxsize=2)
+def _loaded(path: Path, *_: int) -> tuple[Record, ...]:
+    """The same, once for each state of the file: a page's figures all read the same records."""
     lines = path.read_bytes().split(b"\n")
     records = []
     for number, line in enumerate(lines, start=1):
@@ -50,7 +58,7 @@ def load(path: Path) -> list[Record]:
             raise UserError(
                 f"{path} line {number} is damaged; delete that line and run again"
             ) from None
-    return records
+    return tuple(records)
 
 
 def _parsed(line: bytes) -> dict[str, Any] | None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import io
+import multiprocessing
 import re
+import sys
 from pathlib import Path
-from typing import Any
 
 import matplotlib
 
@@ -21,20 +22,29 @@ from plots import gallery
 
 ROWS = 100
 """Of a figure's data that a page shows; all of it is in the CSV file."""
-_LONG = 400_000
-"""Characters of an element from which on it is a picture of pixels instead."""
+_PAD = 0.05
+"""Inches around a figure."""
 _OPTIONS = {"svg.fonttype": "none", "svg.hashsalt": "DeAR Bench"}
 _NO_FACTS = {"Date": None, "Creator": None, "Format": None, "Type": None}
 _DIGITS = re.compile(r"(\d\.\d\d)\d+")
 
 
-def figures(folder: Path) -> list[Figured]:
-    """All that fit the sweep in a folder, drawn anew."""
-    return [_figured(module, folder) for module in gallery.fitting(folder)]
+def figures(folder: Path, processes: int = 1) -> list[Figured]:
+    """All that fit the sweep in a folder, drawn anew.
+
+    Args:
+        processes: that draw side by side; with more than one no other thread may be at work, for
+            they are forked, so that matplotlib is loaded once.
+    """
+    tasks = [(module.__name__, folder) for module in gallery.fitting(folder)]
+    if min(processes, len(tasks)) < 2:
+        return [_figured(*task) for task in tasks]
+    with multiprocessing.get_context("fork").Pool(min(processes, len(tasks))) as pool:
+        return pool.starmap(_figured, tasks, chunksize=1)
 
 
-def _figured(module: Any, folder: Path) -> Figured:
-    name = module.__name__.rpartition(".")[2]
+def _figured(module_name: str, folder: Path) -> Figured:
+    module, name = sys.modules[module_name], module_name.rpartition(".")[2]
     drawn, data = module.figure(folder)
     alt = described(module.TITLE, data)
     shown = data.head(ROWS).astype(object)
@@ -51,7 +61,7 @@ def _figured(module: Any, folder: Path) -> Figured:
     )
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
@@ -63,7 +73,13 @@ def element(figure: Figure, name: str) -> str:
     """
     out = io.StringIO()
     with matplotlib.rc_context(_OPTIONS):
-        figure.savefig(out, format="svg", bbox_inches="tight", metadata=_NO_FACTS)
+        # Laid out once; `bbox_inches="tight"` alone would do that, and draw everything twice.
+        layout = figure.get_layout_engine()
+        if layout is not None:
+            layout.execute(figure)
+            figure.set_layout_engine("none")
+        box = figure.get_tightbbox().padded(_PAD)
+        figure.savefig(out, format="svg", bbox_inches=box, metadata=_NO_FACTS)
     plt.close(figure)
     text = out.getvalue()
     text = text[text.index("<svg") :].strip()
@@ -90,7 +106,7 @@ def described(title: str, data: pd.DataFrame) -> str:
     who = next((name for name in _NAMES if name in data.columns), None)
     ends = [data[measure].astype(float).idxmin(), data[measure].astype(float).idxmax()]
     told = [significant_of(data.loc[at, measure]) for at in ends]
-    if who is not None:
+    if who is not None and not data.loc[ends, who].isna().any():
         told = [f"{value} ({data.loc[at, who]})" for value, at in zip(told, ends, strict=True)]
     words = str(measure).replace("_s", " in seconds").replace("_", " ")
     return f"{text}: {words} from {told[0]} to {told[1]}, over {len(data)} rows of data."

@@ -5,21 +5,25 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from common.cgroups import usable_cores
 from common.harness.commands import ROOT, sweep_folder
 from common.harness.experiment import load
 from common.results.report import page, serve
-from common.results.report.parts import Figures
+from common.results.report.parts import Figured
 from common.results.store import Comparison
 from dear.errors import UserError
+
+Figures = Callable[[Path, int], Sequence[Figured]]
 
 
 def report(options: argparse.Namespace, figures: Figures) -> int:
     """Writes the page of a sweep, or serves it until it is interrupted.
 
     Args:
-        figures: draws those that fit a sweep.
+        figures: draws those that fit the sweep in a folder, with so many processes.
     """
     folder = sweep_folder(options.sweep, options.logs, begun=True)
     if options.serve:
@@ -29,7 +33,8 @@ def report(options: argparse.Namespace, figures: Figures) -> int:
             raise UserError(f"{flag} goes with --serve")
     out = options.out or folder / "report.html"
     commands = _commands(folder, options.logs)
-    text = page.build(folder, commands=commands, figures=figures)
+    cores = usable_cores()
+    text = page.build(folder, commands=commands, figures=lambda of: figures(of, cores))
     try:
         # Renamed into place: who looks at an older one never sees half of a page.
         half = out.with_name(f".{out.name}.{os.getpid()}")
@@ -49,7 +54,8 @@ def _serve(folder: Path, options: argparse.Namespace, figures: Figures) -> int:
     commands = _commands(folder, options.logs)
 
     def build(live: page.Live) -> str:
-        draw = figures if live.figures else None
+        # One process: threads that answer are no place to fork from.
+        draw = (lambda of: figures(of, 1)) if live.figures else None
         return page.build(folder, commands=commands, figures=draw, live=live)
 
     host = options.host or "127.0.0.1"
@@ -73,8 +79,7 @@ def _commands(folder: Path, logs: Path) -> page.Commands:
         sweep = str(own.relative_to(ROOT))
     else:  # where it is on this machine is nobody's business
         sweep = f"FOLDER/{own.name}"
-    again, said = _again(folder)
-    return page.Commands(sweep=shlex.quote(sweep), again=again, again_said=said)
+    return page.Commands(sweep=shlex.quote(sweep), again=lambda: _again(folder))
 
 
 def _again(folder: Path) -> tuple[str | None, str]:

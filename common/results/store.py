@@ -37,6 +37,13 @@ def load(path: Path) -> list[Record]:
     """
     if not path.exists():
         return []
+    facts = path.stat()
+    return list(_loaded(path.absolute(), facts.st_ino, facts.st_mtime_ns, facts.st_size))
+
+
+@functools.lru_cache(maxsize=2)
+def _loaded(path: Path, *_: int) -> tuple[Record, ...]:
+    """The same, once for each state of the file: a page's figures all read the same records."""
     lines = path.read_bytes().split(b"\n")
     records, damaged = [], []
     for number, line in enumerate(lines, start=1):
@@ -53,10 +60,17 @@ def load(path: Path) -> list[Record]:
         try:
             records.append(Record.from_json(values or {}))
         except TypeError:  # keys are missing
+<<<<<<< HEAD
             damaged.append(number)
     if damaged:
         _tell(path, tuple(damaged))
     return records
+=======
+            raise UserError(
+                f"{path} line {number} is damaged; delete that line and run again"
+            ) from None
+    return tuple(records)
+>>>>>>> 6ed330943f5753ae4e66a0bfa644591d80536a8b
 
 
 @functools.cache

@@ -17,7 +17,7 @@ from tests.system.processes import ROOT, wait_for
 from tests.unit.made_record import record
 
 RECORDS = ROOT / "docs" / "records"
-COMMANDS = page.Commands(sweep="x", again=None, again_said="")
+COMMANDS = page.Commands(sweep="x", again=lambda: (None, ""))
 
 
 @pytest.fixture(scope="module")

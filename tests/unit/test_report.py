@@ -33,7 +33,7 @@ from tests.unit.read_page import Page
 
 ROOT = Path(__file__).parents[2]
 RECORDS = ROOT / "docs" / "records"
-COMMANDS = page.Commands(sweep="merging", again=None, again_said="Nobody knows.")
+COMMANDS = page.Commands(sweep="merging", again=lambda: (None, "Nobody knows."))
 SCRIPT = "<script>alert(1)</script>"
 
 
@@ -181,7 +181,7 @@ def test_fifty_trials_are_a_small_file_soon_made_and_no_torch(tmp_path):
     folder = many(tmp_path / "fifty")
     script = (
         "import sys, time; from pathlib import Path; from common.results.report import page;"
-        "commands = page.Commands(sweep='fifty', again=None, again_said='');"
+        "commands = page.Commands(sweep='fifty', again=lambda: (None, ''));"
         f"html = page.build(Path({str(folder)!r}), commands=commands);"
         "assert 'torch' not in sys.modules and 'pandas' not in sys.modules;"
         "print(len(html.encode()), time.process_time())"
@@ -404,7 +404,7 @@ def test_small_files_are_plain_and_the_same_page_is_made_twice():
 
 
 def test_the_command_writes_a_file_and_says_where(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(cli, "_figures", drawn)
+    monkeypatch.setattr(cli, "_figures", lambda folder, _: drawn(folder))
     (tmp_path / "logs").mkdir()
     folder = sweep(tmp_path / "logs" / "mine", [record("ddp"), record("dear", 0.08)])
     assert cli.main(["report", "mine", "--logs", str(tmp_path / "logs")]) == 0
@@ -422,7 +422,7 @@ def test_the_command_writes_a_file_and_says_where(tmp_path, capsys, monkeypatch)
 
 
 def test_an_experiment_of_that_name_is_asked_whether_it_is_the_same(tmp_path, monkeypatch):
-    monkeypatch.setattr(cli, "_figures", lambda folder: [])
+    monkeypatch.setattr(cli, "_figures", lambda folder, _: [])
     out = tmp_path / "x.html"
     kept = {path.name: path.read_bytes() for path in (RECORDS / "merging").iterdir()}
     folder = tmp_path / "merging"
@@ -452,7 +452,7 @@ def test_an_experiment_of_that_name_is_asked_whether_it_is_the_same(tmp_path, mo
     ],
 )
 def test_mistakes_are_a_line(tmp_path, capsys, monkeypatch, arguments, words):
-    monkeypatch.setattr(cli, "_figures", lambda folder: [])
+    monkeypatch.setattr(cli, "_figures", lambda folder, _: [])
     monkeypatch.setattr("os.nice", lambda by: 0)
     given = [one.format(merging=RECORDS / "merging") for one in arguments]
     assert cli.main(["report", *given, "--logs", str(tmp_path)]) == 2

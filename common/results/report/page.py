@@ -10,7 +10,7 @@ import base64
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,10 +38,9 @@ class Commands:
 
     sweep: str
     """How `show` takes it."""
-    again: str | None
-    """What runs the experiment of its name, where no run has left its command."""
-    again_said: str
-    """Whether that asks for the same trials."""
+    again: Callable[[], tuple[str | None, str]]
+    """Asked where no run has left its command: what runs the experiment of its name, if there is
+    one, and a sentence on whether that asks for the same trials."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +67,8 @@ def build(
     records = comparison.results(folder)
     told = overview(records, comparison.compare_to) if records else None
     drawn = figures(folder) if figures is not None and any(one.ok for one in records) else []
+    runs, made_by = _runs(folder, records), _made_by(folder)
+    imported = bool(records) and all(one.fabric == IMPORTED for one in records)
     script, style, dark = (_text(name) for name in ("page.js", "style.css", "dark.css"))
     jinja = Environment(
         loader=FileSystemLoader(_HERE),
@@ -105,10 +106,11 @@ def build(
         links=surroundings.links(records),
         settings=surroundings.settings(records),
         options=surroundings.options(records),
-        runs=_runs(folder, records),
-        made_by=_made_by(folder),
-        imported=bool(records) and all(one.fabric == IMPORTED for one in records),
-        commands=commands,
+        runs=runs,
+        made_by=made_by,
+        imported=imported,
+        again=None if runs or made_by or imported else commands.again(),
+        sweep=commands.sweep,
         downloads=_downloads(folder, records, comparison),
         learned=told is not None and told.kind is LearnRow,
         live=live,

@@ -20,12 +20,18 @@ class Unavailable(Exception):  # noqa: N818  (a state of the machine, not a mist
     """Something optional (a library, a device) is not on this machine; the message says which."""
 
 
-def unknown(kind: str, given: object, allowed: Iterable[str]) -> UserError:
-    """A `UserError` for a name that is not among `allowed`, with the nearest one suggested."""
+def unknown(
+    kind: str, given: object, allowed: Iterable[str], where: str = "see `list`"
+) -> UserError:
+    """A `UserError` for a name that is not among `allowed`, with the nearest one suggested.
+
+    Args:
+        where: to find them, if there are many.
+    """
     names = sorted(allowed)
     near = difflib.get_close_matches(str(given), names, n=1, cutoff=0.5)
     hint = f"; did you mean {near[0]!r}?" if near else ""
-    listing = ", ".join(names) if len(names) <= 24 else f"{len(names)} names, see `list`"
+    listing = ", ".join(names) if len(names) <= 24 else f"{len(names)} names, {where}"
     return UserError(f"unknown {kind} {given!r}{hint} (allowed: {listing})")
 
 

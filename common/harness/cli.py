@@ -199,7 +199,8 @@ def _add_run(run: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME",
-        help="a model of `list`, or an architecture of transformers as hf:gpt2; likewise",
+        help="a model of `list`, or one of transformers or timm, as hf:gpt2 and timm:resnet50d; "
+        "likewise",
     )
     brought.add_argument("--batch", type=int, metavar="N", help="its samples per rank")
     brought.add_argument(

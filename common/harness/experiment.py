@@ -66,7 +66,7 @@ class ModelChoice:
     """A model and how it is fed; None takes the registry's default."""
 
     name: str
-    """Of the registry, `file:PATH` or `hf:TYPE` (docs/bring_your_own.md)."""
+    """Of the registry, `file:PATH`, `hf:TYPE` or `timm:NAME` (docs/bring_your_own.md)."""
     batch_size: int | None = None
     """Samples per worker."""
     sentence_len: int | None = None

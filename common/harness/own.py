@@ -1,9 +1,9 @@
 """What users bring from outside the repository: models with their profiles, and algorithms.
 
-Models are named `file:PATH`, `hf:TYPE`, or as in the registry; with a GPU beside the name, the
-times that they take on it are replayed. Profiles that do not come with the project are made once
-and kept in the user's cache, `$XDG_CACHE_HOME/dear-bench/profiles` (`~/.cache/...`), never in the
-repository.
+Models are named `file:PATH`, `hf:TYPE`, `timm:NAME`, or as in the registry; with a GPU beside the
+name, the times that they take on it are replayed. Profiles that do not come with the project are
+made once and kept in the user's cache, `$XDG_CACHE_HOME/dear-bench/profiles` (`~/.cache/...`),
+never in the repository.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 from common.models import profile as profiles
 from common.models import registry
 from common.models.profile import Profile
-from common.models.registry import FILE, HF, Brought
+from common.models.registry import FILE, HF, TIMM, Brought
 from common.profiling import gpus
 from dear.algorithms.aliases import ALIASES
 from dear.errors import UserError
@@ -227,7 +227,7 @@ def _known(name: str) -> tuple[str, Brought | None]:
             )
         brought = Brought(source=f"{FILE}{path}", digest=digest_of(path))
         name = path.name
-    elif name.startswith(HF):
+    elif name.startswith((HF, TIMM)):
         brought = Brought(source=name)
     else:
         return name, None

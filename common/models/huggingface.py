@@ -6,7 +6,6 @@ up: images and their classes, or words, each of which has one to be predicted.
 
 from __future__ import annotations
 
-import difflib
 import os
 from typing import Any
 
@@ -19,7 +18,7 @@ from common.models import torchvision_cpu  # noqa: F401  (transformers imports t
 from common.models.cnn import images_for
 from common.models.registry import HF, ModelEntry
 from common.models.workload import Workload
-from dear.errors import UserError
+from dear.errors import UserError, unknown
 
 import transformers  # isort: skip
 from transformers.models.auto import modeling_auto as auto  # isort: skip
@@ -81,12 +80,8 @@ def build(
 
 def _head(kind: str) -> str:
     if kind not in CONFIG_MAPPING:
-        near = difflib.get_close_matches(kind, list(CONFIG_MAPPING), n=3, cutoff=0.5)
-        hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
-        raise UserError(
-            f"unknown model type of transformers {kind!r}{hint} (it has {len(CONFIG_MAPPING)}, the "
-            "keys of its CONFIG_MAPPING)"
-        )
+        where = "the keys of its CONFIG_MAPPING"
+        raise unknown("model type of transformers", kind, CONFIG_MAPPING, where)
     for head, kinds in _HEADS.items():
         if kind in kinds:
             return head

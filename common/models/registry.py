@@ -115,9 +115,10 @@ def _replayed() -> dict[str, ModelEntry]:
 MODELS: dict[str, ModelEntry] = {**_COMPUTED, **_replayed()}
 
 
-FILE, HF = "file:", "hf:"
-"""How names of models begin that the registry does not have: a file's path, a type of
-transformers."""
+FILE, HF, TIMM = "file:", "hf:", "timm:"
+"""How names of models begin that the registry does not have: a file's path, a type of transformers,
+a name of timm."""
+_LIBRARIES = {HF: "common.models.huggingface", TIMM: "common.models.any_timm"}
 _FILE_ENTRY = ModelEntry(builder="common.models.own_file:build", sample_unit="sample")
 _OF_ANY_SIZE = 0
 
@@ -127,7 +128,8 @@ class Brought:
     """Where a model is from that the registry, as it ships, does not have: what workers need."""
 
     source: str
-    """`file:PATH` (absolute, on every host the same), `hf:TYPE`, or a name of the registry."""
+    """`file:PATH` (absolute, on every host the same), `hf:TYPE`, `timm:NAME`, or a name of the
+    registry."""
     digest: str | None = None
     """Of the file, and of what it imports from beside it."""
     profile: str | None = None
@@ -177,7 +179,8 @@ def _brought_entry(name: str) -> ModelEntry | None:
         )
     if brought.source.startswith(FILE):
         return _FILE_ENTRY
-    return importlib.import_module("common.models.huggingface").entry(brought.source)
+    module = next(one for prefix, one in _LIBRARIES.items() if brought.source.startswith(prefix))
+    return importlib.import_module(module).entry(brought.source)
 
 
 def _paths(name: str) -> dict[int, Path]:

@@ -182,6 +182,16 @@ def test_gpt2_by_its_type_has_its_parameters_and_downloads_nothing():
     assert made.inputs["input_ids"].shape == (2, 16) and loss.shape == ()
 
 
+def test_a_classifier_of_timm_is_a_model_with_images_of_its_size():
+    own.bring_model("timm:convnextv2_atto", None, None, None)
+    with torch.device("meta"):
+        made = registry.build("timm:convnextv2_atto", 2, None, torch.Generator())
+    assert made.inputs[0].shape == (2, 3, 224, 224) and made.loss().shape == ()
+    assert sum(param.numel() for param in made.model.parameters()) == 3_708_400
+    said = one_line(lambda: own.bring_model("timm:resnet50dd", None, None, None))
+    assert "did you mean 'resnet50d'" in said and "timm.list_models()" in said
+
+
 @pytest.mark.parametrize(
     ("kind", "words"),
     [

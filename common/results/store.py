@@ -60,17 +60,10 @@ def _loaded(path: Path, *_: int) -> tuple[Record, ...]:
         try:
             records.append(Record.from_json(values or {}))
         except TypeError:  # keys are missing
-<<<<<<< HEAD
             damaged.append(number)
     if damaged:
         _tell(path, tuple(damaged))
-    return records
-=======
-            raise UserError(
-                f"{path} line {number} is damaged; delete that line and run again"
-            ) from None
     return tuple(records)
->>>>>>> 6ed330943f5753ae4e66a0bfa644591d80536a8b
 
 
 @functools.cache

@@ -209,24 +209,12 @@ def test_the_data_behind_a_figure_are_those_of_the_records(tables):
 
     table = tables["scaling"]
     here = table[(table["algorithm"] == "ddp") & table["network"].isna()]
-<<<<<<< HEAD
-    assert here["throughput"].tolist() == [
-        pytest.approx(64 * n / (0.1 + n / 100)) for n in (2, 4, 8)
-    ]
-    assert here["efficiency"].tolist() == [pytest.approx(0.08 / (0.1 + n / 100)) for n in (2, 4, 8)]
-    doubted = table[table["doubt"].notna()]
-    assert (
-        doubted["throughput"].tolist() == [pytest.approx(2560)]
-        and doubted["efficiency"].isna().all()
-    )
-=======
     rates = [64 * n / (0.1 + n / 100) for n in (2, 4, 8)]
     assert here["throughput"].tolist() == pytest.approx(rates)
     assert here["efficiency"].tolist() == [pytest.approx(0.08 / (0.1 + n / 100)) for n in (2, 4, 8)]
     doubted = table[table["doubt"].notna()]
     assert doubted["throughput"].tolist() == [pytest.approx(2560)]
     assert doubted["efficiency"].isna().all()
->>>>>>> 674d3c8bb7df87262d4e2f1effe1c0580945ad38
 
     table = tables["breakdown"]
     steps_s = table.groupby(["algorithm", "world_size"])["seconds"].sum().to_dict()

@@ -503,10 +503,10 @@ def test_a_served_page_follows_the_records(served):
     with pytest.raises(urllib.error.HTTPError, match="404"):
         served("/../records.jsonl")
     with (served.folder / "records.jsonl").open("a") as file:
-        file.write("{damaged}\n")
+        file.write('{"schema": 99}\n')
     with pytest.raises(urllib.error.HTTPError, match="500") as failed:
         served("/")
-    assert "is damaged" in failed.value.read().decode()
+    assert "has schema 99" in failed.value.read().decode()
 
 
 def test_while_a_run_holds_the_folder_no_figures_are_drawn(served):

@@ -92,7 +92,8 @@ def test_sweeps_of_twins_have_every_algorithm_twice_and_go_on(monkeypatch, tmp_p
         assert changed.name.endswith(f"-{index}") and changed.measure == given.measure
         labels = [trial.label for trial in changed.trials()]
         titles = [one.title for one in given.algorithms]
-        assert labels == [label for one in titles for label in (one, f"{one} again")]
+        twice = [label for one in titles for label in (one, f"{one} again")]
+        assert labels == twice * len(given.models)
         assert changed.base == given.base
 
 
@@ -108,7 +109,9 @@ def test_simulated_tables_are_judged(monkeypatch, capsys):
     assert words.main(["simulated", "--tables", "40"]) == 3
     said = capsys.readouterr().out
     missed = [line for line in said.splitlines() if line.startswith("MISSED: emulated")]
-    assert [line.split(": ")[2].split()[0] for line in missed] == ["false", "false", "5%"]
+    found = [line.split(": ")[2].split()[0] for line in missed]
+    # So few tables tell too little of the coverage.
+    assert [word for word in found if word != "coverage"] == ["false", "false", "5%"]
 
 
 def test_the_figure_is_grey_where_a_number_is_not_believed(sweep, tmp_path, monkeypatch):

@@ -86,4 +86,4 @@ def _at(steps: Sequence[tuple[float | None, str | None]], mark: Mark, aside: flo
 
 
 if __name__ == "__main__":
-    style.program(draw, "logs/emulated")
+    style.program(fits, NEEDS, draw, "logs/emulated")

@@ -104,4 +104,4 @@ def _said(row: Row) -> str:
 
 
 if __name__ == "__main__":
-    style.program(draw, "logs/emulated-quick")
+    style.program(fits, NEEDS, draw, "logs/emulated-quick")

@@ -161,4 +161,4 @@ def _traced(records: Sequence[Record], folder: Path) -> dict[str, dict[int, floa
 
 
 if __name__ == "__main__":
-    style.program(draw, "logs/emulated-quick")
+    style.program(fits, NEEDS, draw, "logs/emulated-quick")

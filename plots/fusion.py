@@ -185,4 +185,4 @@ def _data(marks: Sequence[Mark]) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    style.program(draw, "logs/tuner")
+    style.program(fits, NEEDS, draw, "logs/tuner")

@@ -70,4 +70,4 @@ def announced(folder: Path, out: Path) -> list[Path]:
 
 
 if __name__ == "__main__":
-    style.program(announced, "logs/quick")
+    style.program(bool, "a trial that has ended", announced, "logs/quick")

@@ -20,7 +20,7 @@ _METHODS = {"horovod": "Horovod", "dadt": "DADT"}
 
 def fits(records: Sequence[Record]) -> bool:
     """Whether both were believed in one place."""
-    return published.believed(records, list(_METHODS)) == len(_METHODS)
+    return published.fits(records, _compared)
 
 
 def draw(folder: Path, out: Path) -> list[Path]:
@@ -33,10 +33,8 @@ def figure(folder: Path) -> tuple[Figure, DataFrame]:
     ones are outlines. The data have samples per second, too."""
     marks, _ = sweep.load(folder)
     groups: dict[str, list[dict[str, Any]]] = {}
-    for panel in sweep.panels(marks):
-        own = {mark.algorithm: mark for mark in panel if not mark.row.doubt}
-        if not set(_METHODS) <= set(own):
-            continue
+    for panel in published.panels(marks, _compared, each_world=True):
+        own = {mark.algorithm: mark for mark in reversed(panel)}  # of variants the first
         record = own["dadt"].record
         name = f"{published.model(record)}\n{published.network(record)}\n"
         name += f"{record.trial['world_size']} workers"
@@ -80,5 +78,9 @@ def figure(folder: Path) -> tuple[Figure, DataFrame]:
     )
 
 
+def _compared(records: Sequence[Record]) -> bool:
+    return set(_METHODS) <= {one.trial["algorithm"] for one in records}
+
+
 if __name__ == "__main__":
-    style.program(draw, "logs/delayed")
+    style.program(fits, NEEDS, draw, "logs/delayed")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +28,7 @@ _PUBLISHED = {"WFBP-A2A": "wfbp", "ByteScheduler-A2A": "bytescheduler", "MG-WFBP
 
 def fits(records: Sequence[Record]) -> bool:
     """Whether DeAR was believed beside what one half of the figure is relative to."""
-    for half, methods in _HALVES.items():
-        base = next(iter(methods))
-        for own in sweep.variants(records, "label").values():
-            names = [_method(one, half) for one in own]
-            if base in names and "dear" in names:
-                return True
-    return False
+    return any(published.fits(records, partial(_compared, half)) for half in _HALVES)
 
 
 def draw(folder: Path, out: Path) -> list[Path]:
@@ -85,19 +80,22 @@ def _method(record: Record, half: str) -> str | None:
     return name
 
 
+def _compared(half: str, records: Sequence[Record]) -> bool:
+    names = [_method(one, half) for one in records]
+    return next(iter(_HALVES[half])) in names and "dear" in names
+
+
 def _ours(marks: Sequence[Mark], half: str) -> list[dict[str, Any]]:
     """Of variants of one method the first: DeAR's own with its default, MG-WFBP's own merging."""
     base_name = next(iter(_HALVES[half]))
     found = []
-    for panel in sweep.panels(marks):
+    for panel in published.panels(marks, partial(_compared, half), each_world=False):
         own: dict[str, Mark] = {}
         for mark in panel:
             method = _method(mark.record, half)
-            if method is not None and not mark.row.doubt:
+            if method is not None:
                 own.setdefault(method, mark)
-        base = own.get(base_name)
-        if base is None or len(own) < 2:
-            continue
+        base = own[base_name]
         for method in _HALVES[half]:
             if method in own:
                 record = own[method].record
@@ -181,4 +179,4 @@ def _about(found: Sequence[dict[str, Any]], marks: Sequence[Mark]) -> str:
 
 
 if __name__ == "__main__":
-    style.program(draw, "logs/suite")
+    style.program(fits, NEEDS, draw, "logs/suite")

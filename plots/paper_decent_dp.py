@@ -30,11 +30,7 @@ _TOPOLOGIES = {"one-peer-exp": "Decent(Exp)", "alternating-exp-ring": "Decent(AE
 
 def fits(records: Sequence[Record]) -> bool:
     """Whether both kinds were believed in one place."""
-    for own in sweep.variants(records, "label").values():
-        names = {_method(one) for one in own}
-        if "All-Reduce" in names and names & set(_TOPOLOGIES.values()):
-            return True
-    return False
+    return published.fits(records, _compared)
 
 
 def draw(folder: Path, out: Path) -> list[Path]:
@@ -77,6 +73,11 @@ def _method(record: Record) -> str | None:
     return None
 
 
+def _compared(records: Sequence[Record]) -> bool:
+    names = {_method(one) for one in records}
+    return "All-Reduce" in names and bool(names & set(_TOPOLOGIES.values()))
+
+
 def _theirs() -> list[dict[str, Any]]:
     names = {"AllReduce": "All-Reduce"}
     return [
@@ -93,14 +94,12 @@ def _theirs() -> list[dict[str, Any]]:
 
 def _ours(marks: Sequence[Mark]) -> list[dict[str, Any]]:
     found = []
-    for panel in sweep.panels(marks):
+    for panel in published.panels(marks, _compared, each_world=True):
         own: dict[str, Mark] = {}
         for mark in panel:
             method = _method(mark.record)
-            if method is not None and not mark.row.doubt:
+            if method is not None:
                 own.setdefault(method, mark)
-        if "All-Reduce" not in own or len(own) < 2:
-            continue
         for method in _METHODS:
             if method in own:
                 row, record = own[method].row, own[method].record
@@ -139,4 +138,4 @@ def _panel(axis: Axes, bars: Sequence[dict[str, Any]], shown: Any) -> None:
 
 
 if __name__ == "__main__":
-    style.program(draw, "logs/decentralized")
+    style.program(fits, NEEDS, draw, "logs/decentralized")

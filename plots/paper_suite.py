@@ -25,12 +25,13 @@ _METHODS = {
     "bytescheduler": ("ByteScheduler-A2A", "ByteScheduler"),
 }
 """Ours, what its table calls it, and what figures do."""
+_DEVICE, _SENTENCE_LEN = "rtx2080ti", 64
+"""On which it is published."""
 
 
 def fits(records: Sequence[Record]) -> bool:
     """Whether two believed methods were measured where they have been published."""
-    places = sweep.variants(records, "label").values()
-    return any(len({_method(one) for one in own} - {None}) > 1 for own in places)
+    return published.fits(records, _compared)
 
 
 def draw(folder: Path, out: Path) -> list[Path]:
@@ -43,10 +44,9 @@ def figure(folder: Path) -> tuple[Figure, DataFrame]:
     The data have samples per second and worker of both."""
     marks, _ = sweep.load(folder)
     panels = [
-        [mark for mark in panel if _method(mark.record) and not mark.row.doubt]
-        for panel in sweep.panels(marks)
+        [mark for mark in panel if _method(mark.record)]
+        for panel in published.panels(marks, _compared, each_world=True)
     ]
-    panels = [panel for panel in panels if panel]
     style.setup()
     plt.rcParams["axes.grid.axis"] = "y"
     size = (2.0 + 3.1 * len(panels), 3.6)
@@ -74,11 +74,19 @@ def _method(record: Record) -> str | None:
     return None if _rows(record).empty else name
 
 
+def _compared(records: Sequence[Record]) -> bool:
+    return len({_method(one) for one in records} - {None}) > 1
+
+
 def _rows(record: Record) -> DataFrame:
-    """Of the table: the same model, batch size and network."""
-    table = published.read("ddl_benchmarks")
+    """Of the table: the same model, batch size and network, if its GPU is the one replayed."""
+    table, trial = published.read("ddl_benchmarks"), record.trial
+    if not trial["model"].partition("@")[2].startswith(_DEVICE):
+        return table[:0]
+    if trial.get("sentence_len") not in (None, _SENTENCE_LEN):
+        return table[:0]
     same = table["model"] == published.model(record)
-    same &= table["batch_size"] == record.trial["batch_size"]
+    same &= table["batch_size"] == trial["batch_size"]
     return table[same & (table["network"] == published.network(record))]
 
 
@@ -131,4 +139,4 @@ def _bar(
 
 
 if __name__ == "__main__":
-    style.program(draw, "logs/emulated")
+    style.program(fits, NEEDS, draw, "logs/emulated")

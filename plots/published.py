@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pandas as pd
@@ -12,6 +12,7 @@ from matplotlib.patches import Patch
 from common.results.records import Record
 from plots import sweep
 from plots.style import LOOKS, Look
+from plots.sweep import Mark
 
 _FOLDER = Path(__file__).parents[1] / "configs" / "published"
 _MODELS = {
@@ -44,6 +45,31 @@ def network(record: Record) -> str:
     return _NETWORKS.get(own, own)
 
 
+def fits(records: Sequence[Record], compared: Callable[[Sequence[Record]], bool]) -> bool:
+    """Whether what a paper has compared was believed in one place, undisturbed by faults."""
+    calm = [record for record in records if not record.fault]
+    return any(map(compared, sweep.variants(calm, "label").values()))
+
+
+def panels(
+    marks: Sequence[Mark], compared: Callable[[Sequence[Record]], bool], *, each_world: bool
+) -> list[list[Mark]]:
+    """Believed marks by model and network, where `fits` would say so: as a paper has them.
+
+    Of several batch sizes the largest, and of several numbers of workers, too, unless `each_world`.
+    """
+    good = [mark for mark in marks if not mark.row.doubt and not mark.row.fault]
+    found: dict[tuple[object, ...], list[Mark]] = {}
+    for panel in sweep.panels(good):
+        row, record = panel[0].row, panel[0].record
+        key = (model(record), network(record), row.world_size if each_world else None)
+        other = found.get(key, panel)[0].row
+        larger = (row.world_size, row.batch_size) >= (other.world_size, other.batch_size)
+        if larger and compared([mark.record for mark in panel]):
+            found[key] = panel
+    return list(found.values())
+
+
 def bar(look: Look) -> dict[str, object]:
     """Arguments of `Axes.bar` for a published number."""
     return {**OUTLINE, "edgecolor": look.colour, "hatch": look.hatch}
@@ -58,10 +84,3 @@ def legend(figure: Figure, names: Mapping[str, str], outlined: bool) -> None:
         texts.append("published")
     place = {"loc": "outside right upper", "frameon": False, "fontsize": 8}
     figure.legend(handles, texts, **place)
-
-
-def believed(records: Sequence[Record], methods: Sequence[str]) -> int:
-    """The most of these algorithms that were believed in one place."""
-    places = sweep.variants(records, "label").values()
-    found = [{record.trial["algorithm"] for record in own} & set(methods) for own in places]
-    return max(map(len, found), default=0)

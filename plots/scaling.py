@@ -95,4 +95,4 @@ def _at(mark: Mark, aside: float) -> float:
 
 
 if __name__ == "__main__":
-    style.program(draw, "logs/quick")
+    style.program(fits, NEEDS, draw, "logs/quick")

@@ -106,4 +106,4 @@ def _limits(axes: Sequence[Axes], marks: Sequence[Mark]) -> None:
 
 
 if __name__ == "__main__":
-    style.program(draw, "logs/quick")
+    style.program(fits, NEEDS, draw, "logs/quick")

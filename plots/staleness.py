@@ -159,4 +159,4 @@ def _data(good: Sequence[Record]) -> Iterator[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    style.program(draw, "logs/time_to_accuracy")
+    style.program(fits, NEEDS, draw, "logs/time_to_accuracy")

@@ -72,4 +72,4 @@ def _panel(axis: Axes, panel: Sequence[Mark], times: dict[str, DataFrame]) -> No
 
 
 if __name__ == "__main__":
-    style.program(draw, "logs/quick")
+    style.program(fits, NEEDS, draw, "logs/quick")

@@ -26,6 +26,7 @@ from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from common.results.faith import doubt
 from common.results.records import Record, fabric_words
+from common.results.store import Comparison
 from dear.errors import UserError
 
 GREY = "#8a8a8a"
@@ -308,11 +309,20 @@ def write(drawn: tuple[Figure, pd.DataFrame], stem: Path) -> list[Path]:
     return [*save(figure, stem), path]
 
 
-def program(draw: Callable[[Path, Path], list[Path]], default: str) -> None:
-    """Draws the sweep that the command line names into plots/out and prints the files' names; a
-    mistake is one line, and status 2."""
+def program(
+    fits: Callable[[Sequence[Record]], bool],
+    needs: str,
+    draw: Callable[[Path, Path], list[Path]],
+    default: str,
+) -> None:
+    """Draws the sweep that the command line names into plots/out and prints the files' names.
+
+    A mistake, or a sweep that it does not fit, is one line, and status 2.
+    """
     sweep = Path(sys.argv[1] if len(sys.argv) > 1 else default)
     try:
+        if not fits(Comparison.load(sweep).results(sweep)):
+            raise UserError(f"{sweep} has not what this figure shows: it needs {needs}")
         for written in draw(sweep, Path("plots/out") / sweep.name):
             print(written)
     except UserError as error:

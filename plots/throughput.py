@@ -131,4 +131,4 @@ def _about(marks: Sequence[Mark]) -> str:
 
 
 if __name__ == "__main__":
-    style.program(draw, "logs/quick")
+    style.program(fits, NEEDS, draw, "logs/quick")

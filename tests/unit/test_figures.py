@@ -170,6 +170,8 @@ def test_a_sweep_has_the_figures_that_its_records_have_the_data_for(tmp_path):
          [made("wfbp", gbps=2.5), made("allreduce", gbps=2.5)]),
         (paper_suite, [made("wfbp", gbps=10.0), made("allreduce", gbps=10.0)],
          [made("wfbp", gbps=10.0, batch_size=8), made("allreduce", gbps=10.0, batch_size=8)]),
+        (paper_suite, [made("wfbp", gbps=10.0), made("allreduce", gbps=10.0)],
+         [made("wfbp", gbps=10.0, model="resnet50"), made("allreduce", gbps=10.0)]),
         (paper_dadt, [made("horovod"), made("dadt")], [made("ddp"), made("dadt")]),
         (
             paper_decent_dp,
@@ -302,14 +304,19 @@ def test_the_program_says_what_does_not_fit(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(style, "save", lambda figure, stem: [stem.with_suffix(".png")])
     monkeypatch.setattr("sys.argv", ["gallery", str(folder)])
     monkeypatch.chdir(tmp_path)
-    style.program(gallery.announced, "")
+    style.program(bool, "", gallery.announced, "")
     said = capsys.readouterr().out
     assert "no scaling: it needs an algorithm at two numbers of workers" in said
     assert "plots/out/s/throughput.csv" in said and "steps.png" in said
     monkeypatch.setattr("sys.argv", ["gallery", str(tmp_path / "nothing")])
     with pytest.raises(SystemExit) as left:
-        style.program(gallery.announced, "")
+        style.program(bool, "", gallery.announced, "")
     assert left.value.code == 2 and "has no experiment.json" in capsys.readouterr().err
+    monkeypatch.setattr("sys.argv", ["scaling", str(folder)])
+    with pytest.raises(SystemExit) as left:
+        style.program(scaling.fits, scaling.NEEDS, scaling.draw, "")
+    assert left.value.code == 2
+    assert "it needs an algorithm at two numbers of workers" in capsys.readouterr().err
 
 
 def test_grey_prints_tell_all_algorithms_apart():

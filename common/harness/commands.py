@@ -55,6 +55,9 @@ def run(options: argparse.Namespace, draw: Callable[[Path, bool], list[Path]] | 
     path = find_experiment(options.experiment)
     experiment = load(path, options.set, options.given)
     everything = experiment.trials()
+    assumed = options.given.assumed([model.name for model in experiment.models])
+    if assumed and not sandbox.inside():  # where it has been said
+        print(assumed, file=sys.stderr)
     if experiment.cluster is not None and not options.dry_run and not sandbox.inside():
         return sandbox.run([sys.executable, str(ROOT / "benchmarks.py"), *options.arguments])
 

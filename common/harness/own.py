@@ -103,6 +103,14 @@ class Given:
             elif values.get("cluster") and "@" not in model["name"] and "gpu" not in model:
                 model["gpu"] = HERE if _gpu_here() else gpus.DEFAULT
 
+    def assumed(self, names: Sequence[str]) -> str | None:
+        """What is said of models, by their names in trials, for whose GPU nobody has asked."""
+        asked = self.gpu is not None or any("@" in name for name in self.models)
+        device = gpus.find(gpus.DEFAULT).folder_name
+        if asked or not self.models or not any(name.endswith(f"@{device}") for name in names):
+            return None
+        return f"no GPU here: times are modelled for {gpus.DEFAULT} (--gpu names another)"
+
 
 def locate(values: dict[str, Any], folder: Path) -> None:
     """Loads the plugins of an experiment's values, and makes paths of models absolute.

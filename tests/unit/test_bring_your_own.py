@@ -516,6 +516,10 @@ def test_one_command_from_a_file_to_the_trials_of_a_sweep(capsys, mine, tmp_path
 
 def test_without_a_gpu_it_is_replayed_on_virtual_hosts_and_computes_elsewhere(capsys, mine):
     path = mine()
+    assert cli.main(["run", "--model-file", str(path), "-n"]) == 0
+    assert "no GPU here: times are modelled for rtx2080ti" in capsys.readouterr().err
+    assert cli.main(["run", "--model-file", str(path), "--gpu", "rtx2080ti", "-n"]) == 0
+    assert "no GPU here" not in capsys.readouterr().err
     here = planned(capsys, "--model-file", path)
     assert {one["model"] for one in here} == {"mine.py@rtx2080ti-modelled"}
     computed = planned(capsys, "quick", "--model-file", path, "--batch", 4)

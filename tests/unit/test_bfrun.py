@@ -81,8 +81,8 @@ def test_engines_for_a_notebook(monkeypatch):
 def test_ranks_that_it_starts_average():
     script = (
         "import torch, dear.bluefog as bf; bf.init(); "
-        "x = bf.allreduce(torch.tensor([float(bf.rank())])); print(f'mean {x.item()}', flush=True); "
-        "bf.shutdown()"
+        "x = bf.allreduce(torch.tensor([float(bf.rank())])); "
+        "print(f'mean {x.item()}', flush=True); bf.shutdown()"
     )
     command = [sys.executable, "-m", "dear.bluefog.run", "-np", "2", sys.executable, "-c", script]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import matplotlib
 import pandas as pd
 import pytest
 
@@ -63,3 +67,26 @@ def test_it_needs_no_torch_and_a_sweep_no_pandas():
     assert done.stdout == "ok\n", done.stderr
     script = "import sys, common.harness.cli; assert 'pandas' not in sys.modules"
     subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True)
+
+
+def test_the_notebook_shows_what_it_says(monkeypatch):
+    """Every cell, in order; what a cell ends with is shown, and none of it is empty."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.chdir(ROOT / "examples" / "notebooks")
+    matplotlib.use("Agg")
+    notebook = json.loads(Path("results.ipynb").read_text())
+    names: dict[str, Any] = {}
+    shown = []
+    for cell in notebook["cells"]:
+        if cell["cell_type"] != "code":
+            continue
+        tree = ast.parse("".join(cell["source"]))
+        *first, last = tree.body
+        exec(compile(ast.Module(first, []), "cell", "exec"), names)
+        if isinstance(last, ast.Expr):
+            shown.append(eval(compile(ast.Expression(last.value), "cell", "eval"), names))
+        else:
+            exec(compile(ast.Module([last], []), "cell", "exec"), names)
+    assert len(shown) == 5 and all(len(one) for one in shown[:4])
+    assert len(names["trials"]) == 7 and names["axis"].get_xlabel() == "throughput (img/s)"
+    assert (names["between"] > 0).all()

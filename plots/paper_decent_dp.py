@@ -57,8 +57,8 @@ def figure(folder: Path) -> tuple[Figure, DataFrame]:
     drawn.legend(handles, list(_METHODS), **place)
     used = [mark.record for mark in marks if _method(mark.record) is not None]
     text = "Numbers over bars: times the speed of all-reduce; ours: all-reduce is DDP, whiskers "
-    text += "are 95 % t intervals, one process stands for a GPU; SGP over windows in step is not "
-    text += "among our algorithms; published: configs/published"
+    text += "are 95 % t intervals, one process stands for a GPU; SGP in step is not among "
+    text += "our algorithms; published: configs/published"
     left_out = any(mark.row.doubt for mark in marks if _method(mark.record))
     text += "; what is not believed is left out" if left_out else ""
     style.caption(drawn, text, used, 30 + 20 * groups)

@@ -245,7 +245,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _draw(folder: Path, learned: bool) -> list[Path]:
-    # Only here: matplotlib takes a second to load. And only the main figure: all that fit take 5 to
+    # Only here: matplotlib takes a second to load. And only the main figure: all that fit take 3 to
     # 20 s, which the end of a sweep should not.
     from plots import learning, throughput
 

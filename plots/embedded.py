@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import multiprocessing
 import re
-import sys
 from pathlib import Path
 
 import matplotlib
@@ -33,18 +33,18 @@ def figures(folder: Path, processes: int = 1) -> list[Figured]:
     """All that fit the sweep in a folder, drawn anew.
 
     Args:
-        processes: that draw side by side; with more than one no other thread may be at work, for
-            they are forked, so that matplotlib is loaded once.
+        processes: that draw side by side. They begin anew, which takes each a second: a fork would
+            inherit locks that threads of numerical libraries may hold.
     """
     tasks = [(module.__name__, folder) for module in gallery.fitting(folder)]
     if min(processes, len(tasks)) < 2:
         return [_figured(*task) for task in tasks]
-    with multiprocessing.get_context("fork").Pool(min(processes, len(tasks))) as pool:
+    with multiprocessing.get_context("spawn").Pool(min(processes, len(tasks))) as pool:
         return pool.starmap(_figured, tasks, chunksize=1)
 
 
 def _figured(module_name: str, folder: Path) -> Figured:
-    module, name = sys.modules[module_name], module_name.rpartition(".")[2]
+    module, name = importlib.import_module(module_name), module_name.rpartition(".")[2]
     drawn, data = module.figure(folder)
     alt = described(module.TITLE, data)
     shown = data.head(ROWS).astype(object)

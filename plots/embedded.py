@@ -6,6 +6,8 @@ import importlib
 import io
 import multiprocessing
 import re
+import signal
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import matplotlib
@@ -39,8 +41,15 @@ def figures(folder: Path, processes: int = 1) -> list[Figured]:
     tasks = [(module.__name__, folder) for module in gallery.fitting(folder)]
     if min(processes, len(tasks)) < 2:
         return [_figured(*task) for task in tasks]
-    with multiprocessing.get_context("spawn").Pool(min(processes, len(tasks))) as pool:
-        return pool.starmap(_figured, tasks, chunksize=1)
+    anew, count = multiprocessing.get_context("spawn"), min(processes, len(tasks))
+    with ProcessPoolExecutor(count, mp_context=anew, initializer=_leave_to_parent) as pool:
+        return list(pool.map(_figured, *zip(*tasks, strict=True)))
+
+
+def _leave_to_parent() -> None:
+    """Ctrl-C reaches this process, too; the one that has started it says what there is to say."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _figured(module_name: str, folder: Path) -> Figured:

@@ -136,8 +136,15 @@
 
   if (root.dataset.version === undefined) return;
   const state = "state";
+  // What is looked at stays where it is in the window, whatever has grown or gone above it.
+  history.scrollRestoration = "manual";
+  const top = (one) => one.getBoundingClientRect().top;
+  const looked = () => {
+    const above = [...document.querySelectorAll("h1[id], h2[id]")].filter((one) => top(one) <= 80);
+    return above.length ? [above.at(-1).id, top(above.at(-1))] : null;
+  };
   const save = () => kept.write(state, {
-    scroll: scrollY,
+    looked: looked(),
     filters: [...document.querySelectorAll(".filter input")].map((one) => [one.id, one.value]),
     sorted: [...document.querySelectorAll("table[data-sorted]")].map((one) => [one.id, one.dataset.sorted]),
     open: [...document.querySelectorAll("details")].map((one) => one.open),
@@ -157,7 +164,8 @@
     const details = [...document.querySelectorAll("details")];
     if (details.length === before.open.length) details.forEach((one, place) => { one.open = before.open[place]; });
     if (before.focus) document.getElementById(before.focus)?.focus({ preventScroll: true });
-    scrollTo(0, before.scroll);
+    const place = before.looked && document.getElementById(before.looked[0]);
+    if (place) scrollBy(0, top(place) - before.looked[1]);
     sessionStorage.removeItem(state);
   }
   const look = async () => {

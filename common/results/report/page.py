@@ -126,6 +126,8 @@ def _text(name: str) -> str:
 
 
 def _kilobytes(size: int) -> str:
+    if size < 1000:
+        return f"{size} bytes"
     return f"{size / 1000:.0f} kB" if size < 1e6 else f"{size / 1e6:.1f} MB"
 
 

@@ -16,6 +16,8 @@ from common.results.table import PLACE, Table
 _PACKED_FROM = 20_000
 """Bytes: what is smaller is not worth packing."""
 _NUMBER = re.compile(r"\(?(?:over |below )?([-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?)")
+_SHORT = 30
+"""Characters: what is longer is a sentence that begins with a number."""
 _WORDS = {"FASTER", "SLOWER", "SAME", "UNSURE", "NO", "unchecked"}
 _SHARED = {"batch": "batch {}", "workers": "{} workers"}
 
@@ -169,8 +171,9 @@ def plain(name: str, caption: str, titles: Sequence[str], body: Sequence[Sequenc
 
 def _all_numbers(texts: Sequence[str]) -> bool:
     """Whether a column is sorted by the numbers that it begins with."""
-    known = [text for text in texts if text and text != "not reached"]
-    return bool(known) and all(_NUMBER.match(text) for text in known)
+    known = [text for text in texts if text.lstrip("(") not in ("", UNKNOWN)]
+    known = [text for text in known if not text.lstrip("(").startswith("not reached")]
+    return bool(known) and all(_NUMBER.match(text) and len(text) < _SHORT for text in known)
 
 
 def _cell(text: str, numeric: bool, heads: bool) -> Cell:

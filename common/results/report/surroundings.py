@@ -11,6 +11,7 @@ from common.results import cards
 from common.results.records import Record
 from common.results.report.parts import Grid, plain
 from common.results.report.trouble import title
+from common.results.table import significant
 
 _FIRST = ("cpu", "cores", "gpus", "os", "kernel", "python", "packages.torch", "commit")
 _UNKNOWN = "not on record"
@@ -38,8 +39,12 @@ def machines(records: Iterable[Record]) -> list[Machine]:
 
 
 def _machine(card: dict[str, Any], trials: int) -> Machine:
-    names = [*_FIRST, *(name for name in card if name not in _FIRST)]
-    lines = [(name, _text(card.get(name))) for name in names if name != "commit"]
+    names = [*_FIRST, *(name for name in card if name not in (*_FIRST, "diff"))]
+    lines = [
+        (name.removeprefix("packages."), _text(card.get(name)))
+        for name in names
+        if name != "commit"
+    ]
     return Machine(
         trials=trials,
         commit=_commit(card),
@@ -60,8 +65,10 @@ def _commit(card: dict[str, Any]) -> str:
 
 
 def _text(value: Any) -> str:
-    if value is None or value == []:
-        return _UNKNOWN if value is None else "none"
+    if value is None:
+        return "none, or not visible"
+    if value == []:
+        return "none"
     if isinstance(value, bool):
         return "yes" if value else "no"
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
@@ -76,7 +83,10 @@ def scales(records: Sequence[Record]) -> Grid | None:
             found.setdefault(key, []).append(title(one))
     if not found:
         return None
-    body = [[f"{k:g}", len(of), why, "; ".join(of)] for (k, why), of in found.items()]
+    body = [
+        [f"{k:g}", len(of), why, "all" if len(found) == 1 else "; ".join(of)]
+        for (k, why), of in found.items()
+    ]
     return plain("scales", "Time scales", ["time scale", "trials", "reason", "which"], body)
 
 
@@ -138,7 +148,7 @@ def _range(values: Iterable[float | None]) -> str:
     known = [value for value in values if value is not None]
     if not known:
         return ""
-    ends = dict.fromkeys(f"{value:.3g}" for value in (min(known), max(known)))
+    ends = dict.fromkeys(significant(value) for value in (min(known), max(known)))
     return " to ".join(ends)
 
 

@@ -29,23 +29,16 @@ def ran(files: list[Path], chosen: str) -> str:
     """What pytest says of the contract's tests with these plugins."""
     tests = [f"tests/contract/test_{name}.py" for name in ("files", "order", "reference")]
     plugins = [word for file in files for word in ("--plugin", file)]
-    quiet = ("-q", "-p", "no:cacheprovider", "-m", "not full", "-k", chosen)
-    return python("-m", "pytest", *tests, *plugins, *quiet).stdout
+    how = ("-p", "no:cacheprovider", "-m", "not full", "-k", chosen)
+    return python("-m", "pytest", *tests, *plugins, *how).stdout
 
 
 @pytest.mark.timeout(300)
-def test_the_example_keeps_the_contract():
-    said = ran([EXAMPLE], "bring-your-own-algorithm and (test_files or test_order or -2-)")
-    passed = re.search(r"^(\d+) passed", said, re.MULTILINE)
-    assert passed and int(passed[1]) >= 12 and " failed" not in said, said
-
-
-@pytest.mark.full
-@pytest.mark.timeout(600)
 def test_the_example_passes_all_that_every_algorithm_passes():
-    words = ("-m", "pytest", "tests/contract", "--plugin", EXAMPLE, "-q", "-m", "not full")
-    done = python(*words, "-p", "no:cacheprovider", "-k", "bring-your-own-algorithm", timeout=590.0)
-    assert done.returncode == 0, done.stdout
+    words = ("-m", "pytest", "tests/contract", "--plugin", EXAMPLE, "-m", "not full")
+    done = python(*words, "-p", "no:cacheprovider", "-k", "bring-your-own-algorithm")
+    passed = re.search(r"^(\d+) passed", done.stdout, re.MULTILINE)
+    assert done.returncode == 0 and int(passed[1]) >= 30, done.stdout
 
 
 @pytest.mark.timeout(300)

@@ -167,7 +167,7 @@ def test_half_the_bytes_and_faster_matrices_take_less_time(mine):
 
 def test_the_example_is_a_model():
     made = bring(MODEL, batch_size=2)
-    assert (made.parameter_bytes, made.sample_unit) == (4 * 3_250_532, "sample")
+    assert (made.parameter_bytes, made.sample_unit) == (4 * 25_442_916, "sample")
 
 
 def test_gpt2_by_its_type_has_its_parameters_and_downloads_nothing():

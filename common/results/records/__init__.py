@@ -266,20 +266,27 @@ def _reader(hint: Any) -> Callable[[Any], Any] | None:
     if origin in (Union, types.UnionType):
         return _reader(next(one for one in inner if one is not types.NoneType))
     if origin in (list, tuple):
-        item = inner[0]
-        if _reader(item) is None:  # JSON has no tuples
+        read = _reader(inner[0])
+        if read is None:  # JSON has no tuples
             return tuple if origin is tuple else None
-        return lambda value: origin(typed(item, one) for one in value)
+        return lambda value: origin(None if one is None else read(one) for one in value)
     if origin is dict:
-        kind = inner[1]
-        return lambda value: {key: typed(kind, one) for key, one in value.items()}
+        read = _reader(inner[1])
+        if read is None:
+            return None
+        return lambda value: {k: None if one is None else read(one) for k, one in value.items()}
     if dataclasses.is_dataclass(hint):
-        hints = get_type_hints(hint)
+        readers = {key: _reader(kind) for key, kind in get_type_hints(hint).items()}
 
         def made(value: Any) -> Any:
             if isinstance(value, hint):
                 return value
-            return hint(**{key: typed(hints[key], value[key]) for key in hints if key in value})
+            given = {}
+            for key, read in readers.items():
+                if key in value:
+                    one = value[key]
+                    given[key] = one if read is None or one is None else read(one)
+            return hint(**given)
 
         return made
     return None

@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # Sourced: `follow PID LOG WHAT` says how far a build is until it ends, by the last "[12/87]" or
 # "[ 12%]" in its log: on one line of a terminal, or a line per quarter where output is kept.
 # Its status is that of the build.

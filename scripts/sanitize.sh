@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Builds the C++ tests of the comm core and of the emulated clusters' switch with ThreadSanitizer, and with AddressSanitizer and
-# UndefinedBehaviorSanitizer, and runs them: scripts/sanitize.sh [.venv]
+# Builds the C++ tests of the comm core and of the emulated clusters' switch with ThreadSanitizer,
+# and with AddressSanitizer and UndefinedBehaviorSanitizer, and runs them:
+# scripts/sanitize.sh [.venv]
 # Takes about 3 minutes to build and 10 to run on 2 cores. The first finding ends it with an error.
 set -euo pipefail
 cd "$(dirname "$0")/.."

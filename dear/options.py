@@ -181,7 +181,7 @@ def _mismatch(what: str, value: Any, wanted: str) -> UserError:
 def at_least(name: str, value: float | None, least: float) -> None:
     """Raises `UserError` unless `value` is None, or `>= least` and finite; for `__post_init__`."""
     if value is not None and not least <= value < math.inf:
-        raise UserError(f"{name} must be at least {least}, got {value}")
+        raise UserError(f"{name} must be at least {least:g}, got {value}")
 
 
 def positive(name: str, value: float | None) -> None:

@@ -1,7 +1,7 @@
 """What the build of the comm core must know of this Python and torch.
 
 Prints NAME=VALUE lines for CMake; with --record, notes beside the extension what it was built for,
-so that an import against another torch can say so.
+so that an import against another torch can say so, and prints for people what was found.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ import sysconfig
 from pathlib import Path
 
 import torch
+import torch.distributed
 from torch.utils import cpp_extension
 
 RECORD = Path(__file__).parents[1] / "common/comm_core/_built_for.json"
+_NONE = "none in this torch"
 
 
 def facts() -> dict[str, str]:
@@ -33,9 +35,21 @@ def identity() -> dict[str, str]:
     return {"torch": torch.__version__, "python": sysconfig.get_config_var("EXT_SUFFIX")}
 
 
+def found() -> dict[str, str]:
+    """What torch brings, in words."""
+    cuda = torch.version.cuda
+    return {
+        "torch": torch.__version__,
+        "CUDA": f"{cuda}: CUDA tensors are staged through pinned memory" if cuda else _NONE,
+        "NCCL": "torch brings it" if torch.distributed.is_nccl_available() else _NONE,
+    }
+
+
 if __name__ == "__main__":
     if sys.argv[1:] == ["--record"]:
         RECORD.write_text(json.dumps(identity()) + "\n")
+        for name, value in found().items():
+            print(f"   {name:<9} {value}")
     else:
         for name, value in facts().items():
             print(f"{name}={value}")

@@ -41,6 +41,9 @@ class ClusterConfig:
     """A profile of configs/networks or a bandwidth such as 100mbit or 2.5gbit."""
     time_scale: float | None = None
     """One emulated second takes this many real ones; None: chosen by what this machine can do."""
+    min_time_scale: float = 1.0
+    """The smallest one that is chosen: what algorithms need that are measured in a later run, which
+    has to keep the scale of the earlier one."""
     max_time_scale: float = 40.0
     """The largest time scale that is chosen; a trial that needs more is `unsupported`, as too heavy
     for this machine."""
@@ -58,7 +61,8 @@ class ClusterConfig:
         at_least("cluster.ranks_per_host", self.ranks_per_host, 1)
         if self.time_scale is not None:
             positive("cluster.time_scale", self.time_scale)
-        at_least("cluster.max_time_scale", self.max_time_scale, 1)
+        at_least("cluster.min_time_scale", self.min_time_scale, 1)
+        at_least("cluster.max_time_scale", self.max_time_scale, self.min_time_scale)
 
     def links_digest(self, network: str) -> str:
         """Of all that decides how the links of this network behave."""

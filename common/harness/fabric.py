@@ -274,6 +274,9 @@ class EmulatedFabric(Fabric):
         if not is_replay(trial.model):
             return Choice(time_scale=1.0, reason="the model computes for real")
         choice = choose_time_scale(_load(trial), self._links, self._calibration, _cores())
+        least = self._config.min_time_scale
+        if choice.time_scale < least:
+            return Choice(time_scale=least, reason="cluster.min_time_scale")
         if choice.time_scale <= self.max_time_scale:
             return choice
         # An estimate refuses nothing; what the trials turn out to need may.

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from common.emulation.config import Fault
-from common.emulation.dilation import Choice
+from common.emulation.config import Fault, network_profile
+from common.emulation.dilation import Calibration, Choice
 from common.harness import cell as cells
 from common.harness import fabric as fabrics
 from common.harness.cell import Cell, Turn, order_seed, planned
@@ -316,6 +316,25 @@ def test_what_a_launch_needs_follows_from_its_waits(tmp_path, monkeypatch):
     real = dataclasses.replace(trial, model="mnist_cnn")
     for other in (given, faulty, real):
         assert fabric.needed(other, busy) is None
+
+
+def test_the_scale_that_is_chosen_is_not_below_the_least(tmp_path, monkeypatch):
+    monkeypatch.setattr(fabrics, "_cores", lambda: 2)
+
+    def chosen(**keys):
+        pairs = "".join(f", {name}: {value}" for name, value in keys.items())
+        text = BERT_SWEEP.replace("network: 10gbe", f"network: 100mbit{pairs}")
+        (tmp_path / "x.yaml").write_text(text)
+        experiment = load(tmp_path / "x.yaml")
+        (trial,) = experiment.trials()
+        fabric = fabrics.EmulatedFabric(experiment, [trial])
+        fabric._calibration = Calibration(cpu_s_per_byte=1e-10, memory_bytes_per_s=1e10)
+        fabric._links = network_profile("100mbit")
+        return fabric._choose(trial)
+
+    assert chosen().time_scale == 1
+    assert chosen(min_time_scale=3) == Choice(time_scale=3, reason="cluster.min_time_scale")
+    assert chosen(min_time_scale=3, time_scale=2) == Choice(time_scale=2, reason="given")
 
 
 def test_repeats_at_twice_the_scale_give_the_systematic_error():

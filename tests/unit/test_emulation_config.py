@@ -81,6 +81,8 @@ def test_an_unknown_network_is_one_clear_line(name, words):
         (ClusterConfig, {"ranks_per_host": 0}, "cluster.ranks_per_host must be at least 1"),
         (ClusterConfig, {"time_scale": 0}, "cluster.time_scale must be greater than 0"),
         (ClusterConfig, {"max_time_scale": 0.5}, "cluster.max_time_scale must be at least 1"),
+        (ClusterConfig, {"min_time_scale": 0.5}, "cluster.min_time_scale must be at least 1"),
+        (ClusterConfig, {"min_time_scale": 50}, "cluster.max_time_scale must be at least 50, got"),
         (ClusterConfig, {"kind": "real"}, "unknown key of cluster 'kind' 'real'"),
         (Fault, {"kind": "link_down"}, "needs `host:`"),
         (Fault, {"kind": "link_down", "host": 1, "rank": 1}, "has no `rank:`"),

@@ -432,6 +432,18 @@ def test_the_spread_is_the_largest_difference_and_infinite_for_nan(world):
     assert world(2).run(_spread_of, [1.0, math.nan, 3.0]) == [math.inf, math.inf]
 
 
+def _spread_without_collectives() -> float:
+    torch.manual_seed(1)
+    communicator = runtime.communicator()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(communicator, "all_reduce", None)
+        return correctness.replica_spread(torch.nn.Linear(1, 1), communicator)
+
+
+def test_replicas_that_agree_to_the_bit_are_not_sent(world):
+    assert world(2).run(_spread_without_collectives) == [0.0, 0.0]
+
+
 def test_the_farthest_tensor_counts_and_rounding_is_no_error():
     start = {"large": torch.zeros(10_000), "small": torch.zeros(2), "still": torch.ones(2)}
     wanted = {name: value + 1.0 for name, value in start.items()} | {"still": torch.ones(2)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -87,8 +88,12 @@ def _squared_distance(one: torch.Tensor, other: torch.Tensor) -> float:
 def replica_spread(model: torch.nn.Module, communicator: Communicator) -> float:
     """Largest difference of any parameter element between ranks; 0 if they agree.
 
-    Infinite if a parameter is not finite: training has diverged, and nothing can be compared.
+    Infinite if a parameter is not finite: training has diverged, and nothing can be compared. Most
+    replicas agree to the bit: then their digests tell, and nothing large travels.
     """
+    digests = communicator.gather_objects(_digest(model))
+    if None not in digests and len(set(digests)) == 1:
+        return 0.0
     spread = 0.0
     for param in model.parameters():
         highest, lowest = param.detach().clone(), param.detach().clone()
@@ -101,6 +106,20 @@ def replica_spread(model: torch.nn.Module, communicator: Communicator) -> float:
         difference = (highest - lowest).abs().max().item()
         spread = max(spread, difference if math.isfinite(difference) else math.inf)
     return spread
+
+
+def _digest(model: torch.nn.Module) -> bytes | None:
+    """Of the bits of all parameters; None where one is not finite."""
+    digest = hashlib.sha256()
+    for param in model.parameters():
+        value = param.detach()
+        if not torch.isfinite(value).all():
+            return None
+        for piece in value.flatten().split(_PIECE):
+            # A copy: what numpy has seen can no longer be resized, which FSDP does.
+            copy = torch.empty_like(piece, device="cpu").copy_(piece)
+            digest.update(copy.view(torch.uint8).numpy())
+    return digest.digest()
 
 
 def agreement(

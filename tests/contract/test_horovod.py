@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -113,6 +114,26 @@ def test_gradients_go_in_groups_and_are_divided_as_asked_and_horovod_writes_its_
     assert "ALLREDUCE" in (tmp_path / "timeline.json").read_text()
 
 
+def _waiting(late_s: float) -> tuple[float, float]:
+    """Seconds that this rank's thread has run, and was held up, while the other one was late."""
+    model = make_model()
+    optimizer = wrap(make_sgd(model), model, "horovod")
+    for step in range(2):  # in the first one Horovod gets ready
+        before_s, blocked_s = time.thread_time(), optimizer._engine.communicator.blocked_s
+        if step and optimizer._engine.communicator.rank == 0:
+            time.sleep(late_s)
+        model(torch.ones(2, 6)).sum().backward()
+        optimizer.step()
+    return time.thread_time() - before_s, optimizer._engine.communicator.blocked_s - blocked_s
+
+
+def test_who_waits_for_horovod_leaves_its_core_to_others_and_is_held_up_by_communication(own_pool):
+    skip_if_unavailable("horovod")
+    _, (ran_s, blocked_s) = own_pool(2).run(_waiting, 1.0)
+    assert blocked_s > 0.5
+    assert ran_s < blocked_s / 2
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [
@@ -131,6 +152,10 @@ def test_what_horovod_cannot_do_is_said(options, text):
 def test_adasum_adds_what_the_gradients_do_not_share():
     """Maleki et al. 2020, equation 1; the mean of the same gradients is something else."""
     skip_if_unavailable("horovod")
+    import horovod.torch as hvd
+
+    if not hvd.mpi_built():
+        pytest.skip("this Horovod is built without MPI")
     root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
     done = subprocess.run(
         [

@@ -1,37 +1,48 @@
 #!/usr/bin/env bash
 # The tests of every part, without those that take long: scripts/test.sh .venv [--again]
-# Two runs side by side: the tests of tests/unit compute, most of the others wait for something. With
+# Three runs side by side: the tests of tests/unit compute, most of the others wait for something. With
 # --again only what failed last; nothing to repeat is a failure, too.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 pytest=("${1:-.venv}/bin/python" -m pytest)
-units=(-o cache_dir=.pytest_cache/unit tests/unit)
-others=(--ignore=tests/unit)
+parts=(unit system others)
 
-failed() {  # whether the cache in this folder knows of a test that failed
-  local file="$1/v/cache/lastfailed"
+run() {  # the tests of a part, with pytest's options
+  local cache=(-o "cache_dir=.pytest_cache/$1")
+  case "$1" in
+    others) "${pytest[@]}" "${cache[@]}" "${@:2}" --ignore=tests/unit --ignore=tests/system ;;
+    *) "${pytest[@]}" "${cache[@]}" "${@:2}" "tests/$1" ;;
+  esac
+}
+
+failed() {  # whether a test of the part did, as far as its cache knows
+  local file=".pytest_cache/$1/v/cache/lastfailed"
   [[ -f "$file" && "$(< "$file")" != "{}" ]]
 }
 
+status=0
 if [[ "${2:-}" == --again ]]; then
-  again=(--last-failed --last-failed-no-failures none)
   status=5
-  if failed .pytest_cache/unit; then
-    "${pytest[@]}" "${again[@]}" "${units[@]}" && status=0 || exit
-  fi
-  if failed .pytest_cache; then
-    "${pytest[@]}" "${again[@]}" && status=0 || exit
-  fi
+  for part in "${parts[@]}"; do
+    if failed "$part"; then
+      run "$part" --last-failed --last-failed-no-failures none && status=0 || exit
+    fi
+  done
   exit "$status"
 fi
 
 mkdir -p build
-"${pytest[@]}" -m "not full" "${units[@]}" > build/unit_tests.log 2>&1 &
-unit=$!
-trap 'kill "$unit" 2> /dev/null || true' EXIT
-status=0
-"${pytest[@]}" -m "not full" "${others[@]}" || status=$?
-wait "$unit" || status=$?
-echo "== tests/unit"
-cat build/unit_tests.log
+pids=()
+trap 'kill "${pids[@]}" 2> /dev/null || true' EXIT
+for part in unit system; do
+  # Not in a function: its process would be the shell, not pytest.
+  "${pytest[@]}" -m "not full" -o "cache_dir=.pytest_cache/$part" "tests/$part" > "build/${part}_tests.log" 2>&1 &
+  pids+=("$!")
+done
+run others -m "not full" || status=$?
+for number in 0 1; do
+  wait "${pids[number]}" || status=$?
+  echo "== tests/${parts[number]}"
+  cat "build/${parts[number]}_tests.log"
+done
 exit "$status"

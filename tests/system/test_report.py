@@ -208,8 +208,8 @@ def test_a_served_page_loads_the_next_one_and_keeps_its_place(browser, tmp_path)
 
 
 @pytest.mark.skipif(usable_cores() < 2, reason="the figures are drawn side by side")
-def test_fifty_trials_with_figures_are_made_in_time(tmp_path):
-    """Under 5 s of two cores that have nothing else to do, and under 3 MB."""
+def test_the_report_of_fifty_trials_is_under_3_mb_and_its_figures_are_drawn_by_others(tmp_path):
+    """How long it takes: bench/reading.py."""
     from tests.unit.test_report import many
 
     folder = many(tmp_path / "fifty")
@@ -223,6 +223,5 @@ def test_fifty_trials_with_figures_are_made_in_time(tmp_path):
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
     path, alone_s, together_s = done.stdout.split()
     assert float(together_s) > float(alone_s), "drawn by others"
-    assert float(alone_s) + float(together_s) / 2 < 5
     assert Path(path).stat().st_size < 3_000_000
     assert len(Page(Path(path).read_text()).all("svg")) > 3

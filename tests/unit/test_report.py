@@ -177,19 +177,18 @@ def many(folder, count=50):
     return sweep(folder, made, "wfbp")
 
 
-def test_fifty_trials_are_a_small_file_soon_made_and_no_torch(tmp_path):
+def test_fifty_trials_are_a_small_file_made_without_torch(tmp_path):
     folder = many(tmp_path / "fifty")
     script = (
-        "import sys, time; from pathlib import Path; from common.results.report import page;"
+        "import sys; from pathlib import Path; from common.results.report import page;"
         "commands = page.Commands(sweep='fifty', again=lambda: (None, ''));"
         f"html = page.build(Path({str(folder)!r}), commands=commands);"
         "assert 'torch' not in sys.modules and 'pandas' not in sys.modules;"
-        "print(len(html.encode()), time.process_time())"
+        "print(len(html.encode()))"
     )
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
-    size, spent_s = done.stdout.split() if done.returncode == 0 else pytest.fail(done.stderr)
-    assert int(size) < 1_500_000, "half of what it may be: figures come on top"
-    assert float(spent_s) < 2.5, "the same of its time, in seconds of a core"
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < 1_500_000, "half of what it may be: figures come on top"
 
 
 STATES = ("failed", "timeout", "oom", "unsupported", "interrupted")

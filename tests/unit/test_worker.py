@@ -6,13 +6,14 @@ import dataclasses
 import itertools
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from common.harness.record import Result, make_record
 from common.harness.trial import BASELINE, MeasureConfig
-from common.harness.worker import training
+from common.harness.worker import timed, training
 from common.harness.worker.checking import correctness, plain
 from common.harness.worker.checking.correctness import Farthest
 from common.harness.worker.timing import costs, measure
@@ -329,6 +330,21 @@ def test_the_middle_half_counts_however_many_there_are(count, middle):
 def test_the_breakdown_is_that_of_the_rank_which_the_others_wait_for():
     ranks = [step(1.0, 2.0, 0.1, 0.9), step(1.2, 2.5, 0.1, 0.2), step(1.0, 2.0, 0.2, 0.8)]
     assert of_slowest_rank(ranks) == dataclasses.replace(ranks[1], rank=1)
+
+
+@pytest.mark.parametrize(
+    ("waited", "sent", "exposed"), [(0.4, 0, 0.4), (0.0, 100, 0.0), (0.0, 0, None)]
+)
+def test_waits_count_where_they_are_seen_whoever_sends(waited, sent, exposed):
+    """Horovod sends past the communicator, and tells when it waits; DDP does not."""
+    run = SimpleNamespace(
+        _measured=SimpleNamespace(iters=[[1.0]], bytes_sent=sent),
+        _trial=SimpleNamespace(world_size=2),
+        _untimed=0,
+        _scale=1.0,
+    )
+    found = timed._Repeat._breakdown(run, [[step(1.0, 2.0, 0.5, waited)]] * 2)
+    assert found == dataclasses.replace(step(1.0, 2.0, 0.5, waited), exposed_comm_s=exposed, rank=0)
 
 
 def test_the_recorded_breakdown_is_that_of_the_repeat_in_the_middle():

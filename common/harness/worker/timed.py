@@ -226,8 +226,9 @@ class _Repeat:
         """
         measured, first = self._measured, self._untimed
         block = first + len(measured.iters[0])
-        # DDP and Horovod communicate and wait in code of their own.
-        waits_seen = measured.bytes_sent > 0 or self._trial.world_size == 1
+        # Who sends past the communicator may wait there, too, as DDP does in code of its own.
+        waited = any(step.exposed_comm_s for rank in parts for step in rank)
+        waits_seen = measured.bytes_sent > 0 or waited or self._trial.world_size == 1
         timed = [[s for place, s in enumerate(rank) if place % block >= first] for rank in parts]
         return of_slowest_rank([typical(r, self._scale, waits_seen=waits_seen) for r in timed])
 

@@ -204,7 +204,7 @@ def detectable(difference: Difference, comparisons: int) -> float | None:
     low, high = 0.0, math.log(1 + NOTABLE) + 2 * error + critical.max()
     while high - low > 1e-6 * high:
         middle = (low + high) / 2
-        found = float(np.mean(ndtr((middle - needed) / error))) if error else middle > needed[0]
+        found = ndtr((middle - needed) / error).mean() if error else middle > needed[0]
         low, high = (low, middle) if found >= POWER else (middle, high)
     return math.expm1(high)
 

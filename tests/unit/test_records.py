@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 from pathlib import Path
 
@@ -99,6 +100,20 @@ def test_a_foreign_schema_is_named(path, schema):
     path.write_text('{"hash": "a"}\n')
     with pytest.raises(UserError, match="line 1 has schema None"):
         load(path)
+
+
+def test_cycles_are_searched_for_again_after_reading(path):
+    append(path, dataclasses.replace(ONE, schema=SCHEMA + 1))
+    with pytest.raises(UserError):
+        load(path)
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        with pytest.raises(UserError):
+            load(path)
+        assert not gc.isenabled(), "somebody else has turned it off"
+    finally:
+        gc.enable()
 
 
 def test_latest_is_the_newest_record_of_each_trial_in_order_of_appearance():

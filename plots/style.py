@@ -88,6 +88,7 @@ _TABLE: tuple[tuple[str, str, Any, str, Any], ...] = (
     ("bytescheduler", "#9C6500", "p", "--..", _dashes(2, 2, 6, 2)),
     ("ddp", "#0072B2", "o", "", "-"),
     ("fsdp", "#003F66", "h", "++", _dashes(10, 2)),
+    ("hierarchical", "#6B8E23", (5, 1, 0), "++..", _dashes(7, 1, 3, 1)),
     ("dear", "#D55E00", "D", "//", "--"),
     ("dadt", "#B8A800", "*", "oo", _dashes(5, 2, 1, 2)),
     ("decentralized", "#000000", "d", "//..", _dashes(8, 1, 1, 1)),

@@ -74,7 +74,7 @@ def error_feedback(ranks: Any, options: Any) -> Iterator[None]:
 
 
 allreduce = average
-wfbp = mgwfbp = bytescheduler = horovod = ddp = average
+wfbp = mgwfbp = bytescheduler = horovod = ddp = hierarchical = average
 """The same sums, sent earlier, in other portions or in another order."""
 dear = average
 """In two halves, of which the second comes before the next forward pass."""

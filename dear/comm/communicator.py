@@ -62,8 +62,12 @@ class Work:
         Raises RuntimeError if a peer died, disagreed, or did not answer in the time of the group.
         """
         began = self._communicator.clock()
-        self._handle.wait()
+        self.join()
         self._communicator.held_up(began)
+
+    def join(self) -> None:
+        """The same in a thread that nobody waits for: the time counts as nobody's."""
+        self._handle.wait()
 
     def done(self) -> bool:
         """True once the collective has ended; never blocks."""
@@ -154,6 +158,8 @@ class Communicator:
         that emulates a slower one; fits of what collectives cost leave it out."""
         self.bytes_sent = 0
         """Payload bytes handed to collectives so far (input tensors of this rank)."""
+        self._counting = threading.Lock()
+        """Collectives are also started by threads of algorithms and of backends."""
         self.groups = [group]
         self.ensure_channels(channels)
 
@@ -333,7 +339,8 @@ class Communicator:
     def _work(
         self, name: str, handle: Any, channel: int, nbytes: int, sent: int, *, on_gpu: bool
     ) -> Work:
-        self.bytes_sent += sent
+        with self._counting:
+            self.bytes_sent += sent
         work = Work(self, handle, channel, nbytes, on_gpu)
         if self._log is not None:
             self._log.started.append((name, channel, work))

@@ -23,6 +23,7 @@ from dear.topology.schedules import Schedule, Topology
 Bound = Literal[
     "sequential",
     "wfbp",
+    "legs",
     "cross_iteration",
     "delayed",
     "dear",
@@ -37,6 +38,8 @@ Bound = Literal[
 - `sequential`: forward, backward, communication and update one after another (bulk-synchronous
   SGD).
 - `wfbp`: communication beside the backward pass, then the update (Poseidon, arXiv 1706.03292).
+- `legs`: the same with all-reduces among some ranks after others (arXiv 1811.05233), whose times
+  are those of an exchange (`CommTimes.exchange_s`); without one, among all.
 - `cross_iteration`: one all-reduce beside everything that a rank computes, for each layer is
   updated when it is about to run again (ByteScheduler, SOSP 2019).
 - `delayed`: one all-reduce beside everything that a rank computes, for nothing waits for it until a
@@ -280,6 +283,7 @@ def step_bound_s(kind: Bound, compute: StepTimes, comm: CommTimes, world_size: i
     bounds = {
         "sequential": forward + backward + reduce + mean(exchanges) + update,
         "wfbp": forward + max(backward, reduce) + update,
+        "legs": forward + max(backward, mean(comm.exchange_s or (reduce,))) + update,
         "cross_iteration": max(computed, reduce),
         "delayed": max(computed, reduce),
         "dear": max(forward, gather) + max(backward + share, scatter),

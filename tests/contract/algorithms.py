@@ -168,6 +168,16 @@ def _groups(options: dict[str, Any], size: int) -> bool:
 TABLE: dict[str, Meaning] = {
     "allreduce": Meaning(family="synchronous"),
     "wfbp": Meaning(family="synchronous", options=({}, {"channels": 2})),
+    "hierarchical": Meaning(
+        family="synchronous",
+        options=(
+            {"local_size": 2, "threshold_mb": TINY},
+            {"local_size": 2},
+            {"local_size": 1, "threshold_mb": 0.0},
+            {},
+        ),
+        worlds=lambda options, size: size % options.get("local_size", 1) == 0,
+    ),
     "mgwfbp": Meaning(
         family="synchronous",
         options=(

@@ -20,7 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dear.algorithms.synchronous import bytescheduler, mgs, mgwfbp
 from dear.comm import communicator as communicators
-from dear.comm import peers, windows
+from dear.comm import peers, runtime, windows
 from dear.comm.communicator import Communicator
 from dear.cost.collectives import AlphaBeta
 from tests.contract.network import Message, Network, Work, content_of
@@ -285,6 +285,8 @@ def on(network: Network) -> Iterator[None]:
         distributed_c10d=SimpleNamespace(_get_default_store=lambda: None),
     )
 
+    machine_of_its_own = SimpleNamespace(local_rank=0, local_world_size=1)
+
     def costs(*_: Any) -> AlphaBeta:
         return AlphaBeta(alpha_s=network.alpha_s, beta_s_per_byte=network.beta_s)
 
@@ -301,6 +303,7 @@ def on(network: Network) -> Iterator[None]:
             _job(network),
             _module("comm_core", core),
             mock.patch.object(communicators, "comm_core", core),
+            mock.patch.object(runtime, "facts", lambda: machine_of_its_own),
             mock.patch.object(communicators, "dist", job),
             mock.patch.object(peers, "dist", job),
             mock.patch.object(windows, "dist", job),

@@ -178,6 +178,10 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         {"merge": "optimal", "costs": "10gbe", "profile_steps": 1},
         {"merge": "threshold", "threshold_mb": 0.0, "compression": "signum"},
     ],
+    "hierarchical": [
+        {"local_size": 2, "threshold_mb": TINY},
+        {"local_size": 2, "compression": "fp16"},
+    ],
     "mgs": [
         {"density": 0.3, "profile_steps": 1},
         {"density": 0.3, "compression": "topk", "profile_steps": 2},

@@ -153,6 +153,7 @@ def never_plans(patch: Patch) -> None:
     patch.setattr(mgwfbp.MergedEngine, "stepped", lambda self: None)
 
 
+@cut("hierarchical", AT_ONCE, threshold_mb=LAYER_MB)
 @cut("mgwfbp", AT_ONCE, merge="threshold", threshold_mb=0.0)
 def waits_for_each_group(patch: Patch) -> None:
     _then(patch, mgwfbp.Exchange, "start", lambda self, *_: self._work.wait())

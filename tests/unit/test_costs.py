@@ -253,6 +253,7 @@ COMM = CommTimes(all_reduce_s=4.0, reduce_scatter_s=3.0, all_gather_s=1.5, excha
     [
         ("sequential", 1 + 2 + 4 + 4.5 + 0.5),
         ("wfbp", 1 + 4 + 0.5),
+        ("legs", 1 + 4.5 + 0.5),
         ("cross_iteration", 4),  # hides the update, too
         ("delayed", 4),
         ("dear", 1.5 + 3),
@@ -364,6 +365,30 @@ def test_hierarchical_averaging_sends_each_place_its_share():
     # One machine: a mean of all, and no link carries any of it.
     alone = traffic("neighbor", 2, 2, hierarchical=True).loads(2)
     assert alone == [[Load(reduced=1)]] and exchange_wire_limit_s(1, alone, 1) == 0
+
+
+def test_hierarchical_all_reduce_loads_the_links_of_a_machine_as_few_ranks_do():
+    found = traffic("hierarchical", 4, 2)
+    (step,) = found.steps
+    assert set(step) == {
+        *(GroupMean(ranks=ranks) for ranks in ((0, 1), (2, 3))),
+        *(GroupMean(ranks=ranks, share=0.5) for ranks in ((0, 2), (1, 3))),
+    }
+    # Two machines of two ranks: 2 (2-1)/2 of the buffer, as two ranks would, not 2 (4-1)/4.
+    assert found.loads(2) == [[Load(sent=1, received=1)]] * 2
+    # Four hosts of a rank each: the legs inside the blocks are on the links, too.
+    hierarchical = algorithm_class("hierarchical")
+    apart = hierarchical.traffic(hierarchical.Options(local_size=2), 4, 1).loads(1)
+    assert apart == [[Load(sent=1.5, received=1.5)]] * 4
+    # With one block, or blocks of one rank, it is one all-reduce of all ranks.
+    assert traffic("hierarchical", 4, 4) is None and traffic("hierarchical", 4, 1) is None
+    with pytest.raises(UserError, match="no whole number of blocks"):
+        traffic("hierarchical", 3, 2)
+    exchanged = CommTimes(exchange_s=(0.5,))
+    compute = StepTimes(forward_s=0.1, backward_s=0.2, update_s=0.05)
+    assert step_bound_s("legs", compute, exchanged) == pytest.approx(0.65)
+    alone = CommTimes(all_reduce_s=0.4)
+    assert step_bound_s("legs", compute, alone) == step_bound_s("wfbp", compute, alone)
 
 
 CHUNKS = 200

@@ -1,0 +1,94 @@
+"""All-reduce of merged gradients in three legs, where some ranks are nearer than others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dear.algorithms.synchronous.mgwfbp import Exchange
+from dear.buckets.compressors import HalfOptions
+from dear.buckets.grouping import MIB, fuse
+from dear.comm.hierarchy import blocks_of, in_blocks
+from dear.comm.runtime import ranks_per_machine
+from dear.cost.bounds import Bound, GroupMean, Traffic
+from dear.cost.overlap import Overlap, Transfer
+from dear.options import at_least
+from dear.training.algorithm import Algorithm, Capabilities
+from dear.training.engine import Replica
+from dear.training.gradients import GradientEngine
+
+
+class Hierarchical(Algorithm):
+    """Hierarchical all-reduce (Mikami et al. 2018, arXiv 1811.05233; Horovod has one, too).
+
+    Ranks are in blocks that have a fast network among themselves: a machine's, or a site's. A
+    group of gradients is reduce-scattered inside the block, its shares are all-reduced between
+    blocks, and all-gathered inside (`dear.comm.hierarchy`).
+    Invariant: after `backward()` returns, `p.grad` is the mean over ranks.
+    Bytes move: during the backward pass, each group as soon as its last gradient is there, and its
+    three legs beside those of other groups.
+    Cost per step and rank: per group of n bytes, in blocks of L ranks, a reduce-scatter and an
+    all-gather of n inside the block, and an all-reduce of n / L between the B blocks. A block sends
+    and receives 2 (B-1)/B of the model's bytes.
+    No bound is known where `local_size` is given: such a block may have any network inside.
+    """
+
+    @dataclass(frozen=True, kw_only=True)
+    class Options(HalfOptions):
+        """Which ranks make a block, which gradients travel together, and in what type."""
+
+        local_size: int | None = None
+        """Ranks per block, neighbours by their numbers; None: those of a machine, as started."""
+        threshold_mb: float = 25.0
+        """Neighbouring tensors travel together up to so many MB of 2^20 bytes; 0: each alone."""
+
+        def __post_init__(self) -> None:
+            at_least("option of hierarchical 'local_size'", self.local_size, 1)
+            at_least("option of hierarchical 'threshold_mb'", self.threshold_mb, 0)
+
+    capabilities = Capabilities(consistency="synchronous")
+    bound = "legs"
+    overlap = Overlap(transfers=(Transfer(kind="average", starts="gradient", awaited="pass"),))
+
+    @classmethod
+    def bound_of(cls, options: Options) -> Bound | None:
+        return cls.bound if options.local_size is None else None
+
+    @classmethod
+    def traffic(cls, options: Options, world_size: int, local_size: int) -> Traffic | None:
+        blocks, places = blocks_of(world_size, options.local_size or local_size)
+        if 1 in (len(blocks), len(places)):
+            return None
+        inside = [GroupMean(ranks=tuple(ranks)) for ranks in blocks]
+        between = [GroupMean(ranks=tuple(ranks), share=1 / len(places)) for ranks in places]
+        return Traffic(world_size=world_size, steps=((*inside, *between),))
+
+    def engine(self, replica: Replica) -> BlockEngine:
+        return BlockEngine(replica)
+
+
+class BlockEngine(GradientEngine):
+    """Averages groups of gradients as they are complete."""
+
+    def __init__(self, replica: Replica) -> None:
+        options, communicator = replica.options, replica.communicator
+        local_size = options.local_size or ranks_per_machine(communicator)
+        self._averaging = in_blocks(communicator, local_size)
+        groups = fuse([[param] for param in replica.params], options.threshold_mb * MIB)
+        self._exchanges = [Exchange(group, self._averaging, options) for group in groups]
+        super().__init__(replica, groups, learn=True)
+
+    def ready(self, unit: int) -> None:
+        self._exchanges[unit].start()
+
+    def passed(self) -> None:
+        for exchange in self._exchanges:
+            exchange.finish()
+
+    def drop(self) -> None:
+        for exchange in self._exchanges:
+            exchange.drop()
+
+    def close(self) -> None:
+        super().close()
+        if self._averaging is not self.communicator:
+            self._averaging.close()

@@ -32,7 +32,7 @@ class Column:
     """On a terminal those of less come first, and those of more leave where it is narrow."""
 
 
-_IN_WORDS = {"batch": "batch {}", "workers": "{} workers"}
+_IN_WORDS = {"batch": "batch {}", "workers": "{} workers", "correct": "correct: {}"}
 PLACE = (
     Column(title="model", text=lambda row: row.model, numeric=False, weight=0),
     Column(title="batch", text=lambda row: str(row.batch), weight=0),
@@ -149,7 +149,12 @@ class Table:
 
         rows = [self.rows[i] for i in places]
         body = Table(rows, self.columns).body
-        shared = [i for i in range(len(PLACE) - 1) if len({line[i] for line in body}) == 1]
+        of_place = range(len(PLACE) - 1)
+        shared = [
+            i
+            for i, title in enumerate(self.titles)
+            if (i in of_place or title in _IN_WORDS) and len({line[i] for line in body}) == 1
+        ]
         words = [_IN_WORDS.get(self.titles[i], "{}").format(body[0][i]) for i in shared]
         console.print(Text(", ".join(word for i, word in zip(shared, words, strict=True)
                                      if body[0][i]), style="bold"))  # fmt: skip

@@ -67,7 +67,17 @@ def test_what_matters_comes_first_and_stays_longest(printed):
     assert titles(60)[:4] == ["algorithm", "throughput", "(95 % CI)", "verdict"]
     assert titles(200)[:5] == ["algorithm", "throughput", "(95 % CI)", "verdict",
                                "95 % CI"]  # fmt: skip
-    assert titles(200)[5:] == ["correct", "n"]
+    assert titles(200)[5:] == ["n"]
+
+
+def test_whether_rows_are_correct_is_seen_at_any_width(printed):
+    alike = [record("ddp"), record("dear", 0.05)]
+    lines = printed(rows.comparison(rows.make_rows(alike, "ddp"), "ddp"), 60)
+    assert lines[1].endswith("correct: yes")
+    apart = [record("ddp"), record("dear", 0.05, correct=False)]
+    lines = printed(rows.comparison(rows.make_rows(apart, "ddp"), "ddp"), 200)
+    assert "correct:" not in lines[1]
+    assert any("correct" in line and "┃" in line for line in lines), "what differs stays a column"
 
 
 def test_what_all_rows_share_stands_above_them_a_block_for_each_model(printed):
@@ -78,8 +88,8 @@ def test_what_all_rows_share_stands_above_them_a_block_for_each_model(printed):
         record("ddp", model="alexnet", world=8),
     ]
     lines = printed(rows.comparison(rows.make_rows(sweep, "ddp"), "ddp"), 100)
-    assert lines[:2] == ["the title", "resnet50, batch 64, 2 workers"]
-    assert "alexnet, batch 8" in lines
+    assert lines[:2] == ["the title", "resnet50, batch 64, 2 workers, correct: yes"]
+    assert "alexnet, batch 8, correct: yes" in lines
     text = "\n".join(lines)
     assert text.count("resnet50") == text.count("alexnet") == 1
     assert "workers" in text.partition("alexnet")[2], "what differs stays a column"

@@ -1,17 +1,20 @@
 #!/usr/bin/env bash
 # Optional system packages on Debian: Open MPI (the mpirun launcher, Horovod over MPI) and the tools
-# of the builds and checks; with --slurm also Slurm, whose launcher's tests need it. Needs root;
-# everything else works without them.
+# of the builds and checks; with --slurm also Slurm, whose launcher's tests need it, with --ssh a
+# server of ssh, for a test of the emulated network (Debian starts it). Needs root; everything else
+# works without them.
 set -euo pipefail
 packages=(g++ cmake make git openmpi-bin libopenmpi-dev iproute2 iperf3 shellcheck)
-case "${1:-}" in
-  "") ;;
-  --slurm) packages+=(slurm-wlm munge) ;;
-  *)
-    echo "usage: system_packages.sh [--slurm]" >&2
-    exit 2
-    ;;
-esac
+for option in "$@"; do
+  case "$option" in
+    --slurm) packages+=(slurm-wlm munge) ;;
+    --ssh) packages+=(openssh-client openssh-server) ;;
+    *)
+      echo "usage: system_packages.sh [--slurm] [--ssh]" >&2
+      exit 2
+      ;;
+  esac
+done
 if [[ $EUID -ne 0 ]]; then
   echo "run as root: apt-get install -y --no-install-recommends ${packages[*]}" >&2
   exit 2

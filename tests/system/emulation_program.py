@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -257,6 +258,43 @@ def sites_are_far_from_each_other_and_share_a_line() -> None:
         # Of the ring h1 to h2 and h3 to h0 pass the lines between the sites.
         rates = [row["gbps"] for row in cluster.measure_together(1.0)]
         assert rates[2] < 0.13 and rates[0] < 0.13, rates
+
+
+SSHD = "/usr/sbin/sshd"
+
+
+def a_server_of_ssh_answers_over_the_switch() -> None:
+    profile = NetworkProfile(name="near", gbps=1, latency_us=2000)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        EmulatedCluster(hosts=2, profile=profile, links="switch") as cluster,
+    ):
+        one, other = cluster.hosts
+        Path("/run/sshd").mkdir(exist_ok=True)  # as Debian's start of it does
+        key = Path(folder, "key")
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", key], check=True)
+        settings = {
+            "Port": "2222",
+            "HostKey": key,
+            "AuthorizedKeysFile": f"{key}.pub",
+            "StrictModes": "no",
+            "UsePAM": "no",
+            "PidFile": "none",
+        }
+        words = [word for name, value in settings.items() for word in ("-o", f"{name}={value}")]
+        server = subprocess.Popen(
+            other.command([SSHD, "-D", "-e", "-f", os.devnull, *words]),
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert server.stderr is not None
+        assert "listening" in server.stderr.readline()
+        options = ["-o", "StrictHostKeyChecking=no", "-o", f"UserKnownHostsFile={os.devnull}"]
+        options += ["-o", "LogLevel=ERROR", "-o", "BatchMode=yes", "-p", "2222", "-i", str(key)]
+        before = cluster.counters()
+        said = output(one, ["ssh", *options, "h1", "hostname; echo $SSH_CONNECTION"])
+        assert said.split()[:2] == ["h1", "10.78.0.1"], said
+        assert cluster.counters()["frames"] - before["frames"] > 10
 
 
 def a_dead_switch_is_told_and_replaced() -> None:

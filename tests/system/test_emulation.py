@@ -269,6 +269,16 @@ def test_in_a_sandbox(outside, user, promise):
     assert run_program(outside, user, promise) == (0, "", "")
 
 
+@needs_sandbox
+@pytest.mark.skipif(
+    os.geteuid() != 0 or not Path("/usr/sbin/sshd").exists(),
+    reason="needs root, and a server of ssh: scripts/system_packages.sh --ssh installs it",
+)
+def test_ssh_works_across_the_switch(outside):
+    done = run_program(outside, "me", "a_server_of_ssh_answers_over_the_switch")
+    assert done == (0, "", "")
+
+
 @pytest.mark.full
 @needs_sandbox
 def test_delay_is_emulated_or_said_to_be_missing(outside):

@@ -123,12 +123,15 @@ def choose_time_scale(
     seconds, whatever the scale k; k stretches the time in which they may be spent. So
 
         k >= C / (0.6 cores T)                      the whole step leaves cores idle
-        k >= communication / (0.6 cores wire)       also while all links are busy
+        k >= communication / (0.6 cores near)       also while all links are busy
         k >= serial / (0.1 T)                       update and overhead hardly lengthen the step
+
+    near is what wire would be without the slower lines between sites: hosts of one site send each
+    other bursts at the rate of their own links, however long the others take.
     """
     world, hosts, size = load.world_size, load.hosts, load.parameter_bytes
     link_bytes = 2 * (hosts - 1) * size
-    wire_s = _wire_s(load, network)
+    wire_s, near_s = _wire_s(load, network.narrowest_gbps), _wire_s(load, network.gbps)
     step_s = max(load.step_s, wire_s)
     touched_s = world * size / calibration.memory_bytes_per_s
     links_cpu = link_bytes * calibration.cpu_s_per_byte
@@ -141,10 +144,10 @@ def choose_time_scale(
     bounds = [(cpu / (BUSY_TARGET * cores * step_s), why)]
     why = f"{serial_s:.2g} s of update and Python must stay within {SERIAL_TARGET:.0%} of "
     bounds.append((serial_s / (SERIAL_TARGET * step_s), f"{why}{step_s:.2g} s"))
-    if wire_s:
+    if near_s:
         why = f"{communication_cpu:.2g} CPU seconds of communication must fit into {share} in "
-        needed = communication_cpu / (BUSY_TARGET * cores * wire_s)
-        bounds.append((needed, f"{why}{wire_s:.2g} s of busy links"))
+        needed = communication_cpu / (BUSY_TARGET * cores * near_s)
+        bounds.append((needed, f"{why}{near_s:.2g} s of busy links"))
     needed, why = max(bounds)
     scale = next(scale for scale in readable_scales() if scale >= needed)
     reason = f"{why}, on this machine: at least {needed:.1f} times slower than real time"
@@ -165,7 +168,7 @@ def needed_scale(seen: Seen, load: Load, network: NetworkProfile, cores: int) ->
     """
     if seen.core_wait is not None and seen.core_wait <= WAIT_TARGET:
         return Choice(time_scale=seen.time_scale, reason="no rank waited long for a core")
-    step_s = min(seen.step_s, load.step_s + _wire_s(load, network))
+    step_s = min(seen.step_s, load.step_s + _wire_s(load, network.narrowest_gbps))
     busy = seen.cpu_s_per_step / (BUSY_TARGET * cores * step_s)
     why = (
         f"{seen.cpu_s_per_step:.2g} CPU seconds a step must fit into {BUSY_TARGET:.0%} of {cores} "
@@ -184,11 +187,11 @@ def needed_scale(seen: Seen, load: Load, network: NetworkProfile, cores: int) ->
     return Choice(time_scale=scale, reason=why)
 
 
-def _wire_s(load: Load, network: NetworkProfile) -> float:
+def _wire_s(load: Load, gbps: float) -> float:
     """The time in which every host sends and receives 2 (H-1)/H of the parameters, as in a ring:
     the line between two sites then carries no more than a host's own does."""
     link_bytes = 2 * (load.hosts - 1) / load.hosts * load.parameter_bytes
-    return link_bytes * 8 / (network.narrowest_gbps * 1e9)
+    return link_bytes * 8 / (gbps * 1e9)
 
 
 def readable_scales() -> Iterator[float]:

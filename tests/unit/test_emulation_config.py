@@ -147,7 +147,7 @@ def test_scales_of_known_cases():
     far = network_profile("wan")
     near = dataclasses.replace(far, sites=(), between=())
     apart, together = (choose_time_scale(BERT, one, MACHINE, 2).time_scale for one in (far, near))
-    assert apart < together / 2, "what is between sites is slow, and there the step waits"
+    assert together / 2 < apart <= together, "within a site bursts are as fast as without others"
     alone = dataclasses.replace(BERT, world_size=1, hosts=1)
     assert 1 <= scale(alone) <= scale(BERT), "no links to wait for"
 

@@ -20,7 +20,7 @@ from common.emulation.cluster import EmulatedCluster
 from common.emulation.config import network_profile
 from common.emulation.network import address_of
 from dear.errors import UserError
-from tests.system.processes import LIMIT_S, ROOT
+from tests.system.processes import LIMIT_S, ROOT, wait_for
 from tests.system.sandboxes import Outside, in_sandbox, needs_sandbox, start
 
 users = pytest.mark.parametrize("user", ["me", "nobody"])
@@ -107,7 +107,8 @@ def start_waiting(outside, user):
     # A process group of its own, as a terminal's foreground job has.
     process = start(outside, user, "-c", WAITING, start_new_session=True)
     assert process.stdout.readline() == "ready\n", process.communicate()
-    assert len(outside.processes()) >= 5  # the caller, two of the sandbox, the command, sleep
+    # The caller, two of the sandbox, the command, sleep; one that begins a program cannot be read.
+    wait_for(lambda: len(outside.processes()) >= 5)
     return process
 
 

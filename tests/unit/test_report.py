@@ -18,11 +18,12 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import pandas as pd
 import pytest
+import yaml
 
 from common.harness import cli
 from common.results import reference_logs, store
 from common.results.overview import overview
-from common.results.records import Plan, typed
+from common.results.records import Plan, SetAside, typed
 from common.results.records.learned import Evaluation, Learning, RankPace
 from common.results.report import page, serve, trouble
 from common.results.report.parts import Figured, download
@@ -330,16 +331,19 @@ def test_machines_commits_scales_links_and_settings(tmp_path):
     assert "and 1 more machines or commits" in found.html
 
 
-def test_launches_that_were_done_again_are_told():
-    shown = read(RECORDS / "emulated-quick").section("doubts")
-    assert "10 launches were set aside and done again" in shown
-    assert "repeat 3: disturbed: other virtual machines took 0.06 cores meanwhile" in shown
+def test_launches_that_were_done_again_are_told(tmp_path):
+    aside = [SetAside(repeat=i, time_scale=2.0, reason=f"disturbed: {i}") for i in (0, 2)]
+    again = dataclasses.replace(record("dear", 0.08), set_aside=aside)
+    shown = read(sweep(tmp_path / "x", [record("ddp"), again])).section("doubts")
+    assert "2 launches were set aside and done again" in shown
+    assert "repeat 3: disturbed: 2" in shown
 
 
 def test_a_withdrawn_record_is_called_so():
-    assert "a backend and an experiment" in " ".join(
-        one.text for one in read(RECORDS / "quick").all("p", "warning")
-    )
+    reasons = yaml.safe_load((RECORDS / "withdrawn.yaml").read_text())
+    for name in (name for name in reasons if (RECORDS / name / "records.jsonl").exists()):
+        said = " ".join(one.text for one in read(RECORDS / name).all("p", "warning"))
+        assert " ".join(reasons[name].split()) in said
     assert read(RECORDS / "merging").all("p", "warning") == []
     assert "benchmarks.py run" in read(RECORDS / "merging").section("commands"), "its made.json"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import inspect
 import json
 import os
@@ -293,7 +294,9 @@ def show(options: argparse.Namespace) -> int:
     """Prints the table (or records) of a sweep that has run; without a name, of the newest."""
     folder = sweep_folder(options.sweep, options.logs)
     comparison = Comparison.load(folder)
-    results = comparison.results(folder)
+    with store.no_collector():
+        results = comparison.results(folder)
+        gc.freeze()  # nor later: this process ends with the command
     if options.json:
         print(json.dumps([result.to_json() for result in results]))
     elif options.breakdown:

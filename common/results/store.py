@@ -46,21 +46,17 @@ def load(path: Path) -> list[Record]:
 @functools.lru_cache(maxsize=2)
 def _loaded(path: Path, *_: int) -> tuple[Record, ...]:
     """The same, once for each state of the file: a page's figures all read the same records."""
-    with _no_collector():
+    with no_collector():
         return tuple(_read(path))
 
 
 @contextlib.contextmanager
-def _no_collector() -> Iterator[None]:
-    """Without the search for cycles, which took half of the time: what is read is in none.
-
-    Nor is it searched afterwards; without a reference to it, it goes all the same.
-    """
+def no_collector() -> Iterator[None]:
+    """Without Python's search for cycles, which takes half of the time: what is read is in none."""
     was_on = gc.isenabled()
     gc.disable()
     try:
         yield
-        gc.freeze()
     finally:
         if was_on:
             gc.enable()

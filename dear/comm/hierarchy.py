@@ -19,15 +19,18 @@ from dear.lazy import torch
 Ranks = list[range]
 
 
-def blocks_of(size: int, local_size: int) -> tuple[Ranks, Ranks]:
+def blocks_of(size: int, local_size: int, what: str = "blocks") -> tuple[Ranks, Ranks]:
     """Blocks of `local_size` neighbours, and the ranks of each place in all blocks.
+
+    Args:
+        what: blocks are called in the error.
 
     Raises:
         UserError: `size` is no multiple of `local_size`.
     """
     if local_size < 1 or size % local_size:
         raise UserError(
-            f"hierarchical averaging: {size} ranks are no whole number of blocks of "
+            f"hierarchical averaging: {size} ranks are no whole number of {what} of "
             f"{local_size} ranks each"
         )
     blocks = [range(first, first + local_size) for first in range(0, size, local_size)]
@@ -77,7 +80,7 @@ class Hierarchy(SubCommunicator):
 
     def all_reduce(
         self, tensor: torch.Tensor, *, op: Op, channel: int = 0, priority: int = 0
-    ) -> Work | ThreeLegs:
+    ) -> ThreeLegs:
         """As any other's, in place; of as many elements as a multiple of `local_size`."""
         self._queue(channel, priority)
         if tensor.numel() % self.local_size:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dear.comm.communicator import Communicator
+from dear.comm.hierarchy import blocks_of
 from dear.errors import Unavailable, UserError
 from dear.lazy import dist, nx, torch
 from dear.topology import in_neighbors, out_neighbors, recv_weights
@@ -168,15 +169,11 @@ class Machines:
 
     def __init__(self, communicator: Communicator, local_size: int) -> None:
         size = communicator.size
-        if local_size < 1 or size % local_size:
-            raise UserError(
-                f"hierarchical averaging: {size} ranks are no whole number of machines of "
-                f"{local_size} ranks each"
-            )
+        blocks, _ = blocks_of(size, local_size, "machines")
         if size != dist.get_world_size():
             raise UserError("hierarchical averaging needs a communicator of all ranks of the job")
         self.local_size = local_size
-        self.count = size // local_size
+        self.count = len(blocks)
         self.machine, self._local_rank = divmod(communicator.rank, local_size)
         self._communicator = communicator
         self._group, _ = dist.new_subgroups(local_size, timeout=communicator.timeout)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -125,12 +126,7 @@ def test_with_one_block_or_blocks_of_one_it_is_the_communicator_itself(
     monkeypatch, size, local_size
 ):
     monkeypatch.setattr(hierarchy, "sub_communicators", _blocks)
-
-    class Whole:
-        pass
-
-    whole = Whole()
-    whole.size = size
+    whole = SimpleNamespace(size=size)
     assert in_blocks(whole, local_size) is whole
 
 

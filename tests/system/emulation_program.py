@@ -14,6 +14,7 @@ from pathlib import Path
 from common.emulation.cluster import EmulatedCluster, VirtualHost
 from common.emulation.config import Distance, NetworkProfile, Site, network_profile
 from common.emulation.dilation import calibrate
+from common.emulation.flow import transfer_cost
 from common.emulation.measured import measured_network
 
 LIMIT_S = 30.0
@@ -258,6 +259,34 @@ def sites_are_far_from_each_other_and_share_a_line() -> None:
         # Of the ring h1 to h2 and h3 to h0 pass the lines between the sites.
         rates = [row["gbps"] for row in cluster.measure_together(1.0)]
         assert rates[2] < 0.13 and rates[0] < 0.13, rates
+
+
+DATAGRAMS = """
+import socket, sys, time
+end = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+for _ in range(1200):
+    for _ in range(30):
+        end.sendto(b"small", (sys.argv[1], 4000))
+    time.sleep(0.001)
+"""
+
+
+def what_is_on_a_long_way_does_not_stop_what_is_on_a_short_one() -> None:
+    profile = NetworkProfile(
+        name="sites",
+        gbps=1,
+        latency_us=100,
+        sites=(Site(name="a", hosts=2), Site(name="b", hosts=1)),
+        between=(Distance(sites=("a", "b"), latency_us=60_000, gbps=1),),
+    )
+    with EmulatedCluster(hosts=3, profile=profile) as cluster:
+        here, near, far = cluster.hosts
+        # Far more small packets than a port has slots, while large ones of the same host are far.
+        sending = subprocess.Popen(here.command(python(DATAGRAMS, near.address)))
+        cost = transfer_cost(here, far)
+        assert sending.wait(LIMIT_S) == 0
+        found = cluster.counters()
+        assert cost > 0 and found["packets"] > 10_000 and found["missed"] == 0, found
 
 
 SSHD = "/usr/sbin/sshd"

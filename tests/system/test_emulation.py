@@ -261,6 +261,7 @@ def run_program(outside, user, name):
         pytest.param(
             "me", "sites_are_far_from_each_other_and_share_a_line", marks=pytest.mark.full
         ),
+        ("me", "what_is_on_a_long_way_does_not_stop_what_is_on_a_short_one"),
         pytest.param("me", "a_dead_switch_is_told_and_replaced", marks=pytest.mark.full),
         ("me", "a_transfer_tells_what_a_byte_costs"),
         pytest.param("me", "there_may_be_65_hosts", marks=pytest.mark.full),

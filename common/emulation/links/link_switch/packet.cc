@@ -55,11 +55,29 @@ bool is_super(const VirtioNetHeader& header) {
 
 }  // namespace
 
-Packet::Packet(Memory data, size_t bytes)
-    : data_(std::move(data)), bytes_(bytes), wire_bytes_(bytes - kHeaderBytes) {
-  const auto header = read<VirtioNetHeader>(data_.get());
-  const uint8_t* frame = data_.get() + kHeaderBytes;
-  const size_t frame_bytes = bytes_ - kHeaderBytes;
+Memory::Memory(size_t bytes) : own_(new uint8_t[bytes]), data_(own_.get()), bytes_(bytes) {}
+
+Memory::Memory(uint8_t* lent, size_t bytes, Lender& lender)
+    : data_(lent), bytes_(bytes), lender_(&lender) {}
+
+Memory::~Memory() {
+  if (lender_ != nullptr) lender_->give_back(*this);
+}
+
+void Memory::keep() {
+  if (lender_ == nullptr) return;
+  own_.reset(new uint8_t[bytes_]);
+  std::memcpy(own_.get(), data_, bytes_);
+  lender_->give_back(*this);
+  lender_ = nullptr;
+  data_ = own_.get();
+}
+
+Packet::Packet(std::unique_ptr<Memory> memory)
+    : memory_(std::move(memory)), wire_bytes_(memory_->bytes() - kHeaderBytes) {
+  const auto header = read<VirtioNetHeader>(data());
+  const uint8_t* frame = data() + kHeaderBytes;
+  const size_t frame_bytes = bytes() - kHeaderBytes;
   if (frame_bytes < kEthernet + sizeof(iphdr) || !is_ip4(frame)) return;
   const auto ip = read<iphdr>(frame + kEthernet);
   const size_t tcp_at = kEthernet + 4 * size_t{ip.ihl};
@@ -79,8 +97,8 @@ Packet::Packet(Memory data, size_t bytes)
 
 std::optional<uint16_t> Packet::destination() const {
   static constexpr uint8_t kOurs[] = {0x02, 0x00, 10, 78};
-  const uint8_t* to = data_.get() + kHeaderBytes;
-  if (bytes_ < kHeaderBytes + kEthernet || std::memcmp(to, kOurs, sizeof kOurs) != 0) {
+  const uint8_t* to = data() + kHeaderBytes;
+  if (bytes() < kHeaderBytes + kEthernet || std::memcmp(to, kOurs, sizeof kOurs) != 0) {
     return std::nullopt;
   }
   return static_cast<uint16_t>(to[4] << 8 | to[5]);
@@ -94,17 +112,16 @@ Packet Packet::cut(uint32_t first, uint32_t last) const {
   if (segments_ == 1 || first >= last || last > segments_) {
     throw std::logic_error("a packet cannot be cut so");
   }
-  const size_t payload = bytes_ - kHeaderBytes - header_bytes_;
+  const size_t payload = bytes() - kHeaderBytes - header_bytes_;
   const size_t begin = first * segment_bytes_;
   const size_t end = std::min(payload, last * segment_bytes_);
-  const size_t bytes = kHeaderBytes + header_bytes_ + (end - begin);
-  Memory part = allocate(bytes);
-  std::memcpy(part.get(), data_.get(), kHeaderBytes + header_bytes_);
-  std::memcpy(part.get() + kHeaderBytes + header_bytes_,
-              data_.get() + kHeaderBytes + header_bytes_ + begin, end - begin);
+  const size_t head = kHeaderBytes + header_bytes_;
+  auto part = std::make_unique<Memory>(head + (end - begin));
+  std::memcpy(part->data(), data(), head);
+  std::memcpy(part->data() + head, data() + head + begin, end - begin);
 
-  auto header = read<VirtioNetHeader>(part.get());
-  uint8_t* frame = part.get() + kHeaderBytes;
+  auto header = read<VirtioNetHeader>(part->data());
+  uint8_t* frame = part->data() + kHeaderBytes;
   auto ip = read<iphdr>(frame + kEthernet);
   const size_t ip_bytes = 4 * size_t{ip.ihl};
   uint8_t* const tcp_at = frame + kEthernet + ip_bytes;
@@ -130,8 +147,8 @@ Packet Packet::cut(uint32_t first, uint32_t last) const {
     header.gso_type = kGsoNone;
     header.gso_size = 0;
   }
-  write(part.get(), header);
-  return Packet(std::move(part), bytes);
+  write(part->data(), header);
+  return Packet(std::move(part));
 }
 
 }  // namespace link_switch

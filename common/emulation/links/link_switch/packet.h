@@ -9,34 +9,46 @@
 
 namespace link_switch {
 
-// Gives memory back: to the heap, or to who lent it.
-struct Release {
-  void (*give_back)(void* owner, uint8_t* data) = nullptr;
-  void* owner = nullptr;
-  void operator()(uint8_t* data) const {
-    if (give_back != nullptr) {
-      give_back(owner, data);
-    } else {
-      delete[] data;
-    }
-  }
+// What a packet lies in: memory of its own, or lent by somebody who may want it back.
+class Memory {
+ public:
+  class Lender {
+   public:
+    virtual void give_back(const Memory& lent) = 0;
+
+   protected:
+    ~Lender() = default;
+  };
+
+  explicit Memory(size_t bytes);
+  Memory(uint8_t* lent, size_t bytes, Lender& lender);
+  Memory(const Memory&) = delete;
+  Memory& operator=(const Memory&) = delete;
+  ~Memory();
+
+  uint8_t* data() const { return data_; }
+  size_t bytes() const { return bytes_; }
+  // Copies what is lent into memory of its own, and gives the other back.
+  void keep();
+
+ private:
+  std::unique_ptr<uint8_t[]> own_;
+  uint8_t* data_;
+  size_t bytes_;
+  Lender* lender_ = nullptr;
 };
 
-// In memory that only this packet has. What begins at `data` is kHeaderBytes of virtio_net_hdr and
-// then the frame.
+// What begins at `data` is kHeaderBytes of virtio_net_hdr and then the frame.
 class Packet {
  public:
-  using Memory = std::unique_ptr<uint8_t[], Release>;
-  static Memory allocate(size_t bytes) { return Memory(new uint8_t[bytes]); }
-
   static constexpr size_t kHeaderBytes = 10;
   // The kernel's largest: 64 KiB of IP and an Ethernet header with a tag.
   static constexpr size_t kMaxBytes = kHeaderBytes + 65536 + 18;
 
-  Packet(Memory data, size_t bytes);
+  explicit Packet(std::unique_ptr<Memory> memory);
 
-  const uint8_t* data() const { return data_.get(); }
-  size_t bytes() const { return bytes_; }
+  const uint8_t* data() const { return memory_->data(); }
+  size_t bytes() const { return memory_->bytes(); }
   // Where it goes: the last two bytes of an address that network.py gave out, or nullopt for
   // others and for broadcasts.
   std::optional<uint16_t> destination() const;
@@ -55,8 +67,7 @@ class Packet {
   Packet cut(uint32_t first, uint32_t last) const;
 
  private:
-  Memory data_;
-  size_t bytes_;
+  std::unique_ptr<Memory> memory_;
   size_t header_bytes_ = 0;   // of Ethernet, IP and TCP; 0 where there is one segment
   size_t segment_bytes_ = 0;  // of payload in every segment but the last
   uint32_t segments_ = 1;

@@ -42,7 +42,8 @@ void set(int fd, int option, const T& value, const char* what) {
 Port::Port(const std::string& device, size_t packets)
     // Protocol 0: it receives nothing before it is bound, when its options are set.
     : fd_(socket(AF_PACKET, SOCK_RAW | SOCK_NONBLOCK | SOCK_CLOEXEC, 0)),
-      blocks_((packets + kSlotsPerBlock - 1) / kSlotsPerBlock) {
+      blocks_((packets + kSlotsPerBlock - 1) / kSlotsPerBlock),
+      lent_(blocks_ * kSlotsPerBlock) {
   if (fd_ < 0) fail("a packet socket");
   set(fd_, PACKET_VERSION, int{TPACKET_V2}, "PACKET_VERSION");
   set(fd_, PACKET_VNET_HDR, 1, "PACKET_VNET_HDR");
@@ -71,15 +72,12 @@ uint8_t* Port::slot(size_t number) const {
   return ring_ + number / kSlotsPerBlock * kBlockBytes + number % kSlotsPerBlock * kSlotBytes;
 }
 
-size_t Port::slots() const { return blocks_ * kSlotsPerBlock; }
-
-void Port::give_back(void* port, uint8_t* data) {
-  auto* const self = static_cast<Port*>(port);
-  const auto offset = static_cast<size_t>(data - self->ring_);
+void Port::give_back(const Memory& lent) {
+  const auto offset = static_cast<size_t>(lent.data() - ring_);
   const size_t number = offset / kBlockBytes * kSlotsPerBlock + offset % kBlockBytes / kSlotBytes;
-  auto* const header = reinterpret_cast<tpacket2_hdr*>(self->slot(number));
+  auto* const header = reinterpret_cast<tpacket2_hdr*>(slot(number));
   std::atomic_ref(header->tp_status).store(TP_STATUS_KERNEL, std::memory_order_release);
-  --self->lent_;
+  lent_[number] = nullptr;
 }
 
 std::optional<Port::Received> Port::receive() {
@@ -93,18 +91,19 @@ std::optional<Port::Received> Port::receive() {
   }
   uint8_t* const begin = at + header->tp_mac - Packet::kHeaderBytes;
   const int64_t sent_at = header->tp_sec * int64_t{1'000'000'000} + header->tp_nsec;
-  Packet::Memory data;
-  if (bytes > kSmallBytes && lent_ < slots() / 2) {
-    ++lent_;
+  std::unique_ptr<Memory> memory;
+  if (bytes > kSmallBytes) {
     status.store(kLent, std::memory_order_relaxed);
-    data = Packet::Memory(begin, {&Port::give_back, this});
+    memory = std::make_unique<Memory>(begin, bytes, *this);
+    lent_[next_] = memory.get();
   } else {
-    data = Packet::allocate(bytes);
-    std::memcpy(data.get(), begin, bytes);
+    memory = std::make_unique<Memory>(bytes);
+    std::memcpy(memory->data(), begin, bytes);
     status.store(TP_STATUS_KERNEL, std::memory_order_release);
   }
+  if (Memory* const in_the_way = lent_[(next_ + slots() / 2) % slots()]) in_the_way->keep();
   next_ = (next_ + 1) % slots();
-  return Received{Packet(std::move(data), bytes), sent_at};
+  return Received{Packet(std::move(memory)), sent_at};
 }
 
 void Port::forget_error() {

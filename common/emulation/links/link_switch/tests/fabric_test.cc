@@ -2,6 +2,7 @@
 #include <arpa/inet.h>
 #include <netinet/ip.h>
 #include <netinet/tcp.h>
+#include <array>
 
 #include <cmath>
 #include <cstdio>
@@ -35,8 +36,9 @@ void expect_near(double value, double wanted, double share, const std::string& w
 // A frame of TCP to the host 10.78.0.`to`, as the kernel hands it over, with payload 0, 1, 2, ...
 Packet packet(uint16_t to, size_t payload, uint32_t seq = 1000) {
   const size_t bytes = Packet::kHeaderBytes + kHeaders + payload;
-  Packet::Memory data = Packet::allocate(bytes);
-  std::memset(data.get(), 0, bytes);
+  auto memory = std::make_unique<Memory>(bytes);
+  uint8_t* const data = memory->data();
+  std::memset(data, 0, bytes);
   if (payload > kSegment) {
     data[1] = 1;  // a super-packet of TCP over IPv4
     std::memcpy(&data[4], &kSegment, sizeof kSegment);
@@ -61,7 +63,7 @@ Packet packet(uint16_t to, size_t payload, uint32_t seq = 1000) {
   tcp.res2 = 3;  // both marks of congestion
   std::memcpy(frame + kEthernet + kIp, &tcp, sizeof tcp);
   for (size_t i = 0; i < payload; ++i) frame[kHeaders + i] = static_cast<uint8_t>(i % 251);
-  return Packet(std::move(data), bytes);
+  return Packet(std::move(memory));
 }
 
 struct Arrived {
@@ -272,6 +274,27 @@ uint16_t sum(const uint8_t* data, size_t bytes, uint32_t start = 0) {
   return static_cast<uint16_t>(start);
 }
 
+void lent_memory_is_given_back_once_and_a_packet_keeps_its_bytes() {
+  struct Owner : Memory::Lender {
+    std::array<uint8_t, 8> slot{1, 2, 3, 4, 5, 6, 7, 8};
+    std::vector<const uint8_t*> back;
+    void give_back(const Memory& lent) override { back.push_back(lent.data()); }
+  } owner;
+  {
+    Memory memory(owner.slot.data(), owner.slot.size(), owner);
+    memory.keep();
+    memory.keep();
+    expect(owner.back == std::vector<const uint8_t*>{owner.slot.data()}, "given back by keep");
+    owner.slot[0] = 9;
+    expect(memory.data()[0] == 1 && memory.data()[7] == 8 && memory.bytes() == 8, "kept bytes");
+  }
+  expect(owner.back.size() == 1, "given back twice");
+  {
+    Memory memory(owner.slot.data(), owner.slot.size(), owner);
+  }
+  expect(owner.back.size() == 2, "given back at its end");
+}
+
 void a_part_of_a_super_packet_is_a_packet_as_the_kernel_makes_them() {
   const size_t payload = 9 * 1448 + 77;
   const Packet whole = packet(1, payload, 0xfffffff0);
@@ -355,6 +378,7 @@ int main() {
       TEST(a_rate_may_change_while_packets_wait),
       TEST(jitter_is_even_and_keeps_the_order),
       TEST(frames_are_lost_one_by_one),
+      TEST(lent_memory_is_given_back_once_and_a_packet_keeps_its_bytes),
       TEST(a_part_of_a_super_packet_is_a_packet_as_the_kernel_makes_them),
       TEST(commands_do_what_they_say_and_nonsense_is_refused),
   };

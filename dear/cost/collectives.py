@@ -228,7 +228,7 @@ def measure_collective(
         raise unknown("operation", operation, OPERATIONS)
     unit = 4 * communicator.size
     nbytes: list[int] = []
-    own: list[list[float]] = []
+    seconds: list[list[float]] = []
     pair = _pair(communicator) if operation == EXCHANGE else None
     free = 0.0
     if communicator.size > 1:
@@ -239,22 +239,19 @@ def measure_collective(
         for _ in range(repeats + 1):
             communicator.barrier()
             times.append(_timed(communicator.clock, call, device))
-        del times[0]
+        # Of all ranks: who left the barrier last waits for nobody, and may see next to nothing.
+        ranks = communicator.gather_objects(times[1:])
+        seconds.append([max(call_s) for call_s in zip(*ranks, strict=True)])
         nbytes.append(count * 4)
-        own.append(times)
-        typical, least = statistics.median(times), statistics.median(own[0])
-        enough = (
-            len(own) > 2 and count * 4 > LARGE * free and typical > max(ENOUGH_S, MOSTLY * least)
-        )
-        # One rank decides, or the ranks would go on to different sizes.
-        if communicator.broadcast_object(enough):
+        typical, least = (statistics.median(size_s) for size_s in (seconds[-1], seconds[0]))
+        if (
+            len(seconds) > 2
+            and count * 4 > LARGE * free
+            and typical > max(ENOUGH_S, MOSTLY * least)
+        ):
             break
     if pair is not None and pair is not communicator:
         pair.close()
-    ranks = communicator.gather_objects(own)
-    seconds = [
-        [max(times) for times in zip(*size, strict=True)] for size in zip(*ranks, strict=True)
-    ]
     return Measurement(operation=operation, nbytes=nbytes, seconds=seconds, free_bytes=free)
 
 

@@ -234,6 +234,32 @@ def test_a_measurement_knows_what_links_pass_at_once(world):
     assert world(2).run(_bursting) == [(1 << 14, [4096, 1 << 20])] * 2
 
 
+class _Last(_Ticking):
+    """The rank of two that leaves every barrier last, so that what it waits for is there."""
+
+    size, burst_bytes = 2, 0
+
+    def all_reduce(self, tensor, *, op):
+        self.now += 1e-4 + 1e-7 * tensor.nbytes
+        self.other_s = 1.0 + 1e-7 * tensor.nbytes
+        return self
+
+    def wait(self):
+        return None
+
+    barrier = wait
+
+    def gather_objects(self, times):
+        return [times, [self.other_s] * len(times)]
+
+
+def test_larger_messages_are_tried_until_their_bytes_take_long_on_the_slowest_rank():
+    sizes = [4096 << 4 * power for power in range(4)]
+    made = measure_collective(_Last(), "all_reduce", torch.device("cpu"), sizes=sizes, repeats=1)
+    assert made.nbytes == sizes, "on this rank the third takes more than four times as long"
+    assert made.fit().alpha_s == pytest.approx(1.0, rel=0.01)
+
+
 def _fit() -> AlphaBeta:
     return measured_costs(runtime.communicator(), "all_reduce", torch.device("cpu"))
 

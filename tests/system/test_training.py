@@ -24,7 +24,7 @@ learn:
   epochs: 3
   schedule: {{kind: cosine, warmup_epochs: 1, scale: linear}}
 measure: {{repeats: 1}}
-timeout_s: 120
+timeout_s: 180
 """
 OTHERS = """
 name: tiny
@@ -45,16 +45,17 @@ def _curve(record, key):
     return [evaluation[key] for evaluation in record["learning"][0]["evaluations"]]
 
 
-@pytest.mark.timeout(200)
+# Processors that cannot compute in bf16 take ten times as long.
+@pytest.mark.timeout(400)
 def test_a_cifar_resnet_learns_the_same_with_amp_and_a_schedule_whoever_averages(tmp_path):
-    driver = Driver(tmp_path, CIFAR.format(folder=write_cifar(tmp_path / "cifar")))
+    driver = Driver(tmp_path, CIFAR.format(folder=write_cifar(tmp_path / "cifar", images=20)))
     done = driver.run()
     found = driver.records()
     assert [record["status"] for record in found] == ["ok", "ok"], done.stderr
     for record in found:
         (run,) = record["learning"]
         assert _curve(record, "epoch") == [0, 1, 2, 3]
-        assert _curve(record, "steps") == [[12 * epoch] * 2 for epoch in range(4)]
+        assert _curve(record, "steps") == [[6 * epoch] * 2 for epoch in range(4)]
         assert _curve(record, "train_loss")[0] is None
         assert _curve(record, "train_loss")[3] < _curve(record, "train_loss")[1]
         assert all(
@@ -63,9 +64,9 @@ def test_a_cifar_resnet_learns_the_same_with_amp_and_a_schedule_whoever_averages
                 _curve(record, "accuracy"), _curve(record, "accuracy_top5"), strict=True
             )
         )
-        assert [rank["steps"] for rank in run["ranks"]] == [36, 36]
+        assert [rank["steps"] for rank in run["ranks"]] == [18, 18]
         assert record["check"]["matches_reference"] and record["check"]["replicas_agree"]
-        assert record["data"]["train"] == 200 and record["trial"]["dtype"] == "amp-bf16"
+        assert record["data"]["train"] == 100 and record["trial"]["dtype"] == "amp-bf16"
     ddp, dear = found
     losses = [_curve(record, "train_loss")[1:] for record in (dear, ddp)]
     assert losses[0] == pytest.approx(losses[1], rel=2**-8), "but for rounding in bf16"

@@ -314,7 +314,8 @@ def test_numbers_are_sorted_as_numbers_and_nothing_else_is():
 
 def test_machines_commits_scales_links_and_settings(tmp_path):
     model, *_ = Comparison.load(RECORDS / "sites").results(RECORDS / "sites")
-    model = changed(model, network=model.network | {"off_percent": -42.8, "flagged": True})
+    network = dataclasses.replace(model.network, off_percent=-42.8, flagged=True)
+    model = changed(model, network=network)
     dirty = model.machine | {"commit": "abc+dirty", "diff": "0123"}
     other = changed(model, hash="other", trial=model.trial | {"label": "b"}, machine=dirty)
     plan = typed(Plan, {"groups": [{"bytes": 1 << 20, "tensors": 3}], "found": {}})

@@ -37,7 +37,7 @@ constexpr int64_t kSecond = 1'000'000'000;
 // A thread runs some time after its timer, on an idle machine longest: the core slept; and to hand
 // a packet on takes time, too. So the timer is set, and packets are handed on, so much earlier that
 // half of all are early. Looking at the clock until the very moment was tried: packets came no more
-// precisely, and it took a tenth more CPU time.
+// precisely, and it took more CPU time.
 constexpr Nanoseconds kMostEarly = 100'000, kEarlyStep = 100;
 // Of the shortest way, an acknowledgement may be late by one part in so many.
 constexpr Nanoseconds kLenience = 10;

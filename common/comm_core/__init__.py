@@ -121,14 +121,6 @@ def events() -> list[dict[str, Any]]:
     return _core.events()
 
 
-def last_finished_s() -> float:
-    """When the last of these operations finished, on the same clock; minus infinity before any.
-
-    Costs nothing, however many there were: it may be asked in the middle of what is timed.
-    """
-    return _core.last_finished_s()
-
-
 def last_awaited_s() -> float:
     """When the last of the operations finished that this thread has waited for, on the same clock.
 

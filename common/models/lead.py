@@ -3,7 +3,8 @@
 What hooks do with a gradient before its collective starts, as copying it into a bucket or updating
 its parameters, takes this machine's CPU much longer than a device. The next layers make up for it,
 but the collective would start late. So each stretch of the pass ends earlier on the host than on
-the device, by what the hooks behind it took in the passes before beyond what the device would need.
+the device, by what the hooks behind it took in the last two passes beyond what the device would
+need: the lesser of both, as something else may have held up one of them.
 """
 
 from __future__ import annotations
@@ -14,8 +15,6 @@ from common.models.pace import Pace
 
 # No host copies faster: what hooks did in less time than this says was not to copy the gradients.
 _HOST_BYTES_PER_S = 40e9
-# The weight of the last pass among those before.
-_NEWEST = 0.5
 
 
 @dataclass
@@ -40,6 +39,7 @@ class Lead:
     def __init__(self, memory_bytes_per_s: float) -> None:
         self._memory_bytes_per_s = memory_bytes_per_s
         self._excess_s: list[float] = []
+        """Of the last pass, by stretch."""
         self.leads_s: list[float] = []
         """By stretch, by how much earlier than the device the host ends it."""
 
@@ -54,12 +54,12 @@ class Lead:
 
     def learn(self, stretches: list[_Stretch]) -> None:
         """Plans the next pass after one that had these stretches."""
-        excess_s = [one.hooks_s - one.hooks_device_s for one in stretches]
-        if len(excess_s) == len(self._excess_s):
-            pairs = zip(self._excess_s, excess_s, strict=True)
-            excess_s = [old + _NEWEST * (new - old) for old, new in pairs]
-        self._excess_s = excess_s
-        self.leads_s = leads_s(excess_s, [one.device_s for one in stretches])
+        before_s = self._excess_s
+        self._excess_s = [stretch.hooks_s - stretch.hooks_device_s for stretch in stretches]
+        excess_s = self._excess_s
+        if len(before_s) == len(excess_s):
+            excess_s = [min(pair) for pair in zip(before_s, excess_s, strict=True)]
+        self.leads_s = leads_s(excess_s, [stretch.device_s for stretch in stretches])
 
 
 def leads_s(excess_s: list[float], device_s: list[float]) -> list[float]:

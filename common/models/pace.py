@@ -21,10 +21,8 @@ from dear.lazy import torch
 SHORTEST_SLEEP_S = 40e-6
 # How often the slowdown is read again, in wall seconds.
 SLOWDOWN_PERIOD_S = 0.01
-# A thread that rests for less has met a lock; communication that is waited for takes longer.
+# Clocks and wake-ups are off by some of these per layer: less is no block.
 BLOCKED_S = 200e-6
-# What a thread computes in less is not worth asking when its inputs came.
-LONG_S = 1e-3
 # So many begins of communication are known; who waits for what began before has waited long enough.
 _KEPT = 64
 _PR_SET_TIMERSLACK = 29
@@ -62,21 +60,23 @@ class Pace:
         self._thread = 0
         self._left = 0.0
         self._late_s = 0.0
-        self._awaited = -math.inf
+        self._known = -math.inf, -math.inf
         self._begun: deque[_Begun] = deque(maxlen=_KEPT)
         self.host_s = 0.0
         """Seconds that the thread had run, or waited for a core, when it was last here."""
-        self.ended_s: Callable[[], float] = lambda: -math.inf
-        """Tells when the last collective ended, by `time.perf_counter`; known late or not at all,
-        it is taken to have ended when the thread comes back here."""
-        self.awaited_s: Callable[[], float] = lambda: -math.inf
-        """Tells when the last collective ended that this thread has waited for; where nobody knows,
-        all of what it waits for shows in that it is blocked."""
+        self.awaited_s: Callable[[], float] | None = None
+        """Tells when the last collective ended that this thread has waited for, by
+        `time.perf_counter`; None: the backend does not tell, so any block may be such a wait."""
+        self.held_up_s: Callable[[], float] = lambda: -math.inf
+        """Tells when the last wait for communication ended whose own end nobody tells, by the same
+        clock: that of a library of its own (Horovod), or for a neighbour to catch up."""
         self.lull_s: Callable[[], tuple[float, float]] = lambda: (-math.inf, -math.inf)
         """Tells since when and until when this process last communicated nothing, by the same
         clock; where nobody knows, communication is taken to have begun in time."""
         self.queued_s = 0.0
         """Seconds of this machine that the device has been given to do so far."""
+        self.idle_s = 0.0
+        """Seconds of this machine for which the device has waited for communication so far."""
 
     def slowdown(self, now: float) -> float:
         """By how much compute takes longer now, at `now` of `time.perf_counter`."""
@@ -109,6 +109,14 @@ class Pace:
         self._deadline = self._free(now, host_s)
         self._leave(now, host_s)
         return self._deadline
+
+    def settle(self) -> None:
+        """Host and device go on together from now on, as from a barrier: what the host was behind
+        by is forgotten, or it could be lost at any later moment. Nothing is to be under way."""
+        now = time.perf_counter()
+        self._deadline = max(self._deadline, now)
+        self._begun.clear()
+        self._leave(now, _host_s())
 
     def late_s(self) -> float:
         """By how much the host is behind its device now, in seconds of this machine."""
@@ -174,21 +182,27 @@ class Pace:
         What the thread has computed after waiting is no part of the waiting.
         """
         computed_s = host_s - self.host_s
-        awaited = self.awaited_s()
-        if awaited == self._awaited:
-            awaited = -math.inf
-        else:
-            self._awaited = awaited
+        awaited, held_up = self._news()
         self._note_begin(computed_s, awaited)
-        known = max(self._left, awaited)
-        came = awaited
-        if now - known - computed_s > BLOCKED_S:  # by something else
-            came, ended = now, self.ended_s()
-            if computed_s >= LONG_S and ended > known:
-                came = min(now, max(ended, now - computed_s))
-            if ended <= self._left:
-                return max(self._deadline, came)
-        return max(self._deadline, came - self._behind_s(came))
+        free = max(self._deadline, awaited - self._behind_s(awaited), held_up)
+        block_s = now - max(self._left, awaited, held_up) - computed_s
+        if block_s > BLOCKED_S and self.awaited_s is None:
+            free = max(free, now)
+        self.idle_s += free - self._deadline
+        if block_s > BLOCKED_S and self.awaited_s is not None:
+            free = max(free, min(now, free + block_s))
+        return free
+
+    def _news(self) -> tuple[float, float]:
+        """When waits ended of which nothing was known before: of `awaited_s`, and of `held_up_s`;
+        minus infinity without one."""
+        before = self._known
+        self._known = (-math.inf if self.awaited_s is None else self.awaited_s(), self.held_up_s())
+        awaited, held_up = (
+            after if after > seen else -math.inf
+            for seen, after in zip(before, self._known, strict=True)
+        )
+        return awaited, held_up
 
     def _note_begin(self, computed_s: float, awaited: float) -> None:
         """Finds out by how much what communicates now has begun behind the device.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -153,6 +154,8 @@ class Communicator:
         self._device_clock: DeviceClock | None = None
         self.blocked_s = 0.0
         """Seconds that callers of `Work.wait` were held up: exposed communication."""
+        self.held_up_until_s = -math.inf
+        """When the last wait ended whose operation does not tell when it ended, on `clock`."""
         self.burst_bytes = 0
         """Payload that the link of each host passes at once after a rest, as a token bucket does
         that emulates a slower one; fits of what collectives cost leave it out."""
@@ -188,10 +191,17 @@ class Communicator:
 
         return ended
 
-    def held_up(self, since_s: float) -> None:
-        """Its caller has waited for communication since then, on `clock`."""
+    def held_up(self, since_s: float, *, reported: bool = True) -> None:
+        """Counts a wait of the caller for communication, from `since_s` on `clock` until now.
+
+        Args:
+            reported: it was an operation of the backend, which may tell when it ended. Where nobody
+                does, the end of the wait is the best that is known of it.
+        """
         now_s = self.clock()
         self.blocked_s += now_s - since_s
+        if not (reported and self.native):
+            self.held_up_until_s = now_s
         if self._log is not None:
             self._log.waits.append((since_s, now_s))
 

@@ -333,13 +333,20 @@ def test_the_breakdown_is_that_of_the_rank_which_the_others_wait_for():
 
 
 @pytest.mark.parametrize(
-    ("waited", "sent", "exposed"), [(0.4, 0, 0.4), (0.0, 100, 0.0), (0.0, 0, None)]
+    ("model", "waited", "sent", "exposed"),
+    [
+        ("resnet50", 0.4, 0, 0.4),
+        ("resnet50", 0.0, 100, 0.0),
+        ("resnet50", 0.0, 0, None),
+        ("resnet50@rtx2080ti-modelled", 0.0, 0, 0.0),
+    ],
 )
-def test_waits_count_where_they_are_seen_whoever_sends(waited, sent, exposed):
-    """Horovod sends past the communicator, and tells when it waits; DDP does not."""
+def test_waits_count_where_they_are_seen_whoever_sends(model, waited, sent, exposed):
+    """Horovod sends past the communicator, and tells when it waits; DDP does not, but a replayed
+    device is seen to be idle."""
     run = SimpleNamespace(
         _measured=SimpleNamespace(iters=[[1.0]], bytes_sent=sent),
-        _trial=SimpleNamespace(world_size=2),
+        _trial=SimpleNamespace(world_size=2, model=model),
         _untimed=0,
         _scale=1.0,
     )

@@ -75,7 +75,6 @@ PYBIND11_MODULE(_core, m) {
     }
     return all;
   });
-  m.def("last_finished_s", [] { return process_engine()->last_finished_s(); });
   m.def("last_awaited_s", &last_awaited_s);
   m.def("last_lull_s", [] {
     const Lull lull = process_engine()->last_lull();

@@ -120,11 +120,12 @@ def join(trial: Trial, briefing: Briefing) -> None:
     torch.set_num_threads(trial.threads_per_rank)
     dear.init(backend=trial.backend, timeout_s=trial.collective_timeout_s)
     _check_world(trial)
-    runtime.communicator().burst_bytes = briefing.burst_bytes
+    communicator = runtime.communicator()
+    communicator.burst_bytes = briefing.burst_bytes
     pace = briefing.pace(dear.rank())
+    pace.held_up_s = lambda: communicator.held_up_until_s
     if trial.backend == "comm_core":
         # Linux's monotonic clock is the performance counter.
-        pace.ended_s = comm_core.last_finished_s
         pace.awaited_s = comm_core.last_awaited_s
         pace.lull_s = comm_core.last_lull_s
     set_pace(pace)

@@ -30,7 +30,7 @@ from common.harness.worker.timing.measure import (
 from common.harness.worker.timing.stopwatch import stopwatch
 from common.harness.worker.timing.strain import strain_of, used_cores
 from common.harness.worker.training import Training, of_slowest_rank, typical, untimed_steps
-from common.models.registry import precision
+from common.models.registry import is_replay, precision
 from common.models.workload import Workload
 from common.results.records import Breakdown, Group, Plan
 from common.results.records.trust import Check
@@ -228,7 +228,9 @@ class _Repeat:
         block = first + len(measured.iters[0])
         # Who sends past the communicator may wait there, too, as DDP does in code of its own.
         waited = any(step.exposed_comm_s for rank in parts for step in rank)
+        # A replayed device is idle whoever waits.
         waits_seen = measured.bytes_sent > 0 or waited or self._trial.world_size == 1
+        waits_seen = waits_seen or is_replay(self._trial.model)
         timed = [[s for place, s in enumerate(rank) if place % block >= first] for rank in parts]
         return of_slowest_rank([typical(r, self._scale, waits_seen=waits_seen) for r in timed])
 

@@ -26,7 +26,8 @@ from dear.training.algorithm import algorithm_class
 SHORT_STEP_S = 0.5
 EXTRA_WARMUP_STEPS = 3
 Mark = tuple[float, float]
-"""A moment, and how long the rank had been held up by communication until then; seconds."""
+"""A moment, and how long the rank had been held up by communication until then; seconds. Of a
+replayed model both are its device's: its clock, and how long it was idle."""
 
 
 def make_optimizer(config: OptimizerConfig, model: torch.nn.Module) -> torch.optim.Optimizer:
@@ -176,7 +177,8 @@ class Training:
             event = torch.cuda.Event(enable_timing=True)
             event.record()
             return event
-        return pace.current().clock(), self._communicator.blocked_s
+        now = pace.current().clock()
+        return now, pace.current().idle_s if self._replayed else self._communicator.blocked_s
 
 
 def of_slowest_rank(ranks: Sequence[Breakdown]) -> Breakdown:

@@ -88,7 +88,7 @@ class AsyncEngine(WindowEngine):
                 )
             self.communicator.pause(pause)
             pause = min(2 * pause, POLL_S[1])
-        self.communicator.blocked_s += clock() - began
+        self.communicator.held_up(began, reported=False)
 
 
 class AsyncDdp(GraphAlgorithm):

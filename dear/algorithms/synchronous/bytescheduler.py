@@ -307,7 +307,7 @@ class PartitionedEngine(DeferredEngine):
             if self._queued[index]:
                 began = self.communicator.clock()
                 self._issuers[self._level_of[index]].wait_started(task)
-                self.communicator.blocked_s += self.communicator.clock() - began
+                self.communicator.held_up(began)
             work = self._works.pop(task, None)
             if work is not None:
                 work.wait()

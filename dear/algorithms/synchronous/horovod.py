@@ -252,7 +252,7 @@ class _HorovodEngine(GradientEngine):
             if isinstance(handle, int):  # else a gradient that waits by itself, or was not sent
                 while not self._hvd.poll(handle):
                     self.communicator.pause(POLL_PERIOD_S)
-        self.communicator.blocked_s += self.communicator.clock() - began
+        self.communicator.held_up(began, reported=False)
 
 
 _VARIABLES = {

@@ -25,7 +25,9 @@ class Stopwatch:
     """
 
     def start(self) -> None:
-        """Forgets all moments."""
+        """Forgets all moments, and what a replayed device and its host were apart; nothing is to be
+        under way."""
+        pace.current().settle()
         self._marks: list[float] = []
 
     def mark(self) -> None:

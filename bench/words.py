@@ -6,10 +6,12 @@
                                                    asked again it goes on where it stopped
   python bench/words.py read FOLDER...             the words of such sweeps, which have run
 
-Simulated tables are made by the code that makes those of sweeps. Bars: 93 to 97 % of intervals hold
-the truth; at most 5 % of tables of equal trials have a word, and at most 5 % tell one from the
-best; the default sweep finds a true difference of 5 % in 80 % of its tables; at most 5 % of twins
-have a word. Exit status: 0 within the bars, 3 not, 1 something failed, 2 a mistake in the options.
+Simulated tables are made by the code that makes those of sweeps; a second simulation tells what the
+interval of a throughput covers (`bench/rig/coverage.py`). Bars: 93 to 97 % of intervals of ratios
+hold the truth, and at least 93 % of those of throughputs the truth of their run; at most 5 % of
+tables of equal trials have a word, and at most 5 % tell one from the best; the default sweep finds
+a true difference of 5 % in 80 % of its tables; at most 5 % of twins have a word. Exit status: 0
+within the bars, 3 not, 1 something failed, 2 a mistake in the options.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import numpy as np
 import yaml
 
+from bench.rig.coverage import ENOUGH, MACHINES, Coverage, cover
 from bench.rig.output import note
 from bench.rig.table import layout
 from common.harness.experiment import load
@@ -278,7 +281,32 @@ def simulated(tables: int) -> int:
     missed = [(tally, bar) for tally in tallies for bar in tally.missed]
     for tally, bar in missed:
         print(f"MISSED: {tally.noise.name}, {tally.plan.title}: {bar}")
-    return MISSED if missed else 0
+    uncovered = covered(4 * tables)
+    return MISSED if missed or uncovered else 0
+
+
+def covered(runs: int) -> list[Coverage]:
+    """Prints what the interval of a throughput covers; those that miss the bar."""
+    kinds = [((3, 3), None), ((5, 5), None), (default_plan().repeats, default_plan().precision)]
+    kinds += [((12, 12), None)]
+    titles = [
+        f"{most}" if precision is None else f"{least}-{most} to {precision:.0%}"
+        for (least, most), precision in kinds
+    ]
+    found = [[cover(machine, *kind, runs) for kind in kinds] for machine in MACHINES]
+    lines = [
+        [machine.name, *(f"{100 * one.this_run:.0f} / {100 * one.any_hour:.0f}" for one in line)]
+        for machine, line in zip(MACHINES, found, strict=True)
+    ]
+    print("\n" + layout(["machine", *(f"n = {title}" for title in titles)], lines))
+    print(
+        f"{runs} runs each: in how many of 100 the interval of a throughput holds what it is of, "
+        "what half of the repeats reach while it runs, / and what it is not of, the mean over days"
+    )
+    missed = [one for line in found for one in line if one.missed]
+    for one in missed:
+        print(f"MISSED: {one.machine.name}: {one.this_run:.1%} of its run, under {ENOUGH:.0%}")
+    return missed
 
 
 def twins(count: int, experiment: Path, logs: Path) -> int:

@@ -44,8 +44,8 @@ def remarks(rows: Sequence[Row], records: Iterable[Record]) -> list[str]:
     if any(row.systematic is not None for row in rows):
         found.append(
             "systematic: |T(k) - T(2k)| / T(k), how far the step time T depends on the time scale "
-            "k, +- what chance alone does to it; the interval does not know of it, and more "
-            "repeats do not reduce it"
+            "k, with its own 95 % interval, whose lower end is 0 where chance explains it; the "
+            "interval of the run does not know of it"
         )
     beyond = [row.algorithm for row in rows if not row.doubt and (row.of_bound or 0.0) > _BEYOND]
     if beyond:
@@ -60,7 +60,8 @@ def of_any(rows: Sequence[Any], records: Iterable[Record]) -> list[str]:
     """The same below tables of any kind: of networks, of bases, and of what repeats can show."""
     found = [f"{one.trial['network']}: {note}" for one in records for note in one.network.notes]
     for place in _by_place(rows):
-        found += [line for line in (_without_base(place), _power(place)) if line]
+        lines = (_without_base(place), _power(place), _wide(place))
+        found += [line for line in lines if line]
     return [*dict.fromkeys(found)]
 
 
@@ -88,6 +89,25 @@ def _power(rows: Sequence[Any]) -> str | None:
     return (
         f"{_where(known[0])}: detectable differences (power 80 %, Holm over {len(compared)}): "
         f"{parts}"
+    )
+
+
+def _wide(rows: Sequence[Any]) -> str | None:
+    """How many repeats it would take to know the ratios of a place as well as was asked for."""
+    known = [row for row in rows if row.precision and row.speedup_low]
+    wide = [row for row in known if row.more_repeats != 0]
+    if not wide:
+        return None
+    return f"{_where(wide[0])}: wider than asked for: " + "; ".join(map(_more, wide))
+
+
+def _more(row: Any) -> str:
+    half = (row.speedup_high - row.speedup_low) / 2
+    count = "more than 1000" if row.more_repeats is None else f"about {row.more_repeats}"
+    repeats = "repeat" if row.more_repeats == 1 else "repeats"
+    return (
+        f"{row.algorithm} {row.speedup:.2f} +- {half:.2f}, {count} more {repeats} would bring it "
+        f"to +- {100 * row.precision:g} %"
     )
 
 

@@ -1,10 +1,8 @@
 """Two sweeps, trial by trial: is the second one faster, by how much, and is that luck?
 
-The ratio is that of the medians of all steps, with a two-level bootstrap interval: repeats are
-drawn anew, and steps within them, since steps of one repeat share its luck. The word is not taken
-from it: with three repeats a bootstrap interval is too narrow, and equal trials would often get a
-word. It follows from `stats.verdicts` (Welch's t on the logarithms of the repeats' times, Holm over
-all pairs); Mann and Whitney's U over the repeats stands beside it.
+The ratio, its interval and the word are those of a table (`rows.difference`), with Holm's
+correction over all pairs. Trials of one run took turns and are compared round by round; those of
+two never did. Mann and Whitney's U over the repeats stands beside it.
 """
 
 from __future__ import annotations
@@ -15,17 +13,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from scipy.stats import mannwhitneyu
 
 from common.results import cards, stats
 from common.results.faith import doubt
 from common.results.records import Record
+from common.results.rows import difference
 from common.results.stats import Difference, Repeats
 from common.results.table import PLACE, Column, Table, doubted, identity, significant
 from dear.errors import UserError
 
-DRAWS = 1000
 MOST_REPEATS = 100
 """More would be needed: that is not worth saying as a number."""
 _PLACE = ("model", "batch_size", "world_size", "network", "fault")
@@ -48,9 +45,9 @@ class Pair:
     after: float | None = None
     unit: str | None = None
     ratio: float | None = None
-    """Median step of the first over that of the second: above 1 the second is faster."""
+    """Step time of the first over that of the second: above 1 the second is faster."""
     ratio_low: float | None = None
-    """Ends of the 95 % bootstrap interval."""
+    """Ends of the 95 % interval; a single repeat has none."""
     ratio_high: float | None = None
     u_test: float | None = None
     """p value of Mann and Whitney's U over the repeats, two-sided."""
@@ -104,7 +101,7 @@ def rows(found: Sequence[tuple[Record, Record]]) -> list[Pair]:
     """A row for each pair; words are corrected for the number of pairs that are believed."""
     why = [_why(*pair) for pair in found]
     believed = [pair for pair, reason in zip(found, why, strict=True) if reason is None]
-    differences = [stats.compare(b.repeats, a.repeats, paired=False) for a, b in believed]
+    differences = [difference(b, a) for a, b in believed]
     words = iter(zip(differences, stats.verdicts(differences), strict=True))
     made = []
     for (a, b), reason in zip(found, why, strict=True):
@@ -116,16 +113,16 @@ def rows(found: Sequence[tuple[Record, Record]]) -> list[Pair]:
                 Pair(**{**known, "status": status}, doubt=reason, reason=reason, **_rates(a, b))
             )
             continue
-        difference, word = next(words)
-        ratio, low, high = bootstrap(a.repeats, b.repeats)
-        more = more_repeats(difference) if word == "UNSURE" else None
+        measured, word = next(words)
+        ratio = measured.ratio
+        more = more_repeats(measured) if word == "UNSURE" else None
         made.append(
             Pair(
                 **known,
                 **_rates(a, b),
-                ratio=ratio,
-                ratio_low=low,
-                ratio_high=high,
+                ratio=ratio.value,
+                ratio_low=ratio.low,
+                ratio_high=ratio.high,
                 u_test=u_test(a.repeats, b.repeats),
                 verdict=word,
                 more_repeats=more,
@@ -137,7 +134,15 @@ def rows(found: Sequence[tuple[Record, Record]]) -> list[Pair]:
 def _rates(a: Record, b: Record) -> dict[str, Any]:
     if not (a.throughput and b.throughput):
         return {}
-    return {"before": a.throughput.value, "after": b.throughput.value, "unit": a.throughput.unit}
+    return {"before": _rate_of(a), "after": _rate_of(b), "unit": a.throughput.unit}
+
+
+def _rate_of(record: Record) -> float:
+    """As tables have it, also of records from before throughput was taken from elapsed time."""
+    if not any(record.repeats):  # it learns
+        return record.throughput.value
+    samples = record.trial["batch_size"] * record.trial["world_size"]
+    return stats.throughput(record.repeats, samples).value
 
 
 def _why(a: Record, b: Record) -> str | None:
@@ -151,29 +156,6 @@ def _why(a: Record, b: Record) -> str | None:
     return None
 
 
-def bootstrap(before: Repeats, after: Repeats) -> tuple[float, float, float]:
-    """Ratio of the medians of all steps, and its interval over repeats and steps drawn anew."""
-    random = np.random.default_rng(0)  # the same table each time
-    drawn = [_medians(repeats, random) for repeats in (before, after)]
-    low, high = np.quantile(drawn[0] / drawn[1], [stats.ALPHA / 2, 1 - stats.ALPHA / 2])
-    own = [statistics.median(s for repeat in one for s in repeat) for one in (before, after)]
-    return own[0] / own[1], float(low), float(high)
-
-
-def _medians(repeats: Repeats, random: np.random.Generator) -> np.ndarray:
-    """Of all steps, in so many draws."""
-    count, longest = len(repeats), max(map(len, repeats))
-    chosen = random.integers(count, size=(DRAWS, count))
-    lengths = np.array([len(repeat) for repeat in repeats])[chosen]
-    padded = np.full((count, longest), np.nan)
-    for place, repeat in enumerate(repeats):
-        padded[place, : len(repeat)] = repeat
-    steps = (random.random((DRAWS, count, longest)) * lengths[:, :, None]).astype(int)
-    values = padded[chosen[:, :, None], steps]
-    values[np.arange(longest)[None, None, :] >= lengths[:, :, None]] = np.nan
-    return np.nanmedian(values.reshape(DRAWS, -1), axis=1)
-
-
 def u_test(before: Repeats, after: Repeats) -> float | None:
     """p of Mann and Whitney's U over the repeats' times per step; None with a single repeat."""
     if min(len(before), len(after)) < 2:
@@ -182,25 +164,17 @@ def u_test(before: Repeats, after: Repeats) -> float | None:
     return float(mannwhitneyu(*times).pvalue)
 
 
-def more_repeats(difference: Difference) -> int | None:
+def more_repeats(measured: Difference) -> int | None:
     """How many more of each side would probably give a word, if the noise and the ratio stay."""
-    if difference.error is None or difference.repeats < 2:
-        return max(1, stats.MIN_REPEATS - difference.repeats)
-    for count in range(max(difference.repeats, stats.MIN_REPEATS), MOST_REPEATS + 1):
-        share = (difference.repeats / count) ** 0.5
-        likely = Difference(
-            log_ratio=difference.log_ratio,
-            error=difference.error * share,
-            freedom=difference.freedom * count / difference.repeats,
-            repeats=count,
-            n=difference.n,
-            paired=False,
-        )
+    if measured.error is None or measured.repeats < 2:
+        return max(1, stats.MIN_REPEATS - measured.repeats)
+    for count in range(max(measured.repeats, stats.MIN_REPEATS), MOST_REPEATS + 1):
+        likely = measured.with_repeats(count)
         needed = stats.detectable(likely, 1)
         if stats.verdicts([likely]) != ["UNSURE"] and (
             stats.verdicts([likely]) == ["SAME"] or needed < math.expm1(abs(likely.log_ratio))
         ):
-            return max(1, count - difference.repeats)
+            return max(1, count - measured.repeats)
     return None
 
 
@@ -255,7 +229,8 @@ def _rate(field: str) -> Any:
 def _ratio(row: Pair) -> str:
     if row.ratio is None:
         return ""
-    return f"{row.ratio:.3f} ({row.ratio_low:.3f}-{row.ratio_high:.3f})"
+    ends = "" if row.ratio_low is None else f" ({row.ratio_low:.3f}-{row.ratio_high:.3f})"
+    return f"{row.ratio:.3f}{ends}"
 
 
 def _word(row: Pair) -> str:

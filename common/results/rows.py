@@ -59,6 +59,11 @@ class Row:
     verdict: str | None = None
     detectable: float | None = None
     """The true difference that had got a word in 4 of 5 such sweeps; 0.05 is 5 %."""
+    precision: float | None = None
+    """Half width that the speed-up's interval should have, as a share of the speed-up."""
+    more_repeats: int | None = None
+    """How many more would probably make it so narrow; 0: it is. None where nobody can tell, or very
+    many."""
     leads: bool | None = None
     """Whether it is the fastest of its place or cannot be told from it."""
     efficiency: float | None = None
@@ -69,8 +74,9 @@ class Row:
     """The least step time that the algorithm allows here, over the step time."""
     systematic: float | None = None
     """|T(k) - T(2k)| / T(k): how far the step depends on the emulation's time scale k."""
-    systematic_luck: float | None = None
-    """What `systematic` may be by chance alone (95 %)."""
+    systematic_low: float | None = None
+    """Ends of its 95 % interval; 0 where chance explains all of it."""
+    systematic_high: float | None = None
     correct: str | None = None
     """yes, NO or unchecked."""
     doubt: str | None = None
@@ -146,8 +152,9 @@ def _measured(record: Record) -> dict[str, Any]:
         "step_p95_s": stats.percentile_step_s(record.repeats, 0.95),
     }
     if record.systematic is not None:
-        known["systematic"] = record.systematic.relative
-        known["systematic_luck"] = stats.luck(record.repeats, len(record.systematic.iters))
+        shift = stats.shift(record.repeats, record.systematic.repeats)
+        known |= {"systematic": shift.value}
+        known |= {"systematic_low": shift.low, "systematic_high": shift.high}
     if record.breakdown is not None and record.breakdown.step_s is not None:
         known |= {name: getattr(record.breakdown, name) for name in _PARTS}
     bound = record.bound
@@ -185,8 +192,15 @@ def _compare(peers: Sequence[Record], compare_to: str, own: dict[int, dict[str, 
         row |= {"speedup": ratio.value, "speedup_low": ratio.low, "speedup_high": ratio.high}
         row |= {"paired": one.paired, "verdict": word}
         row["detectable"] = stats.detectable(one, len(found))
+        row["precision"] = asked_precision(record)
+        row["more_repeats"] = one.repeats_to(row["precision"])
         if not one.paired:
             row["notes"].append(f"not measured in turn with {compare_to}: compared unpaired")
+
+
+def asked_precision(record: Record) -> float:
+    """Half width that the intervals of ratios should have, as a share."""
+    return record.trial.get("measure", {}).get("precision") or stats.PRECISE
 
 
 def _lead(peers: Sequence[Record], own: dict[int, dict[str, Any]]) -> None:
@@ -214,12 +228,15 @@ def base_of(peers: Sequence[Record], compare_to: str) -> Record | None:
 
 
 def difference(record: Record, base: Record) -> Difference:
-    """Of two trials, round by round where they took turns."""
+    """Of two trials, wherever they are compared: round by round where they took turns."""
     return stats.compare(record.repeats, base.repeats, _took_turns(record, base))
 
 
 def _took_turns(one: Record, other: Record) -> bool:
-    return one.run == other.run and len(one.repeats) == len(other.repeats)
+    """Whether repeats of the same index ran in the same round: of one run and one cell."""
+    seeds = [record.order and record.order.seed for record in (one, other)]
+    together = bool(one.run) and one.run == other.run and seeds[0] == seeds[1]
+    return together and len(one.repeats) == len(other.repeats)
 
 
 def _in_turn(records: Sequence[Record]) -> Callable[[int, int], bool]:
@@ -287,8 +304,8 @@ def _efficient(row: Row) -> str:
 
 def _systematic(row: Row) -> str:
     text = given("systematic", ".1%")(row)
-    luck = row.systematic_luck
-    return doubted(row, text if luck is None else f"{text} (+-{100 * luck:.1f})")
+    ends = _interval(row.systematic_low, row.systematic_high, lambda end: f"{100 * end:.1f}")
+    return doubted(row, f"{text} ({ends})" if ends else text)
 
 
 _MEASURED = (
@@ -298,7 +315,7 @@ _MEASURED = (
         weight=1,
     ),
     Column(
-        title="95 % CI",
+        title="95 % CI, this run",
         text=lambda row: doubted(row, _interval(row.ci_low, row.ci_high, significant)),
         weight=2,
     ),

@@ -5,15 +5,22 @@ intervals on the log scale over repeats, of which each gives one value, its elap
 steps of one repeat share its luck, and what noise they have of their own is in that value already.
 Repeats of compared trials take turns in rounds, so the ratio is taken round by round: what slows
 the machine for a round slows both.
+
+The interval of a step time or a throughput alone is of *this run*: in 95 of 100 runs it holds what
+half of the repeats stay below, on the machine as it was meanwhile. What is rarer than the repeats
+were many, and what the machine does at another hour, no repeat has shown (`bench/words.py`).
 """
 
 from __future__ import annotations
 
+import bisect
+import dataclasses
 import itertools
 import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from scipy.special import gammaincinv, ndtr, stdtr, stdtrit
@@ -33,6 +40,10 @@ NOTABLE = 0.02
 EQUAL = 0.05
 # Fewer repeats than this cannot tell luck from speed.
 MIN_REPEATS = 3
+PRECISE = 0.02
+"""Half width of the interval of a ratio that is asked for where nobody says another one."""
+MOST_REPEATS = 1000
+"""More would be needed: that is not worth saying as a number."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,9 +93,38 @@ class Difference:
             return 0.0 if self.log_ratio else 1.0
         return 2 * float(stdtr(self.freedom, -abs(self.log_ratio) / self.error))
 
+    def with_repeats(self, count: int) -> Difference:
+        """What so many repeats of each side would probably say: the same ratio, the same spread.
+
+        Only of one that has an error.
+        """
+        return dataclasses.replace(
+            self,
+            error=self.error * (self.repeats / count) ** 0.5,
+            freedom=self.freedom * (count - 1) / (self.repeats - 1),
+            repeats=count,
+        )
+
+    def repeats_to(self, precision: float) -> int | None:
+        """How many more repeats would probably make the interval so narrow; 0: it is.
+
+        None where that is more than `MOST_REPEATS`, or nothing is known of the spread.
+
+        Args:
+            precision: half width of the interval, relative to the ratio.
+        """
+        if self.error is None:
+            return None
+        counts = range(self.repeats, MOST_REPEATS + 1)
+        place = bisect.bisect_left(counts, True, key=partial(self._is_narrow, precision))
+        return place if place < len(counts) else None
+
+    def _is_narrow(self, precision: float, count: int) -> bool:
+        return self.with_repeats(count).half_width <= math.log1p(precision)
+
 
 def step_s(repeats: Repeats) -> Estimate:
-    """Elapsed time per step in seconds, the mean over the repeats."""
+    """Elapsed time per step in seconds, the mean over the repeats; its interval is of this run."""
     times = _times(repeats)
     error = _error(list(map(math.log, times)))
     width = _half_width(error, len(times) - 1)
@@ -92,7 +132,10 @@ def step_s(repeats: Repeats) -> Estimate:
 
 
 def throughput(repeats: Repeats, samples_per_step: int) -> Estimate:
-    """Samples per second: samples of all workers in a step, over the elapsed time per step."""
+    """Samples per second: samples of all workers in a step, over the elapsed time per step.
+
+    The interval is of this run.
+    """
     step = step_s(repeats)
     low, high = (end and samples_per_step / end for end in (step.high, step.low))
     return Estimate(value=samples_per_step / step.value, low=low, high=high, n=step.n)
@@ -130,16 +173,24 @@ def compare(repeats: Repeats, base: Repeats, paired: bool) -> Difference:
     )
 
 
-def luck(repeats: Repeats, more: int) -> float | None:
-    """How far the mean of so many `more` repeats of the same may be off by chance; 0.02 is 2 %.
+def shift(repeats: Repeats, others: Repeats) -> Estimate:
+    """By how much the mean step of others is off that of `repeats`, as a share, either way.
 
-    Half of the width of the 95 % interval of its ratio to the mean of `repeats`; None with one.
+    The interval is that of a difference of means whose repeats scatter alike (Student's, pooled):
+    so a single repeat of the others has one, too. Its lower end is 0 where chance explains all.
     """
-    error = _error(list(map(math.log, _times(repeats))))
-    if error is None:
-        return None
-    beside = error * (1 + len(repeats) / more) ** 0.5
-    return math.expm1(_half_width(beside, len(repeats) - 1))
+    groups = [list(map(math.log, _times(given))) for given in (repeats, others)]
+    value = abs(statistics.fmean(_times(others)) / statistics.fmean(_times(repeats)) - 1)
+    n = sum(map(len, (*repeats, *others)))
+    freedom = sum(len(logs) - 1 for logs in groups)
+    if not freedom:
+        return Estimate(value=value, low=None, high=None, n=n)
+    means = list(map(statistics.fmean, groups))
+    squares = math.fsum((log - mean) ** 2 for mean, logs in zip(means, groups, strict=True)
+                        for log in logs)  # fmt: skip
+    error = (squares / freedom * sum(1 / len(logs) for logs in groups)) ** 0.5
+    width = math.expm1(_half_width(error, freedom))
+    return Estimate(value=value, low=max(0.0, value - width), high=value + width, n=n)
 
 
 def verdicts(differences: Sequence[Difference]) -> list[str]:
@@ -197,8 +248,8 @@ def detectable(difference: Difference, comparisons: int) -> float | None:
         return None
     error, freedom = difference.error, difference.freedom
     # What the error would be estimated as in other sweeps: quantiles of chi over its freedom.
-    luck = np.sqrt(2 * gammaincinv(freedom / 2, (np.arange(200) + 0.5) / 200) / freedom)
-    critical = -stdtrit(freedom, ALPHA / 2 / comparisons) * error * luck
+    chance = np.sqrt(2 * gammaincinv(freedom / 2, (np.arange(200) + 0.5) / 200) / freedom)
+    critical = -stdtrit(freedom, ALPHA / 2 / comparisons) * error * chance
     needed = np.maximum(critical, math.log(1 + NOTABLE))
 
     low, high = 0.0, math.log(1 + NOTABLE) + 2 * error + critical.max()

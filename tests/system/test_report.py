@@ -80,7 +80,9 @@ def test_tables_are_sorted_by_mouse_and_by_keyboard(browser, made):
     assert column(browser, "results", 0) == usual
     assert browser.value("document.querySelectorAll('[aria-sort]').length") == 0
     browser.press("Tab")
-    assert browser.value("document.activeElement.textContent") == "95 % CI", "and on to the next"
+    assert browser.value("document.activeElement.textContent") == "95 % CI, this run", (
+        "and on to the next"
+    )
 
 
 def test_a_reason_moves_with_its_row_and_empty_cells_stay_below(browser, made):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 
@@ -10,14 +11,15 @@ import pytest
 
 from common.harness.cli import main
 from common.results import compare, store
+from common.results.rows import make_rows
 from common.results.store import Comparison
 from dear.errors import UserError
 from tests.unit.made_record import record
 
 
 def trial(algorithm="ddp", step_s=0.1, noise=0.01, seed=0, repeats=5, **more):
-    """Repeats that differ by chance, as launches do, and steps within them."""
-    made = record(algorithm, step_s, **more)
+    """Repeats that differ by chance, as launches do, and steps within them; each of its own run."""
+    made = record(algorithm, step_s, run=f"run {seed}", **more)
     random = np.random.default_rng(seed)
     iters = [
         [[step_s * math.exp(noise * (luck + random.standard_normal() / 4)) for _ in range(6)]]
@@ -50,7 +52,7 @@ def test_trials_are_matched_by_identity_then_by_label_then_by_place():
         compare.pairs([trial("ddp")], [trial("ddp", world=8)])
 
 
-def test_a_ratio_has_the_interval_of_repeats_and_steps_and_a_word():
+def test_a_ratio_has_the_interval_of_the_repeats_and_a_word():
     slow, fast = trial("ddp", 0.1), trial("ddp", 0.08, seed=1)
     (row,) = compare.rows(compare.pairs([slow], [fast]))
     assert row.verdict == "FASTER" and row.ratio == pytest.approx(1.25, rel=0.03)
@@ -78,14 +80,30 @@ def test_equal_sweeps_seldom_get_a_word():
     assert worded <= 0.05 * 100 + 2 * (0.05 * 0.95 * 100) ** 0.5
 
 
-def test_a_bootstrap_of_few_repeats_would_give_words_to_equal_trials():
-    """Why the word does not come from the interval."""
-    missed = 0
-    for number in range(100):
-        one, other = (trial(seed=2 * number + side, repeats=3, noise=0.03) for side in range(2))
-        _, low, high = compare.bootstrap(one.repeats, other.repeats)
-        missed += not low <= 1 <= high
-    assert missed > 8
+def test_the_ratio_is_the_one_of_a_table_whatever_single_steps_were():
+    """Medians of steps would say 1.0: every fourth step of one of them waits."""
+    waits = dataclasses.replace(trial(), iters=[[[0.1, 0.1, 0.1, 0.3] * 2]] * 3)
+    steady = dataclasses.replace(trial("dear"), iters=[[[0.1] * 8]] * 3)
+    (row,) = compare.rows([(waits, steady)])
+    assert row.ratio == pytest.approx(1.5) == row.after / row.before
+    (beside,) = [one for one in make_rows([waits, steady], "ddp") if one.speedup]
+    assert (row.ratio, row.ratio_low, row.ratio_high) == pytest.approx(
+        (beside.speedup, beside.speedup_low, beside.speedup_high)
+    )
+
+
+def test_rounds_of_two_sweeps_are_never_paired_though_there_are_as_many():
+    """Both got slower from round to round; that tells nothing of the one by the other."""
+    drift = [[[0.1 * factor] * 4] for factor in (1.0, 1.5, 2.0)]
+    faster = [[[0.097 * factor] * 4] for factor in (1.0, 1.5, 2.0)]
+    before = dataclasses.replace(record("ddp", run="A"), iters=drift)
+    after = dataclasses.replace(record("ddp", run="B"), iters=faster)
+    (row,) = compare.rows(compare.pairs([before], [after]))
+    assert row.verdict == "UNSURE" and row.ratio_low < 0.7 < 1.5 < row.ratio_high
+    # Two algorithms of one sweep took turns.
+    beside = dataclasses.replace(record("dear", run="A"), iters=faster)
+    (row,) = compare.rows(compare.pairs([before], [beside]))
+    assert row.verdict == "FASTER" and row.ratio_high / row.ratio_low == pytest.approx(1.0)
 
 
 def test_how_many_repeats_would_decide():

@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench import words as words_bench
+from bench.rig.coverage import ENOUGH, MACHINES, Machine, cover
 from bench.words import COVERAGE, DEFAULT, EMULATED, FALSE_WORDS, NOISES, Plan, Tally
 from common.harness.experiment import load
 from common.results.stats import (
@@ -17,9 +19,9 @@ from common.results.stats import (
     detectable,
     holm,
     leaders,
-    luck,
     percentile_step_s,
     precise_enough,
+    shift,
     step_s,
     throughput,
     verdicts,
@@ -161,15 +163,37 @@ def test_detectable_is_the_difference_that_gets_its_word_four_times_in_five():
     assert detectable(made(0.0, 0.01, repeats=2), comparisons=1) is None
 
 
-def test_luck_is_how_far_one_more_mean_may_be_off():
+def test_a_shift_has_the_interval_of_two_means_also_with_one_repeat_beside():
     rng = np.random.default_rng(5)
-    found = 0
-    for logs in rng.normal(0, 0.02, (2000, 5)):
-        repeats = [[math.exp(one)] for one in logs]
-        off = step_s(repeats[3:]).value / step_s(repeats[:3]).value
-        found += abs(math.log(off)) <= math.log1p(luck(repeats[:3], 2))
-    assert 0.935 <= found / 2000 <= 0.965
-    assert luck([[0.1, 0.2]], 2) is None
+    for beside in (1, 2):
+        held = 0
+        for logs in rng.normal(0, 0.02, (2000, 4 + beside)):
+            logs[4:] += 0.05
+            repeats = [[math.exp(log)] for log in logs]
+            found = shift(repeats[:4], repeats[4:])
+            assert found.low <= found.value <= found.high and found.n == 4 + beside
+            held += found.low <= math.expm1(0.05) <= found.high
+        assert 0.935 <= held / 2000 <= 0.965
+    equal = shift(TIGHT, TIGHT[:1])
+    assert equal.low == 0.0 and 0.0 < equal.high < 0.03
+    slower, faster = (shift([[0.1], [0.1]], [[0.1 * factor]]) for factor in (1.02, 0.98))
+    assert slower.value == pytest.approx(0.02) == faster.value == slower.low
+    assert shift([[0.1, 0.2]], [[0.1]]).low is None
+
+
+def test_how_many_repeats_a_ratio_needs_follows_from_its_spread():
+    few = made(0.3, 0.02, repeats=3)
+    more = few.repeats_to(0.02)
+    assert few.with_repeats(3 + more).half_width <= math.log1p(0.02)
+    assert few.with_repeats(3 + more - 1).half_width > math.log1p(0.02)
+    # The square of 1.96 x 0.02 x sqrt(3) / 0.0198 is 11.7, and t asks for three more.
+    assert 3 + more == 15
+    assert made(0.3, 0.001).repeats_to(0.02) == 0
+    assert made(0.3, 0.5, repeats=3).repeats_to(0.02) is None, "more than 1000"
+    assert made(0.3, None, repeats=1).repeats_to(0.02) is None
+    welch = compare(TIGHT, [[0.1], [0.12], [0.09]], paired=False)
+    assert welch.with_repeats(3) == welch
+    assert welch.with_repeats(5).freedom == pytest.approx(2 * welch.freedom)
 
 
 def test_repeats_are_enough_when_all_intervals_are_narrow_whatever_they_say():
@@ -203,3 +227,31 @@ def test_the_default_sweep_finds_5_percent_and_stopping_keeps_what_an_interval_p
     assert tally.power(0.0) <= FALSE_WORDS
     if noise is EMULATED:
         assert tally.repeats / tally.tables < 7
+
+
+@pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: machine.name)
+def test_the_interval_of_a_throughput_covers_its_run(machine):
+    for repeats, precision in (((3, 3), None), ((5, 12), 0.02)):
+        for seed in (1, 2):
+            found = cover(machine, repeats, precision, runs=2000, seed=seed)
+            assert found.this_run >= ENOUGH and not found.missed
+
+
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [("2 % of steps 30 % longer", 0.8), ("drifts by 3 %, slowly", 0.8), ("0.3 % slower", 0.2)],
+)
+def test_what_no_repeat_has_shown_is_in_no_interval(name, most):
+    """As the documents say: else the column's title would be too modest."""
+    (machine,) = (machine for machine in MACHINES if machine.name.startswith(name))
+    assert cover(machine, (5, 5), None, runs=1000).any_hour < most
+    steady = cover(MACHINES[0], (5, 5), None, runs=1000)
+    assert abs(steady.any_hour - 0.95) < 0.02
+
+
+def test_an_interval_that_misses_its_run_is_told(capsys, monkeypatch):
+    wild = Machine(name="wild", rare=0.28, longer=0.3, step=0.001)
+    assert cover(wild, (12, 12), None, runs=500).missed
+    monkeypatch.setattr(words_bench, "MACHINES", (wild,))
+    assert words_bench.covered(300)
+    assert "MISSED: wild" in capsys.readouterr().out

@@ -19,7 +19,7 @@ from scipy.special import stdtrit
 from common.results import faith, stats
 from common.results.learning import race
 from common.results.records import Record
-from common.results.rows import base_of
+from common.results.rows import asked_precision, base_of
 from common.results.stats import Estimate
 from common.results.table import identity
 
@@ -70,6 +70,9 @@ class LearnRow:
     detectable: float | None = None
     """The true difference to that which had got its word with a probability of 80 %; 0.1 is
     10 %."""
+    precision: float | None = None
+    """As of `rows.Row`; so is the next one."""
+    more_repeats: int | None = None
     leads: bool | None = None
     """Whether it is the first of its place, or cannot be told from it."""
     accuracy: float | None = None
@@ -253,16 +256,20 @@ def _compared(peers: Sequence[Record], compare_to: str | None) -> dict[str, dict
     believed = [one for one in rivals if faith.doubt(one) is None and faith.doubt(base) is None]
     races = [race.race(race.finishes(one), race.finishes(base)) for one in believed]
     for one, found, word in zip(believed, races, race.words(races), strict=True):
-        known[one.hash] |= {"verdict": word, **_speedup(found, len(races))}
+        known[one.hash] |= {"verdict": word, **_speedup(found, len(races), asked_precision(one))}
     return known
 
 
-def _speedup(found: race.Race | None, comparisons: int) -> dict[str, float | None]:
+def _speedup(
+    found: race.Race | None, comparisons: int, precision: float
+) -> dict[str, float | None]:
     if found is None:
         return {}
     known = _ends("speedup{}", found.difference.ratio)
     if found.there and found.base_there:
-        return known | {"detectable": stats.detectable(found.difference, comparisons)}
+        known |= {"detectable": stats.detectable(found.difference, comparisons)}
+        more = found.difference.repeats_to(precision)
+        return known | {"precision": precision, "more_repeats": more}
     # Which end is known is that of the side which got there.
     return known | {"speedup": None, "speedup_high" if found.there else "speedup_low": None}
 

@@ -69,6 +69,11 @@ class Systematic:
     """T(k): the mean step of the record itself, `Record.step_s`."""
 
     @property
+    def repeats(self) -> list[list[float]]:
+        """Step times there by repeat."""
+        return [[step for block in repeat for step in block] for repeat in self.iters]
+
+    @property
     def relative(self) -> float:
         """|T(k) - T(2k)| / T(k)."""
         return abs(self.step_s - mean_step_s(self.iters)) / self.step_s

@@ -254,8 +254,10 @@ def _legend(told: Overview, compare_to: str) -> list[tuple[str, str]]:
         return words
     return [
         *words,
-        ("throughput", "samples of all workers over elapsed time; the 95 % interval is a t "
-                       "interval over repeats, which are separate starts of the workers"),
+        ("throughput", "samples of all workers over elapsed time"),
+        ("95 % CI, this run", "a t interval over repeats, which are separate starts of the "
+                              "workers: where half of them would lie in this hour on this machine; "
+                              "neither another hour nor what is rarer than the repeats is in it"),
         ("n", "repeats x timed steps of each"),
         ("correct", "whether it was the right training: replicas agree, and it is what its serial "
                     "reference computes"),

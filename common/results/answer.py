@@ -21,7 +21,7 @@ def summary(rows: Sequence[Row], compare_to: str) -> list[str]:
         if not leaders:
             continue
         best, *others = leaders
-        text = f"{_where(best)}: {best.algorithm} has the highest throughput"
+        text = f"{where(best)}: {best.algorithm} has the highest throughput"
         if best.speedup is not None:
             text += f", {best.speedup:.2f}x {best.compared_to} ({_interval(best)}{best.verdict})"
         elif not any(row.compared_to for row in found):
@@ -71,7 +71,7 @@ def _without_base(rows: Sequence[Any]) -> str | None:
     for base in (row for row in rows if row.algorithm in names):
         if base.doubt or base.status != "ok":
             return (
-                f"{_where(base)}: no speed-ups and no verdicts, for what they would be relative to "
+                f"{where(base)}: no speed-ups and no verdicts, for what they would be relative to "
                 f"is not believed: {base.algorithm} ({base.doubt or base.status})"
             )
     return None
@@ -84,10 +84,10 @@ def _power(rows: Sequence[Any]) -> str | None:
         return None
     known = [row for row in compared if row.detectable is not None]
     if not known:
-        return f"{_where(compared[0])}: fewer than {MIN_REPEATS} repeats detect no difference"
+        return f"{where(compared[0])}: fewer than {MIN_REPEATS} repeats detect no difference"
     parts = ", ".join(f"{row.algorithm} {row.detectable:.1%}" for row in known)
     return (
-        f"{_where(known[0])}: detectable differences (power 80 %, Holm over {len(compared)}): "
+        f"{where(known[0])}: detectable differences (power 80 %, Holm over {len(compared)}): "
         f"{parts}"
     )
 
@@ -98,17 +98,17 @@ def _wide(rows: Sequence[Any]) -> str | None:
     wide = [row for row in known if row.more_repeats != 0]
     if not wide:
         return None
-    return f"{_where(wide[0])}: wider than asked for: " + "; ".join(map(_more, wide))
+    asked = f"+- {100 * wide[0].precision:g} %"
+    return (
+        f"{where(wide[0])}: wider than {asked}, with how many more repeats would probably bring "
+        f"it there: {'; '.join(map(_more, wide))}"
+    )
 
 
 def _more(row: Any) -> str:
     half = (row.speedup_high - row.speedup_low) / 2
     count = "more than 1000" if row.more_repeats is None else f"about {row.more_repeats}"
-    repeats = "repeat" if row.more_repeats == 1 else "repeats"
-    return (
-        f"{row.algorithm} {row.speedup:.2f} +- {half:.2f}, {count} more {repeats} would bring it "
-        f"to +- {100 * row.precision:g} %"
-    )
+    return f"{row.algorithm} {row.speedup:.2f} +- {half:.2f}: {count}"
 
 
 def _by_place(rows: Iterable[Any]) -> list[list[Any]]:
@@ -118,6 +118,7 @@ def _by_place(rows: Iterable[Any]) -> list[list[Any]]:
     return list(places.values())
 
 
-def _where(row: Any) -> str:
+def where(row: Any) -> str:
+    """The place of a row, in a sentence's words."""
     more = "".join(f", {name}" for name in (row.network, row.fault) if name)
     return f"{row.model}, {row.world_size} workers{more}"

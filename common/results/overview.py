@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from common.results import answer, rows
+from common.results import answer, rows, why
 from common.results.learning import summary, tables
 from common.results.records import Record, is_learning
 from common.results.table import Table
@@ -52,5 +52,5 @@ def overview(records: Sequence[Record], compare_to: str) -> Overview:
         rows=found,
         table=rows.comparison(found, compare_to),
         answers=answer.summary(found, compare_to),
-        remarks=answer.remarks(found, records),
+        remarks=[*why.sentences(found, records), *answer.remarks(found, records)],
     )

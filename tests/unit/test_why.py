@@ -1,0 +1,157 @@
+"""Why a row stands out: right where the plan says so, and silent where it does not."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from common.results import rows, why
+from common.results.overview import overview
+from common.results.records import Bound, Breakdown, Bytes, Group, Plan
+from dear.cost.bounds import StepTimes
+from dear.cost.collectives import AlphaBeta
+from tests.unit.made_record import record
+
+COMPUTE = StepTimes(forward_s=0.1, backward_s=0.2, update_s=0.0)
+# A start-up of 1 ms; 10 ms per MB of an all-reduce, 5 ms of each of its halves.
+COSTS = {
+    "all_reduce": AlphaBeta(alpha_s=0.001, beta_s_per_byte=1e-8),
+    "reduce_scatter": AlphaBeta(alpha_s=0.001, beta_s_per_byte=5e-9),
+    "all_gather": AlphaBeta(alpha_s=0.001, beta_s_per_byte=5e-9),
+}
+MB = 1_000_000
+
+
+def made(step_s, messages, kind="wfbp", *, label="ddp", exposed_s=None, sent=None, **changes):
+    """A trial of 4 ranks that has sent such messages."""
+    trial = record(label, step_s, 4)
+    parts = {"forward_s": 0.1, "backward_s": 0.2, "update_s": 0.0, "step_s": step_s}
+    facts = {
+        "compute": COMPUTE,
+        "costs": COSTS,
+        "plan": Plan(groups=[Group(bytes=nbytes) for nbytes in messages]),
+        "bound": Bound(kind=kind, step_s=None, compute_limit_s=0.3, wire_limit_s=None),
+        "bytes": Bytes(gradients=sum(messages), sent_per_step=sent),
+        "breakdown": Breakdown(**parts, exposed_comm_s=exposed_s),
+    }
+    return dataclasses.replace(trial, **facts | changes)
+
+
+def reason(*arguments, **more):
+    return why.reason(made(*arguments, **more), hidden=True)
+
+
+def test_one_message_at_the_end_is_told_with_its_time():
+    text = "it sends all 14.0 MB in one message, when the backward pass has ended: 141 ms that "
+    for kind in ("wfbp", "sequential"):
+        assert reason(0.44, [14 * MB], kind) == text + "nothing hides"
+        assert reason(0.44, [14 * MB], kind, exposed_s=0.14) == text + "nothing hides"
+    # It was 70 ms longer than that, or 70 shorter: something else is going on.
+    for step_s in (0.51, 0.37):
+        assert reason(step_s, [14 * MB]) is None
+    # The rank did not wait: it was busy.
+    assert reason(0.44, [14 * MB], exposed_s=0.01) is None
+    # Behind all that a rank computes a message may start at the end.
+    assert reason(0.44, [14 * MB], "cross_iteration") is None
+
+
+def test_the_last_message_of_several_counts_where_the_others_are_hidden():
+    assert reason(0.351, [4 * MB, 5 * MB, 5 * MB]) == (
+        "it sends the last 5.00 MB of 14.0 MB in one message, when the backward pass has ended: "
+        "51.0 ms that nothing hides"
+    )
+
+
+def test_bytes_that_take_longer_than_the_backward_pass_are_told():
+    # 403 ms of three messages, 200 of them hidden.
+    assert reason(0.503, [20 * MB, 19 * MB, MB]) == (
+        "its all-reduces, 403 ms in all, run behind the backward pass, which hides 200 ms"
+    )
+    assert reason(0.42, [20 * MB, 19 * MB, MB]) is None, "80 ms less than that"
+
+
+def test_an_all_gather_behind_the_next_forward_pass_is_told():
+    # 201 and 201 ms: 1 ms is left behind the backward pass, 101 behind the forward pass.
+    assert reason(0.402, [40 * MB], "dear") == (
+        "its reduce-scatters, 201 ms in all, run behind the backward pass, which hides 200 ms; "
+        "its all-gathers, 201 ms in all, run behind the next forward pass, which hides 100 ms"
+    )
+    # The same step with all-reduces in its place would be a riddle.
+    assert reason(0.402, [40 * MB], "wfbp") is None
+
+
+def test_a_shared_update_is_told_where_only_that_comes_to_the_step():
+    update = StepTimes(forward_s=0.1, backward_s=0.2, update_s=0.08)
+    text = reason(0.422, [40 * MB], "dear", compute=update)
+    assert text.endswith("; each rank makes 1/4 of the update, which saves 60.0 ms")
+    # With all of the update the step is 60 ms longer: it is not shared.
+    text = reason(0.482, [40 * MB], "dear", compute=update)
+    assert "hides 100 ms" in text and "update" not in text
+
+
+def test_start_ups_of_many_messages_are_told_where_their_bytes_would_be_hidden():
+    many = [10_000] * 400
+    # 400 ms of start-ups and 40 of bytes; how far start-ups overlap nobody knows.
+    assert reason(0.45, many, exposed_s=0.14) == (
+        "it sends 400 messages, whose start-ups take up to 399 ms; its 4.00 MB alone would take "
+        "41.0 ms behind the backward pass of 200 ms"
+    )
+    assert reason(0.45, many, exposed_s=0.02) is None, "it did not wait for them"
+    assert reason(0.45, [400_000] * 10) is None, "10 start-ups are not 150 ms"
+
+
+def test_what_is_hidden_is_told_of_the_fastest_alone():
+    hidden = made(0.302, [5 * MB, 5 * MB])
+    assert why.reason(hidden, hidden=True) == (
+        "it hides all but 2.00 ms of its communication: its all-reduces, 102 ms, behind the "
+        "backward pass"
+    )
+    assert why.reason(hidden, hidden=False) is None
+    # 300 ms of messages cannot be hidden there: who knows what it has sent.
+    assert reason(0.302, [15 * MB, 15 * MB]) is None
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"plan": None},
+        {"plan": Plan()},
+        {"compute": None},
+        {"costs": None},
+        {"bound": None},
+        {"bytes": Bytes()},
+        {"bytes": Bytes(gradients=20 * MB)},  # the plan is not of all gradients
+        {"sent": 7 * MB},  # compressed
+        {"kind": "sharded"},
+        {"kind": "decentralized"},
+        {"kind": None},
+    ],
+    ids=str,
+)
+def test_where_something_is_not_known_there_is_no_sentence(changes):
+    assert reason(0.44, [14 * MB], sent=14 * MB) is not None
+    assert reason(0.44, [14 * MB], **changes) is None
+
+
+def told(*records):
+    found = rows.make_rows(records, "ddp")
+    return why.sentences(found, records)
+
+
+def test_the_fastest_and_the_slowest_and_those_far_from_their_bound_are_explained():
+    slow, fast = made(0.44, [14 * MB]), made(0.302, [5 * MB, 5 * MB], label="wfbp")
+    bound = Bound(kind="wfbp", step_s=0.3, compute_limit_s=0.3, wire_limit_s=None)
+    between = made(0.35, [4 * MB, 5 * MB, 5 * MB], label="dear", bound=bound)
+    place = "mnist_cnn, 4 workers: "
+    first, last, far = told(slow, between, fast)
+    assert first.startswith(f"{place}wfbp (fastest): it hides")
+    assert last.startswith(f"{place}ddp (slowest): it sends all 14.0 MB")
+    assert far.startswith(f"{place}dear (86% of its bound): it sends the last 5.00 MB")
+    assert first in overview([slow, between, fast], "ddp").lines
+    # Rows that are alike, and numbers that are not believed, have no reason.
+    near = made(0.43, [14 * MB], label="wfbp")
+    assert told(slow, near) == []
+    wrong = dataclasses.replace(record("dear", 0.1, 4, correct=False), plan=slow.plan)
+    assert not any("dear" in line for line in told(slow, fast, wrong))
+    assert told(record("none", 0.3, 1), record("ddp", 0.4, 1)) == []

@@ -2,25 +2,27 @@
 
 Comments in the Markdown say what stands where. Of a record NAME (docs/records/NAME):
 
-    <!-- standing of NAME -->      which commit and machine it is of, or that it is withdrawn
+    <!-- standing of NAME -->      which commit and machine it is of, and where it lies
     <!-- table of NAME -->         the comparison of its sweep, and what follows from it in words
     <!-- table of NAME: speedup, of_bound -->     these, a row per cell and a column per algorithm
     <!-- output of NAME: FILE -->  a file of it, as it is
     <!-- figure of NAME: FILE | WHAT IT SHOWS -->
 
-each followed by the text and `<!-- end -->`. A number in a sentence is followed by its source:
-`1.84<!-- delayed: speedup of dadt, bert -->`, a field of the row that these words choose, with
-`as .0%` to show it in another way. In every section that quotes a record its standing is told;
-tables, outputs and figures of a withdrawn one are empty, and its numbers are crossed out, as are
-those of single rows that may not be believed.
+each followed by the text and `<!-- end -->`. `<!-- withdrawn records -->` lists those with their
+reasons. A number in a sentence is followed by its source: `1.84<!-- delayed: speedup of dadt, bert
+-->`, a field of the row that these words choose, with `as .0%` to show it in another way. In every
+section that quotes a record its standing is told. Of a withdrawn record nothing is seen: its places
+are empty, and a number or a link that leans on it is refused. Numbers of single rows that may not
+be believed are crossed out.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +43,10 @@ _BLOCK = re.compile(
 _NUMBER = re.compile(
     r"(?:~~)?(?P<value>[-+0-9.,e]+%?)(?:~~)?(?P<from><!-- (?P<name>[\w-]+): (?P<what>[^>]+?) -->)"
 )
+_LIST = re.compile(
+    r"(?P<head><!-- withdrawn records -->\n)(?P<body>.*?)(?P<end><!-- end -->)", re.DOTALL
+)
+_LINK = re.compile(r"\]\([^)]*?records/(?P<name>[\w-]+)")
 _QUERY = re.compile(r"(?P<field>\w+) of (?P<words>.+?)(?: as (?P<form>\S+))?$")
 
 
@@ -78,10 +84,10 @@ def filled(text: str, place: Path, folder: Path = shipped.FOLDER) -> str:
 
     def block(found: re.Match[str]) -> str:
         kind, name = found["kind"], found["name"]
-        if kind == "standing":
-            body = standing(name, folder)
-        elif name in gone:
+        if name in gone:
             body = ""
+        elif kind == "standing":
+            body = standing(name, place, folder)
         elif not (folder / name).is_dir():
             raise PlaceError(f"there is no record {name}")
         else:
@@ -89,21 +95,31 @@ def filled(text: str, place: Path, folder: Path = shipped.FOLDER) -> str:
         return f"{found['head']}{body}{found['end']}"
 
     def number(found: re.Match[str]) -> str:
-        value = None
-        if found["name"] not in gone:
-            if not (folder / found["name"]).is_dir():
-                raise PlaceError(f"there is no record {found['name']}")
-            value = value_of(folder / found["name"], found["what"])
+        name = found["name"]
+        if name in gone:
+            raise PlaceError(f"a number leans on {name}, which is withdrawn: drop the sentence")
+        if not (folder / name).is_dir():
+            raise PlaceError(f"there is no record {name}")
+        value = value_of(folder / name, found["what"])
         return (f"~~{found['value']}~~" if value is None else value) + found["from"]
 
-    return _NUMBER.sub(number, _BLOCK.sub(block, text))
+    if leaning := gone.keys() & {found["name"] for found in _LINK.finditer(_without_blocks(text))}:
+        raise PlaceError(f"a link leads to {min(leaning)}, which is withdrawn: drop the sentence")
+    listed = _LIST.sub(lambda found: found["head"] + _withdrawn(gone) + found["end"], text)
+    return _NUMBER.sub(number, _BLOCK.sub(block, listed))
 
 
-def standing(name: str, folder: Path = shipped.FOLDER) -> str:
-    """What a reader must know of a record before its numbers."""
-    reason = shipped.withdrawn(folder).get(name)
-    if reason is not None:
-        return f"**Withdrawn until it is made again** (`make records ONLY={name}`): {reason}\n"
+def _without_blocks(text: str) -> str:
+    return _BLOCK.sub("", text)
+
+
+def _withdrawn(reasons: Mapping[str, str]) -> str:
+    lines = [f"| `{name}` | {reason} |\n" for name, reason in reasons.items()]
+    return "".join(["| record | why |\n", "|---|---|\n", *lines]) if lines else "None.\n"
+
+
+def standing(name: str, place: Path, folder: Path = shipped.FOLDER) -> str:
+    """What a reader must know of a record before its numbers; of one that is not withdrawn."""
     made = shipped.made(name, folder)
     if made is None:
         raise PlaceError(f"{name} was not made by `make records`, and is not withdrawn")
@@ -111,7 +127,8 @@ def standing(name: str, folder: Path = shipped.FOLDER) -> str:
     missed = "".join(f"Missed its bar: `{one}`.\n" for one in made.get("missed", ()))
     return (
         f"*Measured {made['started'][:10]} at commit {made['commit']} on {machine['cores']} x "
-        f"{machine['cpu']} (`make records ONLY={name}`).*\n" + missed
+        f"{machine['cpu']} ([record]({_way(folder / name, place)}), `make records ONLY={name}`).*\n"
+        + missed
     )
 
 
@@ -132,7 +149,7 @@ def quoted(text: str) -> list[tuple[str, set[str], set[str]]]:
         told = {one["name"] for one in blocks if one["kind"] == "standing"}
         used = {one["name"] for one in blocks if one["kind"] != "standing"}
         used |= {one["name"] for one in _NUMBER.finditer(section)}
-        used |= set(re.findall(r"\]\([^)]*?records/([\w-]+)", section))
+        used |= {one["name"] for one in _LINK.finditer(_without_blocks(section))}
         if told or used:
             found.append((section.partition("\n")[0], used, told))
     return found
@@ -140,7 +157,7 @@ def quoted(text: str) -> list[tuple[str, set[str], set[str]]]:
 
 def bare_figures(text: str) -> list[str]:
     """Images of records that stand outside of a marked place."""
-    return re.findall(r"!\[[^]]*\]\(([^)]*records/[^)]*)\)", _BLOCK.sub("", text))
+    return re.findall(r"!\[[^]]*\]\(([^)]*records/[^)]*)\)", _without_blocks(text))
 
 
 def value_of(folder: Path, query: str) -> str | None:
@@ -239,10 +256,12 @@ def _figure(folder: Path, what: str | None, place: Path) -> str:
     path = (folder / name).resolve()
     if not path.is_file():
         raise PlaceError(f"there is no figure {name} in {folder.name}")
-    up = "../" * len(place.resolve().relative_to(ROOT).parts)
-    inside = place.resolve() == ROOT / "docs"
-    target = path.relative_to(ROOT / "docs") if inside else f"{up}{path.relative_to(ROOT)}"
-    return f"![{shows}]({target})\n"
+    return f"![{shows}]({_way(path, place)})\n"
+
+
+def _way(path: Path, place: Path) -> str:
+    """From a text in the folder `place`, as links have it."""
+    return Path(os.path.relpath(path.resolve(), place.resolve())).as_posix()
 
 
 _BLOCKS: dict[str, Callable[[Path, str | None, Path], str]] = {

@@ -2,7 +2,7 @@
 
 A record is a folder there, and an entry of `records.yaml` in it. `bench/records.py` makes records
 and says which are not of today's definitions; those are withdrawn in `withdrawn.yaml`, with the
-reason, until they are made again, and every text that quotes one says so.
+reason, until they are made again, and no text quotes one.
 """
 
 from __future__ import annotations

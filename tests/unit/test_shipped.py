@@ -20,9 +20,9 @@ HEAD = maker._git("rev-parse", "--short=12", "HEAD").strip() or "0123456789ab"
 
 
 @pytest.mark.parametrize("path", readme.documents(), ids=lambda path: path.name)
-def test_a_text_says_what_its_records_give_and_which_are_withdrawn(path):
+def test_a_text_says_what_its_records_give_and_leans_on_no_withdrawn_one(path):
     text = path.read_text()
-    new = readme.filled(text, path.parent)
+    new = readme.filled(text, path.parent)  # refuses numbers and links of withdrawn records
     assert text == new, "run `python -m common.results.readme`"
     assert not readme.bare_figures(text), "figures of records stand in marked places"
     for heading, used, told in readme.quoted(text):
@@ -141,14 +141,52 @@ def test_marked_places_are_filled_and_of_a_withdrawn_record_emptied(folder):
     assert readme.filled(found, readme.ROOT, folder) == found
 
     (folder / shipped.WITHDRAWN).write_text("# why\nother: it\nquick: >-\n  it is\n  old\n")
-    gone = readme.filled(found, readme.ROOT, folder)
-    assert "**Withdrawn until it is made again** (`make records ONLY=quick`): it is old" in gone
-    assert "so it is" not in gone and "broke" not in gone
-    assert "It is ~~2.0~~<!-- quick" in gone
+    without = found.replace("It is 2.0<!-- quick: world_size of dear, mnist as .1f --> fast.\n", "")
+    gone = readme.filled(without, readme.ROOT, folder)
+    assert gone == (
+        "<!-- standing of quick -->\n<!-- end -->\n<!-- output of quick: words.txt -->\n"
+        "<!-- end -->\n<!-- table of quick -->\n<!-- end -->\n"
+    ), "nothing of it is seen"
     assert readme.filled(gone, readme.ROOT, folder) == gone
     shipped.restore("quick", folder)
     assert (folder / shipped.WITHDRAWN).read_text() == "# why\nother: it\n"
-    assert readme.filled(gone, readme.ROOT, folder) == found
+    assert readme.filled(gone, readme.ROOT, folder) == without
+
+
+@pytest.mark.parametrize(
+    "sentence",
+    [
+        "It is 1.5<!-- quick: world_size of dear, mnist --> fast.\n",
+        "As [measured](docs/records/quick/table.md).\n",
+        "As [measured](records/quick).\n",
+    ],
+)
+def test_a_sentence_that_leans_on_a_withdrawn_record_is_refused(folder, sentence):
+    (folder / shipped.WITHDRAWN).write_text("quick: it is old\n")
+    with pytest.raises(readme.PlaceError, match="quick, which is withdrawn: drop the sentence"):
+        readme.filled(sentence, readme.ROOT, folder)
+    other = sentence.replace("quick", "peer").replace(
+        "1.5<!-- peer: world_size of dear, mnist -->", ""
+    )
+    assert readme.filled(other, readme.ROOT, folder) == other
+
+
+def test_withdrawn_records_are_listed_with_their_reasons(folder):
+    text = "<!-- withdrawn records -->\nold\n<!-- end -->\n"
+    assert "None." in readme.filled(text, readme.ROOT, folder)
+    (folder / shipped.WITHDRAWN).write_text("quick: >-\n  it is\n  old\npeer: so is it\n")
+    listed = readme.filled(text, readme.ROOT, folder)
+    assert "| `quick` | it is old |\n| `peer` | so is it |\n<!-- end -->" in listed
+    everywhere = [path.read_text() for path in readme.documents()]
+    assert sum("<!-- withdrawn records -->" in one for one in everywhere) == 1
+    for name, reason in shipped.withdrawn().items():
+        assert any(f"| `{name}` | {reason} |" in one for one in everywhere)
+
+
+def test_a_link_leads_to_the_record_from_wherever_a_text_stands(folder):
+    text = "<!-- standing of quick -->\n<!-- end -->\n"
+    assert "([record](quick), `make" in readme.filled(text, folder, folder)
+    assert "([record](../quick), `make" in readme.filled(text, folder / "docs", folder)
 
 
 @pytest.mark.parametrize(
@@ -237,7 +275,7 @@ def test_a_record_takes_its_place_only_when_all_of_it_is_done(tmp_path, monkeypa
     good = Recipe(minutes=1, commands=("echo new > {out}/new.txt", "exit 3"))
     assert maker.make("it", good, HEAD, shelf)
     assert shipped.made("it", shelf)["missed"] == ["exit 3"], "it has measured all the same"
-    assert "Missed its bar: `exit 3`" in readme.standing("it", shelf)
+    assert "Missed its bar: `exit 3`" in readme.standing("it", shelf, shelf)
     assert sorted(path.name for path in (shelf / "it").iterdir()) == ["made.json", "new.txt"]
     assert maker.problems("it", good, shelf) == []
     assert not shipped.withdrawn(shelf)

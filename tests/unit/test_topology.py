@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import re
+from pathlib import Path
 
 import networkx as nx
 import numpy as np
@@ -330,3 +332,29 @@ def test_a_registered_topology_is_known_by_its_name_once():
         del TopologyReg.registry[name]
     with pytest.raises(TopologyError, match="subclass of Topology"):
         TopologyReg.register("none")(dict)
+
+
+def test_the_table_of_topologies_in_the_documents_has_the_gaps_of_today():
+    text = (Path(__file__).parents[2] / "docs" / "decentralized.md").read_text()
+    lines = re.findall(r"^\| `([\w-]+)` \| .* \| ([\d., ]+) \|$", text, re.MULTILINE)
+    assert {name for name, _ in lines} == {
+        "complete",
+        "exp2",
+        "symmetric-exp",
+        "mesh",
+        "ring",
+        "star",
+    }
+    for name, gaps in lines:
+        today = [f"{spectral_gap(topology.graph(name, size)):.3f}" for size in (8, 16, 32)]
+        assert gaps.split(", ") == today, name
+
+
+@pytest.mark.parametrize("size", [8, 16])
+def test_one_peer_of_a_power_of_two_reaches_the_mean_after_log2_n_rounds(size):
+    at, values = [schedule("one-peer-exp", size, rank, 1) for rank in range(size)], np.eye(size)
+    for step in range(size.bit_length() - 1):
+        sources = [at[rank](step)[1] for rank in range(size)]
+        assert all(len(one) == 1 for one in sources)
+        values = np.array([(values[r] + values[sources[r][0]]) / 2 for r in range(size)])
+    assert values == pytest.approx(np.full((size, size), 1 / size))

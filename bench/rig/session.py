@@ -75,7 +75,8 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Name
         )
     if not re.fullmatch(r"none|\d+(\.\d+)?[kmg]bit", args.rate):
         raise UserError(f"--rate {args.rate!r} is not none or a speed such as 1gbit, 500mbit")
-    network.choose_congestion(args.congestion)  # an unknown one is named
+    if args.congestion is not None:
+        network.check_congestion(args.congestion)
     if (args.num_hosts or args.congestion) and not sandbox.inside():
         if reason := sandbox.unable():
             raise UserError(

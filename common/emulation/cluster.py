@@ -66,7 +66,7 @@ class EmulatedCluster:
         hosts: int,
         profile: NetworkProfile,
         time_scale: float = 1.0,
-        congestion: str | None = None,
+        congestion: str = "reno",
         links: Literal["auto", "switch", "tc"] = "auto",
         networks: Sequence[NetworkProfile] = (),
     ) -> None:
@@ -79,7 +79,7 @@ class EmulatedCluster:
         self._holders: Holders | None = None
         self._links: Links | None = None
         self._gbps: list[float] = []  # what each link was last asked for
-        self.congestion = network.choose_congestion(congestion)
+        self.congestion = network.check_congestion(congestion)
         for each in self._networks:
             each.check_hosts(hosts)
 
@@ -192,10 +192,8 @@ class EmulatedCluster:
     def measure_together(self, seconds: float = 1.0) -> list[dict[str, Any]]:
         """Sends from every host to the next at once, so that all links are busy both ways.
 
-        Again, up to twice, where one seems slow, as `measure`. Where the links set the speed, by
-        TCP Reno: CUBIC's HyStart takes the acknowledgements that wait behind the data of the other
-        direction for a full link, and leaves slow start seconds too early (RFC 9406, section 4.2,
-        has the rule).
+        Again, up to twice, where one seems slow, as `measure`; by the congestion control that the
+        trials use.
 
         Returns:
             For each host `host` and `gbps`: what it receives, as `measure` counts; and
@@ -214,10 +212,9 @@ class EmulatedCluster:
             way = self.profile.connection(before, index, len(self.hosts))
             limited = way.loss_percent > 0 or way.trunk is not None
             asked.append(None if limited else min(self._gbps[before], self._gbps[index]))
-        congestion = None if None in asked else "reno"
         best = [0.0] * len(self.hosts)
         for _ in range(_MEASUREMENTS):
-            found = flow.ring(self.hosts, seconds + skip_s, skip_s, congestion)
+            found = flow.ring(self.hosts, seconds + skip_s, skip_s)
             best = [max(a, b * self.time_scale) for a, b in zip(best, found, strict=True)]
             if min(best) > _NEAR * min(self._gbps):
                 break

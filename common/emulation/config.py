@@ -50,9 +50,9 @@ class ClusterConfig:
     links: Literal["auto", "switch", "tc"] = "auto"
     """What gives the links their rate, delay, jitter and loss: the kernel (`tc`: tbf and netem), or
     a switch of our own. auto: the kernel where it can do all that the networks ask for."""
-    congestion: str | None = None
-    """TCP congestion control of all connections, such as cubic or bbr; None: the machine's default,
-    or cubic where that is bbr, whose probing misses the rate of such networks."""
+    congestion: str = "reno"
+    """TCP congestion control of all connections, such as cubic or bbr. Reno's window grows by round
+    trips, which a time scale makes longer as it does all else; CUBIC's grows by the wall clock."""
 
     def __post_init__(self) -> None:
         at_least("cluster.hosts", self.hosts, 1)

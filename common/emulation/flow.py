@@ -3,7 +3,7 @@
 The ends on hosts are this file run as a script, which prints as JSON what it has received:
 
     flow.py listen ADDRESS SKIP_S                             prints its port first, receives
-    flow.py connect ADDRESS PORT SECONDS SKIP_S MAX_BYTES [CONGESTION]     sends, then receives
+    flow.py connect ADDRESS PORT SECONDS SKIP_S MAX_BYTES     sends, then receives
 """
 
 from __future__ import annotations
@@ -75,14 +75,11 @@ def measure_link(host: OnHost, address: str, seconds: float, skip_s: float) -> t
     return up * factor, down * factor
 
 
-def ring(
-    hosts: Sequence[OnHost], seconds: float, skip_s: float, congestion: str | None = None
-) -> list[float]:
+def ring(hosts: Sequence[OnHost], seconds: float, skip_s: float) -> list[float]:
     """What each host receives from the one before it, all sending at once: Gb/s of frames.
 
     Args:
         seconds: of which the first `skip_s` do not count.
-        congestion: the TCP congestion control of the senders; None: that of their routes.
 
     Raises:
         RuntimeError: nothing, or next to nothing, comes through.
@@ -95,10 +92,7 @@ def ring(
         ports = [_port(process) for process in receiving]
         senders = [hosts[-1], *hosts[:-1]]
         for sender, receiver, port in zip(senders, hosts, ports, strict=True):
-            words = [
-                *map(str, (port, seconds, 0.0, math.inf)),
-                *([congestion] if congestion else []),
-            ]
+            words = map(str, (port, seconds, 0.0, math.inf))
             stack.enter_context(_started(sender, "connect", receiver.address, *words))
         found = [_answer(process)["bytes_per_s"] for process in receiving]
     if None in found:
@@ -225,7 +219,6 @@ def _ticks() -> dict[int, tuple[int, int, int]]:
 
 def main(role: str, address: str, *numbers: str) -> None:
     """One end on a host."""
-    congestion = numbers[4:]
     if role == "listen":
         with socket.create_server((address, 0)) as server:
             server.settimeout(_LIMIT_S)
@@ -234,10 +227,8 @@ def main(role: str, address: str, *numbers: str) -> None:
         seconds, skip_s, max_bytes = 0.0, float(numbers[0]), 0.0
     else:
         line = socket.create_connection((address, int(numbers[0])), timeout=_TIMEOUT_S)
-        seconds, skip_s, max_bytes = map(float, numbers[1:4])
+        seconds, skip_s, max_bytes = map(float, numbers[1:])
     with line:
-        for name in congestion:
-            line.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, name.encode())
         line.settimeout(_LIMIT_S)
         before = cpu_s()
         if seconds:

@@ -92,21 +92,12 @@ def remove(devices: Iterable[str]) -> None:
     batch("ip", [f"link del dev {name}" for name in sorted(there.intersection(devices))])
 
 
-def choose_congestion(asked: str | None) -> str:
-    """The TCP congestion control to use; see `EmulatedCluster`.
-
-    Raises:
-        UserError: this machine does not know what was asked for.
-    """
+def check_congestion(name: str) -> str:
+    """Returns the TCP congestion control `name`, or raises `UserError` if the kernel lacks it."""
     known = (_TCP / "tcp_available_congestion_control").read_text().split()
-    if asked is not None:
-        if asked not in known:
-            raise unknown("congestion control", asked, known)
-        return asked
-    default = default_congestion()
-    if default != "bbr":
-        return default
-    return "cubic" if "cubic" in known else "reno"
+    if name not in known:
+        raise unknown("congestion control", name, known)
+    return name
 
 
 def default_congestion() -> str:

@@ -342,7 +342,7 @@ def test_hash_changes_with_what_the_profile_and_the_network_stand_for(read, monk
     assert changed.network_digest != network and changed.hash != first.hash
     monkeypatch.undo()
 
-    for other in ({"links": "tc"}, {"congestion": "reno"}):
+    for other in ({"links": "tc"}, {"congestion": "cubic"}):
         asked = content | {"cluster": {**content["cluster"], **other}}
         assert read(asked).trials()[0].hash != first.hash
 

@@ -124,7 +124,7 @@ def _bar(axis: Axes, place: int, mark: Mark) -> None:
 def _about(marks: Sequence[Mark]) -> str:
     text = f"Samples over elapsed time, {sweep.told(marks)}"
     if any(mark.row.ci_low is not None and not mark.row.doubt for mark in marks):
-        text += "; whiskers: 95 % t interval over repeats"
+        text += "; whiskers: 95 % t interval of this run, over repeats"
     if any(mark.row.doubt for mark in marks):
         text += "; grey: not believed, for the reason given"
     return text

@@ -101,7 +101,7 @@ def sentences(rows: Sequence[Row], records: Sequence[Record]) -> list[str]:
             text = reason(record, hidden=role == "fastest")
             if text is not None:
                 lines.append(f"{where(row)}: {row.algorithm} ({role}): {text}")
-    return lines
+    return [*dict.fromkeys(lines)]
 
 
 def _standing_out(pairs: Sequence[tuple[Row, Record]]) -> Iterable[tuple[Row, Record, str]]:

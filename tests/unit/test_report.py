@@ -20,6 +20,7 @@ import pandas as pd
 import pytest
 
 from common.harness import cli
+from common.harness.experiment import load
 from common.results import reference_logs, shipped, store
 from common.results.overview import overview
 from common.results.records import Plan, SetAside, typed
@@ -428,16 +429,18 @@ def test_the_command_writes_a_file_and_says_where(tmp_path, capsys, monkeypatch)
 def test_an_experiment_of_that_name_is_asked_whether_it_is_the_same(tmp_path, monkeypatch):
     monkeypatch.setattr(cli, "_figures", lambda folder, _: [])
     out = tmp_path / "x.html"
-    kept = {path.name: path.read_bytes() for path in (RECORDS / "merging").iterdir()}
     folder = tmp_path / "merging"
     folder.mkdir()
-    for name in ("records.jsonl", "experiment.json"):
-        (folder / name).write_bytes(kept[name])
+    today = [trial.hash for trial in load(ROOT / "configs/experiments/merging.yaml").trials()]
+    kept = store.load(RECORDS / "merging" / "records.jsonl")
+    for made, name in zip(kept, today, strict=True):
+        store.append(folder / "records.jsonl", dataclasses.replace(made, hash=name))
+    Comparison(compare_to="wfbp", trials=tuple(today)).save(folder)
     assert cli.main(["report", str(folder), "--out", str(out)]) == 0
     shown = Page(out.read_text()).section("commands")
     assert "by its name it was this" in shown and "python benchmarks.py run merging" in shown
     assert "exactly these trials" in shown
-    Comparison(compare_to="wfbp", trials=("b91e7d196707", "gone")).save(folder)
+    Comparison(compare_to="wfbp", trials=(today[0], "gone")).save(folder)
     assert cli.main(["report", str(folder), "--out", str(out)]) == 0
     assert "1 are among the 2 of this page" in Page(out.read_text()).section("commands")
 

@@ -149,6 +149,9 @@ def test_the_fastest_and_the_slowest_and_those_far_from_their_bound_are_explaine
     assert last.startswith(f"{place}ddp (slowest): it sends all 14.0 MB")
     assert far.startswith(f"{place}dear (86% of its bound): it sends the last 5.00 MB")
     assert first in overview([slow, between, fast], "ddp").lines
+    # Of several seeds it is said once.
+    again = [dataclasses.replace(one, hash=f"{one.hash}2") for one in (slow, between, fast)]
+    assert told(slow, between, fast, *again) == [first, last, far]
     # Rows that are alike, and numbers that are not believed, have no reason.
     near = made(0.43, [14 * MB], label="wfbp")
     assert told(slow, near) == []

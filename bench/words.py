@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import numpy as np
 import yaml
 
-from bench.rig.coverage import ENOUGH, MACHINES, Coverage, cover
+from bench.rig import coverage
 from bench.rig.output import note
 from bench.rig.table import layout
 from common.harness.experiment import load
@@ -281,32 +281,10 @@ def simulated(tables: int) -> int:
     missed = [(tally, bar) for tally in tallies for bar in tally.missed]
     for tally, bar in missed:
         print(f"MISSED: {tally.noise.name}, {tally.plan.title}: {bar}")
-    uncovered = covered(4 * tables)
+    plan = default_plan()
+    kinds = [((3, 3), None), ((5, 5), None), (plan.repeats, plan.precision), ((12, 12), None)]
+    uncovered = coverage.report(kinds, 4 * tables)
     return MISSED if missed or uncovered else 0
-
-
-def covered(runs: int) -> list[Coverage]:
-    """Prints what the interval of a throughput covers; those that miss the bar."""
-    kinds = [((3, 3), None), ((5, 5), None), (default_plan().repeats, default_plan().precision)]
-    kinds += [((12, 12), None)]
-    titles = [
-        f"{most}" if precision is None else f"{least}-{most} to {precision:.0%}"
-        for (least, most), precision in kinds
-    ]
-    found = [[cover(machine, *kind, runs) for kind in kinds] for machine in MACHINES]
-    lines = [
-        [machine.name, *(f"{100 * one.this_run:.0f} / {100 * one.any_hour:.0f}" for one in line)]
-        for machine, line in zip(MACHINES, found, strict=True)
-    ]
-    print("\n" + layout(["machine", *(f"n = {title}" for title in titles)], lines))
-    print(
-        f"{runs} runs each: in how many of 100 the interval of a throughput holds what it is of, "
-        "what half of the repeats reach while it runs, / and what it is not of, the mean over days"
-    )
-    missed = [one for line in found for one in line if one.missed]
-    for one in missed:
-        print(f"MISSED: {one.machine.name}: {one.this_run:.1%} of its run, under {ENOUGH:.0%}")
-    return missed
 
 
 def twins(count: int, experiment: Path, logs: Path) -> int:

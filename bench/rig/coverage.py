@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from bench.rig.table import layout
 from common.results import stats
 
 ENOUGH = 0.93
@@ -128,3 +129,29 @@ def cover(
 
 def _narrow(times: Sequence[Sequence[float]], precision: float | None) -> bool:
     return precision is not None and stats.precise_enough([times], precision)
+
+
+def report(kinds: Sequence[tuple[tuple[int, int], float | None]], runs: int) -> list[Coverage]:
+    """Prints what the interval of a throughput covers; those that miss the bar.
+
+    Args:
+        kinds: repeats and precision, as of `cover`.
+    """
+    titles = [
+        f"{most}" if precision is None else f"{least}-{most} to {precision:.0%}"
+        for (least, most), precision in kinds
+    ]
+    found = [[cover(machine, *kind, runs) for kind in kinds] for machine in MACHINES]
+    lines = [
+        [machine.name, *(f"{100 * one.this_run:.0f} / {100 * one.any_hour:.0f}" for one in line)]
+        for machine, line in zip(MACHINES, found, strict=True)
+    ]
+    print("\n" + layout(["machine", *(f"n = {title}" for title in titles)], lines))
+    print(
+        f"{runs} runs each: in how many of 100 the interval of a throughput holds what it is of, "
+        "what half of the repeats reach while it runs, / and what it is not of, the mean over days"
+    )
+    missed = [one for line in found for one in line if one.missed]
+    for one in missed:
+        print(f"MISSED: {one.machine.name}: {one.this_run:.1%} of its run, under {ENOUGH:.0%}")
+    return missed

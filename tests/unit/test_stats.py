@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench import words as words_bench
+from bench.rig import coverage
 from bench.rig.coverage import ENOUGH, MACHINES, Machine, cover
 from bench.words import COVERAGE, DEFAULT, EMULATED, FALSE_WORDS, NOISES, Plan, Tally
 from common.harness.experiment import load
@@ -252,6 +252,6 @@ def test_what_no_repeat_has_shown_is_in_no_interval(name, most):
 def test_an_interval_that_misses_its_run_is_told(capsys, monkeypatch):
     wild = Machine(name="wild", rare=0.28, longer=0.3, step=0.001)
     assert cover(wild, (12, 12), None, runs=500).missed
-    monkeypatch.setattr(words_bench, "MACHINES", (wild,))
-    assert words_bench.covered(300)
+    monkeypatch.setattr(coverage, "MACHINES", (wild,))
+    assert coverage.report([((12, 12), None)], 300)
     assert "MISSED: wild" in capsys.readouterr().out

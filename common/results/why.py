@@ -77,6 +77,16 @@ class Account:
     sharers: int
     """Ranks that may share the update; 1: they do not."""
 
+    @property
+    def left_s(self) -> float:
+        """What the windows cannot hide."""
+        return sum(leg.left_s for leg in self.legs)
+
+    @property
+    def last_s(self) -> float:
+        """Of the message that starts last, on all legs but those that run behind everything."""
+        return sum(leg.last_s for leg in self.legs if leg.window != _EVERYTHING)
+
     def explains(self, seconds: float, added_s: float | None = None) -> bool:
         """Whether so much time comes to what was measured, and was waited where waiting is seen."""
         added = self.added_s if added_s is None else added_s
@@ -190,8 +200,10 @@ def _leg(
 
 
 def _hidden(account: Account) -> str | None:
-    """Nothing is left of it, and the messages fit behind what they run behind."""
+    """Nothing is left of it, and the messages, the last one too, could be hidden so well."""
     if any(leg.window is None or leg.left_s > _LITTLE * account.step_s for leg in account.legs):
+        return None
+    if account.last_s > max(0.0, account.added_s) + account.step_s / 100:
         return None
     parts = [f"its {_NAMES[leg.operation]}, {_ms(leg.total_s)}, behind {leg.window}"
              for leg in account.legs]  # fmt: skip
@@ -200,22 +212,29 @@ def _hidden(account: Account) -> str | None:
 
 
 def _late(account: Account) -> str | None:
-    """Its last message, or the only one, cannot start before the backward pass has ended."""
-    leg = account.legs[0]
-    if leg.window == _EVERYTHING or not account.explains(leg.last_s):
+    """The message that starts last, or the only one, outlasts what the others leave over.
+
+    It starts when the backward pass has ended, and has what the next forward pass reads first.
+    """
+    if account.legs[0].window == _EVERYTHING or account.left_s > account.last_s:
+        return None
+    if not account.explains(account.last_s):
         return None
     whole, last = sum(account.messages), account.messages[-1]
     if len(account.messages) == 1:
         what = f"it sends all {_mb(whole)} in one message"
     else:
         what = f"it sends the last {_mb(last)} of {_mb(whole)} in one message"
-    return f"{what}, when the backward pass has ended: {_ms(leg.last_s)} that nothing hides"
+    what += ", when the backward pass has ended"
+    if len(account.legs) > 1:
+        what += ", and needs it before the next forward pass"
+    return f"{what}: {_ms(account.last_s)} that nothing hides"
 
 
 def _long(account: Account) -> str | None:
     """Its bytes take longer than what they run behind."""
-    left = sum(leg.left_s for leg in account.legs)
-    if any(leg.window is None for leg in account.legs) or not left:
+    left = account.left_s
+    if any(leg.window is None for leg in account.legs) or left <= account.last_s:
         return None
     if sum(leg.start_up_s for leg in account.legs) > left / 2:
         return None

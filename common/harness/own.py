@@ -37,8 +37,8 @@ HERE = "here"
 _SEED = 1
 _LIBRARIES = ("torch", "torchvision", "timm", "transformers")
 _LEAST_S = 1e-6
-_RULE = 1
-"""Raised whenever profiles are made otherwise."""
+_MAKERS = Path(__file__).parents[1] / "profiling"
+"""The programs that make profiles."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -334,8 +334,14 @@ def _key(brought: Brought, device: str, gpu: str, batch_size: int, sentence_len:
     """Of all that a profile depends on."""
     entry: Any = device if gpu == HERE else vars(gpus.find(gpu).gpu)
     source = brought.digest or brought.source
-    said = [_RULE, source, device, entry, batch_size, sentence_len, _versions()]
+    said = [_rule(), source, device, entry, batch_size, sentence_len, _versions()]
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def _rule() -> str:
+    """Of the programs that make profiles, so that none is kept that an earlier one has made."""
+    texts = [path.read_bytes() for path in sorted(_MAKERS.glob("*.py"))]
+    return hashlib.sha256(b"\0".join(texts)).hexdigest()
 
 
 def _versions() -> Mapping[str, str | None]:

@@ -8,7 +8,6 @@ configs/gpus.yaml.
 from __future__ import annotations
 
 import argparse
-import functools
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,22 +16,21 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 from common.models import registry
 from common.models.profile import FOLDER, Profile
 from common.models.workload import Workload
-from common.profiling import gpus
+from common.profiling import gpus, published
 from common.profiling.gpus import Device
-from common.profiling.recorder import Clock, Layers, Stretches, failing, hooked_step, tensors
+from common.profiling.recorder import Clock, Layers, Stretches, failing, hooked_step
+from common.profiling.work import kernels
 from dear.errors import UserError
 
 
 class Roofline(Clock, TorchDispatchMode):
-    """Adds up max(operations / peak, bytes / bandwidth) of what runs inside it.
+    """Adds up max(operations / peak, bytes / bandwidth) of all kernels of what runs inside it.
 
-    Tensors may be on the `meta` device: nothing is computed then. Each operation reads its inputs
-    and writes its outputs once; views cost nothing.
+    Tensors may be on the `meta` device: nothing is computed then.
     """
 
     def __init__(self, device: Device) -> None:
@@ -46,39 +44,48 @@ class Roofline(Clock, TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        if not _is_free(func):
-            count = flop_registry.get(func.overloadpacket)
-            flops = count(*args, **kwargs, out_val=out) if count else 0
-            nbytes = sum(tensor.nbytes for tensor in tensors((args, kwargs, out)))
-            self._total_s += max(flops / self._device.flops, nbytes / self._device.bandwidth)
+        for kernel in kernels(func, args, kwargs, out):
+            arithmetic_s = kernel.flops / self._device.flops
+            self._total_s += max(arithmetic_s, kernel.nbytes / self._device.bandwidth)
         return out
-
-
-def _is_free(func: Any) -> bool:
-    """True for operations that only describe memory: views, and memory not yet written."""
-    if func.overloadpacket.__name__.startswith(("empty", "new_empty")):
-        return True
-    results = func._schema.returns
-    return any(r.alias_info is not None and not r.alias_info.is_write for r in results)
 
 
 _RTX_2080_TI = gpus.find("rtx2080ti")
 FOLDER_NAME, RTX_2080_TI = _RTX_2080_TI.folder_name, _RTX_2080_TI.device
-_SOURCE = "HKBU-HPML/ddl-benchmarks, results of 2020-05-29 (arXiv 2005.13247)"
-EFFICIENCIES = {"resnet50-bs64": 1.4511, "bert_base-bs64": 1.2261, "bert-bs8": 1.7966}
-"""By how much a step takes longer than its counted operations and bytes at the peaks of an RTX 2080
-Ti, of those cases whose speed is published."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Efficiency:
+    """By how much the passes of a step take longer than counted at the peaks of a GPU. It is below
+    1 where algorithms multiply less than is counted, as those of Winograd do for 3 x 3 kernels."""
+
+    forward: float
+    backward: float
+
+
+EFFICIENCIES = {
+    "resnet50-bs64": Efficiency(forward=1.1719, backward=1.4460),
+    "densenet201-bs32": Efficiency(forward=1.5613, backward=1.7207),
+    "vgg16-bs64": Efficiency(forward=0.7584, backward=0.8495),
+    "bert_base-bs64": Efficiency(forward=1.2556, backward=1.2556),
+    "bert-bs8": Efficiency(forward=1.8323, backward=1.8323),
+}
+"""What `efficiency` says of the cases with a published time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A profile to make; without a published speed it is as efficient as another case."""
+    """A profile to make. Published are times of an RTX 2080 Ti, of certain batch sizes."""
 
     model: str
     batch_size: int
-    published: float | None = None
-    """Samples per second of one GPU."""
+    total: int | None = None
+    """The batch size whose time of a training step is published."""
+    split: int | None = None
+    """The batch size whose times of a training step and of inference are published, both by the
+    same people; None: the passes are as efficient as each other."""
     like: str | None = None
+    """The case that it is as efficient as, where nothing is published."""
 
     @property
     def name(self) -> str:
@@ -88,25 +95,25 @@ class Case:
 CASES = {
     case.name: case
     for case in (
-        Case(model="resnet50", batch_size=64, published=253.1),
-        Case(model="densenet201", batch_size=32, like="resnet50-bs64"),
+        Case(model="resnet50", batch_size=64, total=64, split=12),
+        Case(model="densenet201", batch_size=32, total=12, split=12),
         Case(model="inceptionv4", batch_size=64, like="resnet50-bs64"),
-        Case(model="vgg16", batch_size=64, like="resnet50-bs64"),
+        Case(model="vgg16", batch_size=64, total=12, split=12),
         Case(model="mobilenet_v2", batch_size=64, like="resnet50-bs64"),
         Case(model="mnist_cnn", batch_size=32, like="resnet50-bs64"),
-        Case(model="bert_base", batch_size=64, published=212.8),
-        Case(model="bert", batch_size=8, published=49.0),
+        Case(model="bert_base", batch_size=64, total=64),
+        Case(model="bert", batch_size=8, total=8),
         Case(model="bert", batch_size=32, like="bert-bs8"),
     )
 }
 
 
 def model_profile(case: Case) -> Profile:
-    """Counts the work of every operation of a training step and scales all by one factor."""
-    layers = _count(case)
-    counted_s = layers.forward_s + layers.backward_s
-    factor = _factor(CASES[case.like or case.name])
-    layers.scale(layers.forward_s * factor, layers.backward_s * factor)
+    """Counts the work of every kernel of a training step and scales each pass by one factor."""
+    layers = count(case.model, case.batch_size, _RTX_2080_TI)
+    factors = EFFICIENCIES[case.like or case.name]
+    counted = _counted_words(RTX_2080_TI, layers, factors)
+    layers.scale(layers.forward_s * factors.forward, layers.backward_s * factors.backward)
     entry = registry.model_entry(case.model)
     return Profile(
         model=case.model,
@@ -118,45 +125,82 @@ def model_profile(case: Case) -> Profile:
         sentence_len=entry.sentence_len,
         sample_unit=entry.sample_unit,
         dtype="float32",
-        rule=_rule(case, factor, counted_s),
+        rule=f"{counted}; {_reason(case)}",
         **layers.fields(),
     )
 
 
-def _rule(case: Case, factor: float, counted_s: float) -> str:
-    speed = CASES[case.like or case.name]
-    text = _counted_words(RTX_2080_TI, counted_s, factor)
-    if case.like is None:
+def _reason(case: Case) -> str:
+    """Where the factors of a case come from."""
+    if case.like:
         return (
-            f"{text} so that forward and backward take {case.batch_size} / {case.published:g} "
-            f"samples/s, published for one GPU in {_SOURCE}"
+            f"these are the factors of {case.like}, as nothing usable is published for "
+            f"{case.name} ({_reason(CASES[case.like])})"
         )
+    total = published.find(case.model, gpus.DEFAULT, case.total)
+    text = f"so that a batch of {total.batch_size} takes {total.training_ms:g} ms ({total.source})"
+    if case.split is None:
+        return f"{text}, with one factor for both passes"
+    split = published.find(case.model, gpus.DEFAULT, case.split)
     return (
-        f"{text}, which is the factor of {case.like} (scaled to {speed.published:g} samples/s, "
-        f"{_SOURCE}): nothing is published for this model and batch"
+        f"{text}, and the forward pass as much longer than counted as the published inference of "
+        f"a batch of {split.batch_size}, {split.inference_ms:g} of {split.training_ms:g} ms "
+        f"({split.source})"
     )
 
 
-@functools.cache
-def _factor(case: Case) -> float:
-    """By how much the published step is longer than the counted one."""
-    layers = _count(case)
-    return case.batch_size / case.published / (layers.forward_s + layers.backward_s)
+def efficiency(case: Case) -> Efficiency:
+    """What the published times of a case say, which is not `like` another one."""
+    forward = backward = 1.0
+    if case.split is not None:
+        split = published.find(case.model, gpus.DEFAULT, case.split)
+        layers = count(case.model, case.split, _RTX_2080_TI)
+        forward = split.inference_ms / 1e3 / inference_s(case.model, case.split)
+        rest_s = split.training_ms / 1e3 - forward * layers.forward_s
+        backward = rest_s / layers.backward_s
+    total = published.find(case.model, gpus.DEFAULT, case.total)
+    layers = count(case.model, case.total, _RTX_2080_TI)
+    step_s = forward * layers.forward_s + backward * layers.backward_s
+    scale = total.training_ms / 1e3 / step_s
+    return Efficiency(forward=forward * scale, backward=backward * scale)
 
 
-def _counted_words(device: Device, counted_s: float, factor: float) -> str:
+def _counted_words(device: Device, layers: Layers, factors: Efficiency) -> str:
     return (
-        f"per operation max(flops / {device.flops / 1e12:g} TFLOP/s, bytes / "
-        f"{device.bandwidth / 1e9:g} GB/s), added up by module "
-        f"(launching kernels costs nothing); {counted_s * 1e3:.4f} ms in all, times {factor:.4f}"
+        f"per kernel max(flops / {device.flops / 1e12:g} TFLOP/s, bytes / "
+        f"{device.bandwidth / 1e9:g} GB/s), added up by module (launching kernels costs nothing): "
+        f"forward {layers.forward_s * 1e3:.4f} ms times {factors.forward:.4f}, "
+        f"backward {layers.backward_s * 1e3:.4f} ms times {factors.backward:.4f}"
     )
 
 
-def _count(case: Case) -> Layers:
-    length = registry.model_entry(case.model).sentence_len
+def _workload(model: str, batch_size: int, side: int | None, dtype: torch.dtype) -> Workload:
+    """A model of the registry without memory; `side` is that of its images, if not the usual."""
+    length = registry.model_entry(model).sentence_len
     with torch.device("meta"):
-        workload = registry.build(case.model, case.batch_size, length, torch.Generator())
-    return _layers(workload, RTX_2080_TI)
+        workload = registry.build(model, batch_size, length, torch.Generator())
+        if side is not None:
+            workload.inputs = (torch.empty(batch_size, 3, side, side),)
+    return workload.to(torch.device("meta"), dtype)
+
+
+def count(model: str, batch_size: int, gpu: gpus.Choice, side: int | None = None) -> Layers:
+    """The counted times of a training step of a model of the registry, unscaled."""
+    return _layers(_workload(model, batch_size, side, _dtype(gpu)), gpu.device)
+
+
+def inference_s(model: str, batch_size: int) -> float:
+    """The counted time of a forward pass without gradients on an RTX 2080 Ti, unscaled."""
+    workload = _workload(model, batch_size, None, torch.float32)
+    workload.model.eval()
+    clock = Roofline(RTX_2080_TI)
+    with torch.no_grad(), clock:
+        workload.model(*workload.inputs)
+    return clock.mark()
+
+
+def _dtype(gpu: gpus.Choice) -> torch.dtype:
+    return torch.float16 if gpu.precision == "fp16" else torch.float32
 
 
 def _layers(workload: Workload, device: Device) -> Layers:
@@ -197,12 +241,12 @@ def profile_of_any(
     """
     layers = _counted(name, build, gpu)
     like = _like(name)
-    factor, counted_s = EFFICIENCIES[like], layers.forward_s + layers.backward_s
-    layers.scale(layers.forward_s * factor, layers.backward_s * factor)
+    factors = EFFICIENCIES[like]
+    counted = _counted_words(gpu.device, layers, factors)
+    layers.scale(layers.forward_s * factors.forward, layers.backward_s * factors.backward)
     rule = (
-        f"{_counted_words(gpu.device, counted_s, factor)}, which is the factor of {like} on an "
-        f"RTX 2080 Ti ({_SOURCE}), assumed here, where nothing is published; peaks: "
-        f"{gpu.gpu.source}"
+        f"{counted}; these are the factors of {like} on an RTX 2080 Ti ({_reason(CASES[like])}), "
+        f"assumed here, where nothing is published; peaks: {gpu.gpu.source}"
     )
     return Profile(
         model=name,
@@ -220,7 +264,7 @@ def profile_of_any(
 
 
 def _like(name: str) -> str:
-    """The case with a published speed whose efficiency is assumed of a model."""
+    """The case with published times whose efficiency is assumed of a model."""
     for case in CASES.values():
         if case.model == name:
             return case.like or case.name
@@ -228,23 +272,21 @@ def _like(name: str) -> str:
 
 
 def _counted(name: str, build: Callable[[], Workload], gpu: gpus.Choice) -> Layers:
-    dtype = torch.float16 if gpu.precision == "fp16" else torch.float32
-
-    def count(place: str) -> Layers:
+    def counted_on(place: str) -> Layers:
         with torch.device(place):
-            workload = build().to(torch.device(place), dtype)
+            workload = build().to(torch.device(place), _dtype(gpu))
             if not any(param.requires_grad for param in workload.model.parameters()):
                 raise UserError(f"model {name}: has no parameters that could be trained")
             return _layers(workload, gpu.device)
 
     try:
-        return count("meta")
+        return counted_on("meta")
     except UserError:
         raise
     except Exception:
         # Perhaps because what it does depends on values, which tensors on `meta` have not.
         try:
-            return count("cpu")
+            return counted_on("cpu")
         except UserError:
             raise
         except Exception as error:

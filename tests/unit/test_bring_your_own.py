@@ -129,14 +129,6 @@ def test_a_gpu_is_found_with_its_precision():
     assert "v100 has no units for tf32" in one_line(lambda: gpus.find("v100-tf32"))
 
 
-@pytest.mark.parametrize(("name", "factor"), modelled.EFFICIENCIES.items())
-def test_efficiencies_are_those_of_the_committed_profiles(name, factor):
-    model, _, size = name.rpartition("-bs")
-    made = registry.profile_of(f"{model}@rtx2080ti-modelled", int(size))
-    counted_s = float(re.search(r"; ([\d.]+) ms in all", made.rule)[1]) / 1e3
-    assert factor == pytest.approx(int(size) / modelled.CASES[name].published / counted_s, rel=1e-4)
-
-
 # Models
 
 
@@ -311,6 +303,18 @@ def test_a_profile_is_made_once_and_kept_outside_of_the_repository(tmp_path, min
     assert bring(path) == made
     with pytest.raises(TypeError):
         bring(path, batch_size=5)  # another one
+
+
+def test_a_profile_that_another_program_has_made_is_not_taken(tmp_path, monkeypatch):
+    def key() -> str:
+        return own._key(registry.Brought(source="hf:gpt2"), "device", "rtx2080ti", 4, None)
+
+    before, makers = key(), tmp_path / "makers"
+    shutil.copytree(own._MAKERS, makers)
+    monkeypatch.setattr(own, "_MAKERS", makers)
+    assert key() == before
+    (makers / "work.py").write_text("# counts otherwise\n")
+    assert key() != before
 
 
 def test_on_a_machine_with_a_gpu_profiles_are_measured_there(mine, monkeypatch, capsys):

@@ -16,7 +16,7 @@ from common.models import pace, registry
 from common.models import profile as profiles
 from common.models.replay import Body, Work, plan
 from common.models.workload import Workload
-from common.profiling import layers, modelled, recorder
+from common.profiling import compared, layers, modelled, published, recorder
 from common.profiling.modelled import Device, Roofline
 from common.profiling.recorder import Stretches
 from dear.errors import UserError
@@ -138,14 +138,45 @@ def test_bad_requests_name_what_there_is(call, message):
 
 
 @pytest.mark.parametrize("case", modelled.CASES.values(), ids=lambda case: case.name)
-def test_modelled_profiles_are_committed_and_have_the_published_speed(case):
+def test_modelled_profiles_are_committed_and_follow_their_rule(case):
     made = registry.profile_of(f"{case.model}@{modelled.FOLDER_NAME}", case.batch_size)
     assert made.kind == "modelled"
-    assert f"{case.published or modelled.CASES[case.like].published:g} samples/s" in made.rule
-    if case.published:
-        assert made.batch_size / made.step_s == pytest.approx(case.published, rel=1e-3)
-    else:
-        assert case.like in made.rule
+    passes = re.findall(r"(forward|backward) ([\d.]+) ms times ([\d.]+)", made.rule)
+    counted = {name: (float(ms), float(factor)) for name, ms, factor in passes}
+    factors = modelled.EFFICIENCIES[case.like or case.name]
+    for name, seconds in (("forward", made.forward_s), ("backward", made.backward_s)):
+        ms, factor = counted[name]
+        assert factor == getattr(factors, name)
+        assert seconds * 1e3 == pytest.approx(ms * factor, rel=1e-3, abs=2e-3)
+    if case.like:
+        assert f"the factors of {case.like}" in made.rule
+    if case.total == case.batch_size:
+        total = published.find(case.model, "rtx2080ti", case.total)
+        assert made.step_s * 1e3 == pytest.approx(total.training_ms, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", modelled.EFFICIENCIES)
+def test_efficiencies_are_what_published_times_say(name):
+    said = modelled.efficiency(modelled.CASES[name])
+    for part in ("forward", "backward"):
+        kept = getattr(modelled.EFFICIENCIES[name], part)
+        assert getattr(said, part) == pytest.approx(kept, abs=6e-5)
+
+
+def test_the_page_has_the_profiles_beside_what_is_published():
+    text = compared.PAGE.read_text()
+    assert compared.written(text, "times", compared.times()) == text, (
+        "make it again: python -m common.profiling.compared"
+    )
+
+
+def test_the_page_has_what_is_counted_for_other_gpus(monkeypatch):
+    # Counting the larger models would take long.
+    some = ("resnet50", "mobilenet_v2")
+    rows = tuple(row for row in published.rows() if row.model in some)
+    monkeypatch.setattr(published, "rows", lambda: rows)
+    for line in compared.elsewhere().splitlines():
+        assert line in compared.PAGE.read_text().splitlines()
 
 
 @pytest.mark.parametrize(("name", "batch_size"), PROFILES)
@@ -160,11 +191,7 @@ def test_committed_profiles_are_consistent(name, batch_size):
     assert made.forward_s < made.backward_s
 
 
-def test_the_committed_profile_is_what_the_rule_makes(tmp_path, monkeypatch):
-    # Counting the larger model, whose factor this one borrows, would take long.
-    rule = registry.profile_of("resnet50@rtx2080ti-modelled", 64).rule
-    counted_ms = float(re.search(r"; ([\d.]+) ms in all", rule)[1])
-    monkeypatch.setattr(modelled, "_factor", lambda case: 64 / 253.1 / counted_ms * 1e3)
+def test_the_committed_profile_is_what_the_rule_makes(tmp_path):
     made = modelled.model_profile(modelled.CASES["mnist_cnn-bs32"])
     path = tmp_path / "again.json"
     made.save(path)

@@ -1,0 +1,113 @@
+"""Writes into docs/emulation.md how modelled profiles compare with what others measured.
+
+`python -m common.profiling.compared`; a test holds the page to it.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+from common.models import profile as profiles
+from common.profiling import modelled, published
+from common.profiling.gpus import DEFAULT, find
+from common.profiling.published import Published
+
+PAGE = Path(__file__).parents[2] / "docs" / "emulation.md"
+_REFERENCE = "resnet50"
+_ELSEWHERE = ("rtx3090-fp16", "l4-tf32")
+
+
+def times() -> str:
+    """Every shipped profile, and below it what is published of the same model."""
+    lines = [
+        "| model | of what | batch | forward ms | backward ms | backward / forward | samples/s |",
+        "|---|---|--:|--:|--:|--:|--:|",
+    ]
+    for case in modelled.CASES.values():
+        made = profiles.load(profiles.path_of(case.model, modelled.FOLDER_NAME, case.batch_size))
+        what = f"our profile, factors of {case.like}" if case.like else "our profile"
+        lines.append(
+            _line(case.model, what, made.batch_size, made.forward_s * 1e3, made.backward_s * 1e3)
+        )
+        lines += [
+            _published_line(row, case)
+            for row in published.rows()
+            if row.model == case.model and row.device not in _ELSEWHERE
+        ]
+    return "\n".join(lines)
+
+
+def _published_line(row: Published, case: modelled.Case) -> str:
+    what = f"{row.device}, {row.framework}"
+    if row.side not in (None, 224):
+        what += f", images of {row.side} x {row.side}"
+    if row.device == DEFAULT and row.batch_size in (case.total, case.split):
+        what += " (scaled to it)"
+    if row.inference_ms is None:
+        return f"|  | {what} | {row.batch_size} | | | | {_rate(row)} |"
+    return _line("", what, row.batch_size, row.inference_ms, row.training_ms - row.inference_ms)
+
+
+def _line(model: str, what: str, batch: int, forward_ms: float, backward_ms: float) -> str:
+    step_s = (forward_ms + backward_ms) / 1e3
+    return (
+        f"| {model} | {what} | {batch} | {forward_ms:.2f} | {backward_ms:.2f} | "
+        f"{backward_ms / forward_ms:.2f} | {batch / step_s:.4g} |"
+    )
+
+
+def _rate(row: Published) -> str:
+    return f"{row.batch_size / row.training_ms * 1e3:.4g}"
+
+
+def elsewhere() -> str:
+    """Speeds beside ResNet-50's on GPUs that no factor comes from."""
+    lines = [
+        f"| GPU | model | published, beside {_REFERENCE} | counted, beside {_REFERENCE} | off |",
+        "|---|---|--:|--:|--:|",
+    ]
+    for device in _ELSEWHERE:
+        rows = [row for row in published.rows() if row.device == device]
+        theirs = {row.model: row.batch_size / row.training_ms for row in rows}
+        ours = {row.model: row.batch_size / _step_ms(row) for row in rows}
+        for row in rows:
+            if row.model == _REFERENCE:
+                continue
+            measured = theirs[row.model] / theirs[_REFERENCE]
+            counted = ours[row.model] / ours[_REFERENCE]
+            side = "" if row.side == 224 else f", images of {row.side} x {row.side}"
+            lines.append(
+                f"| {device}, {row.framework} | {row.model}{side} | {measured:.3f} | "
+                f"{counted:.3f} | {counted / measured - 1:+.0%} |"
+            )
+    return "\n".join(lines)
+
+
+def _step_ms(row: Published) -> float:
+    """Counted, with the factors of ResNet-50, which are the same for all models here."""
+    factors = modelled.EFFICIENCIES[f"{_REFERENCE}-bs64"]
+    layers = modelled.count(row.model, row.batch_size, find(row.device), row.side)
+    return 1e3 * (layers.forward_s * factors.forward + layers.backward_s * factors.backward)
+
+
+def written(text: str, name: str, block: str) -> str:
+    """The page with `block` between the comment `<!-- profiles: NAME -->` and the next end."""
+    pattern = rf"(<!-- profiles: {name} -->\n).*?(<!-- end -->)"
+    changed, places = re.subn(pattern, rf"\g<1>{block}\n\g<2>", text, flags=re.DOTALL)
+    if places != 1:
+        raise ValueError(f"{PAGE.name} has {places} places for profiles: {name}")
+    return changed
+
+
+def main() -> int:
+    text = PAGE.read_text()
+    for name, block in (("times", times()), ("elsewhere", elsewhere())):
+        text = written(text, name, block)
+    PAGE.write_text(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

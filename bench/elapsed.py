@@ -144,10 +144,8 @@ def measure(args: argparse.Namespace, folder: Path, output: Output) -> Found:
         for index in range(args.repeats):
             result = typed(Result, _launched(fabric, trial, folder, index, WORKER))
             found.harness.append(result.steps)
-            if notes.unfaithful([result.strain]):
-                found.doubts.append(notes.unfaithful_note([result.strain]))
-            if disturbed := notes.disturbed(result.strain):
-                found.doubts.append(disturbed)
+            if (reason := notes.invalid(result.strain, emulated=True)) is not None:
+                found.doubts.append(reason)
             told = _launched(fabric, trial, folder, args.repeats + index, stopwatch.__name__)
             found.stopwatch.append(told["elapsed_s"] / args.steps / fabric.time_scale)
             output.save(output.about("bench/elapsed") | vars(found))

@@ -3,78 +3,31 @@
 In each round every trial is launched once, in a random order. The first round also finds the time
 scale of an emulated cell: where a trial lacks cores the whole cell begins again at a larger one, so
 that all its trials stand for the same cluster equally well. The cell ends with a whole round: when
-it has had its repeats, or when its intervals are narrow enough.
+it has had its repeats, when its intervals are narrow enough, or when what the others are compared
+with cannot have a valid number. A trial ends before its cell when more repeats would tell nothing.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import datetime
-import hashlib
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 
-from common.emulation.dilation import Choice
+from common.emulation.dilation import FOREIGN_CORES, Choice
 from common.harness import notes
 from common.harness.fabric import Fabric
-from common.harness.record import FabricFacts, Result
+from common.harness.record import Result
 from common.harness.trial import BASELINE, Trial
+from common.harness.turn import Turn, order_seed
 from common.harness.ui import Planned, Progress
 from common.harness.underway import Standing
 from common.launch.job import Outcome
-from common.models.registry import is_replay
 from common.results.records import Order, SetAside
-from common.results.records.trust import Systematic, mean_step_s
 
-RELAUNCHES = 2
-"""How often a repeat that was disturbed is done again."""
+AGAIN_SHARE = 0.25
+"""Launches that a cell may do again, as a share of those that it has at least; one in any case."""
 _OK = Outcome(status="ok")
-
-
-@dataclass(eq=False)
-class Turn:
-    """A trial of the cell under way: its repeats so far."""
-
-    trial: Trial
-    order: Order
-    started: str = field(default_factory=lambda: now())
-    duration_s: float = 0.0
-    results: list[Result] = field(default_factory=list)
-    set_aside: list[SetAside] = field(default_factory=list)
-    at_2k: list[Result] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    facts: FabricFacts | None = None
-    """Of the fabric that the results are of; None while it is the current one."""
-
-    @classmethod
-    def going_on(cls, trial: Trial, order: Order, kept: Standing) -> Turn:
-        """From where a run that was stopped has left it."""
-        turn = cls(trial, Order(seed=order.seed, positions=[*kept.positions]))
-        for key in ("started", "duration_s", "results", "set_aside", "at_2k", "notes"):
-            setattr(turn, key, getattr(kept, key))
-        if turn.results:
-            repeats = len(turn.results)
-            turn.notes.append(f"the run was stopped after repeat {repeats} and went on later")
-        return turn
-
-    def standing(self, facts: FabricFacts) -> Standing:
-        """What to keep of it, should the run be stopped."""
-        keys = ("started", "duration_s", "results", "set_aside", "at_2k", "notes")
-        own = {key: getattr(self, key) for key in keys}
-        return Standing(**own, positions=self.order.positions, facts=self.facts or facts)
-
-    @property
-    def systematic(self) -> Systematic | None:
-        """None without results at 2k."""
-        if not self.at_2k or self.facts is None:
-            return None
-        return Systematic(
-            time_scale=2 * self.facts.time_scale,
-            iters=[result.iters for result in self.at_2k],
-            step_s=mean_step_s(result.iters for result in self.results),
-        )
 
 
 Launch = Callable[[Trial, int, float], tuple[Outcome, Result | None]]
@@ -137,8 +90,11 @@ class Cell:
         self._best_rate = 0.0
         self._current: Turn | None = None
         self._spent_s = 0.0
-        self._canaries: list[list[float]] = []
         self._heaviest: Turn | None = None
+        self._again = max(1, int(AGAIN_SHARE * self._measure.least_repeats * len(trials)))
+        self._crowded = False
+        self._begun_late = False
+        self._lost: dict[int, str] = {}
 
     def run(self, unavailable: Callable[[Trial], str | None], fail_fast: bool) -> bool:
         """Runs all rounds; False if a trial failed and `fail_fast` says to stop.
@@ -152,6 +108,9 @@ class Cell:
         trials = [turn.trial for turn in self._all]
         try:
             self._prepare(lambda: self._fabric.enter_cell(trials, self._settled or self._left_at()))
+            self._crowded = self._fabric.foreign_cores > FOREIGN_CORES
+            if self._crowded:
+                self._say(f"others use {self._fabric.foreign_cores:.1f} cores")
             for trial in trials:
                 if trial.hash in self._kept:
                     self._fabric.recall(trial, self._kept[trial.hash].facts)
@@ -217,10 +176,13 @@ class Cell:
                 if outcome.status not in ("ok", "unsupported") and fail_fast:
                     return False
                 if choice is not None:
-                    self._begin_again(turn, choice)
+                    self._begun_late |= repeat > 0
+                    self._begin_again(turn, choice, repeat)
                     repeat = -1
                     break
                 self._keep_all()
+            else:
+                self._part()
             repeat += 1
         for turn in self._running:
             turn.facts = self._fabric.describe(turn.trial)
@@ -238,13 +200,46 @@ class Cell:
             for turn in self._order(repeat):
                 if len(turn.at_2k) > done:
                     continue
-                outcome, result, _ = self._launched_until_quiet(turn, repeat, slower=2.0)
+                outcome, result = self._launched_well(turn, repeat, slower=2.0)
                 if result is None:
                     message = (outcome.error or {}).get("message")
                     turn.notes.append(f"at time scale {scale:g}: {outcome.status}: {message}")
                 else:
                     turn.at_2k.append(result)
                     self._keep_all()
+
+    def _part(self) -> None:
+        """Ends, after a round, what more rounds can give no valid number, or no word.
+
+        Those are trials with a launch that is not valid, and all that would be compared with one.
+        """
+        for turn in list(self._running):
+            reason = self._invalid(turn)
+            if reason is not None:
+                self._lose(turn, reason)
+                self._end(turn, _OK)
+        for turn in list(self._running):
+            lost = self._lost.get(turn.trial.world_size)
+            if lost is not None:
+                turn.notes.append(f"stopped: no verdict is possible, for {lost}")
+                self._say(turn.notes[-1])
+                self._end(turn, _OK)
+
+    def _lose(self, turn: Turn, reason: str) -> None:
+        """The trial has no valid number, and whatever is compared with it no verdict."""
+        lost = f"{turn.trial.label} is not valid: {reason}"
+        if self._is_base(turn.trial):
+            self._lost[turn.trial.world_size] = lost
+        self._say(lost)
+
+    def _invalid(self, turn: Turn) -> str | None:
+        """Why one of its launches is not valid; None if all are."""
+        emulated = self._emulated(turn.trial)
+        reasons = (notes.invalid(result.strain, emulated) for result in turn.results)
+        return next(filter(None, reasons), None)
+
+    def _emulated(self, trial: Trial) -> bool:
+        return self._fabric.describe(trial).fabric == "emulated"
 
     def _keep_all(self) -> None:
         """As all trials under way stand."""
@@ -293,54 +288,90 @@ class Cell:
 
     def _take_turn(self, turn: Turn, repeat: int, position: int) -> tuple[Outcome, Choice | None]:
         """How it ended, and the time scale that the cell must have instead, if it must."""
-        outcome, result, choice = self._launched_until_quiet(turn, repeat)
+        outcome, result = self._launched_well(turn, repeat)
         if result is None:
             self._end(turn, outcome)
             return outcome, None
-        if choice is not None:
-            reason = self._too_heavy(turn, result, choice)
-            if reason is not None:
+        valid = notes.invalid(result.strain, self._emulated(turn.trial)) is None
+        choice = self._choice(turn, repeat, result, valid)
+        reason = choice and self._too_heavy(turn, result, choice)
+        if reason is not None:
+            if not valid or result.strain.core_wait is None:
                 turn.set_aside.append(self._aside(result, repeat, choice.reason))
                 outcome = Outcome.of("unsupported", reason)
+                self._lose(turn, reason)
                 self._end(turn, outcome)
                 return outcome, None
+            choice = None  # it is as good as can be had here
+        if choice is not None and self._settled:
+            if not valid:
+                turn.notes.append(
+                    f"it needs time scale {choice.time_scale:g}; the others of its cell, on "
+                    f"record, have {self._fabric.time_scale:g}: --rerun all measures all of them"
+                )
+            choice = None
         turn.results.append(result)
         turn.order.positions.append(position)
-        rate = result.rate(turn.trial)
-        if turn.trial.algorithm != BASELINE and rate > self._best_rate:
-            self._best_rate = rate
-            self._progress.best = f"{turn.trial.label} {rate:.3g}/s"
-        return outcome, None if self._settled else choice
+        verdict = turn.results[0].check.verdict
+        if "NO" in (verdict, result.check.verdict):
+            self._say(f"{turn.trial.label}: NOT the right training, no further repeats")
+            self._end(turn, _OK)
+            return outcome, None
+        if valid and verdict == "yes":
+            self._praise(turn.trial, result)
+        return outcome, choice
 
-    def _launched_until_quiet(
-        self, turn: Turn, repeat: int, slower: float = 1.0
-    ) -> tuple[Outcome, Result | None, Choice | None]:
-        """A launch; done again if the machine was disturbed meanwhile, the last one counts.
+    def _choice(self, turn: Turn, repeat: int, result: Result, valid: bool) -> Choice | None:
+        """The time scale that a launch turned out to need, if that is a larger one.
 
-        In the first round also the time scale that it needs, if that is a larger one. A disturbed
-        launch tells nothing of that: its ranks waited for cores that others had.
+        It is found in the first round; later only where all others wait for it, once.
         """
-        disturbed: tuple[Outcome, Result] | None = None
-        reason = ""
-        for launch in range(1 + RELAUNCHES):
-            outcome, result = self._launched(turn, repeat, slower)
-            if result is None and disturbed is None:
-                return outcome, None, None
-            if result is None:  # what was disturbed is better than nothing
-                turn.notes.append(f"a launch that was done again has {outcome.status}")
-                turn.set_aside.pop()
-                break
-            found = disturbance(turn.trial, result, self._canaries)
-            if found is None:
-                choice = self._fabric.needed(turn.trial, result) if repeat == 0 else None
-                return outcome, result, choice
-            disturbed, reason = (outcome, result), found
-            if launch < RELAUNCHES:
-                turn.set_aside.append(self._aside(result, repeat, reason))
-                self._plan(turn, slower=slower)
-        if reason not in turn.notes:
-            turn.notes.append(reason)
-        return *disturbed, None
+        late = self._is_base(turn.trial) and not valid and not self._begun_late
+        return self._fabric.needed(turn.trial, result) if repeat == 0 or late else None
+
+    def _praise(self, trial: Trial, result: Result) -> None:
+        """Makes it the best so far, if it is."""
+        rate = result.rate(trial)
+        if trial.algorithm != BASELINE and rate > self._best_rate:
+            self._best_rate = rate
+            self._progress.best = f"{trial.label} {rate:.3g}/s"
+
+    def _launched_well(
+        self, turn: Turn, repeat: int, slower: float = 1.0
+    ) -> tuple[Outcome, Result | None]:
+        """A launch; done again, where that helps, if its ranks' threads waited for cores."""
+        outcome, result = self._launched(turn, repeat, slower)
+        reason = result and self._passing(turn, repeat, result)
+        if reason is None:
+            return outcome, result
+        self._again -= 1
+        turn.set_aside.append(self._aside(result, repeat, reason))
+        self._plan(turn, slower=slower)
+        self._say(f"again: {reason}")
+        second, better = self._launched(turn, repeat, slower)
+        if better is not None:
+            self._crowded = notes.others(better.strain) is not None
+            return second, better
+        # What was disturbed is better than nothing.
+        turn.notes.append(f"a launch that was done again has {second.status}")
+        turn.set_aside.pop()
+        return outcome, result
+
+    def _passing(self, turn: Turn, repeat: int, result: Result) -> str | None:
+        """Why a launch is not valid, if that is likely to have passed; None otherwise.
+
+        Load that others put on the machine is there to stay if the launch before had it as well.
+        Where nobody else had cores the trial needs a larger scale, unless it has done without.
+        """
+        strain, crowded = result.strain, self._crowded
+        self._crowded = notes.others(strain) is not None
+        reason = notes.invalid(strain, self._emulated(turn.trial))
+        stays = crowded if self._crowded else repeat == 0
+        return None if stays or self._again <= 0 else reason
+
+    def _say(self, why: str) -> None:
+        """In the progress line, beside the launch that comes next."""
+        self._progress.why = why
 
     def _launched(
         self, turn: Turn, repeat: int, slower: float = 1.0
@@ -348,6 +379,7 @@ class Cell:
         trial, progress = turn.trial, self._progress
         progress.title, progress.label = trial.title, trial.label
         self._report(progress)
+        progress.why = ""
         self._current = turn
         began = time.monotonic()
         outcome, result = self._launch(trial, repeat, slower)
@@ -375,12 +407,17 @@ class Cell:
             )
         return None
 
-    def _begin_again(self, heaviest: Turn, choice: Choice) -> None:
+    def _begin_again(self, heaviest: Turn, choice: Choice, repeat: int) -> None:
         """At a larger time scale, for all; what was measured is kept aside."""
-        reason = f"{heaviest.trial.label}: {choice.reason}; found in the cell's first round"
+        where = "the cell's first round" if repeat == 0 else f"round {repeat + 1}"
+        reason = f"{heaviest.trial.label}: {choice.reason}; found in {where}"
+        self._say(f"all begin again at time scale {choice.time_scale:g}: {reason}")
         for turn in self._running:
             self._plan(turn, len(turn.results))
-            turn.set_aside += [self._aside(one, 0, f"time scale: {reason}") for one in turn.results]
+            turn.set_aside += [
+                self._aside(result, repeat, f"time scale: {reason}")
+                for repeat, result in enumerate(turn.results)
+            ]
             turn.results, turn.notes, turn.order = [], [], Order(seed=self._seed)
         self._best_rate, self._heaviest = 0.0, heaviest
         # What launches took tells nothing of those to come.
@@ -404,50 +441,3 @@ class Cell:
         progress.done += len(progress.left) - len(still)  # they will not be
         progress.left = still
         self._report(progress)
-
-
-def order_seed(sweep: str, trial: Trial) -> int:
-    """Of the rounds of the trial's cell; the same for all of them, and in every run.
-
-    Args:
-        sweep: the experiment's name: sweeps that repeat each other must not repeat their order.
-    """
-    text = f"{sweep} {trial.seed} {trial.cell}"
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big")
-
-
-def planned(trials: Sequence[Trial], kept: Mapping[str, Standing]) -> list[Planned]:
-    """The launches that these take at least.
-
-    Args:
-        kept: what trials have already, by hash.
-    """
-    found = []
-    for trial in trials:
-        has = kept.get(trial.hash)
-        repeats, at_2k = (len(has.results), len(has.at_2k)) if has else (0, 0)
-        found += [Planned(trial)] * (trial.measure.least_repeats - repeats)
-        found += [Planned(trial, slower=2.0)] * (trial.measure.repeats_at_2k - at_2k)
-    return found
-
-
-def disturbance(trial: Trial, result: Result, canaries: list[list[float]]) -> str | None:
-    """Why a launch tells little, as the machine was not what it is else; None if it was quiet.
-
-    Replayed compute takes its time on a slower core as well: what the core still has to do is
-    judged by what ranks waited for it.
-
-    Args:
-        canaries: what the fixed work took in earlier launches, in seconds; this one's is added.
-    """
-    reason, canary_s = notes.disturbed(result.strain), result.strain.canary_s
-    if canary_s is None or is_replay(trial.model):
-        return reason
-    reason = reason or notes.off_course(canary_s, canaries)
-    canaries.append(canary_s)
-    return reason
-
-
-def now() -> str:
-    """In UTC, for records."""
-    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")

@@ -75,7 +75,8 @@ def run(options: argparse.Namespace, draw: Callable[[Path, bool], list[Path]] | 
     check_fit(trials)
     folder = options.logs / experiment.name
     if options.dry_run:
-        todo = {trial.hash for trial in to_run(trials, folder / "records.jsonl", options.rerun)}
+        records = folder / "records.jsonl"
+        todo = {one.hash for one in to_run(trials, records, options.rerun, experiment.base)}
         _print_plan(trials, todo, folder, experiment, options)
         return 0
 

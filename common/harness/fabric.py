@@ -19,8 +19,10 @@ from common.emulation.dilation import (
     Choice,
     Load,
     Seen,
+    at_hand,
     calibrate,
     choose_time_scale,
+    foreign_cores,
     needed_scale,
 )
 from common.emulation.faults import FaultInjector, blame
@@ -54,6 +56,8 @@ class Fabric:
 
     preparation = ""
     """What is done before the first launch, if that takes a while."""
+    foreign_cores = 0.0
+    """That others used when the cell began."""
 
     def __init__(self, experiment: Experiment, trials: Sequence[Trial]) -> None:
         self._launcher = launcher_for(experiment, trials)
@@ -152,6 +156,7 @@ class EmulatedFabric(Fabric):
     def enter_cell(self, trials: Sequence[Trial], settled: Choice | None = None) -> None:
         if self._calibration is None:
             self._calibration = calibrate(self._cluster.hosts)
+        self.foreign_cores = foreign_cores()
         largest = max(trials, key=lambda trial: trial.world_size)
         self._links = network_profile(largest.network)
         self.slow_down(settled or self._choose(largest))
@@ -178,13 +183,17 @@ class EmulatedFabric(Fabric):
     def needed(self, trial: Trial, result: Result) -> Choice | None:
         if trial.time_scale is not None or trial.fault is not None or not is_replay(trial.model):
             return None
+        strain = result.strain
         seen = Seen(
             time_scale=self.time_scale,
             step_s=sum(trial.rank_batches) / result.rate(trial),
             cpu_s_per_s=result.cpu_s_per_s,
-            core_wait=result.strain.core_wait,
+            core_wait=strain.core_wait and strain.core_wait + strain.steal_cores,
+            fell_behind=strain.fell_behind,
+            foreign_cores=strain.foreign_cores + strain.steal_cores,
         )
-        choice = needed_scale(seen, _load(trial), self._links, _cores())
+        most = self.max_time_scale
+        choice = needed_scale(seen, _load(trial), self._links, _cores(), most)
         return choice if choice.time_scale > self.time_scale else None
 
     def briefing(self, trial: Trial, folder: Path) -> Briefing:
@@ -273,7 +282,11 @@ class EmulatedFabric(Fabric):
             return Choice(time_scale=trial.time_scale, reason="given")
         if not is_replay(trial.model):
             return Choice(time_scale=1.0, reason="the model computes for real")
-        choice = choose_time_scale(_load(trial), self._links, self._calibration, _cores())
+        cores = at_hand(_cores(), self.foreign_cores, trial.world_size)
+        choice = choose_time_scale(_load(trial), self._links, self._calibration, cores)
+        if cores < _cores():
+            others = f"others use {self.foreign_cores:.1f} cores"
+            choice = dataclasses.replace(choice, reason=f"{choice.reason}; {others}")
         least = self._config.min_time_scale
         if choice.time_scale < least:
             return Choice(time_scale=least, reason="cluster.min_time_scale")

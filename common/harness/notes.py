@@ -9,25 +9,17 @@ import math
 import statistics
 from collections.abc import Sequence
 
+from common.emulation.dilation import FELL_BEHIND, FOREIGN_CORES, UNFAITHFUL_WAIT
 from common.results.records.trust import Strain
 
-UNFAITHFUL_WAIT = 0.7
-"""Seconds that a rank's threads may wait for a core per second, all together, on an emulated
-cluster. Far from nothing, for queues of links and the deadlines of replayed compute absorb most of
-it: see docs/methodology.md for the runs that it was chosen by."""
 LATE = 0.02
-"""The same for real compute, as a share of the time: nothing absorbs what it computes longer; and
-what a replay may fall behind its device, the mean of all launches."""
+"""Share of the time that a rank may compute longer on an emulated cluster: of real compute, for
+nothing absorbs that."""
 SHORT_OF_CORES = 0.02
-"""The same for the training threads of ranks that emulate nothing: it is worth a word."""
-FOREIGN_CORES = 0.25
+"""The same as `LATE` for the training threads of ranks that emulate nothing."""
 STEAL_CORES = 0.05
 THROTTLED_S = 0.01
-"""More of these makes a number doubtful: cores, and seconds of this machine."""
-CANARY_OFF = 0.03
-"""The same work in so much more or less time, relative, is not worth a word on any machine."""
-LEAST_CANARIES = 5
-"""So many launches tell what the machine is like, and how steady."""
+"""Others took less than these, in cores and in seconds of this machine: nobody did."""
 TRANSIENT = 0.03
 """The first period of blocks may differ so much from the others, relative."""
 TRANSIENT_ALPHA = 0.05 / 20
@@ -35,36 +27,45 @@ TRANSIENT_ALPHA = 0.05 / 20
 
 
 def unfaithful(strain: Sequence[Strain]) -> bool | None:
-    """Whether an emulated trial's ranks waited for cores that a real cluster would have had.
+    """Whether an emulated trial's ranks waited in any launch for cores that a real cluster has.
 
     None where the kernel does not tell.
     """
-    waits = [one.core_wait for one in strain]
+    if max(map(_late, strain), default=0.0) > LATE or max(map(_off, strain), default=0.0) > (
+        FELL_BEHIND
+    ):
+        return True
+    waits = [_wait(launch) for launch in strain]
     if not waits or None in waits:
         return None
-    return max(waits) > UNFAITHFUL_WAIT or max(_late(strain), _behind(strain)) > LATE
+    return max(waits) > UNFAITHFUL_WAIT
 
 
-def _late(strain: Sequence[Strain]) -> float:
-    return max((one.late for one in strain if one.late is not None), default=0.0)
+def _wait(strain: Strain) -> float | None:
+    """With what other virtual machines took, which this kernel counts as running."""
+    return None if strain.core_wait is None else strain.core_wait + strain.steal_cores
 
 
-def _behind(strain: Sequence[Strain]) -> float:
-    return statistics.fmean(one.fell_behind for one in strain)
+def _late(strain: Strain) -> float:
+    return strain.late or 0.0
+
+
+def _off(strain: Strain) -> float:
+    return abs(strain.fell_behind)
 
 
 def unfaithful_note(strain: Sequence[Strain]) -> str:
-    """What to say of an unfaithful trial."""
-    if _late(strain) > LATE:
+    """What to say of an unfaithful trial: of the launch that suffered most."""
+    if (late := max(map(_late, strain))) > LATE:
+        return f"unfaithful: a rank computed {late:.0%} of the time longer, for lack of cores"
+    worst = max(strain, key=_off)
+    if _off(worst) > FELL_BEHIND:
+        how = "fell behind" if worst.fell_behind > 0 else "caught up with"
         return (
-            f"unfaithful: a rank computed {_late(strain):.0%} of the time longer, for lack of cores"
-        )
-    if _behind(strain) > LATE:
-        return (
-            f"unfaithful: hosts fell behind their devices by {_behind(strain):.0%} of the time, "
+            f"unfaithful: hosts {how} their devices by {_off(worst):.0%} of the time in a launch, "
             "for lack of cores"
         )
-    wait = max(one.core_wait for one in strain)
+    wait = max(wait for wait in map(_wait, strain) if wait is not None)
     return f"unfaithful: for lack of cores a rank's threads waited {wait:.2f} s per second in all"
 
 
@@ -78,58 +79,55 @@ def oversubscribed(strain: Sequence[Strain], crowded: str | None) -> str | None:
     Args:
         crowded: what was asked for, if that alone is more than there is.
     """
-    waits = [one.main_wait for one in strain if one.main_wait is not None]
+    waits = [launch.main_wait for launch in strain if launch.main_wait is not None]
     said = [crowded] if crowded else []
     if max(waits, default=0.0) > SHORT_OF_CORES:
         said.append(f"a rank's training thread waited {max(waits):.0%} of the time for a core")
     return f"oversubscribed: {'; '.join(said)}" if said else None
 
 
-def disturbed(strain: Strain) -> str | None:
-    """Who else had cores of the machine during one repeat; None: nobody."""
-    if strain.foreign_cores > FOREIGN_CORES:
-        return f"disturbed: other processes used {strain.foreign_cores:.1f} cores meanwhile"
-    if strain.steal_cores > STEAL_CORES:
-        return f"disturbed: other virtual machines took {strain.steal_cores:.2f} cores meanwhile"
+def others(strain: Strain) -> str | None:
+    """Who else had cores of the machine during a launch; None: nobody."""
     if strain.throttled_s > THROTTLED_S:
-        return (
-            f"disturbed: a limit of the control group stopped ranks for {strain.throttled_s:.2g} s"
-        )
+        return f"a limit of the control group stopped ranks for {strain.throttled_s:.2g} s"
+    if strain.foreign_cores > FOREIGN_CORES:
+        return f"other processes used {strain.foreign_cores:.1f} cores meanwhile"
+    if strain.steal_cores > STEAL_CORES:
+        return f"other virtual machines took {strain.steal_cores:.2f} cores meanwhile"
     return None
 
 
-def off_course(canary_s: Sequence[float], earlier: Sequence[Sequence[float]]) -> str | None:
-    """What was amiss with the machine beside how it was in other launches; None: nothing.
+def disturbed(strain: Strain, emulated: bool) -> str | None:
+    """What others took of a launch: cores for which its ranks' threads then waited.
 
-    On a machine whose pace is never steady, as one that shares its host with others, this finds
-    only what stands out; the rest is part of every number, and of its interval.
-
-    Args:
-        canary_s: what the fixed work took before and after, in seconds.
-        earlier: the same of other launches.
+    None if they took none, or none that the ranks would have needed. Where the kernel does not tell
+    of waits, they are taken to have waited.
     """
-    if len(earlier) < LEAST_CANARIES:
+    who = others(strain)
+    if who is None:
         return None
-    paces = [math.log(statistics.fmean(pair)) for pair in earlier]
-    usual = statistics.median(paces)
-    off = math.log(statistics.fmean(canary_s)) - usual
-    if abs(off) > _stands_out([pace - usual for pace in paces]):
-        return f"disturbed: the same work took {math.expm1(off):+.0%} time beside other launches"
-    change = _change(canary_s)
-    if abs(change) > _stands_out([_change(pair) for pair in earlier]):
-        return f"disturbed: the same work took {math.expm1(change):+.0%} time afterwards"
-    return None
+    if strain.throttled_s <= THROTTLED_S:
+        if emulated and unfaithful([strain]) is False:
+            return None
+        trained = strain.main_wait
+        if not emulated and trained is not None and trained + strain.steal_cores <= SHORT_OF_CORES:
+            return None
+    return f"disturbed: {who}"
 
 
-def _change(canary_s: Sequence[float]) -> float:
-    before, after = canary_s
-    return math.log(after / before)
+def beside(strain: Sequence[Strain]) -> str | None:
+    """What others had, as information, of a trial whose ranks had all cores that they needed."""
+    return next((f"beside others: {who}" for who in map(others, strain) if who), None)
 
 
-def _stands_out(logs: Sequence[float]) -> float:
-    """More than three deviations, which their median tells if they are normal."""
-    spread = 1.4826 * statistics.median(map(abs, logs))
-    return max(math.log1p(CANARY_OFF), 3 * spread)
+def invalid(strain: Strain, emulated: bool) -> str | None:
+    """Why a launch's number is of something else than its trial; None if it is of that.
+
+    It is judged by what the ranks' own threads waited.
+    """
+    if (reason := disturbed(strain, emulated)) is not None:
+        return reason
+    return unfaithful_note([strain]) if emulated and unfaithful([strain]) else None
 
 
 def not_stationary(iters: Sequence[Sequence[Sequence[float]]], period: int) -> str | None:

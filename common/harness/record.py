@@ -257,7 +257,8 @@ def _notes(
         for rank in result.lost_ranks:
             found.append(f"rank {rank} was killed (repeat {repeat}); the others went on without it")
     # One word for all repeats.
-    found.append(next(filter(None, (notes.disturbed(one.strain) for one in results)), None))
+    disturbed = next(filter(None, (notes.disturbed(each, emulated) for each in strain)), None)
+    found.append(disturbed or notes.beside(strain))
     if results:
         found.append(notes.not_stationary([result.iters for result in results], results[0].period))
         found.append(results[0].cost_check and _doubtful_costs(results[0].cost_check))

@@ -14,15 +14,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 from common.emulation.dilation import Choice
-from common.harness.cell import Cell, Turn, now, order_seed, planned
+from common.harness.cell import Cell
 from common.harness.experiment import Experiment
 from common.harness.fabric import WORKER, Fabric, misfit
 from common.harness.record import Result, make_record
 from common.harness.trial import BASELINE, Trial
+from common.harness.turn import Turn, now, order_seed, planned
 from common.harness.ui import Progress
 from common.harness.underway import Standing, Underway, path_of
 from common.launch.job import Job, Outcome
 from common.results import store
+from common.results.faith import flaw
 from common.results.records import Record, typed
 from common.results.records.trust import CostCheck
 from common.results.store import Comparison
@@ -73,7 +75,7 @@ class Sweep:
         self._begun_again: dict[str, str] = {}
 
     def run(self, rerun: Rerun = "failed", fail_fast: bool = False) -> None:
-        """Runs what has no `ok` record (or everything), and records each trial as it ends.
+        """Runs what has no valid record (or everything), and records each trial as it ends.
 
         Raises:
             UserError: the folder cannot be written, or another sweep is using it.
@@ -83,7 +85,7 @@ class Sweep:
             store.mend(self._path)
             self.comparison.save(self.folder)
             (self.folder / "machine.json").write_text(json.dumps(self.machine, indent=2))
-            todo = self._todo = to_run(self.trials, self._path, rerun)
+            todo = self._todo = to_run(self.trials, self._path, rerun, self.experiment.base)
             if rerun == "failed":
                 for trials in _cells(todo):
                     self._go_on(trials)
@@ -175,7 +177,7 @@ class Sweep:
         kept = [
             record
             for record in reversed(store.load(self._path))
-            if record.ok
+            if flaw(record) is None
             and record.hash in self.comparison.trials
             and (record.hash not in again or record.run == self._runs.get(record.hash))
         ]
@@ -276,12 +278,33 @@ def _cells(trials: Sequence[Trial]) -> list[list[Trial]]:
     return list(found.values())
 
 
-def to_run(trials: list[Trial], path: Path, rerun: Rerun) -> list[Trial]:
-    """The trials that a run would run: all, or those whose newest record is not `ok`."""
+def to_run(trials: list[Trial], path: Path, rerun: Rerun, base: str) -> list[Trial]:
+    """The trials that a run would run: all, or those whose newest record is not valid.
+
+    Where that of `base`, a label or an algorithm, is flagged, so are all that are compared with it:
+    they must take turns with it, and may need another time scale.
+    """
     if rerun == "all":
         return trials
     newest = store.latest(store.load(path))
-    return [trial for trial in trials if trial.hash not in newest or not newest[trial.hash].ok]
+
+    def flawed(trial: Trial) -> bool:
+        return trial.hash not in newest or flaw(newest[trial.hash]) is not None
+
+    labels = {trial.label for trial in trials}
+    lost = {
+        (trial.cell, trial.world_size)
+        for trial in trials
+        if base == (trial.label if base in labels else trial.algorithm)
+        and trial.hash in newest
+        and newest[trial.hash].ok
+        and flawed(trial)
+    }
+    return [
+        trial
+        for trial in trials
+        if flawed(trial) or (lost and (trial.cell, trial.world_size) in lost)
+    ]
 
 
 def _unavailable(trial: Trial) -> str | None:

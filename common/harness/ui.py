@@ -37,7 +37,10 @@ class Progress:
     title: str = ""
     label: str = ""
     """Of the algorithm that is running."""
+    why: str = ""
+    """Why it does not go on as it was planned."""
     best: str = ""
+    """Of those that are valid and the right training."""
     spent_s: dict[tuple[Any, ...], list[float]] = field(default_factory=dict)
     """What launches took, by cell, in seconds of a cell that is not slower."""
     left: list[Planned] = field(default_factory=list)
@@ -81,7 +84,8 @@ class ProgressLine:
         if self._live:
             self._draw(progress)
             return
-        parts = [f"[{_now_at(progress)}/{progress.total}] {progress.title}", *_promises(progress)]
+        parts = [f"[{_now_at(progress)}/{progress.total}] {progress.title}"]
+        parts += [*_reasons(progress), *_promises(progress)]
         text = "  ".join(parts)
         if text != self._last:
             self._stream.write(f"{time.strftime('%H:%M:%S')} {text}\n")
@@ -102,6 +106,10 @@ class ProgressLine:
 
 def _now_at(progress: Progress) -> int:
     return min(progress.done + 1, progress.total)
+
+
+def _reasons(progress: Progress) -> list[str]:
+    return [f"({progress.why})"] if progress.why else []
 
 
 def _promises(progress: Progress) -> list[str]:
@@ -134,7 +142,8 @@ class _Bar:
         self._rich.start()
 
     def show(self, progress: Progress) -> None:
-        parts = [f"{_now_at(progress)}/{progress.total}", *reversed(_promises(progress))]
+        parts = [f"{_now_at(progress)}/{progress.total}", *_reasons(progress)]
+        parts += reversed(_promises(progress))
         parts += [f"now {progress.label}" if progress.label else "", progress.title]
         self._rich.update(
             self._task,

@@ -9,7 +9,7 @@ from common.results.records import IMPORTED, Record
 
 # Notes of a record that begin with one of these say that its number is of something else than
 # the trial; all others are only to be kept in mind.
-_DOUBTS = ("unfaithful", "disturbed", "not stationary")
+_DOUBTS = ("unfaithful", "disturbed", "not stationary", "stopped")
 
 
 def doubt(record: Record) -> str | None:
@@ -18,6 +18,11 @@ def doubt(record: Record) -> str | None:
     It has failed, it is not the right training (or nobody knows), or it has measured something
     else: a machine too busy for the cluster that it emulates, other processes, a start.
     """
+    return flaw(record) or _unchecked(record)
+
+
+def flaw(record: Record) -> str | None:
+    """The same of what measuring it again may mend: not that nothing is there to check it by."""
     if not record.ok:
         return record.error.message if record.error else record.status
     if incorrect(record):
@@ -28,6 +33,10 @@ def doubt(record: Record) -> str | None:
                 return note
     if record.unfaithful:
         return "unfaithful: the machine was too busy to be the cluster"
+    return None
+
+
+def _unchecked(record: Record) -> str | None:
     if record.fabric == IMPORTED:  # nothing of its kind is checked: they compare with each other
         return None
     if record.check is None or record.check.verdict == "unchecked":

@@ -185,6 +185,13 @@ def load_plugin(path: Path, digest: str | None = None) -> str:
             f"{path}: {kinds[0].__name__} must say what replicas promise, e.g. "
             'capabilities = Capabilities(consistency="synchronous")'
         )
+    alike = capabilities.consistency in ("synchronous", "delayed")
+    if not alike and kinds[0].traffic.__func__ is Algorithm.traffic.__func__:
+        raise UserError(
+            f"{path}: {kinds[0].__name__}.traffic must say who sends to whom, for replicas are "
+            f"{capabilities.consistency}: only who averages alike takes part in the same "
+            "collectives"
+        )
     _plugins[name] = found
     return name
 

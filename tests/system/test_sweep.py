@@ -356,8 +356,10 @@ def test_what_was_not_the_right_training_has_no_word_and_the_exit_status_is_1(li
     assert "FASTER" not in out and "NO" in out and "(400 img/s)" in out
     dear = next(record for record in line.records if record.label == "dear")
     assert f"not the right training: {dear.id} (incorrect: nothing was exchanged)" in out
-    # It stays so when nothing is left to run, and is not asked of others; showing is not running.
-    assert line.run(*ONE_CELL, *repeats) == 1 and line.made.started == []
+    assert len(dear.iters) == 1, "more repeats of it would tell nothing"
+    # It is measured again, alone, and is not asked of others; showing is not running.
+    assert line.run(*ONE_CELL, *repeats) == 1
+    assert [title.split()[-1] for title in line.made.started] == ["dear"]
     assert line.run(*ONE_CELL, *repeats, "-k", "ddp") == 0
     assert cli.main(["show", "tiny", "--logs", str(line.logs)]) == 0
     # What nobody has compared is no mistake, but no result either.
@@ -409,11 +411,44 @@ def test_doubtful_costs_are_told_of_every_trial_that_used_them(line):
 
 
 def test_costs_that_a_disturbed_launch_has_measured_are_measured_again(line):
-    disturbed = dataclasses.replace(GOOD, strain=Strain(foreign_cores=2.0))
-    line.made.outcomes = dict.fromkeys(("ddp", "dear"), ended_well(disturbed))
+    line.made.outcomes = dict.fromkeys(("ddp", "dear"), ended_well(DISTURBED))
     assert line.run(*ONE_CELL, "--set", "measure.repeats=1") == 0
     told = [briefing.costs for briefing in line.made.told]
-    assert told == [None] * 3 + [COSTS] * 3, "three launches each, the first trial's by itself"
+    assert told == [None] * 2 + [COSTS], "the first launch is done again, by itself"
+
+
+DISTURBED = dataclasses.replace(GOOD, strain=Strain(core_wait=1.0, foreign_cores=2.0))
+UNCHECKED = dataclasses.replace(GOOD, check=Check(finding="nothing to compare it with"))
+
+
+def labels(line):
+    return [title.split()[-1] for title in line.made.started]
+
+
+def test_flagged_rows_are_measured_again_by_the_next_run(line, capsys):
+    line.made.outcomes["dear"] = ended_well(DISTURBED)
+    assert line.run(*ONE_CELL) == 0
+    assert "disturbed" in capsys.readouterr().out
+    line.made.outcomes["dear"] = ended_well(UNCHECKED)
+    assert line.run(*ONE_CELL) == 0 and labels(line) == ["dear"] * 2
+    assert line.run(*ONE_CELL) == 0 and labels(line) == [], "nothing would check it another time"
+
+
+def test_a_cell_without_a_valid_base_is_measured_again_as_a_whole(line, capsys):
+    """At a time scale of its own: the others have one at which the base was not valid."""
+    line.made.outcomes["ddp"] = ended_well(DISTURBED)
+    assert line.run(*ONE_CELL, "--set", "measure.repeats=5") == 0
+    assert len(line.made.started) <= 3, "no round after the first"
+    dear = next(record for record in line.records if record.label == "dear")
+    assert doubt(dear).startswith(
+        "stopped: no verdict is possible, for ddp is not valid: disturbed"
+    )
+    line.made.outcomes.clear()
+    line.made.settled.clear()
+    assert line.run(*ONE_CELL, "--set", "measure.repeats=5") == 0
+    assert sorted(labels(line)) == ["ddp"] * 5 + ["dear"] * 5
+    assert line.made.settled == [None]
+    assert line.run(*ONE_CELL, "--set", "measure.repeats=5") == 0 and labels(line) == []
 
 
 def test_costs_of_another_fabric_are_no_word_on_this_one():

@@ -476,6 +476,11 @@ WRONG_ALGORITHMS = {
     "none": ("mine.py", EMPTY, "must define one subclass of dear.training.algorithm.Algorithm"),
     "two": ("mine.py", EMPTY + "class A(Algorithm): pass\nclass B(Algorithm): pass\n", "A, B"),
     "no promise": ("mine.py", EMPTY + "class A(Algorithm): pass\n", "must say what replicas"),
+    "no traffic": (
+        "mine.py",
+        EMPTY + 'class A(Algorithm): capabilities = Capabilities(consistency="decentralized")\n',
+        "A.traffic must say who sends to whom, for replicas are decentralized",
+    ),
     "dear's own name": ("wfbp.py", EMPTY, "an algorithm 'wfbp' of dear's own; rename the file"),
     "an alias": ("asc.py", EMPTY, "asc is another name of an algorithm"),
     "a bad name": ("My File.py", EMPTY, "rename it"),

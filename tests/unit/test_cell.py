@@ -12,11 +12,12 @@ from common.emulation.config import Fault, network_profile
 from common.emulation.dilation import Calibration, Choice
 from common.harness import cell as cells
 from common.harness import fabric as fabrics
-from common.harness.cell import Cell, Turn, order_seed, planned
+from common.harness.cell import Cell
 from common.harness.experiment import load
 from common.harness.fabric import Fabric
 from common.harness.record import FabricFacts, Result
 from common.harness.trial import MeasureConfig, Trial
+from common.harness.turn import Turn, order_seed, planned
 from common.harness.ui import Progress
 from common.harness.underway import Standing, Underway
 from common.launch.job import Outcome
@@ -78,6 +79,9 @@ class Rounds:
         self.launched: list[tuple[str, int, float]] = []
         self.recorded: dict[str, tuple[Turn, Outcome]] = {}
         self.etas: list[float | None] = []
+        self.whys: list[str] = []
+        """What the progress line said beside launches, once each time."""
+        self._why = ""
         self.outcome: Callable[[Trial, int], Outcome | Result] = lambda trial, repeat: result()
         self.progress = Progress(total=0)
         self.settled: Choice | None = None
@@ -105,11 +109,17 @@ class Rounds:
             launch=self.launch,
             record=self.record,
             progress=self.progress,
-            report=lambda progress: self.etas.append(progress.eta_s()),
+            report=self.report,
             kept=self.kept,
             keep=lambda standing: setattr(self, "standing", standing),
         )
         return cell.run(lambda trial: None, fail_fast)
+
+    def report(self, progress: Progress) -> None:
+        self.etas.append(progress.eta_s())
+        if progress.why and progress.why != self._why:
+            self.whys.append(progress.why)
+        self._why = progress.why
 
     def record(self, turn: Turn, outcome: Outcome) -> None:
         assert turn.trial.algorithm not in self.recorded, "each trial is recorded once"
@@ -246,47 +256,199 @@ def test_a_large_difference_does_not_stop_a_cell():
     assert len(rounds.launched) == 6 * len(NAMES)
 
 
-def test_a_disturbed_launch_is_done_again_twice_at_most_and_kept_as_evidence(monkeypatch):
-    disturbed = {("dear", 1): 1, ("wfbp", 0): 9}  # how often
+BUSY = Strain(core_wait=1.0, foreign_cores=1.0)
+SHORT = Strain(core_wait=1.0)
+BESIDE = Strain(core_wait=0.4, foreign_cores=1.0)
+
+
+def held_up(strain: Strain, step_s: float = 7.0) -> Result:
+    return dataclasses.replace(result(step_s), strain=strain)
+
+
+def test_what_passes_is_done_again_once_kept_as_evidence_and_told():
+    rounds = Rounds(MeasureConfig(repeats=2))
+    others_come = {("dear", 1), ("wfbp", 0)}
 
     def outcome(trial: Trial, repeat: int) -> Result:
-        left = disturbed.get((trial.algorithm, repeat), 0)
-        disturbed[trial.algorithm, repeat] = left - 1
-        return result(7.0 if left > 0 else 1.0)
+        place = (trial.algorithm, repeat)
+        if place not in others_come:
+            return result()
+        others_come.remove(place)
+        return held_up(BUSY)
 
-    def disturbance(trial: Trial, one: Result, canaries: list[list[float]]) -> str | None:
-        return "a canary took 9 % longer" if one.steps[0] == 7.0 else None
-
-    monkeypatch.setattr(cells, "disturbance", disturbance)
-    rounds = Rounds(MeasureConfig(repeats=2))
     rounds.outcome = outcome
     assert rounds.run()
-    dear, wfbp, ddp = (rounds.recorded[name][0] for name in ("dear", "wfbp", "ddp"))
-    assert [one.steps[0] for one in dear.results] == [1.0, 1.0]
-    assert [(one.repeat, one.reason) for one in dear.set_aside] == [(1, "a canary took 9 % longer")]
-    # The last one counts, whatever it is; its note says so.
-    assert [one.steps[0] for one in wfbp.results] == [7.0, 1.0]
-    assert [(one.repeat, one.iters) for one in wfbp.set_aside] == [(0, [[7.0, 7.0]])] * 2
-    assert ddp.set_aside == []
-    assert len(rounds.launched) == 2 * len(NAMES) + 3
+    assert rounds.statuses() == dict.fromkeys(NAMES, "ok")
+    assert len(rounds.launched) == 2 * len(NAMES) + 2
+    busy = "disturbed: other processes used 1.0 cores meanwhile"
+    for name, repeat in (("dear", 1), ("wfbp", 0)):
+        turn = rounds.recorded[name][0]
+        assert [one.steps[0] for one in turn.results] == [1.0, 1.0]
+        assert [(one.repeat, one.reason, one.iters) for one in turn.set_aside] == [
+            (repeat, busy, [[7.0, 7.0]])
+        ]
+    assert rounds.whys == [f"again: {busy}"] * 2
     assert (rounds.progress.done, rounds.progress.left) == (rounds.progress.total, [])
 
 
-def test_a_disturbed_launch_says_nothing_of_the_time_scale(monkeypatch):
-    """Its ranks waited for cores that others had; a busy machine must not slow a sweep for ever."""
-    calm = {"dear": 1, "wfbp": 9}  # launches until then
-
-    def disturbance(trial: Trial, one: Result, canaries: list[list[float]]) -> str | None:
-        name = rounds.launched[-1][0]
-        calm[name] = calm.get(name, 0) - 1
-        return "disturbed: 1 core" if calm[name] >= 0 else None
-
-    monkeypatch.setattr(cells, "disturbance", disturbance)
-    rounds = Rounds(MeasureConfig(repeats=1), needs={"dear": 16.0, "wfbp": 30.0})
+def test_load_that_leaves_threads_their_cores_repeats_and_flags_nothing():
+    rounds = Rounds(MeasureConfig(repeats=3))
+    rounds.fabric.foreign_cores = 1.0
+    rounds.outcome = lambda trial, repeat: held_up(BESIDE)
     assert rounds.run()
-    assert rounds.fabric.scales == [4.0, 16.0], "dear was heard when it had been quiet"
+    assert len(rounds.launched) == 3 * len(NAMES) and rounds.whys == ["others use 1.0 cores"]
+    assert all(turn.notes == turn.set_aside == [] for turn, _ in rounds.recorded.values())
+
+
+@pytest.mark.parametrize("before", [0.0, 1.0])
+def test_load_that_stays_takes_a_larger_scale_and_no_repeats(before):
+    """The launch that notices it may be done again once; who knew it before need not."""
+    rounds = Rounds(MeasureConfig(repeats=2), needs=dict.fromkeys(NAMES, 16.0))
+    rounds.fabric.foreign_cores = before
+    rounds.outcome = lambda trial, repeat: held_up(
+        BUSY if rounds.fabric.time_scale < 16 else BESIDE
+    )
+    assert rounds.run()
+    assert rounds.fabric.scales == [4.0, 16.0]
+    assert len(rounds.launched) == 2 * len(NAMES) + (2 if before == 0 else 1)
+    assert rounds.whys[-1].startswith("all begin again at time scale 16: ")
     assert rounds.statuses() == dict.fromkeys(NAMES, "ok")
-    assert rounds.recorded["wfbp"][0].notes == ["disturbed: 1 core"]
+    assert all(len(turn.results) == 2 for turn, _ in rounds.recorded.values())
+
+
+@pytest.mark.parametrize("strain", [BUSY, SHORT])
+def test_a_cell_whose_base_cannot_be_valid_ends_after_its_first_round_and_says_why(strain):
+    """As where the time scale is given: nothing larger may be chosen."""
+    rounds = Rounds(MeasureConfig(repeats=(5, 12), precision=0.02))
+    rounds.outcome = lambda trial, repeat: held_up(strain) if trial.algorithm == "ddp" else result()
+    assert rounds.run()
+    assert len(rounds.launched) == len(NAMES) + (strain is BUSY)
+    assert rounds.statuses() == dict.fromkeys(NAMES, "ok")
+    word = "disturbed: other processes" if strain is BUSY else "unfaithful: for lack of cores"
+    for name in NAMES:
+        turn, _ = rounds.recorded[name]
+        assert len(turn.results) == 1
+        if name != "ddp":
+            said = f"stopped: no verdict is possible, for ddp is not valid: {word}"
+            assert turn.notes[-1].startswith(said)
+    assert rounds.whys[-1].startswith("stopped: no verdict is possible")
+    assert (rounds.progress.done, rounds.progress.left) == (rounds.progress.total, [])
+
+
+def test_a_base_that_is_too_heavy_for_this_machine_ends_its_cell():
+    rounds = Rounds(MeasureConfig(repeats=5), needs={"ddp": 50.0})
+    rounds.outcome = lambda trial, repeat: held_up(SHORT) if trial.algorithm == "ddp" else result()
+    assert rounds.run()
+    assert len(rounds.launched) == len(NAMES)
+    assert rounds.statuses() == dict.fromkeys(NAMES, "ok") | {"ddp": "unsupported"}
+    assert "too heavy for this machine" in rounds.recorded["dear"][0].notes[-1]
+
+
+def test_a_trial_that_is_valid_at_the_largest_scale_keeps_its_number():
+    """A first round asks for more than a record must have; what cannot be had is not missed."""
+    rounds = Rounds(MeasureConfig(repeats=2), needs={"dear": 50.0})
+    rounds.outcome = lambda trial, repeat: held_up(Strain(core_wait=0.65))
+    assert rounds.run()
+    assert rounds.fabric.scales == [4.0]
+    assert rounds.statuses() == dict.fromkeys(NAMES, "ok")
+
+
+def test_another_trial_that_is_not_valid_ends_alone():
+    rounds = Rounds(MeasureConfig(repeats=3))
+    rounds.outcome = lambda trial, repeat: (
+        held_up(SHORT) if (trial.algorithm, repeat) == ("dear", 1) else result()
+    )
+    assert rounds.run()
+    counts = {name: len(turn.results) for name, (turn, _) in rounds.recorded.items()}
+    assert counts == dict.fromkeys(NAMES, 3) | {"dear": 2}
+    again = [place for place in rounds.launched if place[:2] == ("dear", 1)]
+    assert len(again) == 2, "it had been valid: that may have passed"
+    assert rounds.recorded["ddp"][0].notes == []
+
+
+def test_a_base_that_is_disturbed_later_begins_again_once_at_a_scale_that_can():
+    """As when somebody opens a browser in the middle."""
+    rounds = Rounds(MeasureConfig(repeats=3))
+    needed = rounds.fabric.needed
+
+    def needs(trial: Trial, one: Result) -> Choice | None:
+        if one.strain == BUSY:
+            return Choice(time_scale=2 * rounds.fabric.time_scale, reason="others came")
+        return needed(trial, one)
+
+    rounds.fabric.needed = needs
+    rounds.outcome = lambda trial, repeat: (
+        held_up(BUSY)
+        if repeat == 1 and trial.algorithm == "ddp" and rounds.fabric.time_scale == 4.0
+        else result()
+    )
+    assert rounds.run()
+    assert rounds.fabric.scales == [4.0, 8.0]
+    assert "found in round 2" in rounds.fabric.reason
+    for turn, outcome in rounds.recorded.values():
+        assert outcome.status == "ok" and len(turn.results) == 3
+        assert {one.time_scale for one in turn.set_aside} == {4.0}
+    rounds = Rounds(MeasureConfig(repeats=3))
+    rounds.fabric.needed = needs
+    rounds.outcome = lambda trial, repeat: held_up(BUSY) if repeat == 1 else result()
+    assert rounds.run()
+    assert rounds.fabric.scales == [4.0, 8.0], "once"
+    assert {len(turn.results) for turn, _ in rounds.recorded.values()} == {2}
+
+
+def test_launches_that_are_done_again_are_few():
+    """However often others come and go."""
+    rounds = Rounds(MeasureConfig(repeats=8))
+
+    def outcome(trial: Trial, repeat: int) -> Result:
+        first = rounds.launched.count(rounds.launched[-1]) == 1
+        return held_up(BUSY) if first and trial.algorithm != "ddp" else result()
+
+    rounds.outcome = outcome
+    assert rounds.run()
+    assert sum(why.startswith("again") for why in rounds.whys) == 8, "a quarter of 8 x 4"
+
+
+WRONG = Check(replicas_agree=True, matches_reference=False)
+
+
+def test_an_incorrect_trial_has_no_further_repeats_and_is_never_the_best():
+    rounds = Rounds(MeasureConfig(repeats=3))
+    checks = {"dear": WRONG, "wfbp": Check(replicas_agree=True)}
+    speed = {"dear": 0.1, "wfbp": 0.2, "allreduce": 0.5}
+    rounds.outcome = lambda trial, repeat: dataclasses.replace(
+        result(speed.get(trial.algorithm, 1.0)),
+        check=checks.get(trial.algorithm, result().check if repeat == 0 else Check()),
+        strain=Strain(core_wait=0.9 if trial.algorithm == "allreduce" else 0.1),
+    )
+    assert rounds.run()
+    counts = {name: len(turn.results) for name, (turn, _) in rounds.recorded.items()}
+    assert counts["dear"] == 1 and counts["wfbp"] == counts["ddp"] == 3
+    assert rounds.progress.best.startswith("ddp "), "the others are wrong, unchecked, and not valid"
+    assert "dear: NOT the right training, no further repeats" in rounds.whys
+
+
+def test_replicas_that_part_later_end_a_trial_as_well():
+    rounds = Rounds(MeasureConfig(repeats=4))
+    rounds.outcome = lambda trial, repeat: dataclasses.replace(
+        result(),
+        check=Check(replicas_agree=(trial.algorithm, repeat) != ("dear", 1)),
+    )
+    assert rounds.run()
+    assert len(rounds.recorded["dear"][0].results) == 2
+
+
+def test_what_needs_more_than_the_others_on_record_says_how_to_get_it():
+    rounds = Rounds(MeasureConfig(repeats=3), needs={"dear": 16.0})
+    rounds.settled = Choice(time_scale=8.0, reason="as the others")
+    rounds.outcome = lambda trial, repeat: held_up(SHORT) if trial.algorithm == "dear" else result()
+    assert rounds.run()
+    turn, _ = rounds.recorded["dear"]
+    assert len(turn.results) == 1
+    assert turn.notes == [
+        "it needs time scale 16; the others of its cell, on record, have 8: --rerun all measures "
+        "all of them"
+    ]
 
 
 BERT_SWEEP = """
@@ -311,6 +473,20 @@ def test_what_a_launch_needs_follows_from_its_waits(tmp_path, monkeypatch):
     assert fabric.needed(trial, idle).time_scale == 10
     rested = dataclasses.replace(busy, strain=Strain(core_wait=0.3))
     assert fabric.needed(trial, rested) is None
+    beside = dataclasses.replace(idle, strain=Strain(core_wait=1.2, foreign_cores=1.0))
+    alone = dataclasses.replace(idle, strain=Strain(core_wait=0.7, foreign_cores=0.1))
+    assert fabric.needed(trial, alone).time_scale == 6
+    assert fabric.needed(trial, beside).time_scale == 10
+    busier = dataclasses.replace(busy, strain=Strain(core_wait=3.0, foreign_cores=2.0))
+    assert fabric.needed(trial, busier).time_scale == 20, "12 CPU seconds, 4 / 3 cores"
+    for share in (0.018, -0.018):
+        off = dataclasses.replace(busy, strain=Strain(core_wait=0.3, fell_behind=share))
+        choice = fabric.needed(trial, off)
+        assert choice.time_scale == 6 and "1.8% of the time" in choice.reason
+    far = dataclasses.replace(busy, strain=Strain(fell_behind=0.1, core_wait=0.3))
+    assert fabric.needed(trial, far).time_scale == 10, "twice, and it looks again"
+    near = dataclasses.replace(busy, strain=Strain(fell_behind=0.01, core_wait=0.3))
+    assert fabric.needed(trial, near) is None
     given = dataclasses.replace(trial, time_scale=5.0)
     faulty = dataclasses.replace(trial, fault=Fault(kind="kill_rank", rank=1))
     real = dataclasses.replace(trial, model="mnist_cnn")
@@ -321,20 +497,27 @@ def test_what_a_launch_needs_follows_from_its_waits(tmp_path, monkeypatch):
 def test_the_scale_that_is_chosen_is_not_below_the_least(tmp_path, monkeypatch):
     monkeypatch.setattr(fabrics, "_cores", lambda: 2)
 
-    def chosen(**keys):
+    def chosen(network="100mbit", foreign=0.0, **keys):
         pairs = "".join(f", {name}: {value}" for name, value in keys.items())
-        text = BERT_SWEEP.replace("network: 10gbe", f"network: 100mbit{pairs}")
+        text = BERT_SWEEP.replace("network: 10gbe", f"network: {network}{pairs}")
         (tmp_path / "x.yaml").write_text(text)
         experiment = load(tmp_path / "x.yaml")
         (trial,) = experiment.trials()
         fabric = fabrics.EmulatedFabric(experiment, [trial])
         fabric._calibration = Calibration(cpu_s_per_byte=1e-10, memory_bytes_per_s=1e10)
-        fabric._links = network_profile("100mbit")
+        fabric._links = network_profile(network)
+        fabric.foreign_cores = foreign
         return fabric._choose(trial)
 
     assert chosen().time_scale == 1
     assert chosen(min_time_scale=3) == Choice(time_scale=3, reason="cluster.min_time_scale")
     assert chosen(min_time_scale=3, time_scale=2) == Choice(time_scale=2, reason="given")
+    quiet = chosen("10gbe")
+    assert chosen("10gbe", foreign=0.2) == quiet
+    beside = chosen("10gbe", foreign=1.0)
+    assert quiet.time_scale < beside.time_scale <= 2 * quiet.time_scale
+    assert beside.reason.endswith("; others use 1.0 cores")
+    assert chosen("10gbe", foreign=2.0).time_scale > beside.time_scale
 
 
 def test_repeats_at_twice_the_scale_give_the_systematic_error():

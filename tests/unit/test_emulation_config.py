@@ -11,7 +11,7 @@ import pytest
 
 from common import cgroups
 from common import machine as memory
-from common.emulation import network
+from common.emulation import dilation, network
 from common.emulation.config import (
     ClusterConfig,
     Fault,
@@ -23,8 +23,10 @@ from common.emulation.dilation import (
     Calibration,
     Load,
     Seen,
+    at_hand,
     check_scale,
     choose_time_scale,
+    foreign_cores,
     needed_scale,
     readable_scales,
 )
@@ -212,6 +214,64 @@ def test_the_reason_for_a_larger_scale_has_the_numbers():
     assert choice.reason == (
         "at 4 a rank's threads waited 0.90 s per second for a core, of which 0.6 are allowed"
     )
+
+
+def test_hosts_that_leave_their_devices_need_a_larger_scale_in_both_directions():
+    kept = Seen(time_scale=4, step_s=0.6, cpu_s_per_s=0.3, core_wait=0.1, fell_behind=0.014)
+    assert need(kept) == 4
+    for off in (0.021, -0.021):
+        assert need(dataclasses.replace(kept, fell_behind=off)) == 6
+    assert need(dataclasses.replace(kept, fell_behind=0.2)) == 8, "no more than twice at once"
+    choice = needed_scale(dataclasses.replace(kept, fell_behind=-0.021), BERT, linked(10), 2)
+    assert choice.reason == (
+        "at 4 hosts caught up with their devices by 2.1% of the time, of which 1.5% are allowed"
+    )
+
+
+def test_the_largest_scale_is_enough_where_a_record_may_have_it():
+    """A first round asks for more than that: what cannot be had is not missed."""
+    seen = Seen(time_scale=20, step_s=0.6, cpu_s_per_s=0.3, core_wait=0.1, fell_behind=0.05)
+
+    def most(most: float, **changed: float) -> float:
+        return needed_scale(dataclasses.replace(seen, **changed), BERT, linked(10), 2, most)
+
+    assert most(40).time_scale == 40
+    assert most(35).time_scale == 35, "0.05 x 20 / 35 is below 3 %"
+    assert most(30).time_scale == 40, "it is not: too heavy"
+    assert most(25, fell_behind=0.0, core_wait=0.8).time_scale == 25
+    assert most(21, fell_behind=0.0, core_wait=0.8).time_scale == 30
+
+
+def test_a_model_that_hardly_computes_makes_up_for_nothing():
+    """Its hosts would fall behind by all that an update takes on this machine's CPU."""
+    sends = dataclasses.replace(RESNET, step_s=0.0006)
+    wire_s = 2 * (sends.hosts - 1) / sends.hosts * sends.parameter_bytes * 8 / 10e9
+    update_s = sends.world_size * sends.parameter_bytes * sends.update_passes
+    serial_s = (update_s / MACHINE.memory_bytes_per_s + sends.world_size * 0.02) / 2
+    choice = choose_time_scale(sends, linked(10), MACHINE, 2)
+    assert choice.time_scale >= serial_s / (0.0006 + 0.015 * wire_s) > scale(RESNET)
+    assert "of replayed compute must make up for" in choice.reason
+
+
+def test_others_leave_a_fair_share_of_the_cores_at_least():
+    assert [at_hand(2, foreign, 2) for foreign in (0.0, 0.2)] == [2, 2], "that is nobody"
+    assert [at_hand(2, foreign, 2) for foreign in (0.5, 1.0, 2.0)] == [1.6, 4 / 3, 1]
+    assert at_hand(16, 2.0, 4) == 14
+    assert scale(BERT, cores=1) > scale(BERT, cores=2)
+
+
+def test_cores_of_others_are_all_busy_ones_but_ours(monkeypatch):
+    spent = iter([(1.0, 10.0), (1.2, 11.7)])
+    monkeypatch.setattr(dilation, "_own_and_busy_s", lambda: next(spent))
+    clock = iter([100.0, 101.0])
+    monkeypatch.setattr(dilation.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(dilation.time, "sleep", lambda seconds: None)
+    assert foreign_cores() == pytest.approx(1.5)
+
+
+def test_what_others_use_is_read_from_this_kernel():
+    own_s, busy_s = dilation._own_and_busy_s()
+    assert own_s > 0 and busy_s > 0
 
 
 def test_a_model_that_computes_is_dilated_only_where_it_learns():

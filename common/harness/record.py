@@ -22,6 +22,7 @@ from common.models.registry import model_entry
 from common.results.records import Bound, Breakdown, Bytes, Failure, Plan, Record, Throughput, typed
 from common.results.records.learned import Data, Learning
 from common.results.records.trust import Check, CostCheck, Network, Strain, elapsed_per_step_s
+from common.results.second import modelled
 from dear.cost.bounds import (
     CommTimes,
     StepTimes,
@@ -141,7 +142,7 @@ def make_record(
     emulated = fabric.fabric == "emulated"
     strain = [result.strain for result in results]
     unfaithful = notes.unfaithful(strain) if emulated else None
-    return Record(
+    record = Record(
         id=trial.id,
         hash=trial.hash,
         trial=trial.to_json(),
@@ -178,6 +179,7 @@ def make_record(
         notes=_notes(trial, results, machine, emulated, unfaithful),
         run=run,
     )
+    return dataclasses.replace(record, modelled=modelled(record))
 
 
 def _breakdown(results: Sequence[Result]) -> Breakdown | None:

@@ -204,6 +204,42 @@ def optimal(
     return plan[::-1]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Arrived:
+    """The gradients of a backward pass in the order in which they arrive, without a model."""
+
+    sizes: Sequence[int]
+    """Bytes."""
+    arrivals_s: Sequence[float]
+    """From the begin of the pass."""
+    owners: Sequence[Hashable]
+    """The layer of each."""
+    end_s: float
+    """Of the pass."""
+
+    def by_layer(self) -> Groups:
+        """Those of each layer, layers in the order in which they are complete."""
+        found: dict[Hashable, list[int]] = {}
+        for place, owner in enumerate(self.owners):
+            found.setdefault(owner, []).append(place)
+        return sorted(found.values(), key=max)
+
+
+def by_layers(arrived: Arrived, options: Any) -> Groups:
+    """What `group` and `launch_order` make of one type on one device.
+
+    Args:
+        options: as for `group`.
+    """
+    alone = options.fusion == "none"
+    units = by_count(len(arrived.sizes), 1) if alone else arrived.by_layer()
+    units.reverse()  # as the next forward pass needs them
+    sizes = [sum(arrived.sizes[i] for i in unit) for unit in units]
+    waits = [min(arrived.end_s - arrived.arrivals_s[i] for i in unit) for unit in units]
+    joined = _joined(sizes, waits, options)
+    return [sorted(i for unit in members for i in units[unit]) for members in reversed(joined)]
+
+
 def ends(
     groups: Groups, sizes: Sequence[float], arrivals: Sequence[float], cost: Cost
 ) -> list[float]:

@@ -53,6 +53,10 @@ class Transfer:
 
     buckets: Literal["all", "some", "instead"] = "all"
     """`some`: not every bucket has it; `instead`: those that have it lack the others."""
+    up_to_bytes: float | None = None
+    """With `instead`, which buckets have it: those of at most so many bytes on the wire."""
+    part_bytes: float | None = None
+    """A bucket travels in equal parts of at most so many bytes on the wire; None: whole."""
 
     def __str__(self) -> str:
         what = f"{self.kind} of {' and '.join(self.carries)}"
@@ -108,11 +112,30 @@ class Overlap:
         return ". ".join(part[0].upper() + part[1:] for part in parts)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Cycles:
+    """A thread of its own sends in cycles what the backward pass has left; its end waits for all.
+
+    In each cycle ranks agree on what all of them have (one small all-reduce), fuse that in the
+    order of its arrival, and all-reduce one buffer after the other; then they rest.
+    """
+
+    cycle_s: float
+    """From the begin of one cycle to the next, unless it takes longer."""
+    fusion_bytes: float
+    """No buffer is larger, but for a single tensor that is."""
+    agreement_bytes: float
+    marks_bytes: float = 0.0
+    """Per tensor: what is all-reduced besides when the pass has ended."""
+
+
 @dataclass(frozen=True)
 class Unstated:
     """An algorithm that states nothing, and why: its order is made where nobody can look."""
 
     reason: str
+    cycles: Cycles | None = None
+    """By which rule it is made, where that is known."""
 
     def __str__(self) -> str:
         return f"Not stated: {self.reason}"

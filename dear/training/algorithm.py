@@ -17,6 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar, Literal, get_args
 
+from dear.buckets.grouping import Arrived, Cost, Groups
 from dear.comm.communicator import Communicator
 from dear.cost.bounds import Bound, Traffic
 from dear.cost.overlap import Overlap, Unstated
@@ -59,6 +60,18 @@ class Algorithm(ABC):
     def overlap_of(cls, options: Any) -> Overlap | Unstated | None:
         """The statement with these options."""
         return cls.overlap
+
+    @classmethod
+    def grouping(cls, options: Any, arrived: Arrived, cost: Cost) -> Groups | None:
+        """Which gradients travel together once it has settled, in the order in which they start.
+
+        By their places in the order of arrival. None: nobody knows without running it.
+
+        Args:
+            options: of this algorithm.
+            cost: seconds of an all-reduce by its bytes.
+        """
+        return None
 
     @classmethod
     def traffic(cls, options: Any, world_size: int, local_size: int) -> Traffic | None:

@@ -15,6 +15,7 @@ from common.results.records.learned import Data, Learning
 from common.results.records.trust import (
     Check,
     CostCheck,
+    Modelled,
     Network,
     Strain,
     Systematic,
@@ -199,6 +200,8 @@ class Record:
     cpu_s_per_s: list[float] = field(default_factory=list)
     systematic: Systematic | None = None
     """Of emulated trials that were measured at twice the time scale, too."""
+    modelled: Modelled | None = None
+    """The step by a second method; None of trials that it is not for, and in older records."""
     strain: list[Strain] = field(default_factory=list)
     """By repeat."""
     unfaithful: bool | None = None

@@ -80,6 +80,23 @@ class Systematic:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Modelled:
+    """The step of a trial by a second method, which shares no code with its emulation
+    (`common.virtual`)."""
+
+    step_s: float | None = None
+    """None: it could not be computed."""
+    exposed_s: float | None = None
+    """Of that, waits for communication."""
+    reason: str | None = None
+    """Why it could not."""
+
+    def off(self, step_s: float) -> float | None:
+        """By how much a measured step is longer, relative to the model's."""
+        return None if self.step_s is None else step_s / self.step_s - 1
+
+
+@dataclass(frozen=True, kw_only=True)
 class Strain:
     """How hard the machine was pressed while steps were timed; of several machines, the worst."""
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from dear.algorithms.synchronous.wfbp import AveragingEngine
 from dear.buckets.compressors import CompressedOptions
+from dear.buckets.grouping import Arrived, Cost, Groups, by_count
 from dear.cost.overlap import Overlap, Transfer
 from dear.training.algorithm import Algorithm, Capabilities
 from dear.training.engine import Replica
@@ -28,6 +29,10 @@ class AllReduce(Algorithm):
     capabilities = Capabilities(consistency="synchronous")
     bound = "sequential"
     overlap = Overlap(transfers=(Transfer(kind="average", starts="pass", awaited="pass"),))
+
+    @classmethod
+    def grouping(cls, options: Options, arrived: Arrived, cost: Cost) -> Groups:
+        return by_count(len(arrived.sizes), 1)
 
     def engine(self, replica: Replica) -> AveragingEngine:
         return AveragingEngine(replica, replica.params, overlap=False)

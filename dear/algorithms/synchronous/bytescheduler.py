@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 from dear.buckets.carriers import Carrier, make_carrier
 from dear.buckets.compressors import HalfOptions
 from dear.buckets.flat import packed_bucket, with_gradients
-from dear.buckets.grouping import MIB, Cost, fuse, layers
+from dear.buckets.grouping import MIB, Arrived, Cost, Groups, fuse, layers
 from dear.buckets.updates import PartialUpdate
 from dear.comm.communicator import Work
 from dear.cost.collectives import measured_costs
@@ -77,14 +77,22 @@ class ByteScheduler(Algorithm):
 
     capabilities = Capabilities(consistency="synchronous")
     bound = "cross_iteration"
-    overlap = Overlap(
-        transfers=(
-            Transfer(
-                kind="average", starts="gradient", awaited="layer", steps_later=1, urgent=True
-            ),
-        ),
-        updates="layer",
-    )
+
+    @classmethod
+    def overlap_of(cls, options: Options) -> Overlap:
+        sent = Transfer(
+            kind="average",
+            starts="gradient",
+            awaited="layer",
+            steps_later=1,
+            urgent=True,
+            part_bytes=options.partition_mb * MIB,
+        )
+        return Overlap(transfers=(sent,), updates="layer")
+
+    @classmethod
+    def grouping(cls, options: Options, arrived: Arrived, cost: Cost) -> Groups:
+        return arrived.by_layer()
 
     def refuse(self, replica: Replica) -> None:
         refuse_lbfgs(replica.optimizer, "bytescheduler")

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from dear.buckets.carriers import Carrier, make_carrier
 from dear.buckets.compressors import CompressedOptions, Compression
+from dear.buckets.grouping import MIB, Arrived, Cost, Groups, by_total
 from dear.buckets.updates import beside, run_hooks
 from dear.comm.communicator import Communicator, Work
 from dear.cost.overlap import Overlap, Transfer
@@ -75,6 +76,11 @@ class Ddp(Algorithm):
         sent = Transfer(kind="average", starts="gradient", awaited="pass")
         updated = Transfer(kind="gather", carries=("parameters",), starts="step", awaited="step")
         return Overlap(transfers=(sent, *[updated] * options.zero))
+
+    @classmethod
+    def grouping(cls, options: Options, arrived: Arrived, cost: Cost) -> Groups:
+        """As torch makes buckets anew after the first pass."""
+        return by_total(arrived.sizes, options.bucket_cap_mb * MIB)
 
     def alone(self, options: Options) -> bool:
         return True  # DDP's reducer is there all the same

@@ -9,7 +9,17 @@ from typing import Any, Literal
 
 from dear.buckets.compressors import CompressedOptions
 from dear.buckets.flat import Bucket, adopt, flatten
-from dear.buckets.grouping import KIB, RunOrder, agree, group, launch_order
+from dear.buckets.grouping import (
+    KIB,
+    Arrived,
+    Cost,
+    Groups,
+    RunOrder,
+    agree,
+    by_layers,
+    group,
+    launch_order,
+)
 from dear.buckets.halves import (
     AllReduced,
     Decoupled,
@@ -139,9 +149,15 @@ class Dear(Algorithm):
         With those of torch that work on whole tensors `update=auto` does as stated for
         `replicated`. With any other, second halves are awaited in `step()`, where all is updated.
         """
-        at_once = Transfer(kind="average", starts="gradient", awaited="step", buckets="instead")
+        at_once = Transfer(
+            kind="average",
+            starts="gradient",
+            awaited="step",
+            buckets="instead",
+            up_to_bytes=options.small_kb * KIB,
+        )
         if options.gathers:
-            whole = dataclasses.replace(at_once, buckets="all")
+            whole = dataclasses.replace(at_once, buckets="all", up_to_bytes=None)
             return Overlap(transfers=(whole,), updates="layer")
         replicated = options.update == "replicated"
         first = Transfer(kind="reduce", starts="gradient", awaited="step")
@@ -160,6 +176,11 @@ class Dear(Algorithm):
             transfers=(*halves, *[at_once] * (small and not options.exclude_parts)),
             updates="layer" if replicated else "step",
         )
+
+    @classmethod
+    def grouping(cls, options: Options, arrived: Arrived, cost: Cost) -> Groups:
+        """With `tuned` as its search begins."""
+        return by_layers(arrived, options)
 
     def refuse(self, replica: Replica) -> None:
         refuse_lbfgs(replica.optimizer, "dear")

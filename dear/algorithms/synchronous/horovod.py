@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from dear.buckets.grouping import MIB
+from dear.buckets.grouping import MIB, Arrived, Cost, Groups, by_count
 from dear.comm.communicator import Communicator
 from dear.comm.environment import RankFacts
 from dear.comm.runtime import address_of
-from dear.cost.overlap import Unstated
+from dear.cost.overlap import Cycles, Unstated
 from dear.errors import Unavailable, UserError
 from dear.lazy import torch
 from dear.options import LATER, at_least, positive
@@ -110,9 +110,29 @@ class Horovod(Algorithm):
 
     capabilities = Capabilities(consistency="synchronous")
     bound = "wfbp"
-    overlap = Unstated(
-        "Horovod's own thread decides in each cycle what it sends; `backward()` waits for it all"
-    )
+
+    @classmethod
+    def overlap_of(cls, options: Options) -> Unstated:
+        """The rule of its thread is known for cached tensors that travel one by one."""
+        ruled = not (options.autotune or options.adasum or options.groups)
+        ruled = ruled and options.cache_capacity != 0 and options.controller == "gloo"
+        fusion, cycle = options.fusion_threshold_mb, options.cycle_time_ms
+        return Unstated(
+            "Horovod's own thread decides in each cycle what it sends; `backward()` waits for it "
+            "all",
+            Cycles(
+                cycle_s=(CYCLE_TIME_MS if cycle is None else cycle) / 1e3,
+                fusion_bytes=(FUSION_THRESHOLD_MB if fusion is None else fusion) * MIB,
+                agreement_bytes=AGREEMENT_BYTES,
+                marks_bytes=4,
+            )
+            if ruled
+            else None,
+        )
+
+    @classmethod
+    def grouping(cls, options: Options, arrived: Arrived, cost: Cost) -> Groups:
+        return by_count(len(arrived.sizes), 1)
 
     @classmethod
     def unavailable(cls) -> str | None:
@@ -151,6 +171,11 @@ def _moves_cuda_tensors() -> bool:
 _counter = itertools.count()
 CYCLE_TIME_MS = 1.0
 """Horovod's own default (`cycle_time_ms` in its horovod/common/global_state.h)."""
+
+FUSION_THRESHOLD_MB = 128.0
+"""Horovod's own default (horovod/common/global_state.h)."""
+AGREEMENT_BYTES = 256
+"""Some bits per tensor, by which ranks agree on cached ones in each cycle."""
 
 POLL_PERIOD_S = 50e-6
 """Between two looks whether Horovod is done; a sleep is not much shorter on Linux."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, Literal
@@ -10,7 +10,7 @@ from typing import Any, Literal
 from dear.buckets.carriers import Payloads, make_carrier
 from dear.buckets.compressors import CompressedOptions, HalfOptions
 from dear.buckets.flat import packed_bucket
-from dear.buckets.grouping import MIB, Cost, Groups, by_total, ends, fuse, greedy, optimal
+from dear.buckets.grouping import MIB, Arrived, Cost, Groups, by_total, ends, fuse, greedy, optimal
 from dear.comm.communicator import Communicator, Work
 from dear.cost.collectives import measured_costs, table_costs
 from dear.cost.overlap import Overlap, Transfer
@@ -23,6 +23,7 @@ from dear.training.gradients import GradientEngine
 from dear.training.tuning import BackwardProfile, LayerTimes
 
 PROFILING_MB = 25
+FLOAT32_BYTES = 4
 
 
 class MgWfbp(Algorithm):
@@ -90,6 +91,11 @@ class MgWfbp(Algorithm):
     bound = "wfbp"
     overlap = Overlap(transfers=(Transfer(kind="average", starts="gradient", awaited="pass"),))
 
+    @classmethod
+    def grouping(cls, options: Options, arrived: Arrived, cost: Cost) -> Groups:
+        """With times and costs as they are given, instead of measured ones."""
+        return merged(options, arrived.sizes, arrived.arrivals_s, cost, FLOAT32_BYTES)
+
     def engine(self, replica: Replica) -> MergedEngine:
         options = replica.options
         return MergedEngine(replica, channels=options.channels, layer_times=options.layer_times)
@@ -147,12 +153,8 @@ class MergedEngine(GradientEngine):
         options = self.options
         if options.threshold_mb is not None:
             return by_total(sizes, options.threshold_mb * MIB, kinds=given["kinds"])
-        cost = self.cost(like)
-        if options.merge == "optimal":
-            return self.foreseen(optimal(sizes, cost=cost, **given), sizes, cost, **given)
-        least = options.small_elements * like.element_size()
-        wait = options.merge == "greedy"
-        groups = greedy(sizes, cost=cost, wait=wait, least=least, **given)
+        cost, width = self.cost(like), like.element_size()
+        groups = merged(options, sizes, given["arrivals"], cost, width, given["kinds"])
         return self.foreseen(groups, sizes, cost, **given)
 
     def foreseen(
@@ -232,6 +234,28 @@ class MergedEngine(GradientEngine):
         ]
         units = [exchange.bucket.params for exchange in self._exchanges]
         self.schedule.regroup(units, range(len(units)))
+
+
+def merged(
+    options: MgWfbp.Options,
+    sizes: Sequence[int],
+    arrivals: Sequence[float],
+    cost: Cost,
+    width: int,
+    kinds: Sequence[Hashable] | None = None,
+) -> Groups:
+    """Groups by the rule of the options.
+
+    Args:
+        sizes, arrivals, cost, kinds: as for `greedy`.
+        width: bytes of an element.
+    """
+    if options.threshold_mb is not None:
+        return by_total(sizes, options.threshold_mb * MIB, kinds=kinds)
+    if options.merge == "optimal":
+        return optimal(sizes, arrivals, cost, kinds=kinds)
+    least, wait = options.small_elements * width, options.merge == "greedy"
+    return greedy(sizes, arrivals, cost, wait=wait, least=least, kinds=kinds)
 
 
 def given_profile(replica: Replica, layer_times: Mapping[str, float]) -> BackwardProfile:

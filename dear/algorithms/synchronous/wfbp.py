@@ -7,13 +7,14 @@ from dataclasses import dataclass
 
 from dear.buckets.carriers import make_carrier
 from dear.buckets.compressors import CompressedOptions
+from dear.buckets.grouping import Arrived, Cost, Groups, by_count
 from dear.buckets.halves import Usage
 from dear.comm.communicator import Work
 from dear.cost.overlap import Overlap, Transfer
 from dear.lazy import torch
 from dear.options import at_least
 from dear.training.algorithm import Algorithm, Capabilities
-from dear.training.engine import Replica
+from dear.training.engine import Replica, grouped
 from dear.training.gradients import GradientEngine
 
 
@@ -41,6 +42,10 @@ class Wfbp(Algorithm):
     capabilities = Capabilities(consistency="synchronous")
     bound = "wfbp"
     overlap = Overlap(transfers=(Transfer(kind="average", starts="gradient", awaited="pass"),))
+
+    @classmethod
+    def grouping(cls, options: Options, arrived: Arrived, cost: Cost) -> Groups:
+        return by_count(len(arrived.sizes), 1)
 
     def engine(self, replica: Replica) -> AveragingEngine:
         return AveragingEngine(replica, replica.params, channels=replica.options.channels)
@@ -83,6 +88,10 @@ class AveragingEngine(GradientEngine):
         # if every gradient arrives, the last one arrives last.
         self._units = [[param] for param in params] if overlap else [list(params)]
         super().__init__(replica, self._units, learn=bool(params))
+
+    def groups(self) -> list[tuple[int, Sequence[torch.nn.Parameter]]]:
+        """Each tensor by itself, also where all of them start together."""
+        return grouped([param] for unit in self.schedule.launched() for param in unit)
 
     def ready(self, unit: int) -> None:
         for param in self._units[unit]:

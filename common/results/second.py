@@ -1,0 +1,90 @@
+"""The second method: what a trial's step takes by an event model, from its profile, plan and costs.
+
+It knows nothing of how trials are emulated, so an error would have to be in both to go unseen.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from common.models.profile import Profile, load, path_of
+from common.results.records import Record
+from common.results.records.trust import Modelled
+from common.virtual.foresee import share_on_wire
+from common.virtual.passes import Bundle, UnmodelledError, messages_of, passes_of
+from common.virtual.step import Prediction, predict
+from dear.errors import UserError
+from dear.training.algorithm import algorithm_class, algorithm_options
+
+
+def modelled(record: Record) -> Modelled | None:
+    """What the record of a trial is to say of the model; None where there is nothing to model.
+
+    That is any trial but emulated ones of synchronous algorithms, of several ranks, in which every
+    rank has the same device and steps were timed.
+    """
+    if record.fabric != "emulated" or not record.ok or record.throughput is None:
+        return None
+    trial = record.trial
+    if trial["world_size"] == 1 or trial.get("learn") or trial.get("twin") is not None:
+        return None
+    try:
+        kind = algorithm_class(trial["algorithm"])
+    except UserError as error:
+        return Modelled(reason=str(error))
+    if kind.capabilities.consistency != "synchronous":
+        return None
+    try:
+        found = prediction(record)
+    except (UnmodelledError, UserError) as error:
+        return Modelled(reason=str(error))
+    return Modelled(step_s=found.step_s, exposed_s=found.exposed_s)
+
+
+def prediction(record: Record) -> Prediction:
+    """The step of a record's trial by the event model.
+
+    Raises:
+        UnmodelledError: something that it needs is not on record, or no part of the model.
+        UserError: an algorithm or options that are no longer there.
+    """
+    trial, plan = record.trial, record.plan
+    if record.fault is not None:
+        raise UnmodelledError("its cluster was disturbed on purpose")
+    if (trial.get("ranks_per_host") or 1) > 1:
+        raise UnmodelledError("its ranks share links")
+    if record.compute is None or not record.costs:
+        raise UnmodelledError("compute and costs of collectives are not on record")
+    kind = algorithm_class(trial["algorithm"])
+    options = algorithm_options(trial["algorithm"], trial["options"])
+    if kind.traffic(options, trial["world_size"], 1) is not None:
+        raise UnmodelledError("its ranks average in groups, whose costs are not on record")
+    if plan is None or not plan.groups:
+        raise UnmodelledError("its plan is not on record")
+    passes = passes_of(_profile(trial), record.compute.update_s)
+    bundles = [
+        Bundle(
+            nbytes=group.bytes,
+            tensors=group.tensors,
+            names=tuple(name for name in (group.first, group.last) if name is not None),
+        )
+        for group in plan.groups
+    ]
+    messages = messages_of(passes, bundles, share_on_wire(options))
+    statement = kind.overlap_of(options)
+    return predict(passes, messages, statement, record.costs, trial["world_size"])
+
+
+def _profile(trial: dict[str, Any]) -> Profile:
+    model, _, device = trial["model"].rpartition("@")
+    if not model:
+        raise UnmodelledError("its model has no profile")
+    if trial["dtype"] != "float32":
+        raise UnmodelledError(f"its parameters are {trial['dtype']}")
+    try:
+        profile = load(path_of(model, device, trial["batch_size"]))
+    except UserError:
+        raise UnmodelledError("the profile that it followed is not here") from None
+    if profile.digest != trial.get("profile_digest"):
+        raise UnmodelledError("the profile that it followed is not the one that is here now")
+    return profile

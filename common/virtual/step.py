@@ -1,0 +1,323 @@
+"""A training step on one of many equal ranks, as an algorithm's statement of order has it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from common.virtual.events import Events
+from common.virtual.link import CHUNK_BYTES, Cost, Link, Sending
+from common.virtual.passes import Message, Passes, UnmodelledError
+from dear.cost.overlap import Cycles, Kind, Moment, Overlap, Transfer, Unstated
+
+OPERATIONS: dict[Kind, str] = {
+    "average": "all_reduce",
+    "reduce": "reduce_scatter",
+    "gather": "all_gather",
+}
+"""The collective of each kind of transfer; the others are no collectives."""
+
+LONGEST = 64
+"""Steps after which the mean of the second half counts, where no period shows."""
+PERIODS = 4
+"""Steps that a period may have."""
+SAME = 1e-9
+"""Relative difference of equal steps."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wait:
+    """Where the device stood still for a message."""
+
+    moment: Moment
+    layer: int | None
+    """Before which layer, if before one."""
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """A step once it repeats itself. Seconds."""
+
+    step_s: float
+    exposed_s: float
+    """Of that, waits for communication."""
+    waits: tuple[Wait, ...]
+    """Of the last step."""
+
+
+def predict(
+    passes: Passes,
+    messages: Sequence[Message],
+    statement: Overlap | Unstated | None,
+    costs: Mapping[str, Cost],
+    world_size: int,
+    chunk_bytes: float = CHUNK_BYTES,
+) -> Prediction:
+    """The steady step of an algorithm on `world_size` equal ranks, each with a link of its own.
+
+    Args:
+        messages: what travels together, in the order of the plan (`messages_of`, `grouped`).
+        statement: what the algorithm says of them (`Algorithm.overlap_of`).
+        costs: seconds by bytes of the full buffer, by operation (`all_reduce`, ...).
+
+    Raises:
+        UnmodelledError: the statement does not tell enough, or a cost is missing.
+    """
+    if isinstance(statement, Unstated) and statement.cycles is not None:
+        _check_costs(["average"], costs)
+        return _steady(_InCycles(passes, messages, statement.cycles, costs["all_reduce"]))
+    if not isinstance(statement, Overlap):
+        raise UnmodelledError("its algorithm does not state when messages start")
+    kinds = [transfer.kind for transfer in statement.transfers]
+    _check_costs(kinds, costs)
+    return _steady(_Stated(passes, messages, statement, costs, world_size, chunk_bytes))
+
+
+def _check_costs(kinds: Sequence[Kind], costs: Mapping[str, Cost]) -> None:
+    for kind in kinds:
+        operation = OPERATIONS.get(kind)
+        if operation is None:
+            raise UnmodelledError(f"its ranks {kind} with a few others, which is no collective")
+        if operation not in costs:
+            raise UnmodelledError(f"no cost of {operation} is known")
+
+
+def _steady(rank: _Rank) -> Prediction:
+    """Steps until they repeat themselves."""
+    lengths: list[float] = []
+    exposed: list[float] = []
+    while len(lengths) < LONGEST:
+        began_s = rank.events.now_s
+        rank.waits = []
+        rank.step()
+        lengths.append(rank.events.now_s - began_s)
+        exposed.append(sum(wait.seconds for wait in rank.waits))
+        for period in range(1, PERIODS + 1):
+            if _repeats(lengths, period):
+                return _mean(lengths[-period:], exposed[-period:], rank)
+    return _mean(lengths[LONGEST // 2 :], exposed[LONGEST // 2 :], rank)
+
+
+def _repeats(lengths: Sequence[float], period: int) -> bool:
+    """Whether the last steps are twice the same period. The first of all, which has nothing to
+    wait for, does not count."""
+    if len(lengths) < 2 * period + 1:
+        return False
+    pairs = zip(lengths[-2 * period : -period], lengths[-period:], strict=True)
+    return all(math.isclose(one, other, rel_tol=SAME) for one, other in pairs)
+
+
+def _mean(lengths: Sequence[float], exposed: Sequence[float], rank: _Rank) -> Prediction:
+    count = len(lengths)
+    return Prediction(
+        step_s=math.fsum(lengths) / count,
+        exposed_s=math.fsum(exposed) / count,
+        waits=tuple(rank.waits),
+    )
+
+
+class _Rank:
+    """One of the ranks, which are alike: its device and its link."""
+
+    def __init__(self, passes: Passes, messages: Sequence[Message], chunk_bytes: float) -> None:
+        self.events = Events()
+        self.link = Link(self.events, chunk_bytes)
+        self.passes, self.messages = passes, messages
+        self.waits: list[Wait] = []
+
+    def step(self) -> None:
+        """Computes one step, and waits in it."""
+        raise NotImplementedError
+
+    def wait(self, sendings: Sequence[Sending], moment: Moment, layer: int | None = None) -> None:
+        """Stands still until all of them have ended."""
+        began_s = self.events.now_s
+        self.events.run_until(lambda: all(sending.ended for sending in sendings))
+        waited_s = self.events.now_s - began_s
+        if waited_s:
+            self.waits.append(Wait(moment=moment, layer=layer, seconds=waited_s))
+
+
+class _Stated(_Rank):
+    """A rank that does as its algorithm states."""
+
+    def __init__(
+        self,
+        passes: Passes,
+        messages: Sequence[Message],
+        overlap: Overlap,
+        costs: Mapping[str, Cost],
+        world_size: int,
+        chunk_bytes: float,
+    ) -> None:
+        super().__init__(passes, messages, chunk_bytes)
+        self._overlap, self._costs = overlap, costs
+        gradients, layers = passes.gradients, len(passes.forward_s)
+        self._layer = [min(gradients[i].layer for i in one.members) for one in messages]
+        """Before which each message is first needed."""
+        self._ready = [max(one.members) for one in messages]
+        """With which gradient each is complete."""
+        shared = any(t.kind == "gather" and "parameters" in t.carries for t in overlap.transfers)
+        rate_s = passes.update_s / passes.nbytes / (world_size if shared else 1)
+        self._update_s = [rate_s * sum(gradients[i].nbytes for i in m.members) for m in messages]
+        self._urgency = [float(layers - layer) for layer in self._layer]
+        self._by_need = sorted(range(len(messages)), key=self._layer.__getitem__)
+        self._transfers = [_transfers_of(one.nbytes, overlap) for one in messages]
+        self._step = 0
+        self._under_way: dict[tuple[int, Transfer, int], list[Sending]] = {}
+        """By message, transfer and the step in which it started."""
+
+    def step(self) -> None:
+        every = range(len(self.messages))
+        self._do(every, "model")
+        for layer, seconds in enumerate(self.passes.forward_s):
+            needed = [i for i in every if self._layer[i] == layer]
+            self._do(needed, "layer", layer)
+            if self._overlap.updates == "layer" and self._step:
+                self.events.run_for(sum(self._update_s[i] for i in needed))
+            self.events.run_for(seconds)
+        self._backward()
+        self._do(every, "pass")
+        self._end()
+        self._step += 1
+
+    def _backward(self) -> None:
+        at_s = 0.0
+        for place, gradient in enumerate(self.passes.gradients):
+            self.events.run_for(max(0.0, gradient.ready_s - at_s))
+            at_s = max(at_s, gradient.ready_s)
+            complete = [i for i, last in enumerate(self._ready) if last == place]
+            self._do(complete, "gradient")
+            if self._overlap.updates == "gradient":
+                self.events.run_for(sum(self._update_s[i] for i in complete))
+        self.events.run_for(max(0.0, self.passes.backward_s - at_s))
+
+    def _end(self) -> None:
+        """`step()`: what is awaited and the update, message by message; then what starts."""
+        every = range(len(self.messages))
+        for i in every:
+            self._await([i], "step", began_before=True)
+            if self._overlap.updates == "step":
+                self.events.run_for(self._update_s[i])
+        # Of what is urgent, nothing starts before what is needed earlier.
+        self._start(self._by_need, "step")
+        self._await(every, "step")
+
+    def _do(self, messages: Sequence[int], moment: Moment, layer: int | None = None) -> None:
+        """What started earlier and is awaited at this moment, what starts, and what is awaited at
+        once."""
+        self._await(messages, moment, layer, began_before=True)
+        self._start(messages, moment)
+        self._await(messages, moment, layer)
+
+    def _start(self, messages: Sequence[int], moment: Moment) -> None:
+        for i in messages:
+            for transfer in self._transfers[i]:
+                if transfer.starts == moment:
+                    self._under_way[i, transfer, self._step] = self._send(i, transfer)
+
+    def _send(self, index: int, transfer: Transfer) -> list[Sending]:
+        nbytes = self.messages[index].nbytes
+        parts = max(1, math.ceil(nbytes / transfer.part_bytes)) if transfer.part_bytes else 1
+        queue = {"channel": self._layer[index] + 1, "priority": self._urgency[index]}
+        return [
+            self.link.send(
+                self._costs[OPERATIONS[transfer.kind]],
+                nbytes / parts,
+                **(queue if transfer.urgent else {}),
+            )
+            for _ in range(parts)
+        ]
+
+    def _await(
+        self,
+        messages: Sequence[int],
+        moment: Moment,
+        layer: int | None = None,
+        *,
+        began_before: bool = False,
+    ) -> None:
+        """Waits for what is awaited at this moment.
+
+        Args:
+            began_before: leave out what starts at this moment itself.
+        """
+        for i in messages:
+            for transfer in self._transfers[i]:
+                if transfer.awaited != moment:
+                    continue
+                if began_before and transfer.starts == moment and not transfer.steps_later:
+                    continue
+                key = i, transfer, self._step - transfer.steps_later
+                self.wait(self._under_way.pop(key, []), moment, layer)
+
+
+def _transfers_of(nbytes: float, overlap: Overlap) -> tuple[Transfer, ...]:
+    """Those that a message of so many bytes has."""
+    instead = [t for t in overlap.transfers if t.buckets == "instead"]
+    if any(t.buckets != "all" and t.up_to_bytes is None for t in overlap.transfers):
+        raise UnmodelledError("it is not stated which messages have which transfers")
+    small = tuple(t for t in instead if nbytes <= t.up_to_bytes)
+    return small or tuple(t for t in overlap.transfers if t.buckets == "all")
+
+
+class _InCycles(_Rank):
+    """A rank on which a thread of its own sends what is ready, in cycles."""
+
+    def __init__(
+        self, passes: Passes, messages: Sequence[Message], cycles: Cycles, cost: Cost
+    ) -> None:
+        super().__init__(passes, messages, CHUNK_BYTES)
+        self._cycles, self._cost = cycles, cost
+        self._ready: list[float] = []
+        """Bytes of what has not been sent."""
+        self._missing = 0
+        """Tensors of the pass that have not ended."""
+        self._share = sum(one.nbytes for one in messages) / passes.nbytes
+        self._begin()
+
+    def step(self) -> None:
+        for seconds in self.passes.forward_s:
+            self.events.run_for(seconds)
+        at_s = 0.0
+        for gradient in self.passes.gradients:
+            self.events.run_for(max(0.0, gradient.ready_s - at_s))
+            at_s = max(at_s, gradient.ready_s)
+            self._give(gradient.nbytes * self._share)
+        self.events.run_for(max(0.0, self.passes.backward_s - at_s))
+        self._give(self._cycles.marks_bytes * len(self.passes.gradients))
+        began_s = self.events.now_s
+        self.events.run_until(lambda: not self._missing)
+        waited_s = self.events.now_s - began_s
+        if waited_s:
+            self.waits.append(Wait(moment="pass", layer=None, seconds=waited_s))
+        self.events.run_for(self.passes.update_s)
+
+    def _give(self, nbytes: float) -> None:
+        if nbytes:
+            self._ready.append(nbytes)
+            self._missing += 1
+
+    def _begin(self) -> None:
+        """A cycle: ranks agree on what all of them have now, fuse it and send it, then rest."""
+        began_s, ready = self.events.now_s, self._ready
+        self._ready = []
+        agreed_s = began_s + self._cost(self._cycles.agreement_bytes)
+        self.events.at(agreed_s, lambda: self._send(began_s, ready))
+
+    def _send(self, began_s: float, ready: list[float]) -> None:
+        if not ready:
+            self.events.at(began_s + self._cycles.cycle_s, self._begin)
+            return
+        count, total = 1, ready[0]
+        while count < len(ready) and total + ready[count] <= self._cycles.fusion_bytes:
+            total += ready[count]
+            count += 1
+
+        def ended() -> None:
+            self._missing -= count
+            self._send(began_s, ready[count:])
+
+        self.events.at(self.events.now_s + self._cost(total), ended)

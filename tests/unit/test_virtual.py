@@ -1,0 +1,313 @@
+"""The event model against steps that are worked out by hand, and against the bounds."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from common.models.profile import load, path_of
+from common.models.replay import Replay
+from common.virtual.events import Events
+from common.virtual.foresee import arrived, foresee, halved, share_on_wire
+from common.virtual.link import Link
+from common.virtual.passes import (
+    Bundle,
+    Gradient,
+    Message,
+    Passes,
+    UnmodelledError,
+    grouped,
+    messages_of,
+    passes_of,
+    update_s_of,
+)
+from common.virtual.step import predict
+from dear.buckets.grouping import RunOrder, group, launch_order
+from dear.cost.bounds import StepTimes, comm_times, step_bound_s
+from dear.cost.collectives import AlphaBeta, table_costs
+from dear.cost.overlap import Cycles, Overlap, Transfer, Unstated
+from dear.errors import UserError
+from dear.training.algorithm import algorithm_class, algorithm_options
+
+# Two layers, whose forward passes take 1 and 2 s. The second one's gradient is there after 1 s of a
+# backward pass of 4 s, the first one's at its end. An update takes half a second.
+PASSES = Passes(
+    forward_s=(1.0, 2.0),
+    backward_s=4.0,
+    update_s=0.5,
+    gradients=(
+        Gradient(name="b", nbytes=100, ready_s=1.0, layer=1),
+        Gradient(name="a", nbytes=100, ready_s=4.0, layer=0),
+    ),
+)
+EACH = grouped(PASSES, [[0], [1]])
+COSTS = {
+    "all_reduce": lambda nbytes: nbytes / 50,
+    "reduce_scatter": lambda nbytes: nbytes / 100,
+    "all_gather": lambda nbytes: nbytes / 100,
+}
+
+
+def stated(algorithm, **options):
+    return algorithm_class(algorithm).overlap_of(algorithm_options(algorithm, options))
+
+
+def predicted(statement, messages=EACH, passes=PASSES, costs=COSTS, **more):
+    return predict(passes, messages, statement, costs, 2, **more)
+
+
+def waits(found):
+    return [(wait.moment, wait.layer, round(wait.seconds, 9)) for wait in found.waits]
+
+
+def test_messages_beside_the_backward_pass():
+    # b from 1 to 3, a from 4 to 6; forward 3, backward 4, 2 more, update 0.5.
+    found = predicted(stated("wfbp"))
+    assert found.step_s == pytest.approx(9.5)
+    assert found.exposed_s == pytest.approx(2) and waits(found) == [("pass", None, 2)]
+
+
+def test_messages_after_the_backward_pass():
+    assert predicted(stated("allreduce")).step_s == pytest.approx(11.5)
+
+
+def test_gradients_in_one_message_wait_for_the_last_of_them():
+    found = predicted(stated("ddp"), grouped(PASSES, [[0, 1]]))
+    assert found.step_s == pytest.approx(11.5) and found.exposed_s == pytest.approx(4)
+
+
+def test_halves_beside_both_passes():
+    # Reduces: b from 1 to 2, a from 4 to 5 of the backward pass. Each of two ranks updates half:
+    # b's eighth of a second while a travels, a's after it. Then a is gathered, b beside layer 0.
+    found = predicted(stated("dear", small_kb=0))
+    assert found.step_s == pytest.approx(1 + 1 + 2 + 4 + 1 + 0.125)
+    assert waits(found) == [("layer", 0, 1), ("step", None, 0.875)]
+
+
+def test_small_buckets_are_averaged_at_once_where_that_is_stated():
+    # b from 1 to 3, a from 4 to 6, and no second half; updates are shared all the same.
+    found = predicted(stated("dear"))
+    assert found.step_s == pytest.approx(3 + 6 + 0.125) and waits(found) == [("step", None, 1.875)]
+
+
+def test_what_runs_first_overtakes_between_two_chunks():
+    # b takes 6 s from 1 on. a is ready at 4, takes over at 5, when a chunk of b has ended, and ends
+    # at 7; b ends at 9. The next forward pass begins at 4: layer a is updated at 7 and runs to
+    # 8.125; b is there at 9.
+    large = Passes(
+        forward_s=PASSES.forward_s,
+        backward_s=PASSES.backward_s,
+        update_s=PASSES.update_s,
+        gradients=(Gradient(name="b", nbytes=300, ready_s=1.0, layer=1), PASSES.gradients[1]),
+    )
+    messages = grouped(large, [[0], [1]])
+    found = predicted(stated("bytescheduler"), messages, large, chunk_bytes=100)
+    assert waits(found) == [("layer", 0, 3), ("layer", 1, 0.875)]
+    assert found.step_s == pytest.approx(3 + 0.125 + 1 + 0.875 + 0.375 + 2 + 4)
+    queue = Overlap(
+        transfers=(Transfer(kind="average", starts="gradient", awaited="layer", steps_later=1),),
+        updates="layer",
+    )
+    assert waits(predicted(queue, messages, large)) == [("layer", 0, 5)]
+
+
+@dataclass
+class Latent:
+    """A second of start-up that others overlap, unless it is `busy`."""
+
+    busy: bool = False
+
+    def __call__(self, nbytes):
+        return 1 + nbytes / 50
+
+    def occupancy_s(self, nbytes):
+        return nbytes / 50 + self.busy
+
+
+@pytest.mark.parametrize(("busy", "step_s"), [(False, 3 + 4 + 5 + 0.5), (True, 3 + 4 + 6 + 0.5)])
+def test_queued_messages_overlap_start_ups_but_not_what_occupies_the_link(busy, step_s):
+    costs = {"all_reduce": Latent(busy)}
+    assert predicted(stated("allreduce"), costs=costs).step_s == pytest.approx(step_s)
+
+
+def test_parts_of_a_bucket_pay_a_start_up_each():
+    costs = {"all_reduce": lambda nbytes: 1 + nbytes / 50}
+    parts = Transfer(kind="average", starts="pass", awaited="pass", part_bytes=40)
+    whole = Transfer(kind="average", starts="pass", awaited="pass")
+    times = [predicted(Overlap(transfers=(one,)), costs=costs).step_s for one in (parts, whole)]
+    assert times == [pytest.approx(3 + 4 + 10 + 0.5), pytest.approx(3 + 4 + 6 + 0.5)]
+
+
+def cycles(**given):
+    rule = {"cycle_s": 1e-3, "fusion_bytes": 1000, "agreement_bytes": 0} | given
+    return Unstated("a thread decides", Cycles(**rule))
+
+
+def test_cycles_that_end_at_once_are_messages_beside_the_backward_pass():
+    assert predicted(cycles()).step_s == pytest.approx(9.5, abs=5e-3)
+
+
+def test_what_arrives_waits_for_the_next_cycle():
+    # Messages take no time; a step ends with the update after every tenth second.
+    costs = {"all_reduce": lambda nbytes: 0.0}
+    assert predicted(cycles(cycle_s=10), costs=costs).step_s == pytest.approx(10)
+
+
+@pytest.mark.parametrize(("fusion_bytes", "sent"), [(1000, 1), (150, 2), (0, 2)])
+def test_what_is_ready_is_fused_up_to_the_size_of_the_buffer(fusion_bytes, sent):
+    # Both are ready when the cycle begins; each buffer takes 3 s.
+    at_once = Passes(
+        forward_s=(20.0,),
+        backward_s=0.0,
+        update_s=0.0,
+        gradients=tuple(Gradient(name=n, nbytes=100, ready_s=0.0, layer=0) for n in "ba"),
+    )
+    costs = {"all_reduce": lambda nbytes: 3.0 if nbytes else 0.0}
+    rule = cycles(fusion_bytes=fusion_bytes)
+    found = predicted(rule, grouped(at_once, [[0], [1]]), at_once, costs)
+    assert found.step_s == pytest.approx(20 + 3 * sent, abs=5e-3)
+
+
+def test_ranks_that_agree_take_time_for_it():
+    # What has come meanwhile waits for the next agreement, which takes a second, too.
+    costs = {"all_reduce": lambda nbytes: 1.0 if nbytes == 7 else 0.0}
+    found = predicted(cycles(agreement_bytes=7), costs=costs)
+    assert 7.5 + 1 <= found.step_s <= 7.5 + 2
+
+
+def test_marks_travel_when_the_pass_has_ended():
+    costs = {"all_reduce": lambda nbytes: 1.0 if nbytes == 8 else 0.0}
+    found = predicted(cycles(fusion_bytes=0, marks_bytes=4), costs=costs)
+    assert found.step_s == pytest.approx(7.5 + 1, abs=5e-3)
+
+
+@pytest.mark.parametrize(
+    ("statement", "costs", "reason"),
+    [
+        (None, COSTS, "does not state"),
+        (Unstated("nobody can look"), COSTS, "does not state"),
+        (stated("wfbp"), {}, "no cost of all_reduce"),
+        (cycles(), {}, "no cost of all_reduce"),
+        (stated("neighbor"), COSTS, "exchange with a few others"),
+        (stated("fsdp"), COSTS, "not stated which messages"),
+    ],
+)
+def test_what_cannot_be_computed_says_so(statement, costs, reason):
+    with pytest.raises(UnmodelledError, match=reason):
+        predicted(statement, costs=costs)
+
+
+def test_a_plan_is_matched_with_gradients_by_sizes_and_names():
+    gradients = tuple(
+        Gradient(name=name, nbytes=nbytes, ready_s=0.0, layer=0)
+        for name, nbytes in [("d", 8), ("c", 8), ("b", 4), ("a", 4)]
+    )
+    passes = Passes(forward_s=(1.0,), backward_s=1.0, update_s=0.0, gradients=gradients)
+
+    def members(*plan):
+        return [message.members for message in messages_of(passes, plan)]
+
+    assert members(Bundle(nbytes=16), Bundle(nbytes=8)) == [(0, 1), (2, 3)]
+    late = Bundle(nbytes=8, tensors=2, names=("a", "b"))
+    assert members(late, Bundle(nbytes=16, tensors=2)) == [(2, 3), (0, 1)]
+    halves = messages_of(passes, [Bundle(nbytes=24)], share=0.5)
+    assert halves == (Message(members=(0, 1, 2, 3), nbytes=12),)
+    for plan, words in [
+        ([Bundle(nbytes=12), Bundle(nbytes=12)], "does not fit"),
+        ([Bundle(nbytes=16, tensors=3)], "does not fit"),
+        ([Bundle(nbytes=16, names=("z",))], "does not fit"),
+        ([Bundle(nbytes=16)], "lacks 2 of 4"),
+    ]:
+        with pytest.raises(UnmodelledError, match=words):
+            messages_of(passes, plan)
+
+
+def test_compressing_is_not_modelled_but_halves_of_bytes_are():
+    assert share_on_wire(algorithm_options("wfbp", {})) == 1
+    assert share_on_wire(algorithm_options("wfbp", {"compression": "bf16"})) == 0.5
+    with pytest.raises(UnmodelledError, match="topk"):
+        share_on_wire(algorithm_options("wfbp", {"compression": "topk"}))
+
+
+def test_a_wait_for_nothing_is_an_error_and_no_loop():
+    with pytest.raises(UserError, match="never ends"):
+        Events().run_until(lambda: False)
+
+
+def test_heads_of_channels_take_turns_by_age_and_a_channel_is_a_queue():
+    events, ended = Events(), []
+    link = Link(events)
+
+    def send(name, channel, priority=0.0):
+        def then():
+            ended.append((name, events.now_s))
+
+        link.send(lambda nbytes: 1.0, 1, channel=channel, priority=priority, then=then)
+
+    send("first", 0)
+    send("behind", 0, priority=9)
+    send("beside", 1)
+    events.run_for(10)
+    # What is under way ends with its chunk; then the head of the urgent queue is the most urgent.
+    assert ended == [("first", 1), ("behind", 2), ("beside", 3)]
+    assert link.busy_s == 3
+
+
+PROFILE = load(path_of("resnet50", "rtx2080ti-modelled", 64))
+ALGORITHMS = ["allreduce", "wfbp", "ddp", "mgwfbp", "bytescheduler", "dear", "horovod"]
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_no_step_is_shorter_than_its_bound_and_the_same_input_gives_the_same_bits(algorithm):
+    options = algorithm_options(algorithm, {})
+    costs = halved(AlphaBeta(alpha_s=2e-4, beta_s_per_byte=3.5e-9))
+    found = [foresee(PROFILE, algorithm, options, costs, world_size=2) for _ in range(2)]
+    assert found[0] == found[1]
+    compute = StepTimes(
+        forward_s=PROFILE.forward_s, backward_s=PROFILE.backward_s, update_s=update_s_of(PROFILE)
+    )
+    comm = comm_times(passes_of(PROFILE, 0.0).nbytes, costs)
+    kind = algorithm_class(algorithm).bound_of(options)
+    bound_s = step_bound_s(kind, compute, comm, 2)
+    assert bound_s <= found[0].step_s <= 1.3 * bound_s
+    computed_s = found[0].step_s - found[0].exposed_s
+    shared = compute.update_s / 2 if algorithm == "dear" else compute.update_s
+    assert computed_s == pytest.approx(compute.forward_s + compute.backward_s + shared, abs=1e-3)
+    statement = algorithm_class(algorithm).overlap_of(options)
+    if isinstance(statement, Overlap):
+        awaited = {transfer.awaited for transfer in statement.transfers}
+        assert {wait.moment for wait in found[0].waits} <= awaited
+
+
+def test_a_published_cluster_of_64():
+    """Merged messages beat single ones, and halves beat both, where a start-up takes 7 ms."""
+    costs = halved(table_costs("10gbe", 64))
+
+    def step_s(algorithm):
+        return foresee(PROFILE, algorithm, algorithm_options(algorithm, {}), costs, 64).step_s
+
+    times = [step_s(name) for name in ("dear", "mgwfbp", "wfbp")]
+    assert times == sorted(times) and times[2] > 4 * times[0]
+
+
+@pytest.mark.parametrize("options", [{}, {"fusion": "none"}, {"first_mb": None}])
+def test_groups_without_a_model_are_those_with_one(options):
+    options = algorithm_options("dear", options)
+    passes = passes_of(PROFILE, 0.0)
+    found = algorithm_class("dear").grouping(options, arrived(passes), lambda nbytes: 0.0)
+    model = Replay(PROFILE, torch.Generator())
+    places = {name: place for place, (name, _) in enumerate(model.named_parameters())}
+    params = list(model.parameters())
+    order = RunOrder(
+        reads=list(range(len(params))),
+        arrivals=[places[gradient.name] for gradient in passes.gradients],
+        waits_s=[passes.backward_s - gradient.ready_s for gradient in passes.gradients],
+    )
+    members = group(model, params, order, options)
+    names = {param: name for name, param in model.named_parameters()}
+    launched = [{names[p] for p in members[i]} for i in launch_order(members, params, order)]
+    assert [{passes.gradients[i].name for i in one} for one in found] == launched
+    assert sorted(itertools.chain(*found)) == list(range(len(passes.gradients)))

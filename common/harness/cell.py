@@ -296,7 +296,7 @@ class Cell:
         choice = self._choice(turn, repeat, result, valid)
         reason = choice and self._too_heavy(turn, result, choice)
         if reason is not None:
-            if not valid or result.strain.core_wait is None:
+            if repeat == 0 and (not valid or result.strain.core_wait is None):
                 turn.set_aside.append(self._aside(result, repeat, choice.reason))
                 outcome = Outcome.of("unsupported", reason)
                 self._lose(turn, reason)

@@ -344,6 +344,18 @@ def test_a_base_that_is_too_heavy_for_this_machine_ends_its_cell():
     assert "too heavy for this machine" in rounds.recorded["dear"][0].notes[-1]
 
 
+def test_a_base_that_becomes_too_heavy_keeps_what_it_had_and_is_flagged():
+    """Others came, and no scale is large enough for what they leave."""
+    rounds = Rounds(MeasureConfig(repeats=5), needs={"ddp": 50.0})
+    rounds.outcome = lambda trial, repeat: held_up(
+        SHORT if (trial.algorithm, repeat) == ("ddp", 1) else Strain(core_wait=0.4)
+    )
+    assert rounds.run()
+    assert rounds.statuses() == dict.fromkeys(NAMES, "ok")
+    assert {len(turn.results) for turn, _ in rounds.recorded.values()} == {2}
+    assert "ddp is not valid: unfaithful" in rounds.recorded["dear"][0].notes[-1]
+
+
 def test_a_trial_that_is_valid_at_the_largest_scale_keeps_its_number():
     """A first round asks for more than a record must have; what cannot be had is not missed."""
     rounds = Rounds(MeasureConfig(repeats=2), needs={"dear": 50.0})

@@ -236,8 +236,8 @@ def test_the_largest_scale_is_enough_where_a_record_may_have_it():
         return needed_scale(dataclasses.replace(seen, **changed), BERT, linked(10), 2, most)
 
     assert most(40).time_scale == 40
-    assert most(35).time_scale == 35, "0.05 x 20 / 35 is below 3 %"
-    assert most(30).time_scale == 40, "it is not: too heavy"
+    assert most(26).time_scale == 26, "0.05 x 20 / 26 is below 4 %"
+    assert most(24).time_scale == 40, "it is not: too heavy"
     assert most(25, fell_behind=0.0, core_wait=0.8).time_scale == 25
     assert most(21, fell_behind=0.0, core_wait=0.8).time_scale == 30
 

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from common.models import profile as profiles
 from common.profiling import modelled, published
 from common.profiling.gpus import DEFAULT, find
 from common.profiling.published import Published
+from common.results.marked import written
 
 PAGE = Path(__file__).parents[2] / "docs" / "emulation.md"
 _REFERENCE = "resnet50"
@@ -92,19 +92,10 @@ def _step_ms(row: Published) -> float:
     return 1e3 * (layers.forward_s * factors.forward + layers.backward_s * factors.backward)
 
 
-def written(text: str, name: str, block: str) -> str:
-    """The page with `block` between the comment `<!-- profiles: NAME -->` and the next end."""
-    pattern = rf"(<!-- profiles: {name} -->\n).*?(<!-- end -->)"
-    changed, places = re.subn(pattern, rf"\g<1>{block}\n\g<2>", text, flags=re.DOTALL)
-    if places != 1:
-        raise ValueError(f"{PAGE.name} has {places} places for profiles: {name}")
-    return changed
-
-
 def main() -> int:
     text = PAGE.read_text()
     for name, block in (("times", times()), ("elsewhere", elsewhere())):
-        text = written(text, name, block)
+        text = written(text, f"profiles: {name}", block)
     PAGE.write_text(text)
     return 0
 

@@ -47,6 +47,11 @@ def remarks(rows: Sequence[Row], records: Iterable[Record]) -> list[str]:
             "k, with its own 95 % interval, whose lower end is 0 where chance explains it; the "
             "interval of the run does not know of it"
         )
+    if any(row.off_model is not None for row in rows):
+        found.append(
+            "event model: by how much the step is longer than the model computes from the layer "
+            "profile, the plan and the costs of collectives; -: not computed, see the notes"
+        )
     beyond = [row.algorithm for row in rows if not row.doubt and (row.of_bound or 0.0) > _BEYOND]
     if beyond:
         found.append(

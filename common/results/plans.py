@@ -18,9 +18,10 @@ def lines(record: Record) -> list[str]:
     title = f"{record.label}: {trial['model']}, batch {trial['batch_size']}, "
     title += f"{trial['world_size']} workers"
     title += f", {trial['network']}" if trial["network"] else ""
+    second = _modelled(record)
     if plan is None:
-        return [title, "    no plan on record"]
-    found = [title]
+        return [title, "    no plan on record", *second]
+    found = [title, *second]
     if plan.groups:
         found.append(f"    {_groups(plan.groups)}")
     if "predicted" in plan.found:
@@ -30,6 +31,20 @@ def lines(record: Record) -> list[str]:
     if "partitions" in plan.found:
         found.append(f"    {_queues(plan.found)}")
     return found
+
+
+def _modelled(record: Record) -> list[str]:
+    """The second method beside the first, where there are both."""
+    model = record.modelled
+    if model is None or not record.iters:
+        return []
+    if model.step_s is None:
+        return [f"    event model: not computed: {model.reason}"]
+    return [
+        f"    event model: {1e3 * model.step_s:.1f} ms a step, of which "
+        f"{1e3 * model.exposed_s:.1f} ms wait for communication; measured "
+        f"{1e3 * record.step_s:.1f} ms ({model.off(record.step_s):+.1%})"
+    ]
 
 
 def _groups(groups: Sequence[Group]) -> str:

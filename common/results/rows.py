@@ -18,7 +18,8 @@ UNKNOWN = "-"
 LEGEND = (
     "milliseconds per step; step is elapsed time over steps, median and p95 are of single steps; "
     "forward, backward, update and exposed comm are of the rank that is held up least and add up "
-    "to its step; exposed comm -: contained in the others (docs/methodology.md)"
+    "to its step; event model is the step by that; exposed comm -: contained in the others "
+    "(docs/methodology.md)"
 )
 
 
@@ -77,6 +78,12 @@ class Row:
     systematic_low: float | None = None
     """Ends of its 95 % interval; 0 where chance explains all of it."""
     systematic_high: float | None = None
+    model_s: float | None = None
+    """The step by the event model."""
+    off_model: float | None = None
+    """By how much the measured step is longer, relative to it."""
+    unmodelled: str | None = None
+    """Why there is no such step where there should be one."""
     correct: str | None = None
     """yes, NO or unchecked."""
     doubt: str | None = None
@@ -155,6 +162,11 @@ def _measured(record: Record) -> dict[str, Any]:
         shift = stats.shift(record.repeats, record.systematic.repeats)
         known |= {"systematic": shift.value}
         known |= {"systematic_low": shift.low, "systematic_high": shift.high}
+    model = record.modelled
+    if model is not None:
+        known |= {"model_s": model.step_s, "off_model": model.off(record.step_s)}
+        known["unmodelled"] = model.reason
+        known["notes"].append(model.reason and f"no model: {model.reason}")
     if record.breakdown is not None and record.breakdown.step_s is not None:
         known |= {name: getattr(record.breakdown, name) for name in _PARTS}
     bound = record.bound
@@ -302,6 +314,12 @@ def _efficient(row: Row) -> str:
     return f"{row.efficiency:.0%}" + (f" ({ends})" if ends else "")
 
 
+def _model(row: Row) -> str:
+    if row.unmodelled is not None:
+        return UNKNOWN
+    return doubted(row, given("off_model", "+.1%")(row))
+
+
 def _systematic(row: Row) -> str:
     text = given("systematic", ".1%")(row)
     ends = _interval(row.systematic_low, row.systematic_high, lambda end: f"{100 * end:.1f}")
@@ -331,6 +349,7 @@ _JUDGED = (
         weight=3,
     ),
     Column(title="systematic", text=_systematic, sparse=True, weight=8),
+    Column(title="event model", text=_model, sparse=True, weight=5),
     Column(title="correct", text=lambda row: row.correct, numeric=False, weight=4),
     Column(title="notes", text=lambda row: row.reason or "", numeric=False, weight=9),
 )
@@ -353,6 +372,11 @@ _TIMES = (
     _milliseconds("median", "step_median_s"),
     _milliseconds("p95", "step_p95_s"),
     *(_milliseconds(part) for part in ("forward", "backward", "update", "exposed comm")),
+    Column(
+        title="event model",
+        text=lambda row: "" if row.model_s is None else significant(row.model_s * 1000),
+        sparse=True,
+    ),
     *(_milliseconds(limit) for limit in ("bound", "compute limit", "wire limit")),
     Column(
         title="of bound",

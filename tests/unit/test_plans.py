@@ -10,6 +10,7 @@ from common.harness.worker.timed import _rescaled
 from common.launch.job import Outcome
 from common.results.plans import lines
 from common.results.records import Group, Plan, Record
+from common.results.records.trust import Modelled
 from tests.system.made import make_trial
 
 GROUPS = [
@@ -79,3 +80,16 @@ def test_seconds_of_this_machine_become_those_that_they_stand_for():
         "tuner": {"tried": [{**one, "step_s": one["step_s"] / 8} for one in TRIED]},
         "queues": 2,
     }
+
+
+def test_the_second_method_is_told_beside_the_first():
+    made = dataclasses.replace(
+        record(None), iters=[[[0.26, 0.28]]], modelled=Modelled(step_s=0.25, exposed_s=0.01)
+    )
+    assert lines(made)[2:] == [
+        "    event model: 250.0 ms a step, of which 10.0 ms wait for communication; measured "
+        "270.0 ms (+8.0%)"
+    ]
+    unknown = dataclasses.replace(made, modelled=Modelled(reason="its plan is not on record"))
+    assert lines(unknown)[2:] == ["    event model: not computed: its plan is not on record"]
+    assert lines(dataclasses.replace(made, modelled=None))[2:] == []

@@ -13,7 +13,7 @@ from common.harness.record import FabricFacts
 from common.results import answer, rows
 from common.results.faith import doubt, incorrect
 from common.results.records import Order, Record
-from common.results.records.trust import Network, Systematic
+from common.results.records.trust import Modelled, Network, Strain, Systematic
 from common.results.reference_reports import reports
 from common.results.table import csv_text, significant
 from dear.errors import UserError
@@ -168,6 +168,11 @@ DOUBTED = {
     "unchecked": unchecked(record("dear", 0.05)),
     "unfaithful": noted("unfaithful: ranks waited for cores for 3 % of a step"),
     "unfaithful: the": dataclasses.replace(record("dear", 0.05), unfaithful=True),
+    "off the model": noted(modelled=Modelled(step_s=0.047, exposed_s=0.0)),
+    "off the model: the event model computes 53.0 ms, measured 50.0 ms": noted(
+        modelled=Modelled(step_s=0.053, exposed_s=0.0)
+    ),
+    "short of cores": noted(strain=[Strain(main_wait=0.05), Strain(main_wait=0.11)]),
     "disturbed": noted("oversubscribed", "disturbed: others used 1.0 cores"),
 }
 
@@ -192,7 +197,7 @@ def test_what_is_not_believed_is_in_parentheses_and_has_no_word_and_is_no_base(k
     assert [row.verdict for row in table] == [None] * 3
     assert [row.leads for row in table] == [None, False, True]
     found = answer.remarks(table, [])
-    assert found == [
+    assert [line for line in found if not line.startswith("event model: ")] == [
         "mnist_cnn, 2 workers: no speed-ups and no verdicts, for what they would be relative to is "
         f"not believed: dear ({doubt(made)})"
     ]
@@ -236,7 +241,7 @@ def test_markdown_is_one_aligned_line_per_row():
     assert len({len(line) for line in lines}) == 1
     # A bar within a cell must be escaped, or it would open another column.
     assert {len(re.findall(r"(?<!\\)\|", line)) for line in lines} == {13}
-    unused = ("network", "fault", "of bound", "systematic")
+    unused = ("network", "fault", "of bound", "systematic", "event model")
     shown = [name for name in rows.comparison(table, "ddp").titles if name not in unused]
     assert [cell.strip() for cell in lines[0].split("|")[1:-1]] == shown
     assert "speed-up vs ddp (95 % CI)" in lines[0]
@@ -336,6 +341,28 @@ def test_what_depends_on_the_time_scale_stands_beside_the_interval():
     assert table[1].systematic_low == pytest.approx(0.02) == table[1].systematic_high
     assert "systematic |" in lines[0] and "| 2.0% (2.0-2.0) |" in lines[3]
     assert any(line.startswith("systematic: |T(k) - T(2k)|") for line in answer.remarks(table, []))
+
+
+@pytest.mark.parametrize(
+    ("model", "shown", "milliseconds", "note"),
+    [
+        (None, "", "", None),
+        (Modelled(step_s=0.049, exposed_s=0.01), "+2.0%", "49.0", None),
+        (Modelled(step_s=0.052, exposed_s=0.01), "-3.8%", "52.0", None),
+        (Modelled(reason="it is secret"), "-", "", "no model: it is secret"),
+    ],
+)
+def test_the_second_method_stands_beside_the_first(model, shown, milliseconds, note):
+    made = noted(modelled=model)
+    assert doubt(made) is None
+    found = rows.make_rows([record("ddp"), made], "ddp")
+    assert found[-1].verdict == "FASTER" and found[-1].reason == note
+    tables = rows.comparison(found, "ddp"), rows.breakdown(found)
+    for table, wanted in zip(tables, (shown, milliseconds), strict=True):
+        assert table.body[-1][table.titles.index("event model")] == wanted
+        assert ("event model" in table.markdown().splitlines()[0]) == bool(wanted)
+    told = answer.remarks(found, [])
+    assert any(line.startswith("event model:") for line in told) == (shown.endswith("%"))
 
 
 def test_numbers_are_shown_to_three_digits():
@@ -480,4 +507,6 @@ def test_a_record_from_before_there_were_bounds_is_still_shown():
     (row,) = rows.make_rows([Record.from_json(values)], "dear")
     assert row.of_bound is None and row.forward_s is None and row.step_s == pytest.approx(0.5)
     assert "of bound" not in rows.comparison([row], "dear").markdown()
-    assert list(broken_down(row).values())[9:] == ["-"] * 8
+    times = broken_down(row)
+    assert times.pop("event model") == ""
+    assert list(times.values())[9:] == ["-"] * 8

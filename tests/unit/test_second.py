@@ -1,0 +1,107 @@
+"""The second method from a record alone: what it is for, what it says, and what it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from common.harness.record import FabricFacts
+from common.models.profile import load, path_of
+from common.results.faith import doubt
+from common.results.records import Group, Plan
+from common.results.records.trust import Modelled
+from common.results.second import modelled, prediction
+from common.virtual.passes import passes_of
+from tests.unit.made_record import record
+
+MODEL = "resnet50@rtx2080ti-modelled"
+PROFILE = load(path_of("resnet50", "rtx2080ti-modelled", 64))
+PASSES = passes_of(PROFILE, 1e-3)
+COSTS = {"all_reduce": {"alpha_s": 1e-3, "beta_s_per_byte": 1e-9}}
+FACTS = {
+    "compute": {"forward_s": 0.1, "backward_s": 0.2, "update_s": 1e-3},
+    "costs": COSTS,
+    "plan": {"groups": [{"bytes": PASSES.nbytes}]},
+}
+STEP_S = sum(PASSES.forward_s) + PASSES.backward_s + 1e-3 + 1e-3 + 1e-9 * PASSES.nbytes
+EMULATED = FabricFacts(fabric="emulated")
+
+
+def made(algorithm="ddp", step_s=STEP_S, *, facts=FACTS, fabric=EMULATED, world=2, **trial):
+    trial = {"model": MODEL, "batch_size": 64, "profile_digest": PROFILE.digest} | trial
+    return record(algorithm, step_s, world, facts=facts, fabric=fabric, **trial)
+
+
+def test_a_record_holds_the_step_of_the_model():
+    found = made()
+    assert found.modelled.step_s == pytest.approx(STEP_S, rel=1e-5)
+    assert found.modelled.exposed_s == pytest.approx(1e-3 + 1e-9 * PASSES.nbytes, rel=1e-5)
+    assert found.modelled.off(1.02 * STEP_S) == pytest.approx(0.02, rel=1e-3)
+    assert doubt(found) is None
+
+
+@pytest.mark.parametrize(("factor", "believed"), [(0.94, False), (0.97, True), (1.06, False)])
+def test_a_measured_step_that_is_far_off_is_not_believed(factor, believed):
+    found = doubt(made(step_s=factor * STEP_S))
+    if believed:
+        assert found is None
+    else:
+        computed, measured = (f"{1e3 * s:.1f} ms" for s in (STEP_S, factor * STEP_S))
+        assert found == f"off the model: the event model computes {computed}, measured {measured}"
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"fabric": FabricFacts()},
+        {"world": 1},
+        {"algorithm": "dadt"},
+        {"status": "failed"},
+    ],
+)
+def test_there_is_nothing_to_model(given):
+    assert made(**given).modelled is None
+
+
+def test_a_failed_record_is_not_modelled_twice():
+    assert modelled(dataclasses.replace(made(), status="failed")) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"costs": None}, "compute and costs"),
+        ({"compute": None}, "compute and costs"),
+        ({"plan": None}, "plan is not on record"),
+        ({"plan": Plan()}, "plan is not on record"),
+        ({"plan": Plan(groups=[Group(bytes=8)])}, "does not fit"),
+        ({"trial": {"model": "resnet50"}}, "no profile"),
+        ({"trial": {"model": "resnet50@nowhere"}}, "is not here"),
+        ({"trial": {"profile_digest": "0"}}, "not the one that is here now"),
+        ({"trial": {"ranks_per_host": 2}}, "share links"),
+        ({"trial": {"dtype": "bfloat16"}}, "bfloat16"),
+        ({"trial": {"algorithm": "gone"}}, "gone"),
+        ({"trial": {"options": {"compression": "topk", "density": 0.01}}}, "topk"),
+        ({"trial": {"fault": {"kind": "slow_host", "host": 0, "factor": 2.0}}}, "on purpose"),
+    ],
+)
+def test_what_cannot_be_modelled_says_why(change, reason):
+    found = made()
+    if "trial" in change:
+        change = {"trial": found.trial | change["trial"]}
+    found = modelled(dataclasses.replace(found, **change))
+    assert found.step_s is None and reason in found.reason
+
+
+def test_groups_of_blocks_have_costs_that_nobody_measured():
+    found = made("hierarchical", options={"local_size": 2}, world=4)
+    assert found.modelled == Modelled(
+        reason="its ranks average in groups, whose costs are not on record"
+    )
+
+
+def test_half_the_bytes_take_half_the_time():
+    whole, half = made(), made(options={"compression": "bf16"})
+    saved = prediction(whole).exposed_s - prediction(half).exposed_s
+    assert saved == pytest.approx(0.5e-9 * PASSES.nbytes)

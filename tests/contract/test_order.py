@@ -6,6 +6,7 @@ Whether these tests would notice: test_order_cuts.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 
 from dear.algorithms.asynchronous.push_sum import LEAST_P
 from dear.algorithms.synchronous.wfbp import Wfbp
+from dear.buckets.grouping import Arrived
 from dear.comm.windows import NeighborWindow
 from dear.cost.overlap import Overlap, Unstated
 from dear.training.algorithm import algorithm_names
@@ -122,53 +124,88 @@ FROM_BEHIND = [[3], [2], [1], [0]]
 FROM_FRONT = [[0], [1], [2], [3]]
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "network", "groups"),
-    [
-        ("wfbp", {}, {}, FROM_BEHIND),
-        # A message costs 10 layers' time: gradients wait for each other. Or next to nothing.
-        ("mgwfbp", {}, {"alpha_s": 1e-2}, ALL),
-        ("mgwfbp", {}, {"alpha_s": 1e-9}, FROM_BEHIND),
-        ("mgwfbp", {"merge": "asc"}, {"alpha_s": 1e-2}, [[3], [0, 1, 2]]),
-        ("mgwfbp", {"merge": "optimal"}, {"alpha_s": 1e-2}, ALL),
-        ("mgwfbp", {"merge": "threshold", "threshold_mb": 0.0007}, {}, [[2, 3], [0, 1]]),
-        ("hierarchical", {"threshold_mb": LAYER_MB}, {}, FROM_BEHIND),
-        ("hierarchical", {"threshold_mb": 0.0007}, {}, [[3], [2], [0, 1]]),
-        ("hierarchical", {}, {}, ALL),
-        ("mgs", {"density": 1.0}, {"alpha_s": 1e-2}, ALL),
-        ("mgs", {"density": 1.0}, {"alpha_s": 1e-9}, FROM_BEHIND),
-        ("dear", NONE, {}, [*FROM_BEHIND, *FROM_FRONT]),
-        (
-            "dear",
-            {"small_kb": 0, "threshold_mb": 0.00095, "first_mb": None},
-            {},
-            [[3], [0, 1, 2], [0, 1, 2], [3]],
-        ),
-        ("dear", {"small_kb": 0, "fusion": "nearby_layers", "nearby_layers": -1}, {}, [*ALL, *ALL]),
-        # One layer is at most 0.2 KB.
-        ("dear", {"fusion": "none", "small_kb": 0.2}, {}, [[3], [2], [1], [0], [0], [2], [3]]),
-        ("dear", {}, {}, ALL),
-        ("dadt", {"buffer_mb": 0.0}, {}, FROM_BEHIND),
-        ("dadt", {"buffer_mb": 0.00095}, {}, [[2, 3], [0, 1]]),
-        ("dadt", {}, {}, ALL),
-        ("ddp", {}, {}, ALL),
-        ("ddp", {"bucket_cap_mb": LAYER_MB}, {}, FROM_BEHIND),
-        ("fsdp", {"min_mb": 0.0, "stage": 2}, {}, [*FROM_FRONT, *FROM_BEHIND]),
-        (
-            "fsdp",
-            {"min_mb": 0.0},
-            {},
-            [*FROM_FRONT, [3], [2], [3], [1], [2], [0], [1], [0]],
-        ),
-        ("bytescheduler", {}, {}, FROM_BEHIND),
-        ("decentralized", {"bucket_mb": 0.00095}, {}, [[2, 3], [0, 1]]),
-        ("neighbor", {"bucket_mb": 0.0005}, {}, [[0, 1], [2], [3]]),
-        ("win-put", {"bucket_mb": 0.0005}, {}, [[0, 1], [2], [3]]),
-    ],
-)
+TOGETHER = [
+    ("wfbp", {}, {}, FROM_BEHIND),
+    # A message costs 10 layers' time: gradients wait for each other. Or next to nothing.
+    ("mgwfbp", {}, {"alpha_s": 1e-2}, ALL),
+    ("mgwfbp", {}, {"alpha_s": 1e-9}, FROM_BEHIND),
+    ("mgwfbp", {"merge": "asc"}, {"alpha_s": 1e-2}, [[3], [0, 1, 2]]),
+    ("mgwfbp", {"merge": "optimal"}, {"alpha_s": 1e-2}, ALL),
+    ("mgwfbp", {"merge": "threshold", "threshold_mb": 0.0007}, {}, [[2, 3], [0, 1]]),
+    ("hierarchical", {"threshold_mb": LAYER_MB}, {}, FROM_BEHIND),
+    ("hierarchical", {"threshold_mb": 0.0007}, {}, [[3], [2], [0, 1]]),
+    ("hierarchical", {}, {}, ALL),
+    ("mgs", {"density": 1.0}, {"alpha_s": 1e-2}, ALL),
+    ("mgs", {"density": 1.0}, {"alpha_s": 1e-9}, FROM_BEHIND),
+    ("dear", NONE, {}, [*FROM_BEHIND, *FROM_FRONT]),
+    (
+        "dear",
+        {"small_kb": 0, "threshold_mb": 0.00095, "first_mb": None},
+        {},
+        [[3], [0, 1, 2], [0, 1, 2], [3]],
+    ),
+    ("dear", {"small_kb": 0, "fusion": "nearby_layers", "nearby_layers": -1}, {}, [*ALL, *ALL]),
+    # One layer is at most 0.2 KB.
+    ("dear", {"fusion": "none", "small_kb": 0.2}, {}, [[3], [2], [1], [0], [0], [2], [3]]),
+    ("dear", {}, {}, ALL),
+    ("dadt", {"buffer_mb": 0.0}, {}, FROM_BEHIND),
+    ("dadt", {"buffer_mb": 0.00095}, {}, [[2, 3], [0, 1]]),
+    ("dadt", {}, {}, ALL),
+    ("ddp", {}, {}, ALL),
+    ("ddp", {"bucket_cap_mb": LAYER_MB}, {}, FROM_BEHIND),
+    ("fsdp", {"min_mb": 0.0, "stage": 2}, {}, [*FROM_FRONT, *FROM_BEHIND]),
+    (
+        "fsdp",
+        {"min_mb": 0.0},
+        {},
+        [*FROM_FRONT, [3], [2], [3], [1], [2], [0], [1], [0]],
+    ),
+    ("bytescheduler", {}, {}, FROM_BEHIND),
+    ("decentralized", {"bucket_mb": 0.00095}, {}, [[2, 3], [0, 1]]),
+    ("neighbor", {"bucket_mb": 0.0005}, {}, [[0, 1], [2], [3]]),
+    ("win-put", {"bucket_mb": 0.0005}, {}, [[0, 1], [2], [3]]),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "network", "groups"), TOGETHER)
 def test_layers_travel_together_as_options_and_costs_say(name, options, network, groups):
     run = Run(algorithm_class(name)(), algorithm_options(name, options), Network(**network))
     assert run.groups() == groups, "layers travel otherwise"
+
+
+@pytest.mark.parametrize(("name", "options", "network", "groups"), TOGETHER)
+def test_groups_that_are_stated_without_a_model_are_those_that_travel(
+    name, options, network, groups
+):
+    kind, network = algorithm_class(name), Network(**network)
+    behind = range(len(SIZES))[::-1]
+    arrived = Arrived(
+        sizes=[4 * SIZES[layer] for layer in behind],
+        arrivals_s=[1e-3 * (place + 1) for place in range(len(SIZES))],
+        owners=list(behind),
+        end_s=1e-3 * len(SIZES),
+    )
+
+    def cost(nbytes):
+        return network.alpha_s + network.beta_s * nbytes
+
+    found = kind.grouping(algorithm_options(name, options), arrived, cost)
+    if found is None:
+        assert name not in ("allreduce", "wfbp", "mgwfbp", "dear", "ddp", "bytescheduler")
+        return
+    layers = [sorted(behind[place] for place in group) for group in found]
+    assert layers == groups[: len(layers)], "with second halves behind them"
+    assert sorted(itertools.chain(*layers)) == list(range(len(SIZES)))
+
+
+def test_each_tensor_that_plain_averaging_sends_is_a_group_of_the_plan():
+    network = Network()
+    with on(network):
+        algorithm, options = algorithm_class("allreduce")(), algorithm_options("allreduce", {})
+        trained = Program(algorithm, options, network)
+        trained.train(2)
+        groups = trained.optimizer.groups()
+    assert [len(params) for _, params in groups] == [1] * len(SIZES)
 
 
 STATED: dict[str, set[tuple[Any, ...]]] = {

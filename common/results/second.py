@@ -51,13 +51,13 @@ def prediction(record: Record) -> Prediction:
     trial, plan = record.trial, record.plan
     if record.fault is not None:
         raise UnmodelledError("its cluster was disturbed on purpose")
-    if (trial.get("ranks_per_host") or 1) > 1:
-        raise UnmodelledError("its ranks share links")
     if record.compute is None or not record.costs:
         raise UnmodelledError("compute and costs of collectives are not on record")
     kind = algorithm_class(trial["algorithm"])
     options = algorithm_options(trial["algorithm"], trial["options"])
-    if kind.traffic(options, trial["world_size"], 1) is not None:
+    # Ranks of a host share its link in what collectives cost, too.
+    local_size = trial.get("ranks_per_host") or 1
+    if kind.traffic(options, trial["world_size"], local_size) is not None:
         raise UnmodelledError("its ranks average in groups, whose costs are not on record")
     if plan is None or not plan.groups:
         raise UnmodelledError("its plan is not on record")

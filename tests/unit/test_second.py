@@ -79,7 +79,6 @@ def test_a_failed_record_is_not_modelled_twice():
         ({"trial": {"model": "resnet50"}}, "no profile"),
         ({"trial": {"model": "resnet50@nowhere"}}, "is not here"),
         ({"trial": {"profile_digest": "0"}}, "not the one that is here now"),
-        ({"trial": {"ranks_per_host": 2}}, "share links"),
         ({"trial": {"dtype": "bfloat16"}}, "bfloat16"),
         ({"trial": {"algorithm": "gone"}}, "gone"),
         ({"trial": {"options": {"compression": "topk", "density": 0.01}}}, "topk"),
@@ -96,6 +95,9 @@ def test_what_cannot_be_modelled_says_why(change, reason):
 
 def test_groups_of_blocks_have_costs_that_nobody_measured():
     found = made("hierarchical", options={"local_size": 2}, world=4)
+    default = made("hierarchical", world=4)
+    by_host = dataclasses.replace(default, trial=default.trial | {"ranks_per_host": 2})
+    assert modelled(by_host) == found.modelled
     assert found.modelled == Modelled(
         reason="its ranks average in groups, whose costs are not on record"
     )

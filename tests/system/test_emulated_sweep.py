@@ -77,7 +77,7 @@ def test_real_training_on_virtual_hosts(tmp_path):
         for rank in evidence["network"]["ranks"]:
             sent = rank["eth0"]["tx_bytes"] / evidence["network"]["steps"]
             assert sent > record["bytes"]["gradients"]
-        assert ("collectives" in evidence) == (record is ddp)
+        assert ("collectives" in evidence) == (record is first)
     assert "emulated" in done.stdout and "1gbe" in done.stdout
     assert Outside.network() == before and processes_of(tmp_path) == []
 

@@ -253,9 +253,9 @@ def merged(
     if options.threshold_mb is not None:
         return by_total(sizes, options.threshold_mb * MIB, kinds=kinds)
     if options.merge == "optimal":
-        return optimal(sizes, arrivals, cost, kinds=kinds)
+        return optimal(sizes, arrivals=arrivals, cost=cost, kinds=kinds)
     least, wait = options.small_elements * width, options.merge == "greedy"
-    return greedy(sizes, arrivals, cost, wait=wait, least=least, kinds=kinds)
+    return greedy(sizes, arrivals=arrivals, cost=cost, wait=wait, least=least, kinds=kinds)
 
 
 def given_profile(replica: Replica, layer_times: Mapping[str, float]) -> BackwardProfile:

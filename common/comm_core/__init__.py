@@ -18,7 +18,7 @@ import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -110,6 +110,36 @@ def empty(*shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
     kind = dtype or torch.get_default_dtype()
     count = math.prod(sizes)
     return _core.shared_bytes(count * kind.itemsize).view(kind).view(sizes)
+
+
+class Regime(NamedTuple):
+    """An algorithm of a collective, and from which size on it is taken."""
+
+    name: str
+    """`direct`, `doubling` or `tree`: few hops; `blocks`: a ring of whole blocks; `pieces`: a ring
+    that passes on parts of a block, larger for larger blocks; `pipeline`: a ring whose start-up no
+    longer grows; `shared_memory`."""
+    first_nbytes: int
+    """Bytes of the whole operation: all ranks' blocks."""
+    setting: str
+    """The environment variable that moves this boundary; empty: none does."""
+
+
+def regimes(operation: str, world_size: int, hosts: int | None = None) -> tuple[Regime, ...]:
+    """The regimes of a collective by size, ascending, with the settings of the environment.
+
+    A group's backend has `regimes(operation)`: the same rows of that group as it is connected.
+
+    Args:
+        operation: all_reduce, reduce_scatter, all_gather or broadcast.
+        world_size: ranks, at least 2.
+        hosts: on so many hosts, as many ranks on each; None: each on a host of its own.
+
+    Raises:
+        ValueError: another operation, or a world that cannot be.
+    """
+    hosts = world_size if hosts is None else hosts
+    return tuple(Regime(*row) for row in _core.regimes(operation, world_size, hosts))
 
 
 def events() -> list[dict[str, Any]]:

@@ -23,6 +23,7 @@ NOT_BUILT = "the C++ tests are not built: make core-tests"
         "turns_test",
         "windows_test",
         "model_test 2000",
+        "regimes_test",
         pytest.param("collectives_test", marks=pytest.mark.full),
         pytest.param("collectives_test random 2000", marks=pytest.mark.full),
     ],

@@ -30,6 +30,13 @@ class TorchStore : public Store {
   c10::intrusive_ptr<c10d::Store> store_;
 };
 
+OpKind kind_of(const std::string& operation) {
+  for (int kind = 0; kind <= int(OpKind::barrier); ++kind) {
+    if (operation == name(OpKind(kind))) return OpKind(kind);
+  }
+  throw InvalidRequestError("no collective '" + operation + "'");
+}
+
 thread_local int current_priority = 0;
 
 // While it lives, the operations that this thread submits are parts of one.
@@ -61,6 +68,14 @@ void release_when_ready(std::shared_ptr<Group> group, OpPtr op, std::function<vo
 }
 
 }  // namespace
+
+std::vector<Regime> regimes_of(const std::string& operation, int ranks, int hosts) {
+  try {
+    return regimes(kind_of(operation), ranks, hosts, Options::from_environment());
+  } catch (const CommError&) {
+    throw_as_torch(std::current_exception());
+  }
+}
 
 void set_priority(int priority) { current_priority = priority; }
 int priority() { return current_priority; }
@@ -166,6 +181,19 @@ WorkPtr CoreBackend::submit(Call call, OpType type, TensorList result, Milliseco
 
 WorkPtr CoreBackend::barrier(const c10d::BarrierOptions& options) {
   return submit(Call("barrier", OpKind::barrier), OpType::BARRIER, {}, options);
+}
+
+std::vector<Regime> CoreBackend::regimes_of(const std::string& operation) const {
+  try {
+    const Topology& topology = group_->topology();
+    comm_core::Options options = group_->options();  // torch's backends have options too
+    // Without shared memory, or with hosts that differ, all goes over lanes.
+    const bool shared = group_->shm() != nullptr && (topology.one_host() || topology.regular());
+    if (!shared) options.transport = TransportChoice::tcp;
+    return regimes(kind_of(operation), size_, int(shared ? topology.hosts.size() : size_), options);
+  } catch (const CommError&) {
+    throw_as_torch(std::current_exception());
+  }
 }
 
 void CoreBackend::abort() { group_->abort("abort() was called"); }

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "collectives/regimes.h"
 #include "group/group.h"
 #include "messages/windows.h"
 #include "tensors.h"
@@ -86,6 +87,9 @@ class CoreBackend : public c10d::Backend {
                            int64_t offset, const std::optional<at::Tensor>& tensor,
                            c10d::ReduceOp::RedOpType op);
 
+  // Of this group, as `regimes` says of ranks and hosts. Throws ValueError.
+  std::vector<Regime> regimes_of(const std::string& operation) const;
+
   const std::shared_ptr<Group>& group() const { return group_; }
 
  private:
@@ -121,6 +125,9 @@ ReduceOp op_of(const c10d::ReduceOp& op, const std::string& what);
 // The priority of what this thread submits next; higher goes first (default 0).
 void set_priority(int priority);
 int priority();
+
+// Of a world with the settings of the environment. Throws ValueError.
+std::vector<Regime> regimes_of(const std::string& operation, int ranks, int hosts);
 
 // The engine of this process; made on first use, ended by `shut_down_engine`.
 std::shared_ptr<Engine> process_engine();

@@ -10,6 +10,13 @@ namespace {
 
 using Unlocked = py::call_guard<py::gil_scoped_release>;
 
+std::vector<std::tuple<std::string, uint64_t, std::string>> rows_of(
+    const std::vector<Regime>& regimes) {
+  std::vector<std::tuple<std::string, uint64_t, std::string>> rows;
+  for (const Regime& r : regimes) rows.emplace_back(r.name, r.first_bytes, r.setting);
+  return rows;
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_core, m) {
@@ -43,6 +50,9 @@ PYBIND11_MODULE(_core, m) {
             return b.window_operation(kind, number, peer, slot, offset, tensor, op.op_);
           },
           Unlocked())
+      .def("regimes", [](CoreBackend& b, const std::string& operation) {
+        return rows_of(b.regimes_of(operation));
+      })
       .def("summary", [](CoreBackend& b) { return b.group()->summary(); })
       .def(
           "dropped_connections", [](CoreBackend& b) { return b.group()->dropped_connections(); },
@@ -54,6 +64,9 @@ PYBIND11_MODULE(_core, m) {
     } catch (const CommError&) {
       throw_as_torch(std::current_exception());
     }
+  });
+  m.def("regimes", [](const std::string& operation, int ranks, int hosts) {
+    return rows_of(regimes_of(operation, ranks, hosts));
   });
   m.def("set_priority", &set_priority);
   m.def("priority", &priority);

@@ -2,13 +2,11 @@
 #include <bit>
 
 #include "collectives/collectives.h"
+#include "collectives/regimes.h"
 #include "reduce/kernels.h"
 
 namespace comm_core {
 namespace {
-
-// Up to here everybody sends to everybody in one hop; beyond, trees have fewer messages.
-constexpr int kDirectRanks = 8;
 
 class OverLanes : Planner {
  public:

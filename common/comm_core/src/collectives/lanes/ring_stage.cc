@@ -2,24 +2,29 @@
 
 #include "collectives/collectives.h"
 #include "collectives/lanes/stages.h"
+#include "collectives/regimes.h"
 #include "group/group.h"
 #include "reduce/kernels.h"
 
 namespace comm_core {
 namespace {
 
-// On a ring of two nobody waits for pieces to be passed on: many at once save context switches.
-constexpr size_t kPairPieces = 4;
+template <typename Blocks>
+uint64_t longest(const Blocks& blocks) {
+  uint64_t bytes = 0;
+  for (const auto& block : blocks) bytes = std::max<uint64_t>(bytes, block.bytes);
+  return bytes;
+}
 
 // The two connections and what has passed them; frames begin with a header.
 class RingStage : public Stage {
  public:
   RingStage(Group& group, const Ring& ring, const FrameHeader& frame, uint64_t bytes_out,
-            uint64_t bytes_in)
+            uint64_t bytes_in, uint64_t longest_block)
       : group_(group),
         ring_(ring),
         chunk_(group.options().tcp_chunk),
-        worth_it_(ring.size() == 2 ? kPairPieces * chunk_ : chunk_ / 2),
+        worth_it_(ring_piece(longest_block, ring.size(), group.options())),
         frame_(frame),
         total_out_(bytes_out),
         total_in_(bytes_in) {}
@@ -95,7 +100,7 @@ class RingReduceStage : public RingStage {
   RingReduceStage(Group& group, const Ring& ring, const FrameHeader& frame,
                   std::vector<ConstSpan> inputs, Span output, int64_t divisor)
       : RingStage(group, ring, frame, total(inputs) - inputs[ring.block(0)].bytes,
-                  total(inputs) - inputs[ring.block(1)].bytes),
+                  total(inputs) - inputs[ring.block(1)].bytes, longest(inputs)),
         inputs_(std::move(inputs)),
         output_(output),
         divisor_(divisor),
@@ -215,7 +220,7 @@ class RingForwardStage : public RingStage {
  public:
   RingForwardStage(Group& group, const Ring& ring, const FrameHeader& frame,
                    std::vector<ConstSpan> own, std::vector<Span> incoming, uint64_t outgoing)
-      : RingStage(group, ring, frame, outgoing, total(incoming)),
+      : RingStage(group, ring, frame, outgoing, total(incoming), longest(incoming)),
         incoming_(std::move(incoming)),
         outgoing_(std::move(own)),
         own_bytes_(total(outgoing_)) {

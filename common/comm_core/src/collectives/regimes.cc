@@ -1,0 +1,66 @@
+#include "collectives/regimes.h"
+
+#include <algorithm>
+#include <string>
+
+#include "base/errors.h"
+
+namespace comm_core {
+namespace {
+
+// To be woken costs about as much as so many bytes take at 10 Gbit/s.
+constexpr size_t kLeastPiece = 16 << 10;
+// Of a block that is shorter than that many of the longest pieces. All that a block waits for is
+// then this part of it at each rank, and nobody wakes more often than this for a block.
+constexpr size_t kPiecesOfBlock = 8;
+
+size_t longest_piece(const Options& options) { return options.tcp_chunk / 2; }
+size_t least_piece(const Options& options) {
+  return std::min(kLeastPiece, longest_piece(options));
+}
+
+}  // namespace
+
+size_t ring_piece(uint64_t block, int places, const Options& options) {
+  if (places == 2) return kPairPieces * options.tcp_chunk;
+  return std::clamp(size_t(block / kPiecesOfBlock), least_piece(options), longest_piece(options));
+}
+
+std::vector<Regime> regimes(OpKind kind, int ranks, int hosts, const Options& options) {
+  const bool broadcasts = kind == OpKind::broadcast;
+  if (!broadcasts && kind != OpKind::all_reduce && kind != OpKind::reduce_scatter &&
+      kind != OpKind::all_gather) {
+    throw InvalidRequestError(std::string(name(kind)) + " has no regimes");
+  }
+  if (ranks < 2 || hosts < 1 || ranks % hosts != 0) {
+    throw InvalidRequestError(std::to_string(ranks) + " ranks on " + std::to_string(hosts) +
+                              " hosts: at least two ranks, as many on each host");
+  }
+  const bool tcp = options.transport == TransportChoice::tcp;
+  if (hosts == 1 && !tcp) return {{"shared_memory", 0, ""}};
+  const bool doubles = kind == OpKind::all_reduce && ranks > kDirectRanks;
+  std::vector<Regime> result{{broadcasts ? "tree" : doubles ? "doubling" : "direct", 0, ""}};
+  // Of two levels, each local rank has a ring of its own through the hosts.
+  const int places = broadcasts || tcp ? ranks : hosts;
+  const uint64_t blocks = broadcasts ? 1 : uint64_t(ranks);
+  const size_t least = least_piece(options), longest = longest_piece(options);
+  result.push_back({"blocks", 0, ""});
+  if (places == 2) {
+    result.push_back({"pipeline", blocks * kPairPieces * options.tcp_chunk, "COMM_CORE_TCP_CHUNK"});
+  } else {
+    if (least < longest) result.push_back({"pieces", blocks * 2 * least, ""});
+    result.push_back(
+        {"pipeline", blocks * (least < longest ? kPiecesOfBlock * longest : 2 * least),
+         "COMM_CORE_TCP_CHUNK"});
+  }
+  // The ring begins at `tcp_small`, with the last of its regimes that would have begun by then.
+  while (result.size() > 2 && result[2].first_bytes <= options.tcp_small) {
+    result.erase(result.begin() + 1);
+  }
+  result[1].first_bytes = options.tcp_small;
+  result[1].setting = "COMM_CORE_TCP_SMALL";
+  if (options.tcp_small == 0) result.erase(result.begin());
+  return result;
+}
+
+}  // namespace comm_core

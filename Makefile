@@ -76,6 +76,8 @@ records: $(CORE_TESTS) $(HOROVOD) $(MUTANTS)
 
 docs: $(READY)
 	$(PY) -m common.results.readme
+	$(PY) -m common.results.anchors
+	$(PY) -m common.profiling.compared
 
 horovod:
 	rm -f $(HOROVOD)

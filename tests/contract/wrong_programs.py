@@ -29,6 +29,141 @@ from dear.training.one_sided import WindowEngine
 from dear.training.parameters import ParameterEngine
 from tests.system import made
 
+TIMED = 4
+"""Of the steps that `checked` trains, those behind this one are not compared with plain training.
+"""
+
+
+class Sly(AveragingEngine):
+    """Right in the first steps, and then wrong in the way that `name` says."""
+
+    name = ""
+
+    def __init__(self, replica: Any) -> None:
+        super().__init__(replica, replica.params, overlap=False)
+        self.at, self.rank, self.late = 1, runtime.rank(), []
+        self.kept = [dict(group) for group in self.optimizer.param_groups]
+        if self.name in ("fewer samples", "another batch"):
+            self.hooks.around_forward(self.model, self.given, self.done)
+
+    @property
+    def now(self) -> bool:
+        return self.at > TIMED
+
+    def given(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        (inputs,) = args
+        self.whole = len(inputs)
+        if self.now and self.name == "fewer samples":
+            inputs = inputs[: self.whole // 4]
+        if self.now and self.name == "another batch":
+            inputs = inputs.flip(0)
+        return (inputs,), kwargs
+
+    def done(self, output: torch.Tensor) -> torch.Tensor:
+        return output.repeat(self.whole // len(output), 1)
+
+    def passed(self) -> None:
+        super().passed()
+        grads = [param.grad for param in self.params]
+        kind, _, much = self.name.partition(" ")
+        if not self.now:
+            return
+        if kind == "factor":
+            torch._foreach_mul_(grads, float(much))
+        if self.name == "one rank's last tensor" and self.rank == 1:
+            grads[-1].mul_(1.01)
+        if self.name == "every 3rd step alone" and self.at % 3 == 0:
+            grads[0].mul_(1 + 0.01 * self.rank)
+        if self.name == "averages over P - 1":
+            torch._foreach_mul_(grads, self.communicator.size / (self.communicator.size - 1))
+        if self.name == "clips":
+            torch.nn.utils.clip_grad_norm_(self.params, 1e-3)
+        if self.name == "drops small ones":
+            for grad in grads:
+                grad[grad.abs() < 1e-3 * grad.abs().max()] = 0.0
+        if self.name == "drops the remainder":
+            for grad in grads:
+                grad.flatten()[-1:].zero_()
+        if self.name == "last step's gradient" and self.late:
+            fresh = grads[-1].clone()
+            grads[-1].copy_(self.late[0])
+            self.late = [fresh]
+        elif self.name == "last step's gradient":
+            self.late = [grads[-1].clone()]
+        if self.name == "noise":
+            for grad in grads:
+                grad *= 1 + 1e-3 * torch.rand(
+                    grad.shape, generator=torch.Generator().manual_seed(1)
+                )
+
+    def step(self, update: Any) -> Any:
+        groups = self.optimizer.param_groups
+        real = [dict(group) for group in groups]
+        if self.name.startswith("old "):
+            key = self.name.partition(" ")[2]
+            for group, kept in zip(groups, self.kept, strict=True):
+                group[key] = kept[key]
+        super().step(update)
+        if self.name == "updates twice" and self.at == TIMED + 3:
+            super().step(update)
+        for group, right in zip(groups, real, strict=True):
+            group.update({key: right[key] for key in right if key != "params"})
+        if self.now and self.name == "evaluation mode":
+            self.model.eval()
+        self.at += 1
+
+
+SLY = (
+    *("factor 1.001", "one rank's last tensor", "every 3rd step alone", "averages over P - 1"),
+    *("clips", "drops small ones", "drops the remainder", "last step's gradient", "noise"),
+    *("updates twice", "evaluation mode", "fewer samples", "another batch", "old lr"),
+    *("old momentum", "old weight_decay"),
+)
+"""What goes wrong behind the steps that are compared with plain training."""
+
+
+def sly(name: str) -> Any:
+    """All-reduce, wrong like that, within the context."""
+    kind = type("Made", (Sly,), {"name": name})
+    return mock.patch.object(AllReduce, "engine", lambda self, replica: kind(replica))
+
+
+def own_reference(_: str) -> Any:
+    """Synchronous by its word, and by its reference a sum that has rank 0's gradients only."""
+
+    def first(ranks: Any, options: Any) -> Iterator[None]:
+        while True:
+            ranks.g = ranks.g[0]
+            ranks.update()
+            yield
+
+    def passed(self: Any) -> None:
+        AveragingEngine.passed(self)
+        for param in self.params:
+            self.communicator.broadcast(param.grad, root=0).wait()
+
+    def ready(self: Any, unit: int) -> None:
+        if runtime.rank():
+            for param in self.params:
+                param.grad.zero_()
+        else:
+            for param in self.params:
+                param.grad.mul_(self.communicator.size)
+        AveragingEngine.ready(self, unit)
+
+    kind = type("Made", (AveragingEngine,), {"ready": ready, "passed": passed})
+    stack = contextlib.ExitStack()
+    stack.enter_context(
+        mock.patch.object(
+            AllReduce, "engine", lambda self, replica: kind(replica, replica.params, overlap=False)
+        )
+    )
+    stack.enter_context(
+        mock.patch("dear.algorithms.reference.reference_of", lambda name, options: first)
+    )
+    return stack
+
+
 Fault = Callable[["Wrong", list[torch.Tensor]], None]
 
 

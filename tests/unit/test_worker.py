@@ -455,6 +455,18 @@ def test_the_spread_is_the_largest_difference_and_infinite_for_nan(world):
     assert world(2).run(_spread_of, [1.0, math.nan, 3.0]) == [math.inf, math.inf]
 
 
+def _spread_of_the_last() -> float:
+    model = torch.nn.Linear(3, 1)
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+        model.bias.fill_(runtime.rank() * 0.5)
+    return correctness.replica_spread(model, runtime.communicator())
+
+
+def test_a_difference_in_the_last_parameter_alone_is_seen(world):
+    assert world(2).run(_spread_of_the_last) == [0.5, 0.5]
+
+
 def _spread_without_collectives() -> float:
     torch.manual_seed(1)
     communicator = runtime.communicator()

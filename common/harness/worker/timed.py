@@ -96,7 +96,7 @@ class _Repeat:
         self._phase("tracing some more steps")
         trace = evidence.Trace(training, model, self._communicator)
         self._phase("comparing all steps with a reference")
-        check = inquiry.end(training)
+        check = inquiry.end(training, self._measured.bytes_sent)
         self._facts |= {
             "traces": self._gather(trace.told()),
             "plan": evidence.plan(training, model),

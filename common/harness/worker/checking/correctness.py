@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from common.models.registry import precision
@@ -34,12 +35,16 @@ def snapshot(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
-def rounding(dtype: str, steps: int) -> float:
-    """Relative to a tensor's norm, what its rounding may add up to in so many steps.
+def rounding(dtype: str, steps: Any, *, mixed: bool = False) -> Any:
+    """Relative to a tensor's norm, what its rounding may add up to in so many steps (or arrays of
+    them): errors of both signs, to the root of their number.
 
-    Averages of parameters round several times in each, and in exact diffusion nothing forgets it.
+    Args:
+        mixed: parameters are averaged in each step. That rounds several times, and in exact
+            diffusion nothing forgets it: up to their number.
     """
-    return 4 * torch.finfo(precision(dtype)[0]).eps * max(steps, 1)
+    count = np.maximum(steps, 1)
+    return 4 * torch.finfo(precision(dtype)[0]).eps * (count if mixed else np.sqrt(count))
 
 
 def ways(
@@ -56,7 +61,7 @@ def ways(
     """
     return {
         name: max(
-            _squared_distance(state[name], start[name]) ** 0.5,
+            distance(state[name], start[name]),
             least * state[name].double().norm().item(),
         )
         for name in names
@@ -71,12 +76,17 @@ def farthest(
     """The worst of the tensors of `ways`: norm of `state - wanted` relative to its way."""
     worst = Farthest()
     for name, way in ways.items():
-        off = _squared_distance(state[name], wanted[name]) ** 0.5
+        off = distance(state[name], wanted[name])
         error = off / way if way else float("inf") if off else 0.0
         error = error if math.isfinite(error) else math.inf
         if error > worst.error:
             worst = Farthest(error=error, tensor=name)
     return worst
+
+
+def distance(one: torch.Tensor, other: torch.Tensor) -> float:
+    """The norm of the difference."""
+    return _squared_distance(one, other) ** 0.5
 
 
 def _squared_distance(one: torch.Tensor, other: torch.Tensor) -> float:

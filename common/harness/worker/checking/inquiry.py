@@ -6,11 +6,14 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 import dear
 from common.harness.trial import BASELINE, Trial
-from common.harness.worker.checking import correctness, serial
+from common.harness.worker.checking import correctness, passes, serial
 from common.harness.worker.checking.correctness import Farthest
 from common.harness.worker.checking.invariants import hold
+from common.harness.worker.checking.passes import Passes
 from common.harness.worker.checking.plain import Reference
 from common.harness.worker.checking.witness import Testimony, Witness
 from common.harness.worker.training import Training, untimed_steps
@@ -21,11 +24,12 @@ from dear.algorithms import reference as references
 from dear.comm import runtime
 from dear.training.algorithm import algorithm_class
 
-# Largest error of any tensor, relative to how far it moved. Rounding alone stays far below; a step
-# that is lost is an error of 1 / steps at least.
+# Largest error of any tensor, relative to how far it moved. Of right programs in float32 it is 2e-8
+# to 4e-7; gradients that travel in fp16 without saying so make 4e-4. A step that is lost is an
+# error of 1 / steps at least.
 TOLERANCE = {
-    **{"float32": 1e-4, "float64": 1e-9, "bfloat16": 0.05},
-    **{"amp-bf16": 1e-4, "amp-fp16": 1e-4},
+    **{"float32": 1e-5, "float64": 1e-9, "bfloat16": 0.05},
+    **{"amp-bf16": 1e-5, "amp-fp16": 1e-5},
 }
 # The same after some steps of a model that computes: what rounding changes in the parameters, the
 # next gradients magnify.
@@ -35,6 +39,10 @@ COMPUTED_TOLERANCE = {
 }
 # At least, where gradients travel in a smaller type.
 WIRE_TOLERANCE = {"fp16": 5e-3, "bf16": 0.05}
+
+# Times these where parameters are averaged instead of gradients: rounding of all of a tensor, not
+# of a step, is what each step adds.
+MIXED = 10
 
 # Where no steps are timed: so many for each exchange; slow links bring only some of the messages.
 STEPS = 10
@@ -50,8 +58,10 @@ def inquire(trial: Trial, workload: Workload) -> Check:
     training = Training(trial, workload)
     inquiry.first_steps(training)
     inquiry.look_away()
-    training.run(max(untimed_steps(trial), STEPS * getattr(trial.options, "every", 1)))
-    check = inquiry.end(training)
+    steps = max(untimed_steps(trial), STEPS * getattr(trial.options, "every", 1))
+    before = runtime.communicator().bytes_sent
+    training.run(steps)
+    check = inquiry.end(training, (runtime.communicator().bytes_sent - before) // steps)
     agreement = correctness.agreement(workload.model, training.consistency, runtime.communicator())
     training.close()
     return dataclasses.replace(check, **agreement)
@@ -72,6 +82,7 @@ class Inquiry:
         self.compute = self._plain.compute
         """Seconds of this machine that a step takes without communication."""
         self._witness = Witness(workload.model, trial.seed)
+        self._passes: Passes | None = None
         self._scaled = workload.scaler is not None
         """Gradients are not those of the loss, and steps may be skipped."""
         self._reference = None
@@ -81,10 +92,17 @@ class Inquiry:
                 if trial.algorithm == BASELINE
                 else references.reference_of(trial.algorithm, trial.options)
             )
+        # Who promises to train as one process would is held to that, whatever its own file says.
+        self._claimed = None
+        if self._reference is not None and _promises_average(trial, self._reference):
+            self._claimed, self._reference = self._reference, references.average
         # It is for whole tensors; what is judged otherwise needs the memory more.
         self._plainly = self._reference in (references.average, references.delayed) and getattr(
             trial.options, "average", True
         )
+        # Who still measures may send gradients as they are: then samples alone are compared.
+        if getattr(trial.options, "wire", None) and trial.options.settling_steps():
+            self._plainly = False
         if not self._plainly:
             self._plain.forget()
 
@@ -92,28 +110,94 @@ class Inquiry:
         """Trains them, plainly trained before, with the algorithm."""
         self._sent = runtime.communicator().bytes_sent
         self._witness.attend(self._workload.model)
+        self._passes = Passes(self._workload.model)
         self._plain.train(training)
-        self._first = self._plain.farthest() if self._plainly else None
+        self._early_bytes = runtime.communicator().bytes_sent - self._sent
+        self._known = self._witness.steps
+        self._first = self._first_buffer = None
+        if self._plainly:
+            self._first, self._first_buffer = self._plain.farthest(), self._plain.farthest_buffer()
         self._plain.forget()
 
     def look_away(self) -> None:
         """Lets timed steps be as undisturbed as may be."""
-        self._witness.look_away()
+        self._passes.look(self._witness.look_away())
 
-    def end(self, training: Training) -> Check:
-        """One more step; rank 0 says what was found. Parameters are current afterwards."""
+    def end(self, training: Training, sent_per_step: int) -> Check:
+        """Two more steps; rank 0 says what was found. Parameters are current afterwards.
+
+        Args:
+            sent_per_step: bytes that this rank handed to the communicator in the steps before.
+        """
         self._witness.look()
+        training.step()
+        # As a scheduler does between two steps: the second one must follow.
+        serial.change_settings(training.optimizer)
+        self._changed = self._witness.steps
         training.step()
         training.synchronize()
         communicator = runtime.communicator()
         sent = communicator.bytes_sent - self._sent
         communicator.barrier()  # messages of all have arrived
-        told = self._witness.end(self._workload.model), sent, training.statistics()
+        strange = passes.strange(self._plain.given, self._passes.end(), self._known)
+        testimony = self._witness.end(self._workload.model)
+        told = testimony, sent, training.statistics(), strange, sent_per_step
         gathered = communicator.gather_objects(told)
         if dear.rank() != 0:
             return Check()
-        seen, sizes, counted = zip(*gathered, strict=True)
-        return self._judged(training.consistency, seen, sum(sizes), counted)
+        seen, sizes, counted, oddities, per_step = zip(*gathered, strict=True)
+        check = self._judged(training.consistency, seen, sum(sizes), counted)
+        finding = (
+            _first_of(oddities)
+            or self._unlike_buffers(seen)
+            or self._too_little(training.consistency, seen, sum(per_step))
+        )
+        if finding is None or check.matches_reference is False:
+            return check
+        return dataclasses.replace(check, matches_reference=False, finding=finding)
+
+    def _unlike_buffers(self, seen: Sequence[Testimony]) -> str | None:
+        """What is wrong with buffers, after the first steps and between the last two."""
+        limit = self._tolerance(computed=True)
+        if self._first_buffer is not None and self._first_buffer.error > limit:
+            return _off("after the first steps the buffer", self._first_buffer, limit)
+        left = seen[0].buffers.get(self._changed - 1)
+        for rank, one in enumerate(seen):
+            before, after = (one.buffers.get(self._changed - back) for back in (1, 0))
+            if before is None or after is None or left is None:
+                continue
+            if not any(np.array_equal(after[0], end[1], equal_nan=True) for end in (before, left)):
+                return (
+                    f"rank {rank}'s buffers were changed between two steps: a forward pass began "
+                    "with others than the one before had left"
+                )
+        return None
+
+    def _too_little(self, consistency: str, seen: Sequence[Testimony], sent: int) -> str | None:
+        """Where less was sent than an average takes.
+
+        What others do not know of P - 1 ranks' gradients they cannot average. Who sends past the
+        communicator, as DDP does in code of its own, is not judged.
+        """
+        trial = self._trial
+        if trial.world_size == 1 or consistency != "synchronous" or not self._early_bytes:
+            return None
+        if self._reference is not references.average:
+            return None
+        used = serial.always_used(seen)
+        params = dict(self._workload.model.named_parameters())
+        size = sum(
+            params[name].nbytes * min(1.0, _share(trial, params[name].element_size()))
+            for name in seen[0].names
+            if name in used
+        )
+        least = (trial.world_size - 1) * size
+        if sent >= least:
+            return None
+        return (
+            f"in timed steps all ranks together sent {sent:,} bytes per step, and an average of "
+            f"their gradients takes {least:,.0f} at least"
+        )
 
     def _tolerance(self, computed: bool) -> float:
         trial = self._trial
@@ -140,7 +224,9 @@ class Inquiry:
             trial.options, trial.world_size, local_size
         ):
             size = sum(p.nbytes for p in self._workload.model.parameters() if p.requires_grad)
-            held = hold(trial, self._reference, seen, local_size, sent_bytes, size, counted)
+            held = hold(
+                trial, self._reference, seen, local_size, sent_bytes, size, counted, self._changed
+            )
             return Check(
                 judged_by="invariants",
                 matches_reference=held.right,
@@ -154,11 +240,21 @@ class Inquiry:
 
     def _compared(self, seen: Sequence[Testimony], local_size: int) -> Check:
         limit = self._tolerance(computed=False)
-        found = serial.compare(self._trial, self._reference, seen, local_size, limit)
-        finding, worst = None, found.end
+        mixed = self._reference not in (references.average, references.delayed)
+        limit *= MIXED if mixed else 1
+        found = serial.compare(
+            self._trial,
+            self._reference,
+            seen,
+            local_size,
+            limit,
+            self._changed,
+            mixed=mixed,
+        )
+        finding, worst = self._other_than_claimed(seen, local_size, limit), found.end
         if self._first is not None:
             first_limit = self._tolerance(computed=True)
-            if self._first.error > first_limit:
+            if finding is None and self._first.error > first_limit:
                 finding = _off("after the first steps", self._first, first_limit)
             if self._first.error / first_limit > worst.error / limit:
                 worst = self._first
@@ -169,6 +265,12 @@ class Inquiry:
                 f"the forward pass of step {found.read_in} read other values of "
                 f"{found.read.tensor} than the step before should have left"
             )
+            if found.read_in > len(seen[0].gradients):
+                finding = (
+                    f"the last step, with settings of the optimizer that were changed before it, "
+                    f"moved {found.read.tensor} otherwise than it should have, or its forward pass "
+                    "had read older values"
+                )
             worst = found.read
         return Check(
             judged_by="reference",
@@ -178,6 +280,41 @@ class Inquiry:
             worst_tensor=worst.tensor,
             finding=finding,
         )
+
+    def _other_than_claimed(
+        self, seen: Sequence[Testimony], local_size: int, limit: float
+    ) -> str | None:
+        if self._claimed is None:
+            return None
+        off = serial.difference(
+            self._trial, self._claimed, references.average, seen, local_size, limit
+        )
+        if off.error <= limit:
+            return None
+        return (
+            "it promises to be synchronous, but its own reference is not the average of all ranks: "
+            + _off("at the end", off, limit)
+        )
+
+
+def _promises_average(trial: Trial, reference: Any) -> bool:
+    """Whether `reference` is of a plug-in's own file that promises what `average` does."""
+    if trial.algorithm == BASELINE or reference.__module__ == references.__name__:
+        return False
+    if getattr(trial.options, "compression", "none") not in ("none", *WIRE_TOLERANCE):
+        return False
+    return algorithm_class(trial.algorithm).capabilities.consistency == "synchronous"
+
+
+def _share(trial: Trial, element_size: int) -> float:
+    """Bytes that travel per byte of a gradient."""
+    share = getattr(trial.options, "share", None)
+    return 1.0 if share is None else share(element_size)
+
+
+def _first_of(oddities: Sequence[str | None]) -> str | None:
+    """With the rank that has it."""
+    return next((f"rank {r}: {odd}" for r, odd in enumerate(oddities) if odd), None)
 
 
 def _off(when: str, worst: Farthest, limit: float) -> str:

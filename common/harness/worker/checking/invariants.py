@@ -59,6 +59,7 @@ def hold(
     sent_bytes: int,
     parameter_bytes: int,
     counted: Sequence[dict[str, Any]],
+    changed: int | None = None,
 ) -> Held:
     """Looks at all of them.
 
@@ -67,11 +68,12 @@ def hold(
         sent_bytes: by all ranks together, since the first step.
         parameter_bytes: of one replica.
         counted: by rank, the statistics of the algorithm, when nothing was under way any more.
+        changed: as of `again`.
     """
     sample = Sample(seen)
     start = np.stack([one.start for one in seen]).astype(np.float64)
     end = np.stack([one.end for one in seen]).astype(np.float64)
-    apart = _last(again(trial, alone, seen, local_size))
+    apart = _last(again(trial, alone, seen, local_size, changed))
     distance = sample.norms(_from_mean(apart)).max(axis=0)
     moved = sample.norms(np.broadcast_to(apart.mean(0) - start.mean(0), end.shape))
     drift = sample.farthest(
@@ -79,11 +81,13 @@ def hold(
     )
     together = 0.0
     if reference is not None:
-        in_step = _last(again(trial, reference, seen, local_size))
+        in_step = _last(again(trial, reference, seen, local_size, changed))
         together = _typical(sample.norms(_from_mean(in_step)), distance)
     came = _typical(sample.norms(_from_mean(end)), distance)
     # Where ranks alone would not differ, as without a gradient, there is nothing to average.
-    differs = distance > sample.norms(start).max(axis=0) * rounding(trial.dtype, sample.steps)
+    differs = distance > sample.norms(start).max(axis=0) * rounding(
+        trial.dtype, sample.steps, mixed=True
+    )
     untouched = differs & (sample.norms(end - apart).max(axis=0) <= TOUCHED * distance)
     declared = _declared(trial, local_size, sample.steps) * parameter_bytes
     rounds = sample.steps // getattr(trial.options, "every", 1) * min(1.0, sent_bytes / declared)
@@ -128,7 +132,7 @@ def _leaking(trial: Trial, counted: Sequence[dict[str, Any]], steps: int) -> str
         return f"the weight of a rank's values is {own.min():.3g}, and all must be positive"
     totals = own.sum(axis=0) + np.array([one["p_arrived"] for one in counted]).sum(axis=0)
     worst = totals[np.abs(totals - trial.world_size).argmax()]
-    if abs(worst / trial.world_size - 1) > rounding(trial.dtype, steps):
+    if abs(worst / trial.world_size - 1) > rounding(trial.dtype, steps, mixed=True):
         return f"weights of values add up to {worst:.6g}, and must to {trial.world_size}"
     return None
 

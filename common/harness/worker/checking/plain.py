@@ -6,6 +6,7 @@ one computes: forward, backward and update without communication between them.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -16,6 +17,8 @@ import dear
 from common.harness.trial import Trial
 from common.harness.worker.checking import correctness
 from common.harness.worker.checking.correctness import Farthest
+from common.harness.worker.checking.passes import Passes
+from common.harness.worker.checking.serial import on_the_wire
 from common.harness.worker.training import Training, done, make_optimizer
 from common.models import pace
 from common.models.workload import Workload
@@ -48,8 +51,19 @@ class Reference:
         optimizer = make_optimizer(trial.optimizer, workload.model)
         self._seed()
         communicator = runtime.communicator()
+        # The first step only: its time does not count.
+        passes = Passes(workload.model, limit=1)
         # Gradients stay until all steps are timed: new memory for them would take longer.
-        self._wanted, times = plain_steps(workload, optimizer, communicator, self._steps, staleness)
+        self._wanted, times = plain_steps(
+            workload,
+            optimizer,
+            communicator,
+            self._steps,
+            staleness,
+            lambda gradient: on_the_wire(gradient, trial),
+        )
+        (self.given,) = passes.end()
+        """What a forward pass is given."""
         updated = times[staleness:]
         self.compute = slowest_rank(workload, optimizer, communicator, updated)
         """Seconds of this machine that a step takes without communication."""
@@ -57,6 +71,8 @@ class Reference:
         names = [name for name, _ in workload.model.named_parameters()]
         least = correctness.rounding(trial.dtype, self._steps) / tolerance
         self._ways = correctness.ways(self._wanted, start, names, least)
+        buffers = [n for n, b in workload.model.named_buffers() if n in start and _counts(b)]
+        self._buffer_ways = correctness.ways(self._wanted, start, buffers, least)
         workload.model.load_state_dict(start)
 
     def train(self, training: Training) -> None:
@@ -72,6 +88,26 @@ class Reference:
         here = correctness.farthest(reached, self._wanted, self._ways)
         return max(runtime.communicator().gather_objects(here), key=lambda one: one.error)
 
+    def farthest_buffer(self) -> Farthest:
+        """The same of floating-point buffers, such as running statistics, of the worst rank.
+
+        They are of a rank's own samples, and some algorithms hand out those of rank 0: what is no
+        farther from this rank's than rank 0's are counts as right.
+        """
+        reached, communicator = self._workload.model.state_dict(), runtime.communicator()
+        worst = Farthest()
+        for name, way in self._buffer_ways.items():
+            wanted = self._wanted[name]
+            first = wanted.clone()
+            communicator.broadcast(first, root=0).wait()
+            apart = correctness.distance(first, wanted)
+            off = correctness.distance(reached[name], wanted)
+            error = max(off - apart, 0.0) / way if way else math.inf if off > apart else 0.0
+            error = error if math.isfinite(off) else math.inf
+            if error > worst.error:
+                worst = Farthest(error=error, tensor=name)
+        return max(communicator.gather_objects(worst), key=lambda one: one.error)
+
     def forget(self) -> None:
         """Lets go of the copy of the model."""
         self._wanted = {}
@@ -81,18 +117,24 @@ class Reference:
         torch.manual_seed(self._trial.seed * 1000 + dear.rank())
 
 
+def _counts(buffer: torch.Tensor) -> bool:
+    return buffer.is_floating_point() and buffer.numel() > 0
+
+
 def plain_steps(
     workload: Workload,
     optimizer: torch.optim.Optimizer,
     communicator: Communicator,
     steps: int,
     staleness: int = 0,
+    sent: Callable[[torch.Tensor], torch.Tensor] = lambda gradient: gradient,
 ) -> tuple[dict[str, torch.Tensor], list[StepTimes]]:
     """Trains `steps` steps with written-out gradient averaging; the last gradients stay.
 
     Args:
         staleness: each update applies the gradients of so many steps before; the first ones update
             nothing.
+        sent: what the others get of a rank's gradient.
 
     Returns:
         The state that they lead to, and what each step computed on this rank, averaging left out.
@@ -104,6 +146,7 @@ def plain_steps(
     def average() -> None:
         for param in params:
             if param.grad is not None:
+                param.grad.copy_(sent(param.grad))
                 communicator.all_reduce(param.grad, op="mean").wait()
         held.append([param.grad for param in params])
         for param, gradient in zip(params, held.popleft(), strict=True):

@@ -7,6 +7,7 @@ all its steps again.
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -102,11 +103,16 @@ class _Sampled(nn.Module):
 
     def __init__(self, values: np.ndarray, dtype: torch.dtype) -> None:
         super().__init__()
-        self.values = nn.Parameter(torch.from_numpy(values).to(dtype))
+        self.values = nn.Parameter(torch.tensor(values, dtype=dtype))  # a copy: it is trained
 
 
 def again(
-    trial: Trial, reference: Reference, seen: Sequence[Testimony], local_size: int
+    trial: Trial,
+    reference: Reference,
+    seen: Sequence[Testimony],
+    local_size: int,
+    changed: int | None = None,
+    rounded: bool = True,
 ) -> Iterator[np.ndarray]:
     """Where a reference leads with the gradients that ranks have had: before, and by step.
 
@@ -114,6 +120,8 @@ def again(
 
     Args:
         seen: of all ranks.
+        changed: the step, from 0, before which `change_settings` changed the optimizer's settings.
+        rounded: gradients are what `on_the_wire` leaves of them.
 
     Yields:
         The parameters of all ranks, `[ranks, elements]`.
@@ -124,10 +132,41 @@ def again(
     ranks = Ranks(models, optimizers, local_size=local_size)
     yield ranks.x.numpy()
     with contextlib.closing(reference(ranks, trial.options)) as steps:
-        for gradients in zip(*(one.gradients for one in seen), strict=True):
-            ranks.g = torch.from_numpy(np.nan_to_num(np.stack(gradients))).double()
+        for step, gradients in enumerate(zip(*(one.gradients for one in seen), strict=True)):
+            if step == changed:
+                for optimizer in optimizers:
+                    change_settings(optimizer)
+            values = torch.from_numpy(np.nan_to_num(np.stack(gradients)))
+            ranks.g = (on_the_wire(values, trial) if rounded else values).double()
             next(steps)
             yield ranks.x.numpy()
+
+
+def on_the_wire(gradient: torch.Tensor, trial: Trial) -> torch.Tensor:
+    """What arrives of a rank's gradient where it travels in a smaller type, divided by the ranks.
+
+    An optimizer such as Adam makes much of gradients so small that such a type does not know them:
+    no bound of the error would be narrow enough to find anything, but the rounding is known.
+    """
+    wire = getattr(trial.options, "wire", None)
+    if wire is None:
+        return gradient
+    size = trial.world_size
+    return (gradient / size).to(wire).to(gradient.dtype) * size
+
+
+def change_settings(optimizer: torch.optim.Optimizer) -> None:
+    """Other settings from the next step on, as a scheduler sets them: who has kept older ones is
+    found by that."""
+    for group in optimizer.param_groups:
+        group["lr"] *= 0.5
+        group["weight_decay"] += 0.1
+        if group.get("momentum"):
+            group["momentum"] *= 0.5
+        if "betas" in group:
+            group["betas"] = tuple(0.9 * beta for beta in group["betas"])
+        if "eps" in group:
+            group["eps"] = max(1e3 * group["eps"], 1e-4)
 
 
 def alone(ranks: Any, options: Any) -> Iterator[None]:
@@ -144,9 +183,10 @@ class Comparison:
     end: Farthest
     """After the last step, relative to how far the parameters moved from the first on."""
     read: Farthest
-    """In the worst forward pass that was watched, relative to how far the step before moved."""
+    """In the worst forward pass that was watched: by how much more it was off than the one that was
+    watched before, relative to how far all steps between moved. The last one is the end."""
     read_in: int
-    """The step of that, from 1."""
+    """The step of that, from 1; one more than there are: the end."""
 
 
 def compare(
@@ -155,29 +195,90 @@ def compare(
     seen: Sequence[Testimony],
     local_size: int,
     tolerance: float,
+    changed: int | None = None,
+    mixed: bool = False,
 ) -> Comparison:
     """How far the ranks are from the reference, at the sampled elements.
 
+    Rounding on the wire adds up over the steps, so what a forward pass reads may be off by more
+    than one step moves. But from one look to the next that may grow by no more than a share of what
+    the steps between have moved: who reads old values now is off by a step more than in the end.
+
     Args:
         tolerance: what rounding alone is held to be below.
+        changed: as of `again`.
+        mixed: as of `rounding`.
     """
     sample = Sample(seen)
-    path = again(trial, reference, seen, local_size)
+    path = again(trial, reference, seen, local_size, changed)
+    # Who still measures in the first steps may send gradients as they are.
+    other = again(trial, reference, seen, local_size, changed, rounded=False)
+    narrow = getattr(trial.options, "wire", None) is not None
     before = at = next(path)
+    apart = known_apart = at - next(other) if narrow else np.zeros_like(at)
     start, read, read_in = at, Farthest(), 1
-    for step in range(sample.steps):
-        if all(step in one.reads for one in seen):
-            least = rounding(trial.dtype, step) / tolerance
-            off = np.stack([one.reads[step] for one in seen]) - at
-            moved = np.maximum(sample.norms(at - before), least * sample.norms(at))
-            found = sample.farthest(sample.norms(off), moved)
-            if found.error > read.error:
-                read, read_in = found, step + 1
-        before, at = at, next(path)
+    known = np.zeros_like(at)
+    """How far each element was off when it was last read."""
+    moved = sample.norms(known)
+    """How far each tensor has moved since then, step by step."""
+    count = np.zeros_like(moved)
+    ends = np.nan_to_num(np.stack([one.end for one in seen]), nan=np.inf)
+    for step in range(sample.steps + 1):
+        rows = ends if step == sample.steps else _rows(seen, step)
+        if rows is not None:
+            off = np.where(np.isnan(rows), known, rows - at)
+            least = rounding(trial.dtype, count, mixed=mixed) / tolerance
+            room = np.maximum(moved, least * sample.norms(at))
+            room = np.maximum(room, sample.norms(apart - known_apart) / tolerance)
+            worst = sample.farthest(sample.norms(off - known), room)
+            if worst.error > read.error:
+                read, read_in = worst, step + 1
+            read_now = ~sample.unread(rows)
+            known_apart = np.where(np.isnan(rows), known_apart, apart)
+            known, moved = off, np.where(read_now, 0.0, moved)
+            count = np.where(read_now, 0.0, count)
+        if step < sample.steps:
+            before, at = at, next(path)
+            apart = at - next(other) if narrow else apart
+            moved = moved + sample.norms(at - before)
+            count = count + 1
+    least = rounding(trial.dtype, sample.steps, mixed=mixed) / tolerance
+    way = np.maximum(sample.norms(at - start), least * sample.norms(at))
+    way = np.maximum(way, sample.norms(apart) / tolerance)
+    end = sample.farthest(sample.norms(ends - at), way)
+    return Comparison(end=end, read=read, read_in=read_in)
+
+
+def difference(
+    trial: Trial,
+    some: Reference,
+    other: Reference,
+    seen: Sequence[Testimony],
+    local_size: int,
+    tolerance: float,
+) -> Farthest:
+    """How far one reference leads from another one, relative to how far that leads."""
+    sample = Sample(seen)
+    paths = [deque(again(trial, one, seen, local_size), maxlen=1)[0] for one in (some, other)]
+    start = np.stack([one.start for one in seen])
     least = rounding(trial.dtype, sample.steps) / tolerance
-    moved = np.maximum(sample.norms(at - start), least * sample.norms(at))
-    off = sample.norms(np.stack([one.end for one in seen]) - at)
-    return Comparison(end=sample.farthest(off, moved), read=read, read_in=read_in)
+    way = np.maximum(sample.norms(paths[1] - start), least * sample.norms(paths[1]))
+    return sample.farthest(sample.norms(paths[0] - paths[1]), way)
+
+
+def always_used(seen: Sequence[Testimony]) -> set[str]:
+    """Tensors of which some rank had a gradient in each step."""
+    known = np.any([np.isfinite(one.gradients) for one in seen], axis=0)
+    starts = [0, *seen[0].ends[:-1]]
+    whole = np.logical_or.reduceat(known, starts, axis=1).all(axis=0)
+    return {name for name, used in zip(seen[0].names, whole, strict=True) if used}
+
+
+def _rows(seen: Sequence[Testimony], step: int) -> np.ndarray | None:
+    """What all ranks read in a step; None where one of them was not watched."""
+    if not all(step in one.reads for one in seen):
+        return None
+    return np.stack([one.reads[step] for one in seen])
 
 
 class Sample:
@@ -193,8 +294,12 @@ class Sample:
     def norms(self, values: np.ndarray) -> np.ndarray:
         """By rank and tensor; what was not read (all of a tensor) counts as zero."""
         squares = np.square(values, dtype=np.float64)
-        unread = np.logical_and.reduceat(np.isnan(squares), self._starts, axis=1)
-        return np.where(unread, 0.0, np.sqrt(np.add.reduceat(squares, self._starts, axis=1)))
+        sums = np.sqrt(np.add.reduceat(squares, self._starts, axis=1))
+        return np.where(self.unread(squares), 0.0, sums)
+
+    def unread(self, values: np.ndarray) -> np.ndarray:
+        """By rank and tensor: nothing of it was read."""
+        return np.logical_and.reduceat(np.isnan(values), self._starts, axis=1)
 
     def farthest(self, off: np.ndarray, moved: np.ndarray) -> Farthest:
         """The worst tensor of any rank, from norms."""

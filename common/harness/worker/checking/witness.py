@@ -7,6 +7,7 @@ step again, timed ones included, and must arrive where the ranks are.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -16,6 +17,8 @@ import torch
 
 SAMPLE = 32
 """Elements of each tensor at most: first, last, and some of everywhere between."""
+GLANCES = 4
+"""Layers whose reading is watched in timed steps: the first, the last, and some between."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +34,10 @@ class Testimony:
     gradients: np.ndarray
     """`[steps, elements]`."""
     reads: dict[int, np.ndarray]
-    """By number of the step, what its forward pass read; only of steps that were watched."""
+    """By number of the step, what its forward pass read, as far as it was watched."""
+    buffers: dict[int, tuple[np.ndarray, np.ndarray]]
+    """By number of the step, the model's floating-point buffers when its forward pass began and
+    when it had ended, as samples; only of steps in which all layers were watched."""
     end: np.ndarray
     """After the last step."""
 
@@ -61,6 +67,13 @@ class Witness:
             owned = [(n, names[id(p)]) for n, p in module._parameters.items() if id(p) in names]
             if owned:
                 self._owned[module] = owned
+        self._buffers = {
+            name: _places(value.numel(), generator).to(value.device)
+            for name, value in model.named_buffers()
+            if value.is_floating_point() and value.numel()
+        }
+        self._left: dict[int, list[np.ndarray]] = {}
+        self._chosen = _some_of(list(self._owned), generator)
         self._gradients: list[torch.Tensor] = []
         self._reads: dict[int, torch.Tensor] = {}
         self._backward = True
@@ -68,6 +81,7 @@ class Witness:
         self._hooks: list[Any] = []
         self._looking: list[Any] = []
         self._noted: set[int] = set()
+        self._model = model
         self._start = self._sample(model)
         for name, param in trained.items():
             self._note(name, param)
@@ -77,15 +91,25 @@ class Witness:
         self._hooks.append(model.register_forward_pre_hook(lambda *_: self._begin()))
         self.look()
 
-    def look(self) -> None:
-        """From now on also at what forward passes read."""
-        # After all other hooks: by then an algorithm's have made the parameters current.
-        for module in self._owned:
-            self._looking.append(module.register_forward_pre_hook(lambda own, _: self._read(own)))
+    @property
+    def steps(self) -> int:
+        """Those that have begun."""
+        return len(self._gradients)
 
-    def look_away(self) -> None:
-        """At gradients only, which takes some microseconds per tensor and step."""
-        _remove(self._looking)
+    def look(self) -> None:
+        """From now on at all that forward passes read, and at buffers."""
+        self._watch(self._owned)
+        self._looking.append(self._model.register_forward_pre_hook(lambda *_: self._keep()))
+        self._looking.append(self._model.register_forward_hook(lambda *_: self._keep()))
+
+    def look_away(self) -> list[torch.nn.Module]:
+        """At gradients and at what a few layers read, which are returned.
+
+        It takes some microseconds per tensor and step, and no device is waited for: elements are
+        taken where they are, and read when training is over.
+        """
+        self._watch(self._chosen)
+        return self._chosen
 
     def end(self, model: torch.nn.Module) -> Testimony:
         """What was seen, and where the model is now; a collective call where it is sharded."""
@@ -97,8 +121,23 @@ class Witness:
             start=self._start,
             gradients=np.stack([_numbers(row) for row in self._gradients]),
             reads={step: _numbers(row) for step, row in self._reads.items()},
+            buffers={step: tuple(pair) for step, pair in self._left.items() if len(pair) == 2},
             end=self._sample(model),
         )
+
+    def _watch(self, modules: Iterable[torch.nn.Module]) -> None:
+        _remove(self._looking)
+        # After all other hooks: by then an algorithm's have made the parameters current.
+        for module in modules:
+            self._looking.append(module.register_forward_pre_hook(lambda own, _: self._read(own)))
+
+    def _keep(self) -> None:
+        if not (self._buffers and torch.is_grad_enabled()):
+            return
+        held = dict(self._model.named_buffers())
+        row = [torch.take(held[name].detach(), at) for name, at in self._buffers.items()]
+        wide = torch.cat([part.to("cpu", torch.float64) for part in row]).numpy()
+        self._left.setdefault(len(self._gradients) - 1, []).append(wide)
 
     def _sample(self, model: torch.nn.Module) -> np.ndarray:
         state = model.state_dict()
@@ -136,6 +175,13 @@ class Witness:
                 self._gradients[-1][part] = torch.take(gradient, places)
 
         self._hooks.append(param.register_hook(note))
+
+
+def _some_of(layers: list[torch.nn.Module], generator: torch.Generator) -> list[torch.nn.Module]:
+    between = layers[1:-1]
+    order = torch.randperm(len(between), generator=generator).tolist()
+    ends = layers[:1] + layers[1:][-1:]
+    return ends + [between[place] for place in order[: GLANCES - 2]]
 
 
 def _remove(handles: list[Any]) -> None:

@@ -102,17 +102,25 @@ def by_wait(waits_s: Sequence[float], cycle_s: float) -> Groups:
 
 
 def by_total(
-    sizes: Sequence[float], threshold: float, kinds: Sequence[Hashable] | None = None
+    sizes: Sequence[float],
+    threshold: float,
+    kinds: Sequence[Hashable] | None = None,
+    *,
+    first: float | None = None,
 ) -> Groups:
     """Closes a group once it has reached `threshold`; 0 leaves every gradient alone.
 
     Gradients of different `kinds` (dtypes, devices) are never merged.
+
+    Args:
+        first: the threshold of the first group; None: the same.
     """
     plan: Groups = []
     total = 0.0
     for index, size in enumerate(sizes):
         alike = index and (kinds is None or kinds[index - 1] == kinds[index])
-        if not alike or total >= threshold:
+        least = threshold if first is None or len(plan) > 1 else first
+        if not alike or total >= least:
             plan.append([])
             total = 0.0
         plan[-1].append(index)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
+import dear
+from dear.algorithms.synchronous.ddp import DEFAULT_FIRST_MB, Ddp
+from dear.buckets.grouping import MIB, Arrived
 from tests.contract.loops import (
     difference,
     everybody,
@@ -20,6 +25,53 @@ from tests.contract.loops import (
     steps,
     wrap,
 )
+
+
+def test_defaults_are_those_of_the_installed_torch():
+    """Whoever measures `ddp` measures what people run."""
+    torchs = inspect.signature(torch.nn.parallel.DistributedDataParallel).parameters
+    ours = Ddp.Options()
+    for name in ("bucket_cap_mb", "find_unused_parameters", "gradient_as_bucket_view"):
+        assert getattr(ours, name) == torchs[name].default, name
+    assert ours.static_graph == torchs["static_graph"].default
+    # torch 2.13 has a new name beside it, which is None until it is given.
+    old = torchs.get("broadcast_buffers")
+    assert ours.broadcast_buffers is True and (old is None or old.default in (True, None))
+    assert torch.distributed._DEFAULT_FIRST_BUCKET_BYTES == DEFAULT_FIRST_MB * MIB
+
+
+def _buckets(cap_mb: float | None, unused: bool) -> tuple[list[int], list[int]]:
+    """Bytes of the buckets that DDP has, and of those that are stated without it."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(300, 500, bias=False) for _ in range(4)]  # 0.57 MiB each
+    layers = [layer if i % 2 else nn.Linear(500, 300, bias=False) for i, layer in enumerate(layers)]
+    model = nn.Sequential(*layers)
+    options = {"bucket_cap_mb": cap_mb, "find_unused_parameters": unused}
+    optimizer = dear.DistributedOptimizer(make_sgd(model), model, algorithm="ddp", **options)
+    for _ in range(4):
+        optimizer.zero_grad()
+        model(torch.ones(2, 500)).sum().backward()
+        optimizer.step()
+    sizes = [param.nbytes for param in reversed(list(model.parameters()))]
+    arrived = Arrived(sizes=sizes, arrivals_s=[0.0] * 4, owners=[*range(4)], end_s=0.0)
+    stated = Ddp.grouping(Ddp.Options(**options), arrived, lambda nbytes: 0.0)
+    found = [nbytes for nbytes, _ in optimizer._engine.groups()]
+    return found, [sum(sizes[place] for place in group) for group in stated]
+
+
+@pytest.mark.parametrize(
+    ("cap_mb", "unused", "layers"),
+    [
+        (None, False, [2, 2]),
+        (25.0, False, [4]),
+        (0.5, False, [1, 1, 1, 1]),
+        (1.5, False, [3, 1]),
+        (1.5, True, [1, 3]),
+    ],
+)
+def test_only_torchs_default_has_a_small_first_bucket(world, cap_mb, unused, layers):
+    for found, stated in world(2).run(_buckets, cap_mb, unused):
+        assert found == stated == [count * 600_000 for count in layers]
 
 
 def _powersgd(start: int) -> tuple[float, float]:

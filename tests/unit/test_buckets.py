@@ -206,6 +206,8 @@ def test_total_closes_a_group_after_it_is_reached():
     assert by_total(sizes, 1000) == [[0, 1, 2], [3, 4], [5]]
     assert by_total(sizes, 0) == [[0], [1], [2], [3], [4], [5]]
     assert by_total(sizes, 1e9) == [[0, 1, 2, 3, 4, 5]]
+    assert by_total(sizes, 1e9, first=1) == [[0], [1, 2, 3, 4, 5]]
+    assert by_total(sizes, 0, first=1e9) == [[0, 1, 2, 3, 4, 5]]
     assert by_total([], 1000) == []
 
 

@@ -21,6 +21,9 @@ from dear.options import at_least, only_with, option_of, positive
 from dear.training.algorithm import Algorithm, Capabilities
 from dear.training.engine import Engine, Replica
 
+DEFAULT_CAP_MB, DEFAULT_FIRST_MB = 25.0, 1.0
+"""Torch's: sizes at which a bucket and the first bucket are closed, in MB of 2^20 bytes."""
+
 
 class Ddp(Algorithm):
     """PyTorch DDP (Li et al., VLDB 2020, arXiv 2006.15704): bucketed all-reduce in the backward.
@@ -51,8 +54,9 @@ class Ddp(Algorithm):
         """Torch's ZeroRedundancyOptimizer (ZeRO-1, Rajbhandari et al. 2020, arXiv 1910.02054): each
         rank updates whole tensors of about 1/P of the elements, holds their optimizer state, and
         broadcasts them. `state_dict()` of the optimizer then is a call for every rank."""
-        bucket_cap_mb: float = 25.0
-        """Size at which a bucket is closed, in MB of 2^20 bytes."""
+        bucket_cap_mb: float | None = None
+        """Size at which a bucket is closed, in MB of 2^20 bytes, the first one too. None: torch's
+        default, 25 MB, but 1 MB for the first bucket, which any number switches off."""
         find_unused_parameters: bool = False
         """Search the graph for parameters without a gradient; DDP raises on them otherwise."""
         broadcast_buffers: bool = True
@@ -79,8 +83,16 @@ class Ddp(Algorithm):
 
     @classmethod
     def grouping(cls, options: Options, arrived: Arrived, cost: Cost) -> Groups:
-        """As torch makes buckets anew after the first pass."""
-        return by_total(arrived.sizes, options.bucket_cap_mb * MIB)
+        """As torch makes buckets anew after the first pass; but where it searches for unused
+        parameters, it keeps those that it has made from the front of the model."""
+        cap_mb, first = options.bucket_cap_mb, None
+        if cap_mb is None:
+            cap_mb, first = DEFAULT_CAP_MB, DEFAULT_FIRST_MB * MIB
+        if options.static_graph or not options.find_unused_parameters:
+            return by_total(arrived.sizes, cap_mb * MIB, first=first)
+        last = len(arrived.sizes) - 1
+        groups = by_total(arrived.sizes[::-1], cap_mb * MIB, first=first)
+        return [[last - place for place in reversed(group)] for group in reversed(groups)]
 
     def alone(self, options: Options) -> bool:
         return True  # DDP's reducer is there all the same

@@ -247,6 +247,50 @@ def test_a_bound_on_staleness_holds_the_others_back(world):
         assert not any(results[rank]["skipped"].values())
 
 
+def _alone(bound: int) -> tuple[int | None, int]:
+    """Rank 1 makes no second step until rank 0 waits for it.
+
+    Returns: for rank 0, steps that it made alone before it waited, None if it never did; and how
+    far behind the oldest values were that this rank has used.
+    """
+    model = make_model()
+    optimizer = _wrapped(model, "asyncddp", 0.01, topology="complete", max_staleness=bound)
+    steps(model, optimizer, mine(), range(1))  # in which windows are made
+    optimizer.synchronize()
+    _barrier()
+    communicator = optimizer._engine.communicator
+    pause, made, before_wait = communicator.pause, 0, None
+
+    def noted(seconds: float) -> None:
+        nonlocal before_wait
+        if before_wait is None:
+            before_wait = made
+            _barrier()  # lets rank 1 go on
+        pause(seconds)
+
+    if dear.rank() == 0:
+        communicator.pause = noted
+    else:
+        _barrier()
+    for step in range(bound + 3):
+        steps(model, optimizer, mine(), [1 + step])
+        made += 1
+    if dear.rank() == 0:
+        communicator.pause = pause
+        if before_wait is None:
+            _barrier()
+    ages = optimizer.statistics()["staleness"].values()
+    optimizer.close()
+    return before_wait, max(age["max"] for age in ages)
+
+
+@pytest.mark.parametrize("bound", [0, 2])
+def test_a_step_begins_with_values_as_old_as_the_bound_and_no_older(world, bound):
+    (alone, behind), (_, other) = world(2).run(_alone, bound)
+    assert alone == bound + 1  # the last of them with values that are `bound` steps behind
+    assert behind == bound and other <= bound
+
+
 def _stops_early(stopper: int, options: dict[str, Any]) -> int:
     model = make_model()
     optimizer = _wrapped(model, "asyncddp", 0.01, **options)

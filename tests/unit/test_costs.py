@@ -299,6 +299,28 @@ def test_without_communication_every_bound_is_the_compute_limit(kind):
     assert step_bound_s(kind, COMPUTE, CommTimes()) == compute_limit_s(COMPUTE) == 3.5
 
 
+@pytest.mark.parametrize(
+    ("kind", "step_s"),
+    [
+        # Communication is shorter than any pass: 1 + 2, and the update by one or by four ranks.
+        *((kind, 3.5) for kind in KINDS if kind not in ("dear", "sharded")),
+        ("dear", 1 + 2 + 0.5 / 4),
+        ("sharded", 1 + 2 + 0.5 / 4),
+    ],
+)
+def test_the_update_is_shared_where_ranks_own_a_part_of_it(kind, step_s):
+    short = CommTimes(reduce_scatter_s=0.1, all_gather_s=0.1)
+    assert step_bound_s(kind, COMPUTE, short, world_size=4) == pytest.approx(step_s)
+
+
+def test_of_means_over_steps_each_step_waits_for_its_own_exchange():
+    # Of two steps one exchange is longer than what it runs beside, and its rest is not made up for.
+    uneven = CommTimes(exchange_s=(7.0, 0.5))
+    assert step_bound_s("beside_passes", COMPUTE, uneven) == pytest.approx((7.0 + 3.0) / 2 + 0.5)
+    assert step_bound_s("after_update", COMPUTE, uneven) == pytest.approx((7.0 + 1.5) / 2 + 2.0)
+    assert step_bound_s("decentralized", COMPUTE, uneven) == pytest.approx(3.75)
+
+
 SECONDS = st.floats(0, 100)
 
 

@@ -3,14 +3,13 @@
 
   python bench/fidelity.py compute       replayed steps against their profiles; bar 2 %
   python bench/fidelity.py collective    a 4-rank all-reduce at 1 Gb/s against the wire; bar 6 %
-  python bench/fidelity.py scales        the same trials at time scales k and 2k; bar 1.5 %, and 1 %
-                                         for the ratio to the first
   python bench/fidelity.py faith         steps at several time scales, and ranks' waits for cores;
                                          bar 3 % beside the largest scale, for what is believed
 
-With `--json FILE` the last two keep each trial when it has ended. Asked again at the same commit,
-for the same or other parts (`--models resnet50 --algorithms ddp,dear`), they measure what is
-missing. The links themselves: bench/links.py.
+With `--json FILE` the last one keeps each trial when it has ended. Asked again at the same commit,
+for the same or other parts (`--models resnet50 --algorithms ddp,dear`), it measures what is
+missing. The links themselves: bench/links.py. Steps at time scales k and 2k, and by the event
+model: `python benchmarks.py run fidelity`.
 
 Exit status: 0 within the bar, 3 not, 1 something failed, 2 a mistake in the options.
 """
@@ -215,11 +214,6 @@ CHECKS = {
     "collective": (all_reduce, AllReduce, 7, "an all-reduce against the wire"),
 }
 """What runs, its cases, rounds by default, and what it compares."""
-SWEEPS = {
-    "scales": (scales.scales, "the same trials at time scales k and 2k"),
-    "faith": (scales.faith, "steps against waiting for cores, at several time scales"),
-}
-"""The same of those that are sweeps."""
 
 
 def main(argv: list[str]) -> int:
@@ -228,10 +222,10 @@ def main(argv: list[str]) -> int:
         raise UserError(f"--repeats {args.repeats}: must be at least 1")
     if args.what == "collective" and not sandbox.inside():
         raise session.NeedsSandbox
-    if args.what in SWEEPS:
+    if args.what == "faith":
         scales.check_options(args)
         with Output(args.json, go_on=True) as output:
-            return SWEEPS[args.what][0](args, output)
+            return scales.faith(args, output)
     with Output(args.json) as output:
         check, kind, *_ = CHECKS[args.what]
         return check(args, Check(f"fidelity {args.what}", kind, output))
@@ -253,12 +247,12 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     add("--gbps", type=float, default=1.0, help="rate of the links in Gb/s")
     add("--size", default="25Mi", help="bytes to reduce")
     add("--mtu", nargs="+", type=int, default=[1500], help="packet sizes of the links, in bytes")
-    for name, (_, text) in SWEEPS.items():
-        parsers = whats.add_parser(name, help=text, description=text, formatter_class=shape)
-        add = parsers.add_argument
-        add("--repeats", type=int, default=3, help="launches at each time scale")
-        add("--json", type=Path, default=None, help="keep records here, and go on with those there")
-        scales.add_options(add, name)
+    text = "steps against waiting for cores, at several time scales"
+    parsers = whats.add_parser("faith", help=text, description=text, formatter_class=shape)
+    add = parsers.add_argument
+    add("--repeats", type=int, default=3, help="launches at each time scale")
+    add("--json", type=Path, default=None, help="keep records here, and go on with those there")
+    scales.add_options(add)
     return parser.parse_args(argv)
 
 

@@ -1,4 +1,4 @@
-"""Trials at several time scales: what of a step does not scale, and what waiting for cores costs.
+"""Trials at several time scales: what waiting for cores costs.
 
 A trial at a time scale is a sweep of its own, whose record is kept when it has ended, so that what
 was stopped goes on there, and parts of it can be measured one after the other.
@@ -17,7 +17,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import yaml
 
@@ -29,11 +29,9 @@ from common.models import registry
 from common.results import stats
 from common.results.faith import doubt
 from common.results.records import Record
-from common.results.shipped import MISSED
 from dear.errors import UserError
 from dear.options import positive
 
-COMPARED = ("ddp", "horovod", "wfbp", "dear", "dadt", "decentralized")
 MODELS = tuple(f"{name}@rtx2080ti-modelled" for name in ("resnet50", "densenet201", "bert_base"))
 FAITH_SCALES = (4.0, 6.0, 8.0, 12.0, 16.0)
 _DEVICE = "@rtx2080ti-modelled"
@@ -43,15 +41,11 @@ class SweepError(Exception):
     """A sweep gave no record; the message is one line."""
 
 
-def add_options(add: Any, what: str) -> None:
-    """Those of `scales` and of `faith`, by an argument parser's `add_argument`."""
+def add_options(add: Any) -> None:
+    """Those of `faith`, by an argument parser's `add_argument`."""
     many = {"nargs": "+", "metavar": "NAME"}
-    if what == "scales":
-        add("--time-scale", type=float, default=None, help="k; else what a sweep of all finds")
-        add("--algorithms", default=COMPARED, help="the base first; or with commas", **many)
-    else:
-        add("--time-scales", type=float, nargs="+", default=FAITH_SCALES, metavar="K", help="k")
-        add("--algorithms", default=("ddp", "horovod", "dear"), help="or with commas", **many)
+    add("--time-scales", type=float, nargs="+", default=FAITH_SCALES, metavar="K", help="k")
+    add("--algorithms", default=("ddp", "horovod", "dear"), help="or with commas", **many)
     add("--models", default=MODELS, help="replayed models, e.g. resnet50", **many)
     add("--hosts", type=int, default=4, help="virtual hosts, one rank each")
     add("--network", default="10gbe", help="network profile or bandwidth")
@@ -70,9 +64,6 @@ def check_options(args: argparse.Namespace) -> None:
     args.models = [name if "@" in name else name + _DEVICE for name in args.models]
     for model in args.models:
         registry.model_entry(model)  # an unknown one is named
-    if args.what == "scales":
-        positive("--time-scale", args.time_scale)
-        return
     for k in args.time_scales:
         positive("--time-scales", k)
     if len(set(args.time_scales)) < 2:
@@ -98,8 +89,6 @@ class Measured:
             for one in kept.get("records", [])
             if not any(said.startswith("disturbed") for said in one["notes"])
         ]
-        self.scales: dict[str, float] = kept.get("scales", {})
-        """By model, as a sweep of all algorithms has found them."""
         if not kept:
             return
         commits = kept["machine"]["commit"], self._about["machine"]["commit"]
@@ -110,17 +99,6 @@ class Measured:
             )
         if kept["settings"] != self._settings:
             raise UserError(f"--json {args.json} was measured with {kept['settings']}")
-
-    def scale(self, model: str) -> float:
-        """k of the model: as asked for, or where the heaviest of all algorithms has its cores."""
-        if self._args.time_scale is not None:
-            return self._args.time_scale
-        if model not in self.scales:
-            found = self._sweep(model, COMPARED, None, repeats=1)
-            self.scales[model] = max(record["time_scale"] for record in found)
-            self._save()
-            note(f"{short(model)}: k={self.scales[model]:g}")
-        return self.scales[model]
 
     def get(self, model: str, algorithm: str, time_scale: float) -> Record:
         """The trial's record, measured now if it is not kept; also one that has failed.
@@ -146,7 +124,7 @@ class Measured:
         return record
 
     def _save(self) -> None:
-        measured = {"settings": self._settings, "scales": self.scales, "records": self.records}
+        measured = {"settings": self._settings, "records": self.records}
         self._output.save(self._about | measured)
 
     def _sweep(
@@ -208,101 +186,6 @@ def _with_chance(off_percent: float, half_width: float) -> str:
     """With what chance alone would do to it (95 %, on the log scale); unknown with one launch."""
     wide = f" +-{100 * math.expm1(half_width):.2f}" if math.isfinite(half_width) else ""
     return f"{off_percent:+.2f}{wide} %"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Scales(Case):
-    """A trial at time scales k and 2k, and the one that the others are compared with."""
-
-    bar_percent = 1.5
-    ratio_bar_percent: ClassVar[float] = 1.0
-    header = (
-        *("model", "algorithm", "k", "n", "step at k", "step at 2k", "off"),
-        *("ratio to base", "ratio off"),
-    )
-
-    at_k: Record
-    at_2k: Record
-    base_at_k: Record
-    base_at_2k: Record
-
-    @property
-    def off_percent(self) -> float:
-        """T(k) - T(2k) as a share of T(k)."""
-        return 100 * (1 - self.at_2k.step_s / self.at_k.step_s)
-
-    @property
-    def ratio(self) -> float:
-        """Of the mean step at k to that of the base."""
-        return self.at_k.step_s / self.base_at_k.step_s
-
-    @property
-    def ratio_off_percent(self) -> float:
-        """By how much that ratio is larger than at 2k."""
-        return 100 * (self.ratio / (self.at_2k.step_s / self.base_at_2k.step_s) - 1)
-
-    @property
-    def verdict(self) -> str:
-        near = abs(self.ratio_off_percent) <= self.ratio_bar_percent
-        return super().verdict if near else "MISSED"
-
-    def cells(self) -> list[str]:
-        own = _compared(self.at_k, self.at_2k).half_width
-        others = _compared(self.base_at_k, self.base_at_2k).half_width
-        ratio_wide = 0.0 if self.at_k is self.base_at_k else math.hypot(own, others)
-        return [
-            *(short(self.at_k.trial["model"]), self.at_k.label, f"{self.at_k.time_scale:g}"),
-            f"{len(self.at_k.iters)} + {len(self.at_2k.iters)}",
-            *(f"{digits(one.step_s * 1e3, 4)} ms" for one in (self.at_k, self.at_2k)),
-            _with_chance(self.off_percent, own),
-            f"{self.ratio:.3f}",
-            f"{_with_chance(self.ratio_off_percent, ratio_wide)} of {self.ratio_bar_percent:g} %",
-        ]
-
-
-def scales(args: argparse.Namespace, output: Output) -> int:
-    """Do two time scales give the same emulated step time?"""
-    measured, cases, left_out = Measured(args, output), [], []
-    failed = False
-    for model in args.models:
-        try:
-            found = _at_two_scales(measured, model, args.algorithms)
-        except SweepError as error:
-            failed = True
-            left_out.append(str(error))
-            continue
-        cases += found[0]
-        left_out += found[1]
-    remark = f"# {args.hosts} hosts, {args.network}; ratios to {args.algorithms[0]}"
-    print("\n".join([*output.heading(), remark, table(Scales, cases), *left_out]))
-    if failed or not cases:
-        return 1
-    return MISSED if left_out else status(cases)
-
-
-def _at_two_scales(
-    measured: Measured, model: str, algorithms: Sequence[str]
-) -> tuple[list[Scales], list[str]]:
-    """What can be judged, and what cannot, with the reason; the first algorithm is the base."""
-    k, cases, left_out = measured.scale(model), [], []
-    base: list[Record] | None = None
-    for algorithm in algorithms:
-        pair: list[Record] = []
-        why = None
-        for scale in (k, 2 * k):
-            pair.append(measured.get(model, algorithm, scale))
-            why = doubt(pair[-1])
-            if why:
-                left_out.append(f"not judged: {short(model)} {algorithm} at k={scale:g}: {why}")
-                break
-        if why:
-            if base is None:
-                left_out.append(f"not judged: all others of {short(model)}, compared with it")
-                break
-            continue
-        base = base or pair
-        cases.append(Scales(at_k=pair[0], at_2k=pair[1], base_at_k=base[0], base_at_2k=base[1]))
-    return cases, left_out
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -203,8 +203,6 @@ def sweeps(monkeypatch, tmp_path):
 
         def sweep(self, model, algorithms, time_scale, repeats):
             asked.append((algorithms[0], time_scale))
-            if time_scale is None:
-                return [{"time_scale": 8.0}, {"time_scale": 4.0}]
             at = [r for r in records if r["time_scale"] == time_scale]
             return [r for r in at if [r["trial"]["algorithm"]] == algorithms]
 
@@ -221,55 +219,30 @@ def sweeps(monkeypatch, tmp_path):
     return sweeps
 
 
-def test_scales_are_compared_by_means_and_by_the_ratio_to_the_base(sweeps, capsys):
-    run = sweeps(
-        *(at_scale("ddp", 8.0, [1.0, 1.04]), at_scale("ddp", 16.0, [1.01, 1.01])),
-        *(at_scale("dear", 8.0, [0.5, 0.5]), at_scale("dear", 16.0, [0.5, 0.5])),
-        *(at_scale("wfbp", 8.0, [1.0, 1.0]), at_scale("wfbp", 16.0, [0.98, 0.98])),
-        *(at_scale("dadt", 8.0, [1.0, 1.0]), at_scale("dadt", 16.0, [1.0, 1.0], wait=0.9)),
-    )
-    status, asked = run("scales --algorithms ddp,dear")
-    assert status == 0 and asked[0][1] is None and len(asked) == 1 + 4
-    lines = capsys.readouterr().out.splitlines()
-    ddp, dear = (line.split() for line in lines if line.startswith("m "))
-    assert ddp[:3] == ["m", "ddp", "8"] and ddp[-1] == dear[-1] == "ok"
-    assert "+0.98" in ddp and "-0.98" in dear
-    # Other parts: only what is missing is measured, at the same k, and the base is kept.
-    status, asked = run("scales --algorithms ddp,wfbp,dadt")
-    assert status == 3
-    assert asked == [("wfbp", 8.0), ("wfbp", 16.0), ("dadt", 8.0), ("dadt", 16.0)]
-    out = capsys.readouterr().out
-    rows = [line.split() for line in out.splitlines() if line.startswith("m ")]
-    assert [row[1] for row in rows] == ["ddp", "wfbp"]
-    wfbp = rows[1]
-    assert wfbp[-1] == "MISSED" and "+2.00" in wfbp
-    assert "not judged: m dadt at k=16: unfaithful" in out
-
-
 def test_results_of_other_settings_or_commits_are_not_gone_on_with(sweeps, tmp_path):
     run = sweeps(at_scale("ddp", 8.0, [1.0, 1.0]), at_scale("ddp", 16.0, [1.0, 1.0]))
-    assert run("scales --algorithms ddp")[0] == 0
+    words = "faith --algorithms ddp --time-scales 8 16"
+    status, asked = run(words)
+    assert status == 0 and asked == [("ddp", 16.0), ("ddp", 8.0)]
+    assert run(words) == (0, []), "all of it is kept"
     with pytest.raises(UserError, match=r"out\.json was measured with .*'steps': 3"):
-        run("scales --algorithms ddp --steps 4")
-    with pytest.raises(UserError, match="is of `bench/fidelity scales`"):
-        run("faith --algorithms ddp --time-scales 8 16")
+        run(f"{words} --steps 4")
     path = tmp_path / "out.json"
     path.write_text(path.read_text().replace('"commit": "', '"commit": "0'))
     with pytest.raises(UserError, match="name another file"):
-        run("scales --algorithms ddp")
+        run(words)
     assert path.exists()
 
 
-def test_what_was_disturbed_is_not_judged_and_measured_again_when_it_goes_on(sweeps, capsys):
-    noisy = at_scale("ddp", 8.0, [2.0, 2.0], notes=["disturbed: very"])
+def test_what_was_disturbed_is_measured_again_when_it_goes_on(sweeps, capsys):
+    noisy = at_scale("ddp", 16.0, [2.0, 2.0], notes=["disturbed: very"])
     quiet = [at_scale("ddp", 8.0, [1.0, 1.0]), at_scale("ddp", 16.0, [1.0, 1.0])]
-    status, asked = sweeps(noisy, quiet[1])("scales --algorithms ddp --time-scale 8")
-    assert status == 1 and asked == [("ddp", 8.0)], "it needs no other scale"
-    out = capsys.readouterr().out
-    assert "not judged: m ddp at k=8: disturbed: very" in out
-    assert "not judged: all others of m, compared with it" in out
-    status, asked = sweeps(*quiet)("scales --algorithms ddp --time-scale 8")
-    assert status == 0 and asked == [("ddp", 8.0), ("ddp", 16.0)]
+    words = "faith --algorithms ddp --time-scales 8 16"
+    status, asked = sweeps(noisy, quiet[0])(words)
+    assert status == 1 and asked == [("ddp", 16.0)], "what all others are held against"
+    assert "not judged: m ddp at k=16: disturbed: very" in capsys.readouterr().out
+    status, asked = sweeps(*quiet)(words)
+    assert status == 0 and asked == [("ddp", 16.0), ("ddp", 8.0)]
 
 
 def test_faith_holds_steps_against_the_largest_scale_and_says_where_the_limit_may_lie(
@@ -342,9 +315,8 @@ def test_a_throughput_is_held_against_a_stopwatch_of_its_own():
         (decentralized_peer, "--topologies rnig", "unknown topology 'rnig'; did you mean 'ring'"),
         (decentralized_peer, "--repeats 0", "--repeats must be at least 1"),
         (fidelity, "compute --repeats 0", "--repeats 0: must be at least 1"),
-        (fidelity, "scales --time-scale 0", "--time-scale must be greater than 0"),
-        (fidelity, "scales --algorithms ddp ddp", "--algorithms names one twice"),
-        (fidelity, "scales --models mnist", "unknown model recorded on rtx2080ti-modelled 'mnist'"),
+        (fidelity, "faith --algorithms ddp ddp", "--algorithms names one twice"),
+        (fidelity, "faith --models mnist", "unknown model recorded on rtx2080ti-modelled 'mnist'"),
         (fidelity, "faith --time-scales 4", "--time-scales: must be two at least"),
         (elapsed, "--steps 6", "--steps 6: must be a multiple of 4, a period"),
         (elapsed, "--repeats 0", "--repeats must be at least 1"),

@@ -216,9 +216,7 @@ def _late(account: Account) -> str | None:
 
     It starts when the backward pass has ended, and has what the next forward pass reads first.
     """
-    if account.legs[0].window == _EVERYTHING or account.left_s > account.last_s:
-        return None
-    if not account.explains(account.last_s):
+    if account.left_s > account.last_s or not account.explains(account.last_s):
         return None
     whole, last = sum(account.messages), account.messages[-1]
     if len(account.messages) == 1:

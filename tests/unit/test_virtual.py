@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from dataclasses import dataclass
 
 import pytest
 import torch
 
-from common.models.profile import load, path_of
+from common.models.profile import Call, ProfiledParameter, load, path_of
 from common.models.replay import Replay
 from common.virtual.events import Events
 from common.virtual.foresee import arrived, foresee, halved, share_on_wire
@@ -114,6 +115,24 @@ def test_what_runs_first_overtakes_between_two_chunks():
     assert waits(predicted(queue, messages, large)) == [("layer", 0, 5)]
 
 
+def test_gradients_in_one_message_are_awaited_before_the_first_layer_that_reads_one_of_them():
+    queue = Overlap(
+        transfers=(Transfer(kind="average", starts="gradient", awaited="layer", steps_later=1),),
+        updates="layer",
+    )
+    found = predicted(queue, grouped(PASSES, [[0, 1]]))
+    assert waits(found) == [("layer", 0, 4)] and found.step_s == pytest.approx(4 + 0.5 + 3 + 4)
+
+
+@pytest.mark.parametrize(("up_to_bytes", "step_s"), [(99, 11.5), (100, 9.5)])
+def test_a_bucket_of_just_so_many_bytes_is_small(up_to_bytes, step_s):
+    late = Transfer(kind="average", starts="pass", awaited="pass")
+    at_once = dataclasses.replace(
+        late, starts="gradient", buckets="instead", up_to_bytes=up_to_bytes
+    )
+    assert predicted(Overlap(transfers=(late, at_once))).step_s == pytest.approx(step_s)
+
+
 @dataclass
 class Latent:
     """A second of start-up that others overlap, unless it is `busy`."""
@@ -154,6 +173,16 @@ def test_what_arrives_waits_for_the_next_cycle():
     # Messages take no time; a step ends with the update after every tenth second.
     costs = {"all_reduce": lambda nbytes: 0.0}
     assert predicted(cycles(cycle_s=10), costs=costs).step_s == pytest.approx(10)
+    # A cycle is as long if ranks need a part of it to agree.
+    costs = {"all_reduce": lambda nbytes: 1.0 if nbytes == 7 else 0.0}
+    found = predicted(cycles(cycle_s=10, agreement_bytes=7), costs=costs)
+    assert found.step_s == pytest.approx(10)
+
+
+def test_cycles_send_as_many_bytes_as_the_plan_says():
+    # b from 1 to 2 s, a from 4 to 5 s of the backward pass.
+    halves = grouped(PASSES, [[0], [1]], share=0.5)
+    assert predicted(cycles(), halves).step_s == pytest.approx(3 + 5 + 0.5, abs=5e-3)
 
 
 @pytest.mark.parametrize(("fusion_bytes", "sent"), [(1000, 1), (150, 2), (0, 2)])
@@ -256,6 +285,23 @@ def test_heads_of_channels_take_turns_by_age_and_a_channel_is_a_queue():
     assert link.busy_s == 3
 
 
+def test_a_more_urgent_message_that_comes_as_a_chunk_ends_goes_on_at_once():
+    events, ended = Events(), []
+    link = Link(events, chunk_bytes=1)
+
+    def send(name, seconds, priority):
+        def then():
+            ended.append((name, events.now_s))
+
+        link.send(lambda _: seconds, 3, channel=int(priority), priority=priority, then=then)
+
+    send("slow", 3.0, 0)
+    events.run_for(1.0)
+    send("urgent", 1.0, 1)
+    events.run_for(10)
+    assert ended == [("urgent", 2), ("slow", 4)] and link.busy_s == 4
+
+
 PROFILE = load(path_of("resnet50", "rtx2080ti-modelled", 64))
 ALGORITHMS = ["allreduce", "wfbp", "ddp", "mgwfbp", "bytescheduler", "dear", "horovod"]
 
@@ -291,6 +337,24 @@ def test_a_published_cluster_of_64():
 
     times = [step_s(name) for name in ("dear", "mgwfbp", "wfbp")]
     assert times == sorted(times) and times[2] > 4 * times[0]
+
+
+def test_a_parameter_is_needed_before_the_first_layer_that_reads_it():
+    calls = ("", "table", "body", "table", "head")
+    owned = {"head.weight": (2, 3), "body.inner.bias": (3,), "scale": ()}
+    profile = dataclasses.replace(
+        PROFILE,
+        calls=tuple(Call(module=name, forward_s=1.0, backward_s=2.0) for name in calls),
+        parameters=tuple(
+            ProfiledParameter(name=name, shape=shape, position=place, ready_s=float(place))
+            for place, (name, shape) in enumerate(owned.items())
+        ),
+        shared={"table.weight": "head.weight"},
+    )
+    passes = passes_of(profile, 0.0)
+    assert [gradient.layer for gradient in passes.gradients] == [1, 2, 0]
+    assert [gradient.nbytes for gradient in passes.gradients] == [24, 12, 4]
+    assert update_s_of(profile, 7) == pytest.approx(7 * 40 / profile.memory_bytes_per_s)
 
 
 @pytest.mark.parametrize("options", [{}, {"fusion": "none"}, {"first_mb": None}])

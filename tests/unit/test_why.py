@@ -61,6 +61,8 @@ def test_the_last_message_of_several_counts_where_the_others_are_hidden():
         "it sends the last 5.00 MB of 14.0 MB in one message, when the backward pass has ended: "
         "51.0 ms that nothing hides"
     )
+    assert reason(0.36, [4 * MB, 5 * MB, 5 * MB]) is not None
+    assert reason(0.375, [4 * MB, 5 * MB, 5 * MB]) is None, "a third of the 75 ms is something else"
 
 
 def test_the_last_message_of_two_legs_counts_twice():
@@ -88,6 +90,12 @@ def test_an_all_gather_behind_the_next_forward_pass_is_told():
         "its reduce-scatters, 204 ms in all, run behind the backward pass, which hides 200 ms; "
         "its all-gathers, 204 ms in all, run behind the next forward pass, which hides 100 ms"
     )
+    # What one leg leaves of its window is of no use to the other.
+    light = COSTS | {"reduce_scatter": AlphaBeta(alpha_s=0.0005, beta_s_per_byte=2.5e-9)}
+    assert reason(0.404, [13 * MB, 13 * MB, 13 * MB, MB], "dear", costs=light) == (
+        "its reduce-scatters, 102 ms in all, run behind the backward pass, which hides 102 ms; "
+        "its all-gathers, 204 ms in all, run behind the next forward pass, which hides 100 ms"
+    )
     # The same step with all-reduces in its place would be a riddle.
     assert reason(0.408, [13 * MB, 13 * MB, 13 * MB, MB], "wfbp") is None
 
@@ -110,6 +118,8 @@ def test_start_ups_of_many_messages_are_told_where_their_bytes_would_be_hidden()
         "41.0 ms behind the backward pass of 200 ms"
     )
     assert reason(0.45, many, exposed_s=0.02) is None, "it did not wait for them"
+    # 450 ms in all, of which 200 are hidden; without start-ups all would be.
+    assert reason(0.55, [50_000] * 300).startswith("it sends 300 messages, whose start-ups")
     assert reason(0.45, [400_000] * 10) is None, "10 start-ups are not 150 ms"
 
 
@@ -170,6 +180,8 @@ def test_the_fastest_and_the_slowest_and_those_far_from_their_bound_are_explaine
     # Rows that are alike, and numbers that are not believed, have no reason.
     near = made(0.43, [14 * MB], label="wfbp")
     assert told(slow, near) == []
-    wrong = dataclasses.replace(record("dear", 0.1, 4, correct=False), plan=slow.plan)
-    assert not any("dear" in line for line in told(slow, fast, wrong))
+    fastest = made(0.301, [9 * MB, 100_000], label="dear")
+    assert told(slow, fast, fastest)[0].startswith(f"{place}dear (fastest)")
+    wrong = dataclasses.replace(fastest, check=record(correct=False).check)
+    assert told(slow, fast, wrong) == [first, last]
     assert told(record("none", 0.3, 1), record("ddp", 0.4, 1)) == []

@@ -3,11 +3,13 @@
 
   python bench/collectives.py --engines comm_core gloo mpi horovod --sizes 4K 4M 25M -n 4
   python bench/collectives.py --hosts netns --rate 1gbit --congestion cubic -n 4
+  python bench/collectives.py --hosts netns --network 10gbe --time-scale 10 --sizes 32Ki 512Ki
 
 Time of one operation = that of the slowest rank, after a barrier. Every round measures each
 operation and size with every engine in turn; ratios are medians over rounds. Sizes are of the
-whole bucket (float32): 25M = 25e6 bytes. Exit status: 0 all well, 1 an engine is missing or
-failed or gave a wrong result, 2 a mistake in the options.
+whole bucket (float32): 25M = 25e6 bytes. With a network's profile a second table has, by size,
+what an operation takes beyond the time of its bytes on the wire. Exit status: 0 all well, 1 an
+engine is missing or failed or gave a wrong result, 2 a mistake in the options.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from bench.rig.limits import Limits
 from bench.rig.output import note
 from bench.rig.rank import Place
 from bench.rig.table import Ratio
+from common.emulation.config import payload_bytes_per_s
 from dear.errors import UserError, unknown
 from dear.lazy import torch
 
@@ -164,7 +167,9 @@ def main(argv: list[str]) -> int:
     sizes = [table.bucket_bytes(table.parse_size(text), args.world) for text in args.sizes]
     pairs = itertools.product(sizes, args.ops)
     cases = {(op, n): {"op": op, "nbytes": n, **measurement} for n, op in pairs}
-    limits = Limits("wire" if args.num_hosts else "memory", cases)
+    profile = session.profile_of(args)
+    wire = None if profile is None else payload_bytes_per_s(profile.gbps) / args.time_scale
+    limits = Limits("wire" if args.num_hosts else "memory", cases, wire)
     samples: list[Sample] = []
     with session.started("bench/collectives", args) as running:
         for index in range(args.repeats):
@@ -183,6 +188,8 @@ def main(argv: list[str]) -> int:
                 **limits.record(),
             )
         print("\n".join(report(samples, args.world, args.engines, limits, running.failures)))
+        if profile is not None:
+            print(above_wire(samples, args.engines, limits, args.time_scale))
         if args.nccl_json is not None:
             paths = nccl_json.write(
                 args.nccl_json,
@@ -270,6 +277,8 @@ def report(
     for reference in core or engines[:1]:
         lines += _compared(reference, engines, world, limits.bound_s, times, cpu)
     unit = " of the wire (iperf3)" if limits.kind == "wire" else "x the memory bound"
+    if limits.wire_bytes_per_s is not None:
+        unit = " of the wire"
     for op, nbytes in limits.bound_s:
         for engine in engines:
             if near := limits.nearness((op, nbytes), times[engine, op, nbytes]):
@@ -278,6 +287,39 @@ def report(
     if wrong := sum(sample.wrong for sample in samples):
         lines.append(f"WRONG RESULTS: {wrong} elements")
     return lines + [f"{name}: {reason}" for name, reason in failures.items()]
+
+
+ABOVE_HEADER = ("op", "engine", "bytes", "wire us", "above us", "low..high", "rounds")
+
+
+def above_wire(
+    samples: Sequence[Sample], engines: Sequence[str], limits: Limits, time_scale: float
+) -> str:
+    """What operations take beyond the time of their bytes on the wire, in the network's time.
+
+    Args:
+        limits: of the wire, whose bounds are in real seconds, for every round.
+        time_scale: real seconds of a second of the network.
+
+    Returns:
+        A table: the median of the rounds' medians, their range and number.
+    """
+    kept: dict[tuple[str, ...], list[tuple[float, float]]] = {
+        (op, engine, str(nbytes)): [] for op, nbytes in limits.bound_s for engine in engines
+    }
+    for sample in samples:
+        bound_s = limits.bound_s[sample.op, sample.nbytes][sample.round]
+        pair = (bound_s / time_scale, (sample.median_s() - bound_s) / time_scale)
+        kept[sample.op, sample.engine, str(sample.nbytes)].append(pair)
+
+    def cells(pairs: list[tuple[float, float]]) -> list[str]:
+        above = [seconds * 1e6 for _, seconds in pairs]
+        numbers = [pairs[0][0] * 1e6, statistics.median(above)]
+        spread = f"{min(above):.0f}..{max(above):.0f}"
+        return [*(f"{number:.0f}" for number in numbers), spread, str(len(above))]
+
+    title = "\nTime above the wire, in microseconds of the network:\n"
+    return title + table.of_engines(ABOVE_HEADER, kept, {}, cells)
 
 
 Series = dict[tuple[str, str, int], dict[int, float]]

@@ -36,10 +36,14 @@ class Limits:
         bound_s: the least time by operation, bytes and round.
         failure: why there are no more of them, or None.
         iperf: the wire's bytes per second, by round.
+        wire_bytes_per_s: what the network's profile lets through of TCP's payload, in real seconds;
+            None: iperf3 measures it.
     """
 
-    def __init__(self, kind: str, cases: Iterable[tuple[str, int]]) -> None:
-        self.kind = kind
+    def __init__(
+        self, kind: str, cases: Iterable[tuple[str, int]], wire_bytes_per_s: float | None = None
+    ) -> None:
+        self.kind, self.wire_bytes_per_s = kind, wire_bytes_per_s
         self.bound_s: dict[tuple[str, int], dict[int, float]] = {case: {} for case in cases}
         self.failure: str | None = None
         self.iperf: list[float] = []
@@ -47,15 +51,20 @@ class Limits:
     def measure(self, running: Session, index: int) -> None:
         """Fills in one round, unless that has failed before."""
         world, hosts = running.args.world, running.hosts
-        sizes = {nbytes for _, nbytes in self.bound_s if nbytes >= LIMIT_FROM}
+        # A profile's links hold no operation at any size.
+        least = 0 if self.wire_bytes_per_s is not None else LIMIT_FROM
+        sizes = {nbytes for _, nbytes in self.bound_s if nbytes >= least}
         if self.failure is not None:
             return
         bounds: dict[int, dict[str, float]] = {}
         try:
             if self.kind == "wire" and len(hosts) > 1:
-                self.iperf.append(iperf_bytes_per_s(hosts[0], hosts[1]))
+                rate = self.wire_bytes_per_s
+                if rate is None:
+                    rate = iperf_bytes_per_s(hosts[0], hosts[1])
+                    self.iperf.append(rate)
                 for nbytes in sizes:
-                    least_s = nbytes / self.iperf[-1]
+                    least_s = nbytes / rate
                     bounds[nbytes] = {op: least_s * table.bus_factor(op, world) for op in table.OPS}
             elif self.kind == "memory" and running.args.transport != "tcp":
                 bounds = {nbytes: memory_bound_s(running.folder, world, nbytes) for nbytes in sizes}
@@ -75,6 +84,9 @@ class Limits:
         """What was measured, for people."""
         if self.failure is not None:
             return [f"# no {self.kind} limit: {self.failure}"]
+        if self.wire_bytes_per_s is not None:
+            rate = self.wire_bytes_per_s * 8 / 1e9
+            return [f"# wire, by the profile, headers left out: {rate:.3f} Gb/s in real time"]
         if self.iperf:
             rates = ", ".join(f"{rate * 8 / 1e9:.3f}" for rate in self.iperf)
             return [f"# iperf3, one connection between two hosts: {rates} Gb/s by round"]
@@ -91,6 +103,7 @@ class Limits:
         rounds = [(case, *one) for case, found in self.bound_s.items() for one in found.items()]
         return {
             "iperf3_bytes_per_s": self.iperf,
+            "wire_bytes_per_s": self.wire_bytes_per_s,
             "limit": self.kind,
             "limit_failure": self.failure,
             "bounds_s": [[*case, index, value] for case, index, value in rounds],

@@ -16,11 +16,12 @@ from bench.rig import engines
 from bench.rig.output import Output
 from bench.rig.team import Layout, Teams, built
 from common.emulation import network, sandbox
+from common.emulation.config import NetworkProfile, network_profile
 from dear.errors import UserError, unknown
 
 _VARIABLES = ("COMM_CORE_", "GLOO_", "HOROVOD_", "OMPI_MCA_", "OMP_NUM_THREADS")
 _SETUP = ("engines", "world", "hosts", "ranks_per_host", "rate", "transport", "congestion")
-_SETUP += ("ifname", "timeout_s")
+_SETUP += ("ifname", "timeout_s", "network", "time_scale")
 
 
 def parser_of(doc: str, names: Sequence[str], world: int) -> argparse.ArgumentParser:
@@ -37,6 +38,8 @@ def parser_of(doc: str, names: Sequence[str], world: int) -> argparse.ArgumentPa
     add("--hosts", choices=("local", "netns"), default="local", help="this machine or virtual")
     add("--ranks-per-host", type=int, default=1, help="ranks of a virtual host")
     add("--rate", default="1gbit", help="link speed of virtual hosts: none, 1gbit, 10gbit, ...")
+    add("--network", default=None, help="profile of virtual hosts' links, in place of --rate")
+    add("--time-scale", type=float, default=1.0, help="real seconds of a second of --network")
     add("--transport", choices=("auto", "tcp"), default="auto", help="tcp: no shared memory")
     add("--congestion", default=None, help="TCP congestion control of every engine")
     add("--ifname", default="lo", help="interface on this machine")
@@ -75,6 +78,13 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Name
         )
     if not re.fullmatch(r"none|\d+(\.\d+)?[kmg]bit", args.rate):
         raise UserError(f"--rate {args.rate!r} is not none or a speed such as 1gbit, 500mbit")
+    profile = profile_of(args)
+    if profile is None and args.time_scale != 1:
+        raise UserError(f"--time-scale {args.time_scale:g} needs --network")
+    if profile is not None and not args.num_hosts:
+        raise UserError(f"--network {args.network} needs --hosts netns")
+    if not args.time_scale >= 1:
+        raise UserError(f"--time-scale {args.time_scale:g}: must be at least 1")
     if args.congestion is not None:
         network.check_congestion(args.congestion)
     if (args.num_hosts or args.congestion) and not sandbox.inside():
@@ -85,6 +95,15 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Name
             )
         raise NeedsSandbox
     return args
+
+
+def profile_of(args: argparse.Namespace) -> NetworkProfile | None:
+    """The profile that `--network` names; None without it.
+
+    Raises:
+        UserError: there is no such profile.
+    """
+    return None if args.network is None else network_profile(args.network)
 
 
 class NeedsSandbox(Exception):  # noqa: N818  (no mistake)
@@ -131,6 +150,9 @@ class Session:
         args, where = self.args, "this machine"
         if args.num_hosts:
             where = f"{args.num_hosts} virtual hosts, links {args.rate}"
+            if args.network is not None:
+                where = f"{args.num_hosts} virtual hosts, network {args.network}"
+                where += f" slowed down {args.time_scale:g} times"
         lines = self._output.heading()
         lines.append(
             f"# {args.world} ranks on {where}, transport {args.transport}, tcp {self._congestion}"
@@ -150,7 +172,11 @@ def started(tool: str, args: argparse.Namespace) -> Iterator[Session]:
     """
     with (
         Output(args.json) as output,
-        built(args.num_hosts, args.rate, args.congestion, args.ifname) as there,
+        built(
+            *(args.num_hosts, args.rate, args.congestion, args.ifname),
+            profile=profile_of(args),
+            time_scale=args.time_scale,
+        ) as there,
     ):
         layout = Layout(
             hosts=there,

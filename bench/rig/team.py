@@ -24,7 +24,7 @@ from bench.rig.engines import MPIRUN
 from bench.rig.output import note
 from common.emulation import network, sandbox
 from common.emulation.cluster import EmulatedCluster, VirtualHost
-from common.emulation.config import network_profile
+from common.emulation.config import NetworkProfile, network_profile
 from common.launch.mpirun import find_mpirun, settings
 from common.launch.ranks import RankLost, Ranks, gather
 from dear.errors import UserError
@@ -52,7 +52,13 @@ Host = ThisMachine | VirtualHost
 
 @contextlib.contextmanager
 def built(
-    count: int, rate: str = UNLIMITED, congestion: str | None = None, ifname: str = "lo"
+    count: int,
+    rate: str = UNLIMITED,
+    congestion: str | None = None,
+    ifname: str = "lo",
+    *,
+    profile: NetworkProfile | None = None,
+    time_scale: float = 1.0,
 ) -> Iterator[list[Host]]:
     """The hosts; on exit virtual ones are removed with whatever still runs on them.
 
@@ -61,6 +67,8 @@ def built(
         rate: speed of every link in both directions, as tc writes it, or "none".
         congestion: TCP congestion control of every connection between ranks; None: the default.
         ifname: interface to use on this machine (virtual hosts have only eth0).
+        profile: of every link, in place of `rate`; one emulated second takes `time_scale` real ones
+            and the links are those that trials have.
 
     Virtual hosts, and a congestion control of one's own, need a sandbox: there the setting reaches
     every engine and nothing outside of the benchmark. On this machine it has only a loopback.
@@ -77,12 +85,14 @@ def built(
         return
     with EmulatedCluster(
         hosts=count,
-        profile=network_profile("1gbit" if rate == UNLIMITED else rate),
+        profile=profile or network_profile("1gbit" if rate == UNLIMITED else rate),
+        time_scale=time_scale,
         # Also without a choice every engine gets what the machine would give it.
         congestion=congestion or network.default_congestion(),
-        links="tc",  # it is engines that are compared: nothing of ours is to stand between them
+        # Engines at a bare rate are compared with nothing of ours between them.
+        links="tc" if profile is None else "auto",
     ) as cluster:
-        if rate == UNLIMITED:
+        if profile is None and rate == UNLIMITED:
             for index, host in enumerate(cluster.hosts):
                 network.batch("tc", [f"qdisc del dev {network.port_of(index)} root"])
                 network.batch("tc", [f"qdisc del dev {host.ifname} root"], host.pid)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
+import types
 
 import pytest
 
@@ -82,6 +84,43 @@ def test_the_report_compares_engines_round_by_round_and_names_who_is_missing():
         "unavailable: no c"
     ]
     assert samples[0].cpu_s_per_gb() == pytest.approx(0.2 / 2 / 0.025)
+
+
+def test_time_above_the_wire_is_in_the_networks_time_and_by_rounds():
+    case = ("all_gather", 25_000_000)
+    limits = Limits("wire", [case], wire_bytes_per_s=25e7)
+    args = argparse.Namespace(world=2, transport="auto")
+    for index in range(3):  # half of the bytes leave each rank: 50 ms
+        limits.measure(types.SimpleNamespace(args=args, hosts=[None, None]), index)
+    assert limits.bound_s[case] == pytest.approx({0: 0.05, 1: 0.05, 2: 0.05})
+    assert limits.lines() == ["# wire, by the profile, headers left out: 2.000 Gb/s in real time"]
+    slowest_ms = {"a": (50.4, 54, 51), "b": (50, 50.2)}
+    samples = [
+        sample(engine, "all_gather", index, [[0.01], [ms / 1e3]])
+        for engine, times in slowest_ms.items()
+        for index, ms in enumerate(times)
+    ]
+    near = [
+        line for line in collectives.report(samples, 2, ["a", "b"], limits, {}) if "wire" in line
+    ]
+    assert "all_gather 25 MB n=2: b 1.00 of the wire (1.00..1.00, 2 rounds)" in near
+    lines = collectives.above_wire(samples, ["a", "b"], limits, 10.0).splitlines()
+    assert lines[1] == "Time above the wire, in microseconds of the network:"
+    assert [line.split() for line in lines[3:]] == [
+        ["all_gather", "a", "25000000", "5000", "100", "40..400", "3"],
+        ["all_gather", "b", "25000000", "5000", "10", "0..20", "2"],
+    ]
+
+
+def test_a_small_operation_has_a_bound_on_a_profiles_wire_only():
+    case = ("all_reduce", 8192)
+    running = types.SimpleNamespace(
+        args=argparse.Namespace(world=4, transport="auto"), hosts=[None] * 4
+    )
+    limits = Limits("wire", [case], wire_bytes_per_s=8192.0)
+    limits.measure(running, 0)
+    assert limits.bound_s[case] == {0: 1.5}
+    assert limits.record()["wire_bytes_per_s"] == 8192.0
 
 
 @pytest.mark.parametrize(("kind", "median"), [("wire", 0.5), ("memory", 2.0)])
@@ -299,6 +338,10 @@ def test_a_throughput_is_held_against_a_stopwatch_of_its_own():
         (collectives, "--congestion cubik", "unknown congestion control 'cubik'"),
         (collectives, "--hosts netns --rate fast", "--rate 'fast' is not none or a speed"),
         (collectives, "--hosts netns -n 4 --ranks-per-host 3", "-n 4 is not a multiple"),
+        (collectives, "--hosts netns --network 10gb", "unknown network '10gb'; did you mean"),
+        (collectives, "--network 10gbe", "--network 10gbe needs --hosts netns"),
+        (collectives, "--hosts netns --time-scale 10", "--time-scale 10 needs --network"),
+        (collectives, "--hosts netns --network 10gbe --time-scale 0.5", "--time-scale 0.5: must"),
         (latency, "--iterations 0", "--iterations and --repeats must be at least 1"),
         (overlap, "--calls 0", "--flights, --calls and --repeats must be at least 1"),
         (preempt, "--hosts local --engines mpi", "--engines can be comm_core and gloo here"),

@@ -15,7 +15,8 @@ from pandas import DataFrame
 
 from common.results import traces
 from common.results.records import Record
-from dear.cost.collectives import TABLES, AlphaBeta, table_costs
+from dear.cost.collectives import TABLES, table_costs
+from dear.cost.fit import AlphaBeta
 from plots import style, sweep
 from plots.style import Look
 

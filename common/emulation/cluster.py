@@ -8,7 +8,12 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from common.emulation import flow, network, probe, sandbox
-from common.emulation.config import FRAME_BYTES, PAYLOAD_BYTES, NetworkProfile
+from common.emulation.config import (
+    FRAME_BYTES,
+    PAYLOAD_BYTES,
+    NetworkProfile,
+    payload_bytes_per_s,
+)
 from common.emulation.links import Links, choose
 from common.emulation.namespaces import ENTER, Holders, enter
 
@@ -233,6 +238,14 @@ class EmulatedCluster:
         """Payload that each link passes at once after a rest."""
         framed = self._links.burst_bytes()
         return framed * PAYLOAD_BYTES // FRAME_BYTES
+
+    @property
+    def wire_bytes_per_s(self) -> float | None:
+        """Payload that each link carries each way, in seconds of this machine; None where distance
+        or loss may keep TCP from it."""
+        if self.profile.sites or self.profile.loss_percent:
+            return None
+        return payload_bytes_per_s(self.profile.gbps) / self.time_scale
 
     def measure_delays(self, seconds: float = 0.5) -> list[dict[str, Any]]:
         """Sends small packets from every host to the next, and to the nearest host of each other

@@ -197,12 +197,14 @@ class EmulatedFabric(Fabric):
         return choice if choice.time_scale > self.time_scale else None
 
     def briefing(self, trial: Trial, folder: Path) -> Briefing:
+        alone = self._config.ranks_per_host == 1
         return Briefing(
             folder=folder,
             time_scale=self._choice.time_scale,
             hosts=tuple(host.name for host in self._cluster.hosts[: trial.hosts]),
             ranks_per_host=self._config.ranks_per_host,
             burst_bytes=self._cluster.burst_bytes,
+            wire_bytes_per_s=self._cluster.wire_bytes_per_s if alone else None,
             links_pid=self._cluster.links_pid,
         )
 

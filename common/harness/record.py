@@ -34,16 +34,17 @@ from dear.cost.bounds import (
     step_bound_s,
     wire_limit_s,
 )
-from dear.cost.collectives import AlphaBeta
+from dear.cost.fit import CollectiveCost
 from dear.training.algorithm import algorithm_class
 
 ALONE = "compute"
 """The kind of bound where nothing is communicated."""
 
 
-# Fits of collectives further off what they were made of, or than this from begin to end, are of a
-# network or a machine that something else has used.
-COST_RESIDUAL, COST_DRIFT = 0.15, 0.1
+# Of costs that are not to be believed: what a fit misses beyond chance, what chance alone does, and
+# what changes from begin to end. Then something else has used the network or the machine, or the
+# engine has ways of sending that the fit does not know.
+COST_MISFIT, COST_NOISE, COST_DRIFT = 0.05, 0.15, 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +75,7 @@ class Result:
     started_by: str | None = None
     compute: StepTimes | None = None
     """As the next five, in the first repeat only."""
-    costs: dict[str, AlphaBeta] | None = None
+    costs: dict[str, CollectiveCost] | None = None
     cost_check: CostCheck | None = None
     """Of `costs`, by the trial that has measured them."""
     plan: Plan | None = None
@@ -270,10 +271,13 @@ def _notes(
 
 
 def _doubtful_costs(check: CostCheck) -> str | None:
-    if check.residual > COST_RESIDUAL:
-        return f"costs of collectives are doubtful: {check.residual:.0%} off their fit"
+    noise, doubtful = check.noise or 0.0, "costs of collectives are doubtful"
+    if check.misfit > COST_MISFIT:
+        return f"{doubtful}: their fit is {check.misfit:.0%} off, beside {noise:.0%} of noise"
+    if noise > COST_NOISE:
+        return f"{doubtful}: repeats of the same message differ by {noise:.0%}"
     if abs(check.drift) > COST_DRIFT:
-        return f"costs of collectives are doubtful: {check.drift:+.0%} from begin to end"
+        return f"{doubtful}: {check.drift:+.0%} from begin to end"
     return None
 
 

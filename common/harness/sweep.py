@@ -28,7 +28,7 @@ from common.results.faith import flaw
 from common.results.records import Record, typed
 from common.results.records.trust import CostCheck
 from common.results.store import Comparison
-from dear.cost.collectives import AlphaBeta
+from dear.cost.fit import CollectiveCost
 from dear.errors import UserError
 from dear.training.algorithm import algorithm_class
 
@@ -41,7 +41,7 @@ class _Costs:
 
     trial: str
     repeat: int
-    costs: dict[str, AlphaBeta]
+    costs: dict[str, CollectiveCost]
     check: CostCheck | None
 
 

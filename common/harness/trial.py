@@ -16,7 +16,7 @@ from common.models import registry
 from common.models.pace import Pace
 from common.models.registry import Brought
 from common.results.records import typed
-from dear.cost.collectives import AlphaBeta
+from dear.cost.fit import CollectiveCost
 from dear.errors import UserError
 from dear.files import digest_of
 from dear.options import at_least, positive, said
@@ -348,9 +348,12 @@ class Briefing:
     ranks_per_host: int = 1
     burst_bytes: int = 0
     """What the link of each host passes at once after a rest."""
+    wire_bytes_per_s: float | None = None
+    """Payload that the link of each rank carries each way, in seconds of this machine; None where
+    it is not known, or ranks share one."""
     links_pid: int | None = None
     """Of the program that is the links between virtual hosts, as their /proc shows it."""
-    costs: dict[str, AlphaBeta] | None = None
+    costs: dict[str, CollectiveCost] | None = None
     """What another trial has found out of collectives, in seconds of what the fabric stands for."""
 
     @classmethod

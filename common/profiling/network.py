@@ -4,15 +4,15 @@
   torchrun --nproc-per-node 4 -m common.profiling.network --json network.json
 
 Alone, it starts `--ranks` processes on this machine; under torchrun, mpirun or srun it is one rank.
-A time is the median of repeats, of each the maximum over ranks.
+A time is the lower quartile of repeats, of each the maximum over ranks.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
-import statistics
 import sys
 import tempfile
 from pathlib import Path
@@ -20,7 +20,9 @@ from typing import Any
 
 from common.launch.ranks import Ranks, rank_env
 from dear.comm.environment import rank_facts
-from dear.cost.collectives import OPERATIONS, AlphaBeta, Measurement, measure_collective
+from dear.cost.collectives import measure_collective
+from dear.cost.fit import AlphaBeta
+from dear.cost.measurement import OPERATIONS, Measurement
 from dear.errors import Unavailable, UserError, unknown
 from dear.options import at_least
 
@@ -31,7 +33,7 @@ START_S = 180.0
 def main(argv: list[str]) -> int:
     """Runs the command; returns its exit status."""
     args = _parser().parse_args(argv)
-    at_least("--repeats", args.repeats, 1)
+    at_least("--repeats", args.repeats, 2)
     at_least("--largest", args.largest, 8192)
     at_least("--ranks", args.ranks, 2)
     for name in args.operations:
@@ -101,25 +103,28 @@ def _measure(args: argparse.Namespace) -> None:
 def table(results: list[Measurement]) -> list[str]:
     """Lines for people: times by size, then the fits and how far they are off."""
     lines = ["bytes".rjust(12) + "".join(f"{result.operation} us".rjust(20) for result in results)]
-    columns = [dict(zip(result.nbytes, result.medians_s, strict=True)) for result in results]
+    columns = [dict(zip(result.nbytes, result.typical_s, strict=True)) for result in results]
     for nbytes in sorted({size for column in columns for size in column}):
         cells = [f"{column[nbytes] * 1e6:.1f}" if nbytes in column else "-" for column in columns]
         lines.append(str(nbytes).rjust(12) + "".join(cell.rjust(20) for cell in cells))
     for result in results:
         fit = result.fit()
-        rate = f"{1e-9 / fit.beta_s_per_byte:.3f} GB/s" if fit.beta_s_per_byte else "no slope"
+        for part in fit.smaller:
+            below = f"{part.name}, below {part.below_bytes:g} bytes"
+            lines.append(f"{result.operation}: {below}: {_line(part)}")
+        off = result.agreement()
         lines.append(
-            f"{result.operation}: alpha {fit.alpha_s * 1e6:.1f} us, beta "
-            f"{fit.beta_s_per_byte * 1e9:.4f} ns/byte ({rate}), median error "
-            f"{median_error(result, fit) * 100:.0f} %"
+            f"{result.operation}: {fit.name or 'all sizes'}: {_line(fit)}; one half of the repeats "
+            f"is {off.error:.1%} off the fit to the other, and {off.noise:.1%} off the other itself"
         )
     return lines
 
 
-def median_error(result: Measurement, fit: AlphaBeta) -> float:
-    """The median over sizes of how far the fit is off, as a share of the measured time."""
-    pairs = zip(result.nbytes, result.medians_s, strict=True)
-    return statistics.median_high(abs(fit(nbytes) / seconds - 1) for nbytes, seconds in pairs)
+def _line(line: AlphaBeta) -> str:
+    rate = f"{1e-9 / line.beta_s_per_byte:.3f} GB/s" if line.beta_s_per_byte else "no slope"
+    return (
+        f"alpha {line.alpha_s * 1e6:.1f} us, beta {line.beta_s_per_byte * 1e9:.4f} ns/byte ({rate})"
+    )
 
 
 def record(results: list[Measurement], ranks: int, backend: str) -> dict[str, Any]:
@@ -131,8 +136,8 @@ def record(results: list[Measurement], ranks: int, backend: str) -> dict[str, An
         "backend": backend,
         "collectives": {
             result.operation: {
-                **vars(result.fit()),
-                "median_error": median_error(result, result.fit()),
+                **dataclasses.asdict(result.fit()),
+                **dataclasses.asdict(result.agreement()),
                 "nbytes": result.nbytes,
                 "seconds": result.seconds,
             }

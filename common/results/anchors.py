@@ -22,7 +22,8 @@ from common.results.marked import written
 from common.results.records import Record
 from common.results.store import load as load_records
 from common.virtual.foresee import foresee, halved
-from dear.cost.collectives import TABLES, AlphaBeta
+from dear.cost.collectives import TABLES
+from dear.cost.fit import AlphaBeta
 from dear.options import said
 from dear.training.algorithm import algorithm_options
 

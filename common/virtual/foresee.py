@@ -2,7 +2,7 @@
 
 from common.models.profile import load, path_of
 from common.virtual.foresee import foresee, halved
-from dear.cost.collectives import AlphaBeta, table_costs
+from dear.cost.collectives import table_costs
 from dear.training.algorithm import algorithm_options
 
 profile = load(path_of("resnet50", "rtx2080ti-modelled", 64))
@@ -21,7 +21,7 @@ from common.virtual.link import Cost
 from common.virtual.passes import Passes, UnmodelledError, grouped, passes_of, update_s_of
 from common.virtual.step import Prediction, predict
 from dear.buckets.grouping import Arrived
-from dear.cost.collectives import AlphaBeta
+from dear.cost.fit import AlphaBeta
 from dear.training.algorithm import algorithm_class
 
 

@@ -159,6 +159,8 @@ class Communicator:
         self.burst_bytes = 0
         """Payload that the link of each host passes at once after a rest, as a token bucket does
         that emulates a slower one; fits of what collectives cost leave it out."""
+        self.wire_bytes_per_s: float | None = None
+        """Payload that the link of each rank carries each way; None: nobody knows."""
         self.bytes_sent = 0
         """Payload bytes handed to collectives so far (input tensors of this rank)."""
         self._counting = threading.Lock()
@@ -281,6 +283,16 @@ class Communicator:
         return self._work(
             "exchange", handle, channel, recv.nbytes, send.nbytes, on_gpu=send.is_cuda
         )
+
+    def regimes(self, operation: str) -> tuple[tuple[str, int], ...] | None:
+        """How the engine sends an operation by its size: a name, and from how many bytes on.
+
+        None: the engine does not tell, or has one way for all.
+        """
+        if not self.native or self.size == 1:
+            return None
+        backend = self.groups[0]._get_backend(torch.device("cpu"))
+        return tuple((name, first) for name, first, _ in backend.regimes(operation))
 
     def broadcast_object(self, value: T, *, root: int = 0) -> T:
         """Returns rank `root`'s picklable `value` on every rank; blocking, for set-up only."""

@@ -14,7 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from dear.cost.collectives import EXCHANGE, AlphaBeta
+from dear.cost.fit import AlphaBeta
+from dear.cost.measurement import EXCHANGE
 from dear.errors import one_of
 from dear.lazy import nx
 from dear.options import at_least, positive

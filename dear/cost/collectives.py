@@ -1,95 +1,28 @@
-"""What a collective costs: a start-up and a time per byte, measured or from published tables."""
+"""What a collective costs by its size: measured, or from published tables."""
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Literal, get_args
 from weakref import WeakKeyDictionary
 
 from dear.comm.communicator import Communicator, buffer, sub_communicators
-from dear.errors import UserError, one_of, unknown
+from dear.cost.fit import AlphaBeta, CollectiveCost, fit_alpha_beta
+from dear.cost.measurement import (
+    EXCHANGE,
+    LARGE,
+    OPERATIONS,
+    PIPELINE,
+    Measurement,
+    Operation,
+    carried,
+    typical_s,
+)
+from dear.errors import one_of, unknown
 from dear.lazy import torch
 from dear.options import at_least
-
-ROUNDS = 30
-HUBER = 1.5
-"""Residuals beyond so many deviations count less."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class AlphaBeta:
-    """Seconds of one collective = alpha + beta x bytes of the full buffer (not of a shard)."""
-
-    alpha_s: float
-    beta_s_per_byte: float
-
-    def __post_init__(self) -> None:
-        at_least("alpha_s", self.alpha_s, 0)
-        at_least("beta_s_per_byte", self.beta_s_per_byte, 0)
-
-    def __call__(self, nbytes: float) -> float:
-        """Seconds for a buffer of `nbytes`; nothing costs nothing."""
-        return self.alpha_s + self.beta_s_per_byte * nbytes if nbytes else 0.0
-
-
-def fit_alpha_beta(
-    nbytes: Sequence[float], seconds: Sequence[float], spreads: Sequence[float] | None = None
-) -> AlphaBeta:
-    """The line through the measurements, by robust least squares of the relative errors.
-
-    Relative, so that small messages say what a start-up costs and large ones what a byte costs;
-    robust (Huber's weights), so that a measurement that something disturbed hardly counts.
-
-    Args:
-        spreads: how uncertain each time is, as a share of it; None: all alike.
-
-    Raises:
-        UserError: fewer than two sizes, or a time that is not positive.
-    """
-    if len(nbytes) != len(seconds) or len(set(nbytes)) < 2:
-        raise UserError(f"a fit needs times of two sizes at least, got {len(set(nbytes))}")
-    if min(seconds) <= 0:
-        raise UserError(f"a fit needs times above 0, got {min(seconds)}")
-    expected = list(seconds)
-    trust = [1.0] * len(seconds)
-    spreads = [1.0] * len(seconds) if spreads is None else spreads
-    alpha = beta = 0.0
-    for _ in range(ROUNDS):
-        each = zip(trust, expected, spreads, strict=True)
-        weights = [share / (value * spread) ** 2 for share, value, spread in each]
-        alpha, beta = _weighted_line(nbytes, seconds, weights)
-        fitted = [max(alpha + beta * n, 1e-15) for n in nbytes]
-        each = zip(seconds, fitted, spreads, strict=True)
-        errors = [abs(t / f - 1) / spread for t, f, spread in each]
-        # 1.4826: the deviation of normal errors from their median; the floor is rounding.
-        limit = HUBER * max(1.4826 * statistics.median(errors), 1e-9)
-        trust = [min(1.0, limit / max(error, 1e-15)) for error in errors]
-        expected = fitted
-    return AlphaBeta(alpha_s=alpha, beta_s_per_byte=beta)
-
-
-def _weighted_line(
-    xs: Sequence[float], ys: Sequence[float], weights: Sequence[float]
-) -> tuple[float, float]:
-    """Intercept and slope of least squares, neither below 0."""
-    total = sum(weights)
-    x_mean = sum(w * x for w, x in zip(weights, xs, strict=True)) / total
-    y_mean = sum(w * y for w, y in zip(weights, ys, strict=True)) / total
-    covariance = sum(
-        w * (x - x_mean) * (y - y_mean) for w, x, y in zip(weights, xs, ys, strict=True)
-    )
-    slope = covariance / sum(w * (x - x_mean) ** 2 for w, x in zip(weights, xs, strict=True))
-    if slope < 0:
-        return y_mean, 0.0
-    if y_mean - slope * x_mean < 0:
-        squares = sum(w * x * x for w, x in zip(weights, xs, strict=True))
-        products = sum(w * x * y for w, x, y in zip(weights, xs, ys, strict=True))
-        return 0.0, products / squares
-    return y_mean - slope * x_mean, slope
-
 
 # All-reduce by number of workers: (alpha in s, beta in s per byte), as the programs of MG-WFBP
 # (HKBU-HPML, 2 to 16) and DeAR (lzhangbv, 32 and more) ship them; the latter scaled some by hand.
@@ -137,75 +70,23 @@ def table_costs(network: str, world_size: int) -> AlphaBeta:
     return AlphaBeta(alpha_s=alpha, beta_s_per_byte=beta)
 
 
-EXCHANGE = "exchange"
-"""The name of what pairs of ranks do, among the fits of collectives."""
-Operation = Literal["all_reduce", "reduce_scatter", "all_gather", "exchange"]
-"""`exchange`: pairs of ranks, far apart by their numbers, swap buffers, all pairs at once (of an
-odd number one rank rests)."""
-OPERATIONS: tuple[Operation, ...] = get_args(Operation)
-
 SIZES = tuple(2**power for power in range(12, 25, 2))
 """4 KiB to 16 MiB, in bytes of the full buffer."""
-REPEATS = 5
+REPEATS, FEW_REPEATS = 16, 6
+"""Of messages below `MANY_BELOW`, which take milliseconds, and of larger ones."""
+MANY_BELOW = 1 << 20
+WARM_BYTES = 30e6
+"""Payload that a connection carries before it is timed: TCP leaves its search for the speed of a
+link too early, and then gains speed only with what it sends."""
+BUDGET_S = 5.0
+"""Of the clock, for one operation, warm-up included."""
+WARM_SHARE, WARM_CALLS = 0.4, 4
+"""Of that at most so much to warm up, looking at the clock after so many calls."""
 ENOUGH_S = 0.1
-"""Larger messages are not tried once one takes so long and its time is mostly that of its bytes."""
-MOSTLY = 4.0
-"""It is if the message takes so many times longer than the smallest."""
-LEAST_SPREAD = 0.01
-"""Times that agree by chance are no more certain than this, as a share."""
-LARGE = 4.0
-"""And if it has so many times the bytes that links pass at once."""
+"""A call that is no collective is not tried with more bytes once it takes so long."""
+LEAST_SIZES = 3
 
-_fits: WeakKeyDictionary[Communicator, dict[tuple[str, str], AlphaBeta]] = WeakKeyDictionary()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Measurement:
-    """Times of one collective by size, the same on all ranks."""
-
-    operation: Operation
-    nbytes: list[int]
-    seconds: list[list[float]]
-    """Per size the repeats, each the maximum over ranks."""
-    free_bytes: float = 0.0
-    """So much of the buffer costs nothing: what links pass at once after a rest."""
-
-    @property
-    def medians_s(self) -> list[float]:
-        return [statistics.median(times) for times in self.seconds]
-
-    def fit(self) -> AlphaBeta:
-        """Alpha and beta by a robust fit of alpha + beta x (bytes - free bytes) to the medians.
-
-        So beta is what a byte costs a link that is busy, and not less by what rests give away. A
-        size counts by how well its repeats agree: those of small messages may differ by half, and
-        of large ones, which say what a byte costs, by less than a percent.
-        """
-        least = [min(times) for times in self.seconds]
-        pairs = zip(self.medians_s, least, strict=True)
-        spreads = [LEAST_SPREAD + median / low - 1 for median, low in pairs]
-        return fit_alpha_beta(self._charged(), self.medians_s, spreads)
-
-    def residuals(self) -> list[float]:
-        """By size, how much longer the median is than the fit says, as a share of that."""
-        fit = self.fit()
-        expected = [fit.alpha_s + fit.beta_s_per_byte * nbytes for nbytes in self._charged()]
-        return [t / e - 1 for t, e in zip(self.medians_s, expected, strict=True)]
-
-    def _charged(self) -> list[float]:
-        return [max(0.0, nbytes - self.free_bytes) for nbytes in self.nbytes]
-
-
-def free_bytes(operation: Operation, world_size: int, burst_bytes: float) -> float:
-    """Bytes of the full buffer whose transfer fits into a burst of every link.
-
-    Of a reduce-scatter or an all-gather each link carries (P-1)/P of the buffer each way, of an
-    all-reduce twice that, and of an exchange all of it.
-    """
-    at_least("world_size", world_size, 2)
-    share = (world_size - 1) / world_size
-    carried = {"all_reduce": 2 * share, "reduce_scatter": share, "all_gather": share, EXCHANGE: 1}
-    return burst_bytes / carried[operation]
+_fits: WeakKeyDictionary[Communicator, dict[tuple[str, str], CollectiveCost]] = WeakKeyDictionary()
 
 
 def measure_collective(
@@ -214,56 +95,95 @@ def measure_collective(
     device: torch.device,
     *,
     sizes: Sequence[int] = SIZES,
-    repeats: int = REPEATS,
+    repeats: int | None = None,
     shared: bool = False,
+    warm: bool = True,
+    budget_s: float = BUDGET_S,
 ) -> Measurement:
     """Times `operation` on float32 buffers; every rank calls it, and nothing else runs meanwhile.
 
     Args:
-        sizes: bytes of the full buffer, ascending; rounded up to a multiple of the world size.
-        repeats: timed calls per size; one more is made first and left out.
+        sizes: bytes of the full buffer; rounded up to a multiple of the world size. Those with
+            which the engine's regimes begin come on top, up to the largest.
+        repeats: timed calls per size; one more is made first and left out. None: by size.
         shared: the buffers lie in memory that the backend reads in place, where it has such.
+        warm: the connections carry `WARM_BYTES` first.
+        budget_s: seconds of the communicator's clock. Larger messages are left out for which there
+            is no time, but not the smallest three, each with two repeats at least.
     """
     if operation not in OPERATIONS:
         raise unknown("operation", operation, OPERATIONS)
-    unit = 4 * communicator.size
-    nbytes: list[int] = []
-    seconds: list[list[float]] = []
+    began_s = communicator.clock()
+
+    def left_s() -> float:
+        return budget_s - communicator.broadcast_object(communicator.clock() - began_s)
+
     pair = _pair(communicator) if operation == EXCHANGE else None
-    free = 0.0
+    if operation == EXCHANGE:  # on the comm core the all-reduce of a pair, which rank 0 is part of
+        regimes = pair and pair.regimes("all_reduce")
+    else:
+        regimes = communicator.regimes(operation)
+    regimes = communicator.broadcast_object(regimes)
+    free, wire_s, share = 0.0, None, 1.0
     if communicator.size > 1:
-        free = free_bytes(operation, communicator.size, communicator.burst_bytes)
-    for count in sorted({-(-size // unit) * communicator.size for size in sizes}):
-        call = _caller(communicator, operation, count, device, shared, pair)
-        times = []
-        for _ in range(repeats + 1):
-            communicator.barrier()
-            times.append(_timed(communicator.clock, call, device))
+        share = carried(operation, communicator.size)
+        free = communicator.burst_bytes / share
+        wire_s = communicator.wire_bytes_per_s and share / communicator.wire_bytes_per_s
+    starts = [first for _, first in regimes or () if 0 < first < max(sizes)]
+    unit = 4 * communicator.size
+    wanted = sorted({-(-size // unit) * unit for size in (*sizes, *starts)})
+
+    def call_of(nbytes: int) -> Callable[[], object]:
+        return _caller(communicator, operation, nbytes // 4, device, shared, pair)
+
+    if warm and communicator.size > 1:
+        nbytes = max(size for size in wanted if size <= MANY_BELOW or size == wanted[0])
+        call, sent = call_of(nbytes), 0.0
+        while sent < WARM_BYTES and left_s() > (1 - WARM_SHARE) * budget_s:
+            for _ in range(WARM_CALLS):
+                call()
+            sent += WARM_CALLS * nbytes * share
+    steady = next((first for name, first in regimes or () if name == PIPELINE and wire_s), math.inf)
+    done: dict[int, list[float]] = {}
+    for size in wanted:
+        left = left_s()
+        if len(done) >= LEAST_SIZES and (size > LARGE * free or wire_s):
+            before = max(done)
+            # Two messages of a regime whose slope is known say all of it.
+            enough = sum(nbytes >= steady for nbytes in done) >= 2
+            if enough or left < LEAST_SIZES * typical_s(done[before]) * size / before:
+                break
+        call = call_of(size)
+        first_s = max(communicator.gather_objects(_call_s(communicator, call, device)))
+        count = repeats or (REPEATS if size < MANY_BELOW else FEW_REPEATS)
+        # Larger ones are to come.
+        count = max(min(count, int(left / 4 / first_s)), min(count, 2))
         # Of all ranks: who left the barrier last waits for nobody, and may see next to nothing.
-        ranks = communicator.gather_objects(times[1:])
-        seconds.append([max(call_s) for call_s in zip(*ranks, strict=True)])
-        nbytes.append(count * 4)
-        typical, least = (statistics.median(size_s) for size_s in (seconds[-1], seconds[0]))
-        if (
-            len(seconds) > 2
-            and count * 4 > LARGE * free
-            and typical > max(ENOUGH_S, MOSTLY * least)
-        ):
-            break
+        ranks = communicator.gather_objects(
+            [_call_s(communicator, call, device) for _ in range(count)]
+        )
+        done[size] = [max(call_s) for call_s in zip(*ranks, strict=True)]
     if pair is not None and pair is not communicator:
         pair.close()
-    return Measurement(operation=operation, nbytes=nbytes, seconds=seconds, free_bytes=free)
+    return Measurement(
+        operation=operation,
+        nbytes=list(done),
+        seconds=list(done.values()),
+        free_bytes=free,
+        regimes=regimes,
+        wire_s_per_byte=wire_s,
+    )
 
 
 def measured_costs(
     communicator: Communicator, operation: Operation, device: torch.device
-) -> AlphaBeta:
+) -> CollectiveCost:
     """The fit of a measurement, the same on all ranks; one rank alone pays nothing.
 
     Measured at the first call for this communicator, operation and kind of device.
     """
     if communicator.size == 1:
-        return AlphaBeta(alpha_s=0.0, beta_s_per_byte=0.0)
+        return CollectiveCost(alpha_s=0.0, beta_s_per_byte=0.0)
     fits = _fits.setdefault(communicator, {})
     key = (operation, device.type)
     if key not in fits:
@@ -281,7 +201,7 @@ def measured_call(
     seconds = []
     for size in sizes:
         run = partial(call, torch.randn(size // 4, device=device))
-        times = [_timed(communicator.clock, run, device) for _ in range(REPEATS + 1)][1:]
+        times = [_timed(communicator.clock, run, device) for _ in range(FEW_REPEATS)][1:]
         seconds.append(statistics.median(times))
         if seconds[-1] > ENOUGH_S and len(seconds) > 1:
             break
@@ -326,6 +246,11 @@ def _pair(communicator: Communicator) -> Communicator | None:
         return communicator if communicator.native else None
     made = sub_communicators(communicator, [(rank, rank + half) for rank in range(half)])
     return next(iter(made.values()), None)
+
+
+def _call_s(communicator: Communicator, call: Callable[[], object], device: torch.device) -> float:
+    communicator.barrier()
+    return _timed(communicator.clock, call, device)
 
 
 def _timed(clock: Callable[[], float], call: Callable[[], object], device: torch.device) -> float:

@@ -22,7 +22,7 @@ from dear.algorithms.synchronous import bytescheduler, mgs, mgwfbp
 from dear.comm import communicator as communicators
 from dear.comm import peers, runtime, windows
 from dear.comm.communicator import Communicator
-from dear.cost.collectives import AlphaBeta
+from dear.cost.fit import AlphaBeta
 from tests.contract.network import Message, Network, Work, content_of
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 
 from bench.rig.table import OPS
 from common.profiling import network
-from dear.cost.collectives import Measurement
+from dear.cost.measurement import Measurement
 from dear.errors import UserError
 from tests.system.processes import ROOT, python
 from tests.system.sandboxes import Outside, needs_sandbox
@@ -121,7 +122,7 @@ def test_network_starts_its_own_ranks_and_writes_the_fit(tmp_path):
     arguments = ["--ranks", "2", "--largest", "65536", "--repeats", "2", "--json", str(path)]
     done = python("-m", "common.profiling.network", *arguments)
     assert done.returncode == 0, done.stderr
-    assert "all_reduce: alpha" in done.stdout
+    assert "all_reduce: shared_memory: alpha" in done.stdout
     kept = json.loads(path.read_text())
     assert (kept["kind"], kept["ranks"]) == ("network", 2)
     assert set(kept["collectives"]) == {"all_reduce", "reduce_scatter", "all_gather", "exchange"}
@@ -161,7 +162,17 @@ def test_the_table_says_what_the_fit_is_and_the_record_keeps_every_time():
     lines = network.table([LINE])
     assert lines[0].split() == ["bytes", "all_reduce", "us"]
     assert lines[1].split() == ["4096", "104.1"]
-    assert lines[-1].endswith("alpha 100.0 us, beta 1.0000 ns/byte (1.000 GB/s), median error 0 %")
+    assert lines[-1] == (
+        "all_reduce: all sizes: alpha 100.0 us, beta 1.0000 ns/byte (1.000 GB/s); one half of the "
+        "repeats is 0.0% off the fit to the other, and 0.0% off the other itself"
+    )
+    two_ways = dataclasses.replace(
+        LINE,
+        regimes=(("direct", 0), ("ring", 100_000)),
+        nbytes=[*LINE.nbytes, 2_000_000],
+        seconds=[*LINE.seconds, [2e-3] * 3],
+    )
+    assert "direct, below 100000 bytes: alpha 100.0 us" in network.table([two_ways])[-2]
     kept = json.loads(json.dumps(network.record([LINE], 4, "gloo")))
     assert kept["collectives"]["all_reduce"]["seconds"] == LINE.seconds
     assert kept["collectives"]["all_reduce"]["alpha_s"] == pytest.approx(1e-4)

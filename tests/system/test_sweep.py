@@ -25,7 +25,7 @@ from common.results import store
 from common.results.faith import doubt
 from common.results.records import Record
 from common.results.records.trust import Check, CostCheck, Strain
-from dear.cost.collectives import AlphaBeta
+from dear.cost.fit import AlphaBeta
 from dear.training.algorithm import algorithm_class
 from tests.system.made import make_trial
 

@@ -27,7 +27,8 @@ from dear.buckets.grouping import (
     layers,
     optimal,
 )
-from dear.cost.collectives import AlphaBeta, table_costs
+from dear.cost.collectives import table_costs
+from dear.cost.fit import AlphaBeta
 
 SIZES = st.lists(st.integers(0, 50), max_size=30)
 

@@ -29,17 +29,14 @@ from dear.cost.bounds import (
     wire_limit_s,
 )
 from dear.cost.collectives import (
-    OPERATIONS,
     TABLES,
-    AlphaBeta,
-    Measurement,
-    fit_alpha_beta,
-    free_bytes,
     measure_collective,
     measured_call,
     measured_costs,
     table_costs,
 )
+from dear.cost.fit import AlphaBeta, fit_alpha_beta
+from dear.cost.measurement import OPERATIONS, Measurement, carried
 from dear.errors import UserError
 from dear.training.algorithm import algorithm_class, algorithm_options
 
@@ -165,14 +162,14 @@ def test_no_fit_is_below_what_a_byte_costs_its_link(operation, world, noise):
         [over_buckets(operation, size, world, noise=noise, seed=repeat) for repeat in range(3)]
         for size in sizes
     ]
-    free = free_bytes(operation, world, BURST / FRAMED)
+    free = BURST / FRAMED / carried(operation, world)
     made = Measurement(operation=operation, nbytes=sizes, seconds=seconds, free_bytes=free)
     least = over_buckets(operation, 1e12, world, alpha_s=0.0) / 1e12
     fit = made.fit()
     assert least * 0.997 <= fit.beta_s_per_byte <= least * (1.003 + 2 * noise)
     assert fit.alpha_s == pytest.approx(60e-6, rel=0.01 + 2 * noise)
     assert max(map(abs, made.residuals())) < 0.05 + 3 * noise
-    naive = fit_alpha_beta(sizes, made.medians_s)
+    naive = fit_alpha_beta(sizes, made.typical_s)
     assert naive.beta_s_per_byte < 0.97 * least, "without the burst it would be too low"
 
 
@@ -232,32 +229,6 @@ def _bursting() -> tuple[float, list[int]]:
 
 def test_a_measurement_knows_what_links_pass_at_once(world):
     assert world(2).run(_bursting) == [(1 << 14, [4096, 1 << 20])] * 2
-
-
-class _Last(_Ticking):
-    """The rank of two that leaves every barrier last, so that what it waits for is there."""
-
-    size, burst_bytes = 2, 0
-
-    def all_reduce(self, tensor, *, op):
-        self.now += 1e-4 + 1e-7 * tensor.nbytes
-        self.other_s = 1.0 + 1e-7 * tensor.nbytes
-        return self
-
-    def wait(self):
-        return None
-
-    barrier = wait
-
-    def gather_objects(self, times):
-        return [times, [self.other_s] * len(times)]
-
-
-def test_larger_messages_are_tried_until_their_bytes_take_long_on_the_slowest_rank():
-    sizes = [4096 << 4 * power for power in range(4)]
-    made = measure_collective(_Last(), "all_reduce", torch.device("cpu"), sizes=sizes, repeats=1)
-    assert made.nbytes == sizes, "on this rank the third takes more than four times as long"
-    assert made.fit().alpha_s == pytest.approx(1.0, rel=0.01)
 
 
 def _fit() -> AlphaBeta:

@@ -18,7 +18,7 @@ from common.results.records import Breakdown, Group, Plan
 from common.results.records.learned import Evaluation, Learning, RankPace
 from common.results.records.trust import Network
 from common.results.store import Comparison, append
-from dear.cost.collectives import AlphaBeta
+from dear.cost.fit import AlphaBeta
 from dear.training.algorithm import algorithm_names
 from plots import (
     bandwidth,

@@ -394,7 +394,10 @@ def test_the_bound_is_that_of_the_algorithms_idea(algorithm, wanted):
     assert bound.compute_limit_s == pytest.approx(0.3 + 0.04 / 4)
     assert bound.wire_limit_s is None
     found = made.to_json()
-    assert (found["compute"], found["costs"]) == (FACTS["compute"], FACTS["costs"])
+    assert found["compute"] == FACTS["compute"]
+    assert found["costs"].keys() == FACTS["costs"].keys()
+    for name, line in FACTS["costs"].items():
+        assert line.items() <= found["costs"][name].items()
     assert found["bytes"]["gradients"] == NBYTES
 
 

@@ -28,7 +28,8 @@ from common.virtual.passes import (
 from common.virtual.step import predict
 from dear.buckets.grouping import RunOrder, group, launch_order
 from dear.cost.bounds import StepTimes, comm_times, step_bound_s
-from dear.cost.collectives import AlphaBeta, table_costs
+from dear.cost.collectives import table_costs
+from dear.cost.fit import AlphaBeta
 from dear.cost.overlap import Cycles, Overlap, Transfer, Unstated
 from dear.errors import UserError
 from dear.training.algorithm import algorithm_class, algorithm_options

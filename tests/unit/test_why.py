@@ -10,7 +10,7 @@ from common.results import rows, why
 from common.results.overview import overview
 from common.results.records import Bound, Breakdown, Bytes, Group, Plan
 from dear.cost.bounds import StepTimes
-from dear.cost.collectives import AlphaBeta
+from dear.cost.fit import AlphaBeta
 from tests.unit.made_record import record
 
 COMPUTE = StepTimes(forward_s=0.1, backward_s=0.2, update_s=0.0)

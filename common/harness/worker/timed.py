@@ -36,7 +36,7 @@ from common.results.records import Breakdown, Group, Plan
 from common.results.records.trust import Check
 from dear.comm import runtime
 from dear.cost.bounds import StepTimes
-from dear.cost.collectives import Measurement
+from dear.cost.measurement import Measurement
 from dear.training.algorithm import algorithm_class
 
 
@@ -138,7 +138,8 @@ class _Repeat:
     def _time_collectives(self, first: list[Measurement] | None = None) -> list[Measurement]:
         model = self._workload.model
         device = next(model.parameters()).device
-        return time_collectives(self._communicator, device, gradient_bytes(model), first)
+        nbytes = gradient_bytes(model)
+        return time_collectives(self._communicator, device, nbytes, first, self._scale)
 
     def _wrapped(self) -> Training:
         self._phase("wrapping the model")

@@ -22,7 +22,7 @@ from common.results.records.trust import (
     mean_step_s,
 )
 from dear.cost.bounds import StepTimes
-from dear.cost.collectives import AlphaBeta
+from dear.cost.fit import CollectiveCost
 from dear.errors import UserError
 
 SCHEMA = 1
@@ -180,7 +180,7 @@ class Record:
     loss: float | None = None
     breakdown: Breakdown | None = None
     compute: StepTimes | None = None
-    costs: dict[str, AlphaBeta] | None = None
+    costs: dict[str, CollectiveCost] | None = None
     """Of collectives, by operation."""
     cost_check: CostCheck | None = None
     """Of the costs, by the trial that has measured them; those that use them have the same."""

@@ -154,8 +154,16 @@ class CostCheck:
     """Whether the fits of collectives may be believed."""
 
     residual: float
-    """How far measurements are off the fit, as a share of what it says: the median over sizes of
-    the operation that fits worst."""
+    """How far one half of the repeats is off the fit to the other half, as a share: the root of the
+    mean square over sizes, of the operation that fits worst. Of older records, whose `noise` is
+    None: the median over sizes of how far all are off the fit to themselves."""
+    noise: float | None = None
+    """How far the halves are off each other, of the same operation: no fit can be nearer."""
     drift: float
     """By how much longer the largest messages took at the trial's end than at its begin, as a
     share: of the operation that changed most."""
+
+    @property
+    def misfit(self) -> float:
+        """What of the residual chance does not explain: the fit is of another shape."""
+        return math.sqrt(max(0.0, self.residual**2 - (self.noise or 0.0) ** 2))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import statistics
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,11 +10,14 @@ import torch
 
 from common.results.records.trust import CostCheck
 from dear.comm.communicator import Communicator
-from dear.cost.collectives import LARGE, OPERATIONS, AlphaBeta, Measurement, measure_collective
+from dear.cost.collectives import MANY_BELOW, measure_collective
+from dear.cost.fit import CollectiveCost
+from dear.cost.measurement import LARGE, OPERATIONS, Measurement
 
 _SMALLEST, _LARGEST = 4 << 10, 64 << 20
 _LEAST_SIZES = 3
-_REPEATS = 3
+BUDGET_S = 0.5
+"""Of what the fabric stands for, for each operation: 2 s for all four."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,10 +31,13 @@ class CostSamples:
 
     @property
     def check(self) -> CostCheck:
-        """How far measurements are off their fits, and those of the end off those of the begin."""
-        pairs = list(zip(self.first, self.again, strict=True))
+        """How well one half of the samples foresees the other, and how far those of the end are off
+        those of the begin."""
+        worst = max((one.agreement() for one in self.first), key=lambda found: found.misfit)
+        pairs = zip(self.first, self.again, strict=True)
         return CostCheck(
-            residual=max(statistics.median(map(abs, one.residuals())) for one in self.first),
+            residual=worst.error,
+            noise=worst.noise,
             drift=max((_drift(*pair) for pair in pairs), key=abs),
         )
 
@@ -51,6 +56,7 @@ def time_collectives(
     device: torch.device,
     nbytes: int,
     first: list[Measurement] | None = None,
+    time_scale: float = 1.0,
 ) -> list[Measurement]:
     """Times all operations for messages up to about `nbytes`; all ranks call it.
 
@@ -58,6 +64,7 @@ def time_collectives(
         nbytes: of the gradients of the model.
         first: measured before; again only the two largest sizes of each, which say what a byte
             costs.
+        time_scale: seconds of this machine in one of what the fabric stands for.
     """
     sizes = sizes_up_to(nbytes, communicator.burst_bytes)
     return [
@@ -67,38 +74,34 @@ def time_collectives(
             device,
             # On slow links it has stopped before the largest.
             sizes=sizes if first is None else first[place].nbytes[-2:],
-            repeats=_REPEATS,
             shared=True,
+            warm=first is None,
+            budget_s=BUDGET_S * time_scale,
         )
         for place, operation in enumerate(OPERATIONS)
     ]
 
 
-def fits(measured: list[Measurement], time_scale: float) -> dict[str, AlphaBeta]:
-    """Alpha and beta of each operation, in seconds of what the fabric stands for."""
-    found = {one.operation: one.fit() for one in measured}
-    return {
-        operation: AlphaBeta(
-            alpha_s=fit.alpha_s / time_scale, beta_s_per_byte=fit.beta_s_per_byte / time_scale
-        )
-        for operation, fit in found.items()
-    }
+def fits(measured: list[Measurement], time_scale: float) -> dict[str, CollectiveCost]:
+    """The cost of each operation, in seconds of what the fabric stands for."""
+    return {one.operation: one.fit().divided(time_scale) for one in measured}
 
 
 def sizes_up_to(nbytes: int, burst_bytes: int = 0) -> list[int]:
-    """Sizes of messages in bytes, each four times the one before; a few in any case.
+    """Sizes of messages in bytes, each twice the one before, from 1 MiB on four times; a few in any
+    case.
 
     Two of them at least are large beside what links pass at once.
     """
-    sizes = [_SMALLEST << 2 * power for power in range(_LEAST_SIZES)]
+    sizes = [_SMALLEST << power for power in range(_LEAST_SIZES)]
     while sizes[-2] < LARGE * 2 * burst_bytes or (2 * sizes[-1] < nbytes and sizes[-1] < _LARGEST):
-        sizes.append(sizes[-1] << 2)
+        sizes.append(sizes[-1] << (1 if sizes[-1] < MANY_BELOW else 2))
     return sizes
 
 
 def _drift(first: Measurement, again: Measurement) -> float:
     """By how much longer the largest message of both takes at the end, as a share."""
-    before = dict(zip(first.nbytes, first.medians_s, strict=True))
-    after = dict(zip(again.nbytes, again.medians_s, strict=True))
+    before = dict(zip(first.nbytes, first.typical_s, strict=True))
+    after = dict(zip(again.nbytes, again.typical_s, strict=True))
     largest = max(before.keys() & after.keys())
     return after[largest] / before[largest] - 1

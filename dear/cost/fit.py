@@ -1,0 +1,149 @@
+"""The cost of a message by its size: lines of a start-up and a time per byte, and how they are
+fitted to measured times."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from dear.errors import UserError
+from dear.options import at_least
+
+ROUNDS = 30
+HUBER = 1.5
+"""Residuals beyond so many deviations count less."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlphaBeta:
+    """Seconds of one collective = alpha + beta x bytes of the full buffer (not of a shard)."""
+
+    alpha_s: float
+    beta_s_per_byte: float
+
+    def __post_init__(self) -> None:
+        at_least("alpha_s", self.alpha_s, 0)
+        at_least("beta_s_per_byte", self.beta_s_per_byte, 0)
+
+    def __call__(self, nbytes: float) -> float:
+        """Seconds for a buffer of `nbytes`; nothing costs nothing."""
+        return self.alpha_s + self.beta_s_per_byte * nbytes if nbytes else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Regime(AlphaBeta):
+    """The line of messages below a size, which the engine sends in another way than larger ones."""
+
+    name: str
+    """As the engine calls it."""
+    below_bytes: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectiveCost(AlphaBeta):
+    """Seconds of one collective by the bytes of the full buffer: a line for each regime.
+
+    Alpha and beta are those of the largest messages; with no smaller regimes, of all.
+    """
+
+    smaller: tuple[Regime, ...] = ()
+    """Ascending by size."""
+    name: str | None = None
+    """What the engine calls the regime of the largest messages; None: this engine tells no regimes,
+    and there is one line for all."""
+    slope: Literal["fit", "wire"] = "fit"
+    """Where `beta_s_per_byte` comes from: times, or the rate of the links and the headers."""
+
+    def line(self, nbytes: float) -> AlphaBeta:
+        """The line for messages of this size."""
+        return next((part for part in self.smaller if nbytes < part.below_bytes), self)
+
+    def __call__(self, nbytes: float) -> float:
+        return self.latency_s(nbytes) + self.transfer_s(nbytes) if nbytes else 0.0
+
+    def latency_s(self, nbytes: float) -> float:
+        """The start-up: what a message of this size takes besides its bytes, in seconds."""
+        return self.line(nbytes).alpha_s if nbytes else 0.0
+
+    def transfer_s(self, nbytes: float) -> float:
+        """Seconds that the bytes of a message of this size take."""
+        return self.line(nbytes).beta_s_per_byte * nbytes
+
+    def divided(self, factor: float) -> CollectiveCost:
+        """The same in a unit of time `factor` times as long."""
+
+        def shorter(line: AlphaBeta) -> dict[str, float]:
+            return {
+                "alpha_s": line.alpha_s / factor,
+                "beta_s_per_byte": line.beta_s_per_byte / factor,
+            }
+
+        parts = tuple(dataclasses.replace(part, **shorter(part)) for part in self.smaller)
+        return dataclasses.replace(self, **shorter(self), smaller=parts)
+
+
+def fit_alpha_beta(
+    nbytes: Sequence[float],
+    seconds: Sequence[float],
+    spreads: Sequence[float] | None = None,
+    beta_s_per_byte: float | None = None,
+) -> AlphaBeta:
+    """The line through the measurements, by robust least squares of the relative errors.
+
+    Relative, so that small messages say what a start-up costs and large ones what a byte costs;
+    robust (Huber's weights), so that a measurement that something disturbed hardly counts.
+
+    Args:
+        spreads: how uncertain each time is, as a share of it; None: all alike.
+        beta_s_per_byte: the slope, where it is known; then only the start-up is fitted.
+
+    Raises:
+        UserError: fewer than two sizes (one, where the slope is known), or a time that is not
+            positive.
+    """
+    least = 2 if beta_s_per_byte is None else 1
+    if len(nbytes) != len(seconds) or len(set(nbytes)) < least:
+        raise UserError(f"a fit needs times of {least} sizes at least, got {len(set(nbytes))}")
+    if min(seconds) <= 0:
+        raise UserError(f"a fit needs times above 0, got {min(seconds)}")
+    expected = list(seconds)
+    trust = [1.0] * len(seconds)
+    spreads = [1.0] * len(seconds) if spreads is None else spreads
+    alpha = beta = 0.0
+    for _ in range(ROUNDS):
+        each = zip(trust, expected, spreads, strict=True)
+        weights = [share / (value * spread) ** 2 for share, value, spread in each]
+        alpha, beta = _weighted_line(nbytes, seconds, weights, beta_s_per_byte)
+        fitted = [max(alpha + beta * n, 1e-15) for n in nbytes]
+        each = zip(seconds, fitted, spreads, strict=True)
+        errors = [abs(t / f - 1) / spread for t, f, spread in each]
+        # 1.4826: the deviation of normal errors from their median; the floor is rounding.
+        limit = HUBER * max(1.4826 * statistics.median(errors), 1e-9)
+        trust = [min(1.0, limit / max(error, 1e-15)) for error in errors]
+        expected = fitted
+    return AlphaBeta(alpha_s=alpha, beta_s_per_byte=beta)
+
+
+def _weighted_line(
+    xs: Sequence[float], ys: Sequence[float], weights: Sequence[float], known: float | None
+) -> tuple[float, float]:
+    """Intercept and slope of least squares, neither below 0; the slope as `known`, if it is."""
+    total = sum(weights)
+    x_mean = sum(w * x for w, x in zip(weights, xs, strict=True)) / total
+    y_mean = sum(w * y for w, y in zip(weights, ys, strict=True)) / total
+    if known is not None:
+        return max(0.0, y_mean - known * x_mean), known
+    covariance = sum(
+        w * (x - x_mean) * (y - y_mean) for w, x, y in zip(weights, xs, ys, strict=True)
+    )
+    slope = covariance / sum(w * (x - x_mean) ** 2 for w, x in zip(weights, xs, strict=True))
+    if slope < 0:
+        return y_mean, 0.0
+    if y_mean - slope * x_mean < 0:
+        squares = sum(w * x * x for w, x in zip(weights, xs, strict=True))
+        products = sum(w * x * y for w, x, y in zip(weights, xs, ys, strict=True))
+        return 0.0, products / squares
+    return y_mean - slope * x_mean, slope

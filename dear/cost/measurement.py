@@ -1,0 +1,193 @@
+"""Times of collectives by size: what is fitted to them, and how well it foresees them."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from dear.cost.fit import AlphaBeta, CollectiveCost, Regime, fit_alpha_beta
+from dear.errors import UserError
+from dear.options import at_least
+
+EXCHANGE = "exchange"
+"""The name of what pairs of ranks do, among the fits of collectives."""
+Operation = Literal["all_reduce", "reduce_scatter", "all_gather", "exchange"]
+"""`exchange`: pairs of ranks, far apart by their numbers, swap buffers, all pairs at once (of an
+odd number one rank rests)."""
+OPERATIONS: tuple[Operation, ...] = get_args(Operation)
+
+Regimes = tuple[tuple[str, int], ...]
+"""How an engine sends messages of different sizes: its name for it, and from how many bytes of the
+full buffer on; ascending, the first from 0."""
+PIPELINE = "pipeline"
+"""The name of the regime in which a message takes a start-up and what its bytes keep a link busy.
+"""
+
+LEAST_SPREAD = 0.01
+"""Times that agree by chance are no more certain than this, as a share."""
+LARGE = 4.0
+"""A message that has so many times the bytes that links pass at once says what a byte costs."""
+TYPICAL = 0.25
+"""The share of repeats that took less than what counts: others only ever disturb."""
+
+
+def typical_s(times: Sequence[float]) -> float:
+    """The lower quartile of repeats."""
+    ordered = sorted(times)
+    place = TYPICAL * (len(ordered) - 1)
+    low = ordered[math.floor(place)]
+    return low + (place % 1) * (ordered[math.ceil(place)] - low)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """Times of one collective by size, the same on all ranks."""
+
+    operation: Operation
+    nbytes: list[int]
+    seconds: list[list[float]]
+    """Per size the repeats, each the maximum over ranks."""
+    free_bytes: float = 0.0
+    """So much of the buffer costs nothing: what links pass at once after a rest."""
+    regimes: Regimes | None = None
+    """By size, as the engine tells them; None: it tells none."""
+    wire_s_per_byte: float | None = None
+    """What a byte of the full buffer keeps a link busy, headers included; None: not known."""
+
+    @property
+    def typical_s(self) -> list[float]:
+        return [typical_s(times) for times in self.seconds]
+
+    def fit(self) -> CollectiveCost:
+        """Alpha and beta of each regime, by a robust fit to the typical time of each size.
+
+        A size counts by how well its repeats agree. In the pipeline the slope is that of the wire,
+        where it is known. Where bytes cost nothing after a rest, beta is what one costs a link that
+        is busy; only of a regime that begins among such small messages all bytes count, and its
+        line holds after a rest.
+        """
+        parts = [
+            (name, first, self._line(chosen, first, self._known(name)))
+            for name, first, chosen in self._reached()
+        ]
+        smaller = tuple(
+            Regime(name=name or "", below_bytes=end, **vars(line))
+            for (name, _, line), (_, end, _) in itertools.pairwise(parts)
+        )
+        name, _, line = parts[-1]
+        slope = "fit" if self._known(name) is None else "wire"
+        return CollectiveCost(**vars(line), name=name, smaller=smaller, slope=slope)
+
+    def _reached(self) -> list[tuple[str | None, float, list[int]]]:
+        """Name and first bytes of each regime, and the places of its sizes.
+
+        One with too few sizes for a line joins that before, as it is the nearest to say something.
+        """
+        starts = self.regimes or ((None, 0),)
+        found: list[tuple[str | None, float, list[int]]] = []
+        for (name, first), (_, end) in zip(starts, [*starts[1:], ("", math.inf)], strict=True):
+            chosen = [i for i, nbytes in enumerate(self.nbytes) if first <= nbytes < end]
+            if found and len(found[-1][2]) < 2:  # the smallest: they join what comes after
+                before = found.pop()
+                first, chosen = before[1], before[2] + chosen
+            if found and len(chosen) < (2 if self._known(name) is None else 1):
+                found[-1][2].extend(chosen)
+            else:
+                found.append((name, first, chosen))
+        return found
+
+    def _known(self, name: str | None) -> float | None:
+        return self.wire_s_per_byte if name == PIPELINE else None
+
+    def expected_s(self, cost: CollectiveCost) -> list[float]:
+        """By size, what a fit says of a message after a rest, as they were timed."""
+        starts = [0, *(part.below_bytes for part in cost.smaller)]
+
+        def one(nbytes: int) -> float:
+            line = cost.line(nbytes)
+            first = max(start for start in starts if start <= nbytes)
+            return line.alpha_s + line.beta_s_per_byte * self._charged(nbytes, first)
+
+        return [one(nbytes) for nbytes in self.nbytes]
+
+    def residuals(self) -> list[float]:
+        """By size, how much longer the typical time is than the fit says, as a share of that."""
+        expected = self.expected_s(self.fit())
+        return [t / e - 1 for t, e in zip(self.typical_s, expected, strict=True)]
+
+    def half(self, which: int) -> Measurement:
+        """Every other repeat of each size, from the first (0) or the second (1)."""
+        return dataclasses.replace(self, seconds=[times[which::2] for times in self.seconds])
+
+    def agreement(self, least_bytes: float = 0) -> Agreement:
+        """How well one half of the repeats is predicted by the other, for messages of this size
+        and more.
+
+        Raises:
+            UserError: a size without a second repeat, or none so large.
+        """
+        if min(map(len, self.seconds)) < 2:
+            raise UserError("one half of the repeats predicts the other: two are needed per size")
+        halves = [self.half(0), self.half(1)]
+        errors, noise = [], []
+        for known, asked in (halves, halves[::-1]):
+            expected = known.expected_s(known.fit())
+            each = zip(self.nbytes, expected, known.typical_s, asked.typical_s, strict=True)
+            for nbytes, value, before, after in each:
+                if nbytes >= least_bytes:
+                    errors.append(value / after - 1)
+                    noise.append(before / after - 1)
+        if not errors:
+            raise UserError(f"{self.operation}: no message of {least_bytes:g} bytes was timed")
+        worst = max(map(abs, errors))
+        return Agreement(error=_rms(errors), noise=_rms(noise), worst=worst)
+
+    def _line(self, chosen: Sequence[int], first: int, known: float | None) -> AlphaBeta:
+        typical = self.typical_s
+        spreads = [LEAST_SPREAD + typical[i] / min(self.seconds[i]) - 1 for i in chosen]
+        charged = [self._charged(self.nbytes[i], first) for i in chosen]
+        return fit_alpha_beta(charged, [typical[i] for i in chosen], spreads, known)
+
+    def _charged(self, nbytes: int, first: float) -> float:
+        """Bytes that cost something, of a message in the regime that begins with `first`."""
+        if self.regimes is not None and len(self.regimes) > 1 and first < self.free_bytes:
+            return nbytes
+        return max(0.0, nbytes - self.free_bytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Agreement:
+    """How far the fit to one half of the repeats is off the other half; shares of its times."""
+
+    error: float
+    """The root of the mean square over sizes and both halves."""
+    noise: float
+    """The same of the other half's own times in place of the fit: what no fit can foresee."""
+    worst: float
+    """The largest error."""
+
+    @property
+    def misfit(self) -> float:
+        """What of the error the noise does not explain."""
+        return math.sqrt(max(0.0, self.error**2 - self.noise**2))
+
+
+def _rms(values: Sequence[float]) -> float:
+    return math.sqrt(statistics.fmean(value**2 for value in values))
+
+
+def carried(operation: Operation, world_size: int) -> float:
+    """Bytes that each rank's link carries each way, per byte of the full buffer.
+
+    Of a reduce-scatter or an all-gather (P-1)/P, of an all-reduce twice that (Patarasuk and Yuan,
+    JPDC 2009), and of an exchange 1.
+    """
+    at_least("world_size", world_size, 2)
+    share = (world_size - 1) / world_size
+    shares = {"all_reduce": 2 * share, "reduce_scatter": share, "all_gather": share, EXCHANGE: 1.0}
+    return shares[operation]

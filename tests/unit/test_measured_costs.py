@@ -1,0 +1,206 @@
+"""Costs of collectives by regime: what is measured, what is fitted, and what that foresees."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+
+import pytest
+import torch
+
+from common.results.records import typed
+from dear.comm import runtime
+from dear.cost.collectives import BUDGET_S, WARM_BYTES, measure_collective
+from dear.cost.fit import CollectiveCost, Regime, fit_alpha_beta
+from dear.cost.measurement import Measurement, carried, typical_s
+from dear.errors import UserError
+
+CPU = torch.device("cpu")
+RATE = 125e6
+WIRE = carried("all_reduce", 4) / RATE
+KIB, MIB = 1 << 10, 1 << 20
+REGIMES = (("direct", 0), ("blocks", 32 * KIB), ("pieces", 128 * KIB), ("pipeline", 4 * MIB))
+LINES = {"direct": (2e-3, 4e-9), "blocks": (3.4e-3, 1.4 * WIRE), "pieces": (3.5e-3, 1.1 * WIRE)}
+LINES |= {"pipeline": (2.8e-3, WIRE)}
+SIZES = [4 * KIB << power for power in range(12)]
+
+
+def seconds(nbytes: float) -> float:
+    name = [name for name, first in REGIMES if first <= nbytes][-1]
+    alpha, beta = LINES[name]
+    return alpha + beta * nbytes
+
+
+def sampled(noise=0.0, repeats=16, sizes=SIZES, **more) -> Measurement:
+    """What disturbs only adds."""
+    luck = random.Random(1)
+    times = [
+        [seconds(size) * (1 + abs(luck.gauss(0, noise))) for _ in range(repeats)] for size in sizes
+    ]
+    facts = {"regimes": REGIMES, "wire_s_per_byte": WIRE} | more
+    return Measurement(operation="all_reduce", nbytes=list(sizes), seconds=times, **facts)
+
+
+def test_each_regime_that_the_engine_tells_has_a_line_and_the_pipeline_that_of_the_wire():
+    fit = sampled().fit()
+    assert [(part.name, part.below_bytes) for part in fit.smaller] == [
+        ("direct", 32 * KIB),
+        ("blocks", 128 * KIB),
+        ("pieces", 4 * MIB),
+    ]
+    assert (fit.name, fit.slope, fit.beta_s_per_byte) == ("pipeline", "wire", WIRE)
+    for nbytes in (5000, 32 * KIB - 4, 32 * KIB, 100_000, MIB, 3 * MIB, 100 * MIB):
+        assert fit(nbytes) == pytest.approx(seconds(nbytes))
+        assert fit.latency_s(nbytes) + fit.transfer_s(nbytes) == fit(nbytes)
+    assert fit.latency_s(MIB) == pytest.approx(3.5e-3) and fit(0) == fit.latency_s(0) == 0
+    naive = fit_alpha_beta(SIZES, sampled().typical_s)
+    assert abs(naive(96 * KIB) / seconds(96 * KIB) - 1) > 0.1, "one line cannot say all of them"
+
+
+def test_where_the_rate_of_links_is_not_known_every_slope_is_fitted():
+    fit = sampled(wire_s_per_byte=None).fit()
+    assert fit.slope == "fit" and fit.beta_s_per_byte == pytest.approx(WIRE)
+
+
+def test_an_engine_that_tells_no_regimes_has_one_line_and_the_fit_says_so():
+    fit = sampled(regimes=None).fit()
+    assert (fit.name, fit.smaller, fit.slope) == (None, (), "fit")
+
+
+def test_a_regime_without_enough_sizes_has_the_line_of_the_one_before():
+    fit = sampled(sizes=SIZES[:6]).fit()  # up to 128 KiB, where a third regime begins
+    assert [part.name for part in fit.smaller] == ["direct"] and fit.name == "blocks"
+    # Of the pipeline one size is enough where its slope is known.
+    assert sampled(sizes=SIZES[:11]).fit().name == "pipeline"
+    assert sampled(sizes=SIZES[:11], wire_s_per_byte=None).fit().name == "pieces"
+    alone = sampled(sizes=[4 * KIB, 64 * KIB]).fit()
+    assert alone.smaller == () and alone(64 * KIB) == pytest.approx(seconds(64 * KIB))
+
+
+def test_what_links_pass_at_once_is_left_out_where_messages_are_larger():
+    free = 50e3
+    sizes = [size for size in SIZES if not 32 * KIB <= size < 128 * KIB]
+    made = sampled(sizes=sizes, free_bytes=free, regimes=(REGIMES[0], ("pipeline", 128 * KIB)))
+    times = [seconds(size) if size < 32 * KIB else 2.8e-3 + WIRE * (size - free) for size in sizes]
+    made = dataclasses.replace(made, seconds=[[one] * 2 for one in times])
+    fit = made.fit()
+    assert (fit.alpha_s, fit.beta_s_per_byte) == (pytest.approx(2.8e-3), WIRE)
+    assert made.expected_s(fit)[-4:] == pytest.approx(times[-4:])
+
+
+def test_costs_come_back_from_json_and_those_of_before_have_one_regime():
+    fit = sampled().fit()
+    assert typed(CollectiveCost, json.loads(json.dumps(dataclasses.asdict(fit)))) == fit
+    before = typed(CollectiveCost, {"alpha_s": 1.0, "beta_s_per_byte": 0.5})
+    assert before(4) == 3.0 and before.name is None
+
+
+def test_costs_in_another_unit_of_time():
+    part = Regime(alpha_s=1.0, beta_s_per_byte=2.0, name="direct", below_bytes=10)
+    fit = CollectiveCost(alpha_s=8.0, beta_s_per_byte=4.0, smaller=(part,), name="pipeline")
+    assert [fit.divided(2.0)(n) for n in (5, 10)] == [fit(5) / 2, fit(10) / 2]
+
+
+def test_repeats_that_were_disturbed_do_not_count_even_if_they_are_most():
+    assert typical_s([1.0] * 5 + [1.5] * 10) == 1.0
+    assert typical_s([4.0, 1.0, 2.0, 3.0, 5.0]) == 2.0
+    assert typical_s([1.0, 2.0]) == pytest.approx(1.25) and typical_s([3.0]) == 3.0
+
+
+def test_one_half_of_the_repeats_says_whether_the_fit_has_the_right_shape():
+    assert sampled().agreement().error == pytest.approx(0, abs=1e-9)
+    noisy = sampled(noise=0.1).agreement(32 * KIB)
+    assert 0 < noisy.noise < 0.1 and noisy.misfit < 0.03 and noisy.worst >= noisy.error
+    wrong = sampled(regimes=None).agreement(32 * KIB)
+    assert wrong.noise == 0 and wrong.misfit == wrong.error > 0.1
+    with pytest.raises(UserError, match="no message of 1e\\+12 bytes"):
+        sampled().agreement(1e12)
+    with pytest.raises(UserError, match="two are needed"):
+        sampled(repeats=1).agreement()
+
+
+class _Link:
+    """A communicator of four ranks, all alike, on a network whose times are those above."""
+
+    size, rank, native, burst_bytes, wire_bytes_per_s = 4, 0, False, 0, RATE
+    other_s = 0.0
+
+    def __init__(self, slower=1.0):
+        self.now, self.slower = 0.0, slower
+        self.calls = [[]]
+
+    def clock(self):
+        return self.now
+
+    def regimes(self, operation):
+        return REGIMES
+
+    def all_reduce(self, tensor, *, op):
+        self.calls[-1].append(tensor.nbytes)
+        self.now += self.slower * seconds(tensor.nbytes)
+        return self
+
+    def wait(self):
+        return None
+
+    def barrier(self):
+        self.calls.append([])
+
+    def broadcast_object(self, value):
+        return value
+
+    def gather_objects(self, value):
+        return [value]
+
+
+def test_connections_are_warm_before_anything_is_timed():
+    link = _Link()
+    made = measure_collective(link, "all_reduce", CPU, sizes=SIZES)
+    warm, *timed = link.calls
+    assert WARM_BYTES <= 1.5 * sum(warm) < WARM_BYTES + 4 * 1.5 * MIB
+    assert sum(map(len, timed)) == sum(len(times) + 1 for times in made.seconds)
+    counts = dict(zip(made.nbytes, map(len, made.seconds), strict=True))
+    assert counts[4 * KIB] == counts[512 * KIB] == 16 and counts[MIB] == 6
+    assert {first for _, first in REGIMES[1:]} <= counts.keys()
+    assert made.fit()(MIB) == pytest.approx(seconds(MIB))
+    again = _Link()
+    measure_collective(again, "all_reduce", CPU, sizes=SIZES, warm=False)
+    assert again.calls[0] == []
+
+
+@pytest.mark.parametrize("slower", [1.0, 3.0, 10.0, 100.0])
+def test_measuring_takes_no_longer_than_it_may(slower):
+    link = _Link(slower)
+    made = measure_collective(link, "all_reduce", CPU, sizes=[*SIZES, 64 * MIB])
+    assert len(made.nbytes) >= 3 and min(map(len, made.seconds)) >= 2
+    least = sum(slower * seconds(size) * 3 for size in made.nbytes[:3])
+    assert link.now < 1.1 * BUDGET_S + least + 4 * slower * seconds(MIB)
+    # Of the pipeline, whose slope is known, two sizes say all.
+    assert sum(size >= 4 * MIB for size in made.nbytes) <= 2
+
+
+class _Last(_Link):
+    """The rank that leaves every barrier last, so that what it waits for is there."""
+
+    def gather_objects(self, value):
+        if isinstance(value, float):
+            return [value, value + 1.0]
+        return [value, [one + 1.0 for one in value]]
+
+
+def test_of_all_ranks_the_slowest_counts():
+    made = measure_collective(_Last(), "all_reduce", CPU, sizes=SIZES, repeats=1)
+    assert made.nbytes == SIZES[:3], "there is no time for a fourth"
+    assert made.seconds == [[pytest.approx(1.0 + seconds(size))] for size in SIZES[:3]]
+
+
+def _told():
+    return measure_collective(
+        runtime.communicator(), "all_reduce", CPU, sizes=[4096, 65536], repeats=2
+    ).fit()
+
+
+def test_the_comm_core_tells_its_regimes(world):
+    fit, *others = world(2).run(_told)
+    assert others == [fit] and fit.name == "shared_memory" and fit.slope == "fit"

@@ -9,9 +9,6 @@ from common.results.records import Record
 from common.results.rows import Row
 from common.results.stats import MIN_REPEATS
 
-# A bound comes from a short measurement: only more than this beyond it is worth a remark.
-_BEYOND = 1.02
-
 
 def summary(rows: Sequence[Row], compare_to: str) -> list[str]:
     """Who is fastest, in a sentence per model and world size, and who cannot be told from it."""
@@ -52,11 +49,12 @@ def remarks(rows: Sequence[Row], records: Iterable[Record]) -> list[str]:
             "event model: by how much the step is longer than the model computes from the layer "
             "profile, the plan and the costs of collectives; -: not computed, see the notes"
         )
-    beyond = [row.algorithm for row in rows if not row.doubt and (row.of_bound or 0.0) > _BEYOND]
-    if beyond:
+    wrong = [row.algorithm for row in rows if row.reach == "wrong bound"]
+    if wrong:
         found.append(
-            f"beyond its bound: {', '.join(dict.fromkeys(beyond))}; a bound comes from a short "
-            "measurement, and does not know of compression"
+            f"WRONG BOUND: {', '.join(dict.fromkeys(wrong))}: no step can be shorter than its "
+            "bound; costs or compute were measured wrong, or fewer bytes travel than it assumes "
+            "(compression)"
         )
     return [*dict.fromkeys(found)]
 

@@ -29,6 +29,7 @@ from typing import Any
 
 from common.results import shipped
 from common.results.overview import overview
+from common.results.reach import percent
 from common.results.records import Record
 from common.results.store import Comparison
 from common.results.table import significant
@@ -240,7 +241,7 @@ def _short(row: Any, field: str) -> str:
     value = getattr(row, field, None)
     if value is None:
         return ""
-    text = f"{value:.0%}" if field == "of_bound" else f"{value:.2f}"
+    text = percent(value, row.reach) if field == "of_bound" else f"{value:.2f}"
     return f"({text})" if getattr(row, "doubt", None) else text
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from common.results import stats
 from common.results.faith import doubt
+from common.results.reach import Reach, note, percent, reach
 from common.results.records import Record, base_among
 from common.results.stats import Difference
 from common.results.table import PLACE, Column, Table, doubted, given, identity, significant
@@ -73,6 +74,8 @@ class Row:
     efficiency_high: float | None = None
     of_bound: float | None = None
     """The least step time that the algorithm allows here, over the step time."""
+    reach: Reach | None = None
+    """What is odd about that, of a number that is believed."""
     systematic: float | None = None
     """|T(k) - T(2k)| / T(k): how far the step depends on the emulation's time scale k."""
     systematic_low: float | None = None
@@ -174,7 +177,10 @@ def _measured(record: Record) -> dict[str, Any]:
         known |= {name: getattr(bound, name) for name in ("compute_limit_s", "wire_limit_s")}
         known |= {"bound": bound.kind, "bound_s": bound.step_s}
         if bound.step_s is not None:
-            known["of_bound"] = bound.step_s / record.step_s
+            known["of_bound"] = share = bound.step_s / record.step_s
+            kind = reach(share) if why is None else None
+            known["reach"] = kind
+            known["notes"].append(kind and note(kind, share))
     return known
 
 
@@ -344,7 +350,7 @@ _JUDGED = (
     Column(title="efficiency", text=_efficient, weight=7),
     Column(
         title="of bound",
-        text=lambda row: doubted(row, given("of_bound", ".0%")(row)),
+        text=lambda row: doubted(row, percent(row.of_bound, row.reach)),
         sparse=True,
         weight=3,
     ),
@@ -380,6 +386,6 @@ _TIMES = (
     *(_milliseconds(limit) for limit in ("bound", "compute limit", "wire limit")),
     Column(
         title="of bound",
-        text=lambda row: doubted(row, given("of_bound", ".0%")(row)) or UNKNOWN,
+        text=lambda row: doubted(row, percent(row.of_bound, row.reach)) or UNKNOWN,
     ),
 )

@@ -10,7 +10,7 @@ import re
 import pytest
 
 from common.harness.record import FabricFacts
-from common.results import answer, rows
+from common.results import answer, reach, rows
 from common.results.faith import doubt, incorrect
 from common.results.records import Order, Record
 from common.results.records.trust import Modelled, Network, Strain, Systematic
@@ -473,14 +473,32 @@ def test_the_table_says_how_much_of_the_bound_is_reached():
     lines = rows.comparison(rows.make_rows(near, "wfbp"), "wfbp").markdown().splitlines()
     assert "| of bound |" in lines[0]
     assert "|      92% |" in lines[2] and "|      84% |" in lines[3]
-    assert not any("beyond" in line for line in answer.remarks(rows.make_rows(near, "wfbp"), near))
-    # What is better than its bound is shown as it is, and named.
-    quick = record("dear", 0.3, 4, facts=FACTS)
+    table = rows.make_rows(near, "wfbp")
+    assert [row.reach for row in table] == [None, None]
+    assert not any("BOUND" in line for line in answer.remarks(table, near))
+
+
+def test_a_bound_that_a_step_beats_is_wrong_and_says_so():
+    quick, near = record("dear", 0.3, 4, facts=FACTS), record("wfbp", 0.6, 4, facts=FACTS)
     (row,) = rows.make_rows([quick], "dear")
-    assert row.of_bound == pytest.approx(1.4)
-    assert "|     140% |" in rows.comparison([row], "dear").markdown()
-    found = answer.remarks(rows.make_rows([quick, *near[:1]], "dear"), [])
-    assert found[-1].startswith("beyond its bound: dear;")
+    assert row.of_bound == pytest.approx(1.4) and row.reach == "wrong bound"
+    assert "| WRONG 140% |" in rows.comparison([row], "dear").markdown()
+    assert "wrong bound: the step is 29% shorter" in row.reason
+    found = answer.remarks(rows.make_rows([quick, near], "dear"), [])
+    assert any(line.startswith("WRONG BOUND: dear: ") for line in found)
+    for share, kind in ((1.019, None), (1.021, "wrong bound"), (0.51, None)):
+        (row,) = rows.make_rows([record("dear", 0.42 / share, 4, facts=FACTS)], "dear")
+        assert row.reach == kind and ("bound" in (row.reason or "")) == (kind is not None)
+    # Of a number that is not believed nothing follows.
+    (row,) = rows.make_rows([record("dear", 0.3, 4, correct=False, facts=FACTS)], "dear")
+    assert row.reach is None and "wrong bound" not in row.reason
+
+
+def test_a_step_that_takes_longer_than_without_any_overlap_is_flagged():
+    (row,) = rows.make_rows([record("dear", 0.42 / 0.49, 4, facts=FACTS)], "dear")
+    assert row.reach == "far from bound" and row.verdict is None
+    assert "far from its bound: the step takes 2.0 times as long" in row.reason
+    assert reach.reach(0.6, reach.Limits(least=0.7)) == "far from bound"
 
 
 def broken_down(row):

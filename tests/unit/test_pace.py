@@ -12,7 +12,7 @@ import torch
 from common.harness.trial import OptimizerConfig
 from common.harness.worker.timing.stopwatch import Stopwatch
 from common.models import pace
-from common.models.lead import Lead
+from common.models.lead import Lead, leads_s
 from common.models.pace import Pace, paced
 from dear.buckets.updates import PartialUpdate, element_wise
 
@@ -449,6 +449,20 @@ def test_several_stretches_end_earlier_where_one_is_too_short(clock):
     found = passes(clock, 10.0, units, [[0.0, 0.0, 0.06]])
     assert found[1][0] == pytest.approx(0.4 - 0.04)
     assert found[2][1] == pytest.approx(0.41 + 0.01)
+
+
+def test_what_one_stretch_cannot_make_up_for_the_ones_before_it_share():
+    # Hooks take 3 s more than the device's: a second earlier for each stretch of a second.
+    assert leads_s([0.0, 0.0, 3.0], [1.0, 1.0, 1.0]) == [1.0, 2.0, 3.0]
+    assert leads_s([0.5, -0.75, 1.0], [1.0, 1.0, 0.5]) == [0.5, 0.0, 1.0]
+    assert leads_s([0.0, -0.25, 1.0], [1.0, 0.125, 0.5]) == [0.125, 0.25, 1.0]
+
+
+def test_bytes_are_copied_no_faster_than_any_host_does():
+    # 40 MB read and written: at 40 GB/s that is a millisecond, and 0.4 ms on a device of 100 GB/s.
+    lead = Lead(100e9)
+    assert lead.copy_s(20_000_000, 1.001e-3) == pytest.approx(0.4e-3)
+    assert lead.copy_s(20_000_000, 0.999e-3) == 0
 
 
 def test_hooks_too_fast_to_have_copied_cost_the_device_nothing(clock):

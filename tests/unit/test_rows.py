@@ -10,7 +10,7 @@ import re
 import pytest
 
 from common.harness.record import FabricFacts
-from common.results import answer, reach, rows
+from common.results import answer, reach, rows, stats
 from common.results.faith import doubt, incorrect
 from common.results.records import Order, Record
 from common.results.records.trust import Modelled, Network, Strain, Systematic
@@ -100,6 +100,9 @@ def test_efficiency_is_relative_to_the_single_worker_of_the_same_settings():
     assert none.efficiency == 1
     assert ddp.efficiency == pytest.approx(0.8)
     assert none.efficiency_low is None
+    # Of several single workers the first counts.
+    again = record("none", 0.04, 1)
+    assert last_row([SWEEP[0], again, record("ddp")]).efficiency == pytest.approx(0.8)
     noisy = record("none", 0.08, 1)
     noisy = dataclasses.replace(noisy, iters=[[[0.07]], [[0.08]], [[0.09]]])
     row = last_row([noisy, record()])
@@ -292,6 +295,14 @@ def test_summary_lists_all_that_cannot_be_told_from_the_fastest():
     assert line.endswith("FASTER); not distinguishable from it: wfbp")
     # What has its word is told, though in more pairs it would not be.
     assert [row.leads for row in rows.make_rows(near, "ddp")] == [True, True, False]
+    # So the base leads beside none that is SLOWER, and does not lead beside one that is FASTER.
+    for factor, lead in ((1.1, [True, False, True]), (1 / 1.1, [False, True, True])):
+        base = varied("ddp", (1, 1.006, 0.994))
+        far = varied("dear", [factor * noise for noise in (1.02, 0.98, 1)])
+        three = [base, far, varied("wfbp", (1.005, 1.01, 0.995))]
+        repeats = [one.repeats for one in three]
+        assert {0, 1} <= {*stats.leaders(repeats, lambda i, j: True)}, "by all pairs both would"
+        assert [row.leads for row in rows.make_rows(three, "ddp")] == lead
     few = [dataclasses.replace(one, iters=one.iters[:2]) for one in near]
     (line,) = summary(few)
     assert line.endswith("UNSURE); not distinguishable from it: dear, ddp")

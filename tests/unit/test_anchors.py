@@ -75,8 +75,10 @@ def test_a_believed_record_of_the_same_place_takes_the_place_of_a_computed_rate(
         emulated("wfbp", 0.4, correct=False),
         emulated("ddp", 0.4),
         dataclasses.replace(same, fabric="real"),
+        emulated("wfbp", 0.4, fault={"kind": "kill_rank", "rank": 1}),
     ]
-    before, rates = resnet([]), resnet([same, *others])
+    older = emulated("wfbp", 0.5)
+    before, rates = resnet([]), resnet([older, same, *others])
     assert rates["WFBP-A2A"].measured == pytest.approx(same.throughput.value)
     assert rates["WFBP-A2A"].ours == rates["WFBP-A2A"].measured != rates["WFBP-A2A"].computed
     for method in set(rates) - {"WFBP-A2A"}:

@@ -219,9 +219,17 @@ def test_a_trial_that_is_too_heavy_has_no_number_and_slows_nobody(limit, monkeyp
     assert (rounds.progress.done, rounds.progress.left) == (rounds.progress.total, [])
 
 
+def test_the_largest_scale_there_may_be_is_not_too_large():
+    rounds = Rounds(MeasureConfig(repeats=2), needs={"dear": 40.0})
+    assert rounds.run()
+    assert rounds.fabric.scales == [4.0, 40.0]
+    assert rounds.statuses() == dict.fromkeys(NAMES, "ok")
+
+
 def test_a_cell_that_goes_on_keeps_its_scale():
     rounds = Rounds(MeasureConfig(repeats=2), needs={"dear": 16.0, "wfbp": 80.0})
     rounds.settled = Choice(time_scale=8.0, reason="as the others")
+    rounds.timeout_s = 1.0  # a scale that is not taken takes no time either
     assert rounds.run()
     assert rounds.fabric.scales == [8.0]
     assert rounds.statuses() == dict.fromkeys(NAMES, "ok") | {"wfbp": "unsupported"}
@@ -370,12 +378,39 @@ def test_another_trial_that_is_not_valid_ends_alone():
     rounds.outcome = lambda trial, repeat: (
         held_up(SHORT) if (trial.algorithm, repeat) == ("dear", 1) else result()
     )
+    larger = Choice(time_scale=8.0, reason="threads waited")
+    rounds.fabric.needed = lambda trial, one: larger if one.strain == SHORT else None
     assert rounds.run()
+    assert rounds.fabric.scales == [4.0], "the others need not begin again for it"
     counts = {name: len(turn.results) for name, (turn, _) in rounds.recorded.items()}
     assert counts == dict.fromkeys(NAMES, 3) | {"dear": 2}
     again = [place for place in rounds.launched if place[:2] == ("dear", 1)]
     assert len(again) == 2, "it had been valid: that may have passed"
     assert rounds.recorded["ddp"][0].notes == []
+
+
+def test_a_base_that_is_not_valid_ends_those_of_its_world_size_alone():
+    measure = MeasureConfig(repeats=3)
+    worlds = {"dear": 2, "ddp": 2, "wfbp": 4}
+    rounds = Rounds(measure)
+    rounds.trials = [make_trial(name, world, measure=measure) for name, world in worlds.items()]
+    rounds.outcome = lambda trial, repeat: held_up(SHORT) if trial.algorithm == "ddp" else result()
+    assert rounds.run()
+    launches = [name for name, *_ in rounds.launched]
+    assert {name: launches.count(name) for name in worlds} == {"dear": 1, "ddp": 1, "wfbp": 3}
+
+
+def test_what_was_disturbed_is_better_than_a_launch_that_fails():
+    rounds = Rounds(MeasureConfig(repeats=2))
+    failed = Outcome.of("failed", "a rank died")
+    answers = iter([held_up(BUSY), failed])
+    rounds.outcome = lambda trial, repeat: (
+        next(answers) if (trial.algorithm, repeat) == ("dear", 1) else result()
+    )
+    assert rounds.run()
+    turn, outcome = rounds.recorded["dear"]
+    assert outcome.status == "ok" and [one.steps[0] for one in turn.results] == [1.0, 7.0]
+    assert turn.set_aside == [] and "done again has failed" in turn.notes[0]
 
 
 def test_a_base_that_is_disturbed_later_begins_again_once_at_a_scale_that_can():

@@ -12,6 +12,7 @@ import pytest
 from common.harness.cli import main
 from common.results import compare, store
 from common.results.rows import make_rows
+from common.results.stats import Difference
 from common.results.store import Comparison
 from dear.errors import UserError
 from tests.unit.made_record import record
@@ -48,8 +49,13 @@ def test_trials_are_matched_by_identity_then_by_label_then_by_place():
     assert [b.hash for _, b in compare.pairs([trial("dear")], [changed])] == [changed.hash]
     ((one, other),) = compare.pairs([trial("ddp")], [trial("dear"), trial("dear", world=8)])
     assert (one.label, other.label) == ("ddp", "dear"), "the only ones of their place"
-    with pytest.raises(UserError, match="no trial of the one is one of the other"):
-        compare.pairs([trial("ddp")], [trial("ddp", world=8)])
+    # What has its own is not matched once more, and of two that would do none is.
+    assert len(compare.pairs([trial("dear")], [trial("dear"), changed])) == 1
+    two = [trial("dear"), changed]
+    third = trial("dear", options={"threshold_mb": 10.0})
+    for before, after in (([trial("ddp")], [trial("ddp", world=8)]), (two, [third])):
+        with pytest.raises(UserError, match="no trial of the one is one of the other"):
+            compare.pairs(before, after)
 
 
 def test_a_ratio_has_the_interval_of_the_repeats_and_a_word():
@@ -117,6 +123,13 @@ def test_how_many_repeats_would_decide():
     single = trial("ddp", repeats=1)
     (row,) = compare.rows(compare.pairs([single], [single]))
     assert (row.verdict, row.more_repeats) == ("UNSURE", 2)
+    assert compare.u_test(single.repeats, slow.repeats) is None
+    # Of 10 repeats: 5 % with an error of 1.2 %, and nothing within 5.8 %, which will be SAME.
+    for log_ratio, error, more in ((0.05, 0.012, 1), (0.0, 0.025, 3)):
+        ten = Difference(
+            log_ratio=log_ratio, error=error, freedom=9, repeats=10, n=100, paired=True
+        )
+        assert compare.more_repeats(ten) == more
 
 
 def test_what_is_not_believed_is_not_compared():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import configparser
 import json
 import multiprocessing
 import shutil
@@ -225,6 +226,18 @@ def test_lines_executed_on_import_are_of_all_tests_that_execute_their_file(tmp_p
     assert found.tests("dear/it.py", [1]) == [first]
     assert found.tests("dear/it.py", None) == [first, second]
     assert found.tests("dear/other.py", None) == []
+
+
+@pytest.mark.full
+def test_tests_are_looked_at_where_code_is_changed():
+    from tests.mutants.__main__ import _MUTATED
+
+    ini = configparser.ConfigParser(interpolation=None)
+    ini.read(seen.HERE / "coverage.ini")
+    looked_at = [line.removeprefix("${MUTANTS_TREE}/") for line in ini["run"]["source"].split()]
+    assert sorted(f"{folder}/" for folder in looked_at) == sorted(_MUTATED)
+    for folder in _MUTATED:
+        assert [*(ROOT / folder).rglob("*.py")], folder
 
 
 def test_a_context_names_its_test():

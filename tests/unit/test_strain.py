@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -332,6 +333,18 @@ def test_of_real_ranks_the_threads_that_train_are_looked_at():
     found = strain_of([pressure(waited_s=waited_s), pressure()])
     assert found.main_wait == pytest.approx(0.15 / 2)
     assert strain_of([pressure(waited_s=None)]).main_wait is None
+
+
+def test_what_is_left_of_a_block_behind_its_last_whole_period_does_not_count():
+    blocks = [[1.0, 1.0, 1.0, 1.0 + noise, 1.0] for noise in (0.001, 0.002, 0.003, 0.004)]
+    assert notes.not_stationary([blocks], 2) is None
+
+
+@pytest.mark.parametrize(("first", "told"), [(0.215, False), (0.25, True)])
+def test_the_first_step_of_a_single_block_is_held_against_a_mean_that_is_not_exact(first, told):
+    # t of 2 degrees of freedom is 20: 0.2, and with what the mean of three may be off 0.23.
+    block = [math.exp(log) for log in (first, -0.01, 0.0, 0.01)]
+    assert (notes.not_stationary([[block]], 1) is not None) == told
 
 
 def test_blocks_that_begin_otherwise_than_they_go_on_are_told():

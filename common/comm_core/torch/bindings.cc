@@ -50,9 +50,8 @@ PYBIND11_MODULE(_core, m) {
             return b.window_operation(kind, number, peer, slot, offset, tensor, op.op_);
           },
           Unlocked())
-      .def("regimes", [](CoreBackend& b, const std::string& operation) {
-        return rows_of(b.regimes_of(operation));
-      })
+      .def("regimes", [](CoreBackend& b,
+                         const std::string& operation) { return rows_of(b.regimes_of(operation)); })
       .def("summary", [](CoreBackend& b) { return b.group()->summary(); })
       .def(
           "dropped_connections", [](CoreBackend& b) { return b.group()->dropped_connections(); },

@@ -104,7 +104,7 @@ def measure_collective(
 
     Args:
         sizes: bytes of the full buffer; rounded up to a multiple of the world size. Those with
-            which the engine's regimes begin come on top, up to the largest.
+            which the engine's regimes begin come on top, where they lie between.
         repeats: timed calls per size; one more is made first and left out. None: by size.
         shared: the buffers lie in memory that the backend reads in place, where it has such.
         warm: the connections carry `WARM_BYTES` first.
@@ -129,7 +129,7 @@ def measure_collective(
         share = carried(operation, communicator.size)
         free = communicator.burst_bytes / share
         wire_s = communicator.wire_bytes_per_s and share / communicator.wire_bytes_per_s
-    starts = [first for _, first in regimes or () if 0 < first < max(sizes)]
+    starts = [first for _, first in regimes or () if min(sizes) < first < max(sizes)]
     unit = 4 * communicator.size
     wanted = sorted({-(-size // unit) * unit for size in (*sizes, *starts)})
 

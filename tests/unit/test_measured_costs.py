@@ -15,6 +15,7 @@ from dear.cost.collectives import BUDGET_S, WARM_BYTES, measure_collective
 from dear.cost.fit import CollectiveCost, Regime, fit_alpha_beta
 from dear.cost.measurement import Measurement, carried, typical_s
 from dear.errors import UserError
+from tests.unit.made_record import record
 
 CPU = torch.device("cpu")
 RATE = 125e6
@@ -204,3 +205,18 @@ def _told():
 def test_the_comm_core_tells_its_regimes(world):
     fit, *others = world(2).run(_told)
     assert others == [fit] and fit.name == "shared_memory" and fit.slope == "fit"
+
+
+@pytest.mark.parametrize(
+    ("check", "doubt"),
+    [
+        ({"residual": 0.2, "noise": 0.1}, "their fit is 17% off, beside 10% of noise"),
+        ({"residual": 0.14, "noise": 0.14}, None),  # chance alone
+        ({"residual": 0.1, "noise": 0.16}, "repeats of the same message differ by 16%"),
+        ({"residual": 0.01, "noise": 0.01, "drift": -0.2}, "-20% from begin to end"),
+    ],
+)
+def test_costs_are_doubted_for_what_chance_does_not_explain(check, doubt):
+    made = record("dear", 0.1, 4, facts={"cost_check": {"drift": 0.0, **check}})
+    wanted = [] if doubt is None else [f"costs of collectives are doubtful: {doubt}"]
+    assert [note for note in made.notes if "collectives" in note] == wanted

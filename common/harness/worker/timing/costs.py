@@ -10,7 +10,7 @@ import torch
 
 from common.results.records.trust import CostCheck
 from dear.comm.communicator import Communicator
-from dear.cost.collectives import MANY_BELOW, measure_collective
+from dear.cost.collectives import measure_collective
 from dear.cost.fit import CollectiveCost
 from dear.cost.measurement import LARGE, OPERATIONS, Measurement
 
@@ -88,14 +88,13 @@ def fits(measured: list[Measurement], time_scale: float) -> dict[str, Collective
 
 
 def sizes_up_to(nbytes: int, burst_bytes: int = 0) -> list[int]:
-    """Sizes of messages in bytes, each twice the one before, from 1 MiB on four times; a few in any
-    case.
+    """Sizes of messages in bytes, each twice the one before; a few in any case.
 
     Two of them at least are large beside what links pass at once.
     """
     sizes = [_SMALLEST << power for power in range(_LEAST_SIZES)]
     while sizes[-2] < LARGE * 2 * burst_bytes or (2 * sizes[-1] < nbytes and sizes[-1] < _LARGEST):
-        sizes.append(sizes[-1] << (1 if sizes[-1] < MANY_BELOW else 2))
+        sizes.append(sizes[-1] << 1)
     return sizes
 
 

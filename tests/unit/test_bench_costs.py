@@ -1,0 +1,57 @@
+"""What `bench/costs.py` says of the times that a sweep has kept."""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import json
+
+import pytest
+
+from bench import costs
+from common.results import store
+from common.results.store import Comparison
+from tests.unit.made_record import record
+from tests.unit.test_measured_costs import WIRE, sampled
+
+
+@pytest.fixture
+def sweep(tmp_path):
+    """A function that keeps a sweep whose only trial has timed this."""
+
+    def kept(measured):
+        folder = tmp_path / "tiny"
+        (folder / "it").mkdir(parents=True)
+        made = dataclasses.replace(record("dear", 0.1, 4), evidence="it/evidence.json.gz")
+        store.append(folder / "records.jsonl", made)
+        Comparison(compare_to="dear", trials=(made.hash,)).save(folder)
+        values = {**dataclasses.asdict(measured), "time_scale": 2.0}
+        told = {
+            "traces": [{}],
+            "collectives": [{**values, "when": when} for when in ("begin", "end")],
+        }
+        with gzip.open(folder / made.evidence, "wt") as file:
+            json.dump(told, file)
+        return folder
+
+    return kept
+
+
+def test_a_fit_of_the_right_shape_meets_the_bars(sweep, tmp_path, capsys):
+    folder, out = sweep(sampled(noise=0.02)), tmp_path / "costs.json"
+    assert costs.main([str(folder), "--json", str(out)]) == 0
+    (case,) = json.loads(out.read_text())["cases"]
+    assert case["met"] and case["operation"] == "all_reduce" and case["world_size"] == 4
+    assert case["fit"]["beta_s_per_byte"] == WIRE / 2, "emulated seconds"
+    assert 0 < case["small"]["error"] <= max(case["small"]["noise"], costs.ROUNDING)
+    assert "yes" in capsys.readouterr().out
+
+
+def test_a_fit_of_the_wrong_shape_does_not(sweep, capsys):
+    assert costs.main([str(sweep(sampled(noise=0.02, regimes=None)))]) == 1
+    assert "NO" in capsys.readouterr().out
+
+
+def test_a_sweep_without_such_times_is_refused(sweep, capsys):
+    assert costs.main([str(sweep(sampled(sizes=[4096, 8192])))]) == 2
+    assert capsys.readouterr().err == "error: no trial of these sweeps has timed collectives\n"

@@ -95,6 +95,18 @@ def test_no_speedup_across_worlds_or_settings_or_what_failed_or_was_disturbed(ot
     assert last_row([record("ddp", **other), record("dear")]).speedup is None
 
 
+def test_a_model_of_ones_own_is_the_same_wherever_its_file_lies():
+    def made(name, step_s, **brought):
+        one = record(name, step_s)
+        return dataclasses.replace(one, trial=one.trial | {"brought": brought})
+
+    base = made("ddp", 0.1, digest="a", source="file:/here/mine.py")
+    for digest, speedup in (("a", 2.0), ("b", None)):
+        other = made("dear", 0.05, digest=digest, source="file:/there/mine.py")
+        found = last_row([base, other]).speedup
+        assert found == (speedup and pytest.approx(speedup))
+
+
 def test_efficiency_is_relative_to_the_single_worker_of_the_same_settings():
     none, ddp, _ = rows.make_rows(SWEEP, "ddp")
     assert none.efficiency == 1

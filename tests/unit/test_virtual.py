@@ -329,6 +329,11 @@ def test_no_step_is_shorter_than_its_bound_and_the_same_input_gives_the_same_bit
         assert {wait.moment for wait in found[0].waits} <= awaited
 
 
+def test_half_a_collective_has_half_of_its_steps_and_of_its_bytes():
+    whole, half = (AlphaBeta(alpha_s=a, beta_s_per_byte=b) for a, b in ((4.0, 2.0), (2.0, 1.0)))
+    assert halved(whole) == {"all_reduce": whole, "reduce_scatter": half, "all_gather": half}
+
+
 def test_a_published_cluster_of_64():
     """Merged messages beat single ones, and halves beat both, where a start-up takes 7 ms."""
     costs = halved(table_costs("10gbe", 64))

@@ -25,7 +25,7 @@ from common.results import store
 from common.results.faith import doubt
 from common.results.records import Record
 from common.results.records.trust import Check, CostCheck, Strain
-from dear.cost.fit import AlphaBeta
+from dear.cost.fit import CollectiveCost
 from dear.training.algorithm import algorithm_class
 from tests.system.made import make_trial
 
@@ -36,7 +36,7 @@ world_sizes: [2]
 baseline: false
 measure: {repeats: 2}
 """
-COSTS = {"all_reduce": AlphaBeta(alpha_s=0.01, beta_s_per_byte=1e-9)}
+COSTS = {"all_reduce": CollectiveCost(alpha_s=0.01, beta_s_per_byte=1e-9)}
 GOOD = Result(
     iters=[[0.5, 0.5]],
     cpu_s_per_s=1.0,
@@ -308,7 +308,8 @@ def test_json_prints_the_records_and_nothing_else(line, capsys):
     capsys.readouterr()
     assert line.run("--json", *ONE_CELL) == 0
     printed = json.loads(capsys.readouterr().out)
-    assert printed == [store.latest(line.records)[one["hash"]].to_json() for one in printed]
+    kept = [store.latest(line.records)[one["hash"]].to_json() for one in printed]
+    assert printed == json.loads(json.dumps(kept))
     assert [one["trial"]["label"] for one in printed] == ["ddp", "dear"]
 
 

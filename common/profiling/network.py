@@ -110,11 +110,12 @@ def table(results: list[Measurement]) -> list[str]:
     for result in results:
         fit = result.fit()
         for part in fit.smaller:
-            below = f"{part.name}, below {part.below_bytes:g} bytes"
+            below = f"{part.name or 'messages'}, below {part.below_bytes:g} bytes"
             lines.append(f"{result.operation}: {below}: {_line(part)}")
+        name = fit.name or ("larger ones" if fit.smaller else "all sizes")
         off = result.agreement()
         lines.append(
-            f"{result.operation}: {fit.name or 'all sizes'}: {_line(fit)}; one half of the repeats "
+            f"{result.operation}: {name}: {_line(fit)}; one half of the repeats "
             f"is {off.error:.1%} off the fit to the other, and {off.noise:.1%} off the other itself"
         )
     return lines

@@ -35,10 +35,11 @@ class AlphaBeta:
 
 @dataclass(frozen=True, kw_only=True)
 class Regime(AlphaBeta):
-    """The line of messages below a size, which the engine sends in another way than larger ones."""
+    """The line of messages below a size, which are sent in another way than larger ones."""
 
-    name: str
-    """As the engine calls it."""
+    name: str | None
+    """As the engine calls it; None: it does not tell, and the times bend here. Of two regimes of
+    one name the times bend between them."""
     below_bytes: float
 
 
@@ -52,8 +53,7 @@ class CollectiveCost(AlphaBeta):
     smaller: tuple[Regime, ...] = ()
     """Ascending by size."""
     name: str | None = None
-    """What the engine calls the regime of the largest messages; None: this engine tells no regimes,
-    and there is one line for all."""
+    """What the engine calls the regime of the largest messages; None: it tells no regimes."""
     slope: Literal["fit", "wire"] = "fit"
     """Where `beta_s_per_byte` comes from: times, or the rate of the links and the headers."""
 

@@ -30,6 +30,8 @@ PIPELINE = "pipeline"
 
 LEAST_SPREAD = 0.01
 """Times that agree by chance are no more certain than this, as a share."""
+BENT = 0.03
+"""Times that are off a line by more, and by more than noise, may lie on two."""
 LARGE = 4.0
 """A message that has so many times the bytes that links pass at once says what a byte costs."""
 TYPICAL = 0.25
@@ -66,17 +68,20 @@ class Measurement:
     def fit(self) -> CollectiveCost:
         """Alpha and beta of each regime, by a robust fit to the typical time of each size.
 
-        A size counts by how well its repeats agree. In the pipeline the slope is that of the wire,
+        A size counts by how well its repeats agree. Where one line is off by more than noise and
+        two are not, there are two: links, too, pass small messages in another way (the kernel hands
+        on 64 KiB at once). In the pipeline the slope is that of the wire,
         where it is known. Where bytes cost nothing after a rest, beta is what one costs a link that
         is busy; only of a regime that begins among such small messages all bytes count, and its
         line holds after a rest.
         """
         parts = [
             (name, first, self._line(chosen, first, self._known(name)))
-            for name, first, chosen in self._reached()
+            for regime in self._reached()
+            for name, first, chosen in self._cut(*regime)
         ]
         smaller = tuple(
-            Regime(name=name or "", below_bytes=end, **vars(line))
+            Regime(name=name, below_bytes=end, **vars(line))
             for (name, _, line), (_, end, _) in itertools.pairwise(parts)
         )
         name, _, line = parts[-1]
@@ -100,6 +105,44 @@ class Measurement:
             else:
                 found.append((name, first, chosen))
         return found
+
+    def _cut(
+        self, name: str | None, first: float, chosen: list[int]
+    ) -> list[tuple[str | None, float, list[int]]]:
+        """The regime as it is, or in parts, by Schwarz' criterion (Ann. Stat. 6, 1978) with what
+        the halves of the repeats are off each other as noise."""
+        if self._known(name) is not None or len(chosen) < 4:
+            return [(name, first, chosen)]
+        count, alone = len(chosen), self._off(chosen, first)
+        noise = max(LEAST_SPREAD, self._noise(chosen) / 2)
+        if alone <= count * max(BENT, noise) ** 2:
+            return [(name, first, chosen)]
+        places = range(2, count - 1)
+        starts = {at: float(self.nbytes[chosen[at]]) for at in places}
+        off = {
+            at: self._off(chosen[:at], first) + self._off(chosen[at:], starts[at]) for at in places
+        }
+        at = min(places, key=off.__getitem__)
+        floor = count * noise**2
+        gained = count * math.log((alone + floor) / (off[at] + floor))
+        if gained <= 3 * math.log(count):  # a start-up, a slope and a boundary more
+            return [(name, first, chosen)]
+        return self._cut(name, first, chosen[:at]) + self._cut(name, starts[at], chosen[at:])
+
+    def _noise(self, chosen: Sequence[int]) -> float:
+        if min(len(self.seconds[i]) for i in chosen) < 2:
+            return 0.0
+        halves = [[typical_s(self.seconds[i][which::2]) for i in chosen] for which in (0, 1)]
+        return _rms([a / b - 1 for a, b in zip(*halves, strict=True)])
+
+    def _off(self, chosen: Sequence[int], first: float) -> float:
+        """Squares of how far these sizes are off their line, as shares of it."""
+        line = self._line(chosen, first, None)
+        expected = [
+            line.alpha_s + line.beta_s_per_byte * self._charged(self.nbytes[i], first)
+            for i in chosen
+        ]
+        return sum((self.typical_s[i] / e - 1) ** 2 for i, e in zip(chosen, expected, strict=True))
 
     def _known(self, name: str | None) -> float | None:
         return self.wire_s_per_byte if name == PIPELINE else None
@@ -147,7 +190,7 @@ class Measurement:
         worst = max(map(abs, errors))
         return Agreement(error=_rms(errors), noise=_rms(noise), worst=worst)
 
-    def _line(self, chosen: Sequence[int], first: int, known: float | None) -> AlphaBeta:
+    def _line(self, chosen: Sequence[int], first: float, known: float | None) -> AlphaBeta:
         typical = self.typical_s
         spreads = [LEAST_SPREAD + typical[i] / min(self.seconds[i]) - 1 for i in chosen]
         charged = [self._charged(self.nbytes[i], first) for i in chosen]

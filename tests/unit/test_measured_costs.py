@@ -43,6 +43,12 @@ def sampled(noise=0.0, repeats=16, sizes=SIZES, **more) -> Measurement:
     return Measurement(operation="all_reduce", nbytes=list(sizes), seconds=times, **facts)
 
 
+def zigzag() -> Measurement:
+    """Times that no lines have."""
+    times = [[seconds(size) * (1.4 if place % 2 else 1.0)] * 4 for place, size in enumerate(SIZES)]
+    return dataclasses.replace(sampled(), seconds=times)
+
+
 def test_each_regime_that_the_engine_tells_has_a_line_and_the_pipeline_that_of_the_wire():
     fit = sampled().fit()
     assert [(part.name, part.below_bytes) for part in fit.smaller] == [
@@ -64,9 +70,26 @@ def test_where_the_rate_of_links_is_not_known_every_slope_is_fitted():
     assert fit.slope == "fit" and fit.beta_s_per_byte == pytest.approx(WIRE)
 
 
-def test_an_engine_that_tells_no_regimes_has_one_line_and_the_fit_says_so():
+def test_an_engine_that_tells_no_regimes_has_lines_where_its_times_bend_and_the_fit_says_so():
     fit = sampled(regimes=None).fit()
-    assert (fit.name, fit.smaller, fit.slope) == (None, (), "fit")
+    assert fit.name is None and fit.slope == "fit"
+    assert fit.smaller and {part.name for part in fit.smaller} == {None}
+    for size in SIZES:
+        assert fit(size) == pytest.approx(seconds(size), rel=0.05)
+    straight = dataclasses.replace(
+        sampled(regimes=None), seconds=[[2e-3 + WIRE * size] * 4 for size in SIZES]
+    )
+    assert straight.fit().smaller == ()
+
+
+def test_a_regime_whose_times_bend_has_two_lines_and_noise_bends_nothing():
+    # As the kernel does it, which hands on 64 KiB at once.
+    times = [seconds(size) - 1e-3 * (512 * KIB <= size < 4 * MIB) for size in SIZES]
+    bent = dataclasses.replace(sampled(), seconds=[[one] * 4 for one in times]).fit()
+    names = [(part.name, part.below_bytes) for part in bent.smaller]
+    assert names[2:] == [("pieces", 512 * KIB), ("pieces", 4 * MIB)]
+    assert [bent(size) for size in SIZES] == pytest.approx(times)
+    assert len(sampled(noise=0.05).fit().smaller) == 3
 
 
 def test_a_regime_without_enough_sizes_has_the_line_of_the_one_before():
@@ -113,7 +136,7 @@ def test_one_half_of_the_repeats_says_whether_the_fit_has_the_right_shape():
     assert sampled().agreement().error == pytest.approx(0, abs=1e-9)
     noisy = sampled(noise=0.1).agreement(32 * KIB)
     assert 0 < noisy.noise < 0.1 and noisy.misfit < 0.03 and noisy.worst >= noisy.error
-    wrong = sampled(regimes=None).agreement(32 * KIB)
+    wrong = zigzag().agreement(32 * KIB)
     assert wrong.noise == 0 and wrong.misfit == wrong.error > 0.1
     with pytest.raises(UserError, match="no message of 1e\\+12 bytes"):
         sampled().agreement(1e12)

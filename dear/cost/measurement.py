@@ -111,13 +111,19 @@ class Measurement:
     ) -> list[tuple[str | None, float, list[int]]]:
         """The regime as it is, or in parts, by Schwarz' criterion (Ann. Stat. 6, 1978) with what
         the halves of the repeats are off each other as noise."""
-        if self._known(name) is not None or len(chosen) < 4:
+        charged = [self._charged(self.nbytes[i], first) for i in chosen]
+        # A line needs two sizes, and what costs nothing is one.
+        places = [
+            at
+            for at in range(2, len(chosen) - 1)
+            if charged[at - 1] > charged[0] and charged[-1] > charged[at]
+        ]
+        if self._known(name) is not None or not places:
             return [(name, first, chosen)]
         count, alone = len(chosen), self._off(chosen, first)
         noise = max(LEAST_SPREAD, self._noise(chosen) / 2)
         if alone <= count * max(BENT, noise) ** 2:
             return [(name, first, chosen)]
-        places = range(2, count - 1)
         starts = {at: float(self.nbytes[chosen[at]]) for at in places}
         off = {
             at: self._off(chosen[:at], first) + self._off(chosen[at:], starts[at]) for at in places

@@ -113,6 +113,16 @@ def test_what_links_pass_at_once_is_left_out_where_messages_are_larger():
     assert made.expected_s(fit)[-4:] == pytest.approx(times[-4:])
 
 
+def test_times_do_not_bend_among_what_costs_nothing():
+    sizes = SIZES[:8]
+    times = [[(1e-4 if size < 32 * KIB else 9e-4) + 1e-8 * size] * 4 for size in sizes]
+    made = Measurement(
+        operation="all_reduce", nbytes=sizes, seconds=times, free_bytes=40e3, regimes=(("one", 0),)
+    )
+    fit = made.fit()
+    assert fit.name == "one" and all(part.below_bytes > 64 * KIB for part in fit.smaller)
+
+
 def test_costs_come_back_from_json_and_those_of_before_have_one_regime():
     fit = sampled().fit()
     assert typed(CollectiveCost, json.loads(json.dumps(dataclasses.asdict(fit)))) == fit

@@ -24,6 +24,8 @@ def lines(record: Record) -> list[str]:
     found = [title, *second]
     if plan.groups:
         found.append(f"    {_groups(plan.groups)}")
+    if "first_mb" in plan.found:
+        found.append(f"    groups grow from {plan.found['first_mb']:.3g} MB at both ends, by costs")
     if "predicted" in plan.found:
         found.append(f"    {_predicted(plan.found['predicted'])}")
     if "tuner" in plan.found:

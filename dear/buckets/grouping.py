@@ -371,8 +371,6 @@ def _joined(sizes: list[float], waits_s: list[float], options: Any) -> Groups:
     if options.fusion == "wait_time":
         return by_wait(waits_s, options.cycle_time_ms / 1000)
     threshold = options.threshold_mb * MIB
-    if options.first_mb is None:
-        return by_threshold(sizes, threshold)
     return by_ramp(sizes, threshold, options.first_mb * MIB)
 
 

@@ -85,8 +85,11 @@ WARM_SHARE, WARM_CALLS = 0.4, 4
 ENOUGH_S = 0.1
 """A call that is no collective is not tried with more bytes once it takes so long."""
 LEAST_SIZES = 3
+MOST_BITS = 64
+"""The number of bytes of a message needs no more."""
 
-_fits: WeakKeyDictionary[Communicator, dict[tuple[str, str], CollectiveCost]] = WeakKeyDictionary()
+Key = tuple[str, str, int, float]
+_fits: WeakKeyDictionary[Communicator, dict[Key, CollectiveCost]] = WeakKeyDictionary()
 
 
 def measure_collective(
@@ -176,19 +179,48 @@ def measure_collective(
 
 
 def measured_costs(
-    communicator: Communicator, operation: Operation, device: torch.device
+    communicator: Communicator,
+    operation: Operation,
+    device: torch.device,
+    largest: int = SIZES[-1],
+    budget_s: float = BUDGET_S,
 ) -> CollectiveCost:
     """The fit of a measurement, the same on all ranks; one rank alone pays nothing.
 
-    Measured at the first call for this communicator, operation and kind of device.
+    Measured at the first call for this communicator and the rest.
+
+    Args:
+        largest: bytes of the largest message; larger ones are sent only where links pass so much at
+            once after a rest that two would not be above it.
+        budget_s: as for `measure_collective`.
     """
     if communicator.size == 1:
         return CollectiveCost(alpha_s=0.0, beta_s_per_byte=0.0)
     fits = _fits.setdefault(communicator, {})
-    key = (operation, device.type)
+    key = (operation, device.type, largest, budget_s)
     if key not in fits:
-        fits[key] = measure_collective(communicator, operation, device).fit()
+        free = communicator.burst_bytes / carried(operation, communicator.size)
+        # Each size is four times the one before: the last two are above LARGE * free.
+        most = max(largest, 16 * LARGE * free)
+        sizes = [size for size in SIZES if size <= most]
+        measured = measure_collective(
+            communicator, operation, device, sizes=sizes, budget_s=budget_s
+        )
+        fits[key] = measured.fit()
     return fits[key]
+
+
+def start_up_bytes(cost: Callable[[float], float]) -> float:
+    """The largest power of two of bytes that take less time than the start-up of their message.
+
+    So large a message costs less than two of a byte. A power of two, so that measurements that
+    differ a little say the same. 1 where messages cost nothing, 2^64 where bytes cost nothing.
+
+    Args:
+        cost: seconds of a message by its bytes, never falling.
+    """
+    powers = (2.0**power for power in range(1, MOST_BITS + 1))
+    return next((size / 2 for size in powers if cost(size) >= 2 * cost(1)), 2.0**MOST_BITS)
 
 
 def measured_call(

@@ -11,7 +11,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dear.buckets.compressors import HalfOptions
+from dear.buckets.grouping import Cost
 from dear.comm.communicator import Communicator
+from dear.cost.collectives import measured_costs
+from dear.cost.measurement import Operation
 from dear.errors import Unavailable
 from dear.lazy import torch
 from dear.training.hooks import Hooks, at_end_of_backward
@@ -219,6 +223,24 @@ def regrouping(options: Any, communicator: Communicator) -> Regrouping:
     if importlib.util.find_spec("bayes_opt") is None:
         raise Unavailable("fusion=tuned needs the package bayesian-optimization; install it")
     return Tuned(options, Tuner(first_mb=options.threshold_mb), communicator)
+
+
+def cost_of_gradients(
+    communicator: Communicator,
+    options: HalfOptions,
+    like: torch.Tensor,
+    **within: Any,
+) -> Cost:
+    """Seconds of a message by bytes of gradients like `like`, as measured on these ranks.
+
+    Args:
+        options: how gradients are compressed; payloads are all-gathered, others all-reduced.
+        within: `largest` and `budget_s`, as for `measured_costs`.
+    """
+    operation: Operation = "all_gather" if options.gathers else "all_reduce"
+    cost = measured_costs(communicator, operation, like.device, **within)
+    share = options.share(like.element_size()) * (communicator.size if options.gathers else 1)
+    return lambda nbytes: cost(nbytes * share)
 
 
 @dataclass(frozen=True, kw_only=True)

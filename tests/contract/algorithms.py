@@ -120,7 +120,7 @@ _NOT_SHARDED = frozenset(
 _FUSIONS: tuple[dict[str, Any], ...] = (
     {"small_kb": 0},
     {"small_kb": 0, "fusion": "none"},
-    {"small_kb": 0, "threshold_mb": 0.0005, "first_mb": None},
+    {"small_kb": 0, "threshold_mb": 0.0005, "first_mb": 0.0005},
     {"small_kb": 0, "threshold_mb": 0.001, "first_mb": 0.0001},
     {"small_kb": 0, "fusion": "nearby_layers", "nearby_layers": 2},
     {"small_kb": 0, "fusion": "nearby_layers", "nearby_layers": -1},

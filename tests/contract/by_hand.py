@@ -18,11 +18,12 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from dear.algorithms.synchronous import bytescheduler, mgs, mgwfbp
+from dear.algorithms.synchronous import bytescheduler, mgs
 from dear.comm import communicator as communicators
 from dear.comm import peers, runtime, windows
 from dear.comm.communicator import Communicator
 from dear.cost.fit import AlphaBeta
+from dear.training import tuning
 from tests.contract.network import Message, Network, Work, content_of
 
 
@@ -311,7 +312,7 @@ def on(network: Network) -> Iterator[None]:
             mock.patch.object(
                 mgs, "measured_call", lambda *_: AlphaBeta(alpha_s=0.0, beta_s_per_byte=0.0)
             ),
-            mock.patch.object(mgwfbp, "measured_costs", costs),
+            mock.patch.object(tuning, "measured_costs", costs),
             mock.patch.object(bytescheduler, "measured_costs", costs),
         ):
             stack.enter_context(patch)

@@ -200,7 +200,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         {"fusion": "none", "small_kb": 0, "update": "replicated"},
         {"fusion": "nearby_layers", "nearby_layers": 2, "small_kb": 0},
         {"fusion": "nearby_layers", "nearby_layers": -1, "small_kb": 0, "update": "replicated"},
-        {"threshold_mb": TINY, "first_mb": None, "decouple": "reduce_broadcast", "small_kb": 0},
+        {"threshold_mb": TINY, "first_mb": TINY, "decouple": "reduce_broadcast", "small_kb": 0},
         {"fusion": "none", "decouple": "reduce_broadcast", "update": "replicated", "small_kb": 0},
         {"compression": "eftopk", "density": 0.3, "small_kb": 0},
         {"compression": "fp16", "threshold_mb": TINY, "small_kb": 0},

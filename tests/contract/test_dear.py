@@ -8,6 +8,7 @@ from functools import partial
 from itertools import product
 from typing import Any
 from unittest import mock
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -15,6 +16,8 @@ from torch import nn
 
 import dear
 from dear.comm import runtime
+from dear.cost import collectives
+from dear.cost.measurement import Measurement
 from tests.contract import models
 from tests.contract.loops import (
     difference,
@@ -47,6 +50,31 @@ def _lower_rate(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
 def test_a_deferred_update_uses_the_learning_rate_that_step_saw(world, rate):
     given = {"make_optimizer": partial(_make_sgd_with, rate), "after_step": _lower_rate}
     assert far_from_serial(world(2), "dear", which=range(1), **given) < 1e-5
+
+
+def _first_mb(given: float | None) -> tuple[dict[str, Any], list[int]]:
+    """What an engine finds where a start-up costs as much as 2.2 KB, and the groups in bytes."""
+    model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(8)))  # 1 KB each
+    optimizer = wrap(make_sgd(model), model, "dear", first_mb=given, small_kb=0)
+    nbytes = [1024, 4096, 1 << 20]
+    times = [[1e-4 + count * 1e-4 / 2200] for count in nbytes]
+    measured = Measurement(operation="all_reduce", nbytes=nbytes, seconds=times)
+    kept = mock.patch.object(collectives, "_fits", WeakKeyDictionary())
+    with kept, mock.patch.object(collectives, "measure_collective", lambda *_, **__: measured):
+        model(torch.ones(2, 16)).sum().backward()
+        optimizer.step()
+    groups = [sum(param.nbytes for param in params) for _, params in optimizer.groups()]
+    found = optimizer.findings()
+    optimizer.close()
+    return found, groups
+
+
+def test_groups_at_both_ends_are_as_large_as_a_start_up_is_long(world):
+    ranks = world(2)
+    found, groups = ranks.run(_first_mb, None)[0]
+    assert found == {"first_mb": 2 / 1024}
+    assert groups == [1024, 1024, 1024, 2048, 1024, 1024, 1024], "those inside grow"
+    assert ranks.run(_first_mb, 1.0)[0] == ({}, [8192])
 
 
 def _clip(optimizer: Any, model: nn.Module) -> None:

@@ -140,7 +140,7 @@ TOGETHER = [
     ("dear", NONE, {}, [*FROM_BEHIND, *FROM_FRONT]),
     (
         "dear",
-        {"small_kb": 0, "threshold_mb": 0.00095, "first_mb": None},
+        {"small_kb": 0, "threshold_mb": 0.00095, "first_mb": 0.00095},
         {},
         [[3], [0, 1, 2], [0, 1, 2], [3]],
     ),
@@ -148,6 +148,20 @@ TOGETHER = [
     # One layer is at most 0.2 KB.
     ("dear", {"fusion": "none", "small_kb": 0.2}, {}, [[3], [2], [1], [0], [0], [2], [3]]),
     ("dear", {}, {}, ALL),
+    # A start-up takes as long as 10 KB, more than all layers; or 1 KB; or 0.2 KB, about a layer.
+    ("dear", {"small_kb": 0}, {"alpha_s": 1e-4, "beta_s": 1e-8}, [*ALL, *ALL]),
+    (
+        "dear",
+        {"small_kb": 0},
+        {"alpha_s": 1e-4, "beta_s": 1e-7},
+        [[3], [2], [0, 1], [0, 1], [2], [3]],
+    ),
+    (
+        "dear",
+        {"small_kb": 0},
+        {"alpha_s": 1e-4, "beta_s": 5e-7},
+        [[3], [2], [1], [0], [0], [1], [2], [3]],
+    ),
     ("dadt", {"buffer_mb": 0.0}, {}, FROM_BEHIND),
     ("dadt", {"buffer_mb": 0.00095}, {}, [[2, 3], [0, 1]]),
     ("dadt", {}, {}, ALL),
@@ -350,7 +364,7 @@ def test_the_tuner_of_dear_regroups_as_it_says(monkeypatch):
     monkeypatch.setattr(Tuner, "observe", lambda self, seconds: None)
     monkeypatch.setattr(Tuner, "propose", lambda self: next(tried))
     monkeypatch.setattr(Tuner, "best", lambda self: 25.0)
-    options = algorithm_options("dear", {"fusion": "tuned", "small_kb": 0, "first_mb": None})
+    options = algorithm_options("dear", {"fusion": "tuned", "small_kb": 0, "first_mb": 25.0})
     network = Network()
     with on(network):
         trained = Program(algorithm_class("dear")(), options, network)

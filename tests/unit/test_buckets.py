@@ -131,7 +131,7 @@ def test_parameters_without_a_gradient_hold_up_nobody():
     model = _layers(4)
     params = list(model.parameters())
     order = _order([0, 1, 2, 3], [3, 0])
-    groups = group(model, params, order, Dear.Options(threshold_mb=1e3, first_mb=None))
+    groups = group(model, params, order, Dear.Options(threshold_mb=1e3, first_mb=1e3))
     assert _named(model, groups) == [[0, 3], [1, 2]]
     assert launch_order(groups, params, order) == [0, 1]
 
@@ -140,7 +140,7 @@ def test_dtypes_are_never_mixed_and_do_not_cut_each_others_groups():
     model = nn.Sequential(*_layers(2), *_layers(2, torch.float64), *_layers(2))
     params = list(model.parameters())
     order = _order(list(range(6)), list(range(5, -1, -1)))
-    groups = group(model, params, order, Dear.Options(threshold_mb=1e3, first_mb=None))
+    groups = group(model, params, order, Dear.Options(threshold_mb=1e3, first_mb=1e3))
     assert _named(model, groups) == [[0, 1, 4, 5], [2, 3]]
 
 

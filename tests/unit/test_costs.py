@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import random
 from typing import get_args
+from unittest import mock
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 
 import dear
 from dear.comm import runtime
+from dear.cost import collectives
 from dear.cost.bounds import (
     Bound,
     CommTimes,
@@ -33,6 +36,7 @@ from dear.cost.collectives import (
     measure_collective,
     measured_call,
     measured_costs,
+    start_up_bytes,
     table_costs,
 )
 from dear.cost.fit import AlphaBeta, fit_alpha_beta
@@ -229,6 +233,29 @@ def _bursting() -> tuple[float, list[int]]:
 
 def test_a_measurement_knows_what_links_pass_at_once(world):
     assert world(2).run(_bursting) == [(1 << 14, [4096, 1 << 20])] * 2
+
+
+def test_the_size_whose_bytes_take_as_long_as_a_start_up():
+    """Of an all-reduce, as measured: 2 hosts with 2.5 GbE, 4 hosts with 10 GbE; and at the ends."""
+    costs = [(1.36e-4, 3.49e-9), (2.45e-4, 1.31e-9), (0.0, 1e-9), (0.0, 0.0), (1e-4, 0.0)]
+    found = [start_up_bytes(AlphaBeta(alpha_s=a, beta_s_per_byte=b)) for a, b in costs]
+    assert found == [32 << 10, 128 << 10, 1, 1, 2.0**64]
+
+
+def _sizes(burst_bytes: int) -> list[int]:
+    communicator = runtime.communicator()
+    communicator.burst_bytes = burst_bytes
+    kept = mock.patch.object(collectives, "_fits", WeakKeyDictionary())
+    with kept, mock.patch.object(collectives, "measure_collective") as measure:
+        measured_costs(communicator, "all_reduce", torch.device("cpu"), 1 << 20)
+    return list(measure.call_args.kwargs["sizes"])
+
+
+@pytest.mark.parametrize("burst_bytes", [0, 1 << 18])
+def test_only_messages_up_to_what_is_asked_for_are_measured_unless_links_burst(world, burst_bytes):
+    sizes = world(2).run(_sizes, burst_bytes)[0]
+    assert sizes[-1] == 1 << (24 if burst_bytes else 20)
+    assert sizes[-2] > 4 * burst_bytes
 
 
 def _fit() -> AlphaBeta:

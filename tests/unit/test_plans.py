@@ -51,11 +51,13 @@ def test_a_log_tells_what_a_tuner_has_tried():
 
 
 def test_a_plan_in_lines():
-    found = {"predicted": {"backward_s": 0.2, "ends_s": [0.15, 0.25]}, **TUNED}
+    predicted = {"backward_s": 0.2, "ends_s": [0.15, 0.25]}
+    found = {"first_mb": 1 / 32, "predicted": predicted, **TUNED}
     title, *told = lines(record(Plan(groups=GROUPS, found=found)))
     assert title == "dear: mnist_cnn, batch 8, 4 workers"
     assert [line.strip() for line in told] == [
         "2 groups of 4 tensors, MB: 1.00, 0.50",
+        "groups grow from 0.0312 MB at both ends, by costs",
         "predicted: gradients are there after 200.0 ms of the backward pass, averaged 50.0 ms "
         "later",
         "tuner: 25.00 MB 200.0 ms; 8.00 MB 100.0 ms",

@@ -82,7 +82,7 @@ def _trained() -> tuple[float, list[float]]:
     model, wanted = make_model(), make_model()
     make = torch.optim.AdamW
     optimizer, serial = make(model.parameters(), 0.01), make(wanted.parameters(), 0.01)
-    wrap(optimizer, model, "dear", fusion="tuned", first_mb=None)
+    wrap(optimizer, model, "dear", fusion="tuned", first_mb=256.0)
     thresholds = []
     rule = optimizer._engine._rule
 

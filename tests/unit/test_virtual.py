@@ -26,6 +26,7 @@ from common.virtual.passes import (
     update_s_of,
 )
 from common.virtual.step import predict
+from dear.algorithms.synchronous.dear import with_first
 from dear.buckets.grouping import RunOrder, group, launch_order
 from dear.cost.bounds import StepTimes, comm_times, step_bound_s
 from dear.cost.collectives import table_costs
@@ -363,11 +364,13 @@ def test_a_parameter_is_needed_before_the_first_layer_that_reads_it():
     assert update_s_of(profile, 7) == pytest.approx(7 * 40 / profile.memory_bytes_per_s)
 
 
-@pytest.mark.parametrize("options", [{}, {"fusion": "none"}, {"first_mb": None}])
+@pytest.mark.parametrize("options", [{}, {"fusion": "none"}, {"first_mb": 25.0}])
 def test_groups_without_a_model_are_those_with_one(options):
     options = algorithm_options("dear", options)
     passes = passes_of(PROFILE, 0.0)
-    found = algorithm_class("dear").grouping(options, arrived(passes), lambda nbytes: 0.0)
+    cost = AlphaBeta(alpha_s=1e-4, beta_s_per_byte=1e-9)
+    found = algorithm_class("dear").grouping(options, arrived(passes), cost)
+    options = with_first(options, lambda: cost)
     model = Replay(PROFILE, torch.Generator())
     places = {name: place for place, (name, _) in enumerate(model.named_parameters())}
     params = list(model.parameters())

@@ -11,6 +11,7 @@ from dear.buckets.compressors import CompressedOptions
 from dear.buckets.flat import Bucket, adopt, flatten
 from dear.buckets.grouping import (
     KIB,
+    MIB,
     Arrived,
     Cost,
     Groups,
@@ -29,6 +30,7 @@ from dear.buckets.halves import (
     Usage,
 )
 from dear.buckets.updates import Replicated, Sharded, element_wise, has_hooks
+from dear.cost.collectives import start_up_bytes
 from dear.cost.overlap import Overlap, Transfer
 from dear.errors import UserError
 from dear.lazy import torch
@@ -36,7 +38,18 @@ from dear.options import at_least, only_with, positive
 from dear.training.algorithm import Algorithm, Capabilities
 from dear.training.engine import Replica, refuse_lbfgs
 from dear.training.gradients import DeferredEngine
-from dear.training.tuning import TRIALS, WATCHED_STEPS, regrouping, tuning_steps
+from dear.training.tuning import (
+    TRIALS,
+    WATCHED_STEPS,
+    cost_of_gradients,
+    regrouping,
+    tuning_steps,
+)
+
+RAMPS = ("threshold", "tuned")
+"""Rules of fusion by which groups grow inwards from both ends."""
+BUDGET_S = 1.0
+"""Of the first step, to measure what messages cost."""
 
 
 class Dear(Algorithm):
@@ -75,9 +88,11 @@ class Dear(Algorithm):
         first 52 steps look for (Bayesian optimisation, 1 to 256 MB, 10 trials)."""
         threshold_mb: float = 25.0
         """Size below which layers are joined, in MB of 2^20 bytes; where `tuned` starts."""
-        first_mb: float | None = 1.0
+        first_mb: float | None = None
         """Groups at both ends of the model, whose transfers nothing hides, begin at this size and
-        grow inwards, in MB of 2^20 bytes; null: none is smaller than the others."""
+        grow inwards, in MB of 2^20 bytes; null: the size whose bytes take as long as the start-up
+        of a message, by costs that are measured before the first groups are made. From
+        `threshold_mb` on none is smaller than the others."""
         small_kb: float = 8.0
         """Groups up to this size, in KB of 2^10 bytes, whose cost is that of a message whatever its
         size, are all-reduced in the first half, and have no second; 0: every group has two halves,
@@ -106,7 +121,7 @@ class Dear(Algorithm):
             if self.nearby_layers == 0:
                 raise UserError("option of dear 'nearby_layers' must not be 0")
             for field in ("threshold_mb", "first_mb"):
-                only_with(self, field, "fusion", ["threshold", "tuned"])
+                only_with(self, field, "fusion", RAMPS)
             only_with(self, "nearby_layers", "fusion", ["nearby_layers"])
             only_with(self, "cycle_time_ms", "fusion", ["wait_time"])
             if self.small_kb:
@@ -180,7 +195,7 @@ class Dear(Algorithm):
     @classmethod
     def grouping(cls, options: Options, arrived: Arrived, cost: Cost) -> Groups:
         """With `tuned` as its search begins."""
-        return by_layers(arrived, options)
+        return by_layers(arrived, with_first(options, lambda: cost))
 
     def refuse(self, replica: Replica) -> None:
         refuse_lbfgs(replica.optimizer, "dear")
@@ -197,6 +212,13 @@ class Dear(Algorithm):
 
     def engine(self, replica: Replica) -> DearEngine:
         return DearEngine(replica)
+
+
+def with_first(options: Dear.Options, cost: Callable[[], Cost]) -> Dear.Options:
+    """The options with a `first_mb`, by what messages cost, where it is wanted and not given."""
+    if options.first_mb is not None or options.fusion not in RAMPS:
+        return options
+    return dataclasses.replace(options, first_mb=start_up_bytes(cost()) / MIB)
 
 
 class DearEngine(DeferredEngine):
@@ -311,7 +333,9 @@ class DearEngine(DeferredEngine):
             self._lay_out(learn=self._watching)
 
     def findings(self) -> dict[str, Any]:
-        return self._rule.findings()
+        first_mb = self._rule.options.first_mb
+        measured = self.options.first_mb is None and first_mb is not None
+        return ({"first_mb": first_mb} if measured else {}) | self._rule.findings()
 
     # --- forward pass -----------------------------------------------------------------------------
 
@@ -336,6 +360,7 @@ class DearEngine(DeferredEngine):
             part.finish_reduce()  # of a pass that no step followed
         if learn:
             self._learn()
+            self._rule.options = with_first(self._rule.options, self._cost)
         members = group(self.model, self.params, self._order, self._rule.options)
         self._launched = launch_order(members, self.params, self._order)
         before = self._parts
@@ -401,6 +426,12 @@ class DearEngine(DeferredEngine):
         )
         self._order = agree(seen, self.communicator)
         self._watching = self._rule.watches
+
+    def _cost(self) -> Cost:
+        """Of a message by its gradients' bytes, the same on all ranks; measured once, by sizes for
+        which start-up and bytes weigh about the same."""
+        within = {"largest": MIB, "budget_s": BUDGET_S}
+        return cost_of_gradients(self.communicator, self.options, self.params[0], **within)
 
     def _reclaimed(self) -> bool:
         """Takes parameters back that got other memory; False if buckets must be laid out anew."""

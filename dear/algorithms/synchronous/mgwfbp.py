@@ -12,7 +12,7 @@ from dear.buckets.compressors import CompressedOptions, HalfOptions
 from dear.buckets.flat import packed_bucket
 from dear.buckets.grouping import MIB, Arrived, Cost, Groups, by_total, ends, fuse, greedy, optimal
 from dear.comm.communicator import Communicator, Work
-from dear.cost.collectives import measured_costs, table_costs
+from dear.cost.collectives import table_costs
 from dear.cost.overlap import Overlap, Transfer
 from dear.errors import UserError, unknown
 from dear.lazy import torch
@@ -20,7 +20,7 @@ from dear.options import LATER, at_least, only_with
 from dear.training.algorithm import Algorithm, Capabilities
 from dear.training.engine import Replica
 from dear.training.gradients import GradientEngine
-from dear.training.tuning import BackwardProfile, LayerTimes
+from dear.training.tuning import BackwardProfile, LayerTimes, cost_of_gradients
 
 PROFILING_MB = 25
 FLOAT32_BYTES = 4
@@ -171,14 +171,9 @@ class MergedEngine(GradientEngine):
     def cost(self, like: torch.Tensor) -> Cost:
         """Seconds of a message by bytes of gradients like `like`: measured, or of a table."""
         options, communicator = self.options, self.communicator
-        share = options.share(like.element_size())
-        if options.gathers:
-            share *= communicator.size
-            cost: Cost = measured_costs(communicator, "all_gather", like.device)
-        elif options.costs == "measured":
-            cost = measured_costs(communicator, "all_reduce", like.device)
-        else:
-            cost = table_costs(options.costs, communicator.size)
+        if options.gathers or options.costs == "measured":
+            return cost_of_gradients(communicator, options, like)
+        cost, share = table_costs(options.costs, communicator.size), options.share(like.itemsize)
         return lambda nbytes: cost(nbytes * share)
 
     def ready(self, unit: int) -> None:

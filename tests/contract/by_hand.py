@@ -288,7 +288,7 @@ def on(network: Network) -> Iterator[None]:
 
     machine_of_its_own = SimpleNamespace(local_rank=0, local_world_size=1)
 
-    def costs(*_: Any) -> AlphaBeta:
+    def costs(*_: Any, **__: Any) -> AlphaBeta:
         return AlphaBeta(alpha_s=network.alpha_s, beta_s_per_byte=network.beta_s)
 
     module = sys.modules["torch.optim.sgd"]

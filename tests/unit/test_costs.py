@@ -244,9 +244,9 @@ def test_the_size_whose_bytes_take_as_long_as_a_start_up():
 
 def _sizes(burst_bytes: int) -> list[int]:
     communicator = runtime.communicator()
-    communicator.burst_bytes = burst_bytes
     kept = mock.patch.object(collectives, "_fits", WeakKeyDictionary())
-    with kept, mock.patch.object(collectives, "measure_collective") as measure:
+    burst = mock.patch.object(communicator, "burst_bytes", burst_bytes)
+    with kept, burst, mock.patch.object(collectives, "measure_collective") as measure:
         measured_costs(communicator, "all_reduce", torch.device("cpu"), 1 << 20)
     return list(measure.call_args.kwargs["sizes"])
 

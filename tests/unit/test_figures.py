@@ -350,7 +350,7 @@ def test_variants_of_an_algorithm_are_told_apart_and_keep_its_colour():
         (
             "quick",
             {"breakdown", "costs", "bound", "plan"},
-            {throughput, speedup, steps, paper_dear},
+            {throughput, speedup, steps},
         ),
         ("tuner", {"plan"}, {throughput, speedup, breakdown, steps, fusion, costs}),
         ("slow_host", set(), {learning, staleness}),

@@ -58,6 +58,11 @@ class HalfOptions(Options):
         name = {"fp16": "float16", "bf16": "bfloat16"}.get(self.compression)
         return getattr(torch, name) if name else None
 
+    def narrowed(self, gradient: torch.Tensor, size: int) -> torch.Tensor:
+        """What travels of a rank's gradient in a smaller type, with `size` ranks: its part of the
+        mean."""
+        return (gradient / size).to(self.wire)
+
     @property
     def gathers(self) -> bool:
         """True if ranks gather each other's payloads, which no reduction can add up."""

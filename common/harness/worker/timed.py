@@ -78,7 +78,7 @@ class _Repeat:
         """Timed steps, and whether the replicas agree."""
         training = self._wrapped()
         self._time(training, warmed=0)
-        return self._end(training, Check())
+        return self._end(training, Check)
 
     def first(self) -> Result:
         """The same, what collectives cost, a trace of some more steps, and the inquiry."""
@@ -114,7 +114,7 @@ class _Repeat:
             costs = CostSamples(time_scale=self._scale, first=samples, again=again)
             self._result["cost_check"] = costs.check
             self._facts["collectives"] = costs.to_json()
-        return self._end(training, check)
+        return self._end(training, lambda: inquiry.confirm(check))
 
     def _plan(self, groups: list[dict[str, Any]], training: Training) -> Plan | None:
         made = []
@@ -192,7 +192,7 @@ class _Repeat:
         training.synchronize()
         return canary_s(self._communicator)
 
-    def _end(self, training: Training, check: Check) -> Result:
+    def _end(self, training: Training, confirmed: Callable[[], Check]) -> Result:
         self._phase("checking that the replicas agree")
         training.synchronize()
         agreement = correctness.agreement(
@@ -206,6 +206,7 @@ class _Repeat:
             evidence.write(self._briefing.folder / name, self._facts)
         self._phase("leaving")
         training.close()
+        check = confirmed()
         dear.shutdown()
         return Result(
             strain=strain_of(self._measured.pressure, self._measured.canary_s),

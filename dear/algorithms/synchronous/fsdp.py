@@ -50,6 +50,10 @@ class Fsdp(Algorithm):
         def __post_init__(self) -> None:
             at_least("option of fsdp 'min_mb'", self.min_mb, 0)
 
+        def narrowed(self, gradient: torch.Tensor, size: int) -> torch.Tensor:
+            """torch divides behind the rounding."""
+            return gradient.to(self.wire) / size
+
     capabilities = Capabilities(consistency="synchronous")
     bound = "sharded"
 

@@ -108,6 +108,15 @@ class Horovod(Algorithm):
                 given = CYCLE_TIME_MS if variable is None else float(variable)
             return dataclasses.replace(self, cycle_time_ms=given * factor)
 
+        @property
+        def wire(self) -> torch.dtype | None:
+            """The type in which gradients travel, None if it is their own."""
+            return torch.float16 if self.compression == "fp16" else None
+
+        def narrowed(self, gradient: torch.Tensor, size: int) -> torch.Tensor:
+            """Horovod divides what it has rounded."""
+            return gradient.to(self.wire) / size
+
     capabilities = Capabilities(consistency="synchronous")
     bound = "wfbp"
 

@@ -10,7 +10,8 @@ import numpy as np
 
 import dear
 from common.harness.trial import BASELINE, Trial
-from common.harness.worker.checking import correctness, passes, serial
+from common.harness.worker.checking import afresh, correctness, passes, serial
+from common.harness.worker.checking.afresh import Afresh
 from common.harness.worker.checking.correctness import Farthest
 from common.harness.worker.checking.invariants import hold
 from common.harness.worker.checking.passes import Passes
@@ -64,7 +65,7 @@ def inquire(trial: Trial, workload: Workload) -> Check:
     check = inquiry.end(training, (runtime.communicator().bytes_sent - before) // steps)
     agreement = correctness.agreement(workload.model, training.consistency, runtime.communicator())
     training.close()
-    return dataclasses.replace(check, **agreement)
+    return dataclasses.replace(inquiry.confirm(check), **agreement)
 
 
 class Inquiry:
@@ -78,6 +79,7 @@ class Inquiry:
 
     def __init__(self, trial: Trial, workload: Workload, steps: int) -> None:
         self._trial, self._workload = trial, workload
+        self._afresh = Afresh(workload)
         self._plain = Reference(trial, workload, steps, self._tolerance(computed=True))
         self.compute = self._plain.compute
         """Seconds of this machine that a step takes without communication."""
@@ -134,13 +136,16 @@ class Inquiry:
         # As a scheduler does between two steps: the second one must follow.
         serial.change_settings(training.optimizer)
         self._changed = self._witness.steps
+        if self._remakes:
+            self._afresh.watch(frozenset(self._plain.given.shapes))
         training.step()
+        self._afresh.unwatch()
         training.synchronize()
         communicator = runtime.communicator()
         sent = communicator.bytes_sent - self._sent
         communicator.barrier()  # messages of all have arrived
         strange = passes.strange(self._plain.given, self._passes.end(), self._known)
-        testimony = self._witness.end(self._workload.model)
+        self._testimony = testimony = self._witness.end(self._workload.model)
         told = testimony, sent, training.statistics(), strange, sent_per_step
         gathered = communicator.gather_objects(told)
         if dear.rank() != 0:
@@ -156,21 +161,68 @@ class Inquiry:
             return check
         return dataclasses.replace(check, matches_reference=False, finding=finding)
 
+    def confirm(self, check: Check) -> Check:
+        """What was found, and whether plain passes of the last step give the same gradients.
+
+        To be called on all ranks when the algorithm is closed; the model is used up.
+        """
+        finding = None
+        if self._remakes and self._afresh.complete:
+            finding = self._unlike_afresh()
+        finding = _first_of(runtime.communicator().gather_objects(finding))
+        if finding is None or check.matches_reference is False:
+            return check
+        return dataclasses.replace(check, matches_reference=False, finding=finding)
+
+    @property
+    def _remakes(self) -> bool:
+        """Whether passes of the last step are made again: a replayed model's have no meaning, and
+        where plain training is not what is promised, the memory is needed more."""
+        plain = self._reference in (references.average, references.delayed)
+        return plain and not is_replay(self._trial.model)
+
+    def _unlike_afresh(self) -> str | None:
+        testimony, limit = self._testimony, self._tolerance(computed=True)
+        gradients = self._witness.of_gradients(self._afresh.passes())
+        starts = (0, *testimony.ends[:-1])
+        seen = {
+            name: testimony.gradients[-1][start:end]
+            for name, start, end in zip(testimony.names, starts, testimony.ends, strict=True)
+        }
+        worst = afresh.farthest(seen, gradients)
+        step = len(testimony.gradients)
+        if worst.error > limit:
+            return (
+                f"in step {step} the gradient of {worst.tensor} is off by {worst.error:.2g} of "
+                f"what plain passes with the same parameters and samples give (at most {limit:g})"
+            )
+        if step - 1 in testimony.buffers:
+            begun, left = testimony.buffers[step - 1]
+            wanted = self._witness.of_buffers()
+            if not np.allclose(left, wanted, rtol=limit, atol=limit * np.abs(wanted - begun).max()):
+                return f"in step {step} the forward pass left other buffers than a plain one does"
+        return None
+
     def _unlike_buffers(self, seen: Sequence[Testimony]) -> str | None:
-        """What is wrong with buffers, after the first steps and between the last two."""
+        """What is wrong with buffers, after the first steps and from the last but one on.
+
+        A rank's are those that its own forward pass has left, or rank 0's.
+        """
         limit = self._tolerance(computed=True)
         if self._first_buffer is not None and self._first_buffer.error > limit:
             return _off("after the first steps the buffer", self._first_buffer, limit)
-        left = seen[0].buffers.get(self._changed - 1)
+        steps = (self._changed - 1, self._changed)
+        if not all(step in one.buffers for one in seen for step in steps):
+            return None
         for rank, one in enumerate(seen):
-            before, after = (one.buffers.get(self._changed - back) for back in (1, 0))
-            if before is None or after is None or left is None:
-                continue
-            if not any(np.array_equal(after[0], end[1], equal_nan=True) for end in (before, left)):
-                return (
-                    f"rank {rank}'s buffers were changed between two steps: a forward pass began "
-                    "with others than the one before had left"
-                )
+            later = (one.buffers[self._changed][0], one.left)
+            for step, held in zip(steps, later, strict=True):
+                ends = (one.buffers[step][1], seen[0].buffers[step][1])
+                if not any(np.array_equal(held, end, equal_nan=True) for end in ends):
+                    return (
+                        f"rank {rank}'s buffers were changed behind the forward pass of step "
+                        f"{step + 1}"
+                    )
         return None
 
     def _too_little(self, consistency: str, seen: Sequence[Testimony], sent: int) -> str | None:

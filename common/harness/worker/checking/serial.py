@@ -148,11 +148,10 @@ def on_the_wire(gradient: torch.Tensor, trial: Trial) -> torch.Tensor:
     An optimizer such as Adam makes much of gradients so small that such a type does not know them:
     no bound of the error would be narrow enough to find anything, but the rounding is known.
     """
-    wire = getattr(trial.options, "wire", None)
-    if wire is None:
+    if getattr(trial.options, "wire", None) is None:
         return gradient
     size = trial.world_size
-    return (gradient / size).to(wire).to(gradient.dtype) * size
+    return trial.options.narrowed(gradient, size).to(gradient.dtype) * size
 
 
 def change_settings(optimizer: torch.optim.Optimizer) -> None:
@@ -227,7 +226,9 @@ def compare(
         rows = ends if step == sample.steps else _rows(seen, step)
         if rows is not None:
             off = np.where(np.isnan(rows), known, rows - at)
-            least = rounding(trial.dtype, count, mixed=mixed) / tolerance
+            # Exact diffusion adds the rounding of a step in each of the later ones anew.
+            rounds = step if mixed else count
+            least = rounding(trial.dtype, rounds, mixed=mixed) / tolerance
             room = np.maximum(moved, least * sample.norms(at))
             room = np.maximum(room, sample.norms(apart - known_apart) / tolerance)
             worst = sample.farthest(sample.norms(off - known), room)

@@ -7,7 +7,7 @@ step again, timed ones included, and must arrive where the ranks are.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -40,6 +40,8 @@ class Testimony:
     when it had ended, as samples; only of steps in which all layers were watched."""
     end: np.ndarray
     """After the last step."""
+    left: np.ndarray
+    """The buffers then, as samples."""
 
 
 class Witness:
@@ -123,7 +125,24 @@ class Witness:
             reads={step: _numbers(row) for step, row in self._reads.items()},
             buffers={step: tuple(pair) for step, pair in self._left.items() if len(pair) == 2},
             end=self._sample(model),
+            left=self.of_buffers(),
         )
+
+    def of_gradients(self, gradients: Mapping[str, torch.Tensor | None]) -> dict[str, np.ndarray]:
+        """The elements that are watched of these, by tensor; zeros of what is None."""
+        return {
+            name: np.zeros(part.stop - part.start)
+            if (value := gradients[name]) is None
+            else _numbers(torch.take(value, self._places[name]))
+            for name, part in self._parts.items()
+            if (value := gradients[name]) is None or value.layout is torch.strided
+        }
+
+    def of_buffers(self) -> np.ndarray:
+        """The elements that are watched of the floating-point buffers, as they are."""
+        held = dict(self._model.named_buffers())
+        row = [torch.take(held[name].detach(), at) for name, at in self._buffers.items()]
+        return np.concatenate([np.empty(0), *(part.to("cpu", torch.float64) for part in row)])
 
     def _watch(self, modules: Iterable[torch.nn.Module]) -> None:
         _remove(self._looking)
@@ -134,10 +153,7 @@ class Witness:
     def _keep(self) -> None:
         if not (self._buffers and torch.is_grad_enabled()):
             return
-        held = dict(self._model.named_buffers())
-        row = [torch.take(held[name].detach(), at) for name, at in self._buffers.items()]
-        wide = torch.cat([part.to("cpu", torch.float64) for part in row]).numpy()
-        self._left.setdefault(len(self._gradients) - 1, []).append(wide)
+        self._left.setdefault(len(self._gradients) - 1, []).append(self.of_buffers())
 
     def _sample(self, model: torch.nn.Module) -> np.ndarray:
         state = model.state_dict()

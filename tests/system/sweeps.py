@@ -40,8 +40,8 @@ class Driver:
         self.sweep = self.logs / "tiny"
 
     def command(self, *flags: str) -> list[str]:
-        run = ["benchmarks.py", "run", str(self.experiment), "--logs", str(self.logs), "--no-plot"]
-        return [*run, *flags]
+        logs = ["--logs", str(self.logs), "--no-plot"]
+        return ["tests/system/undisturbed.py", "run", str(self.experiment), *logs, *flags]
 
     def run(self, *flags: str, **more: Any) -> subprocess.CompletedProcess:
         """To its end."""

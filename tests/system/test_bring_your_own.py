@@ -53,7 +53,7 @@ def test_one_command_from_a_file_to_a_table(tmp_path, mine, monkeypatch):
     before, logs = state(), tmp_path / "logs"
     done = python(
         *("benchmarks.py", "run", "--model-file", mine / "net.py", "--batch", "64"),
-        *("--gpu", "rtx3090", "--hosts", "2", "--network", "25gbe"),
+        *("--gpu", "rtx3090", "--hosts", "2", "--network", "25gbe", "--time-scale", "10"),
         *("--plugin", mine / "small_ones.py", "-k", "dear|small-ones", "--set", SHORT),
         *("--set", "compare_to=dear", "--logs", logs, "--no-plot"),
     )

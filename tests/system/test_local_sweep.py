@@ -49,7 +49,8 @@ def test_a_sweep_records_every_trial(driver):
         assert bound["kind"] == kind and bound["wire_limit_s"] is None
         assert 0 < bound["compute_limit_s"] <= bound["step_s"]
     plan = by_name["dear"]["plan"]
-    assert sum(group["tensors"] for group in plan["groups"]) == 8 and plan["found"] == {}
+    assert sum(group["tensors"] for group in plan["groups"]) == 8
+    assert plan["found"]["first_mb"] > 0, "by what collectives cost here"
     assert all(group["first"] and group["last"] for group in plan["groups"])
     table = (driver.sweep / "table.md").read_text()
     assert "| of bound |" in table

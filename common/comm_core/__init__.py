@@ -159,6 +159,15 @@ def last_awaited_s() -> float:
     return _core.last_awaited_s()
 
 
+def note_all_awaited() -> None:
+    """Counts the last finished operation as one that this thread has waited for.
+
+    For whoever waits for all operations by other means than their works, as torch's DDP does by
+    futures.
+    """
+    _core.note_all_awaited()
+
+
 def last_lull_s() -> tuple[float, float]:
     """The last time without an operation of this process under way that has ended: since, until.
 

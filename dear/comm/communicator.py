@@ -207,6 +207,13 @@ class Communicator:
         if self._log is not None:
             self._log.waits.append((since_s, now_s))
 
+    def note_all_awaited(self) -> None:
+        """The caller has waited for all that was started, in code that tells nobody (torch's)."""
+        if self.native:
+            comm_core.note_all_awaited()
+        else:
+            self.held_up_until_s = self.clock()
+
     def ensure_channels(self, count: int) -> None:
         """Makes the missing ones of `count` channels; then it is a collective call."""
         ranks = dist.get_process_group_ranks(self.groups[0])

@@ -42,6 +42,9 @@ class ByHand(Communicator):
         self._reduced: dict[int, torch.Tensor] = {}
         """By the number of elements, what was last given to be reduced."""
 
+    def note_all_awaited(self) -> None:
+        """Nothing is replayed here."""
+
     def ensure_channels(self, count: int) -> None:
         self.groups += self.groups[:1] * (count - len(self.groups))
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+import comm_core
 import dear
 from dear.algorithms.synchronous.ddp import DEFAULT_FIRST_MB, Ddp
 from dear.buckets.grouping import MIB, Arrived
@@ -152,3 +153,22 @@ def test_zero_refuses_what_it_cannot_split(world):
     for said in world(2).run(_refused):
         assert "option of ddp 'zero'" in said[0] and "LBFGS" in said[0]
         assert said[1] == "" or "option of ddp 'zero'" in said[1]
+
+
+def _told() -> list[tuple[float, float]]:
+    """When the last message of each pass ended, and when the last one that was waited for did."""
+    model = make_model()
+    optimizer = dear.DistributedOptimizer(make_sgd(model), model, algorithm="ddp")
+    found = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.ones(2, 6)).sum().backward()
+        found.append((comm_core.events()[-1]["finished_s"], comm_core.last_awaited_s()))
+        optimizer.step()
+    return found
+
+
+def test_the_comm_core_knows_what_torchs_reducer_has_waited_for(world):
+    """It waits by futures; whoever replays compute must know when they ended."""
+    for found in world(2).run(_told):
+        assert all(ended == awaited for ended, awaited in found)

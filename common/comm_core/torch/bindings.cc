@@ -88,6 +88,7 @@ PYBIND11_MODULE(_core, m) {
     return all;
   });
   m.def("last_awaited_s", &last_awaited_s);
+  m.def("note_all_awaited", [] { note_awaited(process_engine()->last_finished_s()); });
   m.def("last_lull_s", [] {
     const Lull lull = process_engine()->last_lull();
     return std::pair(lull.since_s, lull.until_s);

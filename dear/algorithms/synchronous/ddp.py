@@ -20,6 +20,7 @@ from dear.lazy import torch
 from dear.options import at_least, only_with, option_of, positive
 from dear.training.algorithm import Algorithm, Capabilities
 from dear.training.engine import Engine, Replica
+from dear.training.hooks import at_end_of_backward
 
 DEFAULT_CAP_MB, DEFAULT_FIRST_MB = 25.0, 1.0
 """Torch's: sizes at which a bucket and the first bucket are closed, in MB of 2^20 bytes."""
@@ -136,6 +137,7 @@ class _DdpEngine(Engine):
             if model.training and torch.is_grad_enabled() and ddp.require_backward_grad_sync:
                 self._unsent = False
                 self._learning = False
+                self._watch(output)
             return ddp._post_forward(output)
 
         self.hooks.around_forward(
@@ -143,6 +145,22 @@ class _DdpEngine(Engine):
             before=lambda args, kwargs: ddp._pre_forward(*args, **kwargs),
             after=after_forward,
         )
+
+    def _watch(self, output: Any) -> None:
+        """Has the communicator know, behind the next backward pass, that DDP has waited.
+
+        DDP's reducer waits at the end of the pass, in a callback of the engine that it leaves
+        there while the pass runs; one that is left by a callback comes behind all of those.
+        """
+
+        from torch.utils._pytree import tree_leaves
+
+        def begun(gradient: torch.Tensor) -> None:
+            at_end_of_backward(lambda: at_end_of_backward(self.communicator.note_all_awaited))
+
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                tensor.register_hook(begun)
 
     def step(self, update: Callable[[], Any]) -> Any:
         self._refuse_unsent()

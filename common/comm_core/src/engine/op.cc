@@ -39,6 +39,8 @@ bool Op::wait(double timeout_s) {
 
 double last_awaited_s() { return awaited_s; }
 
+void note_awaited(double finished_s) { awaited_s = std::max(awaited_s, finished_s); }
+
 std::string Op::describe() const { return group_->describe(*this); }
 
 void Op::on_done(std::function<void()> callback) {

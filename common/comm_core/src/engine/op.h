@@ -137,5 +137,7 @@ using OpPtr = std::shared_ptr<Op>;
 
 // When the last of the operations finished that this thread has waited for; minus infinity before.
 double last_awaited_s();
+// This thread has waited, by other means than Op::wait, for all that has finished by then.
+void note_awaited(double finished_s);
 
 }  // namespace comm_core

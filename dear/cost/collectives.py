@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from weakref import WeakKeyDictionary
 
-from dear.comm.communicator import Communicator, buffer, sub_communicators
+from dear.comm.communicator import Communicator, Work, buffer, sub_communicators
 from dear.cost.fit import AlphaBeta, CollectiveCost, fit_alpha_beta
 from dear.cost.measurement import (
     EXCHANGE,
@@ -85,6 +85,8 @@ WARM_SHARE, WARM_CALLS = 0.4, 4
 ENOUGH_S = 0.1
 """A call that is no collective is not tried with more bytes once it takes so long."""
 LEAST_SIZES = 3
+QUEUE, QUEUED_FROM = 8, 16 << 10
+"""So many messages in a queue, of so many bytes at least, tell what one costs that waits in it."""
 MOST_BITS = 64
 """The number of bytes of a message needs no more."""
 
@@ -101,6 +103,7 @@ def measure_collective(
     repeats: int | None = None,
     shared: bool = False,
     warm: bool = True,
+    queues: bool = False,
     budget_s: float = BUDGET_S,
 ) -> Measurement:
     """Times `operation` on float32 buffers; every rank calls it, and nothing else runs meanwhile.
@@ -111,6 +114,7 @@ def measure_collective(
         repeats: timed calls per size; one more is made first and left out. None: by size.
         shared: the buffers lie in memory that the backend reads in place, where it has such.
         warm: the connections carry `WARM_BYTES` first.
+        queues: also what messages of each regime take that wait in a queue.
         budget_s: seconds of the communicator's clock. Larger messages are left out for which there
             is no time, but not the smallest three, each with two repeats at least.
     """
@@ -136,8 +140,16 @@ def measure_collective(
     unit = 4 * communicator.size
     wanted = sorted({-(-size // unit) * unit for size in (*sizes, *starts)})
 
-    def call_of(nbytes: int) -> Callable[[], object]:
-        return _caller(communicator, operation, nbytes // 4, device, shared, pair)
+    def call_of(nbytes: int, count: int = 1) -> Callable[[], None]:
+        start = _starter(communicator, operation, nbytes // 4, device, shared, pair)
+
+        def call() -> None:
+            works = [start() for _ in range(count)]
+            for work in works:
+                if work is not None:
+                    work.wait()
+
+        return call
 
     if warm and communicator.size > 1:
         nbytes = max(size for size in wanted if size <= MANY_BELOW or size == wanted[0])
@@ -166,6 +178,16 @@ def measure_collective(
             [_call_s(communicator, call, device) for _ in range(count)]
         )
         done[size] = [max(call_s) for call_s in zip(*ranks, strict=True)]
+    queued = []
+    if queues and operation != EXCHANGE and communicator.size > 1:
+        for size in _heads(list(done), regimes):
+            call = call_of(size, QUEUE)
+            ranks = communicator.gather_objects(
+                [_call_s(communicator, call, device) for _ in range(FEW_REPEATS)]
+            )
+            together_s = typical_s([max(call_s) for call_s in zip(*ranks, strict=True)])
+            each_s = (together_s - typical_s(done[size])) / (QUEUE - 1)
+            queued.append((size, max(0.0, each_s)))
     if pair is not None and pair is not communicator:
         pair.close()
     return Measurement(
@@ -175,7 +197,15 @@ def measure_collective(
         free_bytes=free,
         regimes=regimes,
         wire_s_per_byte=wire_s,
+        queued=tuple(queued),
     )
+
+
+def _heads(sizes: Sequence[int], regimes: Sequence[tuple[str, int]] | None) -> list[int]:
+    """Of the sizes that were timed, one small one of each regime, but none of `MANY_BELOW`."""
+    firsts = [max(first, QUEUED_FROM) for _, first in regimes or ((None, 0),)]
+    heads = (next((size for size in sizes if size >= first), MANY_BELOW) for first in firsts)
+    return sorted({size for size in heads if size < MANY_BELOW})
 
 
 def measured_costs(
@@ -240,14 +270,15 @@ def measured_call(
     return communicator.broadcast_object(fit_alpha_beta(sizes[: len(seconds)], seconds))
 
 
-def _caller(
+def _starter(
     communicator: Communicator,
     operation: Operation,
     count: int,
     device: torch.device,
     shared: bool,
     pair: Communicator | None,
-) -> Callable[[], object]:
+) -> Callable[[], Work | None]:
+    """What starts `operation` on a buffer of `count` elements; None where this rank has a rest."""
     like = torch.empty(0, device=device)
 
     def zeros(numel: int) -> torch.Tensor:
@@ -255,20 +286,20 @@ def _caller(
 
     full = zeros(count)
     if operation == "all_reduce":
-        return lambda: communicator.all_reduce(full, op="sum").wait()
+        return lambda: communicator.all_reduce(full, op="sum")
     if operation == EXCHANGE:
         # The rank half the world away, which is on another host if there are several.
         half = communicator.size // 2
         if communicator.rank >= 2 * half:
             return lambda: None
         if pair is not None:
-            return lambda: pair.all_reduce(full, op="sum").wait()
+            return lambda: pair.all_reduce(full, op="sum")
         peer, received = (communicator.rank + half) % (2 * half), zeros(count)
-        return lambda: communicator.exchange(received, full, peer=peer).wait()
+        return lambda: communicator.exchange(received, full, peer=peer)
     shard = zeros(count // communicator.size)
     if operation == "reduce_scatter":
-        return lambda: communicator.reduce_scatter(shard, full, op="sum").wait()
-    return lambda: communicator.all_gather(full, shard).wait()
+        return lambda: communicator.reduce_scatter(shard, full, op="sum")
+    return lambda: communicator.all_gather(full, shard)
 
 
 def _pair(communicator: Communicator) -> Communicator | None:

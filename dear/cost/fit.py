@@ -23,6 +23,9 @@ class AlphaBeta:
 
     alpha_s: float
     beta_s_per_byte: float
+    queued_alpha_s: float | None = None
+    """What is left of alpha for a message that waits in a queue, whose start-up goes on beside the
+    bytes of those before it; None: not measured, all of it."""
 
     def __post_init__(self) -> None:
         at_least("alpha_s", self.alpha_s, 0)
@@ -31,6 +34,11 @@ class AlphaBeta:
     def __call__(self, nbytes: float) -> float:
         """Seconds for a buffer of `nbytes`; nothing costs nothing."""
         return self.alpha_s + self.beta_s_per_byte * nbytes if nbytes else 0.0
+
+    def occupancy_s(self, nbytes: float) -> float:
+        """Seconds for which such a message keeps the link from the next one in a queue."""
+        alpha_s = self.alpha_s if self.queued_alpha_s is None else self.queued_alpha_s
+        return min(alpha_s, self.alpha_s) + self.beta_s_per_byte * nbytes if nbytes else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,13 +80,19 @@ class CollectiveCost(AlphaBeta):
         """Seconds that the bytes of a message of this size take."""
         return self.line(nbytes).beta_s_per_byte * nbytes
 
+    def occupancy_s(self, nbytes: float) -> float:
+        line = self.line(nbytes)
+        return super().occupancy_s(nbytes) if line is self else line.occupancy_s(nbytes)
+
     def divided(self, factor: float) -> CollectiveCost:
         """The same in a unit of time `factor` times as long."""
 
-        def shorter(line: AlphaBeta) -> dict[str, float]:
+        def shorter(line: AlphaBeta) -> dict[str, float | None]:
+            queued_s = line.queued_alpha_s
             return {
                 "alpha_s": line.alpha_s / factor,
                 "beta_s_per_byte": line.beta_s_per_byte / factor,
+                "queued_alpha_s": None if queued_s is None else queued_s / factor,
             }
 
         parts = tuple(dataclasses.replace(part, **shorter(part)) for part in self.smaller)

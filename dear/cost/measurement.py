@@ -60,6 +60,9 @@ class Measurement:
     """By size, as the engine tells them; None: it tells none."""
     wire_s_per_byte: float | None = None
     """What a byte of the full buffer keeps a link busy, headers included; None: not known."""
+    queued: tuple[tuple[int, float], ...] = ()
+    """Sizes, and by how many seconds a queue of such messages takes longer for each one behind the
+    first."""
 
     @property
     def typical_s(self) -> list[float]:
@@ -75,10 +78,11 @@ class Measurement:
         is busy; only of a regime that begins among such small messages all bytes count, and its
         line holds after a rest.
         """
+        cut = [part for regime in self._reached() for part in self._cut(*regime)]
+        ends = [*(first for _, first, _ in cut[1:]), math.inf]
         parts = [
-            (name, first, self._line(chosen, first, self._known(name)))
-            for regime in self._reached()
-            for name, first, chosen in self._cut(*regime)
+            (name, first, self._queued(self._line(chosen, first, self._known(name)), first, end))
+            for (name, first, chosen), end in zip(cut, ends, strict=True)
         ]
         smaller = tuple(
             Regime(name=name, below_bytes=end, **vars(line))
@@ -201,6 +205,16 @@ class Measurement:
         spreads = [LEAST_SPREAD + typical[i] / min(self.seconds[i]) - 1 for i in chosen]
         charged = [self._charged(self.nbytes[i], first) for i in chosen]
         return fit_alpha_beta(charged, [typical[i] for i in chosen], spreads, known)
+
+    def _queued(self, line: AlphaBeta, first: float, end: float) -> AlphaBeta:
+        """The line with what the queues of its sizes tell; else of the nearest smaller ones."""
+        sizes = [pair for pair in self.queued if pair[0] < end]
+        inside = [pair for pair in sizes if pair[0] >= first] or sizes[-1:]
+        if not inside:
+            return line
+        left_s = [seconds - line.beta_s_per_byte * nbytes for nbytes, seconds in inside]
+        queued_s = min(line.alpha_s, max(0.0, statistics.median(left_s)))
+        return dataclasses.replace(line, queued_alpha_s=queued_s)
 
     def _charged(self, nbytes: int, first: float) -> float:
         """Bytes that cost something, of a message in the regime that begins with `first`."""

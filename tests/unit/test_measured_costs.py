@@ -253,3 +253,59 @@ def test_costs_are_doubted_for_what_chance_does_not_explain(check, doubt):
     made = record("dear", 0.1, 4, facts={"cost_check": {"drift": 0.0, **check}})
     wanted = [] if doubt is None else [f"costs of collectives are doubtful: {doubt}"]
     assert [note for note in made.notes if "collectives" in note] == wanted
+
+
+def test_a_queue_tells_what_of_a_start_up_is_left_behind_another_message():
+    """A message takes 2 s and a byte 0.001 s; behind another one 0.5 s of the start-up are left."""
+    nbytes = [1000, 2000, 4000, 8000]
+    measured = Measurement(
+        operation="all_reduce",
+        nbytes=nbytes,
+        seconds=[[2 + 0.001 * size] * 4 for size in nbytes],
+        queued=((2000, 2.5),),
+    )
+    fit = measured.fit()
+    assert fit.alpha_s == pytest.approx(2) and fit.queued_alpha_s == pytest.approx(0.5)
+    assert fit(4000) == pytest.approx(6) and fit.occupancy_s(4000) == pytest.approx(4.5)
+    assert fit.occupancy_s(0) == 0
+    assert fit.divided(10).occupancy_s(4000) == pytest.approx(0.45)
+    alone = dataclasses.replace(measured, queued=()).fit()
+    assert alone.queued_alpha_s is None and alone.occupancy_s(4000) == alone(4000)
+    # It is never more than the start-up, nor less than nothing.
+    for seconds, left_s in ((9.0, 2.0), (1.0, 0.0)):
+        fit = dataclasses.replace(measured, queued=((2000, seconds),)).fit()
+        assert fit.queued_alpha_s == pytest.approx(left_s)
+
+
+def test_a_regime_without_a_queue_has_what_the_one_before_tells():
+    nbytes = [1000, 2000, 4000, 10_000, 20_000, 40_000]
+    measured = Measurement(
+        operation="all_reduce",
+        nbytes=nbytes,
+        seconds=[[(1 if size < 10_000 else 3) + 0.001 * size] * 4 for size in nbytes],
+        regimes=(("direct", 0), ("blocks", 10_000)),
+        queued=((2000, 2.25),),
+    )
+    fit = measured.fit()
+    assert fit.occupancy_s(2000) == pytest.approx(2.25)
+    assert fit.occupancy_s(20_000) == pytest.approx(20.25)
+
+
+def _queues():
+    communicator = runtime.communicator()
+    found = measure_collective(
+        communicator,
+        "all_reduce",
+        torch.device("cpu"),
+        sizes=[1 << 14, 1 << 16, 1 << 18],
+        repeats=4,
+        warm=False,
+        queues=True,
+    )
+    return found.queued
+
+
+def test_queues_are_measured_alike_on_all_ranks(world):
+    first, second = world(2).run(_queues)
+    assert first == second and first
+    assert all(nbytes >= 1 << 14 and seconds >= 0 for nbytes, seconds in first)

@@ -76,6 +76,7 @@ def time_collectives(
             sizes=sizes if first is None else first[place].nbytes[-2:],
             shared=True,
             warm=first is None,
+            queues=first is None,
             budget_s=BUDGET_S * time_scale,
         )
         for place, operation in enumerate(OPERATIONS)

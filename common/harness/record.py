@@ -21,7 +21,14 @@ from common.launch.job import Outcome
 from common.models.registry import model_entry
 from common.results.records import Bound, Breakdown, Bytes, Failure, Plan, Record, Throughput, typed
 from common.results.records.learned import Data, Learning
-from common.results.records.trust import Check, CostCheck, Network, Strain, elapsed_per_step_s
+from common.results.records.trust import (
+    Check,
+    CostCheck,
+    EngineCosts,
+    Network,
+    Strain,
+    elapsed_per_step_s,
+)
 from common.results.second import modelled
 from dear.cost.bounds import (
     CommTimes,
@@ -74,10 +81,12 @@ class Result:
     gradient_bytes: int | None = None
     started_by: str | None = None
     compute: StepTimes | None = None
-    """As the next five, in the first repeat only."""
+    """As the next six, in the first repeat only."""
     costs: dict[str, CollectiveCost] | None = None
     cost_check: CostCheck | None = None
     """Of `costs`, by the trial that has measured them."""
+    engine_costs: EngineCosts | None = None
+    """Of the engine that sends in place of the communicator, if there is one."""
     plan: Plan | None = None
     local_size: int | None = None
     """Ranks on a host."""
@@ -162,6 +171,7 @@ def make_record(
         compute=first and first.compute,
         costs=first and first.costs,
         cost_check=first and first.cost_check,
+        engine_costs=first and first.engine_costs,
         bound=_bound(trial, first, fabric.network) if first and throughput else None,
         plan=first and first.plan,
         bytes=Bytes(sent_per_step=first.bytes_per_step, gradients=first.gradient_bytes)
@@ -264,14 +274,18 @@ def _notes(
     found.append(disturbed or notes.beside(strain))
     if results:
         found.append(notes.not_stationary([result.iters for result in results], results[0].period))
-        found.append(results[0].cost_check and _doubtful_costs(results[0].cost_check))
+        check, costs = results[0].cost_check, results[0].engine_costs
+        found.append(check and _doubtful_costs(check))
+        if costs is not None:
+            check = CostCheck(residual=costs.error, noise=costs.noise, drift=0.0)
+            found.append(_doubtful_costs(check, f"costs of {costs.engine}"))
     if unfaithful:
         found.append(notes.unfaithful_note([result.strain for result in results]))
     return [note for note in found if note is not None]
 
 
-def _doubtful_costs(check: CostCheck) -> str | None:
-    noise, doubtful = check.noise or 0.0, "costs of collectives are doubtful"
+def _doubtful_costs(check: CostCheck, what: str = "costs of collectives") -> str | None:
+    noise, doubtful = check.noise or 0.0, f"{what} are doubtful"
     if check.misfit > COST_MISFIT:
         return f"{doubtful}: their fit is {check.misfit:.0%} off, beside {noise:.0%} of noise"
     if noise > COST_NOISE:
@@ -296,9 +310,10 @@ def _bound(trial: Trial, first: Result, network: Network) -> Bound | None:
         if kind != "asynchronous":  # what the links cannot carry is left out
             wire_s = _wire_limit_s(trial, first, traffic, network)
         bound_s = None
-        if kind is not None and first.costs:
+        costs = _sending_costs(first, algorithm.sends_by(trial.options))
+        if kind is not None and costs:
             # Ranks whose links differ wait for each other sooner or later.
-            each = _comm_times(trial, first, traffic)
+            each = _comm_times(trial, first, costs, traffic)
             bound_s = max(step_bound_s(kind, compute, comm, trial.world_size) for comm in each)
             # Measured costs are good to some per cent only.
             bound_s = bound_s if wire_s is None else max(bound_s, wire_s)
@@ -310,14 +325,24 @@ def _bound(trial: Trial, first: Result, network: Network) -> Bound | None:
     )
 
 
-def _comm_times(trial: Trial, first: Result, traffic: Traffic | None) -> list[CommTimes]:
+def _sending_costs(first: Result, engine: str | None) -> dict[str, CollectiveCost]:
+    """By operation, of the communicator, or of the engine that sends in its place."""
+    if engine is None:
+        return first.costs or {}
+    costs = first.engine_costs
+    return {} if costs is None else {"all_reduce": costs.all_reduce}
+
+
+def _comm_times(
+    trial: Trial, first: Result, costs: dict[str, CollectiveCost], traffic: Traffic | None
+) -> list[CommTimes]:
     """By host, or one for all."""
     if traffic is None:
-        return [comm_times(first.gradient_bytes, first.costs)]
+        return [comm_times(first.gradient_bytes, costs)]
     # Ranks that share a link; on one host alone, each has its own.
     per_host = trial.ranks_per_host or first.local_size or 1
     per_host = 1 if per_host >= trial.world_size else per_host
-    return exchange_times(first.gradient_bytes, traffic.loads(per_host), first.costs, per_host)
+    return exchange_times(first.gradient_bytes, traffic.loads(per_host), costs, per_host)
 
 
 def _wire_limit_s(

@@ -5,14 +5,16 @@ It knows nothing of how trials are emulated, so an error would have to be in bot
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from common.models.profile import Profile, load, path_of
 from common.results.records import Record
 from common.results.records.trust import Modelled
 from common.virtual.foresee import share_on_wire
+from common.virtual.link import Cost
 from common.virtual.passes import Bundle, UnmodelledError, messages_of, passes_of
-from common.virtual.step import Prediction, predict
+from common.virtual.step import FUSED, Prediction, predict
 from dear.errors import UserError
 from dear.training.algorithm import algorithm_class, algorithm_options
 
@@ -72,7 +74,19 @@ def prediction(record: Record) -> Prediction:
     ]
     messages = messages_of(passes, bundles, share_on_wire(options))
     statement = kind.overlap_of(options)
-    return predict(passes, messages, statement, record.costs, trial["world_size"])
+    costs = _costs(record, kind.sends_by(options))
+    return predict(passes, messages, statement, costs, trial["world_size"])
+
+
+def _costs(record: Record, engine: str | None) -> Mapping[str, Cost]:
+    """Of what has sent: the communicator, or an engine of a library's own."""
+    if engine is None:
+        return record.costs
+    costs = record.engine_costs
+    if costs is None or costs.engine != engine:
+        raise UnmodelledError(f"it sends by {engine}, whose costs are not on record")
+    fused = {} if costs.fused is None else {FUSED: costs.fused}
+    return {"all_reduce": costs.all_reduce, **fused}
 
 
 def _profile(trial: dict[str, Any]) -> Profile:

@@ -144,7 +144,8 @@ def reason(record: Record, *, hidden: bool) -> str | None:
 def account_of(record: Record) -> Account | None:
     """None where something is not known of it, or its gradients did not travel as planned."""
     compute, plan, bound = record.compute, record.plan, record.bound
-    if compute is None or plan is None or bound is None or not record.costs:
+    costs = record.sending_costs
+    if compute is None or plan is None or bound is None or not costs:
         return None
     messages = [group.bytes for group in plan.groups]
     if not messages or not _all_travels(record, sum(messages)):
@@ -162,7 +163,7 @@ def account_of(record: Record) -> Account | None:
         ],
     }
     legs = windows.get(bound.kind or "")
-    if legs is None or any(operation not in record.costs for operation, *_ in legs):
+    if legs is None or any(operation not in costs for operation, *_ in legs):
         return None
     sharers = record.trial["world_size"] if bound.kind == "dear" else 1
     step_s = record.step_s
@@ -172,7 +173,7 @@ def account_of(record: Record) -> Account | None:
         added_shared_s=step_s - computed - compute.update_s / sharers,
         exposed_s=record.breakdown and record.breakdown.exposed_comm_s,
         messages=messages,
-        legs=[_leg(record.costs[leg[0]], messages, *leg) for leg in legs],
+        legs=[_leg(costs[leg[0]], messages, *leg) for leg in legs],
         sharers=sharers,
     )
 

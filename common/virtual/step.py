@@ -18,6 +18,9 @@ OPERATIONS: dict[Kind, str] = {
 }
 """The collective of each kind of transfer; the others are no collectives."""
 
+FUSED = "fused_all_reduce"
+"""The same of several tensors, which are copied into one buffer and out of it."""
+
 LONGEST = 64
 """Steps after which the mean of the second half counts, where no period shows."""
 PERIODS = 4
@@ -60,14 +63,15 @@ def predict(
     Args:
         messages: what travels together, in the order of the plan (`messages_of`, `grouped`).
         statement: what the algorithm says of them (`Algorithm.overlap_of`).
-        costs: seconds by bytes of the full buffer, by operation (`all_reduce`, ...).
+        costs: seconds by bytes of the full buffer, by operation (`all_reduce`, ...) of the engine
+            that sends; without one of `FUSED`, copies cost nothing.
 
     Raises:
         UnmodelledError: the statement does not tell enough, or a cost is missing.
     """
     if isinstance(statement, Unstated) and statement.cycles is not None:
         _check_costs(["average"], costs)
-        return _steady(_InCycles(passes, messages, statement.cycles, costs["all_reduce"]))
+        return _steady(_InCycles(passes, messages, statement.cycles, costs))
     if not isinstance(statement, Overlap):
         raise UnmodelledError("its algorithm does not state when messages start")
     kinds = [transfer.kind for transfer in statement.transfers]
@@ -267,12 +271,17 @@ class _InCycles(_Rank):
     """A rank on which a thread of its own sends what is ready, in cycles."""
 
     def __init__(
-        self, passes: Passes, messages: Sequence[Message], cycles: Cycles, cost: Cost
+        self,
+        passes: Passes,
+        messages: Sequence[Message],
+        cycles: Cycles,
+        costs: Mapping[str, Cost],
     ) -> None:
         super().__init__(passes, messages, CHUNK_BYTES)
-        self._cycles, self._cost = cycles, cost
-        self._ready: list[float] = []
-        """Bytes of what has not been sent."""
+        self._cycles, self._cost = cycles, costs["all_reduce"]
+        self._fused_cost = costs.get(FUSED, self._cost)
+        self._ready: list[tuple[float, bool]] = []
+        """Of what has not been sent the bytes, and whether it may be fused."""
         self._missing = 0
         """Tensors of the pass that have not ended."""
         self._share = sum(one.nbytes for one in messages) / passes.nbytes
@@ -287,7 +296,8 @@ class _InCycles(_Rank):
             at_s = max(at_s, gradient.ready_s)
             self._give(gradient.nbytes * self._share)
         self.events.run_for(max(0.0, self.passes.backward_s - at_s))
-        self._give(self._cycles.marks_bytes * len(self.passes.gradients))
+        # Marks are of another type than gradients.
+        self._give(self._cycles.marks_bytes * len(self.passes.gradients), fused=False)
         began_s = self.events.now_s
         self.events.run_until(lambda: not self._missing)
         waited_s = self.events.now_s - began_s
@@ -295,9 +305,9 @@ class _InCycles(_Rank):
             self.waits.append(Wait(moment="pass", layer=None, seconds=waited_s))
         self.events.run_for(self.passes.update_s)
 
-    def _give(self, nbytes: float) -> None:
+    def _give(self, nbytes: float, *, fused: bool = True) -> None:
         if nbytes:
-            self._ready.append(nbytes)
+            self._ready.append((nbytes, fused))
             self._missing += 1
 
     def _begin(self) -> None:
@@ -307,17 +317,19 @@ class _InCycles(_Rank):
         agreed_s = began_s + self._cost(self._cycles.agreement_bytes)
         self.events.at(agreed_s, lambda: self._send(began_s, ready))
 
-    def _send(self, began_s: float, ready: list[float]) -> None:
+    def _send(self, began_s: float, ready: list[tuple[float, bool]]) -> None:
         if not ready:
             self.events.at(began_s + self._cycles.cycle_s, self._begin)
             return
-        count, total = 1, ready[0]
-        while count < len(ready) and total + ready[count] <= self._cycles.fusion_bytes:
-            total += ready[count]
-            count += 1
+        count, total = 1, ready[0][0]
+        for nbytes, fused in ready[1:]:
+            if not fused or total + nbytes > self._cycles.fusion_bytes:
+                break
+            count, total = count + 1, total + nbytes
 
         def ended() -> None:
             self._missing -= count
             self._send(began_s, ready[count:])
 
-        self.events.at(self.events.now_s + self._cost(total), ended)
+        cost = self._cost if count == 1 else self._fused_cost
+        self.events.at(self.events.now_s + cost(total), ended)

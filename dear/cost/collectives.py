@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from weakref import WeakKeyDictionary
 
@@ -120,11 +120,7 @@ def measure_collective(
     """
     if operation not in OPERATIONS:
         raise unknown("operation", operation, OPERATIONS)
-    began_s = communicator.clock()
-
-    def left_s() -> float:
-        return budget_s - communicator.broadcast_object(communicator.clock() - began_s)
-
+    left_s = budget_of(communicator, budget_s)
     pair = _pair(communicator) if operation == EXCHANGE else None
     if operation == EXCHANGE:  # on the comm core the all-reduce of a pair, which rank 0 is part of
         regimes = pair and pair.regimes("all_reduce")
@@ -159,25 +155,21 @@ def measure_collective(
                 call()
             sent += WARM_CALLS * nbytes * share
     steady = next((first for name, first in regimes or () if name == PIPELINE and wire_s), math.inf)
-    done: dict[int, list[float]] = {}
-    for size in wanted:
-        left = left_s()
-        if len(done) >= LEAST_SIZES and (size > LARGE * free or wire_s):
-            before = max(done)
-            # Two messages of a regime whose slope is known say all of it.
-            enough = sum(nbytes >= steady for nbytes in done) >= 2
-            if enough or left < LEAST_SIZES * typical_s(done[before]) * size / before:
-                break
-        call = call_of(size)
-        first_s = max(communicator.gather_objects(_call_s(communicator, call, device)))
-        count = repeats or (REPEATS if size < MANY_BELOW else FEW_REPEATS)
-        # Larger ones are to come.
-        count = max(min(count, int(left / 4 / first_s)), min(count, 2))
-        # Of all ranks: who left the barrier last waits for nobody, and may see next to nothing.
-        ranks = communicator.gather_objects(
-            [_call_s(communicator, call, device) for _ in range(count)]
-        )
-        done[size] = [max(call_s) for call_s in zip(*ranks, strict=True)]
+
+    def timed_of(nbytes: int) -> Callable[[], float]:
+        call = call_of(nbytes)
+        return lambda: _call_s(communicator, call, device)
+
+    done = timed_by_size(
+        communicator,
+        wanted,
+        timed_of,
+        left_s=left_s,
+        repeats=repeats,
+        free_bytes=0.0 if wire_s else free,
+        # Two messages of a regime whose slope is known say all of it.
+        enough=lambda done: sum(nbytes >= steady for nbytes in done) >= 2,
+    )
     queued = []
     if queues and operation != EXCHANGE and communicator.size > 1:
         for size in _heads(list(done), regimes):
@@ -199,6 +191,52 @@ def measure_collective(
         wire_s_per_byte=wire_s,
         queued=tuple(queued),
     )
+
+
+def budget_of(communicator: Communicator, budget_s: float) -> Callable[[], float]:
+    """What tells how many seconds of the communicator's clock are left of so many from now on; all
+    ranks ask together, and rank 0's word holds."""
+    began_s = communicator.clock()
+    return lambda: budget_s - communicator.broadcast_object(communicator.clock() - began_s)
+
+
+def timed_by_size(
+    communicator: Communicator,
+    sizes: Sequence[int],
+    timed_of: Callable[[int], Callable[[], float]],
+    *,
+    left_s: Callable[[], float],
+    repeats: int | None = None,
+    free_bytes: float = 0.0,
+    enough: Callable[[Collection[int]], bool] = lambda done: False,
+) -> dict[int, list[float]]:
+    """Seconds of each repeat by size, the maximum over ranks; larger sizes only while there is
+    time.
+
+    Args:
+        sizes: ascending. The first three are timed in any case, and those that are not yet large
+            beside `free_bytes`.
+        timed_of: gives what sends a message of this size and returns its seconds on this rank.
+        left_s: of the time for all (`budget_of`).
+        repeats: per size; one more is made first and left out. None: by size.
+        enough: whether these sizes say all.
+    """
+    done: dict[int, list[float]] = {}
+    for size in sizes:
+        left = left_s()
+        if len(done) >= LEAST_SIZES and size > LARGE * free_bytes:
+            before = max(done)
+            if enough(done) or left < LEAST_SIZES * typical_s(done[before]) * size / before:
+                break
+        timed = timed_of(size)
+        first_s = max(communicator.gather_objects(timed()))
+        count = repeats or (REPEATS if size < MANY_BELOW else FEW_REPEATS)
+        # Larger ones are to come.
+        count = max(min(count, int(left / 4 / first_s)), min(count, 2))
+        # Of all ranks: who left the barrier last waits for nobody, and may see next to nothing.
+        ranks = communicator.gather_objects([timed() for _ in range(count)])
+        done[size] = [max(call_s) for call_s in zip(*ranks, strict=True)]
+    return done
 
 
 def _heads(sizes: Sequence[int], regimes: Sequence[tuple[str, int]] | None) -> list[int]:

@@ -62,6 +62,12 @@ class Algorithm(ABC):
         return cls.overlap
 
     @classmethod
+    def sends_by(cls, options: Any) -> str | None:
+        """The engine of a library's own that sends all of it, by all-reduces: the name of its
+        `Sender` (`dear.cost.foreign`). None: the communicator sends."""
+        return None
+
+    @classmethod
     def grouping(cls, options: Any, arrived: Arrived, cost: Cost) -> Groups | None:
         """Which gradients travel together once it has settled, in the order in which they start.
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dear.comm.communicator import Communicator
+from dear.cost.foreign import Sender
 from dear.errors import UserError
 from dear.lazy import torch
 from dear.training.hooks import Hooks
@@ -133,6 +134,10 @@ class Engine:
         """
         return {}
 
+    def sender(self) -> Sender | None:
+        """The engine of a library's own that sends in place of the communicator."""
+        return None
+
     def groups(self) -> list[tuple[int, Sequence[torch.nn.Parameter]]]:
         """What travels together at present, in the order in which it is started.
 
@@ -203,6 +208,10 @@ class _Distributed:
     def findings(self) -> dict[str, Any]:
         """What the algorithm has measured and decided by itself; rank 0's word holds."""
         return self._engine.findings()
+
+    def sender(self) -> Sender | None:
+        """The engine of a library's own that sends in place of the communicator; for measuring."""
+        return self._engine.sender()
 
     def groups(self) -> list[tuple[int, Sequence[torch.nn.Parameter]]]:
         """What travels together at present: bytes and parameters, as they are started."""

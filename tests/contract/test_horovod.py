@@ -17,8 +17,9 @@ import torch
 
 from dear.algorithms.synchronous import horovod
 from dear.algorithms.synchronous.horovod import _HorovodEngine
+from dear.cost.foreign import measure_sender
 from dear.errors import Unavailable, UserError
-from dear.training.algorithm import algorithm_options
+from dear.training.algorithm import algorithm_class, algorithm_options
 from tests.contract.algorithms import skip_if_unavailable
 from tests.contract.loops import make_model, make_sgd, message, train_both, wrap
 
@@ -112,6 +113,46 @@ def test_gradients_go_in_groups_and_are_divided_as_asked_and_horovod_writes_its_
         assert bool(sent) == grouped and (not sent or max(sent) > 1)
         assert factors == [] or found == factors, found
     assert "ALLREDUCE" in (tmp_path / "timeline.json").read_text()
+
+
+def _timed(options: dict[str, Any]) -> dict[str, Any]:
+    model = make_model()
+    optimizer = wrap(make_sgd(model), model, "horovod", **options)
+    sender = optimizer.sender()
+    communicator = optimizer._engine.communicator
+    once = measure_sender(
+        communicator, sender, sizes=[4096, 65536, 1 << 22], tensors=1, budget_s=5.0
+    )
+    calls = []
+    for tensors in (1, 2):
+        call = sender.timed(1 << 22, tensors)
+        communicator.barrier()
+        calls.append([call() for _ in range(4)])
+    model(torch.ones(2, 6) * (1 + communicator.rank)).sum().backward()
+    return {
+        "name": sender.name,
+        "fusion": sender.fusion_bytes,
+        "typical": once.typical_s,
+        "calls": calls,
+        "gradients": [param.grad.tolist() for param in model.parameters()],
+    }
+
+
+@pytest.mark.parametrize("options", [{"cycle_time_ms": 100.0}, {"compression": "fp16"}])
+def test_horovod_tells_what_its_own_all_reduces_take(own_pool, options):
+    skip_if_unavailable("horovod")
+    kind = algorithm_class("horovod")
+    one, other = own_pool(2).run(_timed, options)
+    for seen in (one, other):
+        assert seen["name"] == kind.sends_by(kind.Options(**options)) == "Horovod, gloo"
+        assert seen["fusion"] == 128 << 20
+        assert seen["typical"] == one["typical"]
+        small, _, large = seen["typical"]
+        assert 0 < small < large
+        # A cycle would have taken longer than all of it.
+        assert options.get("cycle_time_ms") is None or small < 50e-3
+        assert all(0 < call_s < 5 for calls in seen["calls"] for call_s in calls)
+    assert one["gradients"] == other["gradients"], "it trains on"
 
 
 def _waiting(late_s: float) -> tuple[float, float]:

@@ -9,6 +9,7 @@ import random
 import pytest
 import torch
 
+from common.harness.worker.timing.costs import engine_costs, time_sender
 from common.results.records import typed
 from dear.comm import runtime
 from dear.cost.collectives import BUDGET_S, WARM_BYTES, measure_collective
@@ -309,3 +310,43 @@ def test_queues_are_measured_alike_on_all_ranks(world):
     first, second = world(2).run(_queues)
     assert first == second and first
     assert all(nbytes >= 1 << 14 and seconds >= 0 for nbytes, seconds in first)
+
+
+class Library:
+    """An engine that takes what it says, and rank 1 longer."""
+
+    name = "a library"
+
+    def __init__(self, communicator, fusion_bytes):
+        self._communicator, self.fusion_bytes = communicator, fusion_bytes
+        self.sent = []
+
+    def timed(self, nbytes, tensors):
+        def timed():
+            self.sent.append((nbytes, tensors))
+            return (1 + self._communicator.rank) * tensors * (1e-3 + 1e-9 * nbytes)
+
+        return timed
+
+
+def timed_library(fusion_bytes):
+    communicator = runtime.communicator()
+    library = Library(communicator, fusion_bytes)
+    measured = time_sender(communicator, library, 1 << 20, time_scale=2.0)
+    return engine_costs("a library", measured, 2.0), sorted(set(library.sent))
+
+
+def test_a_foreign_engine_is_timed_with_one_tensor_and_with_several_that_it_joins(world):
+    for costs, sent in world(2).run(timed_library, 100 * KIB):
+        # The slower rank's times, of which half are of what the fabric stands for.
+        assert costs.all_reduce(MIB) == pytest.approx(1e-3 + 1e-9 * MIB)
+        assert costs.fused(MIB) == pytest.approx(2e-3 + 2e-9 * MIB)
+        assert (costs.engine, costs.noise) == ("a library", 0)
+        assert costs.error == pytest.approx(0, abs=1e-9)
+        sizes = [4 * KIB << power for power in range(8)]
+        assert sent == sorted([(n, 1) for n in sizes] + [(n, 2) for n in sizes if n < 100 * KIB])
+
+
+def test_an_engine_that_joins_nothing_has_no_cost_of_it(world):
+    for costs, sent in world(2).run(timed_library, 0):
+        assert costs.fused is None and {tensors for _, tensors in sent} == {1}

@@ -23,6 +23,7 @@ FACTS = {
     "compute": {"forward_s": 0.1, "backward_s": 0.2, "update_s": 1e-3},
     "costs": COSTS,
     "plan": {"groups": [{"bytes": PASSES.nbytes}]},
+    "gradient_bytes": PASSES.nbytes,
 }
 STEP_S = sum(PASSES.forward_s) + PASSES.backward_s + 1e-3 + 1e-3 + 1e-9 * PASSES.nbytes
 EMULATED = FabricFacts(fabric="emulated")
@@ -107,3 +108,48 @@ def test_half_the_bytes_take_half_the_time():
     whole, half = made(), made(options={"compression": "bf16"})
     saved = prediction(whole).exposed_s - prediction(half).exposed_s
     assert saved == pytest.approx(0.5e-9 * PASSES.nbytes)
+
+
+SHIPPED = {"alpha_s": 2e-3, "beta_s_per_byte": 2e-9}
+ENGINE = {"engine": "Horovod, gloo", "all_reduce": SHIPPED, "error": 0.02, "noise": 0.01}
+COMPUTE_S = sum(PASSES.forward_s) + PASSES.backward_s + 1e-3
+
+
+def by_an_engine(**given):
+    """Of Horovod, whose plan is each gradient by itself."""
+    plan = {"groups": [{"bytes": gradient.nbytes} for gradient in PASSES.gradients]}
+    return made("horovod", facts=FACTS | {"plan": plan, "engine_costs": ENGINE | given})
+
+
+def test_what_sends_by_an_engine_of_its_own_is_modelled_by_what_that_costs():
+    free = {"alpha_s": 0.0, "beta_s_per_byte": 0.0}
+    found = by_an_engine(all_reduce=free, fused=free).modelled.step_s
+    assert COMPUTE_S <= found <= COMPUTE_S + 2e-3, "within cycles of a millisecond"
+    slow = by_an_engine().modelled.step_s
+    # Twice as long per byte as on the communicator, so the backward pass hides little of it.
+    assert slow > COMPUTE_S - PASSES.backward_s + 2e-9 * PASSES.nbytes
+    copied = by_an_engine(fused={"alpha_s": 2e-3, "beta_s_per_byte": 3e-9}).modelled.step_s
+    assert copied > slow + 0.5e-9 * PASSES.nbytes
+
+
+@pytest.mark.parametrize("given", [{"engine": "Horovod, mpi"}, None])
+def test_costs_of_another_engine_do_not_count(given):
+    found = made("horovod") if given is None else by_an_engine(**given)
+    assert found.costs
+    reason = "it sends by Horovod, gloo, whose costs are not on record"
+    assert found.modelled == Modelled(reason=reason)
+
+
+def test_the_bound_is_of_what_the_engine_costs_that_sends():
+    found = by_an_engine(fused=SHIPPED)
+    sent_s = 2e-3 + 2e-9 * found.bytes.gradients
+    assert found.bound.step_s == pytest.approx(0.1 + max(0.2, sent_s) + 1e-3)
+    assert found.sending_costs == {"all_reduce": found.engine_costs.all_reduce}
+    assert made("horovod").bound.step_s is None, "not by those of the communicator"
+    assert made().sending_costs == made().costs
+
+
+def test_costs_of_the_engine_may_be_doubtful():
+    assert by_an_engine().notes == []
+    (note,) = by_an_engine(error=0.5).notes
+    assert note.startswith("costs of Horovod, gloo are doubtful: their fit is 50% off")

@@ -21,7 +21,13 @@ from common.harness.worker.checking import correctness
 from common.harness.worker.checking.inquiry import Inquiry
 from common.harness.worker.timing import evidence
 from common.harness.worker.timing.canary import canary_s
-from common.harness.worker.timing.costs import CostSamples, fits, time_collectives
+from common.harness.worker.timing.costs import (
+    CostSamples,
+    engine_costs,
+    fits,
+    time_collectives,
+    time_sender,
+)
 from common.harness.worker.timing.measure import (
     block_steps,
     measure_steps,
@@ -114,6 +120,16 @@ class _Repeat:
             costs = CostSamples(time_scale=self._scale, first=samples, again=again)
             self._result["cost_check"] = costs.check
             self._facts["collectives"] = costs.to_json()
+        sender = training.sender()
+        if sender is not None and self._result.get("costs"):
+            self._phase(f"timing all-reduces of {sender.name}")
+            nbytes = gradient_bytes(model)
+            sent = time_sender(self._communicator, sender, nbytes, self._scale)
+            self._result["engine_costs"] = engine_costs(sender.name, sent, self._scale)
+            self._facts["engine_collectives"] = [
+                {**dataclasses.asdict(one), "time_scale": self._scale, "residuals": one.residuals()}
+                for one in sent
+            ]
         return self._end(training, lambda: inquiry.confirm(check))
 
     def _plan(self, groups: list[dict[str, Any]], training: Training) -> Plan | None:

@@ -21,6 +21,7 @@ from common.models.replay import Replay
 from common.models.workload import Workload
 from common.results.records import Breakdown
 from dear.comm import runtime
+from dear.cost.foreign import Sender
 from dear.training.algorithm import algorithm_class
 
 SHORT_STEP_S = 0.5
@@ -162,6 +163,10 @@ class Training:
     def groups(self) -> list[tuple[int, Sequence[torch.nn.Parameter]]]:
         """What travels together at present (`dear.training.engine.Engine.groups`)."""
         return self.optimizer.groups() if self._distributed else []
+
+    def sender(self) -> Sender | None:
+        """What sends in place of the communicator (`dear.training.engine.Engine.sender`)."""
+        return self.optimizer.sender() if self._distributed else None
 
     def findings(self) -> dict[str, Any]:
         """What the algorithm has decided by itself (`dear.training.engine.Engine.findings`)."""

@@ -15,6 +15,7 @@ from common.results.records.learned import Data, Learning
 from common.results.records.trust import (
     Check,
     CostCheck,
+    EngineCosts,
     Modelled,
     Network,
     Strain,
@@ -184,6 +185,9 @@ class Record:
     """Of collectives, by operation."""
     cost_check: CostCheck | None = None
     """Of the costs, by the trial that has measured them; those that use them have the same."""
+    engine_costs: EngineCosts | None = None
+    """Of the engine that has sent in place of the communicator, by this trial; None: there is none,
+    or nobody has measured it."""
     bound: Bound | None = None
     plan: Plan | None = None
     """Of the first repeat; None where nothing travels, and in older records."""
@@ -237,6 +241,15 @@ class Record:
         """Number of virtual hosts; 0 where there are none."""
         per_host = self.trial.get("ranks_per_host")
         return -(-self.trial["world_size"] // per_host) if per_host else 0
+
+    @property
+    def sending_costs(self) -> dict[str, CollectiveCost] | None:
+        """By operation, of the engine that has sent; None: they are not on record."""
+        return (
+            self.costs
+            if self.engine_costs is None
+            else {"all_reduce": self.engine_costs.all_reduce}
+        )
 
     @property
     def step_s(self) -> float:

@@ -9,6 +9,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from dear.cost.fit import CollectiveCost
+
 
 def elapsed_per_step_s(steps: Sequence[float]) -> float:
     """Of a repeat, from the times of its steps; all in seconds."""
@@ -167,3 +169,20 @@ class CostCheck:
     def misfit(self) -> float:
         """What of the residual chance does not explain: the fit is of another shape."""
         return math.sqrt(max(0.0, self.residual**2 - (self.noise or 0.0) ** 2))
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineCosts:
+    """What all-reduces cost that a library sends by an engine of its own."""
+
+    engine: str
+    """Its name (`Algorithm.sends_by`)."""
+    all_reduce: CollectiveCost
+    """Of one tensor."""
+    fused: CollectiveCost | None = None
+    """Of several tensors in one buffer, by their bytes together; None: it joins none."""
+    error: float
+    """How far one half of the repeats is off the fit to the other half, as a share: the root of the
+    mean square over sizes, of the worse of the two."""
+    noise: float
+    """How far the halves are off each other, of the same: no fit can be nearer."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from dear.algorithms.synchronous._horovod_sender import HorovodSender
 from dear.buckets.grouping import MIB, Arrived, Cost, Groups, by_count
 from dear.comm.communicator import Communicator
 from dear.comm.environment import RankFacts
@@ -109,6 +110,11 @@ class Horovod(Algorithm):
             return dataclasses.replace(self, cycle_time_ms=given * factor)
 
         @property
+        def fusion_bytes(self) -> float:
+            given = self.fusion_threshold_mb
+            return (FUSION_THRESHOLD_MB if given is None else given) * MIB
+
+        @property
         def wire(self) -> torch.dtype | None:
             """The type in which gradients travel, None if it is their own."""
             return torch.float16 if self.compression == "fp16" else None
@@ -125,19 +131,23 @@ class Horovod(Algorithm):
         """The rule of its thread is known for cached tensors that travel one by one."""
         ruled = not (options.autotune or options.adasum or options.groups)
         ruled = ruled and options.cache_capacity != 0 and options.controller == "gloo"
-        fusion, cycle = options.fusion_threshold_mb, options.cycle_time_ms
+        cycle = options.cycle_time_ms
         return Unstated(
             "Horovod's own thread decides in each cycle what it sends; `backward()` waits for it "
             "all",
             Cycles(
                 cycle_s=(CYCLE_TIME_MS if cycle is None else cycle) / 1e3,
-                fusion_bytes=(FUSION_THRESHOLD_MB if fusion is None else fusion) * MIB,
+                fusion_bytes=options.fusion_bytes,
                 agreement_bytes=AGREEMENT_BYTES,
                 marks_bytes=4,
             )
             if ruled
             else None,
         )
+
+    @classmethod
+    def sends_by(cls, options: Options) -> str:
+        return f"Horovod, {options.controller}"
 
     @classmethod
     def grouping(cls, options: Options, arrived: Arrived, cost: Cost) -> Groups:
@@ -253,6 +263,32 @@ class _HorovodEngine(GradientEngine):
     def close(self) -> None:
         super().close()
         self._horovod._grad_accs.clear()  # Horovod's hooks live on these nodes
+
+    def sender(self) -> HorovodSender | None:
+        options, horovod = self.options, self._horovod
+        if self.communicator.size == 1:
+            return None
+        mean = horovod.op == self._hvd.Average
+        before = 1.0 / horovod.gradient_predivide_factor if mean else 1.0
+
+        def send(tensor: torch.Tensor, name: str) -> Any:
+            return self._hvd.allreduce_async_(
+                tensor,
+                name=name,
+                op=horovod.op,
+                prescale_factor=before,
+                postscale_factor=1.0 / before,
+            )
+
+        return HorovodSender(
+            self.communicator,
+            send,
+            name=Horovod.sends_by(options),
+            fusion_bytes=options.fusion_bytes,
+            dtype=options.wire or self.params[0].dtype,
+            device=self.params[0].device,
+            poll_s=POLL_PERIOD_S,
+        )
 
     def passed(self) -> None:
         if self.communicator.size == 1:

@@ -8,16 +8,20 @@ from typing import Any
 
 import torch
 
-from common.results.records.trust import CostCheck
+from common.results.records.trust import CostCheck, EngineCosts
 from dear.comm.communicator import Communicator
 from dear.cost.collectives import measure_collective
 from dear.cost.fit import CollectiveCost
+from dear.cost.foreign import Sender, measure_sender
 from dear.cost.measurement import LARGE, OPERATIONS, Measurement
 
 _SMALLEST, _LARGEST = 4 << 10, 64 << 20
 _LEAST_SIZES = 3
 BUDGET_S = 0.5
 """Of what the fabric stands for, for each operation: 2 s for all four."""
+SENDER_BUDGET_S = 1.5
+"""The same of an engine that tells neither regimes nor the rate of its links, so that only large
+messages say what a byte costs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +85,44 @@ def time_collectives(
         )
         for place, operation in enumerate(OPERATIONS)
     ]
+
+
+def time_sender(
+    communicator: Communicator, sender: Sender, nbytes: int, time_scale: float
+) -> list[Measurement]:
+    """Times an engine that sends in place of the communicator, on connections that are warm: with
+    one tensor in a message, and then with two, where it joins them; all ranks call it.
+
+    Args:
+        nbytes, time_scale: as of `time_collectives`.
+    """
+    sizes = sizes_up_to(nbytes, communicator.burst_bytes)
+    joined = [size for size in sizes if size <= sender.fusion_bytes]
+    chosen = {1: sizes, 2: joined if len(joined) >= _LEAST_SIZES else []}
+    return [
+        measure_sender(
+            communicator,
+            sender,
+            sizes=some,
+            tensors=tensors,
+            budget_s=SENDER_BUDGET_S * time_scale,
+        )
+        for tensors, some in chosen.items()
+        if some
+    ]
+
+
+def engine_costs(engine: str, measured: list[Measurement], time_scale: float) -> EngineCosts:
+    """What `time_sender` has measured, in seconds of what the fabric stands for."""
+    worst = max((one.agreement() for one in measured), key=lambda found: found.misfit)
+    alone, *fused = (one.fit().divided(time_scale) for one in measured)
+    return EngineCosts(
+        engine=engine,
+        all_reduce=alone,
+        fused=fused[0] if fused else None,
+        error=worst.error,
+        noise=worst.noise,
+    )
 
 
 def fits(measured: list[Measurement], time_scale: float) -> dict[str, CollectiveCost]:

@@ -1,0 +1,69 @@
+"""What all-reduces cost that a library sends by an engine of its own, past the communicator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from dear.comm.communicator import Communicator
+from dear.cost.collectives import budget_of, timed_by_size
+from dear.cost.measurement import Measurement, carried
+
+
+class Sender(Protocol):
+    """The library's engine. It joins tensors that are ready together in one buffer."""
+
+    name: str
+    fusion_bytes: float
+    """No buffer of several tensors is larger."""
+
+    def timed(self, nbytes: int, tensors: int) -> Callable[[], float]:
+        """Sends so many bytes in so many equal tensors at each call; on all ranks.
+
+        The call gives the seconds of the all-reduce, copies into the buffer and out of it included,
+        but not what is waited for until it begins.
+        """
+        ...
+
+
+def measure_sender(
+    communicator: Communicator,
+    sender: Sender,
+    *,
+    sizes: Sequence[int],
+    tensors: int,
+    budget_s: float,
+) -> Measurement:
+    """Times all-reduces of a foreign engine; every rank calls it, and nothing else runs meanwhile.
+
+    Args:
+        communicator: of the same ranks.
+        sizes: bytes, all tensors together.
+        tensors: so many in each buffer.
+        budget_s: as of `dear.cost.collectives.measure_collective`.
+    """
+    unit = 4 * tensors * communicator.size
+    free = communicator.burst_bytes / carried("all_reduce", communicator.size)
+
+    def timed_of(nbytes: int) -> Callable[[], float]:
+        send = sender.timed(nbytes, tensors)
+
+        def timed() -> float:
+            communicator.barrier()
+            return send()
+
+        return timed
+
+    done = timed_by_size(
+        communicator,
+        sorted({-(-size // unit) * unit for size in sizes}),
+        timed_of,
+        left_s=budget_of(communicator, budget_s),
+        free_bytes=free,
+    )
+    return Measurement(
+        operation="all_reduce",
+        nbytes=list(done),
+        seconds=list(done.values()),
+        free_bytes=free,
+    )

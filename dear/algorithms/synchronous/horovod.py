@@ -265,29 +265,30 @@ class _HorovodEngine(GradientEngine):
         self._horovod._grad_accs.clear()  # Horovod's hooks live on these nodes
 
     def sender(self) -> HorovodSender | None:
-        options, horovod = self.options, self._horovod
         if self.communicator.size == 1:
             return None
-        mean = horovod.op == self._hvd.Average
-        before = 1.0 / horovod.gradient_predivide_factor if mean else 1.0
-
-        def send(tensor: torch.Tensor, name: str) -> Any:
-            return self._hvd.allreduce_async_(
-                tensor,
-                name=name,
-                op=horovod.op,
-                prescale_factor=before,
-                postscale_factor=1.0 / before,
-            )
-
         return HorovodSender(
             self.communicator,
-            send,
-            name=Horovod.sends_by(options),
-            fusion_bytes=options.fusion_bytes,
-            dtype=options.wire or self.params[0].dtype,
+            self._send,
+            name=Horovod.sends_by(self.options),
+            fusion_bytes=self.options.fusion_bytes,
+            dtype=self._dtype,
             device=self.params[0].device,
             poll_s=POLL_PERIOD_S,
+        )
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        """In which gradients travel."""
+        return self.options.wire or self.params[0].dtype
+
+    def _send(self, tensor: torch.Tensor, name: str) -> Any:
+        """Starts an all-reduce as Horovod's hooks start those of gradients."""
+        op, before = self._horovod.op, 1.0
+        if op == self._hvd.Average:
+            before = 1.0 / self._horovod.gradient_predivide_factor
+        return self._hvd.allreduce_async_(
+            tensor, name=name, op=op, prescale_factor=before, postscale_factor=1.0 / before
         )
 
     def passed(self) -> None:
@@ -298,8 +299,12 @@ class _HorovodEngine(GradientEngine):
                 self.arrived(param)
         # Horovod gives every parameter a gradient, zero where there was none. One that no rank
         # used must stay without, or weight decay and momentum would move it.
-        used = torch.tensor([param.grad is not None for param in self.params], dtype=torch.int32)
-        exchange = self._hvd.allreduce_async_(used, op=self._hvd.Sum, name=f"{self._name}.used")
+        used = torch.tensor([param.grad is not None for param in self.params], dtype=self._dtype)
+        name = f"{self._name}.used"
+        if self.options.adasum:  # what it makes of marks may be zero
+            exchange = self._hvd.allreduce_async_(used, op=self._hvd.Sum, name=name)
+        else:  # like a gradient, so that they are fused with those that come last
+            exchange = self._send(used, name)
         self._rest_until([handle for handle, _ in self._horovod._handles.values()] + [exchange])
         self._horovod.synchronize()
         self._hvd.synchronize(exchange)

@@ -124,7 +124,8 @@ def test_hanging_ranks_are_stopped_and_say_where_they_hung(tmp_path, launcher):
     ],
 )
 def test_a_real_job_trains_across_virtual_hosts(tmp_path, launcher, algorithm, world_size, slots):
-    reason = algorithm_class(algorithm).unavailable()
+    kind = algorithm_class(algorithm)
+    reason = kind.unavailable()
     if reason:
         pytest.skip(reason)
     write_trial(tmp_path, algorithm, world_size)
@@ -133,3 +134,5 @@ def test_a_real_job_trains_across_virtual_hosts(tmp_path, launcher, algorithm, w
     result = outcome["result"]
     assert result["check"]["matches_reference"] and result["check"]["replicas_agree"]
     assert result["started_by"] == ("Open MPI" if launcher == "mpirun" else "torchrun")
+    engine = result["engine_costs"]
+    assert (engine and engine["engine"]) == kind.sends_by(kind.Options())

@@ -379,7 +379,7 @@ _SIZES = (4096, 65536, 262144, 1 << 20, 4 << 20)
 
 def start_up(args: argparse.Namespace, check: Check) -> int:
     """Rings, whatever the size: what a published fit of NCCL or MPI on Ethernet is of."""
-    os.environ["COMM_CORE_TCP_SMALL"] = "0"
+    os.environ |= {"COMM_CORE_TCP_SMALL": "0", "COMM_CORE_TCP_DIRECT": "0"}
     far = NetworkProfile(name="bench", gbps=10, latency_us=1000)
     near = network_profile("10gbe")
     # 2 (n-1) messages, one after the other, each of a frame that two lines send.

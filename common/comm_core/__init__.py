@@ -116,9 +116,9 @@ class Regime(NamedTuple):
     """An algorithm of a collective, and from which size on it is taken."""
 
     name: str
-    """`direct`, `doubling` or `tree`: few hops; `blocks`: a ring of whole blocks; `pieces`: a ring
-    that passes on parts of a block, larger for larger blocks; `pipeline`: a ring whose start-up no
-    longer grows; `shared_memory`."""
+    """`direct`, `doubling` or `tree`: few hops; `two_hops`: every rank sums a block; `blocks`: a
+    ring of whole blocks; `pieces`: one that passes on parts of a block, larger for larger blocks;
+    `pipeline`: one whose start-up no longer grows; `shared_memory`."""
     first_nbytes: int
     """Bytes of the whole operation: all ranks' blocks."""
     setting: str

@@ -34,7 +34,7 @@ def test_a_group_of_unequal_hosts_goes_over_lanes_alone() -> None:
 
 def test_the_environment_moves_a_boundary(monkeypatch: pytest.MonkeyPatch) -> None:
     before = comm_core.regimes("all_reduce", 4)
-    assert [regime.name for regime in before] == ["direct", "blocks", "pieces", "pipeline"]
+    assert [regime.name for regime in before] == ["direct", "two_hops", "pieces", "pipeline"]
     for regime in before[1:]:
         if regime.setting:
             monkeypatch.setenv(regime.setting, str(MIB // 2))

@@ -115,6 +115,8 @@ void the_algorithm_is_as_said() {
           const std::string name = all[i].name;
           if (name == "direct") {
             expect(seen.lanes == n * (n - 1) && seen.frames == n * (n - 1), what);
+          } else if (name == "two_hops") {
+            expect(n > 2 && seen.lanes == n * (n - 1) && seen.frames == 2 * n * (n - 1), what);
           } else if (name == "doubling") {  // of 9: three rounds of 8, and two for the ninth
             expect(n == 9 && seen.lanes == 26 && seen.frames == 26, what);
           } else if (name == "tree") {
@@ -161,6 +163,9 @@ void settings_move_the_boundaries() {
              larger[1].first_bytes == 1 << 20 && larger[2].first_bytes == 4 << 20,
          "TCP_SMALL");
   options = {};
+  const auto straight = regimes(OpKind::all_gather, 8, 8, options);
+  expect(straight.size() == 3 && straight[1].first_bytes == 256 << 10, "TCP_DIRECT");
+  options.tcp_direct = 0;
   options.tcp_chunk = 16 << 10;
   const auto finer = regimes(OpKind::all_reduce, 4, 4, options);
   expect(finer.size() == 3 && finer[2].name == std::string("pipeline") &&

@@ -54,14 +54,15 @@ void every_setting_is_read() {
                         {"COMM_CORE_TCP_RECEIVE_BUFFER", "2"}, {"COMM_CORE_TCP_SMALL", "3"},
                         {"COMM_CORE_TCP_CHUNK", "4096"},       {"COMM_CORE_TCP_EAGER", "5"},
                         {"COMM_CORE_SHM_SLOT", "8192"},        {"COMM_CORE_SHM_FLAT", "7"},
-                        {"COMM_CORE_SHM_DIRECT", "8"},         {"COMM_CORE_SHM_STREAM", "9"}};
+                        {"COMM_CORE_SHM_DIRECT", "8"},         {"COMM_CORE_SHM_STREAM", "9"},
+                        {"COMM_CORE_TCP_DIRECT", "10"}};
   const Options o = Options::from_environment();
   expect(o.transport == TransportChoice::tcp && o.interface == "eth7" && o.host_id == "here" &&
              o.allow_loopback && o.sockets.congestion == "reno" && o.sockets.send_buffer == 1 &&
              o.sockets.receive_buffer == 2,
          "wrong words");
   expect(o.tcp_small == 3 && o.tcp_chunk == 4096 && o.tcp_eager == 5 && o.shm_slot == 8192 &&
-             o.shm_flat == 7 && o.shm_direct == 8 && o.shm_stream == 9,
+             o.shm_flat == 7 && o.shm_direct == 8 && o.shm_stream == 9 && o.tcp_direct == 10,
          "wrong sizes");
   expect(host_identity(o) == "here" && host_identity(none) != "here", "wrong identities");
   const Environment shm{{"COMM_CORE_TRANSPORT", "shm"}};

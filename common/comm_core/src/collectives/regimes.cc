@@ -26,6 +26,13 @@ size_t ring_piece(uint64_t block, int places, const Options& options) {
   return std::clamp(size_t(block / kPiecesOfBlock), least_piece(options), longest_piece(options));
 }
 
+bool blocks_go_straight(OpKind kind, int ranks, uint64_t bytes, const Options& options) {
+  const bool has_blocks =
+      kind == OpKind::all_reduce || kind == OpKind::reduce_scatter || kind == OpKind::all_gather;
+  return has_blocks && ranks > 2 && ranks <= kDirectRanks && bytes >= options.tcp_small &&
+         bytes < options.tcp_direct;
+}
+
 std::vector<Regime> regimes(OpKind kind, int ranks, int hosts, const Options& options) {
   const bool broadcasts = kind == OpKind::broadcast;
   if (!broadcasts && kind != OpKind::all_reduce && kind != OpKind::reduce_scatter &&
@@ -52,13 +59,21 @@ std::vector<Regime> regimes(OpKind kind, int ranks, int hosts, const Options& op
     result.push_back({"pipeline", blocks * (least < longest ? kPiecesOfBlock * longest : 2 * least),
                       "COMM_CORE_TCP_CHUNK"});
   }
-  // The ring begins at `tcp_small`, with the last of its regimes that would have begun by then.
-  while (result.size() > 2 && result[2].first_bytes <= options.tcp_small) {
+  const bool straight =
+      (tcp || hosts == ranks) && blocks_go_straight(kind, ranks, options.tcp_small, options);
+  const size_t ring_from = straight ? options.tcp_direct : options.tcp_small;
+  // A ring begins with the last of its regimes that would have begun by then.
+  while (result.size() > 2 && result[2].first_bytes <= ring_from) {
     result.erase(result.begin() + 1);
   }
-  result[1].first_bytes = options.tcp_small;
-  result[1].setting = "COMM_CORE_TCP_SMALL";
-  if (options.tcp_small == 0) result.erase(result.begin());
+  result[1].first_bytes = ring_from;
+  result[1].setting = straight ? "COMM_CORE_TCP_DIRECT" : "COMM_CORE_TCP_SMALL";
+  // The blocks of the two others go straight at any smaller size.
+  const bool in_two_hops = straight && kind == OpKind::all_reduce;
+  if (in_two_hops) {
+    result.insert(result.begin() + 1, {"two_hops", options.tcp_small, "COMM_CORE_TCP_SMALL"});
+  }
+  if (result[1].first_bytes == 0) result.erase(result.begin());
   return result;
 }
 

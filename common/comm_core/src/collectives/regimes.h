@@ -12,6 +12,11 @@ namespace comm_core {
 // Up to here everybody sends to everybody in one hop; beyond, trees have fewer messages.
 constexpr int kDirectRanks = 8;
 
+// Whether blocks of an all_reduce, reduce_scatter or all_gather of so many bytes in all, too large
+// for few hops, go straight from rank to rank: as many bytes and messages as on a ring, in one hop
+// a block instead of P - 1. On two ranks both are the same.
+bool blocks_go_straight(OpKind kind, int ranks, uint64_t bytes, const Options& options);
+
 // On a ring of two nobody waits for pieces to be passed on: many at once save context switches.
 constexpr size_t kPairPieces = 4;
 
@@ -20,7 +25,7 @@ constexpr size_t kPairPieces = 4;
 size_t ring_piece(uint64_t block, int places, const Options& options);
 
 struct Regime {
-  const char* name;      // direct, doubling, tree; blocks, pieces, pipeline; shared_memory
+  const char* name;  // direct, doubling, tree, two_hops; blocks, pieces, pipeline; shared_memory
   uint64_t first_bytes;  // of the whole operation: all ranks' blocks
   const char* setting;   // the environment variable that moves it; "" for the first
 };

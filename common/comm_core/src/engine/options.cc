@@ -80,6 +80,7 @@ Options Options::from_environment() {
   options.sockets.send_buffer = int(send_buffer);
   options.sockets.receive_buffer = int(receive_buffer);
   read_bytes("COMM_CORE_TCP_SMALL", options.tcp_small, 0);
+  read_bytes("COMM_CORE_TCP_DIRECT", options.tcp_direct, 0);
   read_bytes("COMM_CORE_TCP_CHUNK", options.tcp_chunk, 4096);
   read_bytes("COMM_CORE_TCP_EAGER", options.tcp_eager, 0);
   read_bytes("COMM_CORE_SHM_SLOT", options.shm_slot, 4096);
@@ -94,10 +95,8 @@ std::string Options::agreed() const {
   std::string text = std::string("COMM_CORE_TRANSPORT=") + kTransports[int(transport)] +
                      " COMM_CORE_SECRET_FILE=" + mark_of(secret);
   const std::pair<const char*, size_t> sizes[] = {
-      {"TCP_SMALL", tcp_small},
-      {"TCP_EAGER", tcp_eager},
-      {"SHM_FLAT", shm_flat},
-      {"SHM_DIRECT", shm_direct},
+      {"TCP_SMALL", tcp_small}, {"TCP_DIRECT", tcp_direct}, {"TCP_EAGER", tcp_eager},
+      {"SHM_FLAT", shm_flat},   {"SHM_DIRECT", shm_direct},
   };
   for (const auto& [name, bytes] : sizes) {
     text += std::string(" COMM_CORE_") + name + "=" + std::to_string(bytes);

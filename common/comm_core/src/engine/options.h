@@ -18,7 +18,9 @@ struct Options {
   std::string secret;           // of the job, that its store does not know; empty: there is none
   SocketOptions sockets;
   // Sizes from which a larger-message algorithm is taken, and chunk sizes; all in bytes.
-  size_t tcp_small = 32 << 10;   // all_reduce, reduce_scatter, ...: below this, direct exchange
+  size_t tcp_small = 32 << 10;  // all_reduce, reduce_scatter, ...: below this, direct exchange
+  // Of 3 to 8 ranks: below this, each block goes straight to its rank.
+  size_t tcp_direct = 256 << 10;
   size_t tcp_chunk = 256 << 10;  // moved per step and direction
   size_t tcp_eager = 16 << 10;   // messages up to this go before the receiver asks
   size_t shm_slot = 0;           // one round of one rank through shared memory; 0: by itself

@@ -15,7 +15,8 @@ class OverLanes : Planner {
         n_(group.size()),
         me_(group.rank()),
         root_(spec.root),
-        large_(frame.total_bytes >= group.options().tcp_small) {
+        straight_(blocks_go_straight(spec.kind, n_, frame.total_bytes, group.options())),
+        large_(frame.total_bytes >= group.options().tcp_small && !straight_) {
     frame_.way = large_ ? Way::ring : Way::few_hops;
   }
 
@@ -26,10 +27,13 @@ class OverLanes : Planner {
     const bool is_root = me_ == root_;
     switch (spec_.kind) {
       case OpKind::all_reduce:
-        large_ ? ring_all_reduce() : n_ <= kDirectRanks ? direct_fold(to_all(in[0])) : doubling();
+        straight_            ? two_hops()
+        : large_             ? ring_all_reduce()
+        : n_ <= kDirectRanks ? direct_fold(to_all(in[0]), out[0])
+                             : doubling();
         break;
       case OpKind::reduce_scatter:
-        large_ ? add_ring_reduce(ring(), in, out[0], divisor_) : direct_fold(in);
+        large_ ? add_ring_reduce(ring(), in, out[0], divisor_) : direct_fold(in, out[0]);
         break;
       case OpKind::all_gather:
         add(own_copy(in[0], out[me]));
@@ -37,7 +41,7 @@ class OverLanes : Planner {
         break;
       case OpKind::broadcast: large_ ? chain() : tree(); break;
       case OpKind::reduce:
-        large_ ? ring_reduce_to_root() : is_root ? direct_fold({}) : send_to_root(in[0]);
+        large_ ? ring_reduce_to_root() : is_root ? direct_fold({}, out[0]) : send_to_root(in[0]);
         break;
       case OpKind::gather:
         is_root ? exchange_with_all({}, out) : send_to_root(in[0]);
@@ -96,8 +100,8 @@ class OverLanes : Planner {
   }
 
   // Folds what every rank sent, in rank order, so that all ranks get the same bits.
-  void direct_fold(const std::vector<ConstSpan>& to) {
-    const ConstSpan own = spec_.inputs[spec_.inputs.size() == 1 ? 0 : size_t(me_)];
+  void direct_fold(const std::vector<ConstSpan>& to, Span output) {
+    const ConstSpan own = to.empty() ? spec_.inputs[0] : to[size_t(me_)];
     auto arrived = scratch(own.bytes * size_t(n_));
     std::vector<Span> from;
     for (size_t r = 0; r < size_t(n_); ++r) {
@@ -107,10 +111,17 @@ class OverLanes : Planner {
     std::vector<const void*> sources;
     for (const Span& block : from) sources.push_back(block.data);
     sources[size_t(me_)] = own.data;
-    add_local([arrived, sources, bytes = own.bytes, out = spec_.outputs[0].data, frame = frame_,
+    add_local([arrived, sources, bytes = own.bytes, out = output.data, frame = frame_,
                divisor = divisor_] {
       fold(frame, divisor, out, sources.data(), int(sources.size()), bytes);
     });
+  }
+
+  // Every rank sums its block of what all send it, and sends the sum to all.
+  void two_hops() {
+    const std::vector<Span> out = cuts(spec_.outputs[0], spec_.dtype, n_);
+    direct_fold(cuts(spec_.inputs[0], spec_.dtype, n_), out[size_t(me_)]);
+    exchange_with_all(to_all(out[size_t(me_)]), out);
   }
 
   // Recursive doubling. Ranks beyond the largest power of two hand in before and get back after.
@@ -211,7 +222,7 @@ class OverLanes : Planner {
   }
 
   const int n_, me_, root_;
-  const bool large_;
+  const bool straight_, large_;
 };
 
 }  // namespace

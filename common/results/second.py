@@ -69,6 +69,7 @@ def prediction(record: Record) -> Prediction:
             nbytes=group.bytes,
             tensors=group.tensors,
             names=tuple(name for name in (group.first, group.last) if name is not None),
+            some=group.some,
         )
         for group in plan.groups
     ]

@@ -50,6 +50,8 @@ class Message:
     """Their places in `Passes.gradients`."""
     nbytes: float
     """On the wire."""
+    some: bool | None = None
+    """Whether it has the transfers that are stated of some messages only; None: not known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +63,8 @@ class Bundle:
     """0: not known."""
     names: tuple[str, ...] = ()
     """Of its first and its last parameter, where they are known."""
+    some: bool | None = None
+    """As of `Message`."""
 
 
 def passes_of(profile: Profile, update_s: float) -> Passes:
@@ -128,7 +132,7 @@ def messages_of(passes: Passes, plan: Sequence[Bundle], share: float = 1.0) -> t
             raise UnmodelledError("its plan does not fit the gradients of its profile")
         members = tuple(left[stretch])
         del left[stretch]
-        found.append(Message(members=members, nbytes=bundle.nbytes * share))
+        found.append(Message(members=members, nbytes=bundle.nbytes * share, some=bundle.some))
     if left:
         raise UnmodelledError(f"its plan lacks {len(left)} of {len(passes.gradients)} gradients")
     return tuple(found)

@@ -168,7 +168,8 @@ class _Stated(_Rank):
         self._update_s = [rate_s * sum(gradients[i].nbytes for i in m.members) for m in messages]
         self._urgency = [float(layers - layer) for layer in self._layer]
         self._by_need = sorted(range(len(messages)), key=self._layer.__getitem__)
-        self._transfers = [_transfers_of(one.nbytes, overlap) for one in messages]
+        self._ahead = _ahead(messages)
+        self._transfers = [_transfers_of(one, overlap) for one in messages]
         self._step = 0
         self._under_way: dict[tuple[int, Transfer, int], list[Sending]] = {}
         """By message, transfer and the step in which it started."""
@@ -190,6 +191,7 @@ class _Stated(_Rank):
     def _backward(self) -> None:
         at_s = 0.0
         for place, gradient in enumerate(self.passes.gradients):
+            self._do(self._ahead.get(place, []), "ahead")
             self.events.run_for(max(0.0, gradient.ready_s - at_s))
             at_s = max(at_s, gradient.ready_s)
             complete = [i for i, last in enumerate(self._ready) if last == place]
@@ -258,13 +260,25 @@ class _Stated(_Rank):
                 self.wait(self._under_way.pop(key, []), moment, layer)
 
 
-def _transfers_of(nbytes: float, overlap: Overlap) -> tuple[Transfer, ...]:
-    """Those that a message of so many bytes has."""
+def _ahead(messages: Sequence[Message]) -> dict[int, list[int]]:
+    """By places of gradients: the messages whose layers the backward pass reaches after those
+    that it is about to go through then. Before the very first layer it is that one's turn, too."""
+    reached = sorted(range(len(messages)), key=lambda i: min(messages[i].members))
+    found: dict[int, list[int]] = {}
+    for before, i in zip([*reached[:1], *reached], reached, strict=False):
+        found.setdefault(min(messages[before].members), []).append(i)
+    return found
+
+
+def _transfers_of(message: Message, overlap: Overlap) -> tuple[Transfer, ...]:
+    """Those that a message has."""
     instead = [t for t in overlap.transfers if t.buckets == "instead"]
-    if any(t.buckets != "all" and t.up_to_bytes is None for t in overlap.transfers):
-        raise UnmodelledError("it is not stated which messages have which transfers")
-    small = tuple(t for t in instead if nbytes <= t.up_to_bytes)
-    return small or tuple(t for t in overlap.transfers if t.buckets == "all")
+    some = any(t.buckets == "some" for t in overlap.transfers)
+    if (some and message.some is None) or any(t.up_to_bytes is None for t in instead):
+        raise UnmodelledError("it is not known which messages have which transfers")
+    small = tuple(t for t in instead if message.nbytes <= t.up_to_bytes)
+    having = ("all", "some") if message.some else ("all",)
+    return small or tuple(t for t in overlap.transfers if t.buckets in having)
 
 
 class _InCycles(_Rank):

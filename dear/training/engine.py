@@ -146,6 +146,11 @@ class Engine:
         """
         return []
 
+    def some_groups(self) -> frozenset[int] | None:
+        """Places in `groups()` of those that have the transfers that are stated of some buckets
+        only (`dear.cost.overlap.Transfer.buckets`); None: the engine does not tell."""
+        return None
+
     def synchronize(self) -> None:
         """Leaves nothing in flight: parameters current, gradients averaged."""
         self.settle()
@@ -216,6 +221,10 @@ class _Distributed:
     def groups(self) -> list[tuple[int, Sequence[torch.nn.Parameter]]]:
         """What travels together at present: bytes and parameters, as they are started."""
         return self._engine.groups()
+
+    def some_groups(self) -> frozenset[int] | None:
+        """Places in `groups()` of those with transfers that others lack; None: it is not told."""
+        return self._engine.some_groups()
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Gradient accumulation: backward passes inside communicate nothing."""

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import inspect
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed import fsdp
 from torch.distributed.tensor import DTensor
 
 import dear
@@ -70,6 +73,64 @@ def test_ranks_hold_parts_and_give_back_the_whole(stage: int) -> None:
     assert seen.pop("groups") == 4  # three layers and the whole
     assert all(seen.pop("named"))
     assert all(seen.values()), seen
+
+
+@on_ranks(2)
+def test_units_are_told_with_what_is_freed_between_the_passes() -> None:
+    model = Tied()
+    nbytes = {name: param.nbytes for name, param in model.named_parameters()}
+    optimizer = wrap(make_sgd(model), model, "fsdp", **_LAYERS)
+    steps(model, optimizer, mine(), range(2))
+    names = {id(param): name for name, param in model.named_parameters()}
+    told = optimizer.groups()
+    groups = [[names[id(param)] for param in params] for _, params in told]
+    assert groups == [
+        ["layers.0.bias", "layers.0.weight"],
+        ["head.bias", "head.weight", "layers.1.bias", "layers.1.weight"],
+        ["scale"],  # a scalar cannot be cut
+    ]
+    assert [size for size, _ in told] == [sum(nbytes[n] for n in group) for group in groups]
+    assert optimizer.some_groups() == {0}
+    optimizer.synchronize()  # the model has whole parameters now
+    held = set(map(id, model.parameters()))
+    assert all(id(param) in held for _, params in optimizer.groups()[:2] for param in params)
+    optimizer.close()
+
+
+@on_ranks(2)
+def test_defaults_are_those_of_the_installed_torch() -> None:
+    """What is passed to torch is its default, but for what says which parameters and ranks."""
+    given: list[tuple[nn.Module, dict[str, Any]]] = []
+    torchs = inspect.signature(fsdp.fully_shard).parameters
+    real = fsdp.fully_shard
+
+    def noted(module: nn.Module, **settings: Any) -> Any:
+        given.append((module, settings))
+        return real(module, **settings)
+
+    model = make_model()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fsdp, "fully_shard", noted)
+        optimizer = wrap(make_sgd(model), model, "fsdp", **_LAYERS)
+    optimizer.close()
+    assert [module for module, _ in given] == [model[0], model[2], model[4], model]
+    # None: all but the outermost module are freed after the forward pass.
+    assert torchs["reshard_after_forward"].default is None
+    assert [s["reshard_after_forward"] for _, s in given] == [True, True, True, None]
+    for _, settings in given:
+        chosen = {"mesh", "ignored_params", "reshard_after_forward"}
+        assert settings.keys() - chosen == {"mp_policy"}
+        policy = settings["mp_policy"]
+        assert policy == torchs["mp_policy"].default == fsdp.MixedPrecisionPolicy()
+    others = {"offload_policy": fsdp.OffloadPolicy(), "shard_placement_fn": None}
+    assert {name: torchs[name].default for name in others} == others
+    policies = inspect.signature(fsdp.MixedPrecisionPolicy).parameters
+    assert {name: p.default for name, p in policies.items()} == {
+        "param_dtype": None,
+        "reduce_dtype": None,
+        "output_dtype": None,
+        "cast_forward_inputs": True,
+    }
 
 
 @on_ranks(2)

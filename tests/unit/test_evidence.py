@@ -80,13 +80,22 @@ def test_a_trace_has_all_gradients_and_all_that_is_sent(
 
 @pytest.mark.parametrize(
     ("algorithm", "options", "groups"),
-    [("wfbp", {}, 4), ("dear", {}, 1), ("dear", {"fusion": "none"}, 4), ("neighbor", {}, 1)],
+    [
+        ("wfbp", {}, 4),
+        ("dear", {}, 1),
+        ("dear", {"fusion": "none"}, 4),
+        ("neighbor", {}, 1),
+        ("fsdp", {"min_mb": 1e-6}, 2),
+        ("fsdp", {}, 1),
+    ],
 )
 def test_the_plan_says_what_travels_together(world, algorithm, options, groups):
     for _, plan, *_ in world(2).run(_traced, algorithm, options):
         assert len(plan["groups"]) == groups
         assert {name for one in plan["groups"] for name in one["parameters"]} == NAMES
         assert sum(one["bytes"] for one in plan["groups"]) == GRADIENT_BYTES
+        some = {one["some"] for one in plan["groups"]}
+        assert some == ({bool(options)} if algorithm == "fsdp" else {None})
 
 
 def test_the_plan_of_ddp_has_its_buckets_in_bytes(world):

@@ -104,6 +104,20 @@ def test_groups_of_blocks_have_costs_that_nobody_measured():
     )
 
 
+def test_a_plan_that_tells_what_is_gathered_twice_is_modelled():
+    costs = dict.fromkeys(("all_gather", "reduce_scatter"), COSTS["all_reduce"])
+    group = {"bytes": PASSES.nbytes}
+    groups = [group | {"some": some} for some in (True, False, None)]
+    twice, once, unknown = (
+        made("fsdp", facts=FACTS | {"costs": costs, "plan": {"groups": [told]}}).modelled
+        for told in groups
+    )
+    message_s = 1e-3 + 1e-9 * PASSES.nbytes
+    assert twice.exposed_s == pytest.approx(3 * message_s, rel=1e-5)
+    assert once.exposed_s == pytest.approx(2 * message_s, rel=1e-5)
+    assert unknown == Modelled(reason="it is not known which messages have which transfers")
+
+
 def test_half_the_bytes_take_half_the_time():
     whole, half = made(), made(options={"compression": "bf16"})
     saved = prediction(whole).exposed_s - prediction(half).exposed_s

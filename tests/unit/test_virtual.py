@@ -162,6 +162,82 @@ def test_parts_of_a_bucket_pay_a_start_up_each():
     assert times == [pytest.approx(3 + 4 + 10 + 0.5), pytest.approx(3 + 4 + 6 + 0.5)]
 
 
+# Four layers: the middle two are units that are freed after the forward pass, the others a third
+# unit, whose first gradient comes first of all. A gather or reduce of the units takes 1, 2 and 3 s.
+SHARDED = Passes(
+    forward_s=(1.0, 1.0, 1.0, 1.0),
+    backward_s=8.0,
+    update_s=1.0,
+    gradients=tuple(
+        Gradient(name=name, nbytes=nbytes, ready_s=ready_s, layer=layer)
+        for name, nbytes, ready_s, layer in [
+            ("head", 100, 2.0, 3),
+            ("two", 100, 4.0, 2),
+            ("one", 200, 6.0, 1),
+            ("stem", 200, 8.0, 0),
+        ]
+    ),
+)
+UNITS = messages_of(
+    SHARDED,
+    [
+        Bundle(nbytes=100, names=("two",), some=True),
+        Bundle(nbytes=200, names=("one",), some=True),
+        Bundle(nbytes=300, names=("head", "stem"), some=False),
+    ],
+)
+
+
+def test_units_are_gathered_before_each_pass_and_scattered_after_the_second():
+    # Two ranks update half of their parameters each.
+    found = predicted(stated("fsdp"), UNITS, SHARDED)
+    gathered, again, scattered = 3 + 2 + 1, 1 + 2, 1 + 2 + 3
+    assert found.step_s == pytest.approx(4 + gathered + 8 + again + scattered + 0.5)
+    assert found.exposed_s == pytest.approx(gathered + again + scattered)
+    assert waits(found) == [
+        ("layer", 0, 3),
+        ("layer", 1, 2),
+        ("layer", 2, 1),
+        ("ahead", None, 1),
+        ("ahead", None, 2),
+        ("gradient", None, 1),
+        ("gradient", None, 2),
+        ("gradient", None, 3),
+    ]
+
+
+def test_units_that_stay_whole_are_gathered_once():
+    found = predicted(stated("fsdp", stage=2), UNITS, SHARDED)
+    assert found.step_s == pytest.approx(4 + 6 + 8 + 6 + 0.5)
+    assert {wait.moment for wait in found.waits} == {"layer", "gradient"}
+
+
+def ahead(starts, awaited):
+    """Three units, each gathered for the backward pass alone."""
+    again = Transfer(
+        kind="gather", carries=("parameters",), starts=starts, awaited=awaited, buckets="some"
+    )
+    return Overlap(transfers=(again,))
+
+
+def test_a_gather_ahead_that_nobody_awaits_at_once_hides_behind_the_layer_before():
+    late = predicted(ahead("gradient", "gradient"), UNITS, SHARDED)
+    assert late.exposed_s == pytest.approx(3)
+    hidden = predicted(ahead("ahead", "gradient"), UNITS, SHARDED)
+    # Unit two from 0 to 1, awaited at 4; unit one from 2 to 4, awaited at 6.
+    assert hidden.exposed_s == 0 and hidden.step_s == pytest.approx(4 + 8 + 0.5)
+
+
+def test_the_first_layer_that_the_backward_pass_reaches_is_gathered_as_it_begins():
+    each = messages_of(
+        SHARDED,
+        [Bundle(nbytes=g.nbytes, names=(g.name,), some=True) for g in SHARDED.gradients],
+    )
+    found = predicted(ahead("ahead", "ahead"), each, SHARDED)
+    # head and two at once; then one, and stem.
+    assert waits(found) == [("ahead", None, s) for s in (1, 1, 2, 2)]
+
+
 def cycles(**given):
     rule = {"cycle_s": 1e-3, "fusion_bytes": 1000, "agreement_bytes": 0} | given
     return Unstated("a thread decides", Cycles(**rule))
@@ -240,7 +316,7 @@ def test_marks_travel_when_the_pass_has_ended():
         (stated("wfbp"), {}, "no cost of all_reduce"),
         (cycles(), {}, "no cost of all_reduce"),
         (stated("neighbor"), COSTS, "exchange with a few others"),
-        (stated("fsdp"), COSTS, "not stated which messages"),
+        (stated("fsdp"), COSTS, "not known which messages"),
     ],
 )
 def test_what_cannot_be_computed_says_so(statement, costs, reason):

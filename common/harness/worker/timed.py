@@ -137,7 +137,7 @@ class _Repeat:
         for group in groups:
             names = group["parameters"]
             ends = {"first": names[0], "last": names[-1]} if names else {}
-            made.append(Group(bytes=group["bytes"], tensors=len(names), **ends))
+            made.append(Group(bytes=group["bytes"], tensors=len(names), some=group["some"], **ends))
         found = _rescaled(training.findings(), self._scale)
         return Plan(groups=made, found=found) if made or found else None
 

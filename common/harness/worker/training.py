@@ -164,6 +164,10 @@ class Training:
         """What travels together at present (`dear.training.engine.Engine.groups`)."""
         return self.optimizer.groups() if self._distributed else []
 
+    def some_groups(self) -> frozenset[int] | None:
+        """Which of them have transfers that others lack (`Engine.some_groups`)."""
+        return self.optimizer.some_groups() if self._distributed else None
+
     def sender(self) -> Sender | None:
         """What sends in place of the communicator (`dear.training.engine.Engine.sender`)."""
         return self.optimizer.sender() if self._distributed else None

@@ -104,6 +104,9 @@ class Group:
     first: str | None = None
     """Name of the parameter that is first in it, and of the last."""
     last: str | None = None
+    some: bool | None = None
+    """Whether it has the transfers that the algorithm states of some groups only; None: not
+    told."""
 
 
 @dataclass(frozen=True, kw_only=True)

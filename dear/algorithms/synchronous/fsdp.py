@@ -18,6 +18,9 @@ from dear.options import at_least
 from dear.training.algorithm import Algorithm, Capabilities
 from dear.training.engine import Engine, Replica
 
+_Place = tuple[Any, str, Any]
+"""A module, and the name and the parameter that is registered there."""
+
 
 class Fsdp(Algorithm):
     """PyTorch FSDP2 (`fully_shard`; Zhao et al., VLDB 2023, arXiv 2304.11277): ZeRO-2 and ZeRO-3.
@@ -115,6 +118,14 @@ class _FsdpEngine(AveragingEngine):
         if not self._fresh:
             self._sharded.reshard()
             self._sharded.gather()
+
+    def groups(self) -> list[tuple[int, Sequence[torch.nn.Parameter]]]:
+        """The units that torch shards, and each tensor that it cannot."""
+        return [*self._sharded.units(), *super().groups()]
+
+    def some_groups(self) -> frozenset[int]:
+        """Those whose parameters torch frees after the forward pass."""
+        return self._sharded.freed
 
     def clip_grad_norm(
         self, params: Sequence[torch.nn.Parameter], max_norm: float, norm_type: float
@@ -236,7 +247,8 @@ class ShardedModel:
             "ignored_params": {p for _, _, p in places if p not in able},
         }
         try:
-            for block in _blocks(model, replica.options.min_mb * MIB, places):
+            blocks = list(_blocks(model, replica.options.min_mb * MIB, places))
+            for block in blocks:
                 fully_shard(block, reshard_after_forward=not keep, **settings)
             # What the whole model owns is needed again at once; torch's default keeps it.
             fully_shard(model, reshard_after_forward=False if keep else None, **settings)
@@ -247,6 +259,7 @@ class ShardedModel:
             raise UserError(f"fsdp: torch's fully_shard refuses this model: {error}") from None
         self._sharding = [module for module in self._modules if isinstance(module, FSDPModule)]
         self._places = [place for place in places if place[2] in able]
+        self._units, self.freed = _units(blocks, self._places)
         self.of = {param: module._parameters[name] for module, name, param in self._places}
         """The sharded parameter for each of the script's own."""
         for param, sharded in self.of.items():
@@ -268,6 +281,16 @@ class ShardedModel:
         self.gather()  # torch registers the rest of its hooks, which `release` must know
         self.reshard()
         self._after = [_Traces(module) for module in self._modules]
+
+    def units(self) -> list[tuple[int, Sequence[torch.nn.Parameter]]]:
+        """What torch sends together: bytes, and parameters as the model has them now."""
+        return [
+            (
+                sum(self.of[param].nbytes for _, _, param in unit),
+                [module._parameters[name] for module, name, _ in unit],
+            )
+            for unit in self._units
+        ]
 
     def gather(self) -> None:
         """Lets the model have whole, plain parameters; a collective call."""
@@ -390,7 +413,7 @@ def _in_parts(value: Any) -> bool:
     return isinstance(value, DTensor)
 
 
-def _places(model: torch.nn.Module) -> list[tuple[torch.nn.Module, str, torch.nn.Parameter]]:
+def _places(model: torch.nn.Module) -> list[_Place]:
     """Every place where a parameter is registered, shared ones several times."""
     return [
         (module, name, param)
@@ -401,7 +424,7 @@ def _places(model: torch.nn.Module) -> list[tuple[torch.nn.Module, str, torch.nn
 
 
 def _shardable(
-    places: Sequence[tuple[torch.nn.Module, str, torch.nn.Parameter]],
+    places: Sequence[_Place],
     trained: set[torch.nn.Parameter],
 ) -> dict[torch.nn.Parameter, None]:
     """The parameters that can be cut along their first dimension and share one type."""
@@ -422,10 +445,29 @@ def _shardable(
     }
 
 
+def _units(
+    blocks: Sequence[torch.nn.Module], places: Sequence[_Place]
+) -> tuple[list[list[_Place]], frozenset[int]]:
+    """Where the trained parameters of each unit are: of each block, the last one first, and of
+    what is left; and which units are blocks."""
+    first: dict[Any, _Place] = {}
+    for place in places:
+        if place[2].requires_grad:
+            first.setdefault(place[2], place)
+    left = dict(reversed(first.items()))
+    units = []
+    for block in reversed(blocks):
+        modules = set(block.modules())
+        inside = [param for param, (module, _, _) in left.items() if module in modules]
+        units.append([left.pop(param) for param in inside])
+    units = [unit for unit in units if unit]
+    return [*units, *[list(left.values())] * bool(left)], frozenset(range(len(units)))
+
+
 def _blocks(
     model: torch.nn.Module,
     min_bytes: float,
-    places: Sequence[tuple[torch.nn.Module, str, torch.nn.Parameter]],
+    places: Sequence[_Place],
 ) -> Iterator[torch.nn.Module]:
     """Layers of lists and sequences that are large and share no parameter with what is outside."""
     listed = isinstance(model, (torch.nn.ModuleList, torch.nn.Sequential))

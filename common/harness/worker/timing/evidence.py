@@ -161,9 +161,14 @@ def _plain(value: Any) -> Any:
 def plan(training: Training, model: torch.nn.Module) -> dict[str, Any]:
     """What travels together, in the order in which it is started, as it was in the end."""
     names = {param: name for name, param in model.named_parameters()}
+    some = training.some_groups()
     groups = [
-        {"bytes": nbytes, "parameters": [names.get(param, "") for param in params]}
-        for nbytes, params in training.groups()
+        {
+            "bytes": nbytes,
+            "parameters": [names.get(param, "") for param in params],
+            "some": None if some is None else place in some,
+        }
+        for place, (nbytes, params) in enumerate(training.groups())
     ]
     return {"groups": groups, "statistics": training.statistics()}
 

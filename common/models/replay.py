@@ -11,7 +11,7 @@ import ctypes
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NoReturn
@@ -65,13 +65,22 @@ class Module(nn.Module):
         return x
 
 
+class List(Module, nn.ModuleList):
+    """A module that was a list or a sequence: algorithms may take its layers one by one."""
+
+
 class Replay(Module):
     """The recorded model; `named_parameters()` are those of the real one."""
 
     def __init__(self, profile: Profile, generator: torch.Generator) -> None:
         super().__init__()
+        # Lists and sequences name their modules by numbers; nothing else is known to.
+        parts = [name.split(".") for name in profile.modules]
+        lists = {
+            ".".join(path[:i]) for path in parts for i, own in enumerate(path) if own.isdecimal()
+        }
         for name in profile.modules:
-            _descend(self, name)
+            _descend(self, name, lists)
         weights = torch.randn(BLOCK) * _WEIGHT_SCALE
         self._owners: dict[str, tuple[nn.Module, str]] = {}
         for param in profile.parameters:
@@ -171,12 +180,12 @@ def _keep_freed_memory() -> None:
         mallopt(_M_TRIM_THRESHOLD, -1)
 
 
-def _descend(root: nn.Module, path: str) -> nn.Module:
-    """The module called `path`, made if there is none."""
-    module = root
-    for name in path.split(".") if path else ():
+def _descend(root: nn.Module, path: str, lists: Collection[str] = ()) -> nn.Module:
+    """The module called `path`, made if there is none; `lists` are the names of those."""
+    module, names = root, path.split(".") if path else []
+    for depth, name in enumerate(names, 1):
         if name not in module._modules:
-            module.add_module(name, Module())
+            module.add_module(name, List() if ".".join(names[:depth]) in lists else Module())
         module = module._modules[name]
     return module
 
@@ -275,7 +284,7 @@ class Gradients:
 
     def _make(self, chain: Sequence[tuple[torch.Tensor, int]]) -> Iterator[bool]:
         for param, index in chain:
-            gradient = torch.empty_like(param, memory_format=torch.contiguous_format)
+            gradient = torch.empty(param.shape, dtype=param.dtype)  # it may lie in parts now
             window = self._source.window(param.dtype, self._key + index * 65_537)
             for piece in gradient.view(-1).split(_PIECE):
                 tile(piece, window)

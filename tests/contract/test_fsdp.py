@@ -14,6 +14,8 @@ from torch.distributed.tensor import DTensor
 
 import dear
 from common.harness.worker.checking.correctness import replica_spread
+from common.models import registry
+from dear.algorithms.synchronous.fsdp import full
 from dear.comm import runtime
 from tests.contract.loops import (
     difference,
@@ -165,6 +167,28 @@ class Tied(nn.Module):
 
 def test_shared_and_odd_parameters_equal_serial(world):
     assert far_from_serial(world(3), "fsdp", make_model=Tied, options=_LAYERS) < 1e-5
+
+
+@on_ranks(2)
+def test_a_replayed_model_whose_layers_are_sharded_has_the_same_gradients() -> None:
+    def pass_of(shard: bool) -> tuple[dict[str, torch.Tensor], int]:
+        torch.manual_seed(5)
+        task = registry.build("mobilenet_v2@rtx2080ti-modelled", 64, None, torch.Generator())
+        model = task.model
+        optimizer = wrap(make_sgd(model), model, "fsdp") if shard else None
+        torch.manual_seed(6)  # of the gradients
+        model(*task.inputs).backward()
+        made = {name: full(param.grad).clone() for name, param in model.named_parameters()}
+        units = 0
+        if optimizer is not None:
+            units = len(optimizer.groups())
+            optimizer.close()
+        return made, units
+
+    (wanted, _), (made, units) = pass_of(False), pass_of(True)
+    assert units > 2
+    assert made.keys() == wanted.keys()
+    assert all(torch.equal(made[name], wanted[name]) for name in wanted)
 
 
 @on_ranks(2)

@@ -311,6 +311,27 @@ def test_parameters_are_those_of_the_real_model(name):
     assert set(made.model.state_dict()) == set(real.state_dict()) - buffers
 
 
+@pytest.mark.parametrize("name", ["resnet50", "mobilenet_v2", "bert_base"])
+def test_lists_and_sequences_of_layers_are_those_of_the_real_model(name):
+    """Algorithms take them apart, as `fsdp` does."""
+    sentence_len = registry.sentence_len(name, None)
+    with torch.device("meta"):
+        real = registry.build(name, 2, sentence_len, torch.Generator()).model
+        made = registry.build(f"{name}@rtx2080ti-modelled", 64, sentence_len, torch.Generator())
+    kinds = torch.nn.ModuleList, torch.nn.Sequential
+
+    def lists(model):
+        """But for those without a parameter."""
+        named = model.named_modules()
+        return {key for key, module in named if isinstance(module, kinds) and _owns(module)}
+
+    assert lists(made.model) == lists(real)
+
+
+def _owns(module):
+    return next(module.parameters(), None) is not None
+
+
 @pytest.mark.parametrize(("name", "batch_size"), PROFILES)
 def test_a_plan_has_the_profiles_times_and_order(name, batch_size):
     profile = registry.profile_of(name, batch_size)

@@ -168,12 +168,13 @@ def note_all_awaited() -> None:
     _core.note_all_awaited()
 
 
-def last_lull_s() -> tuple[float, float]:
-    """The last time without an operation of this process under way that has ended: since, until.
+def lulls_s(after_s: float) -> list[tuple[float, float]]:
+    """The times without an operation of this process under way that ended after `after_s`.
 
-    On the same clock: since one finished, until the next was submitted; minus infinity before any.
+    In order, at most the last 64. Each is since when, and until when, on the same clock: since an
+    operation finished (minus infinity before any), until the next was submitted.
     """
-    return _core.last_lull_s()
+    return _core.lulls_s(after_s)
 
 
 def __getattr__(name: str) -> Any:

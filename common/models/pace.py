@@ -9,7 +9,7 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -41,7 +41,7 @@ class Pace:
 
     Communication that begins when nothing else is on the wire begins late by what the thread is
     late by (DeAR's all-gather behind its update), and what queues up behind it is as late. So it is
-    known to the device by as much earlier than it came (`lull_s`). What the thread was late by
+    known to the device by as much earlier than it came (`lulls_s`). What the thread was late by
     without delaying communication is lost with the next waiting: it hid behind that.
 
     Args:
@@ -62,6 +62,7 @@ class Pace:
         self._late_s = 0.0
         self._known = -math.inf, -math.inf
         self._begun: deque[_Begun] = deque(maxlen=_KEPT)
+        self._noted = -math.inf
         self.host_s = 0.0
         """Seconds that the thread had run, or waited for a core, when it was last here."""
         self.awaited_s: Callable[[], float] | None = None
@@ -70,9 +71,10 @@ class Pace:
         self.held_up_s: Callable[[], float] = lambda: -math.inf
         """Tells when the last wait for communication ended whose own end nobody tells, by the same
         clock: that of a library of its own (Horovod), or for a neighbour to catch up."""
-        self.lull_s: Callable[[], tuple[float, float]] = lambda: (-math.inf, -math.inf)
-        """Tells since when and until when this process last communicated nothing, by the same
-        clock; where nobody knows, communication is taken to have begun in time."""
+        self.lulls_s: Callable[[float], Sequence[tuple[float, float]]] = lambda _: ()
+        """Tells since when and until when this process communicated nothing, by the same clock, of
+        all such times that ended after the one given, in order; where nobody knows, communication
+        is taken to have begun in time."""
         self.queued_s = 0.0
         """Seconds of this machine that the device has been given to do so far."""
         self.idle_s = 0.0
@@ -116,6 +118,7 @@ class Pace:
         now = time.perf_counter()
         self._deadline = max(self._deadline, now)
         self._begun.clear()
+        self._noted = now
         self._leave(now, _host_s())
 
     def late_s(self) -> float:
@@ -183,7 +186,7 @@ class Pace:
         """
         computed_s = host_s - self.host_s
         awaited, held_up = self._news()
-        self._note_begin(computed_s, awaited)
+        self._note_begins(computed_s, awaited)
         free = max(self._deadline, awaited - self._behind_s(awaited), held_up)
         block_s = now - max(self._left, awaited, held_up) - computed_s
         if block_s > BLOCKED_S and self.awaited_s is None:
@@ -204,10 +207,11 @@ class Pace:
         )
         return awaited, held_up
 
-    def _note_begin(self, computed_s: float, awaited: float) -> None:
-        """Finds out by how much what communicates now has begun behind the device.
+    def _note_begins(self, computed_s: float, awaited: float) -> None:
+        """Finds out by how much what has communicated since the last visit began behind the device.
 
         It would have begun when the device was done, but not before what was on the wire had ended.
+        Of several that the thread has waited for in turn each begins behind the one before.
         Who launches it later for reasons of his own, as at the end of a cycle, does not compute
         meanwhile; and a lead is the most by which it can be too early.
 
@@ -215,14 +219,14 @@ class Pace:
             computed_s: by the thread, since it was last here.
             awaited: when what the thread has waited for since then had ended.
         """
-        idle_since, began = self.lull_s()
-        if self._begun and self._begun[-1].at == began:
-            return
-        before_s = self._behind_s(idle_since)
-        behind_s = began - max(self._deadline, idle_since - before_s)
-        late_s = self._late_s if awaited <= self._left else max(self._late_s, before_s)
-        behind_s = max(-self._lead, min(behind_s, late_s + computed_s))
-        self._begun.append(_Begun(at=began, behind_s=behind_s))
+        for idle_since, began in self.lulls_s(self._noted):
+            before_s = self._behind_s(idle_since)
+            behind_s = began - max(self._deadline, idle_since - before_s)
+            has_waited = self._left < min(awaited, idle_since)
+            late_s = max(self._late_s, before_s) if has_waited else self._late_s
+            behind_s = max(-self._lead, min(behind_s, late_s + computed_s))
+            self._begun.append(_Begun(at=began, behind_s=behind_s))
+            self._noted = began
 
     def _behind_s(self, ended: float) -> float:
         """By how much what ended then was later than it would have been for the device."""

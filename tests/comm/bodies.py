@@ -158,7 +158,7 @@ def times_and_events() -> None:
     assert [e["finished_s"] for e in found[:3]] == ends
     awaited = comm_core.last_awaited_s()
     assert awaited == found[-1]["finished_s"]
-    idle_since, idle_until = comm_core.last_lull_s()
+    idle_since, idle_until = comm_core.lulls_s(found[-2]["finished_s"])[0]
     assert idle_until == found[-1]["enqueued_s"] and idle_since == found[-2]["finished_s"]
     if n == 1:
         return  # what this rank does alone has ended before the next begins
@@ -171,7 +171,10 @@ def times_and_events() -> None:
     assert comm_core.last_awaited_s() == awaited
     works[0].wait()  # it has long ended
     assert comm_core.last_awaited_s() == works[0].times().finished_s
-    assert comm_core.last_lull_s() == (found[-1]["finished_s"], works[0].times().enqueued_s)
+    lull = found[-1]["finished_s"], works[0].times().enqueued_s
+    assert comm_core.lulls_s(idle_until) == [lull]
+    assert comm_core.lulls_s(idle_until - 1e-9) == [(idle_since, idle_until), lull]
+    assert comm_core.lulls_s(lull[1]) == []
 
 
 def an_urgent_operation_overtakes_a_large_one() -> None:

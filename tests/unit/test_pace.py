@@ -223,14 +223,14 @@ class Wire:
     def __init__(self, clock: FakeTime, it: Pace) -> None:
         self._clock = clock
         self._ends = [-math.inf]
-        self._lull_s = (-math.inf, -math.inf)
+        self._lulls_s: list[tuple[float, float]] = []
         self._awaited_s = -math.inf
         it.awaited_s = lambda: self._awaited_s
-        it.lull_s = lambda: self._lull_s
+        it.lulls_s = lambda after: [lull for lull in self._lulls_s if lull[1] > after]
 
     def launch(self, seconds: float) -> int:
         if self._clock.now > self._ends[-1]:
-            self._lull_s = (self._ends[-1], self._clock.now)
+            self._lulls_s.append((self._ends[-1], self._clock.now))
         self._ends.append(max(self._clock.now, self._ends[-1]) + seconds)
         return len(self._ends) - 1
 
@@ -313,6 +313,21 @@ def test_what_follows_late_communication_at_once_is_as_late(clock):
     clock.work(0.001)
     wire.wait(wire.launch(0.1))
     assert it.clock() - began == pytest.approx(0.002 + 0.5 + 0.1)
+
+
+def test_what_is_awaited_in_turn_keeps_the_lead_of_the_first(clock):
+    clock.late_s = 0.0
+    it, began = started(clock)
+    wire = Wire(clock, it)
+    it.begin(0.2, lead_s=0.05)
+    it.finish()
+    clock.work(0.01)
+    wire.wait(wire.launch(0.3))
+    clock.work(0.002)
+    wire.wait(wire.launch(0.1))
+    # The first begins 0.04 s ahead of the device, and so does the second, but for what was computed.
+    assert it.clock() - began == pytest.approx(0.2 + 0.3 + 0.1, abs=0.0021)
+    assert it.idle_s == pytest.approx(0.4, abs=0.0021)
 
 
 def test_what_another_thread_sends_while_the_device_computes_is_not_early(clock):

@@ -89,9 +89,12 @@ PYBIND11_MODULE(_core, m) {
   });
   m.def("last_awaited_s", &last_awaited_s);
   m.def("note_all_awaited", [] { note_awaited(process_engine()->last_finished_s()); });
-  m.def("last_lull_s", [] {
-    const Lull lull = process_engine()->last_lull();
-    return std::pair(lull.since_s, lull.until_s);
+  m.def("lulls_s", [](double after_s) {
+    std::vector<std::pair<double, double>> all;
+    for (const Lull& lull : process_engine()->lulls(after_s)) {
+      all.emplace_back(lull.since_s, lull.until_s);
+    }
+    return all;
   });
   m.def("shut_down", &shut_down_engine, Unlocked());
 }

@@ -128,7 +128,7 @@ def join(trial: Trial, briefing: Briefing) -> None:
     if trial.backend == "comm_core":
         # Linux's monotonic clock is the performance counter.
         pace.awaited_s = comm_core.last_awaited_s
-        pace.lull_s = comm_core.last_lull_s
+        pace.lulls_s = comm_core.lulls_s
     set_pace(pace)
 
 

@@ -3,6 +3,7 @@
 #include <pthread.h>
 #include <sched.h>
 #include <algorithm>
+#include <iterator>
 #include <limits>
 
 #include "base/clock.h"
@@ -13,6 +14,7 @@ namespace comm_core {
 namespace {
 
 constexpr size_t kMaxEvents = 4096;
+constexpr size_t kLulls = 64;
 
 }  // namespace
 
@@ -72,7 +74,10 @@ void Engine::submit(OpPtr op) {
   bury();
   {
     std::lock_guard<std::mutex> lock(finished_mutex_);
-    if (under_way_++ == 0) lull_ = {last_finished_s_, op->times_.enqueued_s};
+    if (under_way_++ == 0) {
+      if (lulls_.size() == kLulls) lulls_.pop_front();
+      lulls_.push_back({last_finished_s_, op->times_.enqueued_s});
+    }
   }
   post([op = std::move(op)] { op->group_->enqueue(op); }, wake);
 }
@@ -142,9 +147,11 @@ std::vector<Event> Engine::events() {
   return ordered;
 }
 
-Lull Engine::last_lull() {
+std::vector<Lull> Engine::lulls(double after_s) {
   std::lock_guard<std::mutex> lock(finished_mutex_);
-  return lull_;
+  auto first = lulls_.end();
+  while (first != lulls_.begin() && std::prev(first)->until_s > after_s) --first;
+  return {first, lulls_.end()};
 }
 
 void Engine::complete(const OpPtr& op, std::exception_ptr error) {

@@ -9,6 +9,7 @@
 
 #include <atomic>
 #include <condition_variable>
+#include <deque>
 #include <functional>
 #include <limits>
 #include <memory>
@@ -74,7 +75,8 @@ class Engine {
   // When the last of them finished, however many there were; minus infinity before the first.
   double last_finished_s() const { return last_finished_s_; }
   // The last one that an operation has ended by being submitted.
-  Lull last_lull();
+  // Those of the last 64 that ended later than this, in order.
+  std::vector<Lull> lulls(double after_s);
 
   // Only inside `call` or a step:
   Poller& poller() { return poller_; }
@@ -134,7 +136,7 @@ class Engine {
 
   std::mutex finished_mutex_;
   size_t under_way_ = 0;
-  Lull lull_;
+  std::deque<Lull> lulls_;
   std::vector<std::shared_ptr<void>> graveyard_;
   std::vector<Event> events_;
   size_t next_event_ = 0;

@@ -325,7 +325,7 @@ def test_what_is_awaited_in_turn_keeps_the_lead_of_the_first(clock):
     wire.wait(wire.launch(0.3))
     clock.work(0.002)
     wire.wait(wire.launch(0.1))
-    # The first begins 0.04 s ahead of the device, and so does the second, but for what was computed.
+    # The first begins 0.04 s ahead of the device; so does the second, but for what was computed.
     assert it.clock() - began == pytest.approx(0.2 + 0.3 + 0.1, abs=0.0021)
     assert it.idle_s == pytest.approx(0.4, abs=0.0021)
 

@@ -72,9 +72,8 @@ class Measurement:
         """Alpha and beta of each regime, by a robust fit to the typical time of each size.
 
         A size counts by how well its repeats agree. Where one line is off by more than noise and
-        two are not, there are two: links, too, pass small messages in another way (the kernel hands
-        on 64 KiB at once). In the pipeline the slope is that of the wire,
-        where it is known. Where bytes cost nothing after a rest, beta is what one costs a link that
+        two are not, there are two. In the pipeline the slope is that of the wire, where it is
+        known. Where bytes cost nothing after a rest, beta is what one costs a link that
         is busy; only of a regime that begins among such small messages all bytes count, and its
         line holds after a rest.
         """

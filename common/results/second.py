@@ -6,6 +6,7 @@ It knows nothing of how trials are emulated, so an error would have to be in bot
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from common.models.profile import Profile, load, path_of
@@ -96,8 +97,10 @@ def _profile(trial: dict[str, Any]) -> Profile:
         raise UnmodelledError("its model has no profile")
     if trial["dtype"] != "float32":
         raise UnmodelledError(f"its parameters are {trial['dtype']}")
+    brought = (trial.get("brought") or {}).get("profile")
+    path = path_of(model, device, trial["batch_size"]) if brought is None else Path(brought)
     try:
-        profile = load(path_of(model, device, trial["batch_size"]))
+        profile = load(path)
     except UserError:
         raise UnmodelledError("the profile that it followed is not here") from None
     if profile.digest != trial.get("profile_digest"):

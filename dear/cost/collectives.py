@@ -213,6 +213,9 @@ def timed_by_size(
     """Seconds of each repeat by size, the maximum over ranks; larger sizes only while there is
     time.
 
+    Small messages have a second turn after the large ones, as something may slow all of the first;
+    every other repeat is of the second, so that both halves tell how far they differ.
+
     Args:
         sizes: ascending. The first three are timed in any case, and those that are not yet large
             beside `free_bytes`.
@@ -222,6 +225,7 @@ def timed_by_size(
         enough: whether these sizes say all.
     """
     done: dict[int, list[float]] = {}
+    again: dict[int, Callable[[], float]] = {}
     for size in sizes:
         left = left_s()
         if len(done) >= LEAST_SIZES and size > LARGE * free_bytes:
@@ -233,10 +237,21 @@ def timed_by_size(
         count = repeats or (REPEATS if size < MANY_BELOW else FEW_REPEATS)
         # Larger ones are to come.
         count = max(min(count, int(left / 4 / first_s)), min(count, 2))
-        # Of all ranks: who left the barrier last waits for nobody, and may see next to nothing.
-        ranks = communicator.gather_objects([timed() for _ in range(count)])
-        done[size] = [max(call_s) for call_s in zip(*ranks, strict=True)]
+        if size < MANY_BELOW and count > 1:
+            count //= 2
+            again[size] = timed
+        done[size] = _times(communicator, timed, count)
+    for size, timed in again.items():
+        timed()
+        second = _times(communicator, timed, len(done[size]))
+        done[size] = [time_s for pair in zip(done[size], second, strict=True) for time_s in pair]
     return done
+
+
+def _times(communicator: Communicator, timed: Callable[[], float], count: int) -> list[float]:
+    """Of all ranks: who left the barrier last waits for nobody, and may see next to nothing."""
+    ranks = communicator.gather_objects([timed() for _ in range(count)])
+    return [max(call_s) for call_s in zip(*ranks, strict=True)]
 
 
 def _heads(sizes: Sequence[int], regimes: Sequence[tuple[str, int]] | None) -> list[int]:

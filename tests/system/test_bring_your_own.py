@@ -67,6 +67,7 @@ def test_one_command_from_a_file_to_a_table(tmp_path, mine, monkeypatch):
         assert one["status"] == "ok" and one["check"]["matches_reference"]
         assert one["trial"]["model"] == "net.py@rtx3090-modelled" and one["fabric"] == "emulated"
         assert one["throughput"]["unit"] == "sample/s" and one["bound"]["step_s"] > 0
+    assert dear["modelled"]["step_s"] > 0, dear["modelled"]
     table = (logs / "net" / "table.md").read_text()
     assert "net.py@rtx3090-modelled" in table and "small-ones" in table
     assert state() == before

@@ -12,7 +12,7 @@ import torch
 from common.harness.worker.timing.costs import engine_costs, time_sender
 from common.results.records import typed
 from dear.comm import runtime
-from dear.cost.collectives import BUDGET_S, WARM_BYTES, measure_collective
+from dear.cost.collectives import BUDGET_S, WARM_BYTES, measure_collective, timed_by_size
 from dear.cost.fit import CollectiveCost, Regime, fit_alpha_beta
 from dear.cost.measurement import Measurement, carried, typical_s
 from dear.errors import UserError
@@ -194,7 +194,8 @@ def test_connections_are_warm_before_anything_is_timed():
     made = measure_collective(link, "all_reduce", CPU, sizes=SIZES)
     warm, *timed = link.calls
     assert WARM_BYTES <= 1.5 * sum(warm) < WARM_BYTES + 4 * 1.5 * MIB
-    assert sum(map(len, timed)) == sum(len(times) + 1 for times in made.seconds)
+    turns = [1 + (nbytes < MIB) for nbytes in made.nbytes]  # the first call of each is left out
+    assert sum(map(len, timed)) == sum(map(len, made.seconds)) + sum(turns)
     counts = dict(zip(made.nbytes, map(len, made.seconds), strict=True))
     assert counts[4 * KIB] == counts[512 * KIB] == 16 and counts[MIB] == 6
     assert {first for _, first in REGIMES[1:]} <= counts.keys()
@@ -310,6 +311,26 @@ def test_queues_are_measured_alike_on_all_ranks(world):
     first, second = world(2).run(_queues)
     assert first == second and first
     assert all(nbytes >= 1 << 14 and seconds >= 0 for nbytes, seconds in first)
+
+
+class _Alone:
+    def gather_objects(self, mine):
+        return [mine]
+
+
+def test_small_messages_have_a_second_turn_which_is_every_other_repeat():
+    calls = []
+
+    def timed_of(nbytes):
+        def timed():
+            calls.append(nbytes)
+            return 2.0 if nbytes == 8 and len(calls) < 40 else 1.0  # the machine is busy at first
+
+        return timed
+
+    done = timed_by_size(_Alone(), [4, 8, MIB], timed_of, left_s=lambda: 1e9, repeats=16)
+    assert calls == [4] * 9 + [8] * 9 + [MIB] * 17 + [4] * 9 + [8] * 9
+    assert done == {4: [1.0] * 16, 8: [2.0, 1.0] * 8, MIB: [1.0] * 16}
 
 
 class Library:

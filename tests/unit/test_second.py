@@ -94,6 +94,16 @@ def test_what_cannot_be_modelled_says_why(change, reason):
     assert found.step_s is None and reason in found.reason
 
 
+def test_the_profile_of_a_model_that_was_brought_is_where_the_trial_says(tmp_path):
+    path = tmp_path / "mine.json"
+    path.write_text(path_of("resnet50", "rtx2080ti-modelled", 64).read_text())
+    brought = {"source": "file:/mine.py", "profile": str(path)}
+    trial = made().trial | {"model": "mine.py@rtx3090-modelled"}
+    assert modelled(dataclasses.replace(made(), trial=trial)).step_s is None
+    there = dataclasses.replace(made(), trial=trial | {"brought": brought})
+    assert modelled(there).step_s == pytest.approx(STEP_S, rel=1e-5)
+
+
 def test_groups_of_blocks_have_costs_that_nobody_measured():
     found = made("hierarchical", options={"local_size": 2}, world=4)
     default = made("hierarchical", world=4)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from dear.buckets.carriers import payload_carrier
@@ -11,6 +11,9 @@ from dear.buckets.compressors import CompressedOptions, make_compressor
 from dear.buckets.flat import Bucket
 from dear.comm.communicator import Communicator, Work, buffer
 from dear.lazy import torch
+
+COPIED_BYTES = 512 * 2**10
+"""What may be copied to save a message's start-up: it takes about 10 us in a CPU's cache."""
 
 
 class Decoupled(ABC):
@@ -37,6 +40,13 @@ class Decoupled(ABC):
         self._reducing: Work | None = None
         self._sum: torch.Tensor | None = None
         self._gathering: tuple[Work, torch.Tensor, torch.Tensor] | None = None
+        self.marks: torch.Tensor | None = None
+        """Room for numbers of the caller's own that are added up with the gradients: `[marks]`, or
+        `[ranks, marks]` of which all rows are to be the same. Written before `start_reduce`. None:
+        the message has no room for them."""
+        self.mark_sums: torch.Tensor | None = None
+        """Their sums after `await_reduce`, on every rank; in the type in which gradients travel, in
+        which a sum of zeros and ones may be rounded, but never to 0."""
         whole = bucket.gradients
         self._empty = not whole.numel()
         self._staged: torch.Tensor | None = None
@@ -68,11 +78,13 @@ class Decoupled(ABC):
         self._skipped = self._skip
         if self._empty or self._skip:
             return
-        self.await_reduce()
+        self.await_message()
         source = self.bucket.gradients
-        if self._staged is not None:
-            source = torch.mul(source, 1 / self._communicator.size, out=self._staged)
-        self._reducing = self._reduce(source)
+        self._reducing = self._reduce(source if self._staged is None else self._stage(source))
+
+    def _stage(self, whole: torch.Tensor) -> torch.Tensor:
+        """The staged copy of `whole`, which is scaled so that a sum is the mean."""
+        return torch.mul(whole, 1 / self._communicator.size, out=self._staged)
 
     def reduced(self) -> bool:
         """True if `finish_reduce` would not block."""
@@ -82,6 +94,15 @@ class Decoupled(ABC):
         """Waits until nothing that `start_reduce` has started is under way."""
         if self._reducing is not None:
             self._reducing.wait()
+
+    def await_message(self) -> None:
+        """Waits until the next message, and its marks, may be written.
+
+        Where a layer has not run since, the last mean may still be in the staged copy.
+        """
+        self.await_reduce()
+        if self._staged is not None:
+            self.finish_gather()
 
     def finish_reduce(self) -> None:
         """Waits until `shard` holds the mean over ranks."""
@@ -125,14 +146,48 @@ class Decoupled(ABC):
 
 
 class ScatterGather(Decoupled):
-    """Reduce-scatter and all-gather: rank r owns part r of the world's equal parts."""
+    """Reduce-scatter and all-gather: rank r owns part r of the world's equal parts.
+
+    Args:
+        marks: so many numbers of the caller's own travel behind each rank's part. Parts then do not
+            lie as in the bucket: what is not staged anyway is copied, up to `COPIED_BYTES`; a
+            larger message has no room for marks.
+    """
+
+    def __init__(
+        self, bucket: Bucket, communicator: Communicator, *, marks: int = 0, **options: Any
+    ) -> None:
+        super().__init__(bucket, communicator, **options)
+        like = bucket.gradients if self._staged is None else self._staged
+        size, count = communicator.size, self.shard.numel()
+        numel = size * (count + marks)
+        large = self._staged is None and numel * like.element_size() > COPIED_BYTES
+        if not marks or self._empty or self._skip or large:
+            return
+        self._message = buffer(like, numel, communicator)
+        rows = self._message.view(size, count + marks)
+        self._blocks, self.marks = rows[:, :count], rows[:, count:]
+        self._sum = like.new_empty(count + marks)
+        self.mark_sums = self._sum[count:]
+        if self._staged is not None:  # then for second halves only, which lie as in the bucket
+            self._staged = self._message[: size * count]
 
     def owned_by(self, rank: int) -> slice:
         count = self.bucket.gradients.numel() // self._communicator.size
         return slice(rank * count, (rank + 1) * count)
 
+    def _stage(self, whole: torch.Tensor) -> torch.Tensor:
+        if self.marks is None:
+            return super()._stage(whole)
+        torch.mul(whole.view_as(self._blocks), 1 / self._communicator.size, out=self._blocks)
+        return self._message
+
     def _reduce(self, whole: torch.Tensor) -> Work:
-        if self._staged is None:
+        if self.marks is not None:
+            if self._staged is None:
+                self._blocks.copy_(whole.view_as(self._blocks))
+            whole = self._message
+        elif self._staged is None:
             self._sum = self.shard
         elif self._sum is None:
             self._sum = whole.new_empty(self.shard.numel())
@@ -191,7 +246,7 @@ class AllReduced(_AtOnce):
     """For a few bytes: one message, an all-reduce, instead of two.
 
     Args:
-        marks: numbers of the caller's own that are added up with the gradients.
+        marks: so many numbers of the caller's own travel behind the gradients.
     """
 
     def __init__(
@@ -204,8 +259,8 @@ class AllReduced(_AtOnce):
         self._sum = self._message[:count]
         if self._staged is not None:
             self._staged = self._sum
-        self.marks = self._message[count:]
-        """Written before `start_reduce`, their sums are here after `await_reduce`."""
+        if marks:
+            self.marks = self.mark_sums = self._message[count:]
 
     def _reduce(self, whole: torch.Tensor) -> Work:
         if self._staged is None:
@@ -247,6 +302,17 @@ class Gathered(_AtOnce):
             self._open = False
         super().start_gather_mean(whole)
 
+    def unused(self) -> set[torch.nn.Parameter]:
+        """The parameters that no rank had a gradient for, after `finish_reduce`.
+
+        Payloads carry their marks. Of an empty bucket, which sends none, this rank's gradients say
+        it: an update changes nothing there.
+        """
+        if self._empty:
+            return {param for param in self.bucket.params if param.grad is None}
+        pairs = zip(self.bucket.params, self._carrier.used, strict=True)
+        return {param for param, used in pairs if not used}
+
     def kept(self) -> dict[torch.nn.Parameter, tuple[int, torch.Tensor | None]]:
         """Per parameter: communicated passes so far, and what has not travelled yet, if kept."""
         bucket, residual = self.bucket, self.compressor.residual
@@ -268,8 +334,9 @@ class Gathered(_AtOnce):
 class Usage:
     """Which parameters have a gradient on any rank: the others must be left as they are.
 
-    One all-reduce of a byte per parameter, started when the last gradient is there. Where the last
-    message is a small all-reduce the marks travel in that one.
+    When the last gradient is there each rank marks those that it has. The marks travel in the last
+    message of the pass, where that has room for them. Else they are an all-reduce of a byte per
+    parameter, which goes ahead of the large message beside it.
     """
 
     def __init__(self, params: Sequence[torch.nn.Parameter], communicator: Communicator) -> None:
@@ -280,47 +347,53 @@ class Usage:
         self._queue = {"channel": 1, "priority": 1} if communicator.native else {}
         communicator.ensure_channels(2 if communicator.native else 1)
         self._work: Work | None = None
-        self._carrier: AllReduced | None = None
-        self._unused: set[torch.nn.Parameter] = set()
-        self._all_present = False
+        self._carrier: Decoupled | None = None
+        self._missing: set[torch.nn.Parameter] = set()
+        """Those that this rank has no gradient for."""
+        self._unused: set[torch.nn.Parameter] | None = None
+        """None: not read yet."""
 
-    def start(self, carrier: AllReduced | None = None) -> None:
+    def start(self, carrier: Decoupled | None = None) -> None:
         """Asks; a further call supersedes the one before.
 
         Args:
-            carrier: with room for all marks, if it has room; started by the caller right after.
+            carrier: the last message of the pass, started by the caller right after.
         """
         if self._work is not None:
             self._work.wait()
             self._work = None
         has = [param.grad is not None for param in self._params]
-        self._all_present = all(has)
-        self._carrier = carrier
-        if carrier is not None:
-            carrier.await_reduce()
-        marks = self._marks if carrier is None else carrier.marks
-        if self._all_present:
-            marks.fill_(1)
-        else:
+        pairs = zip(self._params, has, strict=True)
+        self._missing = {param for param, present in pairs if not present}
+        self._unused = None
+        self._carrier = None if carrier is None or carrier.marks is None else carrier
+        if self._carrier is not None:
+            self._carrier.await_message()
+        marks = self._marks if self._carrier is None else self._carrier.marks
+        if self._missing:
             marks.copy_(torch.tensor(has, dtype=torch.uint8))
-        if carrier is None:
+        else:
+            marks.fill_(1)
+        if self._carrier is None:
             self._work = self._communicator.all_reduce(marks, op="max", **self._queue)
 
-    def unused(self) -> set[torch.nn.Parameter]:
-        """The parameters that no rank had a gradient for when `start` was called."""
+    def unused(self, params: Iterable[torch.nn.Parameter] | None = None) -> set[torch.nn.Parameter]:
+        """The parameters that no rank had a gradient for when `start` was called.
+
+        Args:
+            params: nothing but these matters. Where this rank had gradients for all of them nobody
+                has to wait for the last message, nor to ask the device.
+        """
         if self._work is not None:
             self._work.wait()
             self._work = None
-            self._read(self._marks)
-        elif self._carrier is not None:
-            self._carrier.await_reduce()
-            self._read(self._carrier.marks)
-            self._carrier = None
-        return self._unused
-
-    def _read(self, marks: torch.Tensor) -> None:
-        if self._all_present:  # then no mark can be 0, and the device need not be asked
-            self._unused = set()
-        else:
-            pairs = zip(self._params, marks.tolist(), strict=True)
+        if not self._missing or (params is not None and self._missing.isdisjoint(params)):
+            return set()
+        if self._unused is None:
+            sums = self._marks
+            if self._carrier is not None:
+                self._carrier.await_reduce()
+                sums = self._carrier.mark_sums
+            pairs = zip(self._params, sums.tolist(), strict=True)
             self._unused = {param for param, mark in pairs if not mark}
+        return self._unused

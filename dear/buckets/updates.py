@@ -104,6 +104,8 @@ class Between(ABC):
 
     Args:
         plain: the optimizer's own class.
+        unused: which parameters no rank has a gradient for in this step: of those given, or of all
+            without any, and perhaps others. Asked once the first halves of those given have ended.
         frozen: leave updates and second halves out: wrong on purpose.
     """
 
@@ -114,6 +116,7 @@ class Between(ABC):
         parts: Sequence[Decoupled],
         communicator: Communicator,
         *,
+        unused: Callable[..., set[torch.nn.Parameter]],
         frozen: bool,
     ) -> None:
         self._optimizer: Any = optimizer
@@ -121,8 +124,7 @@ class Between(ABC):
         self.parts = parts
         self._communicator = communicator
         self.frozen = frozen
-        self.unused: set[torch.nn.Parameter] = set()
-        """Parameters that no rank has a gradient for in this step."""
+        self._unused = unused
 
     @abstractmethod
     def step(self, update: Callable[[], Any], arrival: Sequence[int]) -> set[int]:
@@ -141,9 +143,9 @@ class Between(ABC):
     def finish(self, index: int) -> None:
         """Makes the parameters of a bucket current."""
 
-    def idle(self, index: int) -> bool:
+    def idle(self, index: int, unused: set[torch.nn.Parameter]) -> bool:
         """True if no rank has a gradient for anything in the bucket: nothing to update."""
-        return bool(self.unused) and self.unused.issuperset(self.parts[index].bucket.params)
+        return bool(unused) and unused.issuperset(self.parts[index].bucket.params)
 
 
 class Replicated(Between):
@@ -155,6 +157,8 @@ class Replicated(Between):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
+        self._idle: set[torch.nn.Parameter] = set()
+        """The unused parameters of the step that `finish` ends."""
         self._partial = PartialUpdate(self._optimizer, self._plain)
         self._means = [
             buffer(part.bucket.gradients, part.bucket.gradients.numel(), self._communicator)
@@ -169,7 +173,8 @@ class Replicated(Between):
             self.parts[index].finish_reduce()
         if self.frozen:
             return set()
-        started = [i for i in range(len(self.parts)) if not self.idle(i)]
+        self._idle = self._unused()
+        started = [i for i in range(len(self.parts)) if not self.idle(i, self._idle)]
         for index in started:
             self.parts[index].start_gather_mean(self._means[index])
         if not self._partial.possible():
@@ -191,7 +196,7 @@ class Replicated(Between):
         with torch.inference_mode(False):
             self.parts[index].finish_gather()
         pairs = zip(self.parts[index].bucket.params, self._views[index], strict=True)
-        return {param: None if param in self.unused else view for param, view in pairs}
+        return {param: None if param in self._idle else view for param, view in pairs}
 
 
 def element_wise(optimizer: torch.optim.Optimizer) -> bool:
@@ -250,6 +255,7 @@ class Sharded(Between):
         started: set[int] = set()
         waiting = list(range(len(self.parts)))
         done: set[int] = set()
+        busy: set[int] = set()
         following = 0
         oldest = iter(arrival)
         while waiting:
@@ -260,10 +266,12 @@ class Sharded(Between):
             waiting.remove(ready)
             done.add(ready)
             self.parts[ready].finish_reduce()
-            if not self.frozen and not self.idle(ready):
-                self._update(ready, self.unused)
+            unused = self._unused(self.parts[ready].bucket.params)
+            if not self.frozen and not self.idle(ready, unused):
+                busy.add(ready)
+                self._update(ready, unused)
             while following in done:
-                if not self.frozen and not self.idle(following):
+                if following in busy:
                     self._start(following)
                     started.add(following)
                 following += 1
@@ -287,13 +295,14 @@ class Sharded(Between):
         """
         for part in self.parts:
             part.finish_reduce()
+        unused = self._unused()
         mine = [
             segment.gradient
             for part, segments in zip(self.parts, self._segments, strict=True)
             # What all ranks have is counted by one of them.
             if self._communicator.rank == 0 or not isinstance(part, AllReduced)
             for segment in segments
-            if segment.param not in self.unused
+            if segment.param not in unused
         ]
         first = self.parts[0].shard
         norms = [torch.linalg.vector_norm(gradient, norm_type) for gradient in mine]

@@ -39,8 +39,8 @@ class ByHand(Communicator):
         self.blocked_s, self.bytes_sent = 0.0, 0
         self.channel_free_s: dict[int, float] = {}
         self.groups: list[Any] = [dist.group.WORLD]
-        self._reduced: dict[int, torch.Tensor] = {}
-        """By the number of elements, what was last given to be reduced."""
+        self._reduced: list[torch.Tensor] = []
+        """What was given to be reduced, the last one last."""
 
     def note_all_awaited(self) -> None:
         """Nothing is replayed here."""
@@ -54,7 +54,7 @@ class ByHand(Communicator):
 
     def reduce_scatter(self, output: Any, input: Any, *, op: str, **queue: int) -> Any:
         half = input[: output.numel()] * (2 if op == "sum" else 1)
-        self._reduced[input.numel()] = input.clone()
+        self._reduced.append(input.clone())
         return self.network.start("reduce_scatter", input, lambda: output.copy_(half), **queue)
 
     def all_gather(self, output: Any, input: Any, **queue: int) -> Any:
@@ -68,7 +68,7 @@ class ByHand(Communicator):
 
     def reduce(self, tensor: Any, *, root: int, op: str, **queue: int) -> Any:
         effect = functools.partial(tensor.mul_, 2) if op == "sum" else lambda: None
-        self._reduced[tensor.numel()] = tensor.clone()
+        self._reduced.append(tensor.clone())
         return self.network.start("reduce", tensor, effect, **queue)
 
     def broadcast(self, tensor: Any, *, root: int, **queue: int) -> Any:
@@ -76,8 +76,17 @@ class ByHand(Communicator):
 
     def _whole(self, tensor: Any) -> Any:
         """What all ranks together send: of means, this rank has its own part only."""
-        _, carries = content_of(tensor)
-        return tensor if "parameters" in carries else self._reduced.get(tensor.numel(), tensor)
+        layers, carries = content_of(tensor)
+        if "parameters" in carries:
+            return tensor
+
+        def reduced(before: torch.Tensor) -> bool:
+            """By the layers of this rank's part, if it has any: marks may have made sums longer."""
+            if layers:
+                return layers <= content_of(before)[0]
+            return before.numel() == tensor.numel()
+
+        return next(filter(reduced, reversed(self._reduced)), tensor)
 
     def exchange(self, recv: Any, send: Any, *, peer: int, channel: int = 0) -> Any:
         sent = send.clone()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import Counter
 from functools import partial
@@ -15,6 +16,8 @@ import torch
 from torch import nn
 
 import dear
+from dear.buckets import halves
+from dear.buckets.flat import flatten
 from dear.comm import runtime
 from dear.cost import collectives
 from dear.cost.measurement import Measurement
@@ -269,40 +272,63 @@ def test_the_arguments_of_the_seed_are_understood() -> None:
     assert said == ["DistributedSGD"] * 3
 
 
-_CALLS = ("all_reduce", "reduce_scatter", "all_gather")
+_CALLS = ("all_reduce", "reduce_scatter", "all_gather", "reduce", "broadcast")
 
 
 @pytest.mark.parametrize(
     ("options", "wanted"),
     [
         ({"small_kb": 8}, {"all_reduce": 1}),
-        ({"small_kb": 0}, {"all_reduce": 1, "reduce_scatter": 1, "all_gather": 1}),
+        ({"small_kb": 0}, {"reduce_scatter": 1, "all_gather": 1}),
         # Weights of 192, 256 and 128 bytes, biases of 32, 32 and 16: the last one to arrive is
-        # small, and carries the marks.
+        # small, or is not.
         (
             {"small_kb": 0.2, "fusion": "none"},
             {"all_reduce": 5, "reduce_scatter": 1, "all_gather": 1},
         ),
-        # The last one to arrive is not: the marks travel alone.
         (
             {"small_kb": 0.05, "fusion": "none"},
-            {"all_reduce": 4, "reduce_scatter": 3, "all_gather": 3},
+            {"all_reduce": 3, "reduce_scatter": 3, "all_gather": 3},
         ),
         (
-            {"small_kb": 8, "fusion": "none", "decouple": "reduce_broadcast"},
-            {"all_reduce": 1},
+            {"small_kb": 0, "compression": "fp16"},
+            {"reduce_scatter": 1, "all_gather": 1},
         ),
         (
             {"small_kb": 8, "update": "replicated", "compression": "bf16"},
             {"all_reduce": 1},
         ),
+        ({"small_kb": 8, "compression": "topk"}, {"all_gather": 1}),
+        # The owner alone would see the sums of the marks.
+        (
+            {"small_kb": 8, "threshold_mb": 25.0, "decouple": "reduce_broadcast"},
+            {"reduce": 1, "broadcast": 1, "all_reduce": 1},
+        ),
+        ({"small_kb": 8, "exclude_parts": ("reducescatter",)}, {"all_gather": 1, "all_reduce": 1}),
+        ({"small_kb": 8, "exclude_parts": ("allgather",)}, {"reduce_scatter": 1}),
     ],
     ids=lambda value: "-".join(map(str, value.values())),
 )
 @on_ranks(2)
-def test_a_small_group_is_one_message_and_may_carry_the_marks(
+def test_marks_of_used_parameters_travel_in_the_last_message_where_they_can(
     options: dict[str, Any], wanted: dict[str, int]
 ) -> None:
+    assert _messages(options) == wanted
+
+
+@on_ranks(2)
+def test_marks_travel_beside_a_large_message_which_is_not_copied() -> None:
+    separate = {"reduce_scatter": 1, "all_gather": 1, "all_reduce": 1}
+    # 164 gradients and 6 marks for each of 2 ranks: 704 bytes.
+    for limit, wanted in ((703, separate), (704, {"reduce_scatter": 1, "all_gather": 1})):
+        with mock.patch.object(halves, "COPIED_BYTES", limit):
+            assert _messages({"small_kb": 0}) == wanted
+            # What travels in another type is copied anyway.
+            staged = {"reduce_scatter": 1, "all_gather": 1}
+            assert _messages({"small_kb": 0, "compression": "bf16"}) == staged
+
+
+def _messages(options: dict[str, Any]) -> dict[str, int]:
     """Collectives of one step, by name, once groups are laid out."""
     model = make_model()
     optimizer = wrap(make_sgd(model), model, "dear", **options)
@@ -313,7 +339,7 @@ def test_a_small_group_is_one_message_and_may_carry_the_marks(
     ):
         steps(model, optimizer, mine(), range(1, 2))
     optimizer.close()
-    assert dict(seen) == wanted
+    return dict(seen)
 
 
 def _counted(communicator: Any, name: str, seen: Counter[str]) -> Any:
@@ -324,6 +350,97 @@ def _counted(communicator: Any, name: str, seen: Counter[str]) -> Any:
         return call(*args, **options)
 
     return counted
+
+
+def _trained(kind: str, options: dict[str, Any], separate: bool) -> dict[str, torch.Tensor]:
+    """Values and state after steps of which every second accumulates two passes.
+
+    Args:
+        separate: the marks travel in a message of their own.
+    """
+    model = models.make_model(kind)
+    optimizer = wrap(make_sgd(model), model, "dear", **options)
+    start = halves.Usage.start
+    alone = mock.patch.object(halves.Usage, "start", lambda usage, carrier: start(usage))
+    with alone if separate else contextlib.nullcontext():
+        for step in range(7):
+            optimizer.zero_grad()
+            for micro in range(1 + step % 2):
+                last = micro == step % 2
+                with contextlib.nullcontext() if last else optimizer.no_sync():
+                    loss = models.loss_of(kind, model, dear.rank(), step, micro)
+                    if loss is not None:
+                        loss.backward()
+            optimizer.step()
+    found = {name: value.clone() for name, value in model.state_dict().items()}
+    for place, state in optimizer.state_dict()["state"].items():
+        found |= {f"{place} {key}": value for key, value in state.items()}
+    optimizer.close()
+    return found
+
+
+def _as_with_separate_marks(kind: str, options: dict[str, Any]) -> None:
+    wanted, found = (_trained(kind, options, separate) for separate in (True, False))
+    assert found.keys() == wanted.keys()
+    differ = {name for name, value in found.items() if not torch.equal(value, wanted[name])}
+    assert not differ, (options, differ)
+    never = {name: value for name, value in found.items() if name.startswith("never.")}
+    start = models.make_model(kind).state_dict()
+    assert all(torch.equal(value, start[name]) for name, value in never.items())
+    assert bool(never) == (kind == "branches")
+
+
+_CARRIED: list[dict[str, Any]] = [
+    {},
+    {"fusion": "none"},
+    {"update": "replicated", "fusion": "none"},
+    {"small_kb": 0.05, "fusion": "none"},
+    {"compression": "fp16"},
+    {"compression": "fp16", "fusion": "none", "update": "replicated"},
+    {"compression": "bf16", "fusion": "none"},
+    {"fusion": "wait_time", "cycle_time_ms": 1e6},  # other groups from the sixth step on
+]
+
+
+@pytest.mark.parametrize("kind", ["branches", "idle", "awkward", "odd", "bfloat16", "complex"])
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_results_are_bit_for_bit_those_with_marks_in_a_message_of_their_own(world, size, kind):
+    for options in _CARRIED:
+        if kind == "complex" and "compression" in options:
+            continue  # refused
+        world(size).run(_as_with_separate_marks, kind, options)
+
+
+def _far_from_whole(kind: str, compression: str) -> float:
+    """How far values in half precision are from those of gradients that travel as they are."""
+    replicated = {"update": "replicated", "fusion": "none"}
+    half = _trained(kind, {**replicated, "compression": compression}, separate=False)
+    return error(half, _trained(kind, replicated, separate=False))
+
+
+@pytest.mark.parametrize("compression", ["fp16", "bf16"])
+@pytest.mark.parametrize("kind", ["branches", "idle"])
+def test_the_mean_of_a_layer_that_has_not_run_since_is_not_overwritten(world, kind, compression):
+    far = world(2).run(_far_from_whole, kind, compression)
+    assert far[0] == far[1] < 0.03
+
+
+@on_ranks(2)
+def test_a_rank_with_gradients_for_a_bucket_does_not_wait_for_the_marks() -> None:
+    model = make_model()
+    here, missing, *_ = params = list(model.parameters())
+    here.grad = torch.zeros_like(here)
+    if dear.rank() == 0:
+        missing.grad = torch.zeros_like(missing)
+    usage = halves.Usage(params, runtime.communicator())
+    (bucket,) = flatten([[here]], runtime.communicator(), values=False)
+    carrier = halves.ScatterGather(bucket, runtime.communicator(), marks=len(params))
+    usage.start(carrier)
+    carrier.start_reduce()
+    with mock.patch.object(carrier, "await_reduce", side_effect=AssertionError):
+        assert usage.unused([here]) == set()
+    assert usage.unused() == set(params[2:])
+    carrier.finish_reduce()
 
 
 def _norms(options: dict[str, Any]) -> list[float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -62,8 +62,10 @@ class Dear(Algorithm):
     `step()`; between `backward()` and `step()` `p.grad` is still this rank's own gradient.
     Bytes move: reduce-scatter in the backward pass, all-gather from `step()` into the next forward.
     Cost per step and rank: one reduce-scatter and one all-gather per group, together 2 (P-1)/P of
-    the model's bytes, as many as an all-reduce (which groups of a few KB take instead); one
-    all-reduce of a byte per parameter.
+    the model's bytes, as many as an all-reduce (which groups of a few KB take instead). Which
+    parameters are used is told in the last group's message; beside a group that is larger than
+    `COPIED_BYTES` (`dear.buckets.halves`) and travels in its own type, or is reduced to one rank,
+    by an all-reduce of a byte per parameter.
 
     Beyond the paper: groups follow the order in which gradients arrive and layers run, as the first
     step shows; and between the halves each rank updates only what it owns, so that the second half
@@ -268,8 +270,8 @@ class DearEngine(DeferredEngine):
             return
         self.averaged = False
         part = self._parts[unit]
-        if unit == self._launched[-1]:
-            self._usage.start(part if isinstance(part, AllReduced) else None)
+        if unit == self._launched[-1] and not self.options.gathers:
+            self._usage.start(part)
         part.bucket.note()
         part.start_reduce()
 
@@ -297,21 +299,28 @@ class DearEngine(DeferredEngine):
             self.refuse_touched()
             self.arrive()
             return self.step_averaged(update)
-        self._update.unused = self._usage.unused()
         self.pending = self._update.step(update, self._launched)
         self.finish_unread()
         return None
 
     def arrive(self) -> None:
-        unused = self._usage.unused()
         for index in self._launched:
             part = self._parts[index]
             part.finish_reduce()
             part.start_gather_mean(part.bucket.gradients)
+        unused = self._unused()
         for part in self._parts:
             part.finish_gather()
             for param, view in zip(part.bucket.params, part.bucket.gradient_views, strict=True):
                 param.grad = None if param in unused else view
+
+    def _unused(
+        self, params: Iterable[torch.nn.Parameter] | None = None
+    ) -> set[torch.nn.Parameter]:
+        """As of `Usage`; payloads carry marks of their own, once their first halves have ended."""
+        if self.options.gathers:
+            return {param for part in self._parts for param in part.unused()}
+        return self._usage.unused(params)
 
     def apply_averaged(self, update: Callable[[], Any]) -> Any:
         return self._update.step_averaged(update)
@@ -325,7 +334,6 @@ class DearEngine(DeferredEngine):
         self.settle()
         self.complete_pass()
         self.refuse_touched()
-        self._update.unused = self._usage.unused()
         return self._update.clip(max_norm, norm_type)
 
     def stepped(self) -> None:
@@ -378,6 +386,7 @@ class DearEngine(DeferredEngine):
             self._plain,
             self._parts,
             self.communicator,
+            unused=self._unused,
             frozen="allgather" in self.options.exclude_parts,
         )
         if isinstance(self._update, Sharded):
@@ -402,6 +411,8 @@ class DearEngine(DeferredEngine):
         options, communicator = self.options, self.communicator
         if options.gathers:
             return Gathered(bucket, communicator, options)
+        # The last message of a pass says who has which gradient, too.
+        marks = len(self.params) if index == self._launched[-1] else 0
         how: dict[str, Any] = {
             "wire": options.wire,
             "skip": "reducescatter" in options.exclude_parts,
@@ -410,10 +421,8 @@ class DearEngine(DeferredEngine):
             return ReduceBroadcast(bucket, communicator, owner=index % communicator.size, **how)
         small = 0 < bucket.gradients.nbytes <= options.small_kb * KIB
         if small and not options.exclude_parts:
-            # The last message of a pass, if it is small, says who has which gradient, too.
-            marks = len(self.params) if index == self._launched[-1] else 0
             return AllReduced(bucket, communicator, marks=marks, **how)
-        return ScatterGather(bucket, communicator, **how)
+        return ScatterGather(bucket, communicator, marks=marks, **how)
 
     def _learn(self) -> None:
         """Makes the order that was seen that of all ranks."""

@@ -160,10 +160,10 @@ def last_awaited_s() -> float:
 
 
 def note_all_awaited() -> None:
-    """Counts the last finished operation as one that this thread has waited for.
+    """Marks all operations that have finished as awaited by this thread (`last_awaited_s`).
 
-    For whoever waits for all operations by other means than their works, as torch's DDP does by
-    futures.
+    Torch's DDP waits by futures, of which the comm core does not learn: who knows that such a wait
+    has ended calls this.
     """
     _core.note_all_awaited()
 

@@ -28,6 +28,7 @@ from common.results.records.trust import (
     Network,
     Strain,
     elapsed_per_step_s,
+    sending_costs,
 )
 from common.results.second import modelled
 from dear.cost.bounds import (
@@ -86,7 +87,7 @@ class Result:
     cost_check: CostCheck | None = None
     """Of `costs`, by the trial that has measured them."""
     engine_costs: EngineCosts | None = None
-    """Of the engine that sends in place of the communicator, if there is one."""
+    """Costs of the library's own engine, if it sends by one."""
     plan: Plan | None = None
     local_size: int | None = None
     """Ranks on a host."""
@@ -310,8 +311,9 @@ def _bound(trial: Trial, first: Result, network: Network) -> Bound | None:
         if kind != "asynchronous":  # what the links cannot carry is left out
             wire_s = _wire_limit_s(trial, first, traffic, network)
         bound_s = None
-        costs = _sending_costs(first, algorithm.sends_by(trial.options))
-        if kind is not None and costs:
+        costs = sending_costs(first.costs, first.engine_costs)
+        known = first.engine_costs is not None or algorithm.sends_by(trial.options) is None
+        if kind is not None and costs and known:
             # Ranks whose links differ wait for each other sooner or later.
             each = _comm_times(trial, first, costs, traffic)
             bound_s = max(step_bound_s(kind, compute, comm, trial.world_size) for comm in each)
@@ -323,14 +325,6 @@ def _bound(trial: Trial, first: Result, network: Network) -> Bound | None:
         compute_limit_s=compute_limit_s(compute, trial.world_size),
         wire_limit_s=wire_s,
     )
-
-
-def _sending_costs(first: Result, engine: str | None) -> dict[str, CollectiveCost]:
-    """By operation, of the communicator, or of the engine that sends in its place."""
-    if engine is None:
-        return first.costs or {}
-    costs = first.engine_costs
-    return {} if costs is None else {"all_reduce": costs.all_reduce}
 
 
 def _comm_times(

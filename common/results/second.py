@@ -5,7 +5,6 @@ It knows nothing of how trials are emulated, so an error would have to be in bot
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from common.models.profile import Profile, load, path_of
 from common.results.records import Record
 from common.results.records.trust import Modelled
 from common.virtual.foresee import share_on_wire
-from common.virtual.link import Cost
 from common.virtual.passes import Bundle, UnmodelledError, messages_of, passes_of
 from common.virtual.step import FUSED, Prediction, predict
 from dear.errors import UserError
@@ -76,19 +74,12 @@ def prediction(record: Record) -> Prediction:
     ]
     messages = messages_of(passes, bundles, share_on_wire(options))
     statement = kind.overlap_of(options)
-    costs = _costs(record, kind.sends_by(options))
-    return predict(passes, messages, statement, costs, trial["world_size"])
-
-
-def _costs(record: Record, engine: str | None) -> Mapping[str, Cost]:
-    """Of what has sent: the communicator, or an engine of a library's own."""
-    if engine is None:
-        return record.costs
-    costs = record.engine_costs
-    if costs is None or costs.engine != engine:
+    engine, own = kind.sends_by(options), record.engine_costs
+    if engine is not None and (own is None or own.engine != engine):
         raise UnmodelledError(f"it sends by {engine}, whose costs are not on record")
-    fused = {} if costs.fused is None else {FUSED: costs.fused}
-    return {"all_reduce": costs.all_reduce, **fused}
+    fused = {} if own is None or own.fused is None else {FUSED: own.fused}
+    costs = (record.sending_costs or {}) | fused
+    return predict(passes, messages, statement, costs, trial["world_size"])
 
 
 def _profile(trial: dict[str, Any]) -> Profile:

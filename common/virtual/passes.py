@@ -64,7 +64,7 @@ class Bundle:
     names: tuple[str, ...] = ()
     """Of its first and its last parameter, where they are known."""
     some: bool | None = None
-    """As of `Message`."""
+    """Whether it has the transfers that only some messages have; None: not known."""
 
 
 def passes_of(profile: Profile, update_s: float) -> Passes:

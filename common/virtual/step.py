@@ -261,8 +261,9 @@ class _Stated(_Rank):
 
 
 def _ahead(messages: Sequence[Message]) -> dict[int, list[int]]:
-    """By places of gradients: the messages whose layers the backward pass reaches after those
-    that it is about to go through then. Before the very first layer it is that one's turn, too."""
+    """Messages that are fetched ahead, by the place of a gradient: just before the backward pass
+    computes that gradient, those of the layers that it reaches next. The first message is fetched
+    at the begin of the pass, together with the second."""
     reached = sorted(range(len(messages)), key=lambda i: min(messages[i].members))
     found: dict[int, list[int]] = {}
     for before, i in zip([*reached[:1], *reached], reached, strict=False):

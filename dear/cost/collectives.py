@@ -213,8 +213,9 @@ def timed_by_size(
     """Seconds of each repeat by size, the maximum over ranks; larger sizes only while there is
     time.
 
-    Small messages have a second turn after the large ones, as something may slow all of the first;
-    every other repeat is of the second, so that both halves tell how far they differ.
+    Small messages are timed in two turns, before and after the large ones, because something may
+    slow a whole turn. The repeats of both turns alternate in the result, so the two halves that
+    `Measurement.agreement` compares are the two turns.
 
     Args:
         sizes: ascending. The first three are timed in any case, and those that are not yet large
@@ -249,7 +250,8 @@ def timed_by_size(
 
 
 def _times(communicator: Communicator, timed: Callable[[], float], count: int) -> list[float]:
-    """Of all ranks: who left the barrier last waits for nobody, and may see next to nothing."""
+    """Seconds of each call, the maximum over ranks: a rank that leaves the barrier last waits for
+    nobody, and may see next to nothing."""
     ranks = communicator.gather_objects([timed() for _ in range(count)])
     return [max(call_s) for call_s in zip(*ranks, strict=True)]
 

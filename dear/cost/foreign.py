@@ -1,4 +1,4 @@
-"""What all-reduces cost that a library sends by an engine of its own, past the communicator."""
+"""Measures all-reduces of a library that sends by its own engine instead of the communicator."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Sender(Protocol):
     """No buffer of several tensors is larger."""
 
     def timed(self, nbytes: int, tensors: int) -> Callable[[], float]:
-        """Sends so many bytes in so many equal tensors at each call; on all ranks.
+        """Returns a function that all-reduces `nbytes` in `tensors` equal tensors; on all ranks.
 
-        The call gives the seconds of the all-reduce, copies into the buffer and out of it included,
-        but not what is waited for until it begins.
+        The function returns the seconds that the all-reduce took. Copies into the fused buffer and
+        out of it count; waiting for the all-reduce to begin does not.
         """
         ...
 

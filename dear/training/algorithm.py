@@ -63,8 +63,8 @@ class Algorithm(ABC):
 
     @classmethod
     def sends_by(cls, options: Any) -> str | None:
-        """The engine of a library's own that sends all of it, by all-reduces: the name of its
-        `Sender` (`dear.cost.foreign`). None: the communicator sends."""
+        """Name of the engine, if a library sends all gradients by an engine of its own, with
+        all-reduces (`dear.cost.foreign.Sender.name`). None: the communicator sends."""
         return None
 
     @classmethod

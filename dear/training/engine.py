@@ -147,8 +147,9 @@ class Engine:
         return []
 
     def some_groups(self) -> frozenset[int] | None:
-        """Places in `groups()` of those that have the transfers that are stated of some buckets
-        only (`dear.cost.overlap.Transfer.buckets`); None: the engine does not tell."""
+        """Places in `groups()` of the groups whose transfers include those that the algorithm
+        states with `buckets="some"` (`dear.cost.overlap.Transfer`); None: the engine does not
+        tell."""
         return None
 
     def synchronize(self) -> None:

@@ -202,7 +202,8 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         {"fusion": "nearby_layers", "nearby_layers": -1, "small_kb": 0, "update": "replicated"},
         {"threshold_mb": TINY, "first_mb": TINY, "decouple": "reduce_broadcast", "small_kb": 0},
         {"fusion": "none", "decouple": "reduce_broadcast", "update": "replicated", "small_kb": 0},
-        {"compression": "eftopk", "density": 0.3, "small_kb": 0},
+        # What top-k picks depends on groups, and `first_mb` on what messages cost here.
+        {"compression": "eftopk", "density": 0.3, "first_mb": 25.0, "small_kb": 0},
         {"compression": "fp16", "threshold_mb": TINY, "small_kb": 0},
         {"exclude_parts": ["reducescatter"], "small_kb": 0},
         {"exclude_parts": ["allgather"], "update": "replicated", "small_kb": 0},

@@ -21,6 +21,7 @@ from common.results.records.trust import (
     Strain,
     Systematic,
     mean_step_s,
+    sending_costs,
 )
 from dear.cost.bounds import StepTimes
 from dear.cost.fit import CollectiveCost
@@ -105,8 +106,8 @@ class Group:
     """Name of the parameter that is first in it, and of the last."""
     last: str | None = None
     some: bool | None = None
-    """Whether it has the transfers that the algorithm states of some groups only; None: not
-    told."""
+    """Whether this group has the transfers that only some groups have (with `fsdp`, the second
+    all-gather); None: the algorithm does not tell."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,8 +190,8 @@ class Record:
     cost_check: CostCheck | None = None
     """Of the costs, by the trial that has measured them; those that use them have the same."""
     engine_costs: EngineCosts | None = None
-    """Of the engine that has sent in place of the communicator, by this trial; None: there is none,
-    or nobody has measured it."""
+    """Costs of the library's own engine, measured by this trial; None: the communicator sends, or
+    they were not measured."""
     bound: Bound | None = None
     plan: Plan | None = None
     """Of the first repeat; None where nothing travels, and in older records."""
@@ -247,12 +248,8 @@ class Record:
 
     @property
     def sending_costs(self) -> dict[str, CollectiveCost] | None:
-        """By operation, of the engine that has sent; None: they are not on record."""
-        return (
-            self.costs
-            if self.engine_costs is None
-            else {"all_reduce": self.engine_costs.all_reduce}
-        )
+        """Costs by operation of the engine that sent; None: they are not on record."""
+        return sending_costs(self.costs, self.engine_costs)
 
     @property
     def step_s(self) -> float:

@@ -173,7 +173,7 @@ class CostCheck:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineCosts:
-    """What all-reduces cost that a library sends by an engine of its own."""
+    """Costs of all-reduces of a library that sends by an engine of its own, as Horovod does."""
 
     engine: str
     """Its name (`Algorithm.sends_by`)."""
@@ -182,7 +182,14 @@ class EngineCosts:
     fused: CollectiveCost | None = None
     """Of several tensors in one buffer, by their bytes together; None: it joins none."""
     error: float
-    """How far one half of the repeats is off the fit to the other half, as a share: the root of the
-    mean square over sizes, of the worse of the two."""
+    """Relative error of a fit to one half of the repeats, judged by the other half: the root mean
+    square over sizes, of the worse of `all_reduce` and `fused`."""
     noise: float
-    """How far the halves are off each other, of the same: no fit can be nearer."""
+    """Relative difference of the two halves themselves, which no fit can beat."""
+
+
+def sending_costs(
+    costs: dict[str, CollectiveCost] | None, own: EngineCosts | None
+) -> dict[str, CollectiveCost] | None:
+    """Costs by operation of the engine that sent: the library's own, else the communicator."""
+    return costs if own is None else {"all_reduce": own.all_reduce}

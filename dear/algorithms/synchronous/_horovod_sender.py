@@ -1,4 +1,4 @@
-"""Horovod's all-reduces one by one, timed on a job that is running."""
+"""Times single all-reduces of Horovod in a job that is running."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from dear.lazy import torch
 
 
 class HorovodSender:
-    """Times what Horovod's thread takes for one buffer.
+    """Measures how long Horovod's thread takes to all-reduce one buffer.
 
-    A call from outside also waits for the begin of a cycle and for the agreement of ranks, which
-    take as long as a small message. So each buffer travels behind a mark of another type, with
-    which it cannot be fused, in the same cycle: the thread sends one after the other, in the order
-    in which they were used before, and the time from the end of the mark to the end of the buffer
-    is the buffer's. (In few calls a cycle begins between the two. Those take longer.)
+    A caller also waits for the next cycle to begin and for the ranks to agree, which takes as long
+    as a small message. So a mark of another type goes ahead of each buffer in the same cycle.
+    Horovod cannot fuse the two, and its thread sends them one after the other. The time of the
+    buffer is from the end of the mark to the end of the buffer. In a few calls a cycle begins
+    between the two; those take longer, and the lower quartile leaves them out.
 
     Args:
         send: starts an all-reduce of a tensor as gradients are sent, under a name; its handle.

@@ -147,12 +147,11 @@ class _DdpEngine(Engine):
         )
 
     def _watch(self, output: Any) -> None:
-        """Has the communicator know, behind the next backward pass, that DDP has waited.
+        """Tells the communicator, after the next backward pass, that DDP has waited.
 
-        DDP's reducer waits at the end of the pass, in a callback of the engine that it leaves
-        there while the pass runs; one that is left by a callback comes behind all of those.
+        DDP's reducer waits in a callback that autograd runs at the end of the pass. A callback that
+        another callback queues runs after all of those.
         """
-
         from torch.utils._pytree import tree_leaves
 
         def begun(gradient: torch.Tensor) -> None:

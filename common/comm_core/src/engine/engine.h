@@ -74,8 +74,8 @@ class Engine {
   std::vector<Event> events();
   // When the last of them finished, however many there were; minus infinity before the first.
   double last_finished_s() const { return last_finished_s_; }
-  // The last one that an operation has ended by being submitted.
-  // Those of the last 64 that ended later than this, in order.
+  // The times without an operation that ended, as one was submitted, later than this: in order, at
+  // most the last 64.
   std::vector<Lull> lulls(double after_s);
 
   // Only inside `call` or a step:

@@ -20,8 +20,8 @@ _LEAST_SIZES = 3
 BUDGET_S = 0.5
 """Of what the fabric stands for, for each operation: 2 s for all four."""
 SENDER_BUDGET_S = 1.5
-"""The same of an engine that tells neither regimes nor the rate of its links, so that only large
-messages say what a byte costs."""
+"""Emulated seconds for each line of a library's own engine. Longer, as it tells neither regimes nor
+the rate of its links: only large messages say what a byte costs."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
 # The tests of every part, without those that take long: scripts/test.sh .venv [--again]
-# Three runs side by side: the tests of tests/unit compute, most of the others wait for something. With
+# Four runs side by side: the tests of tests/unit compute, most of the others wait for something. With
 # --again only what failed last; nothing to repeat is a failure, too.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 pytest=("${1:-.venv}/bin/python" -m pytest)
-parts=(unit system others)
+parts=(unit comm system others)
 
 run() {  # the tests of a part, with pytest's options
   local cache=(-o "cache_dir=.pytest_cache/$1")
   case "$1" in
-    others) "${pytest[@]}" "${cache[@]}" "${@:2}" --ignore=tests/unit --ignore=tests/system ;;
+    others) "${pytest[@]}" "${cache[@]}" "${@:2}" --ignore=tests/{unit,comm,system} ;;
     *) "${pytest[@]}" "${cache[@]}" "${@:2}" "tests/$1" ;;
   esac
 }
@@ -34,13 +34,13 @@ fi
 mkdir -p build
 pids=()
 trap 'kill "${pids[@]}" 2> /dev/null || true' EXIT
-for part in unit system; do
+for part in unit comm system; do
   # Not in a function: its process would be the shell, not pytest.
   "${pytest[@]}" -m "not full" -o "cache_dir=.pytest_cache/$part" "tests/$part" > "build/${part}_tests.log" 2>&1 &
   pids+=("$!")
 done
 run others -m "not full" || status=$?
-for number in 0 1; do
+for number in 0 1 2; do
   wait "${pids[number]}" || status=$?
   echo "== tests/${parts[number]}"
   cat "build/${parts[number]}_tests.log"

@@ -23,6 +23,9 @@ class Sly(AveragingEngine):
     """Right in the first steps, and then wrong in the way that `name` says."""
 
     name = ""
+    timed = 14
+    """In `checked`: 3 steps more to warm up, twice 2 to fill the pipeline, 2 and 2 that are timed,
+    and one between them; then it is 2 short of the last ones, which are looked at."""
 
     def __init__(self, replica: Any) -> None:
         super().__init__(replica, replica.params, overlap=False)
@@ -34,6 +37,8 @@ class Sly(AveragingEngine):
     def now(self) -> bool:
         if self.name.endswith("for some steps"):
             return TIMED < self.at <= TIMED + 2
+        if self.name.endswith("in timed steps"):
+            return TIMED < self.at <= TIMED + self.timed
         return self.at > TIMED
 
     def given(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
@@ -112,7 +117,7 @@ SLY = (
     *("clips", "drops small ones", "drops the remainder", "last step's gradient", "noise"),
     *("updates twice", "evaluation mode", "fewer samples", "another batch", "old lr"),
     *("old momentum", "old weight_decay", "other labels", "scaled loss", "half of the gradient"),
-    "frozen layer",
+    *("frozen layer", "other labels in timed steps"),
 )
 """What goes wrong behind the steps that are compared with plain training."""
 

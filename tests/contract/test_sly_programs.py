@@ -18,7 +18,7 @@ def test_what_goes_wrong_behind_the_first_steps_is_found(world, program):
     assert check.reference_error < 2e-3  # they were right
 
 
-def test_gradients_are_taken_at_their_word_in_all_steps_but_the_last(world):
+def test_gradients_are_taken_at_their_word_in_all_steps_but_one(world):
     """What docs/methodology.md says that the check cannot see."""
     program = "other labels for some steps"
     check = found(world(2), "allreduce", "mnist_cnn", spoil=(sly, program), optimizer=DECAYING)

@@ -127,6 +127,32 @@ def test_the_canary_stands_right_before_and_right_behind_the_blocks():
     assert found.canary_s == [1.0, 10.0]
 
 
+def test_what_goes_on_between_blocks_is_not_timed():
+    alone = _Alone()
+    measure_steps(
+        lambda: alone.calls.append("step"),
+        alone,
+        blocks=3,
+        steps=1,
+        untimed=1,
+        between=lambda block: alone.calls.append(f"before block {block}"),
+    )
+    block = ["barrier", "step", "step"]
+    assert alone.calls == [*block, "before block 1", *block, "before block 2", *block]
+
+
+@pytest.mark.parametrize(
+    ("given", "halved"),
+    [
+        ({"num_iters": 3, "min_steps": 5}, {"num_iters": 3, "min_steps": 5}),
+        ({}, {"num_iters": 2, "min_steps": 2, "min_iter_s": 0.5}),
+        ({"steps_per_iter": 5}, {"num_iters": 2, "steps_per_iter": 3, "min_steps": 2}),
+    ],
+)
+def test_one_block_becomes_two_of_half_its_steps(given, halved):
+    assert vars(measure.in_two(MeasureConfig(**given))).items() >= halved.items()
+
+
 @pytest.mark.parametrize(
     ("config", "period", "step_s", "steps"),
     [

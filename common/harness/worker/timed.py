@@ -18,7 +18,7 @@ from common.harness import ui
 from common.harness.record import Result
 from common.harness.trial import BASELINE, Briefing, Trial
 from common.harness.worker.checking import correctness
-from common.harness.worker.checking.inquiry import Inquiry
+from common.harness.worker.checking.inquiry import Inquiry, draw
 from common.harness.worker.timing import evidence
 from common.harness.worker.timing.canary import canary_s
 from common.harness.worker.timing.costs import (
@@ -30,6 +30,7 @@ from common.harness.worker.timing.costs import (
 )
 from common.harness.worker.timing.measure import (
     block_steps,
+    in_two,
     measure_steps,
     untimed_in_block,
 )
@@ -83,7 +84,7 @@ class _Repeat:
     def later(self) -> Result:
         """Timed steps, and whether the replicas agree."""
         training = self._wrapped()
-        self._time(training, warmed=0)
+        self._time(training, warmed=0, inquiry=None)
         return self._end(training, Check)
 
     def first(self) -> Result:
@@ -98,7 +99,7 @@ class _Repeat:
         self._phase("comparing with plain training")
         inquiry.first_steps(training)
         inquiry.look_away()
-        self._time(training, warmed=steps)
+        self._time(training, warmed=steps, inquiry=inquiry)
         self._phase("tracing some more steps")
         trace = evidence.Trace(training, model, self._communicator)
         self._phase("comparing all steps with a reference")
@@ -161,11 +162,12 @@ class _Repeat:
         self._phase("wrapping the model")
         return Training(self._trial, self._workload)
 
-    def _time(self, training: Training, warmed: int) -> None:
+    def _time(self, training: Training, warmed: int, inquiry: Inquiry | None) -> None:
         """The timed blocks.
 
         Args:
             warmed: steps that were trained before.
+            inquiry: watches a step between two blocks; None: nobody does.
         """
         trial, communicator = self._trial, self._communicator
         self._phase("warming up")
@@ -174,13 +176,23 @@ class _Repeat:
         say(["Running benchmark..."])
         training.forget_parts()
         period = _period(trial)
+        measure, watched = trial.measure, 0
+        if inquiry is not None and inquiry.remakes:
+            measure = in_two(measure)
+            watched = draw(range(1, measure.num_iters))
+
+        def between(block: int) -> None:
+            if inquiry is not None and block == watched:
+                inquiry.watch_a_step(training)
+
         counted = evidence.network_counters()
         self._measured = measured = measure_steps(
             training.step,
             communicator,
-            blocks=trial.measure.num_iters,
-            steps=block_steps(trial.measure, period, step_s, communicator),
+            blocks=measure.num_iters,
+            steps=block_steps(measure, period, step_s, communicator),
             untimed=self._untimed,
+            between=between,
             watch=stopwatch(trial.device),
             absorbed_s=lambda: training.absorbed_s,
             canary=lambda: self._canary_s(training),

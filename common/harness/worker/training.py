@@ -121,6 +121,11 @@ class Training:
             self._workload.update(self.optimizer)
         self._marks.append((began, forward, backward, self._mark()))
 
+    def unmarked_step(self) -> None:
+        """One step that `parts` and `phases` leave out."""
+        self.step()
+        self._marks.pop()
+
     def parts(self) -> list[Breakdown]:
         """Where the time went in every step since `forget_parts`. On a GPU, where the host runs
         ahead, by the device's events; its parts contain what a stream has waited for others."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import secrets
 from collections.abc import Sequence
 from typing import Any
 
@@ -61,11 +62,20 @@ def inquire(trial: Trial, workload: Workload) -> Check:
     inquiry.look_away()
     steps = max(untimed_steps(trial), STEPS * getattr(trial.options, "every", 1))
     before = runtime.communicator().bytes_sent
-    training.run(steps)
+    unannounced = draw(range(1, steps)) if inquiry.remakes else 0
+    training.run(unannounced)
+    if inquiry.remakes:
+        inquiry.watch_a_step(training)
+    training.run(steps - unannounced)
     check = inquiry.end(training, (runtime.communicator().bytes_sent - before) // steps)
     agreement = correctness.agreement(workload.model, training.consistency, runtime.communicator())
     training.close()
     return dataclasses.replace(inquiry.confirm(check), **agreement)
+
+
+def draw(places: range) -> int:
+    """One of the places, the same on all ranks. No seed of the trial tells a program which."""
+    return int(runtime.communicator().broadcast_object(secrets.choice(places)))
 
 
 class Inquiry:
@@ -125,6 +135,18 @@ class Inquiry:
         """Lets timed steps be as undisturbed as may be."""
         self._passes.look(self._witness.look_away())
 
+    def watch_a_step(self, training: Training) -> None:
+        """Trains one step, whose passes are made again without the algorithm at the end.
+
+        It comes unannounced, or a program that counts its steps would behave in this one.
+        """
+        self._witness.look_at_buffers()
+        self._afresh.watch(frozenset(self._plain.given.shapes))
+        training.unmarked_step()
+        self._watched = self._witness.steps
+        self._afresh.unwatch()
+        self.look_away()
+
     def end(self, training: Training, sent_per_step: int) -> Check:
         """Two more steps; rank 0 says what was found. Parameters are current afterwards.
 
@@ -136,10 +158,7 @@ class Inquiry:
         # As a scheduler does between two steps: the second one must follow.
         serial.change_settings(training.optimizer)
         self._changed = self._witness.steps
-        if self._remakes:
-            self._afresh.watch(frozenset(self._plain.given.shapes))
         training.step()
-        self._afresh.unwatch()
         training.synchronize()
         communicator = runtime.communicator()
         sent = communicator.bytes_sent - self._sent
@@ -162,12 +181,12 @@ class Inquiry:
         return dataclasses.replace(check, matches_reference=False, finding=finding)
 
     def confirm(self, check: Check) -> Check:
-        """What was found, and whether plain passes of the last step give the same gradients.
+        """What was found, and whether plain passes of one step give the same gradients.
 
         To be called on all ranks when the algorithm is closed; the model is used up.
         """
         finding = None
-        if self._remakes and self._afresh.complete:
+        if self.remakes and self._afresh.complete:
             finding = self._unlike_afresh()
         finding = _first_of(runtime.communicator().gather_objects(finding))
         if finding is None or check.matches_reference is False:
@@ -175,8 +194,8 @@ class Inquiry:
         return dataclasses.replace(check, matches_reference=False, finding=finding)
 
     @property
-    def _remakes(self) -> bool:
-        """Whether passes of the last step are made again: a replayed model's have no meaning, and
+    def remakes(self) -> bool:
+        """Whether passes of one step are made again: a replayed model's have no meaning, and
         where plain training is not what is promised, the memory is needed more."""
         plain = self._reference in (references.average, references.delayed)
         return plain and not is_replay(self._trial.model)
@@ -185,12 +204,12 @@ class Inquiry:
         testimony, limit = self._testimony, self._tolerance(computed=True)
         gradients = self._witness.of_gradients(self._afresh.passes())
         starts = (0, *testimony.ends[:-1])
+        step = self._watched
         seen = {
-            name: testimony.gradients[-1][start:end]
+            name: testimony.gradients[step - 1][start:end]
             for name, start, end in zip(testimony.names, starts, testimony.ends, strict=True)
         }
         worst = afresh.farthest(seen, gradients)
-        step = len(testimony.gradients)
         if worst.error > limit:
             return (
                 f"in step {step} the gradient of {worst.tensor} is off by {worst.error:.2g} of "

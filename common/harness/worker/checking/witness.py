@@ -37,7 +37,7 @@ class Testimony:
     """By number of the step, what its forward pass read, as far as it was watched."""
     buffers: dict[int, tuple[np.ndarray, np.ndarray]]
     """By number of the step, the model's floating-point buffers when its forward pass began and
-    when it had ended, as samples; only of steps in which all layers were watched."""
+    when it had ended, as samples; only of steps in which buffers were looked at."""
     end: np.ndarray
     """After the last step."""
     left: np.ndarray
@@ -101,6 +101,10 @@ class Witness:
     def look(self) -> None:
         """From now on at all that forward passes read, and at buffers."""
         self._watch(self._owned)
+        self.look_at_buffers()
+
+    def look_at_buffers(self) -> None:
+        """From now on, beside what is looked at."""
         self._looking.append(self._model.register_forward_pre_hook(lambda *_: self._keep()))
         self._looking.append(self._model.register_forward_hook(lambda *_: self._keep()))
 

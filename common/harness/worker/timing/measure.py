@@ -6,6 +6,7 @@ it.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -47,6 +48,20 @@ def untimed_in_block(staleness: int) -> int:
     return FILLING_STEPS + staleness
 
 
+def in_two(config: MeasureConfig) -> MeasureConfig:
+    """The same steps in two blocks at least, so that there is something between blocks."""
+    if config.num_iters > 1:
+        return config
+    steps = config.steps_per_iter
+    return dataclasses.replace(
+        config,
+        num_iters=2,
+        steps_per_iter=None if steps is None else math.ceil(steps / 2),
+        min_iter_s=config.min_iter_s / 2,
+        min_steps=math.ceil(config.min_steps / 2),
+    )
+
+
 def block_steps(
     config: MeasureConfig, period: int, step_s: float, communicator: Communicator
 ) -> int:
@@ -70,6 +85,7 @@ def measure_steps(
     blocks: int,
     steps: int,
     untimed: int,
+    between: Callable[[int], None] = lambda block: None,
     watch: Stopwatch | None = None,
     absorbed_s: Callable[[], float | None] = lambda: None,
     canary: Callable[[], float] = lambda: 0.0,
@@ -84,6 +100,8 @@ def measure_steps(
     Args:
         step: one training step, which need not wait for the device.
         untimed: steps after the barrier that are no part of the block.
+        between: called before the barrier of each block but the first with the block's number; what
+            it does is not timed.
         watch: for the device; None: the host's clock.
         absorbed_s: of the rank so far, as `Training.absorbed_s`.
         canary: lets all that is under way end, does the fixed work, and returns its seconds.
@@ -93,7 +111,9 @@ def measure_steps(
     marks: list[list[float]] = []
     sent = 0
     before_s = canary()
-    for _ in range(blocks):
+    for block in range(blocks):
+        if block:
+            between(block)
         communicator.barrier()
         watch.start()
         watch.mark()

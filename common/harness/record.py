@@ -311,7 +311,8 @@ def _bound(trial: Trial, first: Result, network: Network) -> Bound | None:
         if kind != "asynchronous":  # what the links cannot carry is left out
             wire_s = _wire_limit_s(trial, first, traffic, network)
         bound_s = None
-        costs = sending_costs(first.costs, first.engine_costs)
+        # What some ranks exchange has the communicator's costs, whoever sends it.
+        costs = first.costs if traffic else sending_costs(first.costs, first.engine_costs)
         known = first.engine_costs is not None or algorithm.sends_by(trial.options) is None
         if kind is not None and costs and known:
             # Ranks whose links differ wait for each other sooner or later.

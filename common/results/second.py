@@ -12,6 +12,7 @@ from common.models.profile import Profile, load, path_of
 from common.results.records import Record
 from common.results.records.trust import Modelled
 from common.virtual.foresee import share_on_wire
+from common.virtual.link import Cost, Pairwise
 from common.virtual.passes import Bundle, UnmodelledError, messages_of, passes_of
 from common.virtual.step import FUSED, Prediction, predict
 from dear.errors import UserError
@@ -58,7 +59,9 @@ def prediction(record: Record) -> Prediction:
     options = algorithm_options(trial["algorithm"], trial["options"])
     # Ranks of a host share its link in what collectives cost, too.
     local_size = trial.get("ranks_per_host") or 1
-    if kind.traffic(options, trial["world_size"], local_size) is not None:
+    own = record.engine_costs
+    in_groups = kind.traffic(options, trial["world_size"], local_size) is not None
+    if in_groups and own is None:
         raise UnmodelledError("its ranks average in groups, whose costs are not on record")
     if plan is None or not plan.groups:
         raise UnmodelledError("its plan is not on record")
@@ -74,12 +77,20 @@ def prediction(record: Record) -> Prediction:
     ]
     messages = messages_of(passes, bundles, share_on_wire(options))
     statement = kind.overlap_of(options)
-    engine, own = kind.sends_by(options), record.engine_costs
+    engine = kind.sends_by(options)
     if engine is not None and (own is None or own.engine != engine):
         raise UnmodelledError(f"it sends by {engine}, whose costs are not on record")
-    fused = {} if own is None or own.fused is None else {FUSED: own.fused}
-    costs = (record.sending_costs or {}) | fused
-    return predict(passes, messages, statement, costs, trial["world_size"])
+    return predict(passes, messages, statement, _costs(record), trial["world_size"])
+
+
+def _costs(record: Record) -> dict[str, Cost]:
+    costs: dict[str, Cost] = {**(record.sending_costs or {})}
+    own = record.engine_costs
+    if own is not None and own.fused is not None:
+        costs[FUSED] = own.fused
+    if own is not None and own.pair is not None:
+        costs["all_reduce"] = Pairwise(alone=own.all_reduce, pair=own.pair)
+    return costs
 
 
 def _profile(trial: dict[str, Any]) -> Profile:

@@ -33,6 +33,22 @@ def occupancy_s(cost: Cost, nbytes: float) -> float:
     return cost.occupancy_s(nbytes) if isinstance(cost, Occupying) else cost(nbytes)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Pairwise:
+    """A cost that is known of one message, and of two equal ones that start at once."""
+
+    alone: Cost
+    pair: Cost
+    """By the bytes of both."""
+
+    def __call__(self, nbytes: float) -> float:
+        return self.alone(nbytes)
+
+    def occupancy_s(self, nbytes: float) -> float:
+        """Seconds from the end of the first to the end of the second."""
+        return min(self.alone(nbytes), max(0.0, self.pair(2 * nbytes) - self.alone(nbytes)))
+
+
 @dataclass(eq=False)
 class Sending:
     """A message on its way."""

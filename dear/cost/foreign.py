@@ -1,4 +1,4 @@
-"""Measures all-reduces of a library that sends by its own engine instead of the communicator."""
+"""Measures all-reduces of an engine that sends gradients in place of the communicator."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from dear.cost.measurement import Measurement, carried
 
 
 class Sender(Protocol):
-    """The library's engine. It joins tensors that are ready together in one buffer."""
+    """The engine: a library's own, or all-reduces that consist of several collectives."""
 
     name: str
     fusion_bytes: float
-    """No buffer of several tensors is larger."""
+    """Tensors that are ready together travel in one buffer up to this size; 0: each by itself."""
 
     def timed(self, nbytes: int, tensors: int) -> Callable[[], float]:
         """Returns a function that all-reduces `nbytes` in `tensors` equal tensors; on all ranks.
 
-        The function returns the seconds that the all-reduce took. Copies into the fused buffer and
-        out of it count; waiting for the all-reduce to begin does not.
+        The tensors are ready together. The function returns the seconds until all of them are
+        reduced. Copies into a fused buffer and out of it count; waiting for the first all-reduce to
+        begin does not.
         """
         ...
 
@@ -34,12 +35,12 @@ def measure_sender(
     tensors: int,
     budget_s: float,
 ) -> Measurement:
-    """Times all-reduces of a foreign engine; every rank calls it, and nothing else runs meanwhile.
+    """Times all-reduces of such an engine; every rank calls it, and nothing else runs meanwhile.
 
     Args:
         communicator: of the same ranks.
         sizes: bytes, all tensors together.
-        tensors: so many in each buffer.
+        tensors: so many at once.
         budget_s: as of `dear.cost.collectives.measure_collective`.
     """
     unit = 4 * tensors * communicator.size

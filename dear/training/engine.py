@@ -135,7 +135,7 @@ class Engine:
         return {}
 
     def sender(self) -> Sender | None:
-        """The engine of a library's own that sends in place of the communicator."""
+        """What sends in place of the communicator, where its costs are not the communicator's."""
         return None
 
     def groups(self) -> list[tuple[int, Sequence[torch.nn.Parameter]]]:

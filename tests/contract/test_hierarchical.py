@@ -159,6 +159,29 @@ def test_what_cannot_be_in_blocks_is_refused(world):
         assert not any("\n" in line for line in said)
 
 
+@pytest.mark.parametrize(("options", "name"), [({"local_size": 2}, "three legs"), ({}, None)])
+def test_it_tells_what_its_legs_take_together(world, options, name):
+    for told, taken_s in world(4).run(_timed, options):
+        assert told == name
+        assert all(0 < seconds < PATIENCE_S for seconds in taken_s) and len(taken_s) == 2 * bool(name)
+
+
+def _timed(options: dict[str, Any]) -> tuple[str | None, list[float]]:
+    model = make_model()
+    optimizer = make_sgd(model)
+    optimizer = dear.DistributedOptimizer(optimizer, model, algorithm="hierarchical", **options)
+    sender = optimizer.sender()
+    if sender is None:
+        return None, []
+    before = runtime.communicator().bytes_sent
+    taken_s = [sender.timed(4096, tensors)() for tensors in (1, 2)]
+    # Twice 3 / 4 of the bytes in the block's legs, and half of them between blocks.
+    assert runtime.communicator().bytes_sent - before == 2 * (4096 + 2048 + 2048)
+    steps(model, optimizer, mine(), range(1))
+    optimizer.close()
+    return sender.name, taken_s
+
+
 @on_ranks(4, "comm_core")
 def test_a_script_may_close_and_wrap_again() -> None:
     model = make_model()

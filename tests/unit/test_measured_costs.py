@@ -354,7 +354,7 @@ def timed_library(fusion_bytes):
     communicator = runtime.communicator()
     library = Library(communicator, fusion_bytes)
     measured = time_sender(communicator, library, 1 << 20, time_scale=2.0)
-    return engine_costs("a library", measured, 2.0), sorted(set(library.sent))
+    return engine_costs(library, measured, 2.0), sorted(set(library.sent))
 
 
 def test_a_foreign_engine_is_timed_with_one_tensor_and_with_several_that_it_joins(world):
@@ -368,6 +368,7 @@ def test_a_foreign_engine_is_timed_with_one_tensor_and_with_several_that_it_join
         assert sent == sorted([(n, 1) for n in sizes] + [(n, 2) for n in sizes if n < 100 * KIB])
 
 
-def test_an_engine_that_joins_nothing_has_no_cost_of_it(world):
+def test_an_engine_that_joins_nothing_is_timed_with_two_at_once(world):
     for costs, sent in world(2).run(timed_library, 0):
-        assert costs.fused is None and {tensors for _, tensors in sent} == {1}
+        assert costs.fused is None and {tensors for _, tensors in sent} == {1, 2}
+        assert costs.pair(MIB) == pytest.approx(2e-3 + 2e-9 * MIB)

@@ -114,6 +114,33 @@ def test_groups_of_blocks_have_costs_that_nobody_measured():
     )
 
 
+def test_an_engine_in_legs_is_modelled_by_one_message_and_by_two_at_once():
+    """The legs of a message go beside those of the one before it, which a cost of one cannot tell."""
+    half = PASSES.nbytes // 2
+    cut = next(i for i in range(len(PASSES.gradients)) if tail(i) <= half)
+    plan = {"groups": [{"bytes": PASSES.nbytes - tail(cut)}, {"bytes": tail(cut)}]}
+    alone, free = {"alpha_s": 0.0, "beta_s_per_byte": 4e-9}, {"alpha_s": 0.0, "beta_s_per_byte": 0}
+    steps = {}
+    for name, pair_s_per_byte in (("side by side", 2.5e-9), ("in turn", 4e-9)):
+        pair = free | {"beta_s_per_byte": pair_s_per_byte}
+        legs = {"engine": "three legs", "all_reduce": alone, "pair": pair, "error": 0, "noise": 0}
+        given = {"algorithm": "hierarchical", "options": {"local_size": 2}, "world": 4}
+        found = made(**given, facts=FACTS | {"plan": plan, "engine_costs": legs})
+        steps[name] = found.modelled.step_s
+        assert found.bound.step_s is None, "blocks of one's own have no bound"
+    # In turn, the second waits for the end of the first: 4 ns per byte after its last gradient.
+    # Side by side the first has left the links by then, after 2 * 2.5 - 4 ns per byte.
+    first, second = (PASSES.gradients[place].ready_s for place in (cut - 1, -1))
+    first_nbytes = PASSES.nbytes - tail(cut)
+    assert first + 1e-9 * first_nbytes < second
+    waited_s = first + 4e-9 * first_nbytes - second
+    assert steps["in turn"] - steps["side by side"] == pytest.approx(waited_s, rel=1e-6)
+
+
+def tail(first):
+    return sum(gradient.nbytes for gradient in PASSES.gradients[first:])
+
+
 def test_a_plan_that_tells_what_is_gathered_twice_is_modelled():
     costs = dict.fromkeys(("all_gather", "reduce_scatter"), COSTS["all_reduce"])
     group = {"bytes": PASSES.nbytes}

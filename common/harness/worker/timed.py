@@ -126,7 +126,7 @@ class _Repeat:
             self._phase(f"timing all-reduces of {sender.name}")
             nbytes = gradient_bytes(model)
             sent = time_sender(self._communicator, sender, nbytes, self._scale)
-            self._result["engine_costs"] = engine_costs(sender.name, sent, self._scale)
+            self._result["engine_costs"] = engine_costs(sender, sent, self._scale)
             self._facts["engine_collectives"] = [
                 {**dataclasses.asdict(one), "time_scale": self._scale, "residuals": one.residuals()}
                 for one in sent

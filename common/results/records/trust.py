@@ -173,17 +173,19 @@ class CostCheck:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineCosts:
-    """Costs of all-reduces of a library that sends by an engine of its own, as Horovod does."""
+    """Costs of all-reduces of an engine that sends in place of the communicator, as Horovod's."""
 
     engine: str
-    """Its name (`Algorithm.sends_by`)."""
+    """Its name (`dear.cost.foreign.Sender`)."""
     all_reduce: CollectiveCost
     """Of one tensor."""
     fused: CollectiveCost | None = None
-    """Of several tensors in one buffer, by their bytes together; None: it joins none."""
+    """Of two tensors in one buffer, by their bytes together; None: it joins none."""
+    pair: CollectiveCost | None = None
+    """Of two tensors at once, by their bytes together, where it does not join them."""
     error: float
     """Relative error of a fit to one half of the repeats, judged by the other half: the root mean
-    square over sizes, of the worse of `all_reduce` and `fused`."""
+    square over sizes, of the worst of these costs."""
     noise: float
     """Relative difference of the two halves themselves, which no fit can beat."""
 
@@ -191,5 +193,5 @@ class EngineCosts:
 def sending_costs(
     costs: dict[str, CollectiveCost] | None, own: EngineCosts | None
 ) -> dict[str, CollectiveCost] | None:
-    """Costs by operation of the engine that sent: the library's own, else the communicator."""
+    """Costs by operation of what sent: an engine of its own, else the communicator."""
     return costs if own is None else {"all_reduce": own.all_reduce}

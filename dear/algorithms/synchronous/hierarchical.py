@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from dear.algorithms.synchronous.mgwfbp import Exchange
 from dear.buckets.compressors import HalfOptions
 from dear.buckets.grouping import MIB, fuse
+from dear.comm.communicator import Communicator
 from dear.comm.hierarchy import blocks_of, in_blocks
 from dear.comm.runtime import ranks_per_machine
 from dear.cost.bounds import Bound, GroupMean, Traffic
 from dear.cost.overlap import Overlap, Transfer
+from dear.lazy import torch
 from dear.options import at_least
 from dear.training.algorithm import Algorithm, Capabilities
 from dear.training.engine import Replica
@@ -88,7 +91,35 @@ class BlockEngine(GradientEngine):
         for exchange in self._exchanges:
             exchange.drop()
 
+    def sender(self) -> LegsSender | None:
+        if self._averaging is self.communicator:
+            return None
+        param = self.params[0]
+        return LegsSender(self._averaging, self.options.wire or param.dtype, param.device)
+
     def close(self) -> None:
         super().close()
         if self._averaging is not self.communicator:
             self._averaging.close()
+
+
+class LegsSender:
+    """Times all-reduces in three legs."""
+
+    name, fusion_bytes = "three legs", 0.0
+
+    def __init__(self, averaging: Communicator, dtype: torch.dtype, device: torch.device) -> None:
+        self._averaging, self._dtype, self._device = averaging, dtype, device
+
+    def timed(self, nbytes: int, tensors: int) -> Callable[[], float]:
+        count = nbytes // self._dtype.itemsize // tensors
+        parts = [torch.zeros(count, dtype=self._dtype, device=self._device) for _ in range(tensors)]
+        return lambda: self._timed(parts)
+
+    def _timed(self, parts: Sequence[torch.Tensor]) -> float:
+        began_s = self._averaging.clock()
+        for work in [self._averaging.all_reduce(part, op="sum") for part in parts]:
+            work.wait()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return self._averaging.clock() - began_s

@@ -20,8 +20,8 @@ _LEAST_SIZES = 3
 BUDGET_S = 0.5
 """Of what the fabric stands for, for each operation: 2 s for all four."""
 SENDER_BUDGET_S = 1.5
-"""Emulated seconds for each line of a library's own engine. Longer, as it tells neither regimes nor
-the rate of its links: only large messages say what a byte costs."""
+"""Emulated seconds for each line of an engine that sends in place of the communicator. Longer, as it
+tells neither regimes nor the rate of its links: only large messages say what a byte costs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,15 +90,15 @@ def time_collectives(
 def time_sender(
     communicator: Communicator, sender: Sender, nbytes: int, time_scale: float
 ) -> list[Measurement]:
-    """Times an engine that sends in place of the communicator, on connections that are warm: with
-    one tensor in a message, and then with two, where it joins them; all ranks call it.
+    """Times an engine that sends in place of the communicator, on connections that are warm: one
+    tensor, and then two at once; all ranks call it.
 
     Args:
         nbytes, time_scale: as of `time_collectives`.
     """
     sizes = sizes_up_to(nbytes, communicator.burst_bytes)
-    joined = [size for size in sizes if size <= sender.fusion_bytes]
-    chosen = {1: sizes, 2: joined if len(joined) >= _LEAST_SIZES else []}
+    two = [size for size in sizes if size <= (sender.fusion_bytes or sizes[-1])]
+    chosen = {1: sizes, 2: two if len(two) >= _LEAST_SIZES else []}
     return [
         measure_sender(
             communicator,
@@ -112,14 +112,14 @@ def time_sender(
     ]
 
 
-def engine_costs(engine: str, measured: list[Measurement], time_scale: float) -> EngineCosts:
+def engine_costs(sender: Sender, measured: list[Measurement], time_scale: float) -> EngineCosts:
     """What `time_sender` has measured, in seconds of what the fabric stands for."""
     worst = max((one.agreement() for one in measured), key=lambda found: found.misfit)
-    alone, *fused = (one.fit().divided(time_scale) for one in measured)
+    alone, *two = (one.fit().divided(time_scale) for one in measured)
     return EngineCosts(
-        engine=engine,
+        engine=sender.name,
         all_reduce=alone,
-        fused=fused[0] if fused else None,
+        **({"fused" if sender.fusion_bytes else "pair": two[0]} if two else {}),
         error=worst.error,
         noise=worst.noise,
     )

@@ -96,6 +96,8 @@ def _shaped(row: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 Reference = Callable[[Any, Any], Iterator[None]]
+Wire = Callable[[torch.Tensor, Trial], torch.Tensor]
+"""What arrives of the gradients of all ranks, `[ranks, elements]`."""
 
 
 class _Sampled(nn.Module):
@@ -112,7 +114,7 @@ def again(
     seen: Sequence[Testimony],
     local_size: int,
     changed: int | None = None,
-    rounded: bool = True,
+    wire: Wire | None = None,
 ) -> Iterator[np.ndarray]:
     """Where a reference leads with the gradients that ranks have had: before, and by step.
 
@@ -121,7 +123,7 @@ def again(
     Args:
         seen: of all ranks.
         changed: the step, from 0, before which `change_settings` changed the optimizer's settings.
-        rounded: gradients are what `on_the_wire` leaves of them.
+        wire: None: `on_the_wire`.
 
     Yields:
         The parameters of all ranks, `[ranks, elements]`.
@@ -137,21 +139,40 @@ def again(
                 for optimizer in optimizers:
                     change_settings(optimizer)
             values = torch.from_numpy(np.nan_to_num(np.stack(gradients)))
-            ranks.g = (on_the_wire(values, trial) if rounded else values).double()
+            ranks.g = (wire or on_the_wire)(values, trial).double()
             next(steps)
             yield ranks.x.numpy()
 
 
-def on_the_wire(gradient: torch.Tensor, trial: Trial) -> torch.Tensor:
-    """What arrives of a rank's gradient where it travels in a smaller type, divided by the ranks.
+def whole(gradients: torch.Tensor, trial: Trial) -> torch.Tensor:
+    """All of them, in their own type."""
+    return gradients
+
+
+def on_the_wire(gradients: torch.Tensor, trial: Trial) -> torch.Tensor:
+    """What arrives of each rank's gradient where it travels in a smaller type, divided by the ranks.
 
     An optimizer such as Adam makes much of gradients so small that such a type does not know them:
     no bound of the error would be narrow enough to find anything, but the rounding is known.
     """
     if getattr(trial.options, "wire", None) is None:
-        return gradient
+        return gradients
     size = trial.world_size
-    return trial.options.narrowed(gradient, size).to(gradient.dtype) * size
+    return trial.options.narrowed(gradients, size).to(gradients.dtype) * size
+
+
+def summed_on_the_wire(gradients: torch.Tensor, trial: Trial) -> torch.Tensor:
+    """The same of who adds up in the smaller type, too: a sum in the order of the ranks, for each.
+
+    Programs add up in orders of their own. How far this sum is from the exact one says how far
+    theirs may be.
+    """
+    if getattr(trial.options, "wire", None) is None:
+        return gradients
+    first, *others = trial.options.narrowed(gradients, trial.world_size)
+    for other in others:
+        first = first + other
+    return first.to(gradients.dtype).expand_as(gradients)
 
 
 def change_settings(optimizer: torch.optim.Optimizer) -> None:
@@ -211,10 +232,10 @@ def compare(
     sample = Sample(seen)
     path = again(trial, reference, seen, local_size, changed)
     # Who still measures in the first steps may send gradients as they are.
-    other = again(trial, reference, seen, local_size, changed, rounded=False)
-    narrow = getattr(trial.options, "wire", None) is not None
+    wires = (whole, summed_on_the_wire) if getattr(trial.options, "wire", None) else ()
+    others = [again(trial, reference, seen, local_size, changed, wire) for wire in wires]
     before = at = next(path)
-    apart = known_apart = at - next(other) if narrow else np.zeros_like(at)
+    apart = known_apart = _apart(at, others)
     start, read, read_in = at, Farthest(), 1
     known = np.zeros_like(at)
     """How far each element was off when it was last read."""
@@ -230,7 +251,8 @@ def compare(
             rounds = step if mixed else count
             least = rounding(trial.dtype, rounds, mixed=mixed) / tolerance
             room = np.maximum(moved, least * sample.norms(at))
-            room = np.maximum(room, sample.norms(apart - known_apart) / tolerance)
+            gained = map(sample.norms, apart - known_apart)
+            room = np.maximum.reduce([room, *(norms / tolerance for norms in gained)])
             worst = sample.farthest(sample.norms(off - known), room)
             if worst.error > read.error:
                 read, read_in = worst, step + 1
@@ -240,14 +262,19 @@ def compare(
             count = np.where(read_now, 0.0, count)
         if step < sample.steps:
             before, at = at, next(path)
-            apart = at - next(other) if narrow else apart
+            apart = _apart(at, others)
             moved = moved + sample.norms(at - before)
             count = count + 1
     least = rounding(trial.dtype, sample.steps, mixed=mixed) / tolerance
     way = np.maximum(sample.norms(at - start), least * sample.norms(at))
-    way = np.maximum(way, sample.norms(apart) / tolerance)
+    way = np.maximum.reduce([way, *(sample.norms(one) / tolerance for one in apart)])
     end = sample.farthest(sample.norms(ends - at), way)
     return Comparison(end=end, read=read, read_in=read_in)
+
+
+def _apart(at: np.ndarray, others: Sequence[Iterator[np.ndarray]]) -> np.ndarray:
+    """How far the others are from it, `[others, ranks, elements]`."""
+    return np.stack([at - next(other) for other in others]) if others else at[:0, None]
 
 
 def difference(

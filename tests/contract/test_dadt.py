@@ -344,7 +344,7 @@ def _workload(delay, steps):
     other = copy.deepcopy(model)
     start = check.snapshot(model)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    wanted, _ = plain_steps(task, optimizer, runtime.communicator(), steps, delay)
+    wanted, _ = plain_steps(task, optimizer, steps, delay)
     optimizer = _wrap(other, torch.optim.SGD(other.parameters(), 0.1), delay=delay)
     for _ in range(steps):
         optimizer.zero_grad()

@@ -163,7 +163,9 @@ def test_what_cannot_be_in_blocks_is_refused(world):
 def test_it_tells_what_its_legs_take_together(world, options, name):
     for told, taken_s in world(4).run(_timed, options):
         assert told == name
-        assert all(0 < seconds < PATIENCE_S for seconds in taken_s) and len(taken_s) == 2 * bool(name)
+        assert all(0 < seconds < PATIENCE_S for seconds in taken_s) and len(taken_s) == 2 * bool(
+            name
+        )
 
 
 def _timed(options: dict[str, Any]) -> tuple[str | None, list[float]]:

@@ -115,7 +115,7 @@ def test_groups_of_blocks_have_costs_that_nobody_measured():
 
 
 def test_an_engine_in_legs_is_modelled_by_one_message_and_by_two_at_once():
-    """The legs of a message go beside those of the one before it, which a cost of one cannot tell."""
+    """Legs of a message go beside those of the one before it, which a cost of one cannot tell."""
     half = PASSES.nbytes // 2
     cut = next(i for i in range(len(PASSES.gradients)) if tail(i) <= half)
     plan = {"groups": [{"bytes": PASSES.nbytes - tail(cut)}, {"bytes": tail(cut)}]}

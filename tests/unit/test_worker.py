@@ -438,7 +438,7 @@ def _steps(steps, before):
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     communicator = runtime.communicator()
     start = correctness.snapshot(model)
-    state, times = plain.plain_steps(task, optimizer, communicator, steps)
+    state, times = plain.plain_steps(task, optimizer, steps)
     # Each rank has times of its own; the first step of all does not count.
     rank = communicator.rank
     timed = [StepTimes(forward_s=f + rank, backward_s=b, update_s=u) for f, b, u in before]

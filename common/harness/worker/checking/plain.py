@@ -18,7 +18,7 @@ from common.harness.trial import Trial
 from common.harness.worker.checking import correctness
 from common.harness.worker.checking.correctness import Farthest
 from common.harness.worker.checking.passes import Passes
-from common.harness.worker.checking.serial import on_the_wire
+from common.harness.worker.checking.serial import ORDERS, on_the_wire, summed_on_the_wire
 from common.harness.worker.training import Training, done, make_optimizer
 from common.models import pace
 from common.models.workload import Workload
@@ -54,14 +54,7 @@ class Reference:
         # The first step only: its time does not count.
         passes = Passes(workload.model, limit=1)
         # Gradients stay until all steps are timed: new memory for them would take longer.
-        self._wanted, times = plain_steps(
-            workload,
-            optimizer,
-            communicator,
-            self._steps,
-            staleness,
-            lambda gradient: on_the_wire(gradient, trial),
-        )
+        self._wanted, times = plain_steps(workload, optimizer, self._steps, staleness, self._mean)
         (self.given,) = passes.end()
         """What a forward pass is given."""
         updated = times[staleness:]
@@ -73,6 +66,23 @@ class Reference:
         self._ways = correctness.ways(self._wanted, start, names, least)
         buffers = [n for n, b in workload.model.named_buffers() if n in start and _counts(b)]
         self._buffer_ways = correctness.ways(self._wanted, start, buffers, least)
+        workload.model.load_state_dict(start)
+        if getattr(trial.options, "wire", None) is not None:
+            self._allow_sums(start, staleness, tolerance)
+
+    def _allow_sums(self, start: dict[str, torch.Tensor], staleness: int, tolerance: float) -> None:
+        """Lets tensors be `ORDERS` times as far off as where gradients are added up in the type
+        that travels. An optimizer such as Adam makes much of what that changes in small gradients.
+        """
+        workload = self._workload
+        optimizer = make_optimizer(self._trial.optimizer, workload.model)
+        self._seed()
+        summed, _ = plain_steps(workload, optimizer, self._steps, staleness, self._summed_mean)
+        for name, way in self._ways.items():
+            off = correctness.distance(summed[name], self._wanted[name])
+            self._ways[name] = max(way, ORDERS * off / tolerance)
+        for param in workload.model.parameters():
+            param.grad = None
         workload.model.load_state_dict(start)
 
     def train(self, training: Training) -> None:
@@ -112,6 +122,18 @@ class Reference:
         """Lets go of the copy of the model."""
         self._wanted = {}
 
+    def _mean(self, gradient: torch.Tensor) -> None:
+        """Averages what travels of each rank's gradient, in place."""
+        gradient.copy_(on_the_wire(gradient, self._trial))
+        mean_of_ranks(gradient)
+
+    def _summed_mean(self, gradient: torch.Tensor) -> None:
+        """The same, added up in the type that travels."""
+        communicator = runtime.communicator()
+        rows = gradient.new_empty(communicator.size, gradient.numel())
+        communicator.all_gather(rows.flatten(), gradient.flatten()).wait()
+        gradient.copy_(summed_on_the_wire(rows, self._trial)[0].reshape(gradient.shape))
+
     def _seed(self) -> None:
         # Dropout then draws the same masks in both trainings; each rank has its own.
         torch.manual_seed(self._trial.seed * 1000 + dear.rank())
@@ -121,20 +143,24 @@ def _counts(buffer: torch.Tensor) -> bool:
     return buffer.is_floating_point() and buffer.numel() > 0
 
 
+def mean_of_ranks(gradient: torch.Tensor) -> None:
+    """Averages over all ranks, in place."""
+    runtime.communicator().all_reduce(gradient, op="mean").wait()
+
+
 def plain_steps(
     workload: Workload,
     optimizer: torch.optim.Optimizer,
-    communicator: Communicator,
     steps: int,
     staleness: int = 0,
-    sent: Callable[[torch.Tensor], torch.Tensor] = lambda gradient: gradient,
+    mean: Callable[[torch.Tensor], None] = mean_of_ranks,
 ) -> tuple[dict[str, torch.Tensor], list[StepTimes]]:
     """Trains `steps` steps with written-out gradient averaging; the last gradients stay.
 
     Args:
         staleness: each update applies the gradients of so many steps before; the first ones update
             nothing.
-        sent: what the others get of a rank's gradient.
+        mean: averages a gradient over the ranks, in place.
 
     Returns:
         The state that they lead to, and what each step computed on this rank, averaging left out.
@@ -146,8 +172,7 @@ def plain_steps(
     def average() -> None:
         for param in params:
             if param.grad is not None:
-                param.grad.copy_(sent(param.grad))
-                communicator.all_reduce(param.grad, op="mean").wait()
+                mean(param.grad)
         held.append([param.grad for param in params])
         for param, gradient in zip(params, held.popleft(), strict=True):
             param.grad = gradient

@@ -20,7 +20,7 @@ _LEAST_SIZES = 3
 BUDGET_S = 0.5
 """Of what the fabric stands for, for each operation: 2 s for all four."""
 SENDER_BUDGET_S = 1.5
-"""Emulated seconds for each line of an engine that sends in place of the communicator. Longer, as it
+"""Emulated seconds for each line of an engine that sends in the communicator's place. Longer: it
 tells neither regimes nor the rate of its links: only large messages say what a byte costs."""
 
 

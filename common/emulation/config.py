@@ -42,9 +42,8 @@ class ClusterConfig:
     time_scale: float | None = None
     """One emulated second takes this many real ones; None: chosen by what this machine can do."""
     min_time_scale: float = 1.0
-    """The smallest time scale that is chosen on an idle machine: what algorithms need that are
-    measured in a later run, which has to keep the scale of the earlier one. Where other processes
-    use cores, it rises as the cores that are left shrink."""
+    """The smallest time scale that is chosen. A larger one has a smaller systematic error, and room
+    for algorithms that are measured in a later run, which keeps the scale of the earlier one."""
     max_time_scale: float = 40.0
     """The largest time scale that is chosen; a trial that needs more is `unsupported`, as too heavy
     for this machine."""

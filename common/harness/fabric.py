@@ -24,7 +24,6 @@ from common.emulation.dilation import (
     choose_time_scale,
     foreign_cores,
     needed_scale,
-    readable_scales,
 )
 from common.emulation.faults import FaultInjector, blame
 from common.emulation.measured import (
@@ -287,17 +286,12 @@ class EmulatedFabric(Fabric):
             return Choice(time_scale=1.0, reason="the model computes for real")
         cores = at_hand(_cores(), self.foreign_cores, trial.world_size)
         choice = choose_time_scale(_load(trial), self._links, self._calibration, cores)
-        others = f"others use {self.foreign_cores:.1f} cores"
         if cores < _cores():
+            others = f"others use {self.foreign_cores:.1f} cores"
             choice = dataclasses.replace(choice, reason=f"{choice.reason}; {others}")
-        least, reason = self._config.min_time_scale, "cluster.min_time_scale"
-        if cores < _cores() and least > 1:
-            needed = least * _cores() / cores  # the same CPU seconds, from fewer cores
-            least = next(scale for scale in readable_scales() if scale >= needed)
-            reason = f"{reason}; {others}"
-        least = min(least, self.max_time_scale)
+        least = self._config.min_time_scale
         if choice.time_scale < least:
-            return Choice(time_scale=least, reason=reason)
+            return Choice(time_scale=least, reason="cluster.min_time_scale")
         if choice.time_scale <= self.max_time_scale:
             return choice
         # An estimate refuses nothing; what the trials turn out to need may.

@@ -1,4 +1,4 @@
-"""Run in a sandbox by test_emulation.py: `emulation_program.py NAME`. Needs no torch."""
+"""Run in a sandbox by test_emulation.py: `emulation_program.py NAME`."""
 
 from __future__ import annotations
 
@@ -32,6 +32,31 @@ import socket, sys
 line = socket.create_connection((sys.argv[1], 4000), timeout=float(sys.argv[2]))
 print(line.recv(100).decode())
 print(line.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).strip(b"\\0").decode())
+"""
+URGENT = """
+import os, sys, time
+os.environ |= {"COMM_CORE_IFNAME": "eth0", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+import torch
+import torch.distributed as dist
+import comm_core
+dist.init_process_group(
+    "comm_core", init_method=f"tcp://{sys.argv[1]}:29500", rank=int(sys.argv[2]), world_size=2
+)
+urgent, bulk = dist.new_group(), torch.ones(4 << 20)
+parts = torch.ones(20, 1 << 17)
+with comm_core.priority(1):
+    dist.all_reduce(bulk, group=urgent)
+dist.all_reduce(bulk)
+dist.barrier()
+began = time.perf_counter()
+large = dist.all_reduce(bulk, async_op=True)
+with comm_core.priority(1):
+    works = [dist.all_reduce(part, group=urgent, async_op=True) for part in parts]
+for work in works:
+    work.wait()
+first = time.perf_counter() - began
+large.wait()
+print(first / (time.perf_counter() - began))
 """
 IDENTITY = """
 import json, os, socket
@@ -370,6 +395,22 @@ def a_transfer_tells_what_a_byte_costs() -> None:
     # A byte costs more than copying it twice, less than a microsecond on any machine in use.
     assert 1e-11 < found.cpu_s_per_byte < 1e-6
     assert 1e8 < found.memory_bytes_per_s < 1e12
+
+
+def what_is_urgent_has_the_link_first() -> None:
+    """20 urgent messages of 0.5 MiB beside one of 16 MiB: with equal parts of the link they would
+    end with it, or behind it."""
+    with EmulatedCluster(hosts=2, profile=network_profile("1gbit")) as cluster:
+        first = cluster.hosts[0].address
+        ranks = [
+            subprocess.Popen(
+                host.command(python(URGENT, first, str(rank))), stdout=subprocess.PIPE, text=True
+            )
+            for rank, host in enumerate(cluster.hosts)
+        ]
+        for rank in ranks:
+            share = float(rank.communicate(timeout=LIMIT_S)[0])
+            assert share < 0.75, share
 
 
 def there_may_be_65_hosts() -> None:

@@ -264,6 +264,7 @@ def run_program(outside, user, name):
         ("me", "what_is_on_a_long_way_does_not_stop_what_is_on_a_short_one"),
         pytest.param("me", "a_dead_switch_is_told_and_replaced", marks=pytest.mark.full),
         ("me", "a_transfer_tells_what_a_byte_costs"),
+        ("me", "what_is_urgent_has_the_link_first"),
         pytest.param("me", "there_may_be_65_hosts", marks=pytest.mark.full),
     ],
 )

@@ -57,7 +57,16 @@ Device& Engine::device(const std::string& host) {
 
 uint64_t Engine::dropped_connections() const { return device_ != nullptr ? device_->dropped() : 0; }
 
-void Engine::add_group(Group* group) { groups_.push_back(group); }
+void Engine::add_group(Group* group) {
+  groups_.push_back(group);
+  if (ranked_) group->limit_unsent();
+}
+
+void Engine::rank_by_priority() {
+  if (ranked_) return;
+  ranked_ = true;
+  for (Group* group : groups_) group->limit_unsent();
+}
 
 void Engine::remove_group(Group* group) { std::erase(groups_, group); }
 
@@ -199,6 +208,11 @@ constexpr int kSpins = 200;
 // idle virtual processor and to wake it again costs more than they take.
 constexpr double kGiveWayS = 50e-6;
 constexpr uint64_t kGiveWayBytes = 64 << 10;
+// While an urgent operation gets on, less urgent ones send nothing. All connections share a link and
+// get like parts of it, so they would take it from the urgent one, and what is queued in the network
+// delays each of its messages. So long after it has got on for the last time they may send: its peer
+// may not be there yet, or wait for one of them.
+constexpr double kMostHeldS = 10e-3;
 
 void pause() {
 #if defined(__x86_64__)
@@ -284,9 +298,16 @@ bool Engine::pass() {
     return a.priority != b.priority ? a.priority < b.priority : a.enqueued_s > b.enqueued_s;
   };
   std::make_heap(heads_.begin(), heads_.end(), later);
+  held_until_s_ = kNever;
+  int urgent = std::numeric_limits<int>::min();
   for (auto end = heads_.end(); end != heads_.begin(); --end) {
     std::pop_heap(heads_.begin(), end, later);
-    if ((end - 1)->group->step()) return true;
+    const Head& head = *(end - 1);
+    Group* const group = head.group;
+    if (group->step(head.priority < urgent)) return true;
+    if (!ranked_ || now_s() >= group->moved_s() + kMostHeldS) continue;
+    urgent = std::max(urgent, head.priority);
+    held_until_s_ = std::min(held_until_s_, group->moved_s() + kMostHeldS);
   }
   return false;
 }
@@ -295,6 +316,7 @@ bool Engine::pass() {
 double Engine::next_deadline_s() {
   const double now = now_s();
   double next = device_ != nullptr ? device_->next_deadline_s(now) : kNever;
+  next = std::min(next, held_until_s_);
   checked_ = groups_;  // a group that fails may change them
   for (Group* group : checked_) next = std::min(next, group->next_deadline_s(now));
   return next;

@@ -88,6 +88,8 @@ class Engine {
   void add_group(Group* group);
   void remove_group(Group* group);
   void complete(const OpPtr& op, std::exception_ptr error);
+  // There are priorities: connections hold little that is not under way.
+  void rank_by_priority();
 
  private:
   friend class Turns<Engine>;
@@ -127,6 +129,9 @@ class Engine {
     Group* group;
   };
   std::vector<Head> heads_;
+  bool ranked_ = false;
+  // What is less urgent sends nothing until then; kNever: nothing is held.
+  double held_until_s_ = kNever;
   std::vector<Group*> checked_;  // of a look at deadlines
   int steps_ = 0;
 

@@ -44,6 +44,7 @@ void Group::enqueue(const OpPtr& op) {
   }
   if (!point_to_point(op->spec_.kind)) {
     queue_.push_back(op);
+    if (op->spec_.priority != 0) engine_->rank_by_priority();
     for (size_t r = 0; r < shown_.size() && !error_; ++r) compare(int(r), shown_[r]);
     return;
   }
@@ -118,8 +119,15 @@ void Group::compare(int peer, const FrameHeader& theirs) {
   }
 }
 
-bool Group::step() {
+bool Group::step(bool held) {
   const OpPtr op = queue_.front();  // stays alive should the group fail
+  held_ = held;
+  const bool moved = advance(op);
+  if (moved) moved_s_ = now_s();
+  return moved;
+}
+
+bool Group::advance(const OpPtr& op) {
   bool moved = false;
   try {
     if (op->times_.started_s == 0) {

@@ -69,7 +69,12 @@ class Group : public std::enable_shared_from_this<Group> {
   const Op* head() const {
     return queue_.empty() || queue_.front()->held_ || suspicion_ ? nullptr : queue_.front().get();
   }
-  bool step();
+  // One step; false if it can go no further now. `held`: it sends nothing meanwhile.
+  bool step(bool held);
+  // When the last step was that got on.
+  double moved_s() const { return moved_s_; }
+  // From now on what is urgent waits for little that was written before it.
+  void limit_unsent();
   void announce_sleep(bool asleep);
   bool spins() const;
   // Ends what took too long; returns the next deadline.
@@ -84,6 +89,8 @@ class Group : public std::enable_shared_from_this<Group> {
   ScratchPool& scratch() { return scratch_; }
   // To `peer`; it may not be ready yet.
   Lane& out(int peer);
+  // Bytes taken: none while the operation is held.
+  size_t write(Lane& lane, const iovec* parts, int num_parts);
   // From `peer`, null until it has connected.
   Lane* in(int peer);
   std::unique_ptr<Lane> connect(int peer, LaneKind kind, const Watching& watching) const;
@@ -103,6 +110,7 @@ class Group : public std::enable_shared_from_this<Group> {
   void leave();
   void expect_everybody(const Op& op) const;
   void begin(Op& op) const;
+  bool advance(const OpPtr& op);
   void start_message(const OpPtr& op);
   void check(const OpSpec& spec) const;
   FrameHeader frame(const Op& op) const;
@@ -119,6 +127,9 @@ class Group : public std::enable_shared_from_this<Group> {
   std::unique_ptr<ShmStreams> shm_;
   uint64_t bell_id_ = 0;
   std::vector<std::unique_ptr<Lane>> in_, out_;
+  bool held_ = false;  // in this step
+  double moved_s_ = 0;
+  bool limits_unsent_ = false;
   std::unique_ptr<Control> control_;
   // Of those who connected before this rank knew everybody.
   std::vector<std::pair<LaneName, std::unique_ptr<Arrival>>> early_;

@@ -250,8 +250,23 @@ std::unique_ptr<Lane> Group::connect(int peer, LaneKind kind, const Watching& wa
 
 Lane& Group::out(int peer) {
   std::unique_ptr<Lane>& out = out_[size_t(peer)];
-  if (out == nullptr) out = connect(peer, LaneKind::data, {engine_->poller()});
+  if (out == nullptr) {
+    out = connect(peer, LaneKind::data, {engine_->poller()});
+    if (limits_unsent_) out->limit_unsent(options().tcp_chunk);
+  }
   return *out;
+}
+
+void Group::limit_unsent() {
+  if (limits_unsent_) return;
+  limits_unsent_ = true;
+  for (const std::unique_ptr<Lane>& lane : out_) {
+    if (lane != nullptr) lane->limit_unsent(options().tcp_chunk);
+  }
+}
+
+size_t Group::write(Lane& lane, const iovec* parts, int num_parts) {
+  return held_ ? 0 : lane.write(parts, num_parts);
 }
 
 Lane* Group::in(int peer) { return in_[size_t(peer)].get(); }

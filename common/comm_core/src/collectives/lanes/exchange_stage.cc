@@ -68,7 +68,7 @@ class ExchangeStage : public Stage {
     if (body < t.bytes) {
       parts[num_parts++] = {t.data + body, std::min(t.bytes - body, group_.options().tcp_chunk)};
     }
-    const size_t sent = lane.write(parts, num_parts);
+    const size_t sent = group_.write(lane, parts, num_parts);
     t.done += sent;
     t.finished = t.done == kHeader + t.bytes;
     return sent > 0;

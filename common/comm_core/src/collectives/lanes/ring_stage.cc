@@ -46,8 +46,8 @@ class RingStage : public Stage {
     Lane& lane = group_.out(ring_.next());
     if (!lane.ready()) return false;
     frame_.payload_bytes = total_out_;
-    header_sent_ += lane.write(reinterpret_cast<const char*>(&frame_) + header_sent_,
-                               sizeof frame_ - header_sent_);
+    const iovec part{reinterpret_cast<char*>(&frame_) + header_sent_, sizeof frame_ - header_sent_};
+    header_sent_ += group_.write(lane, &part, 1);
     return header_sent_ == sizeof frame_;
   }
 
@@ -60,7 +60,8 @@ class RingStage : public Stage {
 
   // Sends up to a chunk of `data`; 0 if there is no room. Likewise receives.
   size_t send(const char* data, size_t bytes) {
-    const size_t sent = group_.out(ring_.next()).write(data, std::min(bytes, chunk_));
+    const iovec part{const_cast<char*>(data), std::min(bytes, chunk_)};
+    const size_t sent = group_.write(group_.out(ring_.next()), &part, 1);
     sent_ += sent;
     return sent;
   }

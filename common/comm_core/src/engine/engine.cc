@@ -210,9 +210,9 @@ constexpr double kGiveWayS = 50e-6;
 constexpr uint64_t kGiveWayBytes = 64 << 10;
 // While an urgent operation gets on, less urgent ones send nothing. All connections share a link and
 // get like parts of it, so they would take it from the urgent one, and what is queued in the network
-// delays each of its messages. So long after it has got on for the last time they may send: its peer
-// may not be there yet, or wait for one of them.
-constexpr double kMostHeldS = 10e-3;
+// delays each of its messages. So long after it has got on for the last time they may send: a peer
+// that has begun it may wait for one of them, and the link should not rest for one that has not.
+constexpr double kHeldS = 10e-3, kHeldAloneS = 1e-3;
 
 void pause() {
 #if defined(__x86_64__)
@@ -305,9 +305,11 @@ bool Engine::pass() {
     const Head& head = *(end - 1);
     Group* const group = head.group;
     if (group->step(head.priority < urgent)) return true;
-    if (!ranked_ || now_s() >= group->moved_s() + kMostHeldS) continue;
+    if (!ranked_) continue;
+    const double until_s = group->moved_s() + (group->met() ? kHeldS : kHeldAloneS);
+    if (now_s() >= until_s) continue;
     urgent = std::max(urgent, head.priority);
-    held_until_s_ = std::min(held_until_s_, group->moved_s() + kMostHeldS);
+    held_until_s_ = std::min(held_until_s_, until_s);
   }
   return false;
 }

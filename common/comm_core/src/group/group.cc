@@ -133,6 +133,7 @@ bool Group::advance(const OpPtr& op) {
     if (op->times_.started_s == 0) {
       expect_everybody(*op);
       begin(*op);
+      met_ = false;
       op->stages_ = plan(*this, op->spec_, frame(*op));
       moved = true;
     }

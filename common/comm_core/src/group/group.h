@@ -71,8 +71,9 @@ class Group : public std::enable_shared_from_this<Group> {
   }
   // One step; false if it can go no further now. `held`: it sends nothing meanwhile.
   bool step(bool held);
-  // When the last step was that got on.
+  // When the last step was that got on, and whether a peer is at the same operation.
   double moved_s() const { return moved_s_; }
+  bool met() const { return met_; }
   // From now on what is urgent waits for little that was written before it.
   void limit_unsent();
   void announce_sleep(bool asleep);
@@ -89,6 +90,8 @@ class Group : public std::enable_shared_from_this<Group> {
   ScratchPool& scratch() { return scratch_; }
   // To `peer`; it may not be ready yet.
   Lane& out(int peer);
+  // A peer's part of the operation has begun to arrive.
+  void meet_peer() { met_ = true; }
   // Bytes taken: none while the operation is held.
   size_t write(Lane& lane, const iovec* parts, int num_parts);
   // From `peer`, null until it has connected.
@@ -128,6 +131,7 @@ class Group : public std::enable_shared_from_this<Group> {
   uint64_t bell_id_ = 0;
   std::vector<std::unique_ptr<Lane>> in_, out_;
   bool held_ = false;  // in this step
+  bool met_ = false;
   double moved_s_ = 0;
   bool limits_unsent_ = false;
   std::unique_ptr<Control> control_;

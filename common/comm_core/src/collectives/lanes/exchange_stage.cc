@@ -80,6 +80,7 @@ class ExchangeStage : public Stage {
     const bool begins = t.done < kHeader;
     if (begins) {
       if (!t.reader.expect(*lane, frame_, t.bytes)) return false;
+      group_.meet_peer();
       t.done = kHeader;
       t.finished = t.bytes == 0;
       if (t.finished) return true;

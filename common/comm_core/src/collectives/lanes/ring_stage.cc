@@ -55,6 +55,7 @@ class RingStage : public Stage {
     if (header_received_) return true;
     Lane* lane = group_.in(ring_.previous());
     header_received_ = lane != nullptr && reader_.expect(*lane, frame_, total_in_);
+    if (header_received_) group_.meet_peer();
     return header_received_;
   }
 

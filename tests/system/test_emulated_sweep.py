@@ -69,9 +69,9 @@ def test_real_training_on_virtual_hosts(tmp_path):
         assert record["unfaithful"] in (True, False)
         (strain,), (untimed,) = record["strain"], record["untimed"]
         assert strain["core_wait"] >= 0 and min(strain["canary_s"]) > 0
-        assert [len(block) for block in untimed] == [2] and record["period"] == 1
+        assert [len(block) for block in untimed] == [2, 2] and record["period"] == 1
         evidence = json.loads(gzip.decompress((driver.sweep / record["evidence"]).read_bytes()))
-        assert [len(rank[0]) for rank in evidence["marks_s"]] == [2 + 2 + 3] * 2
+        assert [len(rank[0]) for rank in evidence["marks_s"]] == [2 + 2 + 2] * 2
         assert all(rank["gradients"] for rank in evidence["traces"]) and evidence["plan"]["groups"]
         # Through this link went what the algorithm sent, and more: headers.
         for rank in evidence["network"]["ranks"]:

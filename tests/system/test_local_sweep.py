@@ -33,7 +33,7 @@ def test_a_sweep_records_every_trial(driver):
         assert record["check"]["replicas_agree"] and record["check"]["matches_reference"]
         # The first repeat has two blocks, of two steps at least.
         assert [len(steps) for steps in record["repeats"]] == [4, 2]
-        assert record["throughput"]["n"] == 4
+        assert record["throughput"]["n"] == 6
         assert record["throughput"]["ci_low"] <= record["throughput"]["value"]
         assert min(record["compute"].values()) > 0
         parts = dict(record["breakdown"])

@@ -311,7 +311,7 @@ def _bound(trial: Trial, first: Result, network: Network) -> Bound | None:
         if kind != "asynchronous":  # what the links cannot carry is left out
             wire_s = _wire_limit_s(trial, first, traffic, network)
         bound_s = None
-        # What some ranks exchange has the communicator's costs, whoever sends it.
+        # Traffic between some of the ranks is costed by the communicator's `exchange`.
         costs = first.costs if traffic else sending_costs(first.costs, first.engine_costs)
         known = first.engine_costs is not None or algorithm.sends_by(trial.options) is None
         if kind is not None and costs and known:

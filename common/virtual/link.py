@@ -35,17 +35,17 @@ def occupancy_s(cost: Cost, nbytes: float) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Pairwise:
-    """A cost that is known of one message, and of two equal ones that start at once."""
+    """A cost that was measured for one message, and for two equal messages that start together."""
 
     alone: Cost
     pair: Cost
-    """By the bytes of both."""
+    """Seconds of both messages, by their total bytes."""
 
     def __call__(self, nbytes: float) -> float:
         return self.alone(nbytes)
 
     def occupancy_s(self, nbytes: float) -> float:
-        """Seconds from the end of the first to the end of the second."""
+        """Seconds between the ends of two equal messages: how long one keeps the link busy."""
         return min(self.alone(nbytes), max(0.0, self.pair(2 * nbytes) - self.alone(nbytes)))
 
 

@@ -17,15 +17,15 @@ from dear.comm import runtime
 TIMED = 4
 """Of the steps that `checked` trains, those behind this one are not compared with plain training.
 """
+WRONG = 12
+"""Steps from there to the end of the timed ones: 3 more of warm-up, and two blocks of 2 untimed and
+2 timed steps with one step between the blocks. All later steps are right again."""
 
 
 class Sly(AveragingEngine):
     """Right in the first steps, and then wrong in the way that `name` says."""
 
     name = ""
-    timed = 14
-    """In `checked`: 3 steps more to warm up, twice 2 to fill the pipeline, 2 and 2 that are timed,
-    and one between them; then it is 2 short of the last ones, which are looked at."""
 
     def __init__(self, replica: Any) -> None:
         super().__init__(replica, replica.params, overlap=False)
@@ -38,7 +38,7 @@ class Sly(AveragingEngine):
         if self.name.endswith("for some steps"):
             return TIMED < self.at <= TIMED + 2
         if self.name.endswith("in timed steps"):
-            return TIMED < self.at <= TIMED + self.timed
+            return TIMED < self.at <= TIMED + WRONG
         return self.at > TIMED
 
     def given(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:

@@ -163,9 +163,8 @@ def test_what_cannot_be_in_blocks_is_refused(world):
 def test_it_tells_what_its_legs_take_together(world, options, name):
     for told, taken_s in world(4).run(_timed, options):
         assert told == name
-        assert all(0 < seconds < PATIENCE_S for seconds in taken_s) and len(taken_s) == 2 * bool(
-            name
-        )
+        assert len(taken_s) == (2 if name else 0)
+        assert all(0 < seconds < PATIENCE_S for seconds in taken_s)
 
 
 def _timed(options: dict[str, Any]) -> tuple[str | None, list[float]]:
@@ -174,10 +173,11 @@ def _timed(options: dict[str, Any]) -> tuple[str | None, list[float]]:
     optimizer = dear.DistributedOptimizer(optimizer, model, algorithm="hierarchical", **options)
     sender = optimizer.sender()
     if sender is None:
+        optimizer.close()
         return None, []
     before = runtime.communicator().bytes_sent
     taken_s = [sender.timed(4096, tensors)() for tensors in (1, 2)]
-    # Twice 3 / 4 of the bytes in the block's legs, and half of them between blocks.
+    # What test_between_blocks_a_rank_sends_its_share_only counts, for each of the two calls.
     assert runtime.communicator().bytes_sent - before == 2 * (4096 + 2048 + 2048)
     steps(model, optimizer, mine(), range(1))
     optimizer.close()

@@ -59,7 +59,7 @@ SIXTEEN = [
     for compression in ("fp16", "bf16")
     for optimizer in (SGD, ADAMW)
 ]
-# They add up in orders of their own.
+# These two sum in another order than the reference does.
 SIXTEEN += [("fsdp", "fp16", ADAMW, size) for size in (2, 3)]
 SIXTEEN += [("horovod", "fp16", ADAMW, size) for size in (2, 4)]
 QUICK = (("wfbp", "fp16", ADAMW, 2), ("mgwfbp", "fp16", ADAMW, 2), ("dear", "bf16", SGD, 2))

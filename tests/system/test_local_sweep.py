@@ -31,7 +31,7 @@ def test_a_sweep_records_every_trial(driver):
     for record in records:
         assert record["status"] == "ok"
         assert record["check"]["replicas_agree"] and record["check"]["matches_reference"]
-        # The first repeat has two blocks, of two steps at least.
+        # The check splits the first repeat into two blocks; a block has at least two steps.
         assert [len(steps) for steps in record["repeats"]] == [4, 2]
         assert record["throughput"]["n"] == 6
         assert record["throughput"]["ci_low"] <= record["throughput"]["value"]

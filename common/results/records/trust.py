@@ -182,7 +182,7 @@ class EngineCosts:
     fused: CollectiveCost | None = None
     """Of two tensors in one buffer, by their bytes together; None: it joins none."""
     pair: CollectiveCost | None = None
-    """Of two tensors at once, by their bytes together, where it does not join them."""
+    """Of two tensors that start together and are not joined, by their total bytes."""
     error: float
     """Relative error of a fit to one half of the repeats, judged by the other half: the root mean
     square over sizes, of the worst of these costs."""

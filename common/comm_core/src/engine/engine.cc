@@ -208,11 +208,10 @@ constexpr int kSpins = 200;
 // idle virtual processor and to wake it again costs more than they take.
 constexpr double kGiveWayS = 50e-6;
 constexpr uint64_t kGiveWayBytes = 64 << 10;
-// While an urgent operation gets on, less urgent ones send nothing. All connections share a link
-// and get like parts of it, so they would take it from the urgent one, and what is queued in the
-// network delays each of its messages. So long after it has got on for the last time they may send:
-// a peer that has begun it may wait for one of them, and the link should not rest for one that has
-// not.
+// While an urgent operation makes progress, less urgent ones send nothing: TCP would share the link
+// equally between their connections, and their queued packets would delay each urgent message. They
+// send again this long after its last progress. A peer that has started the urgent operation may be
+// waiting for one of theirs; if none has started it, the link should not idle.
 constexpr double kHeldS = 10e-3, kHeldAloneS = 1e-3;
 
 void pause() {

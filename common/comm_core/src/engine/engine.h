@@ -88,7 +88,7 @@ class Engine {
   void add_group(Group* group);
   void remove_group(Group* group);
   void complete(const OpPtr& op, std::exception_ptr error);
-  // There are priorities: connections hold little that is not under way.
+  // Priorities are in use: from now on, sockets buffer little that is not yet sent.
   void rank_by_priority();
 
  private:
@@ -130,7 +130,7 @@ class Engine {
   };
   std::vector<Head> heads_;
   bool ranked_ = false;
-  // What is less urgent sends nothing until then; kNever: nothing is held.
+  // Until when less urgent operations send nothing; kNever: none is held back.
   double held_until_s_ = kNever;
   std::vector<Group*> checked_;  // of a look at deadlines
   int steps_ = 0;

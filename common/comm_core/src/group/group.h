@@ -69,12 +69,12 @@ class Group : public std::enable_shared_from_this<Group> {
   const Op* head() const {
     return queue_.empty() || queue_.front()->held_ || suspicion_ ? nullptr : queue_.front().get();
   }
-  // One step; false if it can go no further now. `held`: it sends nothing meanwhile.
+  // One step; false if it can go no further now. `held`: it must not send.
   bool step(bool held);
-  // When the last step was that got on, and whether a peer is at the same operation.
+  // When the last step made progress, and whether a peer has started the same operation.
   double moved_s() const { return moved_s_; }
   bool met() const { return met_; }
-  // From now on what is urgent waits for little that was written before it.
+  // Limits what sockets buffer unsent, so that urgent data does not wait behind it.
   void limit_unsent();
   void announce_sleep(bool asleep);
   bool spins() const;
@@ -90,9 +90,9 @@ class Group : public std::enable_shared_from_this<Group> {
   ScratchPool& scratch() { return scratch_; }
   // To `peer`; it may not be ready yet.
   Lane& out(int peer);
-  // A peer's part of the operation has begun to arrive.
+  // Called when a peer's first bytes of this operation arrive.
   void meet_peer() { met_ = true; }
-  // Bytes taken: none while the operation is held.
+  // Writes and returns the bytes taken: none while the operation is held.
   size_t write(Lane& lane, const iovec* parts, int num_parts);
   // From `peer`, null until it has connected.
   Lane* in(int peer);

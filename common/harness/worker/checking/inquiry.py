@@ -74,7 +74,8 @@ def inquire(trial: Trial, workload: Workload) -> Check:
 
 
 def draw(places: range) -> int:
-    """One of the places, the same on all ranks. No seed of the trial tells a program which."""
+    """Draws one of the places, the same on all ranks. It does not depend on the trial's seed, so a
+    program cannot know it."""
     return int(runtime.communicator().broadcast_object(secrets.choice(places)))
 
 
@@ -136,9 +137,9 @@ class Inquiry:
         self._passes.look(self._witness.look_away())
 
     def watch_a_step(self, training: Training) -> None:
-        """Trains one step, whose passes are made again without the algorithm at the end.
+        """Trains one step and keeps what it read; `confirm` repeats it without the algorithm.
 
-        It comes unannounced, or a program that counts its steps would behave in this one.
+        The caller draws the place of the step: a program that counts its steps must not know it.
         """
         self._witness.look_at_buffers()
         self._afresh.watch(frozenset(self._plain.given.shapes))

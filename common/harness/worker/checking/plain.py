@@ -71,8 +71,9 @@ class Reference:
             self._allow_sums(start, staleness, tolerance)
 
     def _allow_sums(self, start: dict[str, torch.Tensor], staleness: int, tolerance: float) -> None:
-        """Lets tensors be `ORDERS` times as far off as where gradients are added up in the type
-        that travels. An optimizer such as Adam makes much of what that changes in small gradients.
+        """Widens the allowed error of each tensor to what summing in the smaller type may cause.
+
+        Optimizers such as Adam magnify the rounding of small gradients.
         """
         workload = self._workload
         optimizer = make_optimizer(self._trial.optimizer, workload.model)
@@ -128,7 +129,7 @@ class Reference:
         mean_of_ranks(gradient)
 
     def _summed_mean(self, gradient: torch.Tensor) -> None:
-        """The same, added up in the type that travels."""
+        """Averages in place, with the sum rounded to the type that travels."""
         communicator = runtime.communicator()
         rows = gradient.new_empty(communicator.size, gradient.numel())
         communicator.all_gather(rows.flatten(), gradient.flatten()).wait()

@@ -97,10 +97,10 @@ def _shaped(row: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 Reference = Callable[[Any, Any], Iterator[None]]
 Wire = Callable[[torch.Tensor, Trial], torch.Tensor]
-"""What arrives of the gradients of all ranks, `[ranks, elements]`."""
+"""From the gradients of all ranks, `[ranks, elements]`, to what the other ranks receive of them."""
 ORDERS = 3
-"""So many times as far as one order of a sum in 16 bits leads away, another one may. With fp16 and
-AdamW, FSDP on 3 ranks and Horovod on 4 were up to twice as far."""
+"""How much larger the rounding error of a 16-bit sum may be than that of a sum in rank order. The
+largest factor seen was 1.7 (fp16, AdamW, 3 ranks)."""
 
 
 class _Sampled(nn.Module):
@@ -111,44 +111,8 @@ class _Sampled(nn.Module):
         self.values = nn.Parameter(torch.tensor(values, dtype=dtype))  # a copy: it is trained
 
 
-def again(
-    trial: Trial,
-    reference: Reference,
-    seen: Sequence[Testimony],
-    local_size: int,
-    changed: int | None = None,
-    wire: Wire | None = None,
-) -> Iterator[np.ndarray]:
-    """Where a reference leads with the gradients that ranks have had: before, and by step.
-
-    The optimizer is that of the trial, in its precision; it must treat each element by itself.
-
-    Args:
-        seen: of all ranks.
-        changed: the step, from 0, before which `change_settings` changed the optimizer's settings.
-        wire: None: `on_the_wire`.
-
-    Yields:
-        The parameters of all ranks, `[ranks, elements]`.
-    """
-    dtype, _ = precision(trial.dtype)
-    models = [_Sampled(one.start, dtype) for one in seen]
-    optimizers = [make_optimizer(trial.optimizer, model) for model in models]
-    ranks = Ranks(models, optimizers, local_size=local_size)
-    yield ranks.x.numpy()
-    with contextlib.closing(reference(ranks, trial.options)) as steps:
-        for step, gradients in enumerate(zip(*(one.gradients for one in seen), strict=True)):
-            if step == changed:
-                for optimizer in optimizers:
-                    change_settings(optimizer)
-            values = torch.from_numpy(np.nan_to_num(np.stack(gradients)))
-            ranks.g = (wire or on_the_wire)(values, trial).double()
-            next(steps)
-            yield ranks.x.numpy()
-
-
 def whole(gradients: torch.Tensor, trial: Trial) -> torch.Tensor:
-    """All of them, in their own type."""
+    """The gradients as they are: nothing is rounded."""
     return gradients
 
 
@@ -165,17 +129,51 @@ def on_the_wire(gradients: torch.Tensor, trial: Trial) -> torch.Tensor:
 
 
 def summed_on_the_wire(gradients: torch.Tensor, trial: Trial) -> torch.Tensor:
-    """The same of who adds up in the smaller type, too: a sum in the order of the ranks, for each.
+    """The mean of all ranks, for each rank, where the sum is rounded to the smaller type, too.
 
-    Programs add up in orders of their own, so how far this sum is from the exact one says about how
-    far theirs may be (`ORDERS`).
+    The sum goes in rank order. A program may use another order, so the rounding error of this sum
+    is an estimate of the program's own (`ORDERS`). Only for trials that send a smaller type.
     """
-    if getattr(trial.options, "wire", None) is None:
-        return gradients
     first, *others = trial.options.narrowed(gradients, trial.world_size)
     for other in others:
         first = first + other
     return first.to(gradients.dtype).expand_as(gradients)
+
+
+def again(
+    trial: Trial,
+    reference: Reference,
+    seen: Sequence[Testimony],
+    local_size: int,
+    changed: int | None = None,
+    wire: Wire = on_the_wire,
+) -> Iterator[np.ndarray]:
+    """Where a reference leads with the gradients that ranks have had: before, and by step.
+
+    The optimizer is that of the trial, in its precision; it must treat each element by itself.
+
+    Args:
+        seen: of all ranks.
+        changed: the step, from 0, before which `change_settings` changed the optimizer's settings.
+        wire: what the other ranks receive of the gradients.
+
+    Yields:
+        The parameters of all ranks, `[ranks, elements]`.
+    """
+    dtype, _ = precision(trial.dtype)
+    models = [_Sampled(one.start, dtype) for one in seen]
+    optimizers = [make_optimizer(trial.optimizer, model) for model in models]
+    ranks = Ranks(models, optimizers, local_size=local_size)
+    yield ranks.x.numpy()
+    with contextlib.closing(reference(ranks, trial.options)) as steps:
+        for step, gradients in enumerate(zip(*(one.gradients for one in seen), strict=True)):
+            if step == changed:
+                for optimizer in optimizers:
+                    change_settings(optimizer)
+            values = torch.from_numpy(np.nan_to_num(np.stack(gradients)))
+            ranks.g = wire(values, trial).double()
+            next(steps)
+            yield ranks.x.numpy()
 
 
 def change_settings(optimizer: torch.optim.Optimizer) -> None:
@@ -276,8 +274,8 @@ def compare(
 
 
 def _apart(at: np.ndarray, others: Sequence[Iterator[np.ndarray]]) -> np.ndarray:
-    """How far programs may be from it that send whole gradients, or add up in another order:
-    `[2, ranks, elements]`, or nothing."""
+    """Allowed distances from `at`, `[2, ranks, elements]`: of a program that does not round, and of
+    one that sums in another order. Empty without `others`."""
     if not others:
         return at[:0, None]
     unrounded, summed = (at - next(other) for other in others)

@@ -104,7 +104,7 @@ class Witness:
         self.look_at_buffers()
 
     def look_at_buffers(self) -> None:
-        """From now on, beside what is looked at."""
+        """Also records buffers from now on, until the next `look` or `look_away`."""
         self._looking.append(self._model.register_forward_pre_hook(lambda *_: self._keep()))
         self._looking.append(self._model.register_forward_hook(lambda *_: self._keep()))
 

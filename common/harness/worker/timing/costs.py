@@ -20,8 +20,8 @@ _LEAST_SIZES = 3
 BUDGET_S = 0.5
 """Of what the fabric stands for, for each operation: 2 s for all four."""
 SENDER_BUDGET_S = 1.5
-"""Emulated seconds for each line of an engine that sends in the communicator's place. Longer: it
-tells neither regimes nor the rate of its links: only large messages say what a byte costs."""
+"""Emulated seconds for each line of an engine that sends in the communicator's place. It is longer,
+because such an engine reports neither regimes nor a link rate: only large messages show beta."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,8 +90,9 @@ def time_collectives(
 def time_sender(
     communicator: Communicator, sender: Sender, nbytes: int, time_scale: float
 ) -> list[Measurement]:
-    """Times an engine that sends in place of the communicator, on connections that are warm: one
-    tensor, and then two at once; all ranks call it.
+    """Times all-reduces of an engine that sends in place of the communicator; all ranks call it.
+
+    It measures one tensor, and then two tensors that start together. Connections are warm.
 
     Args:
         nbytes, time_scale: as of `time_collectives`.

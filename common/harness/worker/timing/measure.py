@@ -49,7 +49,7 @@ def untimed_in_block(staleness: int) -> int:
 
 
 def in_two(config: MeasureConfig) -> MeasureConfig:
-    """The same steps in two blocks at least, so that there is something between blocks."""
+    """Splits a single block into two of half its steps; a configuration of more blocks stays."""
     if config.num_iters > 1:
         return config
     steps = config.steps_per_iter

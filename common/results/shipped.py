@@ -8,6 +8,7 @@ reason, until they are made again, and no text quotes one.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,16 +63,15 @@ def withdrawn(folder: Path = FOLDER) -> dict[str, str]:
 
 
 def restore(name: str, folder: Path = FOLDER) -> None:
-    """Takes a record off the list of what is withdrawn; its comments stay."""
-    path = folder / WITHDRAWN
-    if name in withdrawn(folder):
-        lines, kept = path.read_text().splitlines(keepends=True), []
-        inside = False
-        for line in lines:
-            inside = line.startswith(f"{name}:") or (inside and line[:1] in (" ", "\t"))
-            if not inside:
-                kept.append(line)
-        path.write_text("".join(kept))
+    """Removes a record from the list of withdrawn ones. The comment above the list stays."""
+    path, reasons = folder / WITHDRAWN, withdrawn(folder)
+    if reasons.pop(name, None) is None:
+        return
+    lines = path.read_text().splitlines(keepends=True)
+    header = "".join(itertools.takewhile(lambda line: line.startswith("#"), lines))
+    # Written anew, not cut: another entry may share the reason by a YAML alias.
+    entries = yaml.safe_dump(reasons, sort_keys=False, width=100) if reasons else ""
+    path.write_text(header + entries)
 
 
 def made(name: str, folder: Path = FOLDER) -> dict[str, Any] | None:

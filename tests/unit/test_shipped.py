@@ -171,6 +171,17 @@ def test_a_sentence_that_leans_on_a_withdrawn_record_is_refused(folder, sentence
     assert readme.filled(other, readme.ROOT, folder) == other
 
 
+def test_a_restored_record_takes_no_reason_away_that_others_share_by_an_alias(folder):
+    path = folder / shipped.WITHDRAWN
+    path.write_text("# why\nquick: &reason >-\n  not made yet\npeer: *reason\nsites: *reason\n")
+    shipped.restore("quick", folder)
+    assert shipped.withdrawn(folder) == {"peer": "not made yet", "sites": "not made yet"}
+    assert path.read_text().startswith("# why\n")
+    shipped.restore("peer", folder)
+    shipped.restore("sites", folder)
+    assert shipped.withdrawn(folder) == {}
+
+
 def test_withdrawn_records_are_listed_with_their_reasons(folder):
     text = "<!-- withdrawn records -->\nold\n<!-- end -->\n"
     assert "None." in readme.filled(text, readme.ROOT, folder)

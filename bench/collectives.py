@@ -15,7 +15,6 @@ engine is missing or failed or gave a wrong result, 2 a mistake in the options.
 from __future__ import annotations
 
 import dataclasses
-import datetime
 import gc
 import itertools
 import statistics
@@ -29,7 +28,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from bench.rig import nccl_json, session, table
+from bench.rig import session, table
 from bench.rig.limits import Limits
 from bench.rig.output import note
 from bench.rig.rank import Place
@@ -154,9 +153,7 @@ def main(argv: list[str]) -> int:
     add("--seconds", type=float, default=0.5, help="timed seconds per engine, case and round")
     add("--min-iterations", type=int, default=3, help="at least so many in a round")
     add("--max-iterations", type=int, default=1000, help="at most so many in a round")
-    add("--nccl-json", type=Path, metavar="FOLDER", help="files as nccl-tests writes them, there")
     args = session.parse(parser, argv)
-    began = datetime.datetime.now()
     for op in args.ops:
         if op not in table.OPS:
             raise unknown("operation", op, table.OPS)
@@ -190,17 +187,6 @@ def main(argv: list[str]) -> int:
         print("\n".join(report(samples, args.world, args.engines, limits, running.failures)))
         if profile is not None:
             print(above_wire(samples, args.engines, limits, args.time_scale))
-        if args.nccl_json is not None:
-            paths = nccl_json.write(
-                args.nccl_json,
-                samples,
-                world=args.world,
-                began=began,
-                args=[parser.prog, *argv],
-                ranks=running.ranks,
-                environment=session.environment(),
-            )
-            print(f"{len(paths)} files as nccl-tests writes them in {args.nccl_json}")
         return 1 if running.failures or any(sample.wrong for sample in samples) else 0
 
 

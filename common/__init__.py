@@ -1,1 +1,1 @@
-"""Shared machinery of the benchmark: harness, launchers, models, results. Not installed."""
+"""Shared code of the benchmark: harness, launchers, models and results; pip does not install it."""

@@ -1,4 +1,4 @@
-"""The control groups that this process is in, and what they allow it: memory, cores, throttling."""
+"""Control groups of this process: their limits on memory and cores, and the time throttled."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-# v1 and v2 of control groups; both may be mounted.
+# Versions 1 and 2 of control groups; both may be mounted here.
 _ROOT = Path("/sys/fs/cgroup")
 _NS_PER_S, _US_PER_S = 1e9, 1e6
 
 
 def memory_rests() -> Iterator[int]:
-    """For each group and those above, what its limit of memory leaves, in bytes."""
+    """Yields the bytes left under the memory limit of each group and of the groups above it."""
     for folder, version in _groups("memory"):
         rest = group_rest(folder, "max" if version == 2 else "limit_in_bytes")
         if rest is not None:
@@ -21,7 +21,9 @@ def memory_rests() -> Iterator[int]:
 
 
 def group_rest(folder: Path, limit_name: str) -> int | None:
-    """What the control group's limit leaves, in bytes; None if it has none.
+    """Returns the bytes left under a control group's memory limit; None if it has no limit.
+
+    File cache that the kernel can reclaim counts as free.
 
     Args:
         limit_name: `max` in version 2, `limit_in_bytes` in version 1.
@@ -31,26 +33,27 @@ def group_rest(folder: Path, limit_name: str) -> int | None:
     used, statistics = _text(folder / f"memory.{used_name}"), _values(folder / "memory.stat")
     if limit is None or used is None or limit == "max":
         return None
-    # v1 counts the groups below only in the `total_` values.
+    # Version 1 includes child groups only in the `total_` values.
     cached = statistics.get("total_inactive_file", statistics.get("inactive_file", 0))
     return max(0, int(limit) - int(used) + cached)
 
 
 def cpu_limit() -> float | None:
-    """Cores that this process and all others of its groups may use together; None: all."""
-    found = [_cores(folder) for folder, _ in _groups("cpu")]
-    return min((cores for cores in found if cores is not None), default=None)
+    """Returns the cores that all processes of this process's groups may use together; None: all."""
+    limits = [_cores(folder) for folder, _ in _groups("cpu")]
+    return min((cores for cores in limits if cores is not None), default=None)
 
 
 def usable_cores() -> int:
-    """Cores that this process may use, at least one: its affinity mask, and what a limit leaves."""
+    """Returns how many cores this process may use: the lesser of its affinity mask and the limit
+    of its groups, at least 1."""
     limit = cpu_limit()
     mask = len(os.sched_getaffinity(0))
     return mask if limit is None else max(1, min(mask, math.ceil(limit)))
 
 
 def throttled_s() -> float:
-    """Seconds for which a limit has kept this process's groups from running, since they exist."""
+    """Returns the seconds that CPU limits have throttled this process's groups since creation."""
     total = 0.0
     for folder, _ in _groups("cpu"):
         values = _values(folder / "cpu.stat")
@@ -60,34 +63,35 @@ def throttled_s() -> float:
 
 
 def _cores(folder: Path) -> float | None:
-    both = _text(folder / "cpu.max")
-    if both is None:
+    cpu_max = _text(folder / "cpu.max")
+    if cpu_max is None:
         quota, period = (_text(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
     else:
-        quota, _, period = both.partition(" ")
+        quota, _, period = cpu_max.partition(" ")
     if not quota or not period or quota == "max" or int(quota) < 0:
         return None
     return int(quota) / int(period)
 
 
 def _groups(controller: str) -> Iterator[tuple[Path, int]]:
-    """The folders of this process's groups that the controller counts by, with their version."""
+    """Yields the folders of this process's groups, and of the groups above them, in which
+    `controller` may be enabled, each with its version of control groups."""
     for line in (_text(Path("/proc/self/cgroup")) or "").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue
-        root = next((place for place in _mounts(controllers) if place.is_dir()), None)
+        root = next((mount for mount in _mounts(controllers) if mount.is_dir()), None)
         if root is None:
             continue
-        here = root / path.lstrip("/")
-        for folder in (here, *here.parents):
+        group = root / path.lstrip("/")
+        for folder in (group, *group.parents):
             if folder == root.parent:
                 break
             yield folder, 1 if controllers else 2
 
 
 def _mounts(controllers: str) -> list[Path]:
-    """Where a hierarchy may be mounted; that of version 2 has no controllers in its name."""
+    """Returns the possible mount points of a hierarchy. Version 2 names no controllers."""
     if not controllers:
         return [_ROOT / "unified", _ROOT]
     return [_ROOT / name for name in (controllers, *controllers.split(","))]
@@ -101,5 +105,5 @@ def _values(path: Path) -> dict[str, int]:
 def _text(path: Path) -> str | None:
     try:
         return path.read_text().strip()
-    except OSError:  # the root group, or one whose files are not visible from in here
+    except OSError:  # the root group lacks the file, or this container cannot see it
         return None

@@ -1,6 +1,6 @@
-"""What machine this is, and whether it has memory for the ranks of a trial.
+"""Description of this machine, and a check that its memory suffices for the ranks of a trial.
 
-Facts that explain a number, and none that identify a person.
+The description has facts that explain a measurement, and none that identify a person.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from common import cgroups
 from dear.errors import UserError
 
 _PACKAGES = ("torch", "torchvision", "timm", "transformers", "horovod", "numpy")
-# Variables that change what the libraries do; never the whole environment, which holds secrets.
+# Variables that change the behaviour of libraries. The whole environment may hold secrets.
 _VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "GLOO_SOCKET_IFNAME", "CUDA_VISIBLE_DEVICES")
 _VARIABLES += ("CUDA_DEVICE_MAX_CONNECTIONS", "LD_PRELOAD", "GLIBC_TUNABLES")
 _FAMILIES = ("HOROVOD_", "NCCL_", "OMP_", "KMP_", "MALLOC_", "COMM_CORE_", "DEAR_", "TORCH_NUM_")
-"""What all such names begin with."""
+"""Prefixes of further variables that are recorded."""
 _SYSCTLS = (
     *("net/ipv4/tcp_congestion_control", "net/ipv4/tcp_rmem", "net/ipv4/tcp_wmem"),
     *(
@@ -40,24 +40,24 @@ _COMM_CORE = Path(__file__).parent / "comm_core"
 _ROOT = Path(__file__).parents[1]
 
 _DATA = ("*.md", "docs/records", "tests/mutants/judged.yaml")
-"""What people and programs have found, which changes no number."""
+"""Texts and records: changing them changes no measurement."""
 _CODE = ("--", ".", *(f":(exclude){path}" for path in _DATA))
 
 # Measured with smaps_rollup on trials of 4 and 16 ranks, torch 2.13 for CPUs.
 _SHARED = 350 << 20
-"""Interpreter and torch, of which forked ranks have one copy together."""
+"""Bytes of the interpreter and torch; forked ranks share one copy."""
 _PER_RANK = 100 << 20
-"""What a rank has for itself, whatever the model."""
+"""Bytes that a rank needs for itself, independent of the model."""
 _PER_PEER = 1 << 20
-"""Buffers of sockets, on both sides."""
-# Parameters, gradients, an algorithm's buffers, and while the first repeat is compared with plain
-# training its end. Copying out a large gradient takes the rest. (While it is trained plainly there
-# is its start, too, but no algorithm yet.)
+"""Bytes of socket buffers, on both sides."""
+# The copies are parameters, gradients, the algorithm's buffers, the final state of plain training
+# (kept while the first repeat is checked against it), and a copy of a large gradient. Plain
+# training also keeps its initial state, but no algorithm has buffers at that time.
 _COPIES = 5
 
 
 def machine_card() -> dict[str, Any]:
-    """Hardware, system, versions and commit; JSON values only, no torch import."""
+    """Returns hardware, system, versions and commit as JSON values, without importing torch."""
     return {
         "cpu": _cpu_name(),
         "cores": len(os.sched_getaffinity(0)),
@@ -71,7 +71,7 @@ def machine_card() -> dict[str, Any]:
         "smt": _first_line(_CPU / "smt/active"),
         "huge_pages": _first_line(Path("/sys/kernel/mm/transparent_hugepage/enabled")),
         "load": list(os.getloadavg()),
-        "pressure": {what: _first_line(Path("/proc/pressure") / what) for what in _PRESSURES},
+        "pressure": {kind: _first_line(Path("/proc/pressure") / kind) for kind in _PRESSURES},
         "gpus": _gpus(),
         "kernel": platform.release(),
         "sysctl": {name: _first_line(Path("/proc/sys") / name) for name in _SYSCTLS},
@@ -100,37 +100,37 @@ def _cpu_name() -> str:
 def _first_line(path: Path) -> str | None:
     try:
         return path.read_text().split("\n")[0]
-    except OSError:  # virtual machines have no such file
+    except OSError:  # virtual machines lack some of these files
         return None
 
 
 def _mhz() -> list[float] | None:
-    """Of each core at this moment, where it is visible."""
+    """Returns the present clock rate of each core in MHz; None if the system does not show it."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
-    found = [float(line.partition(":")[2]) for line in lines if line.startswith("cpu MHz")]
-    return found or None
+    clocks = [float(line.partition(":")[2]) for line in lines if line.startswith("cpu MHz")]
+    return clocks or None
 
 
 def _turbo() -> bool | None:
-    """Whether the clock may rise above its nominal frequency; None where it is not visible."""
+    """Returns True if turbo frequencies are enabled; None if the system does not show it."""
     boost = _first_line(_CPU / "cpufreq/boost")
     if boost is not None:
         return boost == "1"
-    none = _first_line(_CPU / "intel_pstate/no_turbo")
-    return None if none is None else none == "0"
+    no_turbo = _first_line(_CPU / "intel_pstate/no_turbo")
+    return None if no_turbo is None else no_turbo == "0"
 
 
 def _gpus() -> list[str]:
     query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
     try:
         listing = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True)
-    except (OSError, subprocess.SubprocessError):  # no NVIDIA driver here
+    except (OSError, subprocess.SubprocessError):  # no NVIDIA driver
         return []
     return listing.stdout.strip().splitlines()
 
 
 def version(package: str) -> str | None:
-    """That is installed, or None."""
+    """Returns the installed version of a package; None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -138,7 +138,7 @@ def version(package: str) -> str | None:
 
 
 def _comm_core() -> dict[str, Any] | None:
-    """What the compiled part was built for, and a digest of it; None if it is not built."""
+    """Returns the build facts of the comm core and a digest of its library; None if not built."""
     facts, built = _COMM_CORE / "_built_for.json", sorted(_COMM_CORE.glob("_core*.so"))
     if not facts.exists() or not built:
         return None
@@ -147,28 +147,28 @@ def _comm_core() -> dict[str, Any] | None:
 
 
 def _commit() -> str | None:
-    """The checked-out commit, with `+dirty` if files differ from it; None outside a checkout.
+    """Returns the checked-out commit, with `+dirty` if files differ; None outside a checkout.
 
-    Texts and records do not count: they change no number, and making one record changes both.
+    Texts and records are ignored: they change no measurement, and making a record changes both.
     """
     commit = _git("rev-parse", "--short=12", "HEAD")
     return commit and commit + ("+dirty" if _git("status", "--porcelain", *_CODE) else "")
 
 
 def _diff() -> str | None:
-    """A digest of how the files differ from the commit, new ones too; None if they do not."""
+    """Returns a digest of the changes since the commit, new files included; None if none."""
     changed = _git("status", "--porcelain", *_CODE)
     if not changed:
         return None
     digest = hashlib.sha256((_git("diff", "HEAD", "--binary", *_CODE) or "").encode())
     for name in (_git("ls-files", "--others", "--exclude-standard", *_CODE) or "").splitlines():
-        with contextlib.suppress(OSError):  # a link to nowhere
+        with contextlib.suppress(OSError):  # a broken symbolic link
             digest.update(name.encode() + (_ROOT / name).read_bytes())
     return digest.hexdigest()[:12]
 
 
 def _git(*args: str) -> str | None:
-    """What git says of this checkout; None if there is none."""
+    """Returns the output of a git command in this checkout; None if it fails or git is missing."""
     command = ["git", "-C", str(_ROOT), *args]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
@@ -177,16 +177,18 @@ def _git(*args: str) -> str | None:
 
 
 def required_bytes(parameter_bytes: int, world_size: int, optimizer_copies: int = 0) -> int:
-    """Memory that one rank needs for itself.
+    """Returns the bytes of memory that one rank needs for itself.
 
-    The state of the optimizer is so many tensors per parameter: 0 of plain SGD, 2 of AdamW.
+    Args:
+        optimizer_copies: state tensors of the optimizer per parameter: 0 for plain SGD, 2 for
+            AdamW.
     """
     copies = _COPIES + optimizer_copies
     return _PER_RANK + copies * parameter_bytes + _PER_PEER * (world_size - 1)
 
 
 def ranks_bytes(parameter_bytes: int, ranks: int, optimizer_copies: int = 0) -> int:
-    """Memory that all ranks of a job on this machine need, together."""
+    """Returns the bytes of memory that all ranks of a job on this machine need together."""
     return _SHARED + ranks * required_bytes(parameter_bytes, ranks, optimizer_copies)
 
 
@@ -198,13 +200,14 @@ def check_memory(
     optimizer_copies: int = 0,
     available: int | None = None,
 ) -> None:
-    """Refuses a cluster whose ranks do not fit into this machine's memory.
+    """Checks that the ranks of an emulated cluster fit into this machine's memory.
 
     Args:
-        available: bytes; None asks this machine.
+        available: bytes of free memory; None measures them.
 
     Raises:
-        UserError: with what is needed, what there is, and how many hosts would fit.
+        UserError: they do not fit. The message has the bytes needed, the bytes available and the
+            number of hosts that would fit.
     """
     if available is None:
         available = available_bytes()
@@ -224,12 +227,13 @@ def check_memory(
 
 
 def available_bytes() -> int:
-    """What this process and its children may still use: the machine's rest or its group's."""
-    import psutil  # only here: the check of a GPU machine has the standard library alone
+    """Returns the bytes that this process and its children may still allocate: the least of the
+    machine's free memory and the limits of the process's control groups."""
+    import psutil  # not at the top: the GPU check may use the standard library only
 
     return min([psutil.virtual_memory().available, *cgroups.memory_rests()])
 
 
 def gib(size: int) -> str:
-    """For people."""
+    """Formats bytes as GiB with one decimal."""
     return f"{size / 2**30:.1f} GiB"

@@ -5,7 +5,7 @@
     optimizer = dear.DistributedOptimizer(optimizer, model, algorithm="dear")
     dear.broadcast_parameters(model.state_dict(), root_rank=0)
 
-Importing this package does not import torch; the first use of a name below does.
+Importing this package does not import torch; the first access to one of its names does.
 """
 
 from __future__ import annotations
@@ -44,24 +44,24 @@ _MODULES = {
     "dear.interactive": "dear.comm.environment",
     "dear.bluefog.topology_util": "dear.bluefog",
 }
-"""Modules by the short names that the documentation gives them."""
+"""Short module name in the documentation -> module that defines it."""
 
 __all__ = sorted(_HOME)
 
 
 class _ShortNames(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds the module of a short name; `from dear.mixing import x` asks the import system."""
+    """Import hook that maps short names to their modules, as in `from dear.mixing import x`."""
 
     def find_spec(self, name: str, *_: Any) -> importlib.machinery.ModuleSpec | None:
         return importlib.machinery.ModuleSpec(name, self) if name in _MODULES else None
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
-        found = importlib.import_module(_MODULES[spec.name])
-        spec.loader_state = found.__spec__
-        return found
+        module = importlib.import_module(_MODULES[spec.name])
+        spec.loader_state = module.__spec__
+        return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Keeps the module as it is: it has been executed under its own name."""
+        """Restores the module's own spec; the module was executed under its own name already."""
         module.__spec__ = module.__spec__.loader_state
 
 

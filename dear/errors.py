@@ -1,4 +1,4 @@
-"""Errors that a user can act on, and the sentences they are made of."""
+"""Errors that a user can act on, and functions that build their messages."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ T = TypeVar("T")
 
 
 class UserError(Exception):
-    """The caller asked for something wrong or impossible; the message says what and how to mend it.
+    """Invalid or impossible request; the message says what is wrong and how to fix it.
 
-    Programs print it as one line and exit with status 2; it never carries a traceback to a user.
+    Programs print it as one line, without a traceback, and exit with status 2.
     """
 
 
 class Unavailable(Exception):  # noqa: N818  (a state of the machine, not a mistake)
-    """Something optional (a library, a device) is not on this machine; the message says which."""
+    """Optional dependency (a library, a device) that this machine lacks; the message names it."""
 
 
 def unknown(
     kind: str, given: object, allowed: Iterable[str], where: str = "see `list`"
 ) -> UserError:
-    """A `UserError` for a name that is not among `allowed`, with the nearest one suggested.
+    """Returns a `UserError` for a name that is not in `allowed`; suggests the nearest allowed name.
 
     Args:
-        where: to find them, if there are many.
+        where: pointer to the list of names, shown in place of the list if it is long.
     """
     names = sorted(allowed)
     near = difflib.get_close_matches(str(given), names, n=1, cutoff=0.5)
@@ -35,8 +35,8 @@ def unknown(
     return UserError(f"unknown {kind} {given!r}{hint} (allowed: {listing})")
 
 
-def one_of(kind: str, given: str, known: Mapping[str, T]) -> T:
-    """`known[given]`; raises `unknown` if it is not there."""
-    if given not in known:
-        raise unknown(kind, given, known)
-    return known[given]
+def one_of(kind: str, given: str, choices: Mapping[str, T]) -> T:
+    """Returns `choices[given]`; raises the error of `unknown` if the key is missing."""
+    if given not in choices:
+        raise unknown(kind, given, choices)
+    return choices[given]

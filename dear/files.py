@@ -1,4 +1,4 @@
-"""A Python file of the user's as a module: imported by its path, and told apart by its digest."""
+"""Import of a user's Python file by path, and the digest that identifies its version."""
 
 from __future__ import annotations
 
@@ -16,40 +16,41 @@ _OWN = Path(__file__).parents[1]
 
 
 def digest_of(path: Path) -> str:
-    """Of the file, and of the modules beside it that it imports, and those import; 16 digits.
+    """Returns a digest (16 hex digits) of the file and of the modules in its folder that it uses.
 
-    Nothing is executed. Installed packages do not count, nor do those beside `dear`.
+    Imports are followed transitively. Nothing is executed. Installed packages are not included,
+    nor are the packages in the folder that contains `dear`.
 
     Raises:
         UserError: the file cannot be read.
     """
-    found = hashlib.sha256()
-    for one in sorted(_sources(path)):
-        name = one.name if one == path else str(one.relative_to(path.parent))
-        found.update(f"{name}\0{len(_read(one))}\0".encode())
-        found.update(_read(one))
-    return found.hexdigest()[:16]
+    digest = hashlib.sha256()
+    for source in sorted(_sources(path)):
+        name = source.name if source == path else str(source.relative_to(path.parent))
+        digest.update(f"{name}\0{len(_read(source))}\0".encode())
+        digest.update(_read(source))
+    return digest.hexdigest()[:16]
 
 
 def module_of(path: Path, package: str) -> ModuleType:
-    """The file as the module `package.STEM`, imported once in a process.
+    """Imports the file as the module `package.STEM`, once per process.
 
-    Modules beside it can be imported, too: its folder comes last where Python looks for them.
+    Its folder is appended to `sys.path`, so the file can import modules in the same folder.
 
     Raises:
-        UserError: the file cannot be read, or raises an exception when it is imported, in one line.
+        UserError: the file cannot be read, or raises an exception on import.
     """
     name = f"{package}.{path.stem}"
-    known = sys.modules.get(name)
-    if known is not None and known.__file__ == str(path):
-        return known
+    imported = sys.modules.get(name)
+    if imported is not None and imported.__file__ == str(path):
+        return imported
     text = _read(path)
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
     module = importlib.util.module_from_spec(importlib.util.spec_from_file_location(name, path))
-    sys.modules[name] = module  # dataclasses look their module up
+    sys.modules[name] = module  # dataclasses look up their module there
     try:
-        # Not by the loader, which would leave compiled files beside the user's.
+        # The loader would write compiled files into the user's folder.
         exec(compile(text, str(path), "exec", dont_inherit=True), vars(module))
     except (Exception, SystemExit) as error:
         del sys.modules[name]
@@ -58,7 +59,7 @@ def module_of(path: Path, package: str) -> ModuleType:
 
 
 def told(error: BaseException, path: Path) -> str:
-    """What has been raised, in one line, and in which line of the file."""
+    """Describes `error` in one line, with the line number in the file."""
     text = " ".join(str(error).split())
     line = getattr(error, "lineno", None) if isinstance(error, SyntaxError) else None
     for frame in traceback.extract_tb(error.__traceback__):
@@ -76,21 +77,21 @@ def _read(path: Path) -> bytes:
 
 
 def _sources(path: Path) -> set[Path]:
-    found, waiting = {path}, [path]
-    while waiting and path.parent != _OWN:
-        for name in _imports(waiting.pop()):
-            near = [one for one in _beside(path.parent, name) if one not in found]
-            found.update(near)
-            waiting += near
-    return found
+    sources, unread = {path}, [path]
+    while unread and path.parent != _OWN:
+        for name in _imports(unread.pop()):
+            added = [file for file in _beside(path.parent, name) if file not in sources]
+            sources.update(added)
+            unread += added
+    return sources
 
 
 def _imports(path: Path) -> set[str]:
-    """First parts of the names of modules that a file imports anywhere."""
+    """Returns the top-level names of all modules that the file imports."""
     try:
         tree = ast.parse(_read(path))
     except (SyntaxError, ValueError):
-        return set()  # importing it says what is wrong
+        return set()  # the import reports the error
     names: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):

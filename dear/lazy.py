@@ -1,9 +1,9 @@
-"""`torch` and other slow imports, for files that must also be readable without them.
+"""Lazy imports of `torch` and other slow packages.
 
-The command line lists algorithms, checks their options and prints plans in a fraction of a second,
-which an `import torch` (seconds) would spoil. Whatever a listing reads therefore takes torch from
-here: it is imported when the first attribute is asked for. Annotations may name it all the same,
-since they are strings (`from __future__ import annotations`).
+The command line lists algorithms, checks their options and prints plans in a fraction of a second;
+`import torch` takes seconds. Modules that these commands import therefore take torch from here. It
+is imported at the first access to an attribute. Annotations may still name torch, since they are
+strings (`from __future__ import annotations`).
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 
 class LazyModule:
-    """Stands for a module and imports it at the first use of an attribute."""
+    """Proxy of a module that imports it at the first access to an attribute."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._module: ModuleType | None = None
 
     def __getattr__(self, attribute: str) -> Any:
-        if self._module is None:  # kept: training loops come here many times per step
+        if self._module is None:  # cached: training loops call this many times per step
             self._module = importlib.import_module(self._name)
         return getattr(self._module, attribute)
 

@@ -1,4 +1,4 @@
-"""`DistributedOptimizer`: any algorithm behind the one call that Horovod users know."""
+"""`DistributedOptimizer`: every algorithm behind one call, as in Horovod."""
 
 from __future__ import annotations
 
@@ -26,25 +26,26 @@ def DistributedOptimizer(  # noqa: N802 (the name that users of Horovod and DeAR
     norm_clip: float | None = None,
     **options: Any,
 ) -> Optimizer:
-    """Makes `optimizer` and `model` train with `algorithm`; the training loop stays as it is.
+    """Makes `optimizer` and `model` train with `algorithm`; the training loop does not change.
 
     Args:
         optimizer: any torch optimizer over parameters of `model`; it is changed in place.
-        model: the replica on this rank, on its device already; it is changed in place.
-        algorithm: a name from `python benchmarks.py list`, those of the references included. None:
-            `dear`, or `mgwfbp` where the model is told by `named_parameters`.
-        named_parameters: in place of `model`, as scripts of MG-WFBP and Horovod call it:
-            `model.named_parameters()` itself, for a list of it does not tell the model.
+        model: the replica on this rank, already on its device; it is changed in place.
+        algorithm: a name from `python benchmarks.py list`, or a name that the reference suites use.
+            None: `dear`, or `mgwfbp` if `named_parameters` is given in place of `model`.
+        named_parameters: the generator `model.named_parameters()`, in place of `model`, as in
+            scripts of MG-WFBP and Horovod. A list does not work: the model is read from the
+            generator.
         norm_clip: each gradient of this rank is scaled down to a 2-norm of at most `norm_clip /
-            sqrt(size())` before it travels, as in MG-WFBP.
-        options: the algorithm's own options, e.g. `threshold_mb=25.0` for `dear`; the arguments of
-            DeAR's first implementation are understood too (`dear.algorithms.aliases`).
+            sqrt(size())` before it is sent, as in MG-WFBP.
+        options: the algorithm's own options, e.g. `threshold_mb=25.0` for `dear`. The arguments of
+            DeAR's first implementation are accepted, too (`dear.algorithms.aliases`).
 
     Returns:
-        The same optimizer, with `synchronize()`, `no_sync()` and `close()` besides.
+        The same optimizer, with the additional methods `synchronize()`, `no_sync()` and `close()`.
 
     Raises:
-        UserError: an unknown algorithm or option, or a model it cannot train.
+        UserError: an unknown algorithm or option, or a model that the algorithm cannot train.
         Unavailable: a library that the algorithm needs is not installed.
     """
     if model is None:
@@ -56,7 +57,7 @@ def DistributedOptimizer(  # noqa: N802 (the name that users of Horovod and DeAR
     clipping = None
     if norm_clip is not None:
         positive("norm_clip", norm_clip)
-        # Before the algorithm's own hooks, which send what they find.
+        # Registered first: the algorithm's own hooks send the gradient as they find it.
         clipping = _clip_each(model.parameters(), norm_clip / math.sqrt(communicator.size))
     try:
         wrapped = algorithm_class(algorithm)().wrap(model, optimizer, communicator, chosen)[1]
@@ -70,7 +71,7 @@ def DistributedOptimizer(  # noqa: N802 (the name that users of Horovod and DeAR
 
 
 def _model_of(named_parameters: Any) -> torch.nn.Module:
-    """The model whose `named_parameters()` this is, which has not been begun."""
+    """Returns the model of the generator `named_parameters`, which must not be consumed yet."""
     frame = getattr(named_parameters, "gi_frame", None)
     model = None if frame is None else frame.f_locals.get("self")
     if not isinstance(model, torch.nn.Module):
@@ -81,7 +82,10 @@ def _model_of(named_parameters: Any) -> torch.nn.Module:
 
 
 def _clip_each(params: Iterable[torch.nn.Parameter], max_norm: float) -> Hooks:
-    """Scales each gradient down to this 2-norm as soon as a backward pass has it; MG-WFBP's way."""
+    """Returns hooks that scale each gradient down to a 2-norm of `max_norm` when it is ready.
+
+    MG-WFBP clips in this way.
+    """
 
     def clip(param: torch.nn.Parameter) -> None:
         norm = torch.linalg.vector_norm(param.grad)
@@ -95,7 +99,7 @@ def _clip_each(params: Iterable[torch.nn.Parameter], max_norm: float) -> Hooks:
 def broadcast_parameters(
     params: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]], root_rank: int = 0
 ) -> None:
-    """Copies rank `root_rank`'s tensors into everybody's, in place.
+    """Copies the tensors of rank `root_rank` to all ranks, in place; collective and blocking.
 
     Args:
         params: `model.state_dict()`, or `model.named_parameters()`.
@@ -114,14 +118,14 @@ def broadcast_parameters(
 
 
 def broadcast_optimizer_state(optimizer: Optimizer, root_rank: int = 0) -> None:
-    """Gives everybody rank `root_rank`'s optimizer state and hyper-parameters."""
+    """Copies the optimizer state and hyper-parameters of rank `root_rank` to all ranks."""
     communicator = runtime.communicator()
     state = optimizer.state_dict()
     optimizer.load_state_dict(communicator.broadcast_object(state, root=root_rank))
 
 
 def allreduce(tensor: torch.Tensor, average: bool = True) -> torch.Tensor:
-    """The mean (or sum) of `tensor` over all ranks, as a new tensor; blocking."""
+    """Returns the mean (or sum) of `tensor` over all ranks as a new tensor; blocking."""
     result = tensor.detach().clone()
     runtime.communicator().all_reduce(result, op="mean" if average else "sum").wait()
     return result

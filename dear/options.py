@@ -1,4 +1,4 @@
-"""Frozen dataclasses from untyped values (YAML, command line, keyword arguments), strictly."""
+"""Strict conversion of untyped values (YAML, command line, keyword arguments) to dataclasses."""
 
 from __future__ import annotations
 
@@ -16,69 +16,70 @@ T = TypeVar("T")
 Own = TypeVar("Own", bound="Options")
 _LATER = "later"
 LATER = {_LATER: True}
-"""Metadata of a field that came when there were records already: it is left out of what identifies
-them where it has its default."""
+"""Metadata of a field that was added after records existed. At its default value it is left out of
+a record's identity, so that older records keep theirs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Settings of one algorithm: a frozen dataclass, every field documented with its unit."""
+    """Base class of an algorithm's settings: a frozen dataclass whose fields state their units."""
 
     def settling_steps(self) -> int:
-        """Steps in which the algorithm still measures or changes itself: none of them is typical.
+        """Returns the number of first steps in which the algorithm still measures or adapts itself.
 
-        A benchmark leaves them out.
+        Their duration is not typical, so a benchmark leaves them out.
         """
         return 0
 
     def staleness(self) -> int:
-        """How many steps an update comes after the gradients that it applies.
+        """Returns the number of steps between a gradient and the update that applies it.
 
-        For `delayed` algorithms: so many first steps update nothing.
+        With a `delayed` algorithm this number of first steps update nothing.
         """
         return 0
 
     def in_step(self) -> bool:
-        """Whether an `asynchronous` algorithm is told to wait for all ranks in each step.
+        """Returns True if an `asynchronous` algorithm is set to wait for all ranks in each step.
 
-        Then ranks must make the same number of steps.
+        All ranks must then make the same number of steps.
         """
         return False
 
     def slowed(self: Own, factor: float) -> Own:
-        """The same for a job in which all else takes `factor` times as long: an emulated cluster.
+        """Returns a copy for an emulated cluster that runs `factor` times slower than real time.
 
-        What is a time, by the end of its name, is as much longer.
+        Every time, i.e. every field whose name ends in `_ms`, is multiplied by `factor`.
         """
-        made = copy.copy(self)  # what may be given with what has been looked at already
+        scaled = copy.copy(self)  # `replace` would repeat the checks of `__post_init__`
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.name.endswith("_ms") and value is not None:
-                object.__setattr__(made, field.name, value * factor)
-        return made
+                object.__setattr__(scaled, field.name, value * factor)
+        return scaled
 
     def refuse(self, params: Sequence[Any]) -> None:
-        """Raises `UserError` if one of the trained `params` cannot be had with these settings."""
+        """Raises `UserError` if these settings do not support one of the trained `params`."""
 
 
 def said(options: Any) -> dict[str, Any]:
-    """The fields of options and their values, but `LATER` ones that have their defaults."""
-    plain = type(options)()
+    """Returns the fields of `options` and their values, without `LATER` fields at their default."""
+    defaults = type(options)()
     left_out = {
         field.name
         for field in dataclasses.fields(options)
-        if _LATER in field.metadata and getattr(options, field.name) == getattr(plain, field.name)
+        if _LATER in field.metadata
+        and getattr(options, field.name) == getattr(defaults, field.name)
     }
     return {key: v for key, v in dataclasses.asdict(options).items() if key not in left_out}
 
 
 def build_options(cls: type[T], given: Mapping[str, Any], what: str) -> T:
-    """Makes a `cls` from `given`; every key must be a field and every value of the field's type.
+    """Builds a `cls` from `given`; every key must be a field and every value of the field's type.
 
     Args:
         cls: a dataclass whose fields are bool, int, float, str, Literal, tuples, dicts, dataclasses
             or unions of these. Its `__post_init__` may raise `UserError` for a bad value.
-        what: how messages call a key, e.g. `option of dear`.
+        what: the kind of key in messages, e.g. `option of dear`.
 
     Raises:
         UserError: an unknown key, a missing one, or a value of the wrong type.
@@ -100,17 +101,17 @@ def build_options(cls: type[T], given: Mapping[str, Any], what: str) -> T:
 
 
 def option_of(options: Any, field: str) -> str:
-    """How messages call a field of an algorithm's `options`, e.g. `option of dear 'density'`."""
-    # The name of an algorithm is that of its file.
+    """Returns the name of an algorithm's option for messages, e.g. `option of dear 'density'`."""
+    # An algorithm is named after its file.
     name = type(options).__module__.rpartition(".")[2].replace("_", "-")
     return f"option of {name} {field!r}"
 
 
 def only_with(options: Any, field: str, other: str, values: Sequence[str]) -> None:
-    """Raises `UserError` if `field` is not its default and `other` not one of `values`.
+    """Raises `UserError` if `field` is not at its default and `other` is not one of `values`.
 
-    For fields that mean something with some values of another one only: to accept them otherwise
-    would be to ignore them.
+    Some fields take effect only with certain values of another field. Without this check they
+    would be ignored silently.
     """
     default = next(f.default for f in dataclasses.fields(options) if f.name == field)
     if getattr(options, field) != default and getattr(options, other) not in values:

@@ -1,11 +1,11 @@
-"""The compiled communication core: a torch.distributed backend, and a multi-stream Communicator.
+"""Compiled communication core: a torch.distributed backend and a multi-stream Communicator.
 
     import comm_core
     torch.distributed.init_process_group("comm_core")          # CPU tensors
     torch.distributed.init_process_group("cpu:comm_core,cuda:nccl")
 
-Importing it registers the backend. Environment variables COMM_CORE_* choose transport, network
-interface and host identity; see the README beside this file.
+Importing the package registers the backend. The environment variables COMM_CORE_* set the
+transport, the network interface and the host identity; see the README in this folder.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _import_core() -> Any:
     built_torch = json.loads(built_for.read_text())["torch"]
     if built_torch != torch.__version__:
         raise ImportError(
-            f"the comm core was built for torch {built_torch}, this is torch "
+            f"the comm core was built for torch {built_torch}, but this is torch "
             f"{torch.__version__}: re{_REBUILD}"
         )
     from comm_core import _core
@@ -50,7 +50,7 @@ Times = _core.Times
 
 
 def _rendezvous_host() -> str:
-    # Only where several hosts may be involved; the ranks of one host meet over loopback.
+    # Empty if all ranks are on this host: they connect over loopback.
     host = os.environ.get("MASTER_ADDR", "")
     local = os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE"))
     world = os.environ.get("WORLD_SIZE", os.environ.get("OMPI_COMM_WORLD_SIZE"))
@@ -72,7 +72,7 @@ def _create(options: Any, _backend_options: Any) -> Any:
 
 
 def register() -> None:
-    """Makes `comm_core` known to torch.distributed; importing this package does it."""
+    """Registers the backend `comm_core` with torch.distributed. The import calls this."""
     if "comm_core" not in dist.Backend.backend_list:
         dist.Backend.register_backend(
             "comm_core", _create, extended_api=True, devices=["cpu", "cuda"]
@@ -81,30 +81,31 @@ def register() -> None:
 
 @contextlib.contextmanager
 def priority(level: int) -> Iterator[None]:
-    """Operations that this thread submits inside go before those of lower `level` (default 0).
+    """Context in which the operations that this thread submits have priority `level`.
 
-    Higher goes first, between process groups: the operations of one group run in their order.
+    Operations of a higher level run before those of a lower level (default 0) in other process
+    groups. The operations of one group always run in the order of the calls.
     """
-    before = _core.priority()
+    previous = _core.priority()
     _core.set_priority(level)
     try:
         yield
     finally:
-        _core.set_priority(before)
+        _core.set_priority(previous)
 
 
 def empty(*shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """A zeroed CPU tensor of `shape` in memory that the other ranks of this host can map.
+    """Returns a zeroed CPU tensor in memory that the other ranks of this host can map.
 
-    reduce_scatter and all_gather of such tensors (all ranks' inputs) need no staging copy. Make
-    buffers once and keep them: each has a file descriptor of its own.
+    reduce_scatter and all_gather need no staging copy if the inputs of all ranks are such tensors.
+    Allocate buffers once and keep them, because each uses a file descriptor.
 
     Args:
         shape: sizes, as for torch.empty: `empty(2, 3)` or `empty((2, 3))`.
-        dtype: torch's default type if None.
+        dtype: element type; torch's default dtype if None.
 
     Raises:
-        RuntimeError: there is no memory or no file descriptor left.
+        RuntimeError: the memory or the file descriptors are exhausted.
     """
     sizes = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
     kind = dtype or torch.get_default_dtype()
@@ -113,66 +114,69 @@ def empty(*shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
 
 
 class Regime(NamedTuple):
-    """An algorithm of a collective, and from which size on it is taken."""
+    """Algorithm of a collective, and the size from which it is used."""
 
     name: str
     """`direct`, `doubling` or `tree`: few hops; `two_hops`: every rank sums a block; `blocks`: a
-    ring of whole blocks; `pieces`: one that passes on parts of a block, larger for larger blocks;
-    `pipeline`: one whose start-up no longer grows; `shared_memory`."""
+    ring of whole blocks; `pieces`: a ring that passes on parts of a block, larger for larger
+    blocks; `pipeline`: a ring whose start-up time no longer grows; `shared_memory`."""
     first_nbytes: int
-    """Bytes of the whole operation: all ranks' blocks."""
+    """Smallest size in bytes of the whole operation (the blocks of all ranks)."""
     setting: str
-    """The environment variable that moves this boundary; empty: none does."""
+    """Environment variable that moves this boundary; empty if none does."""
 
 
 def regimes(operation: str, world_size: int, hosts: int | None = None) -> tuple[Regime, ...]:
-    """The regimes of a collective by size, ascending, with the settings of the environment.
+    """Returns the regimes of a collective in ascending order of size.
 
-    A group's backend has `regimes(operation)`: the same rows of that group as it is connected.
+    Uses the settings of the environment. The method `regimes(operation)` of a group's backend
+    returns the same rows for that group and its actual connections.
 
     Args:
         operation: all_reduce, reduce_scatter, all_gather or broadcast.
-        world_size: ranks, at least 2.
-        hosts: on so many hosts, as many ranks on each; None: each on a host of its own.
+        world_size: number of ranks, at least 2.
+        hosts: number of hosts, with the same number of ranks on each; None: one rank per host.
 
     Raises:
-        ValueError: another operation, or a world that cannot be.
+        ValueError: another operation, or a world size that does not divide evenly among the hosts.
     """
     hosts = world_size if hosts is None else hosts
     return tuple(Regime(*row) for row in _core.regimes(operation, world_size, hosts))
 
 
 def events() -> list[dict[str, Any]]:
-    """The last finished operations of this process (at most 4096), oldest first, for traces.
+    """Returns the last finished operations of this process (at most 4096), oldest first.
 
-    Each has operation, dtype, priority, group, sequence, nbytes, enqueued_s, started_s,
-    finished_s (seconds on `time.monotonic()`) and ok.
+    Traces use them. Each has operation, dtype, priority, group, sequence, nbytes, enqueued_s,
+    started_s, finished_s (seconds on `time.monotonic()`) and ok.
     """
     return _core.events()
 
 
 def last_awaited_s() -> float:
-    """When the last of the operations finished that this thread has waited for, on the same clock.
+    """Returns the latest finish time of the operations that this thread has waited for.
 
-    Also of those that had finished before it waited; minus infinity before the first.
+    In seconds on `time.monotonic()`; minus infinity before the first wait. Operations that had
+    already finished when the thread waited count as well.
     """
     return _core.last_awaited_s()
 
 
 def note_all_awaited() -> None:
-    """Marks all operations that have finished as awaited by this thread (`last_awaited_s`).
+    """Marks all finished operations as awaited by this thread (see `last_awaited_s`).
 
-    Torch's DDP waits by futures, of which the comm core does not learn: who knows that such a wait
-    has ended calls this.
+    torch's DDP waits for futures, and the comm core does not see these waits. Call this after such
+    a wait has ended.
     """
     _core.note_all_awaited()
 
 
 def lulls_s(after_s: float) -> list[tuple[float, float]]:
-    """The times without an operation of this process under way that ended after `after_s`.
+    """Returns the idle intervals of this process that ended after `after_s`.
 
-    In order, at most the last 64. Each is since when, and until when, on the same clock: since an
-    operation finished (minus infinity before any), until the next was submitted.
+    An interval begins when the last operation in flight finishes (minus infinity before the first
+    operation) and ends when the next one is submitted. Each is a pair (begin, end) in seconds on
+    `time.monotonic()`. They are in order of time; at most the last 64 are kept.
     """
     return _core.lulls_s(after_s)
 

@@ -1,9 +1,9 @@
-"""The bodies of a `Communicator`'s operations: what each starts, waits for, and copies.
+"""Bodies of a `Communicator`'s operations: the collectives that each starts, awaits and copies.
 
-A body is a generator for `streams`; `channel` says where its collectives go. Its tensors have been
-checked by the `check_...` functions here. Those that are not contiguous are copied in and out, in
-logical order, so that ranks whose tensors differ in strides still agree about the elements.
-Neighbours are those of a directed graph of which each rank knows its own place.
+A body is a generator that `streams` runs. Its collectives use the process group of `channel`. The
+caller has checked the tensors with the `check_...` functions of this module. Tensors that are not
+contiguous are copied in and out in logical order, so ranks may use different strides. The
+neighbour operations use a directed graph; each rank knows only its own neighbours.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 Body = Generator[list[Any], None, None]
-"""Yields lists of `torch.distributed.Work` to await before it is continued."""
+"""Generator that yields lists of `torch.distributed.Work`; resume it once they have ended."""
 
 # torch 2.13 renames these two; 2.11 has the old names only.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -26,21 +26,21 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 @dataclass(frozen=True)
 class Channel:
-    """The process group that one stream's operations use."""
+    """Process group that the operations of one stream use."""
 
     group: dist.ProcessGroup
     size: int
     ordered: bool
-    """Collectives of the group run one after another in the order of the calls."""
+    """True if the collectives of the group run one after another in the order of the calls."""
 
 
 def plain(tensor: torch.Tensor) -> bool:
-    """True if a backend can use the tensor's memory as it lies."""
+    """True if a backend can use the tensor's memory without a copy."""
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous `[numel]` tensor of the same elements: a view if `plain`, else a copy."""
+    """Returns the elements as a contiguous `[numel]` tensor: a view if `plain`, else a copy."""
     return tensor.resolve_conj().resolve_neg().contiguous().view(-1)
 
 
@@ -50,22 +50,22 @@ def _unflatten(tensor: torch.Tensor, buffer: torch.Tensor) -> None:
 
 
 def _summable(buffer: torch.Tensor) -> tuple[torch.Tensor, Any]:
-    # Backends add bools as bytes: Gloo's sum of two True is the byte 2, which is no bool. The
-    # logical or is the maximum of the bytes.
+    # Backends add bools as bytes: Gloo's sum of two True is the byte 2, which is not a valid bool.
+    # The maximum of the bytes is the logical or.
     if buffer.dtype is torch.bool:
         return buffer.view(torch.uint8), dist.ReduceOp.MAX
     return buffer, dist.ReduceOp.SUM
 
 
 def broadcast(channel: Channel, tensor: torch.Tensor, root: int) -> Body:
-    """Copies root's `tensor` into everybody's."""
+    """Copies the root's `tensor` into that of every rank."""
     buffer = flat(tensor)
     yield [dist.broadcast(buffer, group=channel.group, group_src=root, async_op=True)]
     _unflatten(tensor, buffer)
 
 
 def reduce(channel: Channel, tensor: torch.Tensor, root: int) -> Body:
-    """Sums into root's `tensor`."""
+    """Sums `tensor` over the ranks into that of the root."""
     buffer = flat(tensor)
     data, op = _summable(buffer)
     yield [dist.reduce(data, op=op, group=channel.group, group_dst=root, async_op=True)]
@@ -73,7 +73,7 @@ def reduce(channel: Channel, tensor: torch.Tensor, root: int) -> Body:
 
 
 def all_reduce(channel: Channel, tensor: torch.Tensor) -> Body:
-    """Sums into everybody's `tensor`."""
+    """Sums `tensor` over the ranks, in place on every rank."""
     buffer = flat(tensor)
     data, op = _summable(buffer)
     yield [dist.all_reduce(data, op=op, group=channel.group, async_op=True)]
@@ -81,7 +81,7 @@ def all_reduce(channel: Channel, tensor: torch.Tensor) -> Body:
 
 
 def reduce_scatter(channel: Channel, send: torch.Tensor, recv: torch.Tensor) -> Body:
-    """Sums `send`; rank r's `recv` is part r of it."""
+    """Sums `send` over the ranks; rank r's `recv` gets part r of the sum."""
     data, op = _summable(flat(send))
     buffer = flat(recv)
     shard, _ = _summable(buffer)
@@ -90,14 +90,14 @@ def reduce_scatter(channel: Channel, send: torch.Tensor, recv: torch.Tensor) -> 
 
 
 def all_gather(channel: Channel, send: torch.Tensor, recv: torch.Tensor) -> Body:
-    """Concatenates everybody's `send` into `recv`."""
+    """Concatenates the `send` of all ranks into `recv`, in rank order."""
     shard, buffer = flat(send), flat(recv)
     yield [_all_gather(buffer, shard, group=channel.group, async_op=True)]
     _unflatten(recv, buffer)
 
 
 def all_reduce_rsag(channel: Channel, tensor: torch.Tensor) -> Body:
-    """Sums by reduce-scatter, then all-gather, of the tensor padded with zeros."""
+    """Sums with a reduce-scatter and an all-gather of the tensor, padded with zeros."""
     buffer = flat(tensor)
     numel = buffer.numel()
     part = padded_numel(numel, channel.size) // channel.size
@@ -118,12 +118,12 @@ def all_reduce_rsag(channel: Channel, tensor: torch.Tensor) -> Body:
 
 
 def padded_numel(numel: int, size: int) -> int:
-    """The least multiple of `size` that is not less than `numel`."""
+    """Returns the smallest multiple of `size` that is at least `numel`."""
     return -(-numel // size) * size
 
 
 def all_reduce_rb(channel: Channel, tensor: torch.Tensor) -> Body:
-    """Sums by a reduce to rank 0, then a broadcast from it."""
+    """Sums with a reduce to rank 0 and a broadcast from it."""
     buffer = flat(tensor)
     data, op = _summable(buffer)
     works = [dist.reduce(data, op=op, group=channel.group, group_dst=0, async_op=True)]
@@ -136,13 +136,13 @@ def all_reduce_rb(channel: Channel, tensor: torch.Tensor) -> Body:
 
 
 def copy(send: torch.Tensor, recv: torch.Tensor) -> Body:
-    """A send to oneself."""
+    """Copies `send` into `recv`: a send from this rank to itself."""
     recv.view(-1).copy_(flat(send)) if plain(recv) else recv.copy_(send.reshape(recv.shape))
     yield []
 
 
 def sendrecv(channel: Channel, send: torch.Tensor, recv: torch.Tensor, peer: int) -> Body:
-    """Sends to a peer what it receives from this rank, and the other way round."""
+    """Sends `send` to `peer` and receives `recv` from it."""
     buffer = flat(recv)
     yield exchange(channel, [(peer, buffer)], [(peer, flat(send))])
     _unflatten(recv, buffer)
@@ -152,12 +152,12 @@ Messages = Sequence[tuple[int, torch.Tensor]]
 
 
 def exchange(channel: Channel, receives: Messages, sends: Messages) -> list[Any]:
-    """Starts all receives and sends `(rank, contiguous tensor)` together; returns their works."""
+    """Starts all receives and sends `(rank, contiguous tensor)`; returns their works."""
     group = channel.group
     if not receives and not sends:
         return []
     if (receives or sends)[0][1].is_cuda:
-        # NCCL makes progress on a send only beside the receive that its peer waits for.
+        # Without a batch, NCCL runs messages one by one: two ranks that both send first would hang.
         ops = [dist.P2POp(dist.irecv, t, group=group, group_peer=rank) for rank, t in receives]
         ops += [dist.P2POp(dist.isend, t, group=group, group_peer=rank) for rank, t in sends]
         return dist.batch_isend_irecv(ops)
@@ -169,17 +169,18 @@ def exchange(channel: Channel, receives: Messages, sends: Messages) -> list[Any]
 def check_tensor(
     name: str, tensor: torch.Tensor, backends: Mapping[str, str], written: bool
 ) -> torch.Tensor:
-    """Returns the tensor cut off from autograd (same memory).
+    """Checks a tensor argument and returns it detached from autograd (same memory).
 
     Args:
-        name: of the operation, for the message.
+        name: operation, for the messages.
+        tensor: argument to check.
         backends: device type -> backend.
-        written: the operation writes into the tensor.
+        written: True if the operation writes into the tensor.
 
     Raises:
-        TypeError: it is no tensor.
-        ValueError: it is sparse, on a device that no backend serves, or to be written though
-            several of its elements share memory.
+        TypeError: `tensor` is not a tensor.
+        ValueError: it is sparse or on a device without a backend, or several of its elements share
+            memory although the operation writes into it.
     """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} needs a tensor, got {type(tensor).__name__}")
@@ -187,7 +188,7 @@ def check_tensor(
         raise ValueError(f"{name} needs a dense tensor, got layout {tensor.layout}")
     if tensor.device.type not in backends or tensor.device.type not in ("cpu", "cuda"):
         served = ", ".join(f"{device} ({backend})" for device, backend in backends.items())
-        raise ValueError(f"{name}: no backend for tensors on {tensor.device}; there is {served}")
+        raise ValueError(f"{name}: no backend for tensors on {tensor.device}; allowed: {served}")
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     if written and any(length > 1 and step == 0 for length, step in steps):
         raise ValueError(
@@ -198,7 +199,7 @@ def check_tensor(
 
 
 def check_pair(name: str, first: torch.Tensor, second: torch.Tensor) -> None:
-    """Both must be of one dtype (else TypeError) and on one device (else ValueError)."""
+    """Raises TypeError if the dtypes differ, ValueError if the devices differ."""
     if first.dtype != second.dtype:
         raise TypeError(f"{name} needs tensors of one dtype, got {first.dtype} and {second.dtype}")
     if first.device != second.device:
@@ -207,44 +208,46 @@ def check_pair(name: str, first: torch.Tensor, second: torch.Tensor) -> None:
         )
 
 
-def check_rank(what: str, rank: int, size: int) -> None:
-    """Raises TypeError if `rank` is no int, ValueError if no rank of a group of `size`."""
+def check_rank(label: str, rank: int, size: int) -> None:
+    """Raises TypeError if `rank` is not an int, ValueError if it is not in 0 .. size-1."""
     if not isinstance(rank, int) or isinstance(rank, bool):
-        raise TypeError(f"{what} must be a rank, an int; got {rank!r}")
+        raise TypeError(f"{label} must be a rank (an int), got {rank!r}")
     if not 0 <= rank < size:
-        raise ValueError(f"{what} {rank} is no rank of a group of {size}")
+        raise ValueError(
+            f"{label} {rank} is no rank of a group of {size}; allowed: 0 .. {size - 1}"
+        )
 
 
 Ranks = Sequence[int] | Mapping[int, float]
-"""Ranks, or rank -> weight."""
+"""A list of ranks, or a dict rank -> weight."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Neighbors:
-    """This rank's place in a directed graph."""
+    """Neighbours of this rank in a directed graph, with their weights."""
 
     rank: int
     sources: dict[int, float]
-    """In-neighbours and the factors of what comes from them, in the caller's order."""
+    """In-neighbour -> factor for the message received from it, in the caller's order."""
     destinations: dict[int, float]
-    """Out-neighbours and the factors of what goes to them."""
+    """Out-neighbour -> factor for the message sent to it."""
     self_weight: float
 
     @classmethod
     def of(
         cls, rank: int, size: int, sources: Ranks, destinations: Ranks, self_weight: float | None
     ) -> Neighbors:
-        """Checks what one rank can check alone.
+        """Returns the checked neighbours of `rank`, as far as one rank can check them alone.
 
         Raises:
-            ValueError: a rank that does not exist, is this rank or occurs twice, or only one of
-                `self_weight` and the weights of the sources.
-            TypeError: a rank that is no int.
+            ValueError: a neighbour does not exist, is this rank itself or occurs twice, or only
+                one of `self_weight` and the weights of the sources was given.
+            TypeError: a neighbour is not an int.
         """
         weighted = isinstance(sources, Mapping)
         if weighted != (self_weight is not None):
             raise ValueError(
-                "give self_weight together with weights of the sources ({rank: weight}), or neither"
+                "give both self_weight and weights of the sources ({rank: weight}), or neither"
             )
         uniform = 1.0 / (len(sources) + 1)
         return cls(
@@ -259,23 +262,28 @@ def _weights(kind: str, ranks: Ranks, default: float, rank: int, size: int) -> d
     for other in ranks:
         check_rank(kind, other, size)
         if other == rank:
-            raise ValueError(f"{kind} {other} is this rank itself; its share is self_weight")
+            raise ValueError(f"{kind} {other} is this rank itself; its weight is self_weight")
     if isinstance(ranks, Mapping):
         return {other: float(weight) for other, weight in ranks.items()}
     if len(set(ranks)) != len(ranks):
-        raise ValueError(f"a rank occurs twice among the {kind}s {list(ranks)}")
+        raise ValueError(f"a rank occurs twice in the {kind}s {list(ranks)}")
     return dict.fromkeys(ranks, default)
 
 
 def description(
     near: Neighbors, size: int, dtype: torch.dtype | None, sent: int, wanted: Sequence[int]
 ) -> torch.Tensor:
-    """What this rank will send and expects, int64 `[1 + 2 * size]`, for `disagreement`.
+    """Returns the messages that this rank sends and expects, for `disagreement`.
+
+    The result is int64 `[1 + 2 * size]`: a checksum of the dtype, then the numbers of elements
+    sent to each rank and expected from each rank; -1 for no message.
 
     Args:
-        dtype: of the messages; None if it is not known yet.
-        sent: elements in each message that goes out.
-        wanted: elements expected from each source.
+        near: neighbours of this rank.
+        size: number of ranks.
+        dtype: element type of the messages; None if it is not known yet.
+        sent: number of elements in each message sent.
+        wanted: number of elements expected from each source.
     """
     row = torch.full((1 + 2 * size,), -1)
     row[0] = zlib.crc32(str(dtype).encode())
@@ -287,7 +295,7 @@ def description(
 
 
 def disagreement(rows: torch.Tensor) -> str | None:
-    """The first contradiction in all ranks' descriptions `[size, 1 + 2 * size]`, or None."""
+    """Returns the first contradiction among all descriptions `[size, 1 + 2 * size]`, or None."""
     size = rows.shape[0]
     sent, wanted = rows[:, 1 : 1 + size], rows[:, 1 + size :].T
     for source, destination in (sent != wanted).nonzero().tolist():
@@ -305,15 +313,15 @@ def disagreement(rows: torch.Tensor) -> str | None:
         return f"rank {source} sends {n} elements to rank {destination}, which expects {m}"
     for source, destination in (sent >= 0).nonzero().tolist():
         if rows[source, 0] != rows[destination, 0]:
-            return f"rank {source} sends another dtype to rank {destination} than that expects"
+            return f"rank {source} sends another dtype to rank {destination} than it expects"
     return None
 
 
 def weighted_sum(out: torch.Tensor, terms: Iterable[tuple[float, torch.Tensor]]) -> None:
-    """`out <- sum of weight * term`, added in the order of the terms.
+    """Computes `out = sum of weight * term`, added in the order of the terms.
 
-    Half precision is added in float32 and rounded once. `out` may be the first term's memory, but
-    no other's.
+    Half precision is added in float32 and rounded once. `out` may share memory with the first
+    term, but with no other term.
     """
     (weight, first), *others = terms
     half = first.dtype in (torch.float16, torch.bfloat16)
@@ -327,22 +335,22 @@ def weighted_sum(out: torch.Tensor, terms: Iterable[tuple[float, torch.Tensor]])
 def neighbor_all_reduce(
     channel: Channel, tensor: torch.Tensor, out: torch.Tensor, near: Neighbors
 ) -> Body:
-    """`out = self_weight * tensor + sum of weight * message`, added in the order of the ranks.
+    """Computes `out = self_weight * tensor + sum of weight * message`.
 
-    This rank's own share is added at its place in that order, so ranks with the same terms and
-    weights get the same bits.
+    The terms, this rank's own included, are added in rank order. Ranks with the same terms and
+    weights therefore get bit-identical results.
     """
-    own = flat(tensor)
-    messages = {source: torch.empty_like(own) for source in sorted(near.sources)}
-    scaled = {weight: own * weight for weight in set(near.destinations.values()) if weight != 1}
+    local = flat(tensor)
+    messages = {source: torch.empty_like(local) for source in sorted(near.sources)}
+    scaled = {weight: local * weight for weight in set(near.destinations.values()) if weight != 1}
     yield exchange(
         channel,
         list(messages.items()),
-        [(rank, scaled.get(weight, own)) for rank, weight in near.destinations.items()],
+        [(rank, scaled.get(weight, local)) for rank, weight in near.destinations.items()],
     )
-    terms = {near.rank: (near.self_weight, own)}
+    terms = {near.rank: (near.self_weight, local)}
     terms.update({source: (near.sources[source], t) for source, t in messages.items()})
-    total = torch.empty_like(own)
+    total = torch.empty_like(local)
     weighted_sum(total, (terms[rank] for rank in sorted(terms)))
     out.copy_(total.view(out.shape))
 
@@ -350,13 +358,13 @@ def neighbor_all_reduce(
 def neighbor_all_gather(
     channel: Channel, tensor: torch.Tensor, near: Neighbors, *outputs: torch.Tensor
 ) -> Body:
-    """Receives the message of each source, in the caller's order, into its output."""
-    own = flat(tensor)
+    """Receives the message of each source into its output, in the caller's order."""
+    local = flat(tensor)
     buffers = [flat(output) for output in outputs]
     yield exchange(
         channel,
         list(zip(near.sources, buffers, strict=True)),
-        [(rank, own) for rank in near.destinations],
+        [(rank, local) for rank in near.destinations],
     )
     for output, buffer in zip(outputs, buffers, strict=True):
         _unflatten(output, buffer)

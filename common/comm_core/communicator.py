@@ -1,14 +1,14 @@
-"""`Communicator(nstreams)`: the multi-stream interface of the systems this project grew from.
+"""`Communicator(nstreams)`: the multi-stream interface of the systems this project is based on.
 
     comm = Communicator(2)
     handle = comm.allReduce(gradient)      # returns at once
     ...
     comm.syncStream(handle)                # now `gradient` is the sum over the ranks
 
-It drives any torch.distributed process group: comm_core or Gloo for CPU tensors, NCCL for CUDA.
+It works with any torch.distributed backend: comm_core or Gloo for CPU tensors, NCCL for CUDA.
 """
 
-# ruff: noqa: N815 - the seed systems' method names, kept beside the snake_case ones
+# ruff: noqa: N815 - the original method names, kept as aliases of the snake_case ones
 
 from __future__ import annotations
 
@@ -31,34 +31,34 @@ log = logging.getLogger("comm_core")
 __all__ = ["Communicator", "barriar", "barrier", "init", "rank", "size"]
 
 MULTI_BCAST_NUMEL = 512 * 512
-"""`multiBcast` gives tensors of at least so many elements to one rank each."""
+"""Number of elements from which `multiBcast` assigns a tensor to a single rank."""
 
 
 class Communicator:
-    """Collectives on `nstreams` streams, each a process group of its own.
+    """Collectives on `nstreams` streams, each with its own process group.
 
     Calls go to the streams in turn. The operations of one stream run one after another in the order
-    of the calls, those of different streams at the same time. All ranks must make the same calls in
-    the same order; `sendrecv` is counted per pair of ranks, so others need not take part.
+    of the calls; those of different streams run at the same time. All ranks must make the same
+    calls in the same order. `sendrecv` is counted per pair of ranks: only these two call it.
 
-    Every operation returns a handle at once. Its tensors must be left alone until
-    `syncStream(handle)` or `synchronize()`: for CPU tensors these block the caller; for CUDA
-    tensors they make the *current CUDA stream* wait and do not block. An operation on CUDA tensors
-    itself waits for what the current CUDA stream has queued before the call.
+    Every operation returns a handle at once. Do not touch its tensors until `syncStream(handle)` or
+    `synchronize()` has returned. For CPU tensors these two block the caller. For CUDA tensors they
+    make the *current CUDA stream* wait and do not block. An operation on CUDA tensors starts after
+    the work that the current CUDA stream has queued before the call.
 
-    Tensors may have any shape, be empty, and be any strided layout (what is not contiguous is
-    copied in and out); any dtype that the backend has. Sums of bools are their logical or. Ranks
-    are those of `group`.
+    Tensors may be empty and have any shape, any strides (non-contiguous ones are copied in and out)
+    and any dtype that the backend supports. A sum of bools is their logical or. Rank numbers are
+    those of `group`.
 
-    Errors of a wrong argument are raised by the call: TypeError, ValueError. What the backend
-    refuses (a dtype) or meets on the way (a dead peer, a timeout) is raised as RuntimeError by the
-    call, or by `syncStream` and `synchronize`; it never goes unnoticed.
+    Invalid arguments raise TypeError or ValueError in the call. Errors of the backend (unsupported
+    dtype, dead peer, timeout) are raised as RuntimeError by the call or by `syncStream` and
+    `synchronize`; none is lost.
 
     Args:
         nstreams: number of streams, at least 1.
-        group: the ranks and the backend; default: all ranks of the job. Constructing is a
-            collective call of these ranks.
-        timeout_s: longest that one operation may take, in seconds; default: the backend's own.
+        group: process group that gives the ranks and the backend; default: all ranks of the job.
+            The constructor is a collective call of these ranks.
+        timeout_s: time limit of one operation in seconds; default: that of the backend.
     """
 
     def __init__(
@@ -89,26 +89,26 @@ class Communicator:
         self._turn = 0
         self._pair_turns: dict[int, int] = {}
         if self._lanes[0].backends.get("cuda") == "nccl" and torch.cuda.is_available():
-            # NCCL's first call on a group must be one of all its ranks; a sendrecv is not.
+            # All ranks of a group must take part in NCCL's first call; only two do in a sendrecv.
             for lane in self._lanes:
                 dist.barrier(lane.channel.group, device_ids=[torch.cuda.current_device()])
 
     def destroy(self) -> None:
-        """Waits for what is under way and lets go of the process groups. A second call is fine.
+        """Waits for the operations in flight and releases the process groups. Idempotent.
 
-        Errors that nobody has waited for are logged as warnings.
+        Errors that no `syncStream` or `synchronize` has raised are logged as warnings.
         """
         if not self._lanes:
             return
         self._handles.settle_all()
         for error in self._handles.take_unreported():
-            log.warning("nobody waited for an operation, and it failed: %s", error)
+            log.warning("an operation that was never waited for failed: %s", error)
         lanes, self._lanes = self._lanes, []
         for lane in lanes:
             lane.close()
 
     def reload(self) -> None:
-        """Destroys the process groups and makes new ones; a collective call."""
+        """Destroys the process groups and creates new ones. A collective call."""
         self.destroy()
         self._open()
 
@@ -124,10 +124,10 @@ class Communicator:
         self.destroy()
 
     def sync_stream(self, handle: int) -> None:
-        """Waits for the operation that `handle` names. May be called any number of times.
+        """Waits for the operation of `handle`. May be called any number of times.
 
         Raises:
-            TypeError: `handle` is no int.
+            TypeError: `handle` is not an int.
             ValueError: this communicator never returned `handle`.
             RuntimeError: the operation failed.
         """
@@ -135,7 +135,7 @@ class Communicator:
         self._handles.wait(handle)
 
     def done(self, handle: int) -> bool:
-        """True once the operation that `handle` names has ended; never blocks.
+        """True once the operation of `handle` has ended; never blocks.
 
         Raises:
             TypeError, ValueError: as in `sync_stream`.
@@ -147,41 +147,41 @@ class Communicator:
         """Waits for every operation so far.
 
         Raises:
-            RuntimeError: one of them failed and has not been reported yet (the first such).
+            RuntimeError: an operation failed and its error has not been raised yet; the first such.
         """
         self._check_open()
         self._handles.wait_all()
 
     def barrier(self) -> None:
-        """Returns once every rank has called it and, here, every operation so far has ended.
+        """Returns once every rank has called it and this rank's operations so far have ended.
 
         Blocks the host, on CUDA too.
         """
         self.synchronize()
-        self._handles.settle_all()  # CUDA: only the current stream has waited so far
+        self._handles.settle_all()  # on CUDA, `synchronize` does not block the host
         on_host = "cpu" in self._lanes[0].backends
         device_ids = None if on_host else [torch.cuda.current_device()]
         dist.barrier(self._lanes[0].channel.group, device_ids=device_ids)
 
     def num_free_streams(self) -> int:
-        """Number of streams, 0 .. nstreams, with nothing queued or under way."""
+        """Number of idle streams, 0 .. nstreams: those with nothing queued or in flight."""
         self._check_open()
         return sum(lane.idle() for lane in self._lanes)
 
     def reduce(self, tensor: torch.Tensor, root: int) -> int:
-        """Sums `tensor` over the ranks into that of rank `root`; the others' become undefined."""
+        """Sums `tensor` over the ranks into that of rank `root`; on other ranks it is undefined."""
         tensor = self._checked("reduce", tensor)
         check_rank("reduce: root", root, self.size)
         return self._in_turn("reduce", collectives.reduce, tensor, root)
 
     def bcast(self, tensor: torch.Tensor, root: int) -> int:
-        """Copies rank `root`'s `tensor` into everybody's."""
+        """Copies rank `root`'s `tensor` into that of every rank."""
         tensor = self._checked("bcast", tensor)
         check_rank("bcast: root", root, self.size)
         return self._in_turn("bcast", collectives.broadcast, tensor, root)
 
     def all_reduce(self, tensor: torch.Tensor) -> int:
-        """Sums `tensor` over the ranks, in place; everybody gets the sum."""
+        """Sums `tensor` over the ranks, in place on every rank."""
         return self._in_turn(
             "allReduce", collectives.all_reduce, self._checked("allReduce", tensor)
         )
@@ -191,26 +191,26 @@ class Communicator:
         send, recv = self._checked_pair("reduceScatter", send, recv)
         if send.numel() != recv.numel() * self.size:
             raise ValueError(
-                f"reduceScatter: send has {send.numel()} elements, must be {self.size} ranks x "
-                f"{recv.numel()} of recv"
+                f"reduceScatter: send has {send.numel()} elements, but must have {self.size} ranks "
+                f"x {recv.numel()} of recv"
             )
         return self._in_turn("reduceScatter", collectives.reduce_scatter, send, recv)
 
     def all_gather(self, send: torch.Tensor, recv: torch.Tensor) -> int:
-        """Concatenates everybody's `send` `[n]` into `recv` `[size * n]`, in rank order."""
+        """Concatenates the `send` `[n]` of all ranks into `recv` `[size * n]`, in rank order."""
         send, recv = self._checked_pair("allGather", send, recv)
         if recv.numel() != send.numel() * self.size:
             raise ValueError(
-                f"allGather: recv has {recv.numel()} elements, must be {self.size} ranks x "
+                f"allGather: recv has {recv.numel()} elements, but must have {self.size} ranks x "
                 f"{send.numel()} of send"
             )
         return self._in_turn("allGather", collectives.all_gather, send, recv)
 
     def all_reduce_rsag(self, tensor: torch.Tensor) -> int:
-        """`allReduce` as a reduce-scatter and an all-gather.
+        """All-reduce as a reduce-scatter and an all-gather.
 
-        Pads with zeros to a multiple of the ranks (then one copy in and one out); a tensor with
-        fewer elements than ranks is all-reduced.
+        The tensor is padded with zeros to a multiple of the number of ranks, which costs a copy in
+        and a copy out. A tensor with fewer elements than ranks goes to `allReduce`.
         """
         tensor = self._checked("allReduceRSAG", tensor)
         if tensor.numel() < self.size:
@@ -219,7 +219,7 @@ class Communicator:
         return self._in_turn("allReduceRSAG", collectives.all_reduce_rsag, tensor, lone=lone)
 
     def all_reduce_rb(self, tensor: torch.Tensor) -> int:
-        """`allReduce` as a reduce to rank 0 and a broadcast from it."""
+        """All-reduce as a reduce to rank 0 and a broadcast from it."""
         tensor, lone = self._checked("allReduceRB", tensor), self._composed_as_one
         return self._in_turn("allReduceRB", collectives.all_reduce_rb, tensor, lone=lone)
 
@@ -229,12 +229,12 @@ class Communicator:
         outs: Sequence[torch.Tensor],
         op: Callable[[torch.Tensor, torch.Tensor], object],
     ) -> int:
-        """Fills `outs[i]` by `op(tensors[i], outs[i])`, sharing the work of large tensors.
+        """Fills `outs[i]` with `op(tensors[i], outs[i])` and divides large tensors among the ranks.
 
-        Tensors of at least `MULTI_BCAST_NUMEL` elements go to the ranks in turn: `op` runs there
-        only, in this call, and the result is broadcast. For smaller ones `op` runs on every rank.
-        Shapes must be the same on all ranks. One handle stands for all the broadcasts. If `op`
-        raises on the one rank that runs it, the others wait until their process group times out.
+        Tensors of at least `MULTI_BCAST_NUMEL` elements go to the ranks in turn: `op` runs on one
+        rank only, in this call, and the result is broadcast. For smaller tensors `op` runs on every
+        rank. Shapes must be the same on all ranks. One handle covers all the broadcasts. If `op`
+        raises on the only rank that runs it, the other ranks wait until their group times out.
 
         Raises:
             ValueError: `tensors` and `outs` differ in length.
@@ -259,17 +259,17 @@ class Communicator:
         return self._handles.new(*operations)
 
     def sendrecv(self, send: torch.Tensor, recv: torch.Tensor, peer: int) -> int:
-        """Exchanges with rank `peer`, which calls it too: its `recv` gets this `send`.
+        """Exchanges tensors with rank `peer`, which makes the same call with this rank as peer.
 
-        The two directions may differ in size. Only the two ranks take part. `peer` may be this
-        rank. Exchanges of three or more ranks on one stream must not wait for each other in a
-        circle.
+        The peer's `recv` gets this rank's `send`, and the other way round. The two directions may
+        differ in size. Only the two ranks take part; `peer` may be this rank. Exchanges among three
+        or more ranks on one stream must not wait for each other in a cycle.
         """
         send, recv = self._checked_pair("sendrecv", send, recv)
         check_rank("sendrecv: peer", peer, self.size)
         if peer == self.rank and send.numel() != recv.numel():
             raise ValueError(
-                f"sendrecv with oneself: send has {send.numel()} elements, recv {recv.numel()}"
+                f"sendrecv with oneself: send has {send.numel()} elements, but recv {recv.numel()}"
             )
         turn = self._pair_turns.get(peer, 0)
         self._pair_turns[peer] = turn + 1
@@ -291,26 +291,26 @@ class Communicator:
         out: torch.Tensor | None = None,
         check: bool = True,
     ) -> int:
-        """`out = self_weight * tensor + sum over the sources j of weight_j * tensor_j`.
+        """Computes `out = self_weight * tensor + sum over the sources j of weight_j * tensor_j`.
 
-        Every rank calls it, with its own neighbours in a directed graph; the lists may be empty.
-        Terms are added in the order of the ranks, so the result does not depend on timing.
+        Every rank calls it with its own neighbours in a directed graph; the lists may be empty.
+        Terms are added in rank order, so the result does not depend on timing.
 
         Args:
             tensor: floating-point or complex; the same numel and dtype on all ranks.
-            sources: ranks to receive from; as `{rank: weight}` together with `self_weight`, else
-                all weights are 1 / (number of sources + 1).
-            destinations: ranks to send to; as `{rank: factor}` they get `factor * tensor`.
+            sources: ranks to receive from. Give `{rank: weight}` together with `self_weight`; for
+                plain ranks all weights are 1 / (number of sources + 1).
+            destinations: ranks to send to. With `{rank: factor}`, each gets `factor * tensor`.
             self_weight: weight of this rank's own tensor.
-            out: like `tensor`; default `tensor` itself.
-            check: compare all ranks' lists, sizes and dtypes first. This is one small blocking
-                all-gather in each call (a cache could not know whether the *other* ranks' lists
-                are new); for a graph that is used again, call `check_neighbors` once and pass
-                False, on all ranks.
+            out: result, same shape and dtype as `tensor`; default: `tensor` itself.
+            check: compare all ranks' lists, sizes and dtypes first. This costs one small blocking
+                all-gather in each call; a cache could not detect that *another* rank's lists have
+                changed. For a graph that is used again, call `check_neighbors` once and pass False
+                on all ranks.
 
         Raises:
-            ValueError: lists that are wrong or (on every rank) contradict each other.
-            TypeError: an integer tensor.
+            ValueError: a list is invalid, or the lists contradict each other (on every rank).
+            TypeError: `tensor` has an integer dtype.
         """
         name = "neighbor_all_reduce"
         near = Neighbors.of(self.rank, self.size, sources, destinations, self_weight)
@@ -337,11 +337,12 @@ class Communicator:
         *,
         check: bool = True,
     ) -> int:
-        """Receives `tensor` of each source into `outputs`, in the order of `sources`.
+        """Receives the `tensor` of each source into `outputs`, in the order of `sources`.
 
         Args:
-            tensor: what every destination gets; ranks may differ in size.
-            outputs: one per source, as large as what that sends; views of one tensor will do.
+            tensor: sent to every destination; its size may differ between ranks.
+            outputs: one tensor per source, of the size that the source sends. They may be views of
+                one tensor.
             sources, destinations, check: as in `neighbor_all_reduce`, without weights.
         """
         name = "neighbor_all_gather"
@@ -358,10 +359,10 @@ class Communicator:
         return self._in_turn(name, body, tensor, near, *outputs, lone=False)
 
     def check_neighbors(self, sources: Ranks, destinations: Ranks) -> None:
-        """Compares all ranks' neighbour lists; a blocking collective call.
+        """Compares all ranks' neighbour lists. A blocking collective call.
 
         Raises:
-            ValueError: on every rank, naming two ranks that contradict each other.
+            ValueError: two ranks contradict each other; raised on every rank, and names the two.
         """
         near = Neighbors.of(self.rank, self.size, list(sources), list(destinations), None)
         self._check_graph(near, None, [0] * len(near.sources))
@@ -379,7 +380,7 @@ class Communicator:
 
     def _check_open(self) -> None:
         if not self._lanes:
-            raise RuntimeError("this Communicator has been destroyed; reload() brings it back")
+            raise RuntimeError("this Communicator has been destroyed: call reload() to reopen it")
 
     def _next_lane(self) -> Lane:
         self._check_open()
@@ -400,7 +401,7 @@ class Communicator:
 
     @property
     def _composed_as_one(self) -> bool:
-        # Two collectives are as good as one where the backend itself keeps them in order.
+        # A backend that keeps the order itself needs no thread between the two collectives.
         return self._lanes[0].channel.ordered
 
     def _check_graph(

@@ -1,4 +1,4 @@
-"""The job as the seed systems' scripts see it, and process groups like another."""
+"""Job functions with the names that older systems use, and copies of process groups."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ _copies: Counter[str] = Counter()
 
 
 def init(backend: str | None = None) -> None:
-    """Joins the job that torchrun or mpirun started, or a job of one process if nobody did.
+    """Joins the job that torchrun or mpirun started; without either, a job of one process.
 
-    Does nothing if torch.distributed is initialised already.
+    Does nothing if torch.distributed is already initialised.
 
     Args:
-        backend: as in `init_process_group`; default: comm_core for CPU tensors where it is built,
-            else gloo; NCCL for CUDA tensors where there is CUDA.
+        backend: as in `init_process_group`. Default: comm_core for CPU tensors if it is built,
+            else gloo; NCCL for CUDA tensors if CUDA and NCCL are available.
 
     Raises:
-        RuntimeError: several ranks, but no MASTER_ADDR and MASTER_PORT to meet at.
+        RuntimeError: the job has several ranks, but MASTER_ADDR or MASTER_PORT is not set.
     """
     if dist.is_initialized():
         return
     rank = int(_first_set("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", default="0"))
     size = int(_first_set("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", default="1"))
-    where: dict[str, object] = {"rank": rank, "world_size": size}
+    rendezvous: dict[str, object] = {"rank": rank, "world_size": size}
     if "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ:
-        where["init_method"] = "env://"
+        rendezvous["init_method"] = "env://"
     elif size == 1:
-        where["store"] = dist.HashStore()
+        rendezvous["store"] = dist.HashStore()
     else:
         raise RuntimeError(
-            f"rank {rank} of {size} has no place to meet the others: set MASTER_ADDR to the first "
-            "host and MASTER_PORT to a free port there (mpirun: -x MASTER_ADDR -x MASTER_PORT)"
+            f"rank {rank} of {size} cannot find the other ranks: set MASTER_ADDR to the first host "
+            "and MASTER_PORT to a free port there (mpirun: -x MASTER_ADDR -x MASTER_PORT)"
         )
-    dist.init_process_group(backend or _default_backend(), **where)
+    dist.init_process_group(backend or _default_backend(), **rendezvous)
 
 
 def _first_set(*names: str, default: str) -> str:
@@ -59,7 +59,7 @@ def _check() -> None:
 
 
 def rank() -> int:
-    """This process's number in the job, 0 .. size()-1."""
+    """Rank of this process in the job, 0 .. size()-1."""
     _check()
     return dist.get_rank()
 
@@ -77,22 +77,22 @@ def barrier() -> None:
 
 
 barriar = barrier
-"""The seeds' spelling."""
+"""Alias with the spelling of the older systems."""
 
 
 def backends_of(group: dist.ProcessGroup) -> dict[str, str]:
-    """Device type -> name of the backend that serves it."""
+    """Returns device type -> name of the backend for it."""
     return dict(part.split(":") for part in str(dist.get_backend_config(group)).split(","))
 
 
 def copy_of(group: dist.ProcessGroup, timeout: timedelta | None) -> dist.ProcessGroup:
-    """A new process group; a collective call of the ranks of `group`, and of no others."""
+    """Returns a new process group of the same ranks. A collective call of the ranks of `group`."""
     if group is dist.group.WORLD:
         return dist.new_group(timeout=timeout)
-    # new_group names a group either by counting the calls of all ranks of the job, which do not all
-    # come here, or (use_local_synchronization) by the number of groups that this process has, which
-    # differs between ranks and comes back after a group is destroyed: both meet at the wrong keys
-    # of the Store. So the name is made here. These are private functions of torch.
+    # new_group cannot be used for some of the ranks only. It names a group by a count of the calls
+    # of all ranks of the job, or (use_local_synchronization) by the number of groups of this
+    # process, which differs between ranks and repeats after a group is destroyed. Both lead to the
+    # wrong keys of the Store. So this function makes the name and uses private functions of torch.
     name = f"comm_core-{group.group_name}-{_copies[group.group_name]}"
     _copies[group.group_name] += 1
     ranks = dist.get_process_group_ranks(group)
@@ -105,6 +105,6 @@ def copy_of(group: dist.ProcessGroup, timeout: timedelta | None) -> dist.Process
         name,
         timeout=timeout or distributed_c10d.default_pg_timeout,
     )
-    own_ranks = {job_rank: rank for rank, job_rank in enumerate(ranks)}
-    distributed_c10d._world.pg_group_ranks[copy] = own_ranks
+    group_ranks = {job_rank: rank for rank, job_rank in enumerate(ranks)}
+    distributed_c10d._world.pg_group_ranks[copy] = group_ranks
     return copy

@@ -1,12 +1,12 @@
-"""What a stream of a `Communicator` is: operations that run one after another in the background.
+"""Streams of a `Communicator`: operations that run one after another in the background.
 
-An operation is a generator: it starts collectives, yields their works, and goes on once they have
-ended; its frame is what keeps temporary tensors alive. A stream runs its operations in the order of
-the calls and never starts one before its predecessor has ended, so an operation may use what an
-earlier one of its stream produced. On CPUs a thread does that (only where it is needed: a lone
-collective is started by the caller); on CUDA a `torch.cuda.Stream` does, and the host never waits.
-A lane is a process group with the streams that feed it, a handle a number that stands for
-operations.
+The body of an operation is a generator. It starts collectives, yields their works and is resumed
+once they have ended; its frame keeps temporary tensors alive. A stream runs its operations in the
+order of the calls and starts none before the previous one has ended, so an operation may use the
+results of earlier ones on its stream. For CPU tensors a thread runs the operations (only if needed:
+the caller itself starts a single collective). For CUDA tensors a `torch.cuda.Stream` does, and the
+host never waits. A lane is a process group with the streams that use it. A handle is a number that
+identifies one or more operations.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from .job import backends_of
 log = logging.getLogger("comm_core")
 
 EXIT_TIMEOUT_S = 5.0
-"""Longest that a process which ends without `destroy` waits for each stream's operations."""
+"""Longest wait for each stream's operations when the process exits without `destroy`."""
 
 # Backends that run the collectives of a group one after another, in the order of the calls. Gloo
-# does not: it runs two at a time.
+# runs two at a time.
 _ORDERED = frozenset({"comm_core"})
 
-_EACH = 1 << 40  # handles of different communicators never coincide
+_EACH = 1 << 40  # handles per communicator: different communicators never use the same handle
 _serials = itertools.count()
 
 
 class Operation(Protocol):
-    """One call under way."""
+    """One call in flight."""
 
     name: str
     error: Exception | None
-    """Why it failed; None while it runs and when it went well."""
+    """Cause of the failure; None while the operation runs and after a success."""
 
     def wait(self) -> None:
         """Makes the caller (CUDA: its current stream) wait for the result; never raises `error`."""
@@ -53,11 +53,11 @@ class Operation(Protocol):
         """Blocks the host until the operation has ended; never raises `error`."""
 
     def ended(self) -> bool:
-        """True once it has ended, well or badly; never blocks."""
+        """True once the operation has succeeded or failed; never blocks."""
 
 
 class HostOperation:
-    """An operation on CPU tensors: run by a stream's thread, or just started by the caller."""
+    """Operation on CPU tensors, run by a stream's thread or started directly by the caller."""
 
     def __init__(self, name: str, body: Body) -> None:
         self.name = name
@@ -73,11 +73,11 @@ class HostOperation:
         self._works = self._advance() or []
 
     def leave_to_thread(self) -> None:
-        """Says, before a thread can see it, that `run` will be called."""
+        """Declares that a thread will call `run`. Call this before the thread can see it."""
         self._thread_runs_it = True
 
     def run(self) -> None:
-        """Runs the whole body; called by the stream's thread."""
+        """Runs the whole body. The stream's thread calls this."""
         try:
             while (works := self._advance()) is not None:
                 self._await(works)
@@ -94,7 +94,7 @@ class HostOperation:
         if self._thread_runs_it:
             self._ended.wait()
             return
-        with self._lock:  # two threads may wait for one operation; the works see one of them
+        with self._lock:  # several threads may wait for one operation, but only one for its works
             if not self._ended.is_set():
                 self._await(self._works)
                 self._finish()
@@ -110,7 +110,7 @@ class HostOperation:
             return next(self._body, None)
 
     def _await(self, works: Sequence[Any]) -> None:
-        # All of them, also after a failure: the others may still use the temporaries.
+        # Waits for all of them even after a failure: the others may still use temporary tensors.
         for work in works:
             try:
                 work.wait()
@@ -129,10 +129,10 @@ _open_lanes: weakref.WeakSet[Lane] = weakref.WeakSet()
 
 @atexit.register
 def _end_threads() -> None:
-    # For a script that ends without `destroy`: a thread that comes back into an interpreter that
-    # is gone aborts the process, be it ours, from a collective, or one of Gloo's, which gives back
-    # the tensors of an operation a little after it has ended. Gloo joins its threads when the
-    # process group goes; one that still waits for somebody would not come back.
+    # For a script that ends without `destroy`. A thread that returns to Python after the end of the
+    # interpreter aborts the process. Such a thread may be a stream's, or one of Gloo's, which frees
+    # the tensors of an operation shortly after its end. Gloo joins its threads when the process
+    # group is destroyed; that would hang if an operation still waits for a peer.
     while _open_lanes:
         lane = _open_lanes.pop()
         lane.host.close(EXIT_TIMEOUT_S)
@@ -142,11 +142,11 @@ def _end_threads() -> None:
 
 
 class HostStream:
-    """A stream for CPU tensors.
+    """Stream for CPU tensors.
 
     Args:
-        ordered: the backend itself runs the collectives of a process group one after another; then
-            lone collectives are handed to it without waiting for the earlier ones.
+        ordered: the backend itself runs the collectives of a process group one after another.
+            Single collectives then start without waiting for earlier ones.
     """
 
     def __init__(self, ordered: bool) -> None:
@@ -158,9 +158,9 @@ class HostStream:
         self._closing = False
 
     def submit(self, name: str, body: Body, *, tensors: Sequence[torch.Tensor], lone: bool) -> Any:
-        """Queues `body`; `lone` says that it is one collective and nothing after it.
+        """Queues `body`. `lone` means that it is a single collective with no work after it.
 
-        Raises whatever the backend raises at once, e.g. for a dtype that it lacks.
+        Raises the errors that the backend raises at once, e.g. for an unsupported dtype.
         """
         operation = HostOperation(name, body)
         with self._changed:
@@ -180,13 +180,13 @@ class HostStream:
         return operation
 
     def idle(self) -> bool:
-        """True if nothing is queued or under way."""
+        """True if nothing is queued or in flight."""
         with self._changed:
             self._forget_ended()
             return not self._queue and not self._started
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Ends the thread once its queue is empty, or gives up waiting for that."""
+        """Ends the thread once its queue is empty; waits at most `timeout_s` for that."""
         with self._changed:
             self._closing = True
             self._changed.notify()
@@ -205,17 +205,17 @@ class HostStream:
                         return
                     self._changed.wait()
                 operation = self._queue[0]
-                before, self._started = self._started, deque()
-            for earlier in before:
-                earlier.settle()
+                earlier, self._started = self._started, deque()
+            for started in earlier:
+                started.settle()
             operation.run()
             with self._changed:
                 self._queue.popleft()
-            del operation, before  # an idle thread keeps no tensor alive
+            del operation, earlier  # an idle thread must not keep tensors alive
 
 
 class DeviceOperation:
-    """An operation on CUDA tensors: queued on the device, with an event behind it."""
+    """Operation on CUDA tensors, queued on the device and followed by an event."""
 
     error: Exception | None = None
 
@@ -238,8 +238,10 @@ class DeviceOperation:
 
 
 class DeviceStream:
-    """A stream for the tensors of one CUDA device, over a backend whose `Work.wait` makes the
-    current CUDA stream wait (NCCL). Another backend works too, but then `submit` blocks."""
+    """Stream for the tensors of one CUDA device.
+
+    Expects a backend whose `Work.wait` makes the current CUDA stream wait (NCCL). With another
+    backend `submit` blocks."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -247,7 +249,7 @@ class DeviceStream:
         self._last: DeviceOperation | None = None
 
     def submit(self, name: str, body: Body, *, tensors: Sequence[torch.Tensor], lone: bool) -> Any:
-        """Queues `body` behind the caller's current stream and all that this stream has."""
+        """Queues `body` after the work of the caller's current CUDA stream and of this stream."""
         operation = DeviceOperation(name, self._device)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream), torch.no_grad():
@@ -261,17 +263,17 @@ class DeviceStream:
         return operation
 
     def idle(self) -> bool:
-        """True if the device has run all that was submitted."""
+        """True if the device has finished everything submitted."""
         return self._last is None or self._last.ended()
 
     def close(self) -> None:
-        """Blocks the host until the device has run all that was submitted."""
+        """Blocks the host until the device has finished everything submitted."""
         if self._last is not None:
             self._last.settle()
 
 
 class Lane:
-    """One process group, and a stream for each device whose tensors use it."""
+    """Process group with one stream for each device whose tensors use it."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.backends = backends_of(group)
@@ -279,11 +281,11 @@ class Lane:
         self.host = HostStream(ordered)
         self.devices: dict[torch.device, DeviceStream] = {}
         self.channel: Channel | None = Channel(group, dist.get_world_size(group), ordered)
-        """None once the interpreter ends."""
+        """None after the interpreter's exit handler has run."""
         _open_lanes.add(self)
 
     def stream(self, device: torch.device) -> HostStream | DeviceStream:
-        """The stream for tensors of `device`."""
+        """Returns the stream for tensors on `device`."""
         if device.type == "cpu":
             return self.host
         if device not in self.devices:
@@ -291,21 +293,21 @@ class Lane:
         return self.devices[device]
 
     def idle(self) -> bool:
-        """True if nothing is queued or under way."""
+        """True if nothing is queued or in flight."""
         return all(stream.idle() for stream in (self.host, *self.devices.values()))
 
     def close(self) -> None:
-        """Ends the streams, then lets go of the process group."""
+        """Ends the streams, then destroys the process group."""
         for stream in (self.host, *self.devices.values()):
             stream.close()
         try:
             dist.destroy_process_group(self.channel.group)
         except (ValueError, AssertionError):
-            log.debug("torch.distributed has already let go of this process group")
+            log.debug("torch.distributed has already destroyed this process group")
 
 
 class Handles:
-    """Operations by handle; those that ended well are forgotten, the errors of others are kept."""
+    """Operations by handle. Successful operations are forgotten; errors are kept."""
 
     def __init__(self) -> None:
         self._first = next(_serials) * _EACH
@@ -315,7 +317,7 @@ class Handles:
         self._unreported: set[int] = set()
 
     def new(self, *operations: Operation) -> int:
-        """A handle for `operations`."""
+        """Returns a new handle for `operations`."""
         self._forget_ended()
         handle = self._next
         self._next += 1
@@ -323,9 +325,9 @@ class Handles:
         return handle
 
     def wait(self, handle: int) -> None:
-        """Waits as `Operation.wait` does; raises as `Communicator.sync_stream` says."""
+        """Waits like `Operation.wait`; raises the errors of `Communicator.sync_stream`."""
         self._check(handle)
-        # What is not pending any more has ended.
+        # A handle that is not pending has ended.
         for operation in self._pending.get(handle, ()):
             operation.wait()
             self._note_error(handle, operation)
@@ -334,12 +336,12 @@ class Handles:
             raise self._failed[handle]
 
     def done(self, handle: int) -> bool:
-        """True once all operations of `handle` have ended, well or badly; never blocks."""
+        """True once all operations of `handle` have succeeded or failed; never blocks."""
         self._check(handle)
         return all(operation.ended() for operation in self._pending.get(handle, ()))
 
     def wait_all(self) -> None:
-        """Waits for all; raises the first error that has not been raised yet."""
+        """Waits for all operations; raises the first error that has not been raised yet."""
         for handle, operations in self._pending.items():
             for operation in operations:
                 operation.wait()
@@ -349,32 +351,32 @@ class Handles:
             raise errors[0]
 
     def settle_all(self) -> None:
-        """Blocks the host until all have ended; raises nothing."""
+        """Blocks the host until all operations have ended; raises nothing."""
         for operations in self._pending.values():
             for operation in operations:
                 operation.settle()
         self._forget_ended()
 
     def take_unreported(self) -> list[RuntimeError]:
-        """Errors that have not been raised, oldest first; they count as reported from now on."""
+        """Returns the errors that were not raised yet, oldest first, and marks them reported."""
         errors = [self._failed[handle] for handle in sorted(self._unreported)]
         self._unreported.clear()
         return errors
 
     def _check(self, handle: int) -> None:
         if not isinstance(handle, int) or isinstance(handle, bool):
-            raise TypeError(f"a handle is an int, got {handle!r}")
+            raise TypeError(f"a handle must be an int, got {handle!r}")
         if not self._first <= handle < self._next:
             raise ValueError(f"unknown handle {handle}: this communicator never returned it")
 
     def _forget_ended(self) -> None:
-        # Oldest first, and no further than the first that runs: most end in that order.
+        # Stops at the first operation that still runs: most operations end oldest first.
         while self._pending:
             handle, operations = next(iter(self._pending.items()))
             if not all(operation.ended() for operation in operations):
                 return
             for operation in operations:
-                operation.settle()  # does not block any more, but finds the error
+                operation.settle()  # does not block here; it collects the error
                 self._note_error(handle, operation)
             del self._pending[handle]
 

@@ -1,8 +1,7 @@
-"""One-sided communication: memory of a rank that the others write, read and add to at any time.
+"""One-sided communication: memory of a rank that other ranks write, read and add to at any time.
 
-The engine of the target serves every operation; its Python takes no part, and need not call
-anything. Each operation is applied as a whole. Operations of one rank on one target are applied in
-the order of the calls.
+The engine of the target serves every operation; the target's Python code takes no part. Each
+operation is atomic. Operations of one rank on one target are applied in the order of the calls.
 """
 
 from __future__ import annotations
@@ -14,19 +13,19 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
-_made: dict[str, int] = {}
+_num_windows: dict[str, int] = {}
 
 
 class Window:
-    """A piece of memory on every rank, in equal slots (for example one for each neighbour).
+    """Memory on every rank, divided into equal slots (for example one for each neighbour).
 
-    Making and freeing one is collective over `group`.
+    Creating and freeing a window are collective calls over `group`.
 
     Args:
-        slots: number of slots on this rank; the ranks' may differ.
-        numel: elements of a slot.
-        dtype: as torch's; the same on all ranks.
-        group: a process group with the backend `comm_core`; the default one if None.
+        slots: number of slots on this rank; may differ between ranks.
+        numel: number of elements in a slot.
+        dtype: element type; the same on all ranks.
+        group: process group with the backend `comm_core`; the default group if None.
 
     Raises:
         ValueError: the group has another backend, or a size is negative.
@@ -42,16 +41,16 @@ class Window:
         group = group or dist.group.WORLD
         if dist.get_backend(group) != "comm_core":
             raise ValueError(
-                f"windows need the backend comm_core, this group has {dist.get_backend(group)}"
+                f"windows need the backend comm_core, but this group has {dist.get_backend(group)}"
             )
         if slots < 0 or numel < 0:
-            raise ValueError(f"a window of {slots} slots of {numel} elements")
+            raise ValueError(f"negative window size: {slots} slots of {numel} elements")
         self.slots, self.numel, self.dtype = slots, numel, dtype
         self._group = group
         self._backend = group._get_backend(torch.device("cpu"))
-        # Windows are made in the same order on all ranks of a group, so a count is a common name.
+        # All ranks of a group create windows in the same order, so a count identifies a window.
         key = group.group_name
-        self._number = _made[key] = _made.get(key, 0) + 1
+        self._number = _num_windows[key] = _num_windows.get(key, 0) + 1
         self._backend.add_window(self._number, torch.zeros(slots, numel, dtype=dtype))
         self._freed = False
         dist.barrier(group)
@@ -59,11 +58,11 @@ class Window:
     def put(self, tensor: torch.Tensor, target: int, slot: int = 0, offset: int = 0) -> dist.Work:
         """Writes `tensor` (any shape) into a slot of rank `target`, from element `offset` on.
 
-        The work ends when the target has applied it; until then `tensor` must stay as it is.
+        The work ends when the target has applied the operation. Do not change `tensor` before.
 
         Raises:
-            ValueError: there is no such rank. `wait()` raises ValueError if the target refuses: no
-                such slot, too long, or another type.
+            ValueError: rank `target` does not exist. `wait()` raises ValueError if the slot does
+                not exist, the tensor does not fit into it, or the dtype differs.
         """
         return self._operation("put", target, slot, offset, tensor)
 
@@ -75,35 +74,39 @@ class Window:
         offset: int = 0,
         op: ReduceOp.RedOpType = ReduceOp.SUM,
     ) -> dist.Work:
-        """Folds `tensor` into a slot of rank `target`; otherwise as `put`."""
+        """Reduces `tensor` into a slot of rank `target` with `op`; otherwise like `put`."""
         return self._operation("accumulate", target, slot, offset, tensor, op)
 
     def get(self, tensor: torch.Tensor, target: int, slot: int = 0, offset: int = 0) -> dist.Work:
-        """Reads from a slot of rank `target` into `tensor`; otherwise as `put`."""
+        """Reads from a slot of rank `target` into `tensor`; otherwise like `put`."""
         return self._operation("get", target, slot, offset, tensor)
 
     def read(
         self, slot: int = 0, count: int = 1, reset_versions: bool = False, clear: bool = False
     ) -> torch.Tensor:
-        """This rank's slots `slot` .. `slot + count - 1` at one moment, as a new `[count, numel]`.
+        """Returns a copy `[count, numel]` of this rank's slots `slot` .. `slot + count - 1`.
+
+        No write of another rank is applied during the copy.
 
         Args:
-            reset_versions: count their writes from 0 again, in the same moment.
-            clear: leave zeros behind, in the same moment.
+            reset_versions: also set their version counters to 0, atomically with the copy.
+            clear: also set the slots to zero, atomically with the copy.
         """
         return self._backend.read_window(self._number, slot, count, reset_versions, clear)
 
     def versions(self) -> list[int]:
-        """How often each of this rank's slots was put or accumulated to since the last reset."""
+        """Returns the number of puts and accumulates to each local slot since the last reset."""
         return self._backend.window_versions(self._number)
 
     def update(
         self, value: torch.Tensor, self_weight: float, weights: dict[int, float]
     ) -> torch.Tensor:
-        """`self_weight * value + sum of weight * slot`, of this rank's slots as they are now.
+        """Returns `self_weight * value + sum of weight * slot` over this rank's slots.
+
+        Resets the versions of all slots if `weights` is not empty.
 
         Args:
-            value: `[numel]`.
+            value: tensor with `numel` elements; the result has its shape.
             weights: slot -> weight.
         """
         mixed = value.reshape(-1) * self_weight
@@ -115,9 +118,10 @@ class Window:
 
     @contextlib.contextmanager
     def mutex(self, target: int) -> Iterator[None]:
-        """Holds the lock of rank `target`'s window; ranks get it in the order in which they ask.
+        """Context that holds the lock of rank `target`'s window.
 
-        It keeps away only those who ask for it. A rank that dies loses it.
+        Ranks get the lock in the order of their requests. It is advisory: operations without the
+        lock are not blocked. A rank that dies loses the lock.
         """
         self._operation("lock", target, 0, 0, None).wait()
         try:
@@ -126,7 +130,7 @@ class Window:
             self._operation("unlock", target, 0, 0, None).wait()
 
     def free(self) -> None:
-        """Gives the memory back when all ranks have called it. A second call does nothing."""
+        """Frees the memory once all ranks have called this. A second call does nothing."""
         if self._freed:
             return
         self._freed = True

@@ -1,1 +1,1 @@
-"""Virtual hosts on one Linux machine, joined by links of a chosen speed. Torch-free."""
+"""Virtual hosts on one Linux machine, connected by links of a chosen speed. Imports no torch."""

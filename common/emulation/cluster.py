@@ -1,4 +1,4 @@
-"""Virtual hosts joined by shaped links, inside a sandbox."""
+"""Virtual hosts connected by shaped links, inside a sandbox."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ class VirtualHost:
     """One host of an emulated cluster.
 
     Attributes:
-        name: resolves on every host and in the sandbox.
-        address: of `ifname`, where the other hosts and the sandbox reach it.
-        pid: of a process on the host, as /proc shows it.
+        name: host name; it resolves on every host and in the sandbox.
+        address: IP address of `ifname`; the other hosts and the sandbox use it.
+        ifname: network interface of the host's link.
+        pid: PID of a process on the host, as /proc shows it.
     """
 
     name: str
@@ -36,33 +37,33 @@ class VirtualHost:
     pid: int
 
     def command(self, argv: Sequence[str]) -> list[str]:
-        """`argv` as it must be started in the sandbox to run on this host."""
+        """Returns the command line that, started in the sandbox, runs `argv` on this host."""
         return [*ENTER, str(self.pid), "--", *argv]
 
     def enter(self) -> None:
-        """Moves this process, which must have one thread only, to this host."""
+        """Moves this process to this host. The process must have only one thread."""
         enter(self.pid)
 
 
 class EmulatedCluster:
-    """`with EmulatedCluster(...) as cluster: cluster.hosts` - built on entry, removed on exit.
+    """Context manager that builds virtual hosts on entry and removes them on exit.
 
     Args:
-        profile: of every link, in both directions.
-        time_scale: one emulated second takes this many real ones.
-        congestion, links: as `ClusterConfig` has them.
-        networks: all that `set_profile` will be called with; with `profile` they decide what
-            `links: auto` is.
+        profile: network profile of every link, for both directions.
+        time_scale: real seconds per emulated second.
+        congestion, links: same as in `ClusterConfig`.
+        networks: all profiles that `set_profile` will be called with; these and `profile` decide
+            which kind of link `links="auto"` selects.
 
     Attributes:
-        hosts: h0, h1 and so on; empty outside of `with`.
-        congestion: the TCP congestion control in use.
-        kind: of the links in use, `tc` or `switch`; "" outside of `with`.
-        notes: sentences on what is not as the profile asks for.
+        hosts: the hosts h0, h1, ...; empty outside of `with`.
+        congestion: TCP congestion control in use.
+        kind: kind of the links in use, `tc` or `switch`; "" outside of `with`.
+        notes: sentences that say where the cluster differs from the profile.
 
     Raises:
-        RuntimeError: on entry, outside of a sandbox or when the kernel refuses.
-        UserError: `congestion` is not known to this machine; on entry, `links` cannot be had.
+        RuntimeError: on entry, outside of a sandbox or if the kernel refuses a command.
+        UserError: this machine does not have `congestion`; on entry, `links` is not available.
     """
 
     def __init__(
@@ -83,10 +84,10 @@ class EmulatedCluster:
         self._asked, self._networks = links, (profile, *networks)
         self._holders: Holders | None = None
         self._links: Links | None = None
-        self._gbps: list[float] = []  # what each link was last asked for
+        self._gbps: list[float] = []  # last requested rate of each link
         self.congestion = network.check_congestion(congestion)
-        for each in self._networks:
-            each.check_hosts(hosts)
+        for used_profile in self._networks:
+            used_profile.check_hosts(hosts)
 
     def __enter__(self) -> EmulatedCluster:
         if not sandbox.inside():
@@ -102,7 +103,7 @@ class EmulatedCluster:
         self._remove()
 
     def set_profile(self, profile: NetworkProfile, time_scale: float) -> None:
-        """Gives all links another profile; what is under way is lost."""
+        """Gives all links another profile. Packets in flight are lost."""
         self.profile, self.time_scale = profile, time_scale
         self._links.set_profile(profile, time_scale)
         self._gbps = [profile.gbps] * len(self.hosts)
@@ -111,79 +112,80 @@ class EmulatedCluster:
         self._set_buffers()
 
     def set_rate(self, host: int, gbps: float) -> None:
-        """Changes both directions of one host's link, to so many emulated Gb/s."""
+        """Sets the rate of one host's link, in both directions, in emulated Gb/s."""
         self._links.set_rate(host, gbps)
         self._gbps[host] = gbps
 
     def refusal(self, profile: NetworkProfile, latency_us: float) -> str | None:
-        """A sentence on why `set_delay` cannot do this where the profile is in force, or None."""
+        """Returns why `set_delay` cannot set this latency under `profile`, or None if it can."""
         return self._links.refusal(profile, latency_us)
 
     def set_delay(self, host: int, latency_us: float) -> None:
-        """Changes the latency between one host and all others, to so many emulated microseconds.
+        """Sets the latency between one host and all others, in emulated microseconds.
 
         Raises:
-            RuntimeError: `refusal` says why not.
+            RuntimeError: `refusal` gives a reason.
         """
         self._links.set_delay(host, latency_us)
 
     def set_link(self, host: int, up: bool) -> None:
-        """Plugs one host's cable in, or out; what is queued in the switch for it is lost."""
+        """Connects or cuts one host's link. A cut drops the packets queued for it in the switch."""
         state = "up" if up else "down"
         network.batch("ip", [f"link set dev {network.port_of(host)} {state}"])
 
     def restore(self) -> None:
-        """All links are up and have the profile's rate again."""
+        """Connects all links and sets them to the profile's rate."""
         ports = [network.port_of(host) for host in range(len(self.hosts))]
         network.batch("ip", [f"link set dev {port} up" for port in ports])
         self._links.shape()
         self._gbps = [self.profile.gbps] * len(self.hosts)
 
     def broken(self) -> str | None:
-        """A sentence on why the links carry nothing any more, or None.
+        """Returns why the links no longer carry packets, or None if they work.
 
-        `set_profile` mends it.
+        `set_profile` repairs broken links.
         """
         return None if self._links is None else self._links.broken()
 
     @property
     def links_pid(self) -> int | None:
-        """The program that is the links, as /proc shows it; None where the kernel is."""
+        """PID of the switch program, as /proc shows it; None if the kernel shapes the links."""
         return None if self._links is None else self._links.pid
 
     def counters(self) -> dict[str, Any] | None:
-        """What the switch has counted; None for links that nobody counts.
+        """Returns the switch's counters; None for links without counters.
 
-        `packets`, `frames` and `bytes` carried; frames `lost` as the profile says, and dropped as
-        `overflows` of a queue; packets `missed` (the switch came too late), `unsendable` (the
-        cable was out) and `astray`; `late_us` (median, p99, max: how much later than due packets
-        were handed on, in microseconds of this machine, since the last call); `cpu_s`; `priority`
-        (real-time, raised or ordinary).
+        `packets`, `frames` and `bytes`: delivered. `lost`: frames lost as the profile demands.
+        `overflows`: frames dropped because a queue was full. `missed`: packets that the switch did
+        not read in time. `unsendable`: packets for a cut link. `astray`: packets with an unknown
+        destination. `late_us`: delay between due time and delivery since the last call (median,
+        p99, max; microseconds of this machine). `cpu_s`: CPU seconds. `priority`: real-time,
+        raised or ordinary.
         """
         return None if self._links is None else self._links.counters()
 
     def links_s(self) -> float:
-        """CPU seconds so far of the program that is the links; 0 where the kernel is."""
+        """CPU seconds used so far by the switch program; 0 if the kernel shapes the links."""
         counted = self.counters()
         return 0.0 if counted is None else counted["cpu_s"]
 
     def measure(self, seconds: float = 0.5) -> list[dict[str, Any]]:
-        """Sends over each link by itself, between its host and the switch.
+        """Measures the rate of each link alone, between its host and the switch.
 
-        A link that seems slow is measured again, up to twice, and the best counts: on a busy
-        machine it is the sender that is slow.
+        A link that seems slow is measured up to two more times, and the best result counts: on a
+        busy machine the sender is slow, not the link.
 
         Args:
-            seconds: of this machine, for each direction.
+            seconds: duration per direction, in seconds of this machine.
 
         Returns:
-            For each host `host`, `up_gbps` and `down_gbps`: emulated Gb/s on the wire as
-            network.py counts them, from the TCP payload received.
+            One row per host: `host`, `up_gbps` and `down_gbps`. The rates are emulated Gb/s on the
+            wire (see network.py), computed from the TCP payload received.
 
         Raises:
-            RuntimeError: a link carries nothing.
+            RuntimeError: a link carries no data.
         """
-        found = []
+        rows = []
         for index, host in enumerate(self.hosts):
             up = down = 0.0
             for _ in range(_MEASUREMENTS):
@@ -191,94 +193,96 @@ class EmulatedCluster:
                 up, down = max(up, speeds[0]), max(down, speeds[1])
                 if min(up, down) > _NEAR * self._gbps[index]:
                     break
-            found.append({"host": host.name, "up_gbps": up, "down_gbps": down})
-        return found
+            rows.append({"host": host.name, "up_gbps": up, "down_gbps": down})
+        return rows
 
     def measure_together(self, seconds: float = 1.0) -> list[dict[str, Any]]:
-        """Sends from every host to the next at once, so that all links are busy both ways.
+        """Measures all links at once: every host sends to the next one.
 
-        Again, up to twice, where one seems slow, as `measure`; by the congestion control that the
-        trials use.
+        If a link seems slow, all are measured up to two more times, as in `measure`. The
+        connections use the same congestion control as the trials.
 
         Returns:
-            For each host `host` and `gbps`: what it receives, as `measure` counts; and
-            `requested_gbps`, which is None where it is TCP that sets the speed: where frames are
-            lost, and between sites. Nothing where there are no two hosts.
+            One row per host: `host`, `gbps` (the rate received, as in `measure`) and
+            `requested_gbps`. The latter is None if TCP limits the rate: with frame loss, and
+            between sites. Empty for fewer than two hosts.
 
         Raises:
-            RuntimeError: a link carries nothing.
+            RuntimeError: a link carries no data.
         """
         if len(self.hosts) < 2:
             return []
         skip_s = 0.2 * seconds + self._settling_s()
-        asked: list[float | None] = []
+        requested: list[float | None] = []
         for index in range(len(self.hosts)):
             before = (index - 1) % len(self.hosts)
-            way = self.profile.connection(before, index, len(self.hosts))
-            limited = way.loss_percent > 0 or way.trunk is not None
-            asked.append(None if limited else min(self._gbps[before], self._gbps[index]))
+            connection = self.profile.connection(before, index, len(self.hosts))
+            limited = connection.loss_percent > 0 or connection.trunk is not None
+            requested.append(None if limited else min(self._gbps[before], self._gbps[index]))
         best = [0.0] * len(self.hosts)
         for _ in range(_MEASUREMENTS):
-            found = flow.ring(self.hosts, seconds + skip_s, skip_s)
-            best = [max(a, b * self.time_scale) for a, b in zip(best, found, strict=True)]
+            rates = flow.ring(self.hosts, seconds + skip_s, skip_s)
+            best = [max(a, b * self.time_scale) for a, b in zip(best, rates, strict=True)]
             if min(best) > _NEAR * min(self._gbps):
                 break
         return [
-            {"host": host.name, "gbps": gbps, "requested_gbps": gbps_asked}
-            for host, gbps, gbps_asked in zip(self.hosts, best, asked, strict=True)
+            {"host": host.name, "gbps": gbps, "requested_gbps": requested_gbps}
+            for host, gbps, requested_gbps in zip(self.hosts, best, requested, strict=True)
         ]
 
     @property
     def delays_packets(self) -> bool:
-        """Whether the links do what the profile says of delays."""
+        """True if the links apply the latency, jitter and loss of the profile."""
         return self._links.left_out() is None
 
     @property
     def burst_bytes(self) -> int:
-        """Payload that each link passes at once after a rest."""
+        """Payload bytes that each link passes without delay after an idle period."""
         framed = self._links.burst_bytes()
         return framed * PAYLOAD_BYTES // FRAME_BYTES
 
     @property
     def wire_bytes_per_s(self) -> float | None:
-        """Payload that each link carries each way, in seconds of this machine; None where distance
-        or loss may keep TCP from it."""
+        """Payload bytes per second of this machine that each link carries in each direction; None
+        if distance or loss may keep TCP below the link's rate."""
         if self.profile.sites or self.profile.loss_percent:
             return None
         return payload_bytes_per_s(self.profile.gbps) / self.time_scale
 
     def measure_delays(self, seconds: float = 0.5) -> list[dict[str, Any]]:
-        """Sends small packets from every host to the next, and to the nearest host of each other
-        site, all at once.
+        """Measures one-way delays with small packets, for all pairs of hosts at once.
+
+        Every host sends to the next one. Each other kind of connection, such as that between two
+        sites, is measured with one more pair.
 
         Returns:
-            For each pair `source`, `target`, `requested_us`, `delay_us` and `delay_us_p99` (one
-            way, emulated; the median and the 99th percentile), `sent`, `lost`.
+            One row per pair: `source`, `target`, `requested_us`, `delay_us` and `delay_us_p99`
+            (one way, emulated microseconds; median and 99th percentile), `sent`, `lost`.
 
         Raises:
-            RuntimeError: nothing comes through.
+            RuntimeError: no packet arrives.
         """
         hosts = len(self.hosts)
         pairs = {(host, (host + 1) % hosts) for host in range(hosts)} if hosts > 1 else set()
         seen = {self.profile.connection(*pair, hosts) for pair in pairs}
         for pair in itertools.permutations(range(hosts), 2):
-            way = self.profile.connection(*pair, hosts)
-            if way not in seen:
-                seen.add(way)
+            connection = self.profile.connection(*pair, hosts)
+            if connection not in seen:
+                seen.add(connection)
                 pairs.add(pair)
         named = sorted(pairs)
         far_us = self.profile.farthest_us * self.time_scale
-        found = probe.all_pairs(
+        results = probe.all_pairs(
             [(self.hosts[a], self.hosts[b]) for a, b in named], seconds, 2e-6 * far_us
         )
         rows = []
-        for (a, b), result in zip(named, found, strict=True):
-            asked = self.profile.connection(a, b, hosts).latency_us
+        for (a, b), result in zip(named, results, strict=True):
+            requested_us = self.profile.connection(a, b, hosts).latency_us
             rows.append(
                 {
                     "source": self.hosts[a].name,
                     "target": self.hosts[b].name,
-                    "requested_us": asked,
+                    "requested_us": requested_us,
                     "delay_us": round(result.median_us / self.time_scale, 3),
                     "delay_us_p99": round(result.p99_us / self.time_scale, 3),
                     "sent": result.sent,
@@ -288,7 +292,7 @@ class EmulatedCluster:
         return rows
 
     def _settling_s(self) -> float:
-        # The first round trips only find the speed.
+        # TCP needs the first round trips to find the rate.
         return 24e-6 * self.profile.farthest_us * self.time_scale
 
     def _measure(self, host: VirtualHost, seconds: float) -> tuple[float, float]:
@@ -323,7 +327,7 @@ class EmulatedCluster:
         self._holders.clear()
         if self._links is not None:
             self._links.close()
-            # Before the namespaces go, which takes the links away at some later moment.
+            # Removed explicitly, because the kernel removes links later than their namespaces.
             ports = map(network.port_of, range(self._count))
             network.remove([*self._links.devices, *ports])
         self._holders.close()
@@ -341,7 +345,7 @@ class EmulatedCluster:
             network.finish(job)
 
     def _set_buffers(self) -> None:
-        """Lets TCP keep the longest line full: what is under way, twice."""
+        """Gives TCP buffers of twice the bytes in flight, so that it can fill the longest line."""
         needed = 2 * self.profile.under_way_bytes
         refused = network.raise_buffers(needed, [host.pid for host in self.hosts])
         if refused:

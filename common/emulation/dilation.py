@@ -1,4 +1,4 @@
-"""How much slower than real time an emulated cluster runs, so that this machine can keep up."""
+"""Choice of the time scale: how much slower than real time an emulated cluster runs."""
 
 from __future__ import annotations
 
@@ -15,61 +15,61 @@ from common.emulation.flow import OnHost, cores_s, transfer_cost
 from dear.errors import UserError
 
 BUSY_TARGET = 0.6
-"""Share of all cores that a step may keep busy; above it ranks wait for cores, not for links."""
+"""Share of all cores that a step may keep busy. Above it, ranks wait for cores, not for links."""
 WAIT_TARGET = 0.6
-"""Seconds that a rank's threads, all together, may wait for a core per second in a cell's first
-round; later rounds must stay below the next."""
+"""Limit for a cell's first round: seconds per second that all threads of a rank together may wait
+for a core. Later rounds use `UNFAITHFUL_WAIT`."""
 UNFAITHFUL_WAIT = 0.7
-"""More makes a record unfaithful. Far from nothing, for queues of links and the deadlines of
-replayed compute absorb most waits: see docs/methodology.md for the runs that it was chosen by."""
+"""Limit above which a record is unfaithful. It can be this high because queues of links and the
+deadlines of replayed compute absorb most waits; docs/methodology.md has the runs behind it."""
 BEHIND_TARGET, FELL_BEHIND = 0.015, 0.04
-"""Share of the time that hosts may fall behind their devices, or catch up with them: in a cell's
-first round, and in any launch of a record that is not unfaithful (launches of one trial differ by
-2 % beside other programs). It is missing in a launch's steps, or in them without being theirs."""
+"""Shares of the time that hosts may fall behind their devices or catch up with them: in a cell's
+first round, and in any launch of a valid record (launches of one trial differ by 2 % while other
+programs run). A launch's steps lack this time, or include it from earlier steps."""
 FOREIGN_CORES = 0.25
-"""Cores; other processes that use less are nobody."""
+"""Cores; less use by other processes is ignored."""
 SERIAL_TARGET = 0.1
-"""Share of a step that may pass in work that runs at this machine's speed; replayed compute makes
-up for most of it."""
+"""Share of a step that may be work at this machine's own speed; replayed compute compensates for
+most of it."""
 
-# Passes over the memory of all parameters, per rank and step. Replay writes each gradient;
-# algorithms copy it into a buffer and the average out again (two reads, two writes) and add what
-# arrives (two reads, a write).
+# Passes over the memory of all parameters, per rank and step. Replay writes each gradient.
+# Algorithms copy gradients into a buffer and averages out of it (two reads, two writes), and add
+# received values (two reads, one write).
 _GRADIENT_PASSES, _COMMUNICATION_PASSES = 1, 4 + 3
-# Python of the model's modules, hooks and collectives, per rank and step.
+# Python time of the model's modules, hooks and collectives, per rank and step.
 _OVERHEAD_S = 0.02
 _SMALL, _DECADE = (1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0), (10, 12, 16, 20, 30, 40, 50, 60, 80)
-# More than the caches of a server hold.
+# Larger than the caches of a server.
 _MEMORY = 256 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """What a trial asks of the machine in each step."""
+    """Work of a trial in each step, as far as the time scale depends on it."""
 
     world_size: int
     hosts: int
     parameter_bytes: int
     update_passes: int
-    """Of the optimizer over the memory of the parameters (`OptimizerConfig.update_passes`)."""
+    """Passes of the optimizer over the parameters' memory (`OptimizerConfig.update_passes`)."""
     step_s: float
-    """Replayed compute, in emulated seconds."""
+    """Replayed compute per step, in emulated seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """CPU costs of one machine."""
+    """CPU and memory costs of one machine."""
 
     cpu_s_per_byte: float
-    """CPU seconds, of both ends and of the kernel between them, per byte moved over a link."""
+    """CPU seconds per byte moved over a link, at both ends and in the kernel between them."""
     memory_bytes_per_s: float
-    """Bytes that one core reads and writes per second, in memory that it has used before, while all
-    cores do."""
+    """Bytes per second that one core reads and writes, in memory that is already mapped, while all
+    cores do the same."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """A time scale, and one line that says why."""
+    """Time scale with a one-line reason."""
 
     time_scale: float
     reason: str
@@ -77,33 +77,34 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """What a trial took of the machine in its timed steps at some time scale."""
+    """Resource use that was measured in a trial's timed steps at some time scale."""
 
     time_scale: float
     step_s: float
-    """Emulated, as it was measured: too long where ranks waited for cores."""
+    """Measured step time in emulated seconds; too long if ranks waited for cores."""
     cpu_s_per_s: float
-    """CPU seconds of all ranks per second of this machine."""
+    """CPU seconds of all ranks per second of real time."""
     core_wait: float | None
-    """Of the rank that waited longest: seconds of its threads per second; None: not known."""
+    """Seconds per second that the threads of the longest-waiting rank waited for a core, in total;
+    None: unknown."""
     fell_behind: float = 0.0
-    """By how much hosts fell behind their devices, seconds per second; below 0: caught up."""
+    """Seconds per second by which hosts fell behind their devices; negative: they caught up."""
     foreign_cores: float = 0.0
-    """That others had meanwhile."""
+    """Cores that other processes used at the same time."""
 
     @property
     def cpu_s_per_step(self) -> float:
-        """It is the same at every time scale."""
+        """CPU seconds of all ranks per step; the same at every time scale."""
         return self.cpu_s_per_s * self.step_s * self.time_scale
 
 
 def calibrate(hosts: Sequence[OnHost]) -> Calibration:
-    """Measures, in about two seconds, one transfer between the first two hosts, and the memory.
+    """Measures one transfer between the first two hosts, and the memory, in about two seconds.
 
-    With one host there is nothing to transfer, and a byte costs nothing.
+    With a single host there is no transfer, and a byte costs nothing.
 
     Raises:
-        RuntimeError: the hosts cannot talk to each other.
+        RuntimeError: the hosts cannot reach each other.
     """
     per_byte = transfer_cost(hosts[0], hosts[1]) if len(hosts) > 1 else 0.0
     cores = usable_cores()
@@ -114,20 +115,20 @@ def calibrate(hosts: Sequence[OnHost]) -> Calibration:
 
 
 def _copy_s(nbytes: int) -> float:
-    """CPU seconds of this thread to copy so much from one place to another."""
-    import numpy as np  # only here: a dry run must not pay for it
+    """Returns the CPU seconds that this thread needs to copy `nbytes` bytes (best of four)."""
+    import numpy as np  # imported here to keep dry runs fast
 
     source, target = np.ones(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
     best = math.inf
     for _ in range(4):
-        began = time.thread_time()  # not elapsed time: whatever else runs here does not count
-        np.copyto(target, source)  # others copy meanwhile: it holds no lock
+        began = time.thread_time()  # CPU time, so that other programs do not count
+        np.copyto(target, source)  # without the GIL: the other threads copy at the same time
         best = min(best, time.thread_time() - began)
     return best
 
 
 def foreign_cores(seconds: float = 1.0) -> float:
-    """Cores that other processes use now, and other virtual machines, looked at for so long."""
+    """Cores that other processes and other virtual machines use, measured for `seconds`."""
     began, (own_s, busy_s) = time.monotonic(), _own_and_busy_s()
     time.sleep(seconds)
     elapsed_s, (own_after_s, busy_after_s) = time.monotonic() - began, _own_and_busy_s()
@@ -135,13 +136,15 @@ def foreign_cores(seconds: float = 1.0) -> float:
 
 
 def _own_and_busy_s() -> tuple[float, float]:
-    """CPU seconds of this process, and of all on its cores, stolen ones included."""
+    """CPU seconds of this process, and of everything on its cores including stolen time."""
     return time.process_time(), sum(busy + stolen for busy, stolen in cores_s().values())
 
 
 def at_hand(cores: int, foreign: float, ranks: int) -> float:
-    """How many of the cores ranks have beside others, at least a fair share: a thread like each
-    core that others use."""
+    """Number of cores that `ranks` can use while other processes use `foreign` cores.
+
+    It is at least a fair share: one thread per rank against one per foreign core.
+    """
     return (
         cores
         if foreign <= FOREIGN_CORES
@@ -152,19 +155,19 @@ def at_hand(cores: int, foreign: float, ranks: int) -> float:
 def choose_time_scale(
     load: Load, network: NetworkProfile, calibration: Calibration, cores: float
 ) -> Choice:
-    """The smallest readable scale at which `cores` cores keep up with the emulated cluster.
+    """Returns the smallest readable scale at which `cores` cores keep up with the cluster.
 
     An emulated step takes at least T = max(compute, wire), where wire is the time in which every
-    host sends and receives 2 (H-1)/H of the parameters. It costs C = communication + memory CPU
-    seconds, whatever the scale k; k stretches the time in which they may be spent. So
+    host sends and receives 2 (H-1)/H of the parameters. The step costs C = communication + memory
+    CPU seconds at every scale k; k stretches the time in which they may be spent. So
 
         k >= C / (0.6 cores T)                      the whole step leaves cores idle
-        k >= communication / (0.6 cores near)       also while all links are busy
+        k >= communication / (0.6 cores near)       so does the time in which all links are busy
         k >= serial / (0.1 T)                       update and overhead hardly lengthen the step
         k >= serial / (compute + 0.015 T)           replayed compute makes up for all but 1.5 %
 
-    near is what wire would be without the slower lines between sites: hosts of one site send each
-    other bursts at the rate of their own links, however long the others take.
+    near is wire without the slower lines between sites: hosts of one site send each other bursts
+    at the rate of their own links.
     """
     world, hosts, size = load.world_size, load.hosts, load.parameter_bytes
     link_bytes = 2 * (hosts - 1) * size
@@ -201,31 +204,33 @@ def choose_time_scale(
 def needed_scale(
     seen: Seen, load: Load, network: NetworkProfile, cores: int, most: float = math.inf
 ) -> Choice:
-    """The smallest readable scale at which a trial would have had the cores that it needs.
+    """Returns the smallest readable scale at which a trial would have had enough cores.
 
-    It has them where its ranks' threads waited at most 0.6 seconds per second for one, however busy
-    they were (some only look whether there is something to do), and where its hosts kept step with
-    their devices to 1.5 % of the time. Threads that waited longer need the scale at which the CPU
-    seconds per step fit into 60 % of the cores that others leave, where a step that lacked cores
-    was too long: of it no more counts than computing and sending one after the other. And a trial
-    needs a scale that is as much larger as the waits were too long or hosts off, but no more than
-    twice at once, for both may shrink faster. Where the kernel does not tell of waits, the CPU
-    seconds alone count.
+    A trial has enough cores if the threads of each rank waited at most 0.6 s per second for one,
+    and its hosts kept step with their devices to within 1.5 % of the time. How busy the threads
+    were does not matter, because some of them poll.
+
+    If the threads waited longer, the CPU seconds per step must fit into 60 % of the cores that
+    other processes leave. The step time for this is at most compute plus wire time, because a step
+    that lacked cores was too long. The scale also grows by the ratio of wait (or deviation) to its
+    limit, but at most twofold at once, since both may shrink faster than that. If the kernel does
+    not report waits, only the CPU seconds count.
 
     Args:
-        most: the largest there may be; it is enough where it meets what a record must.
+        most: largest allowed scale. It is returned instead of a larger one if it satisfies the
+            (weaker) limits of a valid record.
     """
     waited = seen.core_wait is None or seen.core_wait > WAIT_TARGET
-    # What a first round must have, what a record must, and why.
+    # Each bound: scale for the limits of a first round, scale for those of a record, and reason.
     bounds = [(seen.time_scale, 0.0, "its ranks had the cores that they needed")]
     if waited:
-        left = at_hand(cores, seen.foreign_cores, load.world_size)
+        available_cores = at_hand(cores, seen.foreign_cores, load.world_size)
         step_s = min(seen.step_s, load.step_s + _wire_s(load, network.narrowest_gbps))
         why = (
             f"{seen.cpu_s_per_step:.2g} CPU seconds a step must fit into {BUSY_TARGET:.0%} of "
-            f"{left:.2g} cores in {step_s:.2g} s"
+            f"{available_cores:.2g} cores in {step_s:.2g} s"
         )
-        busy = seen.cpu_s_per_step / (BUSY_TARGET * left * step_s)
+        busy = seen.cpu_s_per_step / (BUSY_TARGET * available_cores * step_s)
         bounds.append((busy, busy, why))
     if waited and seen.core_wait is not None:
         longer = min(2.0, seen.core_wait / WAIT_TARGET)
@@ -237,9 +242,9 @@ def needed_scale(
         bounds.append((seen.time_scale * longer, least, why))
     off = abs(seen.fell_behind)
     if off > BEHIND_TARGET:
-        how = "fell behind" if seen.fell_behind > 0 else "caught up with"
+        verb = "fell behind" if seen.fell_behind > 0 else "caught up with"
         why = (
-            f"at {seen.time_scale:g} hosts {how} their devices by {off:.1%} of the time, of which "
+            f"at {seen.time_scale:g} hosts {verb} their devices by {off:.1%} of the time, of which "
             f"{BEHIND_TARGET:.1%} are allowed"
         )
         least = seen.time_scale * off / FELL_BEHIND
@@ -254,25 +259,27 @@ def needed_scale(
 
 
 def _wire_s(load: Load, gbps: float) -> float:
-    """The time in which every host sends and receives 2 (H-1)/H of the parameters, as in a ring:
-    the line between two sites then carries no more than a host's own does."""
+    """Time in which every host sends and receives 2 (H-1)/H of the parameters, as in a ring.
+
+    In a ring, a line between two sites carries no more bytes than a host's own link does.
+    """
     link_bytes = 2 * (load.hosts - 1) / load.hosts * load.parameter_bytes
     return link_bytes * 8 / (gbps * 1e9)
 
 
 def readable_scales() -> Iterator[float]:
-    """1, 1.5, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 30, ... without end."""
+    """Yields 1, 1.5, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 30, ... without end."""
     yield from _SMALL
     for power in itertools.count():
         yield from (float(number * 10**power) for number in _DECADE)
 
 
 def check_scale(model_is_replayed: bool, learns: bool, time_scale: float | None) -> None:
-    """Raises `UserError` for a scale that a model which really computes cannot have.
+    """Raises `UserError` if a model that is not replayed cannot run at this time scale.
 
     Args:
-        learns: whether the trial trains for a time; then the model is slowed down (`Brake`).
-        time_scale: None: it is to be chosen.
+        learns: True if the trial trains for a fixed time; then `Brake` slows the model down.
+        time_scale: None means that it is chosen later.
     """
     if time_scale is None or time_scale == 1 or model_is_replayed:
         return

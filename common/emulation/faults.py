@@ -1,4 +1,4 @@
-"""Does a fault of an experiment at its time, undoes it, and tells what it did."""
+"""Injects a fault of an experiment at its time, undoes it, and reports what happened."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from common.emulation.config import Fault, network_profile
 from dear.errors import UserError
 
 Event = dict[str, Any]
-"""at_s, what, host, rank, for_s, ok, message; see `FaultInjector.stop`."""
+"""Event with the keys at_s, what, host, rank, for_s, ok, message; see `FaultInjector.stop`."""
 
-_MEASURING = "measuring"  # the phase of common.harness.worker that faults are timed from
+_MEASURING = "measuring"  # phase name of common.harness.worker; faults are timed from its start
 _POLL_S = 0.02
 _SLOWDOWN = struct.Struct("<d")
 
@@ -31,7 +31,7 @@ def check_fault(
     """Raises `UserError` for a fault that cannot happen to a trial of this shape.
 
     Args:
-        replayed: whether the model's compute is replayed; only that can be made faster.
+        replayed: True if the model's compute is replayed; only such a model can be made faster.
     """
     used = min(hosts, -(-world_size // ranks_per_host))
     if fault.rank is not None and not 0 <= fault.rank < world_size:
@@ -46,8 +46,8 @@ def check_fault(
 
 
 def blame(outcome_error: Mapping[str, Any] | None, events: Sequence[Event]) -> str | None:
-    """What of the events that `FaultInjector.stop` gave may explain the `error` of an outcome, such
-    as `host h2: link cut at 1.0 s for good`; None for no failure.
+    """Returns the first successful event of `FaultInjector.stop` that may explain an outcome's
+    `error`, such as `host h2: link cut at 1.0 s for good`; None if the trial did not fail.
     """
     if outcome_error is None or outcome_error["kind"] not in ("failed", "timeout"):
         return None
@@ -62,7 +62,7 @@ def blame(outcome_error: Mapping[str, Any] | None, events: Sequence[Event]) -> s
 
 @dataclass(frozen=True)
 class _Change:
-    """What a fault does to a trial, in words and in deed; and the way back, if there is one."""
+    """Action of a fault with its description, and the action that undoes it, if there is one."""
 
     what: str
     do: Callable[[], None]
@@ -71,10 +71,10 @@ class _Change:
 
 
 def wait_until_measuring(phase: Callable[[int], tuple[int, str]], ended: threading.Event) -> bool:
-    """Whether rank 0 has begun to measure before the trial had `ended`.
+    """Waits for rank 0 to begin measuring; False if the trial `ended` first.
 
     Args:
-        phase: of a rank, as `phase_of` gives it.
+        phase: returns PID and phase of a rank, as `phase_of` does.
     """
     while phase(0)[1] != _MEASURING:
         if ended.wait(_POLL_S):
@@ -83,10 +83,10 @@ def wait_until_measuring(phase: Callable[[int], tuple[int, str]], ended: threadi
 
 
 def phase_of(folder: Path, repeat: int, rank: int) -> tuple[int, str]:
-    """Process and phase of a rank; (0, "") as long as it has said nothing.
+    """Returns PID and phase of a rank; (0, "") before the rank has reported any.
 
     Args:
-        folder: the trial's folder, where the ranks write what they are doing.
+        folder: the trial's folder, where the ranks write their phases.
     """
     try:
         text = (folder / f"phase-{repeat}-rank{rank}").read_text()
@@ -97,13 +97,13 @@ def phase_of(folder: Path, repeat: int, rank: int) -> tuple[int, str]:
 
 
 class FaultInjector:
-    """One fault in one repeat of one trial: `start()` before the ranks, `stop()` after them.
+    """Fault in one repeat of one trial: `start()` before the ranks start, `stop()` after they end.
 
-    It can happen to the trial, as `check_fault` says.
+    The fault must have passed `check_fault`.
 
     Args:
-        folder: the trial's folder, where the ranks write what they are doing.
-        time_scale: wall seconds per emulated second.
+        folder: the trial's folder, where the ranks write their phases.
+        time_scale: real seconds per emulated second.
     """
 
     def __init__(
@@ -127,21 +127,21 @@ class FaultInjector:
         self._thread = threading.Thread(target=self._run, name="fault", daemon=True)
 
     def start(self) -> None:
-        """Begins to wait for rank 0 to measure."""
+        """Starts the thread that waits until rank 0 measures, and then injects the fault."""
         if self._fault.kind == "slow_host":
-            self._set_slowdown(1.0)  # the ranks map the file when they start
+            self._set_slowdown(1.0)  # the ranks map this file when they start
         self._thread.start()
 
     def stop(self) -> list[Event]:
-        """Undoes what is still in effect.
+        """Undoes the fault if it is still in effect.
 
         Returns:
-            What happened, in order. `at_s` is in emulated seconds since the measurement began, or
-            None if it never did; `ok` is False for what failed or came too late, `message` says
-            why.
+            The events in order. `at_s` is in emulated seconds since the measurement began, or None
+            if it never began. `ok` is False if the event failed or came too late; `message` gives
+            the reason.
 
         Raises:
-            RuntimeError: the fault could not be undone, so that the cluster is of no further use.
+            RuntimeError: the fault could not be undone, so the cluster is no longer usable.
         """
         self._trial_ended.set()
         self._thread.join()
@@ -150,7 +150,7 @@ class FaultInjector:
                 self._change.undo()
             except Exception as error:
                 raise RuntimeError(
-                    f"{self._change.what} on h{self._host} stays: {error}"
+                    f"cannot undo {self._change.what!r} on h{self._host}: {error}"
                 ) from error
             self._in_effect = False
             if self._fault.for_s is not None:
@@ -169,20 +169,20 @@ class FaultInjector:
             late = f"planned at {fault.at_s:g} s, but the measurement had ended"
             self._note(self._change.what, self._now(), ok=False, message=late)
             return
-        self._in_effect = True  # perhaps in part, should it now fail
+        self._in_effect = True  # even a failed attempt may have changed something
         if not self._attempt(self._change.what, self._change.do):
             return
         if fault.for_s is None or self._change.undo is None:
             return
         if not self._trial_ended.wait(fault.for_s * scale):
-            # What cannot be undone now stays in effect until `stop` tries again.
+            # A change that cannot be undone now remains in effect; `stop` tries again.
             self._in_effect = not self._attempt(self._change.undone, self._change.undo)
 
-    def _attempt(self, what: str, deed: Callable[[], None]) -> bool:
+    def _attempt(self, what: str, action: Callable[[], None]) -> bool:
         at_s = self._now()
         try:
-            deed()
-        except Exception as error:  # of whatever kind, it belongs in the record
+            action()
+        except Exception as error:  # every kind of failure belongs in the record
             self._note(what, at_s, ok=False, message=f"{type(error).__name__}: {error}")
             return False
         self._note(what, at_s)
@@ -191,8 +191,8 @@ class FaultInjector:
     def _note(
         self, what: str, at_s: float | None, *, ok: bool = True, message: str | None = None
     ) -> None:
-        who = {"host": f"h{self._host}", "rank": self._fault.rank, "for_s": self._fault.for_s}
-        self._events.append({"at_s": at_s, "what": what, **who, "ok": ok, "message": message})
+        source = {"host": f"h{self._host}", "rank": self._fault.rank, "for_s": self._fault.for_s}
+        self._events.append({"at_s": at_s, "what": what, **source, "ok": ok, "message": message})
 
     def _now(self) -> float:
         return round((time.monotonic() - self._began) / self._time_scale, 4)
@@ -217,7 +217,7 @@ class FaultInjector:
         return _Change(f"rank {fault.rank} killed", self._kill)
 
     def _set_slowdown(self, factor: float) -> None:
-        # In place, because the ranks have the file mapped.
+        # Written in place, because the ranks have mapped the file.
         path = self._folder / f"pace-h{self._host}"
         path.touch()
         with path.open("r+b", buffering=0) as file:
@@ -227,5 +227,5 @@ class FaultInjector:
         rank = self._fault.rank
         pid, _ = self._phase(rank)
         if pid <= 1:
-            raise RuntimeError(f"rank {rank} has not said which process it is")
+            raise RuntimeError(f"rank {rank} has not reported its process id")
         os.kill(pid, signal.SIGKILL)

@@ -1,8 +1,8 @@
-"""One TCP transfer over a link: how fast it goes, and what a byte of it costs the processors.
+"""TCP transfer over a link: its rate, and its CPU cost per byte.
 
-The ends on hosts are this file run as a script, which prints as JSON what it has received:
+The ends on hosts run this file as a script, which prints as JSON what it has received:
 
-    flow.py listen ADDRESS SKIP_S                             prints its port first, receives
+    flow.py listen ADDRESS SKIP_S                             prints its port, then receives
     flow.py connect ADDRESS PORT SECONDS SKIP_S MAX_BYTES     sends, then receives
 """
 
@@ -23,9 +23,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
-FRAME_BYTES, PAYLOAD_BYTES = 1514, 1448  # as in config.py; this file imports nothing of it
+FRAME_BYTES, PAYLOAD_BYTES = 1514, 1448  # as in config.py, which a bare script cannot import
 _CHUNK_BYTES = 256 * 1024
-# On very fast links a direction ends by bytes before it ends by time.
+# On very fast links this limit, not the time, ends a direction.
 _MAX_BYTES = 256 * 1024 * 1024
 _PARTS = 5
 _TIMEOUT_S = 10.0
@@ -35,7 +35,7 @@ _SCRIPT = [sys.executable, "-I", "-S", __file__]
 
 
 class OnHost(Protocol):
-    """What is needed of a virtual host."""
+    """Attributes of a virtual host that this module needs."""
 
     name: str
     address: str
@@ -44,45 +44,49 @@ class OnHost(Protocol):
 
 
 def measure_link(host: OnHost, address: str, seconds: float, skip_s: float) -> tuple[float, float]:
-    """What the link of `host` carries from and to it: Gb/s of Ethernet frames (see network.py).
+    """Returns the rates from and to `host` over its link, in Gb/s of Ethernet frames.
+
+    See network.py for the counted bytes.
 
     Args:
-        address: of this end.
-        seconds: for each direction, of which the first `skip_s` do not count.
+        address: IP address of this end.
+        seconds: duration per direction; the first `skip_s` seconds do not count.
 
     Raises:
-        RuntimeError: nothing, or next to nothing, comes through.
+        RuntimeError: no data, or too little data to measure, arrives.
     """
     with socket.create_server((address, 0)) as server:
         server.settimeout(_TIMEOUT_S)
         numbers = (server.getsockname()[1], seconds, skip_s, _MAX_BYTES)
-        with _started(host, "connect", address, *map(str, numbers)) as far:
+        with _started(host, "connect", address, *map(str, numbers)) as remote:
             try:
-                with server.accept()[0] as line:
-                    line.settimeout(_TIMEOUT_S)
-                    payload_bytes = line.getsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG)
-                    up = _receive(line, skip_s)["bytes_per_s"]
-                    _send(line, seconds, _MAX_BYTES)
-                    down = json.loads(far.communicate(timeout=_TIMEOUT_S)[0])["bytes_per_s"]
+                with server.accept()[0] as connection:
+                    connection.settimeout(_TIMEOUT_S)
+                    payload_bytes = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG)
+                    up = _receive(connection, skip_s)["bytes_per_s"]
+                    _send(connection, seconds, _MAX_BYTES)
+                    down = json.loads(remote.communicate(timeout=_TIMEOUT_S)[0])["bytes_per_s"]
                     if up is None or down is None:
-                        raise RuntimeError("too little data came to measure by")
+                        raise RuntimeError("too little data arrived to measure the rate")
             except (OSError, ValueError, RuntimeError, subprocess.TimeoutExpired) as error:
-                far.kill()
-                words = far.communicate()[1].strip().splitlines()[-1:] or [str(error)]
-                reason = f"the link of {host.name} carries no data: {words[0]}"
+                remote.kill()
+                last_line = remote.communicate()[1].strip().splitlines()[-1:] or [str(error)]
+                reason = f"the link of {host.name} carries no data: {last_line[0]}"
                 raise RuntimeError(reason) from error
     factor = FRAME_BYTES / payload_bytes * 8e-9
     return up * factor, down * factor
 
 
 def ring(hosts: Sequence[OnHost], seconds: float, skip_s: float) -> list[float]:
-    """What each host receives from the one before it, all sending at once: Gb/s of frames.
+    """Returns the rate that each host receives from the previous one while all send at once.
+
+    Rates are in Gb/s of Ethernet frames.
 
     Args:
-        seconds: of which the first `skip_s` do not count.
+        seconds: duration; the first `skip_s` seconds do not count.
 
     Raises:
-        RuntimeError: nothing, or next to nothing, comes through.
+        RuntimeError: no data, or too little data to measure, arrives.
     """
     with ExitStack() as stack:
         receiving = [
@@ -92,32 +96,32 @@ def ring(hosts: Sequence[OnHost], seconds: float, skip_s: float) -> list[float]:
         ports = [_port(process) for process in receiving]
         senders = [hosts[-1], *hosts[:-1]]
         for sender, receiver, port in zip(senders, hosts, ports, strict=True):
-            words = map(str, (port, seconds, 0.0, math.inf))
-            stack.enter_context(_started(sender, "connect", receiver.address, *words))
-        found = [_answer(process)["bytes_per_s"] for process in receiving]
-    if None in found:
-        raise RuntimeError("too little data came to measure all links at once by")
-    return [rate * FRAME_BYTES / PAYLOAD_BYTES * 8e-9 for rate in found]
+            numbers = map(str, (port, seconds, 0.0, math.inf))
+            stack.enter_context(_started(sender, "connect", receiver.address, *numbers))
+        rates = [_answer(process)["bytes_per_s"] for process in receiving]
+    if None in rates:
+        raise RuntimeError("too little data arrived to measure all links at once")
+    return [rate * FRAME_BYTES / PAYLOAD_BYTES * 8e-9 for rate in rates]
 
 
 def transfer_cost(
     sender: OnHost, receiver: OnHost, links_s: Callable[[], float] = lambda: 0.0
 ) -> float:
-    """CPU seconds per byte moved: of both ends, of the kernel, and of what is between them.
+    """Returns the CPU seconds per byte moved, at both ends, in the kernel and in the switch.
 
     Args:
-        links_s: CPU seconds so far of a program that is the links.
+        links_s: returns the CPU seconds used so far by the switch program.
 
     Raises:
-        RuntimeError: the hosts cannot talk to each other.
+        RuntimeError: the hosts cannot reach each other.
     """
     with _started(receiver, "listen", receiver.address, "0") as receiving:
         numbers = (_port(receiving), _TRANSFER_S, 0.0, math.inf)
         before_s = links_s()
         with _started(sender, "connect", receiver.address, *map(str, numbers)) as sending:
             sent, received = _answer(sending), _answer(receiving)
-    # The kernel's part between the ends is charged to whoever is running: it shows in the
-    # softirq time, some of it also in that of the ends. All busy time bounds it from above.
+    # The kernel's work between the ends is charged to whichever process is running. It appears in
+    # the softirq time, and partly in that of the ends. All busy time is an upper bound.
     between = links_s() - before_s
     spent = sent["cpu_s"] + received["cpu_s"] + sent["softirq_s"] + between
     return min(spent, max(sent["busy_s"], received["cpu_s"])) / received["bytes"]
@@ -125,20 +129,20 @@ def transfer_cost(
 
 @contextmanager
 def _started(host: OnHost, *arguments: str) -> Iterator[subprocess.Popen[str]]:
-    how = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    process = subprocess.Popen(host.command([*_SCRIPT, *arguments]), text=True, **how)
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen(host.command([*_SCRIPT, *arguments]), text=True, **pipes)
     try:
         yield process
     finally:
-        process.kill()  # without effect after a normal end
+        process.kill()  # no effect after a normal end
         process.communicate()
 
 
 def _port(receiving: subprocess.Popen[str]) -> str:
-    """Where it listens, from then on."""
+    """Returns the port of a receiver once it listens."""
     port = receiving.stdout.readline().strip()
     if not port:
-        _answer(receiving)  # raises with its last words
+        _answer(receiving)  # raises with the last line of its stderr
     return port
 
 
@@ -152,32 +156,32 @@ def _answer(process: subprocess.Popen[str]) -> dict[str, Any]:
     return json.loads(output)
 
 
-def _send(line: socket.socket, seconds: float, max_bytes: float) -> None:
-    """Sends for so long, at most so much, then closes this direction."""
+def _send(connection: socket.socket, seconds: float, max_bytes: float) -> None:
+    """Sends for `seconds`, at most `max_bytes`, then closes this direction."""
     chunk = memoryview(bytes(_CHUNK_BYTES))
     deadline = time.monotonic() + seconds
     while max_bytes > 0 and time.monotonic() < deadline:
-        max_bytes -= line.send(chunk)
-    line.shutdown(socket.SHUT_WR)
+        max_bytes -= connection.send(chunk)
+    connection.shutdown(socket.SHUT_WR)
 
 
-def _receive(line: socket.socket, skip_s: float) -> dict[str, Any]:
-    """`bytes` and `bytes_per_s` of payload; what comes in the first `skip_s` does not count there.
+def _receive(connection: socket.socket, skip_s: float) -> dict[str, Any]:
+    """Returns `bytes`, and `bytes_per_s` of payload without the first `skip_s` seconds.
 
-    The speed is None of too little. The rest is cut into parts, whose median is not moved by a
-    moment in which the machine was busy.
+    The rate is None if too little data arrived. It is the median over parts of the time, so that a
+    short busy period of the machine does not change it.
     """
     space = memoryview(bytearray(_CHUNK_BYTES))
     times: list[float] = []
     totals: list[int] = []
     total = 0
-    while count := line.recv_into(space):
+    while count := connection.recv_into(space):
         total += count
         times.append(time.monotonic())
         totals.append(total)
     if len(times) < 2 * _PARTS:
         return {"bytes": total, "bytes_per_s": None}
-    # Where the sender ran out of bytes before the time was over, at least half must count.
+    # If the sender reached its byte limit early, at least half of the time counts.
     first = min(times[0] + skip_s, (times[0] + times[-1]) / 2)
     step = (times[-1] - first) / _PARTS
     edges = [bisect_left(times, first + step * part) for part in range(_PARTS)]
@@ -191,7 +195,7 @@ def _receive(line: socket.socket, skip_s: float) -> dict[str, Any]:
 
 
 def cpu_s() -> tuple[float, float, float]:
-    """CPU time of this process, all busy time of its cores, and that of interrupts."""
+    """CPU seconds of this process, busy seconds of its cores, and seconds of interrupts."""
     ticks = _ticks().values()
     per_s = os.sysconf("SC_CLK_TCK")
     busy = sum(busy for busy, _, _ in ticks)
@@ -199,42 +203,42 @@ def cpu_s() -> tuple[float, float, float]:
 
 
 def cores_s() -> dict[int, tuple[float, float]]:
-    """By core that this process may use: seconds that it was busy, and that another virtual
-    machine had it."""
+    """Busy seconds, and seconds stolen by other virtual machines, of each core that this process
+    may use."""
     per_s = os.sysconf("SC_CLK_TCK")
     return {core: (busy / per_s, steal / per_s) for core, (busy, _, steal) in _ticks().items()}
 
 
 def _ticks() -> dict[int, tuple[int, int, int]]:
-    """By core that this process may use, in clock ticks: busy, with interrupts, and stolen."""
+    """Busy (with interrupts), interrupt and stolen clock ticks of each core of this process."""
     ours = os.sched_getaffinity(0)
-    found = {}
+    ticks = {}
     for line in Path("/proc/stat").read_text().splitlines():
         name, *values = line.split()
         if name.startswith("cpu") and name != "cpu" and int(name[3:]) in ours:
             user, nice, system, _, _, irq, softirq, steal = map(int, values[:8])
-            found[int(name[3:])] = user + nice + system + irq + softirq, irq + softirq, steal
-    return found
+            ticks[int(name[3:])] = user + nice + system + irq + softirq, irq + softirq, steal
+    return ticks
 
 
 def main(role: str, address: str, *numbers: str) -> None:
-    """One end on a host."""
+    """Runs one end of a transfer on a host."""
     if role == "listen":
         with socket.create_server((address, 0)) as server:
             server.settimeout(_LIMIT_S)
             print(server.getsockname()[1], flush=True)
-            line, _ = server.accept()
+            connection, _ = server.accept()
         seconds, skip_s, max_bytes = 0.0, float(numbers[0]), 0.0
     else:
-        line = socket.create_connection((address, int(numbers[0])), timeout=_TIMEOUT_S)
+        connection = socket.create_connection((address, int(numbers[0])), timeout=_TIMEOUT_S)
         seconds, skip_s, max_bytes = map(float, numbers[1:])
-    with line:
-        line.settimeout(_LIMIT_S)
+    with connection:
+        connection.settimeout(_LIMIT_S)
         before = cpu_s()
         if seconds:
-            _send(line, seconds, max_bytes)
-        # Who only sends waits here until the other end has taken everything and hung up.
-        received = _receive(line, skip_s)
+            _send(connection, seconds, max_bytes)
+        # A sender waits here until the other end has received everything and closed.
+        received = _receive(connection, skip_s)
         spent = (now - then for now, then in zip(cpu_s(), before, strict=True))
     names = ("cpu_s", "busy_s", "softirq_s")
     print(json.dumps({**received, **dict(zip(names, spent, strict=True))}))

@@ -1,4 +1,4 @@
-"""What a record tells of a cluster's links: asked for, measured, counted, and what is doubtful."""
+"""Network part of a record: requested, measured and counted values, and notes on deviations."""
 
 from __future__ import annotations
 
@@ -11,40 +11,40 @@ from common.emulation.cluster import EmulatedCluster
 from common.emulation.config import NetworkProfile
 
 FLAG_PERCENT = 5.0
-"""A link further off than this makes the record's numbers doubtful."""
+"""Deviation of a link above which the record is flagged."""
 DELAY_SLACK_US = 200.0
-"""What the kernel of a busy machine may add to a delay, in its own time."""
+"""Delay that the kernel of a busy machine may add, in microseconds of real time."""
 COUNTED = ("packets", "frames", "bytes", "lost", "overflows", "missed", "unsendable")
-# Of frames: what TCP's search for the speed of a link costs.
+# Share of frames that TCP loses while it searches for the rate of a link.
 _MOST_OVERFLOWS = 0.001
 
 
 def measured_network(cluster: EmulatedCluster) -> dict[str, Any]:
-    """Measures every link alone, all of them at once, and the delays; see `network_record`.
+    """Measures each link alone, all links at once, and the delays; see `network_record`.
 
     Raises:
-        RuntimeError: a link carries nothing.
+        RuntimeError: a link carries no data.
     """
     one_by_one = cluster.measure()
     before = cluster.counters()
     together = cluster.measure_together()
     after = cluster.counters()
     delays = cluster.measure_delays() if cluster.delays_packets else []
-    found = network_record(
+    result = network_record(
         cluster.profile, one_by_one, together, delays, DELAY_SLACK_US / cluster.time_scale
     )
-    found |= {"links": cluster.kind, "congestion": cluster.congestion}
-    found["switch"] = counted_between(before, after)
-    found["notes"] += [f"while all links were busy {line}" for line in told_of(found["switch"])]
-    found["notes"] = [*cluster.notes, *found["notes"]]
-    return found
+    result |= {"links": cluster.kind, "congestion": cluster.congestion}
+    result["switch"] = counted_between(before, after)
+    result["notes"] += [f"while all links were busy {line}" for line in told_of(result["switch"])]
+    result["notes"] = [*cluster.notes, *result["notes"]]
+    return result
 
 
 def counted_between(
     before: Mapping[str, Any] | None, after: Mapping[str, Any] | None
 ) -> dict[str, Any] | None:
-    """What a switch did between two calls of `EmulatedCluster.counters`, and the share of frames
-    that it lost on purpose, in percent; None where nobody counts."""
+    """Returns what a switch counted between two calls of `EmulatedCluster.counters`, and the
+    percentage of frames that it lost on purpose; None for links without counters."""
     if before is None or after is None:
         return None
     counted = {name: after[name] - before[name] for name in COUNTED}
@@ -54,21 +54,21 @@ def counted_between(
 
 
 def told_of(counted: Mapping[str, Any] | None) -> list[str]:
-    """Sentences on what of it is not as on the real network; they begin with a small letter."""
+    """Returns sentences on what a real network would not have done; they start in lower case."""
     if counted is None or "frames" not in counted:
         return []
-    found = []
+    sentences = []
     offered = counted["frames"] + counted["lost"] + counted["overflows"]
     if counted["overflows"] > _MOST_OVERFLOWS * offered:
-        found.append(
+        sentences.append(
             f"{counted['overflows']} of {offered} frames found a queue of the switch full: TCP "
             "sends them again"
         )
     if counted["missed"]:
-        found.append(
+        sentences.append(
             f"the switch came too late for {counted['missed']} packets: this machine is too busy"
         )
-    return found
+    return sentences
 
 
 def network_record(
@@ -78,36 +78,40 @@ def network_record(
     delays: Sequence[Mapping[str, Any]] = (),
     slack_us: float = 0.0,
 ) -> dict[str, Any]:
-    """What was requested and `EmulatedCluster` has measured, and notes on what is doubtful.
+    """Returns what was requested and measured of a cluster's links, with notes on deviations.
 
     Args:
-        measured: by `measure`.
-        together: by `measure_together`.
-        delays: by `measure_delays`.
-        slack_us: how far a delay may be off whatever was asked for; emulated.
+        measured: result of `EmulatedCluster.measure`.
+        together: result of `EmulatedCluster.measure_together`.
+        delays: result of `EmulatedCluster.measure_delays`.
+        slack_us: deviation that is allowed for every delay, in emulated microseconds.
 
     Returns:
         `requested` (the profile), `measured`, `together`, `delays`, `off_percent` (of the worst
         link; positive: too fast), `flagged`, `notes`.
     """
     rates = [
-        (host["host"], way, host[f"{way}_gbps"]) for host in measured for way in ("up", "down")
+        (host["host"], direction, host[f"{direction}_gbps"])
+        for host in measured
+        for direction in ("up", "down")
     ]
-    busy = "down with all links busy"
+    busy_direction = "down with all links busy"
     rates += [
-        (host["host"], busy, host["gbps"])
+        (host["host"], busy_direction, host["gbps"])
         for host in together
         if host["requested_gbps"] is not None
     ]
-    deviations = [(100 * (gbps / profile.gbps - 1), host, way, gbps) for host, way, gbps in rates]
+    deviations = [
+        (100 * (gbps / profile.gbps - 1), host, direction, gbps) for host, direction, gbps in rates
+    ]
     worst = max(deviations, key=lambda deviation: abs(deviation[0]), default=None)
     flagged = worst is not None and abs(worst[0]) > FLAG_PERCENT
     notes = []
     if worst is not None and flagged:
-        percent, host, way, gbps = worst
+        percent, host, direction, gbps = worst
         notes.append(
-            f"links are not as asked: {host} {way} {gbps:.3g} Gb/s instead of {profile.gbps:.3g} "
-            f"({percent:+.1f} %)"
+            f"links are not as asked: {host} {direction} {gbps:.3g} Gb/s instead of "
+            f"{profile.gbps:.3g} ({percent:+.1f} %)"
         )
     for row in delays:
         off_us = row["delay_us"] - row["requested_us"]
@@ -118,7 +122,7 @@ def network_record(
                 f"{row['delay_us']:.3g} us instead of {row['requested_us']:g}"
             )
     return {
-        "requested": json.loads(json.dumps(dataclasses.asdict(profile))),  # lists for tuples
+        "requested": json.loads(json.dumps(dataclasses.asdict(profile))),  # tuples become lists
         "measured": [dict(host) for host in measured],
         "together": [dict(host) for host in together],
         "delays": [dict(pair) for pair in delays],

@@ -1,9 +1,9 @@
-"""The namespaces that make virtual hosts: the system calls, who holds them, and who enters them.
+"""Namespaces of virtual hosts: system calls, holder processes, and a way to enter a host.
 
-Standard library only, since this is also run as a script, where every millisecond counts:
+Uses the standard library only, since it is also run as a script, whose start must be fast:
 
     namespaces.py enter PID -- COMMAND...    runs the command on the host of that process
-    namespaces.py hold PARENT_PID COUNT      makes and holds the namespaces of that many hosts
+    namespaces.py hold PARENT_PID COUNT      creates and holds the namespaces of COUNT hosts
 """
 
 from __future__ import annotations
@@ -22,46 +22,46 @@ NEWUSER, NEWPID, NEWNET = 0x10000000, 0x20000000, 0x40000000
 _MS_BIND, _MS_REC, _MS_PRIVATE = 0x1000, 0x4000, 0x40000
 _MS_NOSUID, _MS_NODEV, _MS_NOEXEC = 0x2, 0x4, 0x8
 _PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None, use_errno=True)  # loaded before any fork: the child only makes the call
-# What a virtual host has of its own, as names in /proc/PID/ns, in the order to enter them: what
-# /proc/PID means changes with the mount namespace, which therefore comes last.
+_LIBC = ctypes.CDLL(None, use_errno=True)  # loaded before any fork: a child only makes the call
+# Namespaces of a virtual host, named as in /proc/PID/ns, in the order of entering them. The mount
+# namespace comes last, because it changes the meaning of /proc/PID.
 HOST = {"net": NEWNET, "uts": NEWUTS, "ipc": NEWIPC, "mnt": NEWNS}
-# -S: the site's packages are not needed, and looking for them takes longer than all the rest.
+# -S skips the site packages, which are not needed and take longest to look up.
 SCRIPT = [sys.executable, "-I", "-S"]
 ENTER = [*SCRIPT, __file__, "enter"]
 
 
 def unshare(flags: int) -> None:
-    """Moves this process (its next children, for NEWPID) to new namespaces; OSError if refused."""
+    """Moves this process (for NEWPID, its next children) to new namespaces, or raises OSError."""
     _check(_LIBC.unshare(flags), "unshare")
 
 
 def setns(descriptor: int, kind: int) -> None:
-    """Moves this process to the namespace of this open file; OSError if refused."""
+    """Moves this process to the namespace of an open file, or raises OSError."""
     _check(_LIBC.setns(descriptor, kind), "setns")
 
 
 def die_with_parent(number: int = signal.SIGKILL) -> None:
-    """Has the kernel signal this process when the thread that started it ends, by whatever cause.
+    """Makes the kernel signal this process when the thread that started it ends, for any reason.
 
-    A change of the process's credentials undoes it: call this after entering a user namespace.
+    A change of the process's credentials undoes this: call it after entering a user namespace.
     """
     _check(_LIBC.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0), "prctl")
 
 
 def map_user(uid: int, gid: int) -> None:
-    """Makes the user with these numbers outside root of the user namespace just entered."""
+    """Maps the outside user `uid` and group `gid` to root of the user namespace just entered."""
     for name, text in (("setgroups", "deny"), ("uid_map", f"0 {uid} 1"), ("gid_map", f"0 {gid} 1")):
         Path("/proc/self", name).write_text(text)
 
 
 def own_mounts() -> None:
-    """What is mounted from now on is not seen outside of this mount namespace."""
+    """Hides mounts made from now on from all other mount namespaces."""
     _mount("none", "/", "", _MS_REC | _MS_PRIVATE, "")
 
 
 def mount_proc() -> bool:
-    """Mounts the /proc of this PID namespace; False where a container forbids it."""
+    """Mounts the /proc of this PID namespace; returns False if a container forbids it."""
     try:
         _mount("proc", "/proc", "proc", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC, "")
     except PermissionError:
@@ -70,17 +70,17 @@ def mount_proc() -> bool:
 
 
 def mount_tmpfs(target: str) -> None:
-    """An empty, private tmpfs that may grow to half of the memory (the kernel's default)."""
+    """Mounts an empty private tmpfs, limited to half of the memory (the kernel's default)."""
     _mount("tmpfs", target, "tmpfs", _MS_NOSUID | _MS_NODEV, "mode=1777")
 
 
 def bind(source: str, target: str) -> None:
-    """Puts one existing file in place of another."""
+    """Bind-mounts one existing file over another."""
     _mount(source, target, "", _MS_BIND, "")
 
 
 def proc_pid() -> int:
-    """This process's number as /proc shows it: another than `getpid()` under an outer /proc."""
+    """PID of this process as /proc shows it; under an outer /proc not equal to `getpid()`."""
     return int(Path("/proc/self").readlink().name)
 
 
@@ -88,11 +88,11 @@ def enter(pid: int, kinds: tuple[str, ...] = tuple(HOST)) -> None:
     """Moves this process to the host that process `pid` is on.
 
     Args:
-        pid: as /proc shows it.
-        kinds: which of the host's namespaces, out of net, uts, ipc and mnt.
+        pid: PID as /proc shows it.
+        kinds: namespaces of the host to enter, out of net, uts, ipc and mnt.
 
     Raises:
-        OSError: there is no such process, or (for mnt) this process has several threads.
+        OSError: the process does not exist, or (for mnt) this process has several threads.
     """
     folder = Path.cwd()
     with contextlib.ExitStack() as stack:
@@ -103,18 +103,18 @@ def enter(pid: int, kinds: tuple[str, ...] = tuple(HOST)) -> None:
             files.append((descriptor, kind))
         for descriptor, kind in files:
             setns(descriptor, HOST[kind])
-    os.chdir(folder)  # a new mount namespace begins at its root
+    os.chdir(folder)  # entering a mount namespace moves the process to its root folder
 
 
 class Holders:
-    """Starts `count` holders, of hosts named h0, h1 and so on.
+    """Processes that hold the namespaces of `count` hosts, named h0, h1, ...
 
     Attributes:
-        pids: of each holder, for system calls.
-        proc_pids: of each holder, as /proc shows it.
+        pids: PID of each holder, for system calls.
+        proc_pids: PID of each holder, as /proc shows it.
 
     Raises:
-        RuntimeError: the kernel has refused.
+        RuntimeError: the kernel refused to create the namespaces.
     """
 
     def __init__(self, count: int) -> None:
@@ -128,12 +128,12 @@ class Holders:
             line = self._process.stdout.readline().split()
             if len(line) != 2:
                 self.close()
-                raise RuntimeError(f"the namespaces of host h{len(self.pids)} cannot be made")
+                raise RuntimeError(f"cannot create the namespaces of host h{len(self.pids)}")
             self.pids.append(int(line[0]))
             self.proc_pids.append(int(line[1]))
 
     def clear(self) -> None:
-        """Kills every other process that is left on the hosts."""
+        """Kills all processes on the hosts except the holders."""
         for pid in inhabitants(self.proc_pids):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -145,17 +145,17 @@ class Holders:
 
 
 def inhabitants(holders: list[int]) -> list[int]:
-    """The processes on the hosts of these holders, for system calls; both in their own numbers.
+    """Returns the PIDs (for system calls) of the processes on these hosts, without the holders.
 
     Args:
-        holders: as /proc shows them.
+        holders: PIDs of the holders, as /proc shows them.
     """
-    own = Path("/proc/self/status").read_text()
-    level = len(_numbers(own)) - 1  # under an outer /proc a process has several numbers
-    wanted, found = set(), []
+    own_status = Path("/proc/self/status").read_text()
+    level = len(_numbers(own_status)) - 1  # under an outer /proc a process has several PIDs
+    host_networks, pids = set(), []
     for pid in holders:
         with contextlib.suppress(FileNotFoundError):
-            wanted.add(str(Path(f"/proc/{pid}/ns/net").readlink()))
+            host_networks.add(str(Path(f"/proc/{pid}/ns/net").readlink()))
     for folder in Path("/proc").iterdir():
         if not folder.name.isdecimal():
             continue
@@ -163,10 +163,10 @@ def inhabitants(holders: list[int]) -> list[int]:
             network = str((folder / "ns/net").readlink())
             numbers = _numbers((folder / "status").read_text())
         except (FileNotFoundError, ProcessLookupError, PermissionError):
-            continue  # it has ended, or belongs to somebody else
-        if network in wanted and int(folder.name) not in holders and len(numbers) > level:
-            found.append(numbers[level])
-    return found
+            continue  # the process has ended, or belongs to another user
+        if network in host_networks and int(folder.name) not in holders and len(numbers) > level:
+            pids.append(numbers[level])
+    return pids
 
 
 def _numbers(status: str) -> list[int]:
@@ -188,8 +188,8 @@ def _run_on_host(pid: int, command: list[str]) -> int:
 
 
 def _make_holders(parent: int, count: int) -> int:
-    """Writes a line `PID PID_IN_PROC` for each holder, and waits to be killed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the program's to handle
+    """Writes a line `PID PID_IN_PROC` for each holder, then waits to be killed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the calling program handles Ctrl-C
     die_with_parent()
     if os.getppid() != parent:
         return 1
@@ -234,8 +234,8 @@ def _hold(name: str, parent: int, outlet: int) -> int:
 
 
 def _mount(source: str, target: str, kind: str, flags: int, data: str) -> None:
-    words = [word.encode() or None for word in (source, target, kind, data)]
-    result = _LIBC.mount(words[0], words[1], words[2], ctypes.c_ulong(flags), words[3])
+    arguments = [word.encode() or None for word in (source, target, kind, data)]
+    result = _LIBC.mount(arguments[0], arguments[1], arguments[2], ctypes.c_ulong(flags), arguments[3])
     _check(result, f"mount {kind or source} on {target}")
 
 

@@ -1,10 +1,10 @@
-"""One-way delays between virtual hosts, all at once, by small packets that carry the time.
+"""One-way delays between virtual hosts, for all pairs at once, by packets with timestamps.
 
-Hosts share this machine's clock, so that one way can be measured. The ends are this file run as a
-script, which prints as JSON what it has received:
+One-way delays can be measured because all hosts share this machine's clock. The ends run this file
+as a script, which prints as JSON what it has received:
 
-    probe.py listen ADDRESS                                   prints its port first
-    probe.py send ADDRESS PORT SECONDS AFTER_S                says, AFTER_S later, that it is over
+    probe.py listen ADDRESS                       prints its port first
+    probe.py send ADDRESS PORT SECONDS AFTER_S    sends an end mark AFTER_S after the last packet
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ if __name__ != "__main__":
     from common.emulation.flow import OnHost
 
 _SCRIPT = [sys.executable, "-I", "-S", __file__]
-_NUMBER = struct.Struct("<qq")  # of the packet, and ns since the epoch; the end has number -1
+_NUMBER = struct.Struct("<qq")  # packet number (-1 for the end mark), and ns since the epoch
 _TIMESTAMP = struct.Struct("<qq")
-_SO_TIMESTAMPNS = 35  # as in <asm-generic/socket.h>; Python has no name for it
+_SO_TIMESTAMPNS = 35  # from <asm-generic/socket.h>; Python does not define it
 _INTERVAL_S = 0.001
 _LIMIT_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Delays:
-    """Of one pair of hosts, one way, in microseconds of this machine."""
+    """One-way delays of one pair of hosts, in microseconds of this machine."""
 
     median_us: float
     p99_us: float
     quantiles_us: list[float]
-    """5, 25, 50, 75 and 95 %."""
+    """Quantiles 5, 25, 50, 75 and 95 %."""
     sent: int
     lost: int
 
@@ -48,21 +48,21 @@ class Delays:
 def all_pairs(
     pairs: Sequence[tuple[OnHost, OnHost]], seconds: float, after_s: float
 ) -> list[Delays]:
-    """Has the first of each pair send a packet of 30 bytes each millisecond to the second.
+    """Sends a packet with 16 bytes of payload each millisecond, from first to second of each pair.
 
     Args:
-        after_s: what the last of them may take.
+        after_s: longest time that the last packet may take.
 
     Raises:
-        RuntimeError: none of a pair's packets comes through.
+        RuntimeError: fewer than two packets of a pair arrive.
     """
-    how = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    found = []
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    results = []
     with ExitStack() as stack:
 
         def start(host: OnHost, *arguments: str) -> subprocess.Popen[str]:
             command = host.command([*_SCRIPT, *arguments])
-            process = stack.enter_context(subprocess.Popen(command, text=True, **how))
+            process = stack.enter_context(subprocess.Popen(command, text=True, **pipes))
             stack.callback(process.kill)
             return process
 
@@ -74,15 +74,15 @@ def all_pairs(
             for (source, target), port in zip(pairs, ports, strict=True)
         ]
         for (source, target), sender, listener in zip(pairs, sending, listening, strict=True):
-            words = sender.communicate(timeout=_LIMIT_S + seconds)[1].strip()
+            errors = sender.communicate(timeout=_LIMIT_S + seconds)[1].strip()
             if sender.returncode:
-                raise RuntimeError(f"{source.name} cannot send to {target.name}: {words[-200:]}")
+                raise RuntimeError(f"{source.name} cannot send to {target.name}: {errors[-200:]}")
             delays_ns = json.loads(listener.communicate(timeout=_LIMIT_S)[0] or "[]")
             sent = round(seconds / _INTERVAL_S)
             if len(delays_ns) < 2:
                 raise RuntimeError(f"no packet comes from {source.name} to {target.name}")
             cuts = statistics.quantiles(delays_ns, n=100, method="inclusive")
-            found.append(
+            results.append(
                 Delays(
                     median_us=cuts[49] / 1e3,
                     p99_us=cuts[98] / 1e3,
@@ -91,13 +91,13 @@ def all_pairs(
                     lost=sent - len(delays_ns),
                 )
             )
-    return found
+    return results
 
 
 def _listen(address: str) -> list[int]:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as end:
         end.bind((address, 0))
-        # The kernel says when a packet came; when this process was woken is another matter.
+        # The kernel's timestamp excludes the time until this process wakes up.
         end.setsockopt(socket.SOL_SOCKET, _SO_TIMESTAMPNS, 1)
         end.settimeout(_LIMIT_S)
         print(end.getsockname()[1], flush=True)
@@ -114,7 +114,7 @@ def _listen(address: str) -> list[int]:
 
 
 def _send(address: str, port: str, seconds: str, after_s: str) -> None:
-    # Else what this process waits for a core, between reading the clock and sending, counts too.
+    # Otherwise a wait for a core between reading the clock and sending would count as delay.
     with contextlib.suppress(PermissionError):
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
     count = round(float(seconds) / _INTERVAL_S)
@@ -125,7 +125,7 @@ def _send(address: str, port: str, seconds: str, after_s: str) -> None:
             time.sleep(max(0.0, began + number * _INTERVAL_S - time.monotonic()))
             end.send(_NUMBER.pack(number, time.time_ns()))
         time.sleep(float(after_s))
-        with contextlib.suppress(ConnectionRefusedError):  # the other end has heard it
+        with contextlib.suppress(ConnectionRefusedError):  # the other end has received one
             for _ in range(20):
                 end.send(_NUMBER.pack(-1, 0))
 

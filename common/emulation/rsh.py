@@ -1,7 +1,7 @@
-"""Stands in for ssh on virtual hosts: `python -m common.emulation.rsh [OPTIONS] HOST COMMAND...`.
+"""Stand-in for ssh on virtual hosts: `python -m common.emulation.rsh [OPTIONS] HOST COMMAND...`.
 
-The words of the command are joined and given to a shell, as ssh does it. The environment and the
-folder stay what they are, which ssh does not do. ssh's options are accepted and mean nothing.
+As with ssh, the words of the command are joined and passed to a shell. Unlike with ssh, the
+environment and the working folder are kept. ssh's options are accepted and ignored.
 """
 
 from __future__ import annotations
@@ -16,36 +16,36 @@ if __name__ == "__main__":
 from common.emulation.namespaces import enter
 from common.emulation.network import TABLE, published
 
-_FAILED = 255  # as ssh says that it could not connect
-_WITH_VALUE = set("BbcDEeFIiJLlmOoPpQRSWw")  # of ssh's options
+_FAILED = 255  # ssh's exit status if it cannot connect
+_WITH_VALUE = set("BbcDEeFIiJLlmOoPpQRSWw")  # options of ssh that take a value
 
 
 def main(argv: list[str]) -> int:
-    words = list(argv)
-    while words and words[0].startswith("-"):
-        option = words.pop(0)
+    arguments = list(argv)
+    while arguments and arguments[0].startswith("-"):
+        option = arguments.pop(0)
         if option == "--":
             break
-        if len(option) == 2 and option[1] in _WITH_VALUE and words:
-            words.pop(0)
-    if len(words) < 2:
+        if len(option) == 2 and option[1] in _WITH_VALUE and arguments:
+            arguments.pop(0)
+    if len(arguments) < 2:
         print("usage: rsh.py [OPTIONS] HOST COMMAND...", file=sys.stderr)
         return _FAILED
-    host = words[0].rpartition("@")[2]
+    host = arguments[0].rpartition("@")[2]
     try:
-        known = published()
+        pids = published()
     except (KeyError, OSError) as error:
         print(f"error: rsh: no table of virtual hosts in ${TABLE}: {error}", file=sys.stderr)
         return _FAILED
-    if host not in known:
+    if host not in pids:
         print(f"error: rsh: {host}: no such virtual host", file=sys.stderr)
         return _FAILED
     try:
-        enter(known[host])
+        enter(pids[host])
     except OSError as error:
         print(f"error: rsh: {host}: {error}", file=sys.stderr)
         return _FAILED
-    os.execv("/bin/sh", ["sh", "-c", " ".join(words[1:])])
+    os.execv("/bin/sh", ["sh", "-c", " ".join(arguments[1:])])
 
 
 if __name__ == "__main__":

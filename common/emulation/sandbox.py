@@ -1,11 +1,11 @@
-"""A sandbox: a process tree that keeps its processes, network, mounts and names to itself.
+"""Sandbox: a process tree with its own processes, network, mounts and names.
 
     python -m common.emulation.sandbox -- COMMAND...
 
-Nothing of it is ever visible outside, and nothing of it outlives the process that called `run`,
-not even when that one is killed by SIGKILL: its end kills the process that it started (this file,
-run as a script), whose end kills process 1 of the sandbox, with which the kernel kills whatever is
-in there. Nothing else needs to clean up. Virtual hosts are built inside.
+Nothing in a sandbox is visible outside, and nothing outlives the process that called `run`, even
+if that process is killed by SIGKILL. Its end kills the process that it started (this file, run as
+a script). The end of that kills process 1 of the sandbox, and with it the kernel kills all other
+processes inside. No other cleanup is needed. Virtual hosts are built in a sandbox.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ if __name__ == "__main__":
 from common.emulation import namespaces as ns
 from dear.errors import UserError
 
-MARK = "DEAR_SANDBOX"  # holds the PID namespace, so that a stale value is recognized
+MARK = "DEAR_SANDBOX"  # contains the PID namespace, so that a stale value is recognized
 SWITCH = "switch"
 LOCALHOST = "127.0.0.1 localhost\n::1 localhost ip6-localhost ip6-loopback\n"
 _FORWARDED = (signal.SIGINT, signal.SIGTERM)
-_FAILED = 125  # the sandbox could not be made
+_FAILED = 125  # exit status if the sandbox could not be created
 _MAKE = [*ns.SCRIPT, __file__, "make"]
 _ADMIN_FOLDERS = ("/usr/sbin", "/sbin")  # not on every user's PATH
 _SETTINGS = {
@@ -41,7 +41,7 @@ _SETTINGS = {
     "user/max_user_namespaces": ("0", "10000"),
     "kernel/apparmor_restrict_unprivileged_userns": ("1", "0"),
 }
-# Creates the kinds of link and of queue that a cluster needs.
+# Creates the kinds of links and queues that a cluster needs.
 _PROBE = (
     "ip link add dev probe0 type veth peer name probe1",
     "ip link add dev probe2 type bridge",
@@ -50,15 +50,15 @@ _PROBE = (
 
 
 def inside() -> bool:
-    """Whether this process is in a sandbox."""
+    """Returns True if this process is in a sandbox."""
     return os.environ.get(MARK) == str(Path("/proc/self/ns/pid").readlink())
 
 
 @functools.cache
 def unable() -> str | None:
-    """Why this process cannot make a sandbox with virtual hosts, and how to mend that, or None.
+    """Returns why this process cannot create a sandbox with virtual hosts, and a remedy, or None.
 
-    It is found out by making one, in about a tenth of a second.
+    Creates one to find out, which takes about a tenth of a second.
     """
     path = _environment(os.environ)["PATH"]
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool, path=path) is None]
@@ -66,12 +66,12 @@ def unable() -> str | None:
         return f"{' and '.join(missing)} missing; install iproute2"
     command = [*_MAKE, str(os.getpid()), "probe", "--"]
     environment = _environment(os.environ)
-    done = subprocess.run(
+    result = subprocess.run(
         command, env=environment, capture_output=True, text=True, stdin=subprocess.DEVNULL
     )
-    if done.returncode == 0:
+    if result.returncode == 0:
         return None
-    lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
+    lines = result.stderr.strip().splitlines() or [f"exit status {result.returncode}"]
     reason = lines[-1].removeprefix("error: cannot make a sandbox: ")
     return f"namespaces are forbidden here ({reason}); {_remedy()}"
 
@@ -79,24 +79,24 @@ def unable() -> str | None:
 def run(command: Sequence[str], env: Mapping[str, str] | None = None) -> int:
     """Runs `command` in a new sandbox and returns its exit status, 128 + N after signal N.
 
-    It inherits stdout and stderr, and stdin unless that is a terminal. SIGINT and SIGTERM that
-    this process gets meanwhile are passed on to it, when the caller is the main thread. When it
-    ends, what it has left behind is killed.
+    The command inherits stdout and stderr, and stdin unless that is a terminal. If the caller is
+    the main thread, SIGINT and SIGTERM are passed on to the command. When the command ends, all
+    processes that it has left behind are killed.
 
     Args:
-        env: the command's environment; None: this process's.
+        env: the command's environment; None: that of this process.
 
     Raises:
-        UserError: a sandbox cannot be made here, see `unable`.
+        UserError: a sandbox cannot be created here; see `unable`.
     """
     reason = unable()
     if reason:
         raise UserError(f"virtual hosts: {reason}")
     environment = _environment(os.environ if env is None else env)
-    # The terminal belongs to this process's group; a reader in another group would be stopped.
+    # The terminal belongs to this process group, so a reader in another group would be stopped.
     stdin = subprocess.DEVNULL if sys.stdin is None or sys.stdin.isatty() else None
     main_thread = threading.current_thread() is threading.main_thread()
-    # Blocked until there is somebody to pass them to; the child unblocks when it is ready, too.
+    # Blocked until there is a process to pass them on to. The child unblocks them when it is ready.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED)
     handlers = {}
     try:
@@ -109,7 +109,7 @@ def run(command: Sequence[str], env: Mapping[str, str] | None = None) -> int:
         try:
             status = process.wait()
         finally:
-            process.kill()  # without effect after a normal end
+            process.kill()  # no effect after a normal end
             process.wait()
     finally:
         for number, handler in handlers.items():
@@ -118,10 +118,10 @@ def run(command: Sequence[str], env: Mapping[str, str] | None = None) -> int:
     return status if status >= 0 else 128 - status
 
 
-def _environment(given: Mapping[str, str]) -> dict[str, str]:
-    folders = given.get("PATH", os.defpath).split(os.pathsep)
+def _environment(base: Mapping[str, str]) -> dict[str, str]:
+    folders = base.get("PATH", os.defpath).split(os.pathsep)
     folders += [folder for folder in _ADMIN_FOLDERS if folder not in folders]
-    return {**given, "PATH": os.pathsep.join(folders)}
+    return {**base, "PATH": os.pathsep.join(folders)}
 
 
 def _remedy() -> str:
@@ -136,24 +136,24 @@ def _remedy() -> str:
 
 
 def _make(parent: int, probe: bool, command: list[str]) -> int:
-    """Makes a sandbox and runs the command in it, or only tries whether that can be done."""
-    os.setpgid(0, 0)  # Ctrl-C is the caller's to handle, which passes it on once
+    """Creates a sandbox and runs the command in it, or only tests that this works."""
+    os.setpgid(0, 0)  # the caller receives Ctrl-C and passes it on once
     _new_namespaces()
     ns.die_with_parent()
     if os.getppid() != parent:
-        return _FAILED  # it died before die_with_parent
+        return _FAILED  # the parent died before die_with_parent
     alive, held = os.pipe()  # `held` closes when this process ends
     child = os.fork()
     if child == 0:
         os.close(held)
-        # os._exit: nothing of what the parent prepared for its own exit is to run here.
+        # os._exit skips the exit handlers that were registered in the parent.
         os._exit(_reported(lambda: _first_process(alive, command, probe)))
     _forward(child)
     return _status(os.waitpid(child, 0)[1])
 
 
 def _reported(body: Callable[[], int]) -> int:
-    """The status that `body` returns; what went wrong is one line on stderr."""
+    """Returns the status of `body`, or prints its error as one line on stderr."""
     try:
         return body()
     except subprocess.CalledProcessError as error:
@@ -177,14 +177,14 @@ def _new_namespaces() -> None:
             ns.unshare(flags)
             return
         except PermissionError:
-            pass  # root of a container without CAP_SYS_ADMIN: as an ordinary user does it
+            pass  # root of a container without CAP_SYS_ADMIN: continue as an ordinary user
     uid, gid = os.geteuid(), os.getegid()
     ns.unshare(ns.NEWUSER | flags)
     ns.map_user(uid, gid)
 
 
 def _first_process(alive: int, command: list[str], probe: bool) -> int:
-    """Sets the sandbox up, runs the command, reaps what is orphaned, returns its status."""
+    """Sets up the sandbox, runs the command, reaps orphans, and returns the command's status."""
     ns.die_with_parent()
     if select.select([alive], [], [], 0)[0]:
         return _FAILED  # end of file: the parent died before die_with_parent
@@ -202,7 +202,7 @@ def _set_up() -> None:
     ns.mount_tmpfs("/dev/shm")
     socket.sethostname(SWITCH)
     if Path("/etc/hosts").exists():
-        # A file of its own in place of /etc/hosts; without a name it is still there.
+        # A private file mounted over /etc/hosts; the mount keeps it alive without a name.
         hosts = Path("/dev/shm/hosts")
         hosts.write_text(f"{LOCALHOST}127.0.0.1 {SWITCH}\n")
         ns.bind(str(hosts), "/etc/hosts")
@@ -216,7 +216,7 @@ def _quiet(line: str) -> None:
 
 def _run(command: list[str]) -> int:
     environment = os.environ | {MARK: str(Path("/proc/self/ns/pid").readlink())}
-    unset = [*_FORWARDED, signal.SIGPIPE]  # Python ignores SIGPIPE, and so would the command
+    unset = [*_FORWARDED, signal.SIGPIPE]  # Python ignores SIGPIPE; the command must not inherit it
     try:
         child = os.posix_spawnp(command[0], command, environment, setsigmask=[], setsigdef=unset)
     except OSError as error:
@@ -230,7 +230,7 @@ def _run(command: list[str]) -> int:
 
 
 def _forward(child: int) -> None:
-    """Passes SIGINT and SIGTERM, which the caller of this script has blocked, to `child`."""
+    """Passes SIGINT and SIGTERM, which the caller of this script has blocked, on to `child`."""
 
     def pass_on(number: int, _: object) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -242,7 +242,7 @@ def _forward(child: int) -> None:
 
 
 def main(argv: list[str]) -> int:
-    if argv[:1] == ["make"]:  # as this module starts it
+    if argv[:1] == ["make"]:  # command line of `_MAKE`
         return _reported(lambda: _make(int(argv[1]), argv[2] == "probe", argv[4:]))
     if len(argv) < 2 or argv[0] != "--":
         print("usage: python -m common.emulation.sandbox -- COMMAND...", file=sys.stderr)

@@ -13,15 +13,15 @@ from common.emulation.faults import phase_of, wait_until_measuring
 
 
 class TracePlayer:
-    """One trace in one repeat of one trial; `with` it the ranks run.
+    """Player of one trace in one repeat of one trial; the ranks run inside its `with` block.
 
     Args:
-        cluster: with links of a profile that has a trace.
-        folder: the trial's folder, where the ranks write what they are doing.
+        cluster: cluster whose profile has a trace.
+        folder: the trial's folder, where the ranks write their phases.
 
     Attributes:
-        changes: how many times the rates were changed.
-        error: why the trace stopped before the trial did, or None.
+        changes: number of times that the rates were changed.
+        error: why the trace stopped before the trial ended, or None.
     """
 
     def __init__(self, cluster: EmulatedCluster, folder: Path, repeat: int) -> None:
@@ -50,7 +50,7 @@ class TracePlayer:
                 for host in range(len(self._cluster.hosts)):
                     self._cluster.set_rate(host, stretch.gbps)
                 self.changes += 1
-                # From when it was due: what the change took is no part of the next stretch.
+                # Relative to the due time, so that the duration of changes does not add up.
                 due += stretch.for_s * self._cluster.time_scale
                 if self._ended.wait(max(0.0, due - time.monotonic())):
                     return

@@ -53,7 +53,7 @@ def main(arguments: Sequence[str]) -> int:
         return INTERRUPTED
 
 
-_TRACE = "write timelines of each trial there, for Perfetto and HolisticTraceAnalysis"
+_TRACE = "write timelines of each trial there, for Perfetto"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -98,9 +98,6 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     merging.add_argument("--into", type=Path, required=True, help="a new folder for all of them")
     how.add_argument("--trace", type=Path, metavar="FOLDER", help=_TRACE)
     how.add_argument(
-        "--tensorboard", type=Path, metavar="FOLDER", help="write its curves there, for TensorBoard"
-    )
-    how.add_argument(
         "--plan",
         action="store_true",
         help="what travelled together, what was predicted of it, and what tuners have tried",
@@ -137,11 +134,6 @@ def _add_report(report: argparse.ArgumentParser) -> None:
     report.add_argument(
         "--out", type=Path, metavar="FILE", help="(default: report.html in the sweep's folder)"
     )
-    report.add_argument(
-        "--serve", action="store_true", help="write no file: show it in a browser as the sweep runs"
-    )
-    report.add_argument("--port", type=int, help="of --serve (default: 8000; 0: a free one)")
-    report.add_argument("--host", help="of --serve (default: 127.0.0.1, this machine alone)")
 
 
 def _add_run(run: argparse.ArgumentParser) -> None:

@@ -304,8 +304,6 @@ def show(options: argparse.Namespace) -> int:
         _print_breakdown(folder, results, comparison.compare_to)
     elif options.trace is not None:
         _write_traces(folder, results, options.trace)
-    elif options.tensorboard is not None:
-        _write_tensorboard(folder, results, options.tensorboard)
     elif options.plan:
         _print_plans(folder, results)
     else:
@@ -464,13 +462,6 @@ def _write_traces(folder: Path, results: list[Record], into: Path, quiet: bool =
     if not quiet:
         here = _short(str(into))
         print(f"timelines of {len(paths)} trials in {here}: open merged.json in ui.perfetto.dev")
-
-
-def _write_tensorboard(folder: Path, results: list[Record], into: Path) -> None:
-    from common.results import tensorboard
-
-    count = tensorboard.write(folder, results, into)
-    print(f"{count} trials in {_short(str(into))}: tensorboard --logdir {_short(str(into))}")
 
 
 def _print_plans(folder: Path, results: list[Record]) -> None:

@@ -1,4 +1,4 @@
-"""The verb `report`: a sweep as one HTML file, or over HTTP while it runs."""
+"""The verb `report`: a sweep as one HTML file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from common.cgroups import usable_cores
 from common.harness.commands import ROOT, sweep_folder
 from common.harness.experiment import load
-from common.results.report import page, serve
+from common.results.report import page
 from common.results.report.parts import Figured
 from common.results.store import Comparison
 from dear.errors import UserError
@@ -20,17 +20,12 @@ Figures = Callable[[Path, int], Sequence[Figured]]
 
 
 def report(options: argparse.Namespace, figures: Figures) -> int:
-    """Writes the page of a sweep, or serves it until it is interrupted.
+    """Writes the page of a sweep.
 
     Args:
         figures: draws those that fit the sweep in a folder, with so many processes.
     """
     folder = sweep_folder(options.sweep, options.logs, begun=True)
-    if options.serve:
-        return _serve(folder, options, figures)
-    for flag, given in (("--port", options.port), ("--host", options.host)):
-        if given is not None:
-            raise UserError(f"{flag} goes with --serve")
     out = options.out or folder / "report.html"
     commands = _commands(folder, options.logs)
     cores = usable_cores()
@@ -44,30 +39,6 @@ def report(options: argparse.Namespace, figures: Figures) -> int:
         raise UserError(f"cannot write {out}: {error.strerror}") from None
     here = Path.cwd()
     print(out.relative_to(here) if out.is_relative_to(here) else out)
-    return 0
-
-
-def _serve(folder: Path, options: argparse.Namespace, figures: Figures) -> int:
-    if options.out is not None:
-        raise UserError("--out: --serve writes no file")
-    os.nice(19)  # whatever is measured on this machine comes first
-    commands = _commands(folder, options.logs)
-
-    def build(live: page.Live) -> str:
-        # One process: threads that answer are no place to fork from.
-        draw = (lambda of: figures(of, 1)) if live.figures else None
-        return page.build(folder, commands=commands, figures=draw, live=live)
-
-    host = options.host or "127.0.0.1"
-    server = serve.server(folder, build, host, 8000 if options.port is None else options.port)
-    with server:
-        address = f"[{host}]" if ":" in host else host
-        url = f"http://{address}:{server.server_address[1]}/"
-        print(f"{folder.name}: {url} (Ctrl-C ends it)", flush=True)
-        try:
-            server.serve_forever()
-        except KeyboardInterrupt:
-            print("ended")
     return 0
 
 

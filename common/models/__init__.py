@@ -1,1 +1,1 @@
-"""Models with the real shapes of weights, from the libraries of the field."""
+"""Models with their real weight shapes, most of them from torchvision, timm and transformers."""

@@ -1,7 +1,5 @@
-"""Any image classifier of timm by its name, `timm:resnet50d`: random weights, images of its size.
-
-Nothing is downloaded.
-"""
+"""Image classifiers of timm by name (`timm:resnet50d`), with random weights and random images of
+the size that the model expects. Nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ import timm  # isort: skip
 
 
 def entry(name: str) -> ModelEntry:
-    """The registry's line for `timm:NAME`; raises `UserError` if timm has no such model."""
+    """Returns the registry entry of `timm:NAME`; raises `UserError` if timm has no such model."""
     kind = name.removeprefix(TIMM)
     if not timm.is_model(kind):
         raise unknown("model of timm", kind, timm.list_models(), "see timm.list_models()")
@@ -27,8 +25,8 @@ def entry(name: str) -> ModelEntry:
 def build(
     name: str, batch_size: int, sentence_len: int | None, generator: torch.Generator
 ) -> Workload:
-    """The model with 1000 classes; images `[batch_size, 3, side, side]`, as large as its authors
-    had them."""
+    """Returns the model with 1000 classes; images are float32 `[batch_size, 3, side, side]` of the
+    default size in timm's configuration."""
     kind = name.removeprefix(TIMM)
     model = timm.create_model(kind, pretrained=False, num_classes=CLASSES)
     side = model.pretrained_cfg["input_size"][-1]

@@ -1,4 +1,4 @@
-"""BERT pre-training (masked words and next sentence), Base and Large, from transformers."""
+"""BERT pre-training (masked words and next sentence), Base and Large, built by transformers."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from common.models.workload import Workload
 
 from transformers import BertConfig, BertForPreTraining  # isort: skip
 
-# 30522 word pieces, padded to a multiple of 8 for the matrix units.
+# 30522 word pieces, padded to a multiple of 8 for GPU matrix units.
 VOCABULARY = 30528
-_TOKEN_IDS = 2000  # the references draw random ids below this
+_TOKEN_IDS = 2000  # the reference suites draw random ids below this
 _KEYS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
 _SIZES = {"bert_base": (768, 12, 12, 3072), "bert": (1024, 24, 16, 4096)}
 
@@ -24,7 +24,10 @@ _SIZES = {"bert_base": (768, 12, 12, 3072), "bert": (1024, 24, 16, 4096)}
 def build(
     name: str, batch_size: int, sentence_len: int | None, generator: torch.Generator
 ) -> Workload:
-    """BERT with random weights; token ids `[batch_size, sentence_len]`, every word a target."""
+    """Returns BERT with random weights and random int64 tokens `[batch_size, sentence_len]`.
+
+    The loss covers every token, not only masked ones.
+    """
     sizes = dict(zip(_KEYS, _SIZES[name], strict=True))
     model = BertForPreTraining(BertConfig(vocab_size=VOCABULARY, **sizes))
     shape = (batch_size, sentence_len)

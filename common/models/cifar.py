@@ -1,4 +1,4 @@
-"""Classifiers for images of 32 x 32 pixels: the ResNets of the CIFAR experiments, and VGG-16."""
+"""Classifiers for images of 32 x 32 pixels: ResNets for CIFAR, and VGG-16."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from common.models.registry import model_entry
 from common.models.workload import Workload
 
 _WIDTHS = (16, 32, 64)
-# Channels of VGG-16's convolutions of 3 x 3; 0: the largest of 2 x 2.
+# Output channels of VGG-16's 3 x 3 convolutions; 0: max pooling over 2 x 2.
 _VGG16 = (64, 64, 0, 128, 128, 0, 256, 256, 256, 0, 512, 512, 512, 0, 512, 512, 512, 0)
 
 
 class Residual(nn.Module):
-    """Two convolutions, and their input added to what comes out: a shortcut without parameters.
+    """Residual block: two convolutions and a shortcut without parameters.
 
-    Where images become smaller the input is thinned out and framed by channels of zeros, as in
-    section 4.2 of He et al. 2016 (option A; arXiv 1512.03385).
+    Where the resolution halves, the shortcut takes every second pixel and pads the channels with
+    zeros (He et al. 2016, section 4.2, option A; arXiv 1512.03385).
     """
 
     def __init__(self, before: int, after: int) -> None:
@@ -34,19 +34,21 @@ class Residual(nn.Module):
         self.norm2 = nn.BatchNorm2d(after)
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """`[n, before, h, w]` -> `[n, after, h / stride, w / stride]`."""
-        found = self.norm2(self.conv2(functional.relu(self.norm1(self.conv1(images)))))
+        """Maps `[n, before, h, w]` to `[n, after, h / stride, w / stride]`."""
+        residual = self.norm2(self.conv2(functional.relu(self.norm1(self.conv1(images)))))
         if self._stride > 1:
-            thinned = images[:, :, :: self._stride, :: self._stride]
-            images = functional.pad(thinned, (0, 0, 0, 0, self._zeros, self._zeros))
-        return functional.relu(found + images)
+            strided = images[:, :, :: self._stride, :: self._stride]
+            images = functional.pad(strided, (0, 0, 0, 0, self._zeros, self._zeros))
+        return functional.relu(residual + images)
 
 
 class CifarResNet(nn.Sequential):
-    """A ResNet of `6 n + 2` layers for `[batch, 3, 32, 32]`; 0.27 (20) to 1.7 million parameters.
+    """ResNet of `6 n + 2` layers for images `[batch, 3, 32, 32]`.
+
+    It has 0.27 million (20 layers) to 1.7 million (110 layers) parameters.
 
     Args:
-        depth: its layers.
+        depth: number of layers.
     """
 
     def __init__(self, depth: int, classes: int) -> None:
@@ -67,8 +69,8 @@ class CifarResNet(nn.Sequential):
 
 
 def vgg16(classes: int) -> nn.Module:
-    """VGG-16 (Simonyan and Zisserman 2015, arXiv 1409.1556) with batch normalization, and one
-    linear layer, for `[batch, 3, 32, 32]`; 14.7 million parameters."""
+    """VGG-16 (Simonyan and Zisserman 2015, arXiv 1409.1556) with batch normalization and a single
+    linear layer, for images `[batch, 3, 32, 32]`; 14.7 million parameters."""
     layers: list[nn.Module] = []
     before = 3
     for after in _VGG16:
@@ -87,8 +89,8 @@ def build(
     generator: torch.Generator,
     classes: int = 10,
 ) -> Workload:
-    """`resnet20`, `resnet32`, `resnet44`, `resnet56`, `resnet110` or `vgg16_cifar`, with random
-    weights and random pixels."""
+    """Builds `resnet20`, `resnet32`, `resnet44`, `resnet56`, `resnet110` or `vgg16_cifar`, with
+    random weights and random pixels."""
     if name == "vgg16_cifar":
         model = vgg16(classes)
     else:

@@ -1,4 +1,4 @@
-"""Image classifiers of torchvision and timm, with synthetic images as the reference suites use."""
+"""Image classifiers of torchvision and timm, with synthetic images as in the reference suites."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from common.models.workload import Workload
 import torchvision  # isort: skip
 
 CLASSES = 1000
-# Auxiliary classifiers would make the output a tuple, and training them is a matter of taste.
+# Auxiliary classifiers would turn the output into a tuple, and training works without them.
 _ARGUMENTS = {
     "googlenet": {"aux_logits": False, "init_weights": False},
     "inception_v3": {"aux_logits": False, "init_weights": False},
@@ -25,9 +25,10 @@ def build_torchvision(
     generator: torch.Generator,
     classes: int = CLASSES,
 ) -> Workload:
-    """A torchvision classifier with random weights; input `[batch_size, 3, 224, 224]`."""
-    more = _ARGUMENTS.get(name, {})
-    model = torchvision.models.get_model(name, weights=None, num_classes=classes, **more)
+    """Builds a torchvision classifier with random weights; input `[batch_size, 3, side, side]`,
+    where side is the `image_size` of the registry entry (224; 227 for inception_v3)."""
+    extra = _ARGUMENTS.get(name, {})
+    model = torchvision.models.get_model(name, weights=None, num_classes=classes, **extra)
     return images_for(model, batch_size, model_entry(name).image_size, classes, generator)
 
 
@@ -38,7 +39,7 @@ def build_timm(
     generator: torch.Generator,
     classes: int = CLASSES,
 ) -> Workload:
-    """A timm classifier with random weights; input `[batch_size, 3, 224, 224]`."""
+    """Builds a timm classifier with random weights; input `[batch_size, 3, 224, 224]`."""
     import timm
 
     timm_name = {"inceptionv4": "inception_v4"}.get(name, name)
@@ -53,7 +54,8 @@ def images_for(
     classes: int,
     generator: torch.Generator,
 ) -> Workload:
-    """A classifier with random pixels `[batch_size, 3, image_size, image_size]` and labels."""
+    """Combines a classifier with random float32 images `[batch_size, 3, image_size, image_size]`,
+    random int64 labels `[batch_size]` and cross entropy."""
     images = torch.randn(batch_size, 3, image_size, image_size, generator=generator)
     labels = torch.randint(classes, (batch_size,), generator=generator)
     return Workload(

@@ -1,7 +1,7 @@
-"""Any architecture of transformers by its type, `hf:gpt2`: default sizes, random weights.
+"""Architectures of transformers by model type (`hf:gpt2`), with default sizes and random weights.
 
-Nothing is downloaded: a type's own configuration says how large it is. What it trains on is made
-up: images and their classes, or words, each of which has one to be predicted.
+Nothing is downloaded: the default configuration of the type gives the sizes. The batch is random:
+images with class labels, or tokens with one target token each.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # configurations only
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # only configurations are used
 
 import torch
 from torch.nn import functional
@@ -33,33 +33,33 @@ _HEADS = {
     "AutoModelForMaskedLM": auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
     "AutoModelForCausalLM": auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
 }
-"""What a type is made to train: the first of these that it can."""
+"""Training tasks (auto classes) and the types that support them; the first match is used."""
 
 
 def entry(name: str) -> ModelEntry:
-    """The registry's line for `hf:TYPE`.
+    """Returns the registry entry of `hf:TYPE`.
 
     Raises:
-        UserError: transformers has no such type, or it is trained on something else than images or
-            words.
+        UserError: transformers has no such type, or the type is neither an image classifier nor a
+            language model.
     """
     kind = name.removeprefix(HF)
     if _head(kind) == "AutoModelForImageClassification":
         return ModelEntry(builder=_BUILDER)
-    most = getattr(_config(kind), "max_position_embeddings", None) or _SENTENCE_LEN
+    longest = getattr(_config(kind), "max_position_embeddings", None) or _SENTENCE_LEN
     return ModelEntry(
         builder=_BUILDER,
         sample_unit="sen",
         batch_size=8,
-        sentence_len=min(_SENTENCE_LEN, most),
+        sentence_len=min(_SENTENCE_LEN, longest),
     )
 
 
 def build(
     name: str, batch_size: int, sentence_len: int | None, generator: torch.Generator
 ) -> Workload:
-    """The model with random weights, and one batch: images `[batch_size, channels, side, side]`,
-    or words `[batch_size, sentence_len]`."""
+    """Returns the model with random weights and one random batch: images `[batch_size, 3, side,
+    side]`, or token ids `[batch_size, sentence_len]`."""
     kind = name.removeprefix(HF)
     head, config = _head(kind), _config(kind)
     model = getattr(transformers, head).from_config(config)
@@ -86,7 +86,7 @@ def _head(kind: str) -> str:
         if kind in kinds:
             return head
     raise UserError(
-        f"{HF}{kind}: transformers has no classifier of images and no language model of that type"
+        f"{HF}{kind}: transformers has no image classifier and no language model of this type"
     )
 
 

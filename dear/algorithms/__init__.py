@@ -1,1 +1,1 @@
-"""The algorithms, one file each; the file name is the name."""
+"""Training algorithms, one per file; the file name is the algorithm's name."""

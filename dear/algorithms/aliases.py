@@ -1,8 +1,8 @@
-"""What the systems that this project grew from call algorithms and settings, in our words.
+"""Translates method names and settings of the systems that this project grew from.
 
-Method names and variables are those of DeAR's benchmark suite (github.com/lzhangbv/dear_pytorch,
-`benchmarks.py` and the `horovod_mpi_cj.sh` of its folders); arguments those of its
-`DistributedOptimizer`. Its sizes are numbers of 4-byte elements.
+Method names and variables come from DeAR's benchmark suite (github.com/lzhangbv/dear_pytorch:
+`benchmarks.py` and the `horovod_mpi_cj.sh` of its folders). Arguments come from its
+`DistributedOptimizer`. The suite gives sizes as numbers of 4-byte elements.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ ALIASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "pytorch-ddp": ("ddp", {}),
 }
-"""Other names of methods: the algorithm, and which of its options differ from the defaults. What
-compresses does so with all gradients in one group (its threshold is 536870912 elements)."""
+"""Other names of methods: the algorithm, and the options that differ from its defaults. Methods
+that compress put all gradients into one group (their threshold is 536870912 elements)."""
 SERVERS = ("bspps", "wfbpps", "byteschedulerps", "byteps")
 """Methods that need a parameter server."""
 _WHOLE = 536870912
-"""The threshold that the suite passes to every method but WFBP: for those that do not read it, the
-method's own."""
+"""Threshold that the suite passes to every method but WFBP. A method that does not read it keeps
+its own threshold."""
 
 
 def resolved(name: str, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The algorithm that `name` stands for, with the options of an alias below those given.
+    """Returns the algorithm behind `name`, and the alias's options overridden by `options`.
 
     Raises:
         UserError: the method needs a parameter server.
@@ -46,21 +46,21 @@ def resolved(name: str, options: Mapping[str, Any]) -> tuple[str, dict[str, Any]
     if name in SERVERS:
         raise UserError(
             f"method {name} needs a parameter server, which this project does not have; "
-            "bytescheduler and wfbp are its methods without one"
+            "use bytescheduler or wfbp, which need none"
         )
-    algorithm, own = ALIASES.get(name, (name, {}))
-    return algorithm, {**own, **options}
+    algorithm, defaults = ALIASES.get(name, (name, {}))
+    return algorithm, {**defaults, **options}
 
 
 def method(name: str, variables: Mapping[str, str]) -> tuple[str, dict[str, Any]]:
-    """The algorithm and options that a method of DeAR's suite is with these variables.
+    """Returns the algorithm and options for a method of DeAR's suite with these variables.
 
     Args:
-        name: of an algorithm, or an alias.
-        variables: what was given of `VARIABLES`, as text.
+        name: an algorithm or an alias.
+        variables: given values of `VARIABLES`, as text; an empty text counts as not given.
 
     Raises:
-        UserError: the method has no such variable, or not that value.
+        UserError: the method has no such variable, or the variable does not take this value.
     """
     algorithm, options = resolved(name, {})
     given = _Given(name, {key: text for key, text in variables.items() if text != ""})
@@ -76,19 +76,19 @@ def method(name: str, variables: Mapping[str, str]) -> tuple[str, dict[str, Any]
 
 
 def arguments(algorithm: str, given: Mapping[str, Any], halves: bool) -> tuple[str, dict[str, Any]]:
-    """Algorithm and options for the arguments of DeAR's first `DistributedOptimizer`, or ours.
+    """Returns algorithm and options for arguments of DeAR's first `DistributedOptimizer`, or ours.
 
-    Those that it had: `compression` (a name, or an object that has one), `is_sparse`, `density`,
+    DeAR's arguments are `compression` (a name, or an object with a `name`), `is_sparse`, `density`,
     `threshold` (MB of 2^20 bytes; None for fusion by layers), `num_nearby_layers`,
-    `exclude_parts` (a text), `mgwfbp`, `asc`, `fp16`, `seq_layernames` and `layerwise_times` (of
-    parameters, the first one first; seconds); `rdma` chose a table of costs, which are measured
-    here. What it had and is not to be had is refused by its name, unless it is off.
+    `exclude_parts` (a text), `mgwfbp`, `asc`, `fp16`, `seq_layernames` (parameters, first one
+    first) and `layerwise_times` (their seconds). `rdma` chose a table of costs; it is ignored,
+    since costs are measured here. Unsupported arguments are refused by name, unless they are off.
 
     Args:
-        halves: whether the model's parameters are of 16 bits.
+        halves: True if the model's parameters have 16 bits.
 
     Raises:
-        UserError: what contradicts itself, or cannot be had.
+        UserError: arguments contradict each other, or are not supported.
     """
     name, result = resolved(algorithm, given)
     for key, why in _REFUSED.items():
@@ -96,11 +96,11 @@ def arguments(algorithm: str, given: Mapping[str, Any], halves: bool) -> tuple[s
             raise UserError(f"{key}: {why}; leave it out")
     result.pop("rdma", None)
     if result.pop("fp16", False) and not halves:
-        raise UserError("fp16=True: the model's parameters are not of 16 bits; use model.half()")
+        raise UserError("fp16=True: the model's parameters do not have 16 bits; use model.half()")
     merges, asc = result.pop("mgwfbp", False), result.pop("asc", False)
     if merges or asc:
         if name not in ("wfbp", "mgwfbp"):
-            raise UserError(f"mgwfbp=True: goes with algorithm='mgwfbp', got {name!r}")
+            raise UserError(f"mgwfbp=True: needs algorithm='mgwfbp' or 'wfbp', got {name!r}")
         name = "mgwfbp"
         if asc:
             result["merge"] = "asc"
@@ -111,26 +111,26 @@ def arguments(algorithm: str, given: Mapping[str, Any], halves: bool) -> tuple[s
 
 
 _REFUSED = {
-    "writer": "an optimizer writes to no TensorBoard",
-    "gradient_path": "gradients are written to no file",
-    "multi_job_scheduling": "jobs do not know of each other",
+    "writer": "writing to TensorBoard is not supported",
+    "gradient_path": "writing gradients to a file is not supported",
+    "multi_job_scheduling": "scheduling across jobs is not supported",
 }
 
 
 def _translate_compression(result: dict[str, Any]) -> None:
-    given = result.get("compression", "none")
-    if not isinstance(given, str):
-        given = getattr(given, "name", None if given is not None else "none")
-    if not isinstance(given, str):
+    compression = result.get("compression", "none")
+    if not isinstance(compression, str):
+        compression = getattr(compression, "name", None if compression is not None else "none")
+    if not isinstance(compression, str):
         raise UserError(f"compression={result['compression']!r}: must be a name, such as 'eftopk'")
     if "compression" in result:
-        result["compression"] = given
+        result["compression"] = compression
     sparse = result.pop("is_sparse", None)
-    if sparse and given == "none":
-        raise UserError("is_sparse=True: goes with a compression, such as 'eftopk'")
-    if not sparse and sparse is not None and given == "none":
-        result.pop("density", None)  # its default, which nobody reads
-    if given == "none":
+    if sparse and compression == "none":
+        raise UserError("is_sparse=True: needs a compression, such as 'eftopk'")
+    if not sparse and sparse is not None and compression == "none":
+        result.pop("density", None)  # the default, which has no effect without compression
+    if compression == "none":
         result.pop("compression", None)
 
 
@@ -140,7 +140,7 @@ def _translate_times(name: str, result: dict[str, Any]) -> None:
         return
     if names is None or times is None or len(names) != len(times):
         raise UserError("seq_layernames and layerwise_times go together, one time for each name")
-    if name == "mgwfbp":  # others do not plan by times
+    if name == "mgwfbp":  # the other algorithms do not plan by layer times
         result["layer_times"] = dict(zip(names, map(float, times), strict=True))
 
 
@@ -148,16 +148,16 @@ def _translate_fusion(name: str, result: dict[str, Any]) -> None:
     if "threshold" in result:
         threshold = result.pop("threshold")
         if "threshold_mb" in result:
-            raise UserError("give threshold or threshold_mb, which mean the same, not both")
+            raise UserError("threshold and threshold_mb mean the same; give only one of them")
         if threshold is None:
             result.setdefault("fusion", "nearby_layers")
-        elif threshold:  # 0: as in its signature, the method's own
+        elif threshold:  # 0, DeAR's default, selects the method's own
             result["threshold_mb"] = threshold
     if "num_nearby_layers" in result:
         if "threshold_mb" in result or "nearby_layers" in result:
             raise UserError(
-                "num_nearby_layers goes with threshold=None, and not with nearby_layers, which "
-                "means the same"
+                "num_nearby_layers needs threshold=None, and excludes nearby_layers, which means "
+                "the same"
             )
         result["nearby_layers"] = result.pop("num_nearby_layers")
         result.setdefault("fusion", "nearby_layers")
@@ -169,7 +169,7 @@ def _translate_fusion(name: str, result: dict[str, Any]) -> None:
 
 
 class _Given:
-    """Variables that are asked for one by one; what is left the method does not have."""
+    """Given variables, taken out one by one; the method does not have those that remain."""
 
     def __init__(self, name: str, variables: Mapping[str, str]) -> None:
         self._name, self._left = name, dict(variables)
@@ -213,11 +213,12 @@ VARIABLES = {
     "PARTITION": "4000000",
     "use_zero": "0",
 }
-"""Of the suite's launch scripts, those that say something of a method, with what is no request."""
+"""Variables of the suite's launch scripts that concern a method, with the values that request
+nothing."""
 
 
 def _compression(given: _Given, options: dict[str, Any]) -> bool:
-    """Whether gradients are compressed."""
+    """Puts the given compression into `options`; returns True if gradients are compressed."""
     name = given.text("compressor", options.get("compression", "none"))
     if name != "none":
         options["compression"] = name
@@ -229,7 +230,7 @@ def _compression(given: _Given, options: dict[str, Any]) -> bool:
     except ValueError:
         raise UserError(f"density={text}: must be a number") from None
     if name == "none" and density != 1:
-        raise UserError(f"density={text}: goes with a compressor, such as compressor=topk")
+        raise UserError(f"density={text}: needs a compressor, such as compressor=topk")
     if name != "none":
         options["density"] = density
     return name != "none"
@@ -243,12 +244,12 @@ def _of_wfbp(given: _Given, options: dict[str, Any]) -> None:
     asc = given.switch("asc", merge == "asc")
     merges = given.switch("mgwfbp", merge in ("greedy", "asc"))
     if asc and not merges:
-        raise UserError("asc=1: goes with mgwfbp=1")
+        raise UserError("asc=1: needs mgwfbp=1")
     compressed = _compression(given, options)
     threshold = given.number("threshold", 0)
     if merges:
         if threshold not in (0, _WHOLE):
-            raise UserError(f"threshold={threshold}: goes with mgwfbp=0; merging has none")
+            raise UserError(f"threshold={threshold}: needs mgwfbp=0; mgwfbp=1 has no threshold")
         options["merge"] = "asc" if asc else "greedy"
         return
     if threshold:
@@ -285,7 +286,7 @@ def _of_horovod(given: _Given, options: dict[str, Any]) -> None:
 def _of_bytescheduler(given: _Given, options: dict[str, Any]) -> None:
     options["off"] = not given.switch("USE_BYTESCHEDULER", True)
     if given.switch("CREDIT_TUNING", False):
-        raise UserError("CREDIT_TUNING=1: nothing tunes it here; give CREDIT and PARTITION")
+        raise UserError("CREDIT_TUNING=1: tuning is not supported; give CREDIT and PARTITION")
     credit = given.number("CREDIT", int(VARIABLES["CREDIT"]), least=1)
     partition = given.number("PARTITION", int(VARIABLES["PARTITION"]), least=1)
     if not options["off"]:
@@ -300,7 +301,7 @@ def _of_ddp(given: _Given, options: dict[str, Any]) -> None:
 def _of_others(given: _Given, options: dict[str, Any]) -> None:
     if given.text("compressor", "none") != "none":
         raise UserError(
-            "compressor: methods with one are "
+            "compressor: the methods that compress are "
             + ", ".join(name for name in _METHODS if name in ("wfbp", "mgwfbp", "dear"))
         )
 
@@ -316,7 +317,7 @@ _METHODS: dict[str, Callable[[_Given, dict[str, Any]], None]] = {
 
 
 def names() -> list[str]:
-    """Everything that `resolved` knows."""
+    """Returns the names of all algorithms and aliases, sorted."""
     return sorted([*algorithm_names(), *ALIASES])
 
 

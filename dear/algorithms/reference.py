@@ -1,15 +1,15 @@
-"""Every algorithm in at most 20 lines, all ranks written out in one process.
+"""Serial references: every algorithm in at most 20 lines, all ranks in one process.
 
-A reference is a generator that makes one step at each `next`. `ranks.x` and `ranks.g` are the
-trained parameters and their gradients of all ranks, one row for each; `ranks.update()` makes each
-rank's optimizer step with its row of `ranks.g`, and `ranks.local_size` ranks share a host. When it
-is asked for a step, `ranks.g` holds what each rank's backward pass gave. `tests/contract` holds the
-algorithms to these, and a benchmark compares its trials with them; an algorithm that is not here
-has its reference in its own file, by the name `reference`.
+A reference is a generator that makes one step at each `next`. `ranks.x` and `ranks.g` hold the
+trained parameters and their gradients, one row per rank. Before a step, `ranks.g` holds the
+gradients of each rank's backward pass. `ranks.update()` steps each rank's optimizer with its row of
+`ranks.g`. `ranks.local_size` ranks share a host. `tests/contract` compares the algorithms with
+these references, and a benchmark compares its trials with them. An algorithm without a reference
+here may define one in its own file, by the name `reference`.
 
 Averaging with weights `W[sender, receiver]` is `x <- W' x`, a product with the rows of all ranks.
-Nobody waits in one-sided algorithms, so what a rank finds depends on who was when where: written
-out here, all wait (`barrier`), or (`asyncddp`) ranks make their steps one after another.
+Ranks of one-sided algorithms do not wait, so their results depend on timing. Their references
+assume that all ranks wait (`barrier`), or (`asyncddp`) that ranks step one after another.
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ from dear.training.algorithm import algorithm_class
 
 
 def reference_of(name: str, options: Any) -> Callable[[Any, Any], Iterator[None]] | None:
-    """The reference of algorithm `name` with these options; None: there is none.
+    """Returns the reference of algorithm `name` with these options; None if it has none.
 
-    What replicas promise is one, too: those that say that they train as one process would are held
-    to that. Elements that are chosen among many (`error_feedback`) depend on what travels together,
-    which is tensors here; what some compressors send has no reference.
+    An algorithm without a function here gets the one of its consistency: `average` for synchronous
+    algorithms, `delayed` for delayed ones. The elements that `error_feedback` chooses depend on
+    what travels together; here each tensor travels alone. Some compressors have no reference.
     """
-    found = algorithm_class(name)
-    own = sys.modules[found.__module__]
-    if hasattr(own, "reference"):
-        return own.reference
+    algorithm = algorithm_class(name)
+    module = sys.modules[algorithm.__module__]
+    if hasattr(module, "reference"):
+        return module.reference
     compression = getattr(options, "compression", "none")
     if getattr(options, "density", 1.0) < 1 and compression in SPARSE:
         return error_feedback if compression == "eftopk" else None
     if compression in ("efsignum", "powersgd") or getattr(options, "adasum", False):
-        return None  # an element depends on others of its tensor
+        return None  # each element depends on other elements of its tensor
     if compression == "signum":
         return majority
-    promised = {"synchronous": average, "delayed": delayed}.get(found.capabilities.consistency)
-    return globals().get(name.replace("-", "_"), promised)
+    fallback = {"synchronous": average, "delayed": delayed}.get(algorithm.capabilities.consistency)
+    return globals().get(name.replace("-", "_"), fallback)
 
 
 def average(ranks: Any, options: Any) -> Iterator[None]:
-    """x_i <- x_i - update(mean of all g): equal replicas stay equal."""
+    """Update: x_i <- x_i - update(mean of all g); equal replicas stay equal."""
     while True:
         ranks.g = ranks.g.mean(0)
         ranks.update()
@@ -58,7 +58,7 @@ def average(ranks: Any, options: Any) -> Iterator[None]:
 
 
 def error_feedback(ranks: Any, options: Any) -> Iterator[None]:
-    """Of each tensor the largest elements travel; the rest is added to the next gradient."""
+    """Sends the largest elements of each tensor; adds the rest to the next gradient."""
     rest = torch.zeros_like(ranks.g)
     while True:
         rest += ranks.g
@@ -75,17 +75,17 @@ def error_feedback(ranks: Any, options: Any) -> Iterator[None]:
 
 allreduce = average
 wfbp = mgwfbp = bytescheduler = horovod = ddp = hierarchical = average
-"""The same sums, sent earlier, in other portions or in another order."""
+"""Same sums as `average`; gradients travel earlier, in other portions or in another order."""
 dear = average
-"""In two halves, of which the second comes before the next forward pass."""
+"""Average in two halves; the second one ends before the next forward pass needs it."""
 fsdp = average
-"""Each rank updates the part that it keeps; elements do not know of each other."""
+"""Average in which each rank updates its own part; the update of an element needs no others."""
 mgs = average
-"""With density=1; otherwise `error_feedback`, of merged groups instead of tensors."""
+"""Average with density=1; otherwise `error_feedback`, of merged groups instead of tensors."""
 
 
 def majority(ranks: Any, options: Any) -> Iterator[None]:
-    """x_i <- x_i - update(what most of the g say, of 1 and -1)."""
+    """Update: x_i <- x_i - update(sign of most g: 1 or -1; 0 in a tie)."""
     while True:
         ranks.g = torch.where(ranks.g >= 0, 1.0, -1.0).double().sum(0).sign()
         ranks.update()
@@ -93,7 +93,7 @@ def majority(ranks: Any, options: Any) -> Iterator[None]:
 
 
 def delayed(ranks: Any, options: Any) -> Iterator[None]:
-    """x <- x - update(mean of the g of some steps before); `close` applies what is left."""
+    """Update: x <- x - update(mean of the g of some steps before); `close` applies the last g."""
     held: deque[Any] = deque()
     try:
         while True:
@@ -111,7 +111,7 @@ dadt = delayed
 
 
 def neighbor(ranks: Any, options: Any) -> Iterator[None]:
-    """awc: x <- W' x - update(g(x)); atc: x <- W' (x - update(g(x)))."""
+    """Update, awc: x <- W' x - update(g(x)); atc: x <- W' (x - update(g(x)))."""
     for step in count():
         due = step % options.every == options.every - 1
         weights = torch.eye(len(ranks.x)).double()
@@ -126,12 +126,12 @@ def neighbor(ranks: Any, options: Any) -> Iterator[None]:
 
 
 def decentralized(ranks: Any, options: Any) -> Iterator[None]:
-    """x <- (1 - a) x + a W' x - update(g(x)); everybody starts equal, so the first W is 1."""
+    """Update: x <- (1 - a) x + a W' x - update(g(x)); ranks start equal, so the first W is 1."""
     size, node = len(ranks.x), options.ranks_per_node or ranks.local_size
-    made = TopologyReg.make(options.topology, world_size=size, rank=0, local_world_size=node)
+    topology = TopologyReg.make(options.topology, world_size=size, rank=0, local_world_size=node)
     for step in count():
         weights = torch.eye(size).double()
-        for edge in made.edges_at(step) if step else ():
+        for edge in topology.edges_at(step) if step else ():
             for rank in edge.ranks:
                 weights[edge.ranks, rank] = (1 - edge.weight) / max(len(edge.ranks) - 1, 1)
                 weights[rank, rank] = edge.weight
@@ -141,7 +141,7 @@ def decentralized(ranks: Any, options: Any) -> Iterator[None]:
 
 
 def gradient_tracking(ranks: Any, options: Any) -> Iterator[None]:
-    """y <- W' y + g - last g;  x <- W' x - update(y)."""
+    """Update: y <- W' y + g - last g;  x <- W' x - update(y)."""
     weights = torch.as_tensor(matrix(graph(options.topology, len(ranks.x))))
     y = last = torch.zeros_like(ranks.x)
     while True:
@@ -153,7 +153,7 @@ def gradient_tracking(ranks: Any, options: Any) -> Iterator[None]:
 
 
 def exact_diffusion(ranks: Any, options: Any) -> Iterator[None]:
-    """psi = x - update(g);  x <- (W + 1)' / 2 (psi + x - last psi)."""
+    """Update: psi = x - update(g);  x <- (W + 1)' / 2 (psi + x - last psi)."""
     weights = torch.as_tensor(matrix(graph(options.topology, len(ranks.x))))
     weights = (weights + torch.eye(len(ranks.x))) / 2
     last = ranks.x
@@ -167,7 +167,10 @@ def exact_diffusion(ranks: Any, options: Any) -> Iterator[None]:
 
 
 def push_diging(ranks: Any, options: Any) -> Iterator[None]:
-    """u <- C (u - update(y)); v <- C v; x = u / v; y <- C y + g - last g: C shares a rank out."""
+    """Update: u <- C (u - update(y)); v <- C v; x = u / v; y <- C y + g - last g.
+
+    C splits a rank's values equally among itself and its targets.
+    """
     size = len(ranks.x)
     shares = torch.as_tensor(matrix(splitting(graph(options.topology, size)))).T
     u, v = ranks.x, torch.ones(size, 1).double()
@@ -182,7 +185,7 @@ def push_diging(ranks: Any, options: Any) -> Iterator[None]:
 
 
 def _weights(options: Any, ranks: Any, step: int) -> Any:
-    """`W[sender, receiver]` of round `step` of `neighbor`."""
+    """Returns `W[sender, receiver]` of round `step` of `neighbor`."""
     size, local_size = len(ranks.x), options.local_size or ranks.local_size
     machines = size // local_size if options.hierarchical else size
     if machines == 1 or options.dynamic == "none":
@@ -195,14 +198,14 @@ def _weights(options: Any, ranks: Any, step: int) -> Any:
                 peers = one_peer_machines(machines, rank)
             sources = peers(step)[1]
             weights[[rank, *sources], rank] = 1 / (1 + len(sources))
-    if options.hierarchical:  # the ranks of a machine are one
+    if options.hierarchical:  # the ranks of a machine share one average
         inside = torch.full((local_size,) * 2, 1 / local_size).double()
         weights = torch.kron(weights, inside)
     return weights
 
 
 def win_put(ranks: Any, options: Any) -> Iterator[None]:
-    """x <- W' x - update(g(x)), with what each neighbour has put last."""
+    """Update: x <- W' x - update(g(x)), with the values that each neighbour has put last."""
     weights = torch.as_tensor(matrix(graph(options.topology, len(ranks.x))))
     for step in count():
         if step % options.every == options.every - 1:
@@ -212,11 +215,11 @@ def win_put(ranks: Any, options: Any) -> Iterator[None]:
 
 
 pull_get = win_put
-"""With what each neighbour shows."""
+"""Same update, with the values that each neighbour shows."""
 
 
 def push_sum(ranks: Any, options: Any) -> Iterator[None]:
-    """u <- C (u - update(g)); p <- C p; x = u / p: C shares a rank out among its targets."""
+    """Update: u <- C (u - update(g)); p <- C p; x = u / p, with C as for `push_diging`."""
     size = len(ranks.x)
     shares = torch.as_tensor(matrix(splitting(graph(options.topology, size)))).T
     p = torch.ones(size, 1).double()
@@ -231,7 +234,7 @@ def push_sum(ranks: Any, options: Any) -> Iterator[None]:
 
 
 def asyncddp(ranks: Any, options: Any) -> Iterator[None]:
-    """x_i <- w_i x_i + sum of w_j (what j put last) - update(g_i): ranks in turn."""
+    """Update, one rank after another: x_i <- w_i x_i + sum of w_j (last put of j) - update(g_i)."""
     weights = torch.as_tensor(matrix(graph(options.topology, len(ranks.x))))
     while True:
         for rank in range(len(ranks.x)):

@@ -1,16 +1,16 @@
-"""BlueFog's interface: `import dear.bluefog as bf` in place of `import bluefog.torch as bf`.
+"""BlueFog's interface; `import dear.bluefog as bf` replaces `import bluefog.torch as bf`.
 
     bf.init()
     bf.set_topology(bf.topology_util.RingGraph(bf.size()))
     x = bf.neighbor_allreduce(x)
     optimizer = bf.DistributedAdaptWithCombineOptimizer(optimizer, model)
 
-It runs on the job that `dear.init` joins. Wrong arguments raise `dear.UserError`. Importing it does
-not import torch; the first use of a name from another file does. The names of topologies, which
-BlueFog has in `topology_util`, are defined here.
+`bf.init` joins the same job as `dear.init`. Wrong arguments raise `dear.UserError`. Importing this
+package does not import torch; the first access to a name in `_NAMES` does. This file also defines
+the topologies that BlueFog has in `topology_util`.
 """
 
-# ruff: noqa: N802 - the names that BlueFog's users know
+# ruff: noqa: N802 - BlueFog's names
 
 from __future__ import annotations
 
@@ -66,45 +66,45 @@ IsRegularGraph = topology.is_regular
 
 
 def ExponentialTwoGraph(size: int) -> nx.DiGraph:
-    """r sends to r + 1, 2, 4, ...; equal weights."""
+    """Returns the graph in which rank r sends to ranks r + 1, r + 2, r + 4, ...; equal weights."""
     return topology.exponential(size)
 
 
 def FullyConnectedGraph(size: int) -> nx.DiGraph:
-    """Everybody with everybody, weights 1 / n."""
+    """Returns the graph in which all ranks exchange with all others; weights 1 / n."""
     return topology.complete(size)
 
 
 def RingGraph(size: int, connect_style: int = 0) -> nx.DiGraph:
-    """Style 0: both directions; 1: i sends to i - 1; 2: i sends to i + 1."""
+    """Returns a ring; style 0: both directions; 1: i sends to i - 1; 2: i sends to i + 1."""
     if connect_style not in (0, 1, 2):
         raise UserError(f"connect_style must be 0, 1 or 2, got {connect_style}")
     return topology.ring(size, ("both", "left", "right")[connect_style])
 
 
 def StarGraph(size: int, center_rank: int = 0) -> nx.DiGraph:
-    """Everybody exchanges with `center_rank`; Metropolis weights."""
+    """Returns the graph in which all ranks exchange with `center_rank`; Metropolis weights."""
     return topology.star(size, center_rank)
 
 
 def MeshGrid2DGraph(size: int, shape: tuple[int, int] | None = None) -> nx.DiGraph:
-    """A grid of `shape`, by default as square as can be; Metropolis weights."""
+    """Returns a grid of `shape`, by default as square as possible; Metropolis weights."""
     return topology.mesh(size, shape)
 
 
 def GetDynamicOnePeerSendRecvRanks(topo: nx.DiGraph, self_rank: int) -> Peers:
-    """Endless ([send], [receive]): one destination of `topo` in turn."""
+    """Yields ([send], [receive]) endlessly: each rank sends to its neighbours in `topo` in turn."""
     return schedules.forever(schedules.one_peer(topo, self_rank))
 
 
 def GetExp2DynamicSendRecvMachineRanks(
     world_size: int, local_size: int, self_rank: int, local_rank: int
 ) -> Peers:
-    """Endless ([send], [receive]) of machine numbers at distance 1, 2, 4, ... in turn."""
+    """Yields ([send], [receive]) endlessly: machine numbers at distance 1, 2, 4, ... in turn."""
     if world_size % local_size or local_rank != self_rank % local_size:
         raise UserError(
-            f"rank {self_rank} (number {local_rank} of its machine) of {world_size} does not fit "
-            f"machines of {local_size} ranks"
+            f"rank {self_rank} (local rank {local_rank}) of {world_size} does not fit machines of "
+            f"{local_size} ranks"
         )
     machines, machine = world_size // local_size, self_rank // local_size
     return schedules.forever(schedules.one_peer_machines(machines, machine))
@@ -113,19 +113,19 @@ def GetExp2DynamicSendRecvMachineRanks(
 def GetInnerOuterRingDynamicSendRecvRanks(
     world_size: int, local_size: int, self_rank: int
 ) -> Peers:
-    """Endless ([send], [receive]): rings inside machines and between them."""
+    """Yields ([send], [receive]) endlessly: rings inside machines and between them."""
     return schedules.forever(schedules.inner_outer_ring(world_size, local_size, self_rank))
 
 
 def GetInnerOuterExpo2DynamicSendRecvRanks(
     world_size: int, local_size: int, self_rank: int
 ) -> Peers:
-    """Endless ([send], [receive]): exponential graphs inside machines and between them."""
+    """Yields ([send], [receive]) endlessly: exponential graphs inside and between machines."""
     return schedules.forever(schedules.inner_outer_exp2(world_size, local_size, self_rank))
 
 
 topology_util = sys.modules[__name__]
-"""BlueFog's module of that name: `bf.topology_util.RingGraph` is `bf.RingGraph`."""
+"""Same module as `bf`, by the name of BlueFog's module: `bf.topology_util.RingGraph` works, too."""
 
 _TOPOLOGIES = """ExponentialTwoGraph ExponentialGraph SymmetricExponentialGraph MeshGrid2DGraph
     StarGraph RingGraph FullyConnectedGraph GetRecvWeights GetSendWeights IsTopologyEquivalent

@@ -1,14 +1,14 @@
-"""Calls of all ranks, of neighbours and of pairs: reductions, gathers, broadcasts, weighted sums.
+"""BlueFog's collective, neighbour and pairwise operations: reductions, gathers, weighted sums.
 
 `_nonblocking` forms take the same arguments as the blocking ones and return a handle for `poll` and
-`synchronize`; tensors must stay as they are until then. Names of operations are accepted as BlueFog
-has them and appear in timelines only.
+`synchronize`; the tensors must not be changed until `synchronize` returns. The argument `name` is
+accepted for compatibility with BlueFog; only timelines show it.
 
-Calls along a topology take its weights. With `src_weights` (rank -> factor of what comes from it)
-and `self_weight` a call has weights of its own, and with `dst_weights` (rank -> factor of what goes
-to it, or a list of ranks) edges of its own:
+Neighbour operations use the weights of the topology by default. A call may override them with
+`self_weight` and `src_weights` (rank -> factor of the tensor received from it), and the edges with
+`dst_weights` (rank -> factor of the tensor sent to it, or a list of ranks):
 
-    result = self_weight * x + sum over j of (j's dst_weight for me) * src_weight_j * x_j
+    result = self_weight * x + sum over j of (j's dst_weight for this rank) * src_weight_j * x_j
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dear.topology import from_matrix, matrix, uniform
 
 Targets = Mapping[int, float] | Sequence[int]
 Parameters = Mapping[str, Any] | Iterable[Any]
-"""A state dict, parameters, or named ones."""
+"""A state dict, an iterable of parameters, or one of (name, parameter) pairs."""
 
 
 T = TypeVar("T")
@@ -42,7 +42,7 @@ def allreduce_nonblocking_(
     is_hierarchical_local: bool = False,
     name: str | None = None,
 ) -> int:
-    """`allreduce` in place."""
+    """Starts `allreduce` in place."""
     ranks = job().machines.local if is_hierarchical_local else job().communicator
     work = ranks.all_reduce(tensor.detach(), op="mean" if average else "sum")
     return started("allreduce", name, work.done, work.wait, lambda: tensor)
@@ -54,37 +54,37 @@ def allreduce_nonblocking(
     is_hierarchical_local: bool = False,
     name: str | None = None,
 ) -> int:
-    """The mean (or sum) of `tensor` over all ranks, or those of this machine."""
+    """Computes the mean (or sum) of `tensor` over all ranks, or over the ranks of this machine."""
     return allreduce_nonblocking_(tensor.detach().clone(), average, is_hierarchical_local, name)
 
 
 def allgather_nonblocking(tensor: torch.Tensor, name: str | None = None) -> int:
-    """All ranks' tensors, joined along the first dimension, in which they may differ in size.
+    """Concatenates all ranks' tensors along the first dimension, whose size may differ.
 
-    Starting it blocks for the exchange of the sizes.
+    The start blocks until the sizes are exchanged.
     """
-    everybody = [other for other in range(job().size) if other != job().rank]
-    return _gathered(tensor, everybody, everybody, check=False, with_own=True, name=name)
+    others = [other for other in range(job().size) if other != job().rank]
+    return _gathered(tensor, others, others, check=False, with_own=True, name=name)
 
 
 def broadcast_nonblocking_(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> int:
-    """Copies the tensor of `root_rank` into everybody's."""
+    """Copies the tensor of `root_rank` to all ranks, in place."""
     work = job().communicator.broadcast(tensor.detach(), root=root_rank)
     return started("broadcast", name, work.done, work.wait, lambda: tensor)
 
 
 def broadcast_nonblocking(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> int:
-    """The tensor of `root_rank`, as a new one; `tensor` must be like it."""
+    """Copies the tensor of `root_rank` to a new tensor; `tensor` has the same shape and dtype."""
     return broadcast_nonblocking_(tensor.detach().clone(), root_rank, name)
 
 
 def broadcast_object(value: Any, root_rank: int = 0, name: str | None = None) -> Any:
-    """Rank `root_rank`'s object on every rank, pickled on its way."""
+    """Returns the object of rank `root_rank` on every rank; the object is pickled."""
     return job().communicator.broadcast_object(value, root=root_rank)
 
 
 def broadcast_parameters(params: Parameters, root_rank: int) -> None:
-    """Copies rank `root_rank`'s tensors into everybody's: a state dict, or (named) parameters."""
+    """Copies the tensors of rank `root_rank` to all ranks, in place."""
     plain.broadcast_parameters(_named(params), root_rank)
 
 
@@ -92,7 +92,7 @@ broadcast_optimizer_state = plain.broadcast_optimizer_state
 
 
 def allreduce_parameters(params: Parameters) -> None:
-    """Replaces floating-point tensors by their means over all ranks: exact consensus."""
+    """Replaces floating-point tensors by their mean over all ranks: exact consensus."""
     tensors = [value for _, value in _named(params) if value.is_floating_point()]
     for handle in [allreduce_nonblocking_(tensor.detach()) for tensor in tensors]:
         synchronize(handle)
@@ -114,16 +114,16 @@ def neighbor_allreduce_nonblocking(
     enable_topo_check: bool = True,
     name: str | None = None,
 ) -> int:
-    """The weighted sum of this rank's tensor and its in-neighbours', as a new tensor.
+    """Computes the weighted sum of this rank's and its in-neighbours' tensors as a new tensor.
 
     Args:
-        tensor: floating-point, of any shape; the same on all ranks.
+        tensor: floating-point, of any shape; all ranks give the same shape.
         neighbor_weights, send_neighbors: older names of `src_weights` and `dst_weights`.
-        enable_topo_check: compare all ranks' lists first, if `dst_weights` are given; one small
-            blocking all-gather.
+        enable_topo_check: compare the ranks' lists first, if `dst_weights` are given; this costs
+            one small blocking all-gather.
 
     Raises:
-        UserError: weights given by halves, unknown ranks, contradicting lists, whole numbers.
+        UserError: incomplete weights, unknown ranks, contradictory lists, or an integer tensor.
     """
     what = "neighbor_allreduce"
     src_weights = either(src_weights, neighbor_weights, "src_weights", "neighbor_weights")
@@ -151,10 +151,10 @@ def neighbor_allgather_nonblocking(
     enable_topo_check: bool = True,
     name: str | None = None,
 ) -> int:
-    """The in-neighbours' tensors, without this rank's, joined along the first dimension.
+    """Concatenates the in-neighbours' tensors, without this rank's, along the first dimension.
 
-    They come in ascending order, or that of `src_ranks`; sizes of the first dimension may differ.
-    Starting it blocks for the exchange of the sizes.
+    The order is that of `src_ranks`, by default ascending. The sizes of the first dimension may
+    differ. The start blocks until the sizes are exchanged.
     """
     if (src_ranks is None) != (dst_ranks is None):
         raise UserError("neighbor_allgather: give src_ranks and dst_ranks together, or neither")
@@ -174,9 +174,9 @@ def hierarchical_neighbor_allreduce_nonblocking(
     enable_topo_check: bool = False,
     name: str | None = None,
 ) -> int:
-    """The mean over this machine, then the weighted sum over neighbouring machines.
+    """Computes the mean inside each machine, then the weighted sum over neighbouring machines.
 
-    Weights are of machine numbers. Every rank of a machine gets the same bits.
+    Weights are keyed by machine number. All ranks of a machine get bitwise equal results.
     """
     what = "hierarchical_neighbor_allreduce"
     part = chosen_part(
@@ -197,14 +197,14 @@ def pair_gossip_nonblocking(
     pair_weight: float | None = None,
     name: str | None = None,
 ) -> int:
-    """The weighted sum of two ranks' tensors, by default their mean; both name each other.
+    """Computes the weighted sum of two ranks' tensors, by default their mean.
 
-    Only the two ranks take part.
+    Only these two ranks take part; each gives the other as `target_rank`.
     """
     if (self_weight is None) != (pair_weight is None):
         raise UserError("pair_gossip: give self_weight and pair_weight together, or neither")
     if target_rank == job().rank:
-        raise UserError(f"pair_gossip: rank {target_rank} is this rank itself")
+        raise UserError(f"pair_gossip: target_rank {target_rank} is this rank; give another rank")
     own, other = (0.5, 0.5) if self_weight is None else (self_weight, pair_weight)
     received = torch.empty_like(tensor)
     handle = _checked(job().pairs.core.sendrecv, tensor.detach(), received, target_rank)
@@ -228,7 +228,7 @@ pair_gossip = blocking(pair_gossip_nonblocking)
 
 
 def either(given: T | None, older: T | None, name: str, older_name: str) -> T | None:
-    """What stands under either of two names; raises `UserError` if something stands under both."""
+    """Returns the value given under either name; raises `UserError` if both names are used."""
     if given is not None and older is not None:
         raise UserError(f"{older_name} is the older name of {name}; give one of them")
     return older if given is None else given
@@ -241,56 +241,63 @@ def chosen_part(
     destinations: Targets | None,
     what: str,
 ) -> Round:
-    """The round that a call's weights ask for; those left out are of `default`.
+    """Returns the round with a call's weights; weights that are not given come from `default`.
 
-    Raises `UserError` for weights by halves, or, without destinations, a source that the topology
-    does not have.
+    Raises:
+        UserError: incomplete weights; without destinations also a source that does not send to this
+            rank in the topology.
     """
     check_weights(self_weight, sources, destinations, what)
     if sources is None:
         return default()
     assert self_weight is not None
     if destinations is None:
-        known = default()
-        strangers = sorted(set(sources) - set(known.sources))
-        if strangers:
+        usual = default()
+        unknown = sorted(set(sources) - set(usual.sources))
+        if unknown:
             raise UserError(
-                f"{what}: rank {strangers[0]} in src_weights does not send to this one in the "
-                "current topology; give dst_weights too for edges of another"
+                f"{what}: rank {unknown[0]} in src_weights does not send to this rank in the "
+                "current topology; to use other edges, give dst_weights, too"
             )
-        # A source that is left out sends all the same.
-        sources = {source: sources.get(source, 0.0) for source in known.sources}
-        destinations = known.destinations
+        # A source without a weight sends nevertheless, so its message must be received.
+        sources = {source: sources.get(source, 0.0) for source in usual.sources}
+        destinations = usual.destinations
     weights = {"sources": dict(sources), "destinations": factors(destinations)}
     return Round(self_weight=float(self_weight), **weights)
 
 
 class WeightsError(UserError, ValueError):
-    """Weights that do not belong together; BlueFog raises a ValueError, which this is as well."""
+    """Incomplete weights. BlueFog raises a ValueError, so this class is a subclass of it, too."""
 
 
 def check_weights(
     self_weight: float | None, sources: object, destinations: object, what: str
 ) -> None:
-    """Refuses weights given by halves: those of this rank and of its sources belong together."""
+    """Raises `WeightsError` if only one of `self_weight` and `sources` is given.
+
+    `destinations` need both.
+    """
     if (self_weight is None) != (sources is None):
         both = ("self_weight", "src_weights")
         given, missing = both if sources is None else both[::-1]
         raise WeightsError(f"{what}: {given} is given without {missing}; give both or neither")
     if destinations is not None and sources is None:
         raise WeightsError(
-            f"{what}: dst_weights are given without self_weight and src_weights; ranks must know "
-            "whom they receive from"
+            f"{what}: dst_weights are given without self_weight and src_weights; give these, too, "
+            "so that this rank knows its sources"
         )
 
 
 def factors(ranks: Targets) -> dict[int, float]:
-    """Rank -> factor; ranks of a list have factor 1."""
+    """Returns rank -> factor; ranks given as a list get the factor 1."""
     return dict(ranks) if isinstance(ranks, Mapping) else dict.fromkeys(ranks, 1.0)
 
 
 def check_neighbors(exchange: Exchange, part: Round) -> None:
-    """Compares all ranks' lists; raises `UserError` on every rank if they contradict each other."""
+    """Compares the lists of all ranks; raises `UserError` on every rank if they are contradictory.
+
+    Collective and blocking.
+    """
     _checked(exchange.core.check_neighbors, list(part.sources), list(part.destinations))
 
 
@@ -303,7 +310,11 @@ def _gathered(
     with_own: bool,
     name: str | None,
 ) -> int:
-    """A handle for the tensors of `sources` joined (in rank order with this rank's, `with_own`)."""
+    """Returns a handle for the concatenation of the tensors of `sources`.
+
+    Args:
+        with_own: insert this rank's tensor at its place in rank order.
+    """
     exchange = job().exchange
     local = tensor.detach().reshape(1) if tensor.dim() == 0 else tensor.detach()
     size = torch.tensor([local.shape[0]], device=local.device)
@@ -312,7 +323,7 @@ def _gathered(
     exchange.pending(
         _checked(gather, size, list(sizes), sources, targets, check=check), size.nbytes
     ).wait()
-    pieces = [local.new_empty((int(n), *local.shape[1:])) for n in sizes.flatten().tolist()]
+    pieces = [local.new_empty((int(rows), *local.shape[1:])) for rows in sizes.flatten().tolist()]
     handle = _checked(gather, local.contiguous(), pieces, sources, targets, check=False)
     pending = exchange.pending(handle, local.nbytes * len(targets))
 
@@ -334,28 +345,31 @@ def _checked(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 def _check_machines(part: Round) -> None:
     parts = job().communicator.gather_objects((sorted(part.sources), sorted(part.destinations)))
-    each = parts[:: job().local_size]
-    for index, here in enumerate(parts):
-        if here != each[index // job().local_size]:
-            raise UserError(f"rank {index} names other machines than the first of its machine")
-    sent = _edges([targets for _, targets in each])
-    wanted = {(source, to) for to, source in _edges([sources for sources, _ in each])}
-    for source, to in sorted(sent ^ wanted):
+    by_machine = parts[:: job().local_size]
+    for rank, lists in enumerate(parts):
+        if lists != by_machine[rank // job().local_size]:
+            raise UserError(
+                f"rank {rank} gives other machines than the first rank of its machine; all ranks "
+                "of a machine must give the same"
+            )
+    sent = _edges([targets for _, targets in by_machine])
+    expected = {(source, to) for to, source in _edges([sources for sources, _ in by_machine])}
+    for source, to in sorted(sent ^ expected):
         if (source, to) in sent:
             problem = f"machine {source} sends to machine {to}, which does not expect it"
         else:
-            problem = f"machine {to} expects something of machine {source}, which does not send it"
-        raise UserError(f"machines contradict each other: {problem}")
+            problem = f"machine {to} expects data from machine {source}, which does not send it"
+        raise UserError(f"contradictory machine lists: {problem}")
 
 
 def InferSourceFromDestinationRanks(  # noqa: N802 (BlueFog's name)
     dst_ranks: list[int], construct_adjacency_matrix: bool = False
 ) -> list[int] | tuple[list[int], np.ndarray]:
-    """Which ranks name this one in their `dst_ranks`; a blocking collective call.
+    """Returns the ranks whose `dst_ranks` contain this rank, ascending; collective and blocking.
 
     Args:
-        construct_adjacency_matrix: return also the weights `[n, n]` (row: sender, column: receiver)
-            by which every rank weighs itself and its sources equally.
+        construct_adjacency_matrix: also return the weights `[n, n]` (row: sender, column: receiver)
+            with which every rank weighs itself and its sources equally.
     """
     edges = _edges(_peers(dst_ranks))
     sources = sorted(source for source, to in edges if to == job().rank)
@@ -365,25 +379,25 @@ def InferSourceFromDestinationRanks(  # noqa: N802 (BlueFog's name)
 def InferDestinationFromSourceRanks(  # noqa: N802 (BlueFog's name)
     src_ranks: list[int], construct_adjacency_matrix: bool = False
 ) -> list[int] | tuple[list[int], np.ndarray]:
-    """Which ranks name this one in their `src_ranks`; otherwise as the other."""
+    """Returns the ranks whose `src_ranks` contain this rank; see the function above."""
     edges = {(source, to) for to, source in _edges(_peers(src_ranks))}
     targets = sorted(to for source, to in edges if source == job().rank)
     return (targets, _weights(edges)) if construct_adjacency_matrix else targets
 
 
 def _peers(ranks: list[int]) -> list[list[int]]:
-    """Every rank's list, that of this one checked."""
+    """Returns the lists of all ranks; raises `UserError` if this rank's list is wrong."""
     size, rank = job().size, job().rank
     wrong = [other for other in ranks if not 0 <= other < size or other == rank]
     lists = job().communicator.gather_objects([] if wrong else list(ranks))
     if wrong:
-        raise UserError(f"rank {wrong[0]} is no other rank of a world of {size}")
+        raise UserError(f"rank {wrong[0]} is not one of the other ranks; the world size is {size}")
     return lists
 
 
 def _edges(lists: Iterable[Iterable[int]]) -> set[tuple[int, int]]:
-    """From each number to those in its list."""
-    return {(one, other) for one, others in enumerate(lists) for other in others}
+    """Returns the pairs (i, j) for each j in list i."""
+    return {(number, other) for number, others in enumerate(lists) for other in others}
 
 
 def _weights(edges: set[tuple[int, int]]) -> np.ndarray:

@@ -1,13 +1,13 @@
-"""Asyncddp's wrapper: `from dear.bluefog.ddp import DecentralizedDataParallel`.
+"""Asyncddp's model wrapper: `from dear.bluefog.ddp import DecentralizedDataParallel`.
 
     bf.init()
     model = DecentralizedDataParallel(model, optim_fn, lr_scheduler_fn, sync=False)
     model.set_topology({"topology": bf.topology_util.RingGraph(bf.size()), "name": "ring"})
     for x, y in batches:
-        criterion(model(x), y).backward()  # updates, too; each rank at its own pace
+        criterion(model(x), y).backward()  # also updates; each rank runs at its own pace
     model.global_avg()
 
-In place of `from bluefog.torch.ddp import ...`, the module of that fork of BlueFog.
+It replaces `bluefog.torch.ddp`, a module of Asyncddp's fork of BlueFog.
 """
 
 from __future__ import annotations
@@ -36,42 +36,45 @@ __all__ = ["DecentralizedDataParallel", "LocalStepRandomBatchSampler"]
 
 
 class _Asynchronous(BucketOptimizers, AsyncEngine):
-    """`asyncddp` with an optimizer for each bucket."""
+    """Engine of `asyncddp` with one optimizer per bucket."""
 
 
 class _Synchronous(BucketOptimizers, ParameterEngine):
-    """Averages over the graph, one step behind, with an optimizer for each bucket."""
+    """Engine that averages over the graph, one step late, with one optimizer per bucket."""
 
     order = "overlapped"
 
     def mix(self, bucket: Bucket) -> None:
-        if bucket in self.pending:  # not in the first step
+        if bucket in self.pending:  # the first step has received nothing yet
             super().mix(bucket)
 
 
 class DecentralizedDataParallel(Module):
-    """Trains `model` in its backward passes, averaging with the neighbours in a graph.
+    """Model wrapper that trains in the backward pass and averages with the neighbours in a graph.
 
-    A step is one backward pass. Each bucket of parameters, once its last gradient is there, is
-    averaged with what the neighbours have sent, updated by its optimizer with this rank's own
-    gradient, and sent on. All ranks start with rank 0's parameters and buffers.
+    A step is one backward pass. When the last gradient of a bucket of parameters is ready, the
+    bucket is averaged with the values received from the neighbours, updated by its optimizer with
+    this rank's own gradient, and sent to the neighbours. All ranks start with rank 0's parameters
+    and buffers.
 
     Args:
-        model: on its device already; it is trained in place.
+        model: already on its device; it is trained in place.
         optim_fn: makes the optimizer of one bucket from its (name, parameter) pairs.
-        lr_scheduler_fn: makes its schedule, which advances once per step; None: none.
-        topology: as `set_topology` takes it; None: that of `bf.set_topology`.
-        sync: all ranks make the same steps, and average what was sent after the last one; False:
-            nobody waits, each averages with what has come so far (the algorithm `asyncddp`).
-        scaler: scale the loss with it, and leave `unscale_`, `step` and `update` to this class.
-        grad_clip_norm: largest norm of this rank's whole gradient; 0.0: any. With it, or a scaler,
-            updates wait for the end of the pass.
-        param_as_bucket_view: parameters are views of the buckets, the only way here.
+        lr_scheduler_fn: makes the schedule of an optimizer, which advances once per step; None: no
+            schedule.
+        topology: as for `set_topology`; None: the topology of `bf.set_topology`.
+        sync: True: all ranks make the same number of steps and average the values of the step
+            before. False: no rank waits; each averages the latest values that have arrived (the
+            algorithm `asyncddp`).
+        scaler: scales the loss in the script. This class calls its `unscale_`, `step` and `update`.
+        grad_clip_norm: largest norm of this rank's whole gradient; 0.0: no limit. With a limit or a
+            scaler, all updates are made at the end of the backward pass.
+        param_as_bucket_view: must be True: parameters are always views of the buckets.
         sync_buffer_in_global_avg: `global_avg` averages floating-point buffers, too.
-        bucket_size_in_mb: buckets stay below it, in MB of 2^20 bytes.
+        bucket_size_in_mb: upper limit of a bucket's size, in MB of 2^20 bytes.
 
     Raises:
-        UserError: bad arguments, or nothing to train.
+        UserError: bad arguments, or no parameter to train.
         Unavailable: `sync=False` needs the comm core.
     """
 
@@ -91,7 +94,10 @@ class DecentralizedDataParallel(Module):
         super().__init__()
         positive("bucket_size_in_mb", bucket_size_in_mb)
         if not param_as_bucket_view:
-            raise UserError("param_as_bucket_view=False: parameters are views of buckets here")
+            raise UserError(
+                "param_as_bucket_view=False is not supported: parameters are always views of "
+                "buckets"
+            )
         communicator = runtime.communicator()
         self._model = model
         averaged = [param for param in model.parameters() if param.requires_grad]
@@ -115,17 +121,19 @@ class DecentralizedDataParallel(Module):
         broadcast_parameters(model.state_dict())
 
     def set_topology(self, topology: nx.DiGraph | Mapping[str, Any]) -> None:
-        """Chooses who averages with whom; a collective call, before the first step.
+        """Sets which ranks average with each other; a collective call before the first step.
 
         Args:
             topology: a graph of all ranks, or `{"topology": graph, ...}`. Its weights are used if
-                every edge has one, else each source and the rank itself count the same.
+                every edge has one; otherwise each source and the rank itself get equal weights.
 
         Raises:
-            UserError: training has begun, or it is no such graph.
+            UserError: training has begun, or the graph is not valid.
         """
         if self._engine is not None:
-            raise UserError("the topology stays once training has begun: what was sent is of it")
+            raise UserError(
+                "the topology cannot change after training has begun: messages in flight use it"
+            )
         graph = topology["topology"] if isinstance(topology, Mapping) else topology
         if not isinstance(graph, nx.DiGraph):
             raise UserError(f"topology must be a networkx.DiGraph, got {type(graph).__name__}")
@@ -146,32 +154,32 @@ class DecentralizedDataParallel(Module):
             self._engine = _Asynchronous(self._replica, graph, **self._training)
 
     def global_avg(self) -> None:
-        """Gives everybody the mean of all models; a collective call. Training goes on from it."""
+        """Sets all replicas to their mean; a collective call. Training continues from the mean."""
         if self._engine is not None:
             self._engine.wait()
         self._average.apply(keep=False, measure=False)
         if self._engine is not None:
-            self._engine.drop()  # averages of values that are no more
+            self._engine.drop()  # pending averages use the old values
 
     def get_lr(self) -> float:
-        """The learning rate of the first bucket; 0.0 before the first step."""
-        made = () if self._engine is None else self._engine.optimizers.values()
-        optimizer = next(iter(made), None)
+        """Returns the learning rate of the first bucket; 0.0 before the first step."""
+        optimizers = () if self._engine is None else self._engine.optimizers.values()
+        optimizer = next(iter(optimizers), None)
         return 0.0 if optimizer is None else float(optimizer.param_groups[0]["lr"])
 
     def statistics(self) -> dict[str, Any]:
-        """With `sync=False`: how stale what was averaged was, by neighbour."""
+        """Returns the staleness of the averaged values by neighbour, for `sync=False`."""
         return {} if self._engine is None else self._engine.statistics()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The plain model's."""
+        """Returns the state dict of the wrapped model, with its own parameter names."""
         return self._model.state_dict(*args, **kwargs)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Parameter]]:
-        """The plain model's."""
+        """Yields the named parameters of the wrapped model."""
         return self._model.named_parameters(*args, **kwargs)
 
     def close(self) -> None:
-        """Leaves the model to itself; waits for ranks that still train, unless they are dead."""
+        """Detaches the engine from the model; waits for ranks that still train and are alive."""
         if self._engine is not None:
             self._engine.close()

@@ -1,1 +1,1 @@
-"""Parameters and gradients as flat memory, and what becomes of them."""
+"""Flat memory for parameters and gradients; grouping, compression and averaging of gradients."""

@@ -1,4 +1,4 @@
-"""Averages one flat tensor over the ranks, compressed or not."""
+"""Carriers: averaging of one flat tensor over the ranks, dense or compressed."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from dear.lazy import torch
 
 
 class Carrier(ABC):
-    """Carries the gradients of one buffer, step after step.
+    """Averages the gradients of one buffer over the ranks, step after step.
 
-    A send that is never received leaves no trace, so one that was dropped is as if it had not been.
+    A send without a matching `receive` leaves no trace, so a step may be dropped.
     """
 
     def __init__(self, communicator: Communicator) -> None:
@@ -31,18 +31,18 @@ class Carrier(ABC):
 
     @abstractmethod
     def send(self, tensor: torch.Tensor, present: Sequence[bool] = (True,), **queue: int) -> Work:
-        """Starts to average `tensor`; every rank calls it.
+        """Starts to average `tensor`; every rank must call it.
 
         Args:
-            tensor: dense; must not be touched until the work has ended.
-            present: for each piece of the tensor, whether this rank has a gradient for it. Carriers
-                that keep nothing back have no use for it.
-            queue: `channel` and `priority`, as of the communicator's collectives.
+            tensor: dense; must not be read or written until the work has ended.
+            present: per piece of the tensor, True if this rank has a gradient for it. Carriers
+                without error feedback ignore it.
+            queue: `channel` and `priority`, as for the communicator's collectives.
         """
 
     @abstractmethod
     def receive(self, tensor: torch.Tensor) -> None:
-        """Leaves the mean in the `tensor` that was sent; its work must have ended."""
+        """Writes the mean into `tensor`, the one that was sent; the work must have ended."""
 
 
 class Dense(Carrier):
@@ -56,7 +56,7 @@ class Dense(Carrier):
 
 
 class Half(Carrier):
-    """One all-reduce of a copy in another type, divided before the sum: fp16 has a small range."""
+    """One all-reduce of a copy in another dtype, divided before the sum: fp16 has a small range."""
 
     def __init__(self, communicator: Communicator, wire: torch.dtype) -> None:
         super().__init__(communicator)
@@ -75,13 +75,13 @@ class Half(Carrier):
 
 
 class Payloads(Carrier):
-    """One all-gather of what a compressor makes of the tensor, and of a mark per piece.
+    """One all-gather of a compressed payload and of one mark per piece.
 
-    Of a piece that no rank has a gradient for, nothing is taken in: what was sent of it is that of
-    former steps, and is kept.
+    A piece that no rank has a gradient for counts as not sent. Its payload holds only residuals of
+    former steps, which the compressor keeps.
 
     Args:
-        sizes: of the pieces, in elements.
+        sizes: numbers of elements of the pieces.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Payloads(Carrier):
         ends = list(accumulate(sizes))
         self.pieces = [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
         self.used: list[bool] = [False] * len(sizes)
-        """After `receive`: which pieces some rank has a gradient for."""
+        """Per piece, True if some rank has a gradient for it; set by `receive`."""
         self._gathered: torch.Tensor | None = None
         self._all_present = False
 
@@ -102,11 +102,11 @@ class Payloads(Carrier):
         return self._communicator.all_gather(self._gathered, row, **queue)
 
     def _row_of(self, tensor: torch.Tensor, present: Sequence[bool]) -> torch.Tensor:
-        """This rank's payload and marks."""
+        """Returns this rank's payload and marks as 1-D uint8."""
         self._all_present = all(present)
         payload = self.compressor.compress(flat_view(tensor))
         marks = torch.tensor(present, dtype=torch.uint8).to(payload.device)
-        # Rows then start at multiples of 8 bytes.
+        # Each row of the all-gather must start at a multiple of 8 bytes.
         marks = torch.nn.functional.pad(marks, (0, -marks.numel() % 8))
         self._start = payload.numel()
         return torch.cat([payload, marks])
@@ -116,7 +116,7 @@ class Payloads(Carrier):
         self.commit()
 
     def take(self, tensor: torch.Tensor) -> None:
-        """`receive` in two parts, the first: leaves the mean in `tensor`."""
+        """Does the first part of `receive`: writes the mean into `tensor`."""
         rows = self._gathered.view(self._communicator.size, -1)
         self.compressor.decompress(rows[:, : self._start], flat_view(tensor))
         marks = rows[:, self._start : self._start + len(self.pieces)]
@@ -124,28 +124,29 @@ class Payloads(Carrier):
         self._gathered = None
 
     def _read(self, marks: torch.Tensor) -> None:
-        """Which pieces are used, by the marks of all ranks `[ranks, pieces]`."""
-        if self._all_present:  # then all are, and the device need not be asked
+        """Sets `used` from the marks of all ranks, `[ranks, pieces]`."""
+        if self._all_present:  # all pieces are used, so no copy from the device is needed
             self.used = [True] * len(self.pieces)
         else:
             self.used = marks.any(dim=0).tolist()
 
     def commit(self) -> None:
-        """The second: what was taken counts as sent."""
+        """Does the second part of `receive`: marks the payload as sent."""
         unused = [piece for piece, used in zip(self.pieces, self.used, strict=True) if not used]
         self.compressor.commit(unused)
 
 
 class GlobalTopK(Payloads):
-    """The largest elements of the sum of what ranks have chosen, found by pairs of them.
+    """Averages the largest elements of the sum over ranks, found by pairwise exchange.
 
     gTopK (Shi et al., ICDCS 2019, arXiv 1901.04359): in each of log2 P rounds a rank exchanges its
-    entries with another, adds theirs, and keeps the largest, as many as before; in the end all have
-    the same. Entries that fall away on the way are given back to the compressor of the rank that
-    they came from. The first round is under way after `send`; `take` does the others.
+    entries with another rank, adds the received ones, and keeps as many of the largest as before.
+    After the last round all ranks have the same entries. Entries that are dropped on the way return
+    to the compressor of the rank that sent them. `send` starts the first round; `take` does the
+    others.
 
     Raises:
-        UserError: the number of ranks is no power of 2.
+        UserError: the number of ranks is not a power of 2.
     """
 
     def __init__(self, communicator: Communicator, compressor: TopK, sizes: Sequence[int]) -> None:
@@ -179,24 +180,24 @@ class GlobalTopK(Payloads):
         distance = 1
         while True:
             self._row = self._merged(self._row, self._theirs)
-            kept, kept_at = self.compressor.entries(self._row[: self._start])
-            stays &= torch.isin(places, kept_at[kept != 0])
+            kept_values, kept_places = self.compressor.entries(self._row[: self._start])
+            stays &= torch.isin(places, kept_places[kept_values != 0])
             distance *= 2
             if distance == size:
                 break
             self._exchange(distance).wait()
-        fallen = ~stays & (values != 0)
-        self.compressor.give_back(places[fallen], values[fallen])
+        dropped = ~stays & (values != 0)
+        self.compressor.give_back(places[dropped], values[dropped])
         output = flat_view(tensor).zero_()
-        output.index_add_(0, kept_at, kept, alpha=1 / size)
+        output.index_add_(0, kept_places, kept_values, alpha=1 / size)
         self._read(self._row[self._start :][: len(self.pieces)].unsqueeze(0))
 
     def _merged(self, mine: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
-        """The same on both ranks: an addition of two does not depend on their order."""
-        found = [self.compressor.entries(row[: self._start]) for row in (mine, theirs)]
-        values, at = (torch.cat(parts) for parts in zip(*found, strict=True))
-        places, which = at.unique(sorted=True, return_inverse=True)
-        sums = values.new_zeros(places.numel()).index_add_(0, which, values)
+        """Returns the merged row; it is the same on both ranks, since addition is commutative."""
+        entries = [self.compressor.entries(row[: self._start]) for row in (mine, theirs)]
+        values, repeated = (torch.cat(parts) for parts in zip(*entries, strict=True))
+        places, index = repeated.unique(sorted=True, return_inverse=True)
+        sums = values.new_zeros(places.numel()).index_add_(0, index, values)
         marks = torch.maximum(mine[self._start :], theirs[self._start :])
         return torch.cat([self.compressor.payload(sums, places), marks])
 
@@ -207,7 +208,7 @@ def payload_carrier(
     options: HalfOptions,
     sizes: Sequence[int],
 ) -> Payloads:
-    """What carries the compressor's payloads, as the options say."""
+    """Returns the carrier of the compressor's payloads that the options choose."""
     kind = GlobalTopK if options.compression == "gtopk" else Payloads
     return kind(communicator, compressor, sizes)
 
@@ -218,10 +219,10 @@ def make_carrier(
     like: torch.Tensor,
     sizes: Sequence[int] | None = None,
 ) -> Carrier:
-    """What carries a tensor like `like`, a dense one.
+    """Returns the carrier that the options choose, for dense tensors like `like`.
 
     Args:
-        sizes: of its pieces, in elements, if it has several.
+        sizes: numbers of elements of its pieces, if it has several.
     """
     if options.gathers:
         compressor = make_compressor(options, like.numel(), like.dtype, like.device)
@@ -232,7 +233,7 @@ def make_carrier(
 
 
 ABSENT = -1
-"""The number of entries of a rank that has no tensor at all."""
+"""Number of entries reported by a rank that has no tensor."""
 
 
 def gather_entries(
@@ -241,34 +242,34 @@ def gather_entries(
     communicator: Communicator,
     channel: int = 0,
 ) -> list[tuple[list[int], int]]:
-    """How many entries each rank has of each tensor; blocking.
+    """Gathers how many entries each rank has of each tensor; blocks.
 
     Args:
-        mine: coalesced tensors of this rank, as many on all ranks.
+        mine: this rank's tensors, coalesced; the same number of tensors on all ranks.
 
     Returns:
-        Per tensor: the numbers in rank order (`ABSENT` where there is none), and of how many
-        dimensions the places are (0 if no rank has one).
+        Per tensor: the numbers of entries in rank order (`ABSENT` for a missing tensor), and the
+        number of sparse dimensions (0 if no rank has the tensor).
     """
-    own = [(ABSENT, 0) if t is None else (t._nnz(), t.sparse_dim()) for t in mine]
-    row = torch.tensor(own, dtype=torch.int64).to(device).view(-1)
+    sizes = [(ABSENT, 0) if t is None else (t._nnz(), t.sparse_dim()) for t in mine]
+    row = torch.tensor(sizes, dtype=torch.int64).to(device).view(-1)
     rows = row.new_empty(communicator.size * row.numel())
     communicator.all_gather(rows, row, channel=channel).wait()
-    found = rows.view(communicator.size, len(mine), 2).tolist()
+    sizes_by_rank = rows.view(communicator.size, len(mine), 2).tolist()
     return [
-        ([rank[i][0] for rank in found], max(rank[i][1] for rank in found))
+        ([rank[i][0] for rank in sizes_by_rank], max(rank[i][1] for rank in sizes_by_rank))
         for i in range(len(mine))
     ]
 
 
 class SparseSum:
-    """The sum of one tensor, under way: one all-gather of places and values.
+    """A sum of one sparse tensor under way: one all-gather of indices and values.
 
     Args:
         mine: this rank's tensor, coalesced, or None.
-        like: a tensor of the same shape, type and device; dense ones do.
-        entries: of this tensor, from `gather_entries`.
-        divisor: of the values, before they are sent.
+        like: a tensor of the same shape, dtype and device; may be dense.
+        entries: result of `gather_entries` for this tensor.
+        divisor: divides the values before they are sent.
     """
 
     def __init__(
@@ -284,22 +285,22 @@ class SparseSum:
         self._counts, self._places = entries
         self._size = communicator.size
         self.work: Work | None = None
-        """None if there is nothing to send."""
-        most = max(self._counts)
-        if most <= 0:
+        """None if no rank has entries to send."""
+        largest = max(self._counts)
+        if largest <= 0:
             return
-        indices = torch.zeros(self._places, most, dtype=torch.int64, device=like.device)
-        values = torch.zeros(most, *self._dense_shape(), dtype=like.dtype, device=like.device)
+        indices = torch.zeros(self._places, largest, dtype=torch.int64, device=like.device)
+        values = torch.zeros(largest, *self._dense_shape(), dtype=like.dtype, device=like.device)
         if mine is not None:
             indices[:, : mine._nnz()] = mine.indices()
-            own = mine.values()
-            values[: mine._nnz()] = own if divisor == 1 else own / divisor
+            mine_values = mine.values()
+            values[: mine._nnz()] = mine_values if divisor == 1 else mine_values / divisor
         row = joined(indices.view(-1), values.view(-1))
         self._rows = row.new_empty(self._size * row.numel())
         self.work = communicator.all_gather(self._rows, row)
 
     def result(self) -> torch.Tensor | None:
-        """The sum, coalesced; None if no rank has a tensor. The work must have ended."""
+        """Returns the sum, coalesced, or None if no rank has a tensor; the work must have ended."""
         if max(self._counts) == ABSENT:
             return None
         like, places = self._like, max(self._places, 1)
@@ -307,13 +308,13 @@ class SparseSum:
         indices = [torch.zeros(places, 0, dtype=torch.int64, device=like.device)]
         values = [torch.zeros(0, *dense, dtype=like.dtype, device=like.device)]
         if self.work is not None:
-            most = max(self._counts)
+            largest = max(self._counts)
             for count, row in zip(self._counts, self._rows.view(self._size, -1), strict=True):
-                kinds = (places * most, torch.int64), (most * prod(dense), like.dtype)
-                found_indices, found_values = split(row, *kinds)
+                kinds = (places * largest, torch.int64), (largest * prod(dense), like.dtype)
+                rank_indices, rank_values = split(row, *kinds)
                 count = max(count, 0)
-                indices.append(found_indices.view(places, most)[:, :count])
-                values.append(found_values.view(most, *dense)[:count])
+                indices.append(rank_indices.view(places, largest)[:, :count])
+                values.append(rank_values.view(largest, *dense)[:count])
         return torch.sparse_coo_tensor(
             torch.cat(indices, 1), torch.cat(values), like.shape, check_invariants=False
         ).coalesce()

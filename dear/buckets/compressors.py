@@ -1,4 +1,4 @@
-"""Fewer bytes for a gradient: the options, what travels instead, and what is kept of it."""
+"""Gradient compression: the options, the payloads that travel, and the residuals that are kept."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ from dear.options import Options, at_least, only_with, option_of
 Compression = Literal[
     "none", "fp16", "bf16", "topk", "eftopk", "gaussian", "dgcsampling", "signum", "efsignum"
 ]
-"""What can be done with a gradient by one collective."""
+"""Compressions that need a single collective."""
 SPARSE = ("topk", "eftopk", "gaussian", "dgcsampling", "gtopk")
-"""Some elements travel, with their places."""
+"""Compressions that send some elements, with their indices."""
 SIGNS = ("signum", "efsignum")
-"""One bit per element travels."""
+"""Compressions that send one bit per element."""
 ERROR_FEEDBACK = ("eftopk", "gaussian", "dgcsampling", "gtopk", "efsignum")
-"""What does not travel is added to the next gradient, so that nothing is lost (Stich et al. 2018,
-arXiv 1809.07599; Karimireddy et al. 2019, arXiv 1901.09847)."""
+"""Compressions that add what was not sent to the next gradient, so that nothing is lost (Stich et
+al. 2018, arXiv 1809.07599; Karimireddy et al. 2019, arXiv 1901.09847)."""
 
 DENSITY = 0.001
 _SAMPLED, _LEAST_SEEN, _STRIDE = 100, 10, 37
-"""One element in so many is in the sample of `dgcsampling`; fewer are left out where the sample
-would have less than ten of the largest; and where it begins moves on by so many each step."""
+"""`dgcsampling` samples 1 element in `_SAMPLED`, or more if the sample would hold fewer than
+`_LEAST_SEEN` of the largest. The first sampled element moves on by `_STRIDE` each step."""
 PLACE_BYTES = 4
-"""The place of an element that travels, besides its value."""
+"""Bytes of the index that travels with each value, as the cost model counts them."""
 WARM_UP_FROM = 0.25
-"""Density with which a warm-up begins, as in Deep Gradient Compression (arXiv 1712.01887)."""
+"""Density at the start of a warm-up, as in Deep Gradient Compression (arXiv 1712.01887)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HalfOptions(Options):
-    """For algorithms that can only make each element smaller."""
+    """Options of algorithms that can only send each element in fewer bits."""
 
     compression: Literal["none", "fp16", "bf16"] = "none"
-    """`fp16`, `bf16`: gradients travel in 16 bits per element, divided by the number of ranks
-    before the sum, so that fp16 overflows no sooner than the gradient itself; everything else stays
-    in its own type."""
+    """`fp16`, `bf16`: gradients travel in 16 bits per element. They are divided by the number of
+    ranks before the sum, so that fp16 overflows no sooner than the gradient itself. Everything else
+    keeps its dtype."""
 
     def refuse(self, params: Sequence[torch.nn.Parameter]) -> None:
         for param in params if self.compression != "none" else ():
@@ -54,43 +54,44 @@ class HalfOptions(Options):
 
     @property
     def wire(self) -> torch.dtype | None:
-        """The type in which gradients travel, None if it is their own."""
+        """dtype in which gradients travel; None means their own."""
         name = {"fp16": "float16", "bf16": "bfloat16"}.get(self.compression)
         return getattr(torch, name) if name else None
 
     def narrowed(self, gradient: torch.Tensor, size: int) -> torch.Tensor:
-        """What travels of a rank's gradient in a smaller type, with `size` ranks: its part of the
-        mean."""
+        """Returns the gradient as it travels in the `wire` dtype: divided by `size`, the number of
+        ranks."""
         return (gradient / size).to(self.wire)
 
     @property
     def gathers(self) -> bool:
-        """True if ranks gather each other's payloads, which no reduction can add up."""
+        """True if ranks all-gather their payloads, which no reduction can sum."""
         return self.compression in SPARSE + SIGNS
 
     def share(self, element_size: int) -> float:
-        """Bytes that a rank sends per byte of gradients with elements of `element_size` bytes."""
+        """Returns bytes sent per byte of gradients whose elements have `element_size` bytes."""
         return self.wire.itemsize / element_size if self.wire else 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompressedOptions(HalfOptions):
-    """For algorithms that can carry everything."""
+    """Options of algorithms that support every compression."""
 
     compression: Literal[Compression, "gtopk"] = "none"
-    """`fp16`, `bf16`: gradients travel in 16 bits per element. `topk`: the elements of largest
-    magnitude. `eftopk`: the same, and the rest is added to the next gradient. `gaussian`: as
-    `eftopk`, found faster, as if elements were normally distributed. `dgcsampling`: the same by a
-    sample of the elements, as Deep Gradient Compression does. `gtopk`: as `eftopk`, and of the sum
-    of what ranks have chosen the largest elements, as many as one rank has chosen, found by pairs
-    of ranks; for a number of them that is a power of 2. `signum`: signs, by majority
-    vote. `efsignum`: signs times the mean magnitude, and the rest is added to the next gradient."""
+    """`fp16`, `bf16`: gradients travel in 16 bits per element. `topk`: only the elements of largest
+    magnitude travel. `eftopk`: `topk` with error feedback, which adds what was not sent to the next
+    gradient. `gaussian`: `eftopk` with a faster selection, which assumes normally distributed
+    elements. `dgcsampling`: `eftopk` with a selection by a sample of the elements, as in Deep
+    Gradient Compression. `gtopk`: `eftopk`, and only the largest elements of the sum over ranks are
+    applied, as many as each rank selected; ranks find them in pairs, so their number must be a
+    power of 2. `signum`: signs, by majority vote. `efsignum`: signs times the mean magnitude, with
+    error feedback."""
     density: float = DENSITY
-    """Where elements are chosen: share of the elements that travel, in (0, 1]; at least one
+    """Sparse compressions only: share of the elements that travel, in (0, 1]; at least one element
     does."""
     density_warmup_steps: int = 0
-    """Where elements are chosen: the density falls exponentially from 0.25 to `density` over so
-    many communicated backward passes."""
+    """Sparse compressions only: number of communicated backward passes over which the density falls
+    exponentially from 0.25 to `density`."""
 
     def __post_init__(self) -> None:
         if not 0 < self.density <= 1:
@@ -108,7 +109,7 @@ class CompressedOptions(HalfOptions):
         return self.density_warmup_steps
 
     def density_at(self, step: int) -> float:
-        """The density of communicated pass `step`, counted from 0."""
+        """Returns the density of communicated pass `step`, counted from 0."""
         if step >= self.density_warmup_steps:
             return self.density
         return WARM_UP_FROM * (self.density / WARM_UP_FROM) ** (step / self.density_warmup_steps)
@@ -121,19 +122,20 @@ class CompressedOptions(HalfOptions):
 
 _ROUNDS = 3
 ALIGNMENT = 8
-"""Parts start at multiples of so many bytes, so that they can be viewed as any type."""
+"""Parts of a payload start at multiples of this many bytes, so that any dtype can view them."""
 
 
 class Compressor(ABC):
-    """Turns one flat buffer into bytes and back; one object per buffer, for it may keep state.
+    """Compresses one flat buffer to bytes and back. Each buffer needs its own object, which may
+    keep state.
 
-    A rank calls `compress` on its own gradients, all-gathers the payloads, calls `decompress` on
-    what it has got and then `commit`. Without `commit` it is as if nothing had been sent: what a
-    pass that an error ended, or that another one superseded, has compressed is never lost.
+    A rank calls `compress` on its gradients, all-gathers the payloads, calls `decompress` on the
+    gathered payloads, and then `commit`. Without `commit` nothing counts as sent. So no gradient is
+    lost if an error ends a pass or another pass supersedes it.
 
     Args:
-        numel, dtype, device: of the buffer.
-        error_feedback: what does not travel is added to the next gradient.
+        numel, dtype, device: properties of the buffer.
+        error_feedback: add what was not sent to the next gradient.
     """
 
     def __init__(
@@ -143,37 +145,37 @@ class Compressor(ABC):
         self.residual: torch.Tensor | None = (
             torch.zeros(numel, dtype=dtype, device=device) if error_feedback else None
         )
-        """What has not travelled yet; None without error feedback."""
+        """What was not sent yet; None without error feedback."""
         self.steps = 0
-        """How often `commit` has been called."""
+        """Number of calls of `commit`."""
         self._rest: torch.Tensor | None = None
 
     def compress(self, gradient: torch.Tensor) -> torch.Tensor:
-        """The payload for a 1-D `gradient`, which stays as it is.
+        """Returns the payload for `gradient` (1-D), which does not change.
 
         Returns:
             1-D uint8, of the same length on every rank, a multiple of 8 bytes.
         """
         if self.residual is None:
             return self._encode(gradient)
-        rest = gradient + self.residual
-        whole = torch.isfinite(rest).all()
-        payload = self._encode(rest)
-        self._take_out(payload, rest)
-        # A gradient that has overflowed must not stay for ever (a GradScaler skips its step).
-        self._rest = torch.where(whole, rest, self.residual)
+        pending = gradient + self.residual
+        finite = torch.isfinite(pending).all()
+        payload = self._encode(pending)
+        self._take_out(payload, pending)
+        # An overflowed gradient must not stay in the residual (a GradScaler skips its step).
+        self._rest = torch.where(finite, pending, self.residual)
         return payload
 
     @abstractmethod
     def decompress(self, payloads: torch.Tensor, output: torch.Tensor) -> None:
-        """Writes the mean over ranks, or what stands for it, into `output`, 1-D.
+        """Writes the mean over ranks, or an estimate of it, into `output` (1-D).
 
         Args:
-            payloads: `[ranks, bytes]`, rows of what `compress` returned.
+            payloads: `[ranks, bytes]`; each row is a result of `compress`.
         """
 
     def commit(self, unused: Sequence[slice] = ()) -> None:
-        """The last payload has been taken in by every rank; without its `unused` pieces."""
+        """Confirms that every rank received the last payload, except for its `unused` pieces."""
         self.steps += 1
         if self.residual is None or self._rest is None:
             return
@@ -183,18 +185,18 @@ class Compressor(ABC):
 
     @abstractmethod
     def _encode(self, source: torch.Tensor) -> torch.Tensor:
-        """The payload for `source`, which stays as it is."""
+        """Returns the payload for `source`, which does not change."""
 
     def _take_out(self, payload: torch.Tensor, rest: torch.Tensor) -> None:
-        """Takes from `rest`, of which `payload` was made, what the payload carries."""
+        """Subtracts the values of `payload` from `rest`, the tensor that it was made from."""
         raise NotImplementedError(f"{type(self).__name__} has no error feedback")
 
 
 class TopK(Compressor):
-    """The elements of largest magnitude (Aji and Heafield 2017, arXiv 1704.05021).
+    """Selection of the elements of largest magnitude (Aji and Heafield 2017, arXiv 1704.05021).
 
     Args:
-        density: share of the elements that travel, by the number of `commit` calls before.
+        density: share of the elements that travel, as a function of the number of `commit` calls.
     """
 
     def __init__(
@@ -206,7 +208,7 @@ class TopK(Compressor):
 
     @property
     def count(self) -> int:
-        """How many elements travel the next time."""
+        """Number of elements that the next payload carries."""
         return min(max(int(self.numel * self._density(self.steps)), 1), self.numel)
 
     def _encode(self, source: torch.Tensor) -> torch.Tensor:
@@ -214,41 +216,41 @@ class TopK(Compressor):
         return joined(source[places], places.to(self._index_dtype))
 
     def _select(self, source: torch.Tensor, count: int) -> torch.Tensor:
-        """Places of `count` elements at most; the same place is never chosen twice."""
+        """Returns the indices of at most `count` elements, without duplicates."""
         if count == self.numel:
             return torch.arange(count, device=source.device)
         return source.abs().topk(count, sorted=False).indices
 
     def entries(self, payload: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Values and places that a payload carries, `count` of each; a value of 0 is padding."""
+        """Returns values and indices of a payload, `count` of each; a value of 0 is padding."""
         return self._parts(payload)
 
     def payload(self, values: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        """One of the `count` largest of these entries, whose places differ."""
+        """Returns a payload with the `count` largest entries; `places` must not repeat."""
         count, device = self.count, values.device
         if values.numel() > count:
             chosen = values.abs().topk(count, sorted=False).indices
             values, places = values[chosen], places[chosen]
-        found, at = values.new_zeros(count), torch.zeros(count, dtype=self._index_dtype).to(device)
-        found[: values.numel()], at[: places.numel()] = values, places.to(self._index_dtype)
-        return joined(found, at)
+        kept, at = values.new_zeros(count), torch.zeros(count, dtype=self._index_dtype).to(device)
+        kept[: values.numel()], at[: places.numel()] = values, places.to(self._index_dtype)
+        return joined(kept, at)
 
     def give_back(self, places: torch.Tensor, values: torch.Tensor) -> None:
-        """What the last payload carried there has not been taken in; it is kept for the next."""
+        """Returns values to the residual, since other ranks did not apply them."""
         if self._rest is not None:
             self._rest.index_add_(0, places.long(), values)
 
     def _take_out(self, payload: torch.Tensor, rest: torch.Tensor) -> None:
         values, places = self._parts(payload)
-        # Not a difference, which would leave nan where the element is infinite; and not where the
-        # payload is padded.
+        # A subtraction would leave nan where the element is infinite. Padding has the value 0 and
+        # index 0, and must not clear that element.
         rest[places[values != 0]] = 0
 
     def decompress(self, payloads: torch.Tensor, output: torch.Tensor) -> None:
         output.zero_()
         for payload in payloads:
             values, places = self._parts(payload)
-            # Divided before the sum, which half precision could not hold.
+            # Divided before the sum, which could overflow in half precision.
             output.index_add_(0, places, values, alpha=1 / len(payloads))
 
     def _parts(self, payload: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -257,37 +259,37 @@ class TopK(Compressor):
 
 
 class Gaussian(TopK):
-    """About the largest elements, without sorting: those in the tails of a normal distribution.
+    """Selection of approximately the largest elements, from the tails of a normal distribution.
 
-    The threshold is the normal quantile whose two tails hold `density`, times the standard
-    deviation; it is corrected up to 3 times when it finds less than 2/3 or more than 4/3 of the
-    count (Shi et al. 2019, arXiv 1911.08772). Exactly `count` entries travel: the largest of those
-    found, or all of them and zeros.
+    Needs no sorting. The threshold is the normal quantile whose two tails hold `density`, times the
+    standard deviation. It is corrected up to 3 times if it selects less than 2/3 or more than 4/3
+    of `count` (Shi et al. 2019, arXiv 1911.08772). Exactly `count` entries travel: the largest of
+    the selected ones, or all of them and zeros.
     """
 
     def _select(self, source: torch.Tensor, count: int) -> torch.Tensor:
         if count == self.numel:
             return super()._select(source, count)
-        # In single precision at least: a standard deviation in fp16 overflows early.
+        # At least single precision, since a standard deviation in fp16 overflows early.
         wide = source if source.dtype == torch.float64 else source.float()
-        away = (wide - wide.mean()).abs_()
+        deviation = (wide - wide.mean()).abs_()
         limit = self.quantile() * wide.std(correction=0).item()
         for _ in range(_ROUNDS):
-            found = int((~(away < limit)).sum())
-            if 3 * found < 2 * count:
+            selected = int((~(deviation < limit)).sum())
+            if 3 * selected < 2 * count:
                 limit *= 0.5
-            elif 3 * found > 4 * count:
+            elif 3 * selected > 4 * count:
                 limit *= 1.5
             else:
                 break
-        # Not `>=`: what is not a number must travel, to be noticed.
-        chosen = (~(away < limit)).nonzero().view(-1)
+        # The negated comparison selects nan, too: it must travel to be noticed.
+        chosen = (~(deviation < limit)).nonzero().view(-1)
         if chosen.numel() > count:
             chosen = chosen[wide[chosen].abs().topk(count, sorted=False).indices]
         return chosen
 
     def quantile(self) -> float:
-        """How many standard deviations from the mean the two tails of `density` begin."""
+        """Returns the distance from the mean, in standard deviations, at which the tails begin."""
         return NormalDist().inv_cdf(1 - self._density(self.steps) / 2)
 
     def _encode(self, source: torch.Tensor) -> torch.Tensor:
@@ -301,11 +303,12 @@ class Gaussian(TopK):
 
 
 class DgcSampling(Gaussian):
-    """About the largest elements, by the magnitudes of a sample: Deep Gradient Compression's way
-    (Lin et al. 2018, arXiv 1712.01887).
+    """Selection of approximately the largest elements, by the magnitudes of a sample, as in Deep
+    Gradient Compression (Lin et al. 2018, arXiv 1712.01887).
 
-    The threshold is the largest that `density` of the sample reach, and the sample is one element
-    in 100, others in each step. Of what is found the largest `count` travel.
+    The sample is 1 element in 100, a different one in each step. The threshold is the magnitude
+    that a share `density` of the sample reaches. The largest `count` of the elements above it
+    travel.
     """
 
     def _select(self, source: torch.Tensor, count: int) -> torch.Tensor:
@@ -315,8 +318,8 @@ class DgcSampling(Gaussian):
             return super(Gaussian, self)._select(source, count)
         magnitudes = source.abs()
         sample = magnitudes[self.steps * _STRIDE % every :: every]
-        seen = min(sample.numel(), max(1, round(share * sample.numel())))
-        limit = sample.topk(seen, sorted=False).values.min()
+        reached = min(sample.numel(), max(1, round(share * sample.numel())))
+        limit = sample.topk(reached, sorted=False).values.min()
         chosen = (~(magnitudes < limit)).nonzero().view(-1)
         if chosen.numel() > count:
             chosen = chosen[magnitudes[chosen].topk(count, sorted=False).indices]
@@ -326,7 +329,7 @@ class DgcSampling(Gaussian):
 class Signum(Compressor):
     """Signs by majority vote (Bernstein et al. 2018, arXiv 1802.04434); 0 counts as positive.
 
-    What stands for the mean is 1, -1, or 0 where the votes are equal.
+    The result, in place of the mean, is 1, -1, or 0 for a tied vote.
     """
 
     def _encode(self, source: torch.Tensor) -> torch.Tensor:
@@ -365,7 +368,7 @@ class EfSignum(Compressor):
 def make_compressor(
     options: CompressedOptions, numel: int, dtype: torch.dtype, device: torch.device
 ) -> Compressor:
-    """A compressor for one buffer; raises `UserError` if none has the name in `options`."""
+    """Makes the compressor for one buffer; raises `UserError` for an unknown `compression`."""
     name, feedback = options.compression, options.compression in ERROR_FEEDBACK
     kinds = {
         "topk": TopK,
@@ -383,17 +386,18 @@ def make_compressor(
 
 
 def joined(*parts: torch.Tensor) -> torch.Tensor:
-    """The bytes of 1-D tensors one after another, each padded to a multiple of 8."""
+    """Concatenates the bytes of 1-D tensors, each padded to a multiple of 8 bytes."""
     pad = torch.nn.functional.pad
     whole = [part.view(torch.uint8) for part in parts]
     return torch.cat([pad(part, (0, -part.numel() % ALIGNMENT)) for part in whole])
 
 
 def split(payload: torch.Tensor, *parts: tuple[int | None, torch.dtype]) -> list[torch.Tensor]:
-    """What `joined` has joined, as views.
+    """Returns views of the tensors that `joined` concatenated.
 
     Args:
-        parts: the number of elements and the type of each; None: all that are left, with padding.
+        parts: number of elements and dtype of each; a count of None takes all bytes that are left,
+            with padding.
     """
     result, start = [], 0
     for count, dtype in parts:
@@ -404,9 +408,9 @@ def split(payload: torch.Tensor, *parts: tuple[int | None, torch.dtype]) -> list
 
 
 def pack_signs(values: torch.Tensor) -> torch.Tensor:
-    """One bit per element, set where it is not negative; padded to a multiple of 64 bits.
+    """Packs one bit per element, set if it is not negative; pads to a multiple of 64 bits.
 
-    Element i is bit `i % 8` (from the lowest) of byte `i // 8`.
+    Element i is bit `i % 8` (from the lowest) of byte `i // 8`. Returns 1-D uint8.
     """
     bits = (values >= 0).to(torch.uint8)
     bits = torch.nn.functional.pad(bits, (0, -bits.numel() % (8 * ALIGNMENT)))
@@ -415,7 +419,7 @@ def pack_signs(values: torch.Tensor) -> torch.Tensor:
 
 
 def unpack_signs(packed: torch.Tensor, numel: int) -> torch.Tensor:
-    """The first `numel` signs of `pack_signs` as int8: 1 or -1."""
+    """Returns the first `numel` signs of `pack_signs` as int8: 1 or -1."""
     shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
     bits = (packed.view(-1, 1) >> shifts) & 1
     return bits.view(-1)[:numel].to(torch.int8).mul_(2).sub_(1)

@@ -1,4 +1,4 @@
-"""Flat memory of parameters and gradients, which collectives read and write in place."""
+"""Buckets: flat memory of parameters and gradients that collectives read and write in place."""
 
 from __future__ import annotations
 
@@ -19,24 +19,25 @@ B = TypeVar("B", bound="Bucket")
 
 
 class Bucket:
-    """Parameters that travel together: values in flat memory, gradients, or both.
+    """Parameters that travel together: their values in flat memory, their gradients, or both.
 
-    Values and gradients lie in one order, each parameter's in its own memory order, so that a
-    collective moves a bucket as one tensor and an optimizer sees every parameter by itself.
-    Without flat memory (then parameters may be of several kinds) a bucket still notices when
-    somebody changes their gradients.
+    Values and gradients have the same order, and each parameter keeps its memory order. So a
+    collective moves a bucket as one tensor, and an optimizer sees each parameter as a tensor.
+    A bucket may have no flat memory. Its parameters may then differ in dtype and device, and the
+    bucket only detects changes of their gradients.
 
-    Gradients get in on one of two ways. `adopt` makes `p.grad` a view of the bucket: autograd makes
-    a gradient of its own where there was none (after `zero_grad()`), which costs one copy; one that
-    is a view already (further backward passes, `zero_grad(set_to_none=False)`) is added to in
-    place. `pack` leaves `p.grad` alone and copies, with a mark per parameter behind the gradients:
-    1 where this rank has one, so that after a sum over ranks 0 means that nobody has.
+    Gradients enter the bucket in one of two ways. `adopt` makes `p.grad` a view of the bucket. If
+    `p.grad` was None (after `zero_grad()`), autograd allocates the gradient, and `adopt` copies it
+    once. If `p.grad` is a view already (further backward passes, `zero_grad(set_to_none=False)`),
+    autograd adds to it in place. `pack` leaves `p.grad` alone and copies the gradients. It appends
+    one mark per parameter: 1 if this rank has a gradient. A sum of 0 over the ranks then means that
+    no rank has one.
 
     Args:
-        values: flat; each `p.data` becomes a view of it, so that nothing is copied ever.
-        gradients: flat, zeroed, padded as collectives need it.
-        spare: flat, as large as `values`: what others send.
-        viewed: False lets parameters keep memory of their own; `pull` and `push` copy.
+        values: flat; each `p.data` becomes a view of it, so that no later copy is needed.
+        gradients: flat, zeroed, padded as the collectives require.
+        spare: flat, as large as `values`; receives the values of other ranks.
+        viewed: if False, parameters keep their own memory, and `pull` and `push` copy.
         packed: gradients are copied in, and `gradients` has room for the marks.
     """
 
@@ -55,7 +56,7 @@ class Bucket:
         *self.offsets, self.numel = accumulate((p.numel() for p in params), initial=0)
         self.values, self.gradients, self.spare = values, gradients, spare
         self.pieces = [] if values is None else self.views(values)
-        """The places of the parameters in `values`, in their shapes."""
+        """Views of `values`: one per parameter, in its shape."""
         self._spare_pieces = [] if spare is None else self.views(spare)
         self.gradient_views = [] if gradients is None else self.views(gradients)
         self._pointers = _pointers(self.pieces)
@@ -72,18 +73,18 @@ class Bucket:
                 self.adopt()
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Pieces of `flat`, laid out like this bucket, in shape and memory order of parameters."""
-        places = zip(self.offsets, self.params, strict=True)
-        return [shaped(flat, offset, param) for offset, param in places]
+        """Returns views of `flat`, laid out as this bucket: each in its parameter's shape."""
+        pairs = zip(self.offsets, self.params, strict=True)
+        return [shaped(flat, offset, param) for offset, param in pairs]
 
     def adopt(self) -> None:
-        """Lets the gradients that there are become views of the bucket."""
+        """Makes the existing gradients views of the bucket."""
         for param, view in zip(self.params, self.gradient_views, strict=True):
             if param.grad is not None:
                 adopt(param, view)
 
     def pack(self, divisor: int = 1) -> None:
-        """Copies the gradients in, divided; a parameter without one contributes zeros."""
+        """Copies the gradients in, divided by `divisor`; a missing gradient counts as zeros."""
         self.copy_gradients(self.gradient_views, divisor)
         has = [param.grad is not None for param in self.params]
         self._all_present = all(has)
@@ -93,7 +94,7 @@ class Bucket:
             self.marks.copy_(torch.tensor(has, dtype=torch.float32))
 
     def copy_gradients(self, to: Sequence[torch.Tensor], divisor: int = 1) -> None:
-        """Copies the gradients, divided, to tensors like `views`; those there are not are 0."""
+        """Copies the gradients, divided, to tensors like `views`; a missing one becomes 0."""
         with torch.no_grad():
             for param, view in zip(self.params, to, strict=True):
                 if param.grad is None:
@@ -104,15 +105,15 @@ class Bucket:
                     torch.div(param.grad, divisor, out=view)
 
     def means(self) -> dict[torch.nn.Parameter, torch.Tensor | None]:
-        """What a collective made of what was packed; None where no rank has a gradient."""
-        if self._all_present:  # then no mark can be 0, and the device need not be asked
+        """Returns the gradients after the collective; None for those that no rank has."""
+        if self._all_present:  # no mark can be 0, so the marks need not be copied from the device
             return dict(zip(self.params, self.gradient_views, strict=True))
         marks = self.marks.abs().tolist()
-        found = zip(self.params, self.gradient_views, marks, strict=True)
-        return {param: view if mark > 0 else None for param, view, mark in found}
+        triples = zip(self.params, self.gradient_views, marks, strict=True)
+        return {param: view if mark > 0 else None for param, view, mark in triples}
 
     def note(self) -> None:
-        """Remembers the gradients as they are, to notice changes; those there are not are zero."""
+        """Records the gradients, to detect later changes; missing adopted ones become 0."""
         self._seen = [param.grad for param in self.params]
         if self._adopts:
             for i, view in enumerate(self.gradient_views):
@@ -124,15 +125,15 @@ class Bucket:
         self._sampled = _sample(self.params)
 
     def forget(self) -> None:
-        """Lets go of what was noted; nothing counts as changed until the next `note`."""
+        """Drops the record of `note`; `changed` reports nothing until the next `note`."""
         self._seen: list[torch.Tensor | None] = []
         self._versions: list[int] = []
         self._sampled: torch.Tensor | None = None
 
     def changed(self) -> torch.nn.Parameter | None:
-        """A parameter whose gradient is another, or has been written to, since `note`."""
-        for param, seen in zip(self.params, self._seen, strict=False):
-            if param.grad is not seen:
+        """Returns a parameter whose gradient was replaced or written to since `note`, or None."""
+        for param, noted in zip(self.params, self._seen, strict=False):
+            if param.grad is not noted:
                 return param
         now = self._counters() if self._seen else []
         for param, before, after in zip(self.params, self._versions, now, strict=False):
@@ -141,7 +142,7 @@ class Bucket:
         return None
 
     def _counters(self) -> list[int]:
-        """The version counters of what was seen; views of one tensor share one."""
+        """Returns the version counters of the recorded gradients; views of one tensor share one."""
         if self._adopts:
             return [self.gradients._version]
         return [0 if gradient is None else gradient._version for gradient in self._seen]
@@ -157,9 +158,9 @@ class Bucket:
             )
 
     def scaled_in_place(self) -> bool:
-        """True if a gradient's values are not those at `note`; waits for the device.
+        """Returns True if gradient values differ from those at `note`; waits for the device.
 
-        A GradScaler changes values and leaves version counters as they are.
+        A GradScaler changes values without changing version counters. Only a sample is compared.
         """
         if self._sampled is None:
             return False
@@ -167,9 +168,9 @@ class Bucket:
         return now is not None and not torch.equal(now, self._sampled)
 
     def reclaim(self) -> bool:
-        """Takes parameters back that got other memory; False if one is of another kind now.
+        """Takes back parameters that moved to other memory; False if they no longer fit.
 
-        `module.to(...)` moves parameters and gradients by giving the same objects other memory.
+        `module.to(...)` gives the same parameter and gradient objects other memory.
         """
         if _pointers(self.gradient_views) != self._gradient_pointers:
             return False
@@ -188,12 +189,12 @@ class Bucket:
         return True
 
     def pull(self) -> None:
-        """`values` is what the parameters are."""
+        """Updates `values` from the parameters."""
         if not self._viewed:
             self._load(viewed=False)
 
     def push(self) -> None:
-        """The parameters are what `values` is."""
+        """Updates the parameters from `values`."""
         if self._viewed:
             self.touched()
         else:
@@ -201,7 +202,7 @@ class Bucket:
                 param.copy_(piece)
 
     def take_spare(self) -> None:
-        """The parameters become what `spare` is; by another view, where they are views."""
+        """Swaps `values` and `spare`, and gives the parameters the values of the former `spare`."""
         self.values, self.spare = self.spare, self.values
         self.pieces, self._spare_pieces = self._spare_pieces, self.pieces
         self._pointers = _pointers(self.pieces)
@@ -212,12 +213,12 @@ class Bucket:
 
     def touched(self) -> None:
         """Tells autograd that the values have changed, as an optimizer's update would."""
-        # It refuses where nothing needs a gradient; then nothing keeps values for one either.
+        # increment_version raises if no tensor requires a gradient; no graph has saved values then.
         if any(param.requires_grad for param in self.params):
             torch.autograd.graph.increment_version(self.params)
 
     def release(self) -> None:
-        """Gives parameters and gradients memory of their own again."""
+        """Gives parameters and gradients their own memory again."""
         for param, view in zip(self.params, self.gradient_views, strict=False):
             if param.grad is view:
                 param.grad = view.clone()
@@ -227,7 +228,7 @@ class Bucket:
         self._viewed = False
 
     def _load(self, viewed: bool) -> None:
-        """Copies parameters into their places that are not there, and lets them be views."""
+        """Copies parameters that lie elsewhere into `values`; makes them views if `viewed`."""
         for param, piece in zip(self.params, self.pieces, strict=True):
             if param.data_ptr() != piece.data_ptr():
                 piece.copy_(param)
@@ -236,7 +237,7 @@ class Bucket:
 
 
 def adopt(param: torch.nn.Parameter, view: torch.Tensor) -> None:
-    """Makes `view` the gradient of `param`, with the values of the one it has."""
+    """Makes `view` the gradient of `param`, and copies the present gradient into it."""
     gradient = param.grad
     if gradient is not view:
         view.copy_(gradient.detach() if gradient.requires_grad else gradient)
@@ -244,7 +245,10 @@ def adopt(param: torch.nn.Parameter, view: torch.Tensor) -> None:
 
 
 def shaped(flat: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Tensor:
-    """The piece of `flat` from `offset` on in shape and, if dense, memory order of `like`."""
+    """Returns the piece of `flat` from `offset` on, in the shape and memory order of `like`.
+
+    A `like` that is not dense gets a contiguous view.
+    """
     piece = flat.detach()[offset : offset + like.numel()]
     if torch.ops.aten.is_non_overlapping_and_dense(like):
         return piece.as_strided(like.shape, like.stride())
@@ -254,24 +258,24 @@ def shaped(flat: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Tensor:
 def with_gradients(
     gradients: Mapping[torch.nn.Parameter, torch.Tensor | None], update: Callable[[], Any]
 ) -> Any:
-    """`update()` while each `p.grad` is what `gradients` says."""
-    kept = {param: param.grad for param in gradients}
+    """Runs `update()` with each `p.grad` set to the entry in `gradients`; restores them after."""
+    saved = {param: param.grad for param in gradients}
     try:
         for param, gradient in gradients.items():
             param.grad = gradient
         return update()
     finally:
-        for param, gradient in kept.items():
+        for param, gradient in saved.items():
             param.grad = gradient
 
 
 def flatten(
     groups: Sequence[Sequence[torch.nn.Parameter]], communicator: Communicator, *, values: bool
 ) -> list[Bucket]:
-    """A bucket per group that adopts gradients and, if asked for, holds values.
+    """Makes one bucket per group that adopts gradients and, if `values`, holds the values too.
 
-    Few buffers, a part at a time, so that little memory is held twice. Each bucket is padded to a
-    multiple of the world size.
+    Buckets share buffers. Memory is allocated and filled one buffer at a time, so that only a small
+    part of the model exists twice. Each bucket is padded to a multiple of the world size.
     """
     result: list[Bucket] = []
     waiting: list[Sequence[torch.nn.Parameter]] = []
@@ -286,7 +290,7 @@ def flatten(
 
 
 def packed_bucket(params: Sequence[torch.nn.Parameter], world_size: int) -> Bucket:
-    """A bucket that copies gradients, in ordinary memory, padded to a multiple of the world."""
+    """Makes a packed bucket in ordinary memory, padded to a multiple of the world size."""
     like = params[0]
     numel = padded(sum(param.numel() for param in params) + len(params), world_size)
     gradients = torch.zeros(numel, dtype=like.dtype, device=like.device)
@@ -298,22 +302,22 @@ def packed_buckets(
     communicator: Communicator,
     kind: Callable[..., B] = Bucket,
 ) -> list[B]:
-    """A bucket (`kind`) per group that copies gradients, where the backend reads in place.
+    """Makes one packed bucket (`kind`) per group, in memory that the backend reads in place.
 
-    All of one type and device lie in one buffer: each buffer has a file descriptor.
+    Buckets of one dtype and device share a buffer, since each buffer takes a file descriptor.
     """
-    places, rooms, likes = [], {}, {}
+    slices, lengths, likes = [], {}, {}
     for params in groups:
-        room = _kind(params[0])
+        key = _kind(params[0])
         size = sum(param.numel() for param in params) + len(params)
-        start = rooms.get(room, 0)
-        places.append((room, slice(start, start + size)))
-        rooms[room] = start + padded(size, max(1, ALIGNMENT_BYTES // params[0].element_size()))
-        likes[room] = params[0]
-    buffers = {room: buffer(likes[room], size, communicator) for room, size in rooms.items()}
+        start = lengths.get(key, 0)
+        slices.append((key, slice(start, start + size)))
+        lengths[key] = start + padded(size, max(1, ALIGNMENT_BYTES // params[0].element_size()))
+        likes[key] = params[0]
+    buffers = {key: buffer(likes[key], size, communicator) for key, size in lengths.items()}
     return [
-        kind(params, gradients=buffers[room][place], packed=True)
-        for params, (room, place) in zip(groups, places, strict=True)
+        kind(params, gradients=buffers[key][place], packed=True)
+        for params, (key, place) in zip(groups, slices, strict=True)
     ]
 
 
@@ -325,11 +329,11 @@ def value_bucket(
     shared: bool = True,
     spare: bool = False,
 ) -> Bucket:
-    """A bucket that holds values, of at least one element; gradients stay as they are.
+    """Makes a bucket that holds values (at least one element); gradients stay where they are.
 
     Args:
-        shared: take memory that the backend reads in place.
-        spare: with as much memory again, for what others send.
+        shared: use memory that the backend reads in place.
+        spare: allocate a second buffer of this size, for the values of other ranks.
     """
     like, numel = params[0], max(1, sum(param.numel() for param in params))
 
@@ -351,13 +355,13 @@ def _lay_out(
     total = max(1, sum(room))
     gradients = buffer(like, total, communicator)
     data = buffer(like, total, communicator) if values else None
-    result, at = [], 0
-    for group, size, taken in zip(groups, sizes, room, strict=True):
-        piece = slice(at, at + size)
-        own = None if data is None else data[piece]
-        # `data` has a version counter of its own, which the groups of a buffer must not share.
-        result.append(Bucket(group, gradients=gradients[piece].data, values=own))
-        at += taken
+    result, start = [], 0
+    for group, size, stride in zip(groups, sizes, room, strict=True):
+        piece = slice(start, start + size)
+        value_piece = None if data is None else data[piece]
+        # `.data` gives each bucket its own version counter; views of one buffer would share it.
+        result.append(Bucket(group, gradients=gradients[piece].data, values=value_piece))
+        start += stride
     return result
 
 
@@ -370,7 +374,7 @@ def _kind(tensor: torch.Tensor) -> tuple[torch.dtype, torch.device]:
 
 
 def _sample(params: Sequence[torch.nn.Parameter]) -> torch.Tensor | None:
-    """Some bytes of the last gradient; as bytes, so that nan equals nan."""
+    """Returns up to 8 elements of the last gradient, as bytes: there nan equals nan."""
     for param in reversed(params):
         gradient = param.grad
         if gradient is None or gradient.layout is not torch.strided:
@@ -382,10 +386,10 @@ def _sample(params: Sequence[torch.nn.Parameter]) -> torch.Tensor | None:
 
 
 def _give_back() -> None:
-    """Returns freed memory to the system, where the C library can (glibc); elsewhere nothing.
+    """Returns freed memory to the system with glibc's `malloc_trim`; does nothing without it.
 
-    Tensors of some megabytes come from malloc's heap once one of that size has been freed, and the
-    heap keeps what is freed within it: a model that has moved would count twice for ever.
+    After the first tensor of some megabytes is freed, malloc serves that size from its heap, and
+    the heap keeps freed memory. Without the trim, a moved model would occupy its memory twice.
     """
     trim = _malloc_trim()
     if trim is not None:

@@ -1,4 +1,4 @@
-"""Which gradients travel together, and the order of a model's parameters that this goes by."""
+"""Grouping of gradients into messages, and the parameter order that the groups follow."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from dear.lazy import torch
 
 KIB, MIB = 2**10, 2**20
 Cost = Callable[[float], float]
-"""Seconds of one message by its size."""
+"""Seconds that a message takes, as a function of its size."""
 Groups = list[list[int]]
-"""Neighbours by their places in a list."""
+"""Groups of neighbours, given by their indices in a list."""
 
-# --- rules over sizes and times, in any units that agree ------------------------------------------
+# --- rules over sizes and times, in any consistent units ------------------------------------------
 
 
 def by_threshold(sizes: Sequence[float], threshold: float) -> Groups:
-    """Neighbours joined as long as the group stays below `threshold` (same unit as `sizes`).
+    """Joins neighbours as long as the group stays below `threshold` (same unit as `sizes`).
 
-    A group always takes its first item; DeAR (arXiv 2302.12445) fuses layers so, in forward order.
+    A group always takes its first item. DeAR (arXiv 2302.12445) fuses layers by this rule, in
+    forward order.
     """
     groups: Groups = []
     total = 0.0
@@ -37,15 +38,15 @@ def by_threshold(sizes: Sequence[float], threshold: float) -> Groups:
 
 
 def by_buffer(sizes: Sequence[float], limit: float) -> Groups:
-    """Neighbours packed into buffers of at most `limit` (same unit as `sizes`).
+    """Packs neighbours into buffers of at most `limit` (same unit as `sizes`).
 
-    An item that fills a buffer by itself travels alone; with a limit of 0 every item does. DADT
-    splits so what is ready in one cycle.
+    An item that fills a buffer alone gets its own group; with a limit of 0 each item does. DADT
+    splits by this rule the gradients that are ready in one cycle.
     """
     groups: Groups = []
     room = 0.0
     for index, size in enumerate(sizes):
-        if groups and size < limit and size <= room:  # what is empty fits where nothing is
+        if groups and size < limit and size <= room:  # an empty item fits into a full buffer
             groups[-1].append(index)
             room -= size
         else:
@@ -55,10 +56,10 @@ def by_buffer(sizes: Sequence[float], limit: float) -> Groups:
 
 
 def by_ramp(sizes: Sequence[float], threshold: float, first: float) -> Groups:
-    """Like `by_threshold`, with smaller groups at both ends.
+    """Joins neighbours as `by_threshold` does, into smaller groups at both ends.
 
-    A group stays below the total that lies before it, and below what follows it, but may always
-    reach `first`: at the ends, where nothing hides its transfer, little is waited for.
+    A group stays below the total size before it and below the total size after it, but may always
+    reach `first`. At the ends no computation hides a transfer, so small groups shorten the wait.
     """
     groups: Groups = []
     total = before = 0.0
@@ -77,7 +78,7 @@ def by_ramp(sizes: Sequence[float], threshold: float, first: float) -> Groups:
 
 
 def by_count(count: int, nearby: int) -> Groups:
-    """`count` neighbours in groups of `nearby`, the last one with the rest; below 0: all in one."""
+    """Splits `count` neighbours into groups of `nearby`; if `nearby` < 0, makes a single group."""
     if nearby < 0:
         nearby = max(count, 1)
     return [list(range(i, min(i + nearby, count))) for i in range(0, count, nearby)]
@@ -87,8 +88,8 @@ def by_wait(waits_s: Sequence[float], cycle_s: float) -> Groups:
     """Joins neighbours whose gradients arrive within the same cycle.
 
     Args:
-        waits_s: how long each gradient waits for the end of the pass, in forward order (rising).
-        cycle_s: length of a cycle in seconds; the first starts at the end of the pass.
+        waits_s: seconds from each arrival to the end of the pass, in forward order (rising).
+        cycle_s: length of a cycle in seconds; cycles count backwards from the end of the pass.
     """
     groups: Groups = []
     cycle = -1
@@ -108,12 +109,12 @@ def by_total(
     *,
     first: float | None = None,
 ) -> Groups:
-    """Closes a group once it has reached `threshold`; 0 leaves every gradient alone.
+    """Closes a group once it has reached `threshold`; 0 leaves each gradient alone.
 
     Gradients of different `kinds` (dtypes, devices) are never merged.
 
     Args:
-        first: the threshold of the first group; None: the same.
+        first: threshold of the first group; None means `threshold`.
     """
     plan: Groups = []
     total = 0.0
@@ -137,17 +138,18 @@ def greedy(
     least: float = 0.0,
     kinds: Sequence[Hashable] | None = None,
 ) -> Groups:
-    """The rule of MG-WFBP (Shi et al., INFOCOM 2019, arXiv 1811.11141).
+    """Groups gradients by the rule of MG-WFBP (Shi et al., INFOCOM 2019, arXiv 1811.11141).
 
-    Gradients are numbered in the order in which they arrive in the backward pass. Messages go one
-    after another, each when its last gradient has arrived.
+    Gradients are numbered in the order in which they arrive in the backward pass. Messages travel
+    one after another. Each starts once its last gradient has arrived.
 
-    A message that the next gradient would find unfinished takes it in, if it could not have started
-    by then, or if waiting costs less than the start-up that is saved.
+    The next gradient joins the current message if it arrives before that message would end, and
+    one of two conditions holds: the message could not start before the arrival, or the wait for the
+    arrival costs less than the start-up that it saves.
 
     Args:
-        wait: with the second condition; without it this is ASC-WFBP (INFOCOM 2021).
-        least: messages below this size always take in the next gradient.
+        wait: apply the second condition; without it the rule is ASC-WFBP (INFOCOM 2021).
+        least: a message below this size always takes the next gradient.
         kinds: as for `by_total`.
     """
     plan: Groups = [[0]] if sizes else []
@@ -180,11 +182,11 @@ def optimal(
     *,
     kinds: Sequence[Hashable] | None = None,
 ) -> Groups:
-    """The plan with the earliest finish, by dynamic programming over the last group.
+    """Returns the plan with the earliest end, by dynamic programming over the last group.
 
-    Exact for any cost function: a message's end never gets later if what precedes it ends earlier.
-    Among plans that end alike it prefers few messages. Time grows with the square of the number of
-    gradients.
+    The plan is exact for any cost function, since a message never ends later if its predecessors
+    end earlier. Among plans with the same end, the one with fewer messages wins. The run time is
+    quadratic in the number of gradients.
     """
     # best[n]: the earliest end and the number of messages of the first n gradients.
     best: list[tuple[float, int]] = [(0.0, 0)]
@@ -214,34 +216,34 @@ def optimal(
 
 @dataclass(frozen=True, kw_only=True)
 class Arrived:
-    """The gradients of a backward pass in the order in which they arrive, without a model."""
+    """Gradients of a backward pass in the order of arrival, described without a model."""
 
     sizes: Sequence[int]
-    """Bytes."""
+    """Size of each gradient in bytes."""
     arrivals_s: Sequence[float]
-    """From the begin of the pass."""
+    """Seconds from the start of the pass to each arrival."""
     owners: Sequence[Hashable]
-    """The layer of each."""
+    """Layer of each gradient."""
     end_s: float
-    """Of the pass."""
+    """Duration of the pass in seconds."""
 
     def by_layer(self) -> Groups:
-        """Those of each layer, layers in the order in which they are complete."""
-        found: dict[Hashable, list[int]] = {}
-        for place, owner in enumerate(self.owners):
-            found.setdefault(owner, []).append(place)
-        return sorted(found.values(), key=max)
+        """Returns the gradients of each layer; layers are in the order of completion."""
+        by_owner: dict[Hashable, list[int]] = {}
+        for index, owner in enumerate(self.owners):
+            by_owner.setdefault(owner, []).append(index)
+        return sorted(by_owner.values(), key=max)
 
 
 def by_layers(arrived: Arrived, options: Any) -> Groups:
-    """What `group` and `launch_order` make of one type on one device.
+    """Returns the groups of `group`, in `launch_order`, for gradients of one dtype and device.
 
     Args:
         options: as for `group`.
     """
     alone = options.fusion == "none"
     units = by_count(len(arrived.sizes), 1) if alone else arrived.by_layer()
-    units.reverse()  # as the next forward pass needs them
+    units.reverse()  # to the order in which the next forward pass needs them
     sizes = [sum(arrived.sizes[i] for i in unit) for unit in units]
     waits = [min(arrived.end_s - arrived.arrivals_s[i] for i in unit) for unit in units]
     joined = _joined(sizes, waits, options)
@@ -251,16 +253,18 @@ def by_layers(arrived: Arrived, options: Any) -> Groups:
 def ends(
     groups: Groups, sizes: Sequence[float], arrivals: Sequence[float], cost: Cost
 ) -> list[float]:
-    """When the message of each group ends: one after another, each when its last gradient is there.
+    """Returns the end time of each group's message.
+
+    Messages travel one after another. Each starts once its last gradient has arrived.
 
     Args:
         sizes, arrivals, cost: as for `greedy`.
     """
-    found: list[float] = []
+    end_times: list[float] = []
     for group in groups:
-        start = max(found[-1] if found else 0.0, arrivals[group[-1]])
-        found.append(start + cost(sum(sizes[index] for index in group)))
-    return found
+        start = max(end_times[-1] if end_times else 0.0, arrivals[group[-1]])
+        end_times.append(start + cost(sum(sizes[index] for index in group)))
+    return end_times
 
 
 # --- groups of a model's parameters ---------------------------------------------------------------
@@ -269,27 +273,27 @@ def ends(
 def layers(
     model: torch.nn.Module, trained: Sequence[torch.nn.Parameter]
 ) -> list[list[torch.nn.Parameter]]:
-    """The `trained` parameters by the module that owns them, in registration order.
+    """Returns the `trained` parameters by the module that owns them, in registration order.
 
-    A parameter shared by modules belongs to the first; modules that own none are left out.
+    A parameter shared by modules belongs to the first; modules without any are left out.
     """
-    wanted = set(trained)
+    remaining = set(trained)
     result = []
     for module in model.modules():
-        own = [param for param in module.parameters(recurse=False) if param in wanted]
-        wanted.difference_update(own)
-        if own:
-            result.append(own)
+        owned = [param for param in module.parameters(recurse=False) if param in remaining]
+        remaining.difference_update(owned)
+        if owned:
+            result.append(owned)
     return result
 
 
 def fuse(
     units: Sequence[Sequence[torch.nn.Parameter]], threshold: float
 ) -> list[list[torch.nn.Parameter]]:
-    """Joins neighbouring units below `threshold` bytes; dtypes and devices are never mixed."""
-    alike = (same for unit in units for same in _split(unit).values())
+    """Joins neighbouring units below `threshold` bytes; never mixes dtypes or devices."""
+    pieces = (piece for unit in units for piece in _split(unit).values())
     groups = []
-    for _, neighbours in groupby(alike, key=lambda same: _kind(same[0])):
+    for _, neighbours in groupby(pieces, key=lambda piece: _kind(piece[0])):
         run = list(neighbours)
         sizes = [sum(param.nbytes for param in unit) for unit in run]
         for members in by_threshold(sizes, threshold):
@@ -299,32 +303,33 @@ def fuse(
 
 @dataclass(frozen=True, kw_only=True)
 class RunOrder:
-    """What one rank saw; parameters by their place in the list of trained ones."""
+    """Order of events on one rank; parameters are indices into the list of trained ones."""
 
     reads: list[int]
-    """As forward passes first read them; those that were not seen are missing."""
+    """Parameters in the order in which forward passes first read them; unread ones are missing."""
     arrivals: list[int]
-    """As their gradients arrive; those without are missing."""
+    """Parameters in the order in which their gradients arrive; those without one are missing."""
     waits_s: list[float]
-    """In that order: seconds from the arrival to the end of the pass."""
+    """Seconds from each arrival to the end of the pass, in the order of `arrivals`."""
 
 
 def agree(mine: RunOrder, communicator: Communicator) -> RunOrder:
-    """The order of the first rank that saw a backward pass, on all ranks; a collective call."""
-    seen = communicator.gather_objects(mine)
-    return next((order for order in seen if order.arrivals), seen[0])
+    """Returns, on all ranks, the order of the first rank that saw a backward pass; collective."""
+    orders = communicator.gather_objects(mine)
+    return next((order for order in orders if order.arrivals), orders[0])
 
 
 def group(
     model: torch.nn.Module, params: Sequence[torch.nn.Parameter], order: RunOrder, options: Any
 ) -> list[list[torch.nn.Parameter]]:
-    """Groups of `params` in the order in which the next forward pass needs them.
+    """Groups `params`, and sorts the groups by when the next forward pass needs them.
 
-    Neighbours are layers whose gradients arrive one after another. Devices and dtypes are never
-    mixed, nor parameters with and without a gradient: these would hold up the others.
+    Neighbours are layers whose gradients arrive one after another. A group never mixes devices or
+    dtypes. It never mixes parameters with and without a gradient, since a missing gradient would
+    delay the others.
 
     Args:
-        options: of `dear`; those that say which layers travel together.
+        options: the options of `dear` that choose which layers travel together.
     """
     place = {param: i for i, param in enumerate(params)}
     arrival = {params[index]: i for i, index in enumerate(order.arrivals)}
@@ -342,12 +347,12 @@ def group(
         wait = [min(waits[param] for param in unit) if arrived else 0.0 for unit in same]
         for members in _joined(sizes, wait, options):
             groups.append([param for index in members for param in same[index]])
-    last = len(params)
+    never = len(params)
     read = {params[index]: i for i, index in enumerate(order.reads)}
 
     def needed(group: list[torch.nn.Parameter]) -> tuple[bool, int, int]:
         unused = group[0] not in arrival
-        return unused, min(read.get(p, last) for p in group), min(place[p] for p in group)
+        return unused, min(read.get(p, never) for p in group), min(place[p] for p in group)
 
     return sorted(groups, key=needed)
 
@@ -357,7 +362,7 @@ def launch_order(
     params: Sequence[torch.nn.Parameter],
     order: RunOrder,
 ) -> list[int]:
-    """Groups as they are complete in a backward pass; those without gradients come last."""
+    """Sorts groups by when a backward pass completes them; groups without gradients come last."""
     arrival = {params[index]: i for i, index in enumerate(order.arrivals)}
     complete = [max(arrival.get(param, len(params)) for param in members) for members in groups]
     return sorted(range(len(groups)), key=lambda index: (complete[index], -index))
@@ -382,15 +387,15 @@ def ready_groups(
     buffer_bytes: float,
     cycle_s: float | None,
 ) -> list[list[torch.nn.Parameter]]:
-    """Groups of the `dense` ones among `params`, in the order in which they are complete.
+    """Groups the `dense` ones of `params`, and sorts the groups by when they are complete.
 
-    Types and devices are never mixed, nor parameters with and without a gradient in the pass that
-    `order` has seen: these would hold up the others.
+    A group never mixes dtypes or devices. It never mixes parameters with and without a gradient in
+    the pass of `order`, since a missing gradient would delay the others.
 
     Args:
-        buffer_bytes: no group is larger, but for a single gradient that is.
-        cycle_s: only what arrives in the same cycle is joined, cycles counted from the end of the
-            pass; None: whatever comes next.
+        buffer_bytes: largest size of a group, except for a single larger gradient.
+        cycle_s: only gradients that arrive in the same cycle are joined; cycles count from the end
+            of the pass. None joins any neighbours.
     """
     waits = {params[i]: wait for i, wait in zip(order.arrivals, order.waits_s, strict=True)}
     wanted = set(dense)
@@ -409,7 +414,7 @@ def _cycles(
 ) -> list[list[torch.nn.Parameter]]:
     if cycle_s is None:
         return [params]
-    # `by_wait` counts from the end of the pass backwards.
+    # `by_wait` counts backwards from the end of the pass.
     last = len(params) - 1
     cycles = by_wait(waits_s[::-1], cycle_s)
     return [[params[last - i] for i in reversed(cycle)] for cycle in reversed(cycles)]

@@ -1,4 +1,4 @@
-"""An all-reduce in two halves: reduce to owners, later gather from them; and who has a gradient."""
+"""All-reduces in two halves: reduce to owners, gather later; and detection of unused gradients."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from dear.comm.communicator import Communicator, Work, buffer
 from dear.lazy import torch
 
 COPIED_BYTES = 512 * 2**10
-"""What may be copied to save a message's start-up: it takes about 10 us in a CPU's cache."""
+"""Largest message copied to save a start-up; the copy takes about 10 us in a CPU's cache."""
 
 
 class Decoupled(ABC):
-    """The two halves for one bucket.
+    """The two halves of an all-reduce for one bucket.
 
     Args:
-        wire: the type in which gradients travel; None means their own. Half precision with a small
-            range (fp16) is scaled before the sum, which needs a copy; so does another `wire` type.
-        skip: leave the first half out and take this rank's own gradients: wrong on purpose.
+        wire: dtype in which gradients travel; None means their own. fp16 has a small range and is
+            scaled in a copy before the sum. Another `wire` dtype needs a copy, too.
+        skip: omit the first half and use this rank's gradients, which is wrong on purpose.
     """
 
     def __init__(
@@ -41,12 +41,12 @@ class Decoupled(ABC):
         self._sum: torch.Tensor | None = None
         self._gathering: tuple[Work, torch.Tensor, torch.Tensor] | None = None
         self.marks: torch.Tensor | None = None
-        """Room for numbers of the caller's own that are added up with the gradients: `[marks]`, or
-        `[ranks, marks]` of which all rows are to be the same. Written before `start_reduce`. None:
-        the message has no room for them."""
+        """Extra numbers of the caller, summed with the gradients: `[marks]`, or `[ranks, marks]`
+        with equal rows. The caller writes them before `start_reduce`. None: the message has no
+        room for them."""
         self.mark_sums: torch.Tensor | None = None
-        """Their sums after `await_reduce`, on every rank; in the type in which gradients travel, in
-        which a sum of zeros and ones may be rounded, but never to 0."""
+        """Sums of the marks on every rank after `await_reduce`, in the dtype of the message. A sum
+        of zeros and ones may be rounded there, but never to 0."""
         whole = bucket.gradients
         self._empty = not whole.numel()
         self._staged: torch.Tensor | None = None
@@ -54,27 +54,27 @@ class Decoupled(ABC):
         if narrow is not None and not whole.is_complex():
             self._staged = buffer(whole.new_empty(0, dtype=narrow), whole.numel(), communicator)
         self.owned = self.owned_by(communicator.rank)
-        """The part of the bucket whose mean this rank gets."""
+        """The part of the bucket whose mean this rank receives."""
         self.shard = whole.new_zeros(self.owned.stop - self.owned.start)
         """The mean gradient of that part, after `finish_reduce`."""
 
     @abstractmethod
     def owned_by(self, rank: int) -> slice:
-        """The part of the bucket that belongs to `rank`."""
+        """Returns the part of the bucket that `rank` owns."""
 
     @abstractmethod
     def _reduce(self, whole: torch.Tensor) -> Work:
-        """Starts the sum of everybody's `whole`; what this rank owns of it begins `self._sum`.
+        """Starts the sum of `whole` over ranks; `self._sum` begins with this rank's owned part.
 
-        `whole` is left as it is, unless it is the staged copy.
+        `whole` does not change, unless it is the staged copy.
         """
 
     @abstractmethod
     def _gather(self, whole: torch.Tensor) -> Work:
-        """Starts to complete `whole`, of which every rank has its own part, in place."""
+        """Starts to gather `whole` in place; each rank supplies the part that it owns."""
 
     def start_reduce(self) -> None:
-        """Starts with the gradients as they are; a further call supersedes the one before."""
+        """Starts the first half with the present gradients; a further call supersedes this one."""
         self._skipped = self._skip
         if self._empty or self._skip:
             return
@@ -83,30 +83,30 @@ class Decoupled(ABC):
         self._reducing = self._reduce(source if self._staged is None else self._stage(source))
 
     def _stage(self, whole: torch.Tensor) -> torch.Tensor:
-        """The staged copy of `whole`, which is scaled so that a sum is the mean."""
+        """Copies `whole` into the staged buffer, scaled so that a sum is the mean."""
         return torch.mul(whole, 1 / self._communicator.size, out=self._staged)
 
     def reduced(self) -> bool:
-        """True if `finish_reduce` would not block."""
+        """Returns True if `finish_reduce` would not block."""
         return self._reducing is None or self._reducing.done()
 
     def await_reduce(self) -> None:
-        """Waits until nothing that `start_reduce` has started is under way."""
+        """Waits for the reduction that `start_reduce` started, if any."""
         if self._reducing is not None:
             self._reducing.wait()
 
     def await_message(self) -> None:
-        """Waits until the next message, and its marks, may be written.
+        """Waits until the message and its marks may be overwritten.
 
-        Where a layer has not run since, the last mean may still be in the staged copy.
+        The staged buffer may still hold the last mean if a layer has not run since then.
         """
         self.await_reduce()
         if self._staged is not None:
             self.finish_gather()
 
     def finish_reduce(self) -> None:
-        """Waits until `shard` holds the mean over ranks."""
-        if self._skipped:  # once, like a sum: the caller may have scaled `shard` since
+        """Waits until `shard` holds the mean over the ranks."""
+        if self._skipped:  # copy only once, as a sum would: the caller may have scaled `shard`
             self._skipped = False
             self.shard.copy_(self.bucket.gradients[self.owned])
         if self._reducing is None:
@@ -123,19 +123,19 @@ class Decoupled(ABC):
             torch.div(total, self._communicator.size, out=self.shard)
 
     def start_gather(self, whole: torch.Tensor) -> None:
-        """Starts to bring every owner's part of `whole` to all ranks, in place."""
+        """Starts to gather `whole` in place: each owner's part goes to all ranks."""
         if not self._empty:
             self._gathering = (self._gather(whole), whole, whole)
 
     def start_gather_mean(self, whole: torch.Tensor) -> None:
-        """Starts to bring the whole mean gradient to all ranks, in `whole`."""
+        """Starts to gather the mean gradient of the whole bucket into `whole` on all ranks."""
         if not self._empty:
             source = whole if self._staged is None else self._staged
             source[self.owned].copy_(self.shard)
             self._gathering = (self._gather(source), source, whole)
 
     def finish_gather(self) -> None:
-        """Waits until what the last `start_gather...` was given is complete."""
+        """Waits until the tensor of the last `start_gather...` call is complete."""
         if self._gathering is None:
             return
         work, source, whole = self._gathering
@@ -146,12 +146,12 @@ class Decoupled(ABC):
 
 
 class ScatterGather(Decoupled):
-    """Reduce-scatter and all-gather: rank r owns part r of the world's equal parts.
+    """Reduce-scatter and all-gather: rank r owns part r of `world_size` equal parts.
 
     Args:
-        marks: so many numbers of the caller's own travel behind each rank's part. Parts then do not
-            lie as in the bucket: what is not staged anyway is copied, up to `COPIED_BYTES`; a
-            larger message has no room for marks.
+        marks: number of extra values that travel behind each rank's part. The parts then lie
+            otherwise than in the bucket, so an unstaged message of up to `COPIED_BYTES` is copied.
+            A larger unstaged message has no room for marks.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class ScatterGather(Decoupled):
         self._blocks, self.marks = rows[:, :count], rows[:, count:]
         self._sum = like.new_empty(count + marks)
         self.mark_sums = self._sum[count:]
-        if self._staged is not None:  # then for second halves only, which lie as in the bucket
+        if self._staged is not None:  # second halves use it, with the bucket's layout
             self._staged = self._message[: size * count]
 
     def owned_by(self, rank: int) -> slice:
@@ -198,9 +198,9 @@ class ScatterGather(Decoupled):
 
 
 class ReduceBroadcast(Decoupled):
-    """Reduce to one rank and broadcast from it; buckets take turns in who that is.
+    """Reduce to one rank and broadcast from it; the owner differs from bucket to bucket.
 
-    The sum is made in a copy, since a reduction may use every rank's buffer as scratch.
+    The sum uses a copy, since a reduction may use the buffer of any rank as scratch.
     """
 
     def __init__(self, bucket: Bucket, *args: Any, owner: int, **options: Any) -> None:
@@ -224,9 +224,9 @@ class ReduceBroadcast(Decoupled):
 
 
 class _AtOnce(Decoupled):
-    """The first half brings the whole mean to all ranks, so each owns, and updates, all of it.
+    """A first half that brings the whole mean to all ranks: each rank owns and updates everything.
 
-    The second half moves nothing.
+    The second half moves no bytes.
     """
 
     def owned_by(self, rank: int) -> slice:
@@ -243,10 +243,10 @@ class _AtOnce(Decoupled):
 
 
 class AllReduced(_AtOnce):
-    """For a few bytes: one message, an all-reduce, instead of two.
+    """One all-reduce instead of two messages, for a few bytes.
 
     Args:
-        marks: so many numbers of the caller's own travel behind the gradients.
+        marks: number of extra values that travel behind the gradients.
     """
 
     def __init__(
@@ -269,10 +269,10 @@ class AllReduced(_AtOnce):
 
 
 class Gathered(_AtOnce):
-    """Payloads of a compressor, which no reduction can add up, are all-gathered.
+    """All-gather of a compressor's payloads, which no reduction can sum.
 
-    A payload counts as sent when the second half starts, so one of a pass that another supersedes
-    leaves no trace.
+    A payload counts as sent when the second half starts. So the payload of a superseded backward
+    pass leaves no trace.
     """
 
     def __init__(
@@ -280,7 +280,7 @@ class Gathered(_AtOnce):
     ) -> None:
         super().__init__(bucket, communicator)
         self._staged = None
-        # Without the padding, which has no place in a mean magnitude.
+        # The padding is left out, since it would change the mean magnitude.
         whole = bucket.gradients[: bucket.numel]
         self.compressor = make_compressor(options, bucket.numel, whole.dtype, whole.device)
         sizes = [param.numel() for param in bucket.params]
@@ -303,10 +303,10 @@ class Gathered(_AtOnce):
         super().start_gather_mean(whole)
 
     def unused(self) -> set[torch.nn.Parameter]:
-        """The parameters that no rank had a gradient for, after `finish_reduce`.
+        """Returns the parameters that no rank had a gradient for; call it after `finish_reduce`.
 
-        Payloads carry their marks. Of an empty bucket, which sends none, this rank's gradients say
-        it: an update changes nothing there.
+        Payloads carry their marks. An empty bucket sends no payload, so this rank's gradients
+        decide; an update changes nothing there.
         """
         if self._empty:
             return {param for param in self.bucket.params if param.grad is None}
@@ -314,50 +314,50 @@ class Gathered(_AtOnce):
         return {param for param, used in pairs if not used}
 
     def kept(self) -> dict[torch.nn.Parameter, tuple[int, torch.Tensor | None]]:
-        """Per parameter: communicated passes so far, and what has not travelled yet, if kept."""
+        """Returns, per parameter, the number of committed passes and its residual (or None)."""
         bucket, residual = self.bucket, self.compressor.residual
-        rests = [None] * len(bucket.params) if residual is None else bucket.views(residual)
+        residuals = [None] * len(bucket.params) if residual is None else bucket.views(residual)
         steps = self.compressor.steps
-        return {param: (steps, rest) for param, rest in zip(bucket.params, rests, strict=True)}
+        return {param: (steps, part) for param, part in zip(bucket.params, residuals, strict=True)}
 
     def keep(self, kept: dict[torch.nn.Parameter, tuple[int, torch.Tensor | None]]) -> None:
-        """Goes on from what other buckets of the same parameters have kept."""
-        found = [kept.get(param, (0, None)) for param in self.bucket.params]
-        self.compressor.steps = max(steps for steps, _ in found)
+        """Takes over the state that `kept` returned for other buckets of the same parameters."""
+        entries = [kept.get(param, (0, None)) for param in self.bucket.params]
+        self.compressor.steps = max(steps for steps, _ in entries)
         if self.compressor.residual is not None:
             views = self.bucket.views(self.compressor.residual)
-            for view, (_, rest) in zip(views, found, strict=True):
-                if rest is not None:
-                    view.copy_(rest)
+            for view, (_, residual) in zip(views, entries, strict=True):
+                if residual is not None:
+                    view.copy_(residual)
 
 
 class Usage:
-    """Which parameters have a gradient on any rank: the others must be left as they are.
+    """The parameters that have a gradient on any rank; an update must not change the others.
 
-    When the last gradient is there each rank marks those that it has. The marks travel in the last
-    message of the pass, where that has room for them. Else they are an all-reduce of a byte per
-    parameter, which goes ahead of the large message beside it.
+    After the last gradient of a pass, each rank marks the parameters that have one. The marks
+    travel in the last message of the pass if it has room. Otherwise they are an all-reduce of one
+    byte per parameter, which overtakes the large message.
     """
 
     def __init__(self, params: Sequence[torch.nn.Parameter], communicator: Communicator) -> None:
         self._params = list(params)
         self._communicator = communicator
         self._marks = torch.zeros(len(params), dtype=torch.uint8, device=params[0].device)
-        # A queue of its own, ahead of the large transfers; other backends have one only.
+        # A separate queue, ahead of the large transfers; other backends have only one.
         self._queue = {"channel": 1, "priority": 1} if communicator.native else {}
         communicator.ensure_channels(2 if communicator.native else 1)
         self._work: Work | None = None
         self._carrier: Decoupled | None = None
         self._missing: set[torch.nn.Parameter] = set()
-        """Those that this rank has no gradient for."""
+        """Parameters without a gradient on this rank."""
         self._unused: set[torch.nn.Parameter] | None = None
-        """None: not read yet."""
+        """None: the marks are not read yet."""
 
     def start(self, carrier: Decoupled | None = None) -> None:
-        """Asks; a further call supersedes the one before.
+        """Starts the exchange of marks; a further call supersedes this one.
 
         Args:
-            carrier: the last message of the pass, started by the caller right after.
+            carrier: the last message of the pass, which the caller starts right afterwards.
         """
         if self._work is not None:
             self._work.wait()
@@ -378,11 +378,11 @@ class Usage:
             self._work = self._communicator.all_reduce(marks, op="max", **self._queue)
 
     def unused(self, params: Iterable[torch.nn.Parameter] | None = None) -> set[torch.nn.Parameter]:
-        """The parameters that no rank had a gradient for when `start` was called.
+        """Returns the parameters that no rank had a gradient for when `start` was called.
 
         Args:
-            params: nothing but these matters. Where this rank had gradients for all of them nobody
-                has to wait for the last message, nor to ask the device.
+            params: the only parameters of interest. If this rank has gradients for all of them,
+                the call neither waits for the last message nor reads from the device.
         """
         if self._work is not None:
             self._work.wait()

@@ -1,4 +1,4 @@
-"""An optimizer's update of a part: some parameters, later; or of all, between two halves."""
+"""Optimizer updates of some parameters at a time, deferred or between two halves."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from dear.lazy import torch
 State = dict[str, Any]
 
 _ELEMENT_WISE = "SGD Adam AdamW RMSprop Adagrad Adadelta Adamax NAdam RAdam Rprop ASGD"
-# One number per parameter, in tensors without dimensions, as a parameter may have none.
+# State of one number per parameter, in 0-d tensors. A 0-d parameter has other state of that shape.
 _COUNTERS = ("step", "eta", "mu", "mu_product")
 
 
 def has_hooks(optimizer: Any) -> bool:
-    """True if there are step hooks, which expect all parameters and gradients at once."""
+    """Returns True if the optimizer has step hooks, which expect all parameters and gradients."""
     before, after = _hooks(optimizer)
     return bool(before or after)
 
 
 def run_hooks(optimizer: Any, update: Callable[[], Any]) -> Any:
-    """`update()` between the optimizer's step hooks, if any, as its own step would run them."""
+    """Runs `update()` between the optimizer's step hooks, as `optimizer.step()` would."""
     before, after = _hooks(optimizer)
     for hook in before:
         hook(optimizer, (), {})
@@ -40,17 +40,17 @@ def run_hooks(optimizer: Any, update: Callable[[], Any]) -> Any:
 def _hooks(optimizer: Any) -> tuple[list[Any], list[Any]]:
     from torch.optim import optimizer as base
 
-    every, own = base._global_optimizer_pre_hooks, optimizer._optimizer_step_pre_hooks
-    before = [*every.values(), *own.values()]
-    every, own = base._global_optimizer_post_hooks, optimizer._optimizer_step_post_hooks
-    return before, [*own.values(), *every.values()]
+    shared, local = base._global_optimizer_pre_hooks, optimizer._optimizer_step_pre_hooks
+    before = [*shared.values(), *local.values()]
+    shared, local = base._global_optimizer_post_hooks, optimizer._optimizer_step_post_hooks
+    return before, [*local.values(), *shared.values()]
 
 
 class PartialUpdate:
-    """Lets `optimizer` update group by group, later than its `step()` was called.
+    """Deferred updates of an optimizer, one group of parameters at a time.
 
     Args:
-        plain: the optimizer's own class.
+        plain: the optimizer's original class.
     """
 
     def __init__(
@@ -61,18 +61,18 @@ class PartialUpdate:
         self._hyperparameters: list[dict[str, Any]] = []
 
     def possible(self) -> bool:
-        """True if updating group by group equals updating all parameters at once.
+        """Returns True if updates group by group equal one update of all parameters.
 
-        So it is for torch's own optimizers (but for LBFGS), and for those that say of themselves
-        that they are `element_wise`. Of others it is not known, and step hooks expect the whole
-        step.
+        This holds for torch's optimizers (except LBFGS) and for classes that declare
+        `element_wise`. It is unknown for others. Step hooks rule it out, since they expect the
+        whole step.
         """
-        known = f"{self._plain.__module__}.".startswith("torch.optim.")
-        known = known or bool(self._plain.__dict__.get("element_wise"))
-        return known and not has_hooks(self._optimizer)
+        supported = f"{self._plain.__module__}.".startswith("torch.optim.")
+        supported = supported or bool(self._plain.__dict__.get("element_wise"))
+        return supported and not has_hooks(self._optimizer)
 
     def note(self) -> None:
-        """Keeps the hyper-parameters: schedulers change them later, some in place."""
+        """Copies the hyper-parameters, since schedulers change them later, some in place."""
         self._hyperparameters = [
             {
                 key: value.clone() if torch.is_tensor(value) else value
@@ -91,8 +91,8 @@ class PartialUpdate:
         ]
         device = next(iter(gradients)).device.type
         try:
-            # State made by the first step must outlive an evaluation, and the update is no part of
-            # a forward pass that runs in lower precision.
+            # The first step creates state, which must not be inference tensors. The update must not
+            # run in the lower precision of a surrounding forward pass.
             with torch.inference_mode(False), torch.autocast(device, enabled=False):
                 with_gradients(gradients, lambda: self._plain.step(self._optimizer))
         finally:
@@ -100,13 +100,13 @@ class PartialUpdate:
 
 
 class Between(ABC):
-    """What ranks do between the two halves. Buckets have the order in which forward passes read.
+    """Work between the two halves; buckets are in the order in which forward passes read them.
 
     Args:
-        plain: the optimizer's own class.
-        unused: which parameters no rank has a gradient for in this step: of those given, or of all
-            without any, and perhaps others. Asked once the first halves of those given have ended.
-        frozen: leave updates and second halves out: wrong on purpose.
+        plain: the optimizer's original class.
+        unused: called with parameters, or without arguments for all, after their first halves
+            ended. Returns those that no rank has a gradient for in this step, and maybe others.
+        frozen: omit updates and second halves, which is wrong on purpose.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class Between(ABC):
 
     @abstractmethod
     def step(self, update: Callable[[], Any], arrival: Sequence[int]) -> set[int]:
-        """Starts second halves; returns the buckets that `finish` must be called for.
+        """Starts second halves; returns the buckets that the caller must `finish`.
 
         Args:
             update: the optimizer's own step, with its hooks.
@@ -137,28 +137,29 @@ class Between(ABC):
 
     @abstractmethod
     def step_averaged(self, update: Callable[[], Any]) -> Any:
-        """Updates from gradients that are averages already; returns with nothing in flight."""
+        """Updates from gradients that are averaged already; returns with no transfer under way."""
 
     @abstractmethod
     def finish(self, index: int) -> None:
-        """Makes the parameters of a bucket current."""
+        """Completes the second half of a bucket, so that its parameters are up to date."""
 
     def idle(self, index: int, unused: set[torch.nn.Parameter]) -> bool:
-        """True if no rank has a gradient for anything in the bucket: nothing to update."""
+        """Returns True if no rank has a gradient for any parameter of the bucket."""
         return bool(unused) and unused.issuperset(self.parts[index].bucket.params)
 
 
 class Replicated(Between):
-    """Every rank updates everything: the second half carries mean gradients.
+    """Updates of all parameters on every rank: the second half carries mean gradients.
 
-    With torch's own optimizers a bucket is updated just before its layers run, with the
-    hyper-parameters that `step()` saw; others update in `step()` (see `PartialUpdate.possible`).
+    With torch's own optimizers, a bucket is updated just before its layers run, with the
+    hyper-parameters of the `step()` call. Other optimizers update in `step()` (see
+    `PartialUpdate.possible`).
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._idle: set[torch.nn.Parameter] = set()
-        """The unused parameters of the step that `finish` ends."""
+        """Unused parameters of the step that `finish` completes."""
         self._partial = PartialUpdate(self._optimizer, self._plain)
         self._means = [
             buffer(part.bucket.gradients, part.bucket.gradients.numel(), self._communicator)
@@ -200,49 +201,49 @@ class Replicated(Between):
 
 
 def element_wise(optimizer: torch.optim.Optimizer) -> bool:
-    """True if each element's update depends on nothing but that element's own gradient and state.
+    """Returns True if each element's update depends only on its own gradient and state.
 
-    So it is for most of torch's optimizers. Another class says it of itself: `element_wise = True`.
+    This holds for most of torch's optimizers. Other classes declare it: `element_wise = True`.
     """
     kind = type(optimizer)
     declared = kind.__dict__.get("element_wise")
     if declared is not None:
         return bool(declared)
-    known = kind in [getattr(torch.optim, name, None) for name in _ELEMENT_WISE.split()]
-    return known and not any(group.get("differentiable") for group in optimizer.param_groups)
+    listed = kind in [getattr(torch.optim, name, None) for name in _ELEMENT_WISE.split()]
+    return listed and not any(group.get("differentiable") for group in optimizer.param_groups)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """What one rank owns of one parameter."""
+    """The part of one parameter that one rank owns."""
 
     param: torch.nn.Parameter
     start: int
-    """In elements of the parameter, in memory order."""
+    """First element of the part, in the parameter's memory order."""
     stop: int
     tensor: torch.nn.Parameter
-    """A flat parameter of these elements: what the optimizer updates, and knows as its own."""
+    """Flat parameter of these elements, which the optimizer updates in place of `param`."""
     gradient: torch.Tensor
 
 
 class Sharded(Between):
-    """Each rank updates the part it owns: the second half carries parameters.
+    """Updates of the owned part on each rank: the second half carries parameters.
 
-    The user's optimizer runs over the segments of one bucket at a time. Hyper-parameters are those
-    of its own parameter groups, which stay the user's; its state belongs to segments, and is that
-    of whole parameters, as plain torch has it, on its way in and out only.
+    The user's optimizer updates the segments of one bucket at a time. Hyper-parameters come from
+    its own parameter groups, which remain the user's. Its state belongs to segments. The state is
+    converted from and to whole parameters, as plain torch has it, only on loading and saving.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        # Without the wrapper that runs step hooks.
+        # The unwrapped step: the wrapper would run the step hooks once per bucket.
         step = self._plain.step
         self._step = step.__wrapped__ if getattr(step, "hooked", False) else step
-        held = [group["params"] for group in self._optimizer.param_groups]
-        place = {param: i for i, params in enumerate(held) for param in params}
+        params_by_group = [group["params"] for group in self._optimizer.param_groups]
+        place = {param: i for i, params in enumerate(params_by_group) for param in params}
         self._segments = [_segments(part) for part in self.parts]
         self._tables: list[dict[int, list[Segment]]] = []
-        """For each bucket its segments by the optimizer's parameter group."""
+        """Per bucket, its segments by the index of the optimizer's parameter group."""
         for segments in self._segments:
             table: dict[int, list[Segment]] = {}
             for segment in segments:
@@ -250,8 +251,9 @@ class Sharded(Between):
             self._tables.append(table)
 
     def step(self, update: Callable[[], Any], arrival: Sequence[int]) -> set[int]:
-        # Second halves start in one order on all ranks, as soon as it allows. Until then a rank
-        # updates what has arrived; it waits for the oldest transfer only.
+        # Second halves start in the same order on all ranks, as early as that order allows.
+        # Meanwhile a rank updates the buckets that have arrived. It blocks only on the oldest
+        # transfer.
         started: set[int] = set()
         waiting = list(range(len(self.parts)))
         done: set[int] = set()
@@ -286,34 +288,34 @@ class Sharded(Between):
         part.bucket.touched()
 
     def clip(self, max_norm: float, norm_type: float) -> torch.Tensor:
-        """Scales the shards so that all of them together have at most `max_norm`.
+        """Scales the shards so that the norm of all gradients is at most `max_norm`.
 
-        Communicates one number, where `torch.nn.utils.clip_grad_norm_` would need whole gradients.
+        Communicates one number. `torch.nn.utils.clip_grad_norm_` would need whole gradients.
 
         Returns:
-            The norm before, the same on all ranks.
+            The norm before scaling, the same on all ranks (0-d tensor).
         """
         for part in self.parts:
             part.finish_reduce()
         unused = self._unused()
-        mine = [
+        gradients = [
             segment.gradient
             for part, segments in zip(self.parts, self._segments, strict=True)
-            # What all ranks have is counted by one of them.
+            # All ranks hold the mean of an AllReduced bucket; only rank 0 counts it.
             if self._communicator.rank == 0 or not isinstance(part, AllReduced)
             for segment in segments
             if segment.param not in unused
         ]
         first = self.parts[0].shard
-        norms = [torch.linalg.vector_norm(gradient, norm_type) for gradient in mine]
+        norms = [torch.linalg.vector_norm(gradient, norm_type) for gradient in gradients]
         norms = [norm.to(first.device).double() for norm in norms]
-        own = torch.stack(norms) if norms else torch.zeros(1).double()
-        own = torch.linalg.vector_norm(own, norm_type).to(first.device)
+        norm = torch.stack(norms) if norms else torch.zeros(1).double()
+        norm = torch.linalg.vector_norm(norm, norm_type).to(first.device)
         if norm_type == math.inf:
-            self._communicator.all_reduce(own, op="max").wait()
-            total = own
+            self._communicator.all_reduce(norm, op="max").wait()
+            total = norm
         else:
-            total = own.pow_(norm_type)
+            total = norm.pow_(norm_type)
             self._communicator.all_reduce(total, op="sum").wait()
             total = total ** (1 / norm_type)
         scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
@@ -322,46 +324,48 @@ class Sharded(Between):
         return total.to(first.real.dtype)
 
     def take_state(self, before: Sharded | None = None) -> None:
-        """Keeps of the optimizer's state what this rank needs.
+        """Keeps the part of the optimizer's state that this rank needs.
 
         Args:
-            before: whose segments the state belongs to; then this is a collective call. None: it is
-                of whole parameters.
+            before: the object whose segments the state belongs to; the call is then collective.
+                None: the state belongs to whole parameters.
         """
         state = self._optimizer.state
-        own = {segment.param: segment for owned in self._segments for segment in owned}
+        segments = {segment.param: segment for owned in self._segments for segment in owned}
         if before is None:
             self.forget_state()
             params = (param for part in self.parts for param in part.bucket.params)
-            found = ((param, state.pop(param, None)) for param in params)
+            states = ((param, state.pop(param, None)) for param in params)
         else:
-            found = before.whole_state()
+            states = before.whole_state()
         moved = {
-            own[param].tensor: {key: _cut(key, value, own[param]) for key, value in whole.items()}
-            for param, whole in found
-            if whole and param in own
+            segments[param].tensor: {
+                key: _cut(key, value, segments[param]) for key, value in whole.items()
+            }
+            for param, whole in states
+            if whole and param in segments
         }
         if before is not None:
             before.forget_state()
         state.update(moved)
 
     def forget_state(self) -> None:
-        """Takes the segments' state out of the optimizer."""
+        """Removes the state of the segments from the optimizer."""
         for segment in (segment for group in self._segments for segment in group):
             self._optimizer.state.pop(segment.tensor, None)
 
     def whole_state(self) -> Iterator[tuple[torch.nn.Parameter, State]]:
-        """Every parameter that has state, with the whole of it, by bucket; a collective call."""
+        """Yields each parameter that has state, with its whole state, by bucket; collective."""
         pairs = list(zip(self.parts, self._segments, strict=True))
-        mine = [self._described(part, owned) for part, owned in pairs]
-        everybody = self._communicator.gather_objects(mine)
+        report = [self._described(part, owned) for part, owned in pairs]
+        reports = self._communicator.gather_objects(report)
         for index, (part, owned) in enumerate(pairs):
-            known: dict[int, State] = {}
-            for described in everybody:
-                for place, keys in described[index].items():
-                    known.setdefault(place, {}).update(keys)
-            if known:
-                yield from self._gathered(part, owned, known)
+            states: dict[int, State] = {}
+            for rank_report in reports:
+                for place, keys in rank_report[index].items():
+                    states.setdefault(place, {}).update(keys)
+            if states:
+                yield from self._gathered(part, owned, states)
 
     def _step_averaged(self) -> None:
         if self.frozen:
@@ -385,25 +389,25 @@ class Sharded(Between):
     def _update(self, index: int, unused: set[torch.nn.Parameter]) -> None:
         optimizer = self._optimizer
         groups = optimizer.param_groups
-        kept = []
+        saved = []
         try:
             optimizer.param_groups = []
             for place, segments in self._tables[index].items():
                 group = groups[place]
-                kept.append((group, group["params"]))
+                saved.append((group, group["params"]))
                 group["params"] = [segment.tensor for segment in segments]
                 optimizer.param_groups.append(group)
                 for segment in segments:
                     segment.tensor.grad = None if segment.param in unused else segment.gradient
-            if kept:
+            if saved:
                 self._step(optimizer)
         finally:
-            for group, params in kept:
+            for group, params in saved:
                 group["params"] = params
             optimizer.param_groups = groups
 
     def _described(self, part: Decoupled, segments: Sequence[Segment]) -> dict[int, State]:
-        """By place of the parameter: a dtype for what is kept by element, else the value itself."""
+        """Returns state by parameter index: the dtype of element-wise state, the value of other."""
         result = {}
         for segment in segments:
             state = self._optimizer.state.get(segment.tensor)
@@ -415,12 +419,12 @@ class Sharded(Between):
         return result
 
     def _gathered(
-        self, part: Decoupled, segments: Sequence[Segment], known: dict[int, State]
+        self, part: Decoupled, segments: Sequence[Segment], states: dict[int, State]
     ) -> Iterator[tuple[torch.nn.Parameter, State]]:
         bucket = part.bucket
         kinds = {
             (key, value)
-            for keys in known.values()
+            for keys in states.values()
             for key, value in keys.items()
             if isinstance(value, torch.dtype)
         }
@@ -435,7 +439,7 @@ class Sharded(Between):
             part.start_gather(flat)
             part.finish_gather()
             whole[key, dtype] = bucket.views(flat)
-        for place, keys in sorted(known.items()):
+        for place, keys in sorted(states.items()):
             param, state = bucket.params[place], {}
             for key, value in keys.items():
                 by_element = isinstance(value, torch.dtype)
@@ -446,10 +450,10 @@ class Sharded(Between):
 
 
 def _segments(part: Decoupled) -> list[Segment]:
-    bucket, own = part.bucket, part.owned
+    bucket, owned = part.bucket, part.owned
     result = []
     for param, offset in zip(bucket.params, bucket.offsets, strict=True):
-        first, last = max(offset, own.start), min(offset + param.numel(), own.stop)
+        first, last = max(offset, owned.start), min(offset + param.numel(), owned.stop)
         if first >= last and param.numel():
             continue
         last = max(first, last)
@@ -459,14 +463,14 @@ def _segments(part: Decoupled) -> list[Segment]:
                 start=first - offset,
                 stop=last - offset,
                 tensor=torch.nn.Parameter(bucket.values[first:last]),
-                gradient=part.shard[first - own.start : last - own.start],
+                gradient=part.shard[first - owned.start : last - owned.start],
             )
         )
     return result
 
 
 def _cut(key: str, value: Any, segment: Segment) -> Any:
-    """The segment's part of a parameter's state; what is not element by element is copied."""
+    """Returns the segment's part of element-wise state, or a copy of other state."""
     if not torch.is_tensor(value):
         return value
     param = segment.param
@@ -478,7 +482,7 @@ def _cut(key: str, value: Any, segment: Segment) -> Any:
 
 
 def beside(value: Any, param: torch.nn.Parameter) -> Any:
-    """A copy of state of some rank, beside the parameter; counters on the CPU stay there."""
+    """Copies a state value of some rank to the parameter's device; CPU tensors stay on the CPU."""
     if not torch.is_tensor(value):
         return value
     return value.clone() if value.device.type == "cpu" else value.to(param.device, copy=True)

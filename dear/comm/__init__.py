@@ -1,1 +1,1 @@
-"""How bytes move between ranks."""
+"""Communication between ranks: backends, rendezvous, collectives and one-sided windows."""

@@ -1,4 +1,4 @@
-"""What moves the bytes: backends of torch.distributed by the names that users choose."""
+"""Backends of torch.distributed, by the names that users choose."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _MPI = "comm_core_mpi"
 
 
 def default_backend(facts: RankFacts, own_gpus: bool) -> str:
-    """`comm_core`; and where every rank has a GPU of its own, `nccl` for what lies there.
+    """Returns `comm_core`, with `nccl` for CUDA tensors if every rank has its own GPU.
 
-    Ranks that share GPUs have `comm_core` for those, too, since NCCL refuses two ranks on one GPU.
-    Without a built comm core `gloo` takes its place, and rank 0 says so.
+    Ranks that share a GPU use `comm_core` for CUDA tensors, too, since NCCL refuses two ranks on
+    one GPU. Without a built comm core, `gloo` replaces it, and rank 0 logs a warning.
     """
     name = "comm_core"
     try:
@@ -32,7 +32,7 @@ def default_backend(facts: RankFacts, own_gpus: bool) -> str:
 
 
 def backend_of(group: dist.ProcessGroup) -> str:
-    """What moves the bytes: a name, or pairs of device and name where devices differ."""
+    """Returns the backend's name, or pairs of device and name if devices use different backends."""
     config = str(dist.get_backend_config(group))
     names = {pair.partition(":")[2] or pair for pair in config.split(",")}
     (name,) = names if len(names) == 1 else (config,)
@@ -40,23 +40,25 @@ def backend_of(group: dist.ProcessGroup) -> str:
 
 
 def prepare(backend: str) -> str:
-    """Makes a backend known to torch.distributed; returns the name it has there.
+    """Registers a backend with torch.distributed and returns its name there.
 
     Args:
         backend: `comm_core`, `mpi`, a name that torch knows, or pairs (`cpu:comm_core,cuda:nccl`).
 
-    Raises `Unavailable` if it is not built, and `UserError` for `mpi` within pairs.
+    Raises:
+        Unavailable: the backend is not built.
+        UserError: `mpi` is part of pairs.
     """
     if "comm_core" in backend:
         _imported("comm_core")
     if backend == "mpi":
-        # torch's own "mpi" needs a torch that was built with it; the name cannot be taken over.
+        # torch's own "mpi" needs a torch built with MPI, and its name cannot be registered again.
         try:
             return _imported("comm_core.mpi").register()
         except ImportError as error:
             raise Unavailable(str(error)) from None
     if ":mpi" in backend:
-        raise UserError(f"backend {backend!r}: mpi stands alone, not in pairs")
+        raise UserError(f"backend {backend!r}: mpi cannot be part of pairs, use 'mpi' alone")
     return backend
 
 
@@ -65,5 +67,5 @@ def _imported(module: str) -> ModuleType:
         return importlib.import_module(module)
     except ImportError as error:
         missing = isinstance(error, ModuleNotFoundError) and error.name == "comm_core"
-        how = "the comm core is not installed: build it with `make core`"
-        raise Unavailable(how if missing else str(error)) from None
+        hint = "the comm core is not installed: build it with `make core`"
+        raise Unavailable(hint if missing else str(error)) from None

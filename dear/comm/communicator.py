@@ -1,7 +1,7 @@
 """Collectives over a torch.distributed process group, as the algorithms see them.
 
-Algorithms know tensors, channels and `Work`; which backend moves the bytes, between which hosts, is
-decided where the process group is made. Time, too, comes from here, never from a wall clock.
+Algorithms use tensors, channels and `Work`. The process group decides which backend moves the
+bytes, and between which hosts. Times come from `Communicator.clock`, never from a wall clock.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from dear.lazy import LazyModule, dist, torch
 
 Op = Literal["mean", "sum", "min", "max"]
 T = TypeVar("T")
-comm_core = LazyModule("comm_core")  # other backends do without it
+comm_core = LazyModule("comm_core")  # imported on first use; other backends do not need it
 
 CALLBACK_S = 5.0
 
 
 class Work:
-    """One collective under way. Its tensors may be read or written again after `wait`."""
+    """A collective under way; after `wait` its tensors may be read or written again."""
 
     def __init__(
         self,
@@ -60,18 +60,18 @@ class Work:
     def wait(self) -> None:
         """Blocks until the result may be used (on CUDA: by the current stream).
 
-        Raises RuntimeError if a peer died, disagreed, or did not answer in the time of the group.
+        Raises RuntimeError if a peer died, made another call, or exceeded the group's timeout.
         """
-        began = self._communicator.clock()
+        began_s = self._communicator.clock()
         self.join()
-        self._communicator.held_up(began)
+        self._communicator.held_up(began_s)
 
     def join(self) -> None:
-        """The same in a thread that nobody waits for: the time counts as nobody's."""
+        """Waits in a helper thread; the time does not count as exposed communication."""
         self._handle.wait()
 
     def done(self) -> bool:
-        """True once the collective has ended; never blocks."""
+        """Returns True once the collective has ended; never blocks."""
         return self._handle.is_completed()
 
     def on_complete(self, callback: Callable[[], None]) -> None:
@@ -79,59 +79,58 @@ class Work:
         self._handle.get_future().add_done_callback(lambda _: callback())
 
     def future(self) -> torch.futures.Future:
-        """Completes with the collective; for torch's own machinery, which chains on it."""
+        """Returns a future that completes with the collective; torch's own code chains on it."""
         return self._handle.get_future()
 
     def times(self) -> WorkTimes:
-        """The times of a finished collective; raises `UserError` if they were not recorded."""
+        """Returns the times of a finished collective; raises `UserError` if there are none."""
         if self._communicator.native and self._handle.is_completed():
             return self._handle.times()
         if self._device_times is not None and self._handle.is_completed():
             return self._device_times()
         if self._recorded is not None and self._handle.is_completed():
-            self._recorded.wait(CALLBACK_S)  # the callback may be a moment behind the end
+            self._recorded.wait(CALLBACK_S)  # the callback may run shortly after the end
         if self._times is None:
             raise UserError("no times: the collective is running, or record_times is off")
         return self._times
 
     def _finished(self, enqueued_s: float) -> None:
-        now = self._communicator.clock()
-        before = self._communicator.channel_free_s.get(self._channel, enqueued_s)
-        self._communicator.channel_free_s[self._channel] = now
+        now_s = self._communicator.clock()
+        before_s = self._communicator.channel_free_s.get(self._channel, enqueued_s)
+        self._communicator.channel_free_s[self._channel] = now_s
         self._times = WorkTimes(
-            enqueued_s=enqueued_s, started_s=max(enqueued_s, before), finished_s=now
+            enqueued_s=enqueued_s, started_s=max(enqueued_s, before_s), finished_s=now_s
         )
         self._recorded.set()
 
 
 @dataclass
 class Log:
-    """What happened on this rank while it was kept."""
+    """Events on this rank while the log was active."""
 
     started: list[tuple[str, int, Work | Noted]] = field(default_factory=list)
-    """Name of the call, its channel (of a sub-group: its own), and the work."""
+    """Name of the call, its channel (for a sub-group, that of the sub-group), and the work."""
     waits: list[tuple[float, float]] = field(default_factory=list)
-    """Begin and end of each time that a caller waited for communication, on `Communicator.clock`.
-    """
+    """Start and end of each wait for communication, in seconds on `Communicator.clock`."""
 
 
 class Communicator:
     """The ranks of one job (or of a sub-group) and the collectives between them.
 
-    All ranks must make the same calls in the same order on each channel. Tensors are dense and
-    non-overlapping in memory; a dtype or device that the backend lacks raises its error.
+    All ranks must make the same calls in the same order on each channel. Tensors must be dense and
+    non-overlapping in memory. A dtype or device that the backend lacks raises the backend's error.
 
     Args:
         group: a torch.distributed process group.
-        channels: number of independent queues; each further one is a process group of its own, so
-            constructing with more than one is itself a collective call.
+        channels: number of independent queues. Each further channel is a process group of its own,
+            so a constructor call with more than one is collective.
         record_times: keep `Work.times()`; costs a callback per collective.
-        timeout_s: the longest that a collective of a further channel may take; None: torch's
-            default. (Those of the first have the limit that `group` was made with.)
+        timeout_s: time limit in seconds of a collective on a further channel; None means torch's
+            default. The first channel has the time limit of `group`.
     """
 
     _log: Log | None = None
-    """What happens, while somebody wants to know."""
+    """The active log, or None."""
 
     def __init__(
         self,
@@ -144,33 +143,33 @@ class Communicator:
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
         self.backend = backend_of(group)
-        """As users choose it."""
+        """Name as users choose it."""
         self.native = self.backend == "comm_core"
-        """The backend knows priorities, and takes times, on the same clock (on Linux)."""
+        """True for `comm_core`, which has priorities and takes times on `clock` (on Linux)."""
         self.record_times = record_times
         self.clock, self.pause = time.perf_counter, time.sleep
-        """In seconds; all that measures or waits uses these."""
+        """Clock in seconds, and sleep; all code that measures or waits uses these two."""
         self.channel_free_s: dict[int, float] = {}
         self._device_clock: DeviceClock | None = None
         self.blocked_s = 0.0
-        """Seconds that callers of `Work.wait` were held up: exposed communication."""
+        """Exposed communication: seconds for which `Work.wait` blocked its callers."""
         self.held_up_until_s = -math.inf
-        """When the last wait ended whose operation does not tell when it ended, on `clock`."""
+        """End on `clock` of the last wait for an operation that does not report its own end."""
         self.burst_bytes = 0
-        """Payload that the link of each host passes at once after a rest, as a token bucket does
-        that emulates a slower one; fits of what collectives cost leave it out."""
+        """Payload bytes that each host's link passes at once after a rest, since an emulated link
+        is a token bucket; fits of collective costs subtract them."""
         self.wire_bytes_per_s: float | None = None
-        """Payload that the link of each rank carries each way; None: nobody knows."""
+        """Payload bytes per second of each rank's link, each way; None if unknown."""
         self.bytes_sent = 0
         """Payload bytes handed to collectives so far (input tensors of this rank)."""
         self._counting = threading.Lock()
-        """Collectives are also started by threads of algorithms and of backends."""
+        """Lock of `bytes_sent`: threads of algorithms and backends start collectives, too."""
         self.groups = [group]
         self.ensure_channels(channels)
 
     @contextlib.contextmanager
     def logged(self) -> Iterator[Log]:
-        """Within it, `Work.times()` is kept, and the log gets what happens on this rank."""
+        """Logs the events on this rank within the context, and records `Work.times()` there."""
         before, self._log = self.record_times, Log()
         self.record_times = True
         try:
@@ -179,17 +178,17 @@ class Communicator:
             self.record_times, self._log = before, None
 
     def note(self, name: str, nbytes: int) -> Callable[[], None]:
-        """Logs what is sent now past this class; to be called when it has been waited for.
+        """Logs a transfer that starts now outside this class; returns a function that ends it.
 
-        Its end is that of the waiting, which may be later than the true one.
+        The caller calls that function after the wait, which may be later than the true end.
         """
         if self._log is None:
             return lambda: None
-        sent = Noted(nbytes, self.clock())
-        self._log.started.append((name, 0, sent))
+        noted = Noted(nbytes, self.clock())
+        self._log.started.append((name, 0, noted))
 
         def ended() -> None:
-            sent.finished_s = sent.finished_s or self.clock()
+            noted.finished_s = noted.finished_s or self.clock()
 
         return ended
 
@@ -197,8 +196,8 @@ class Communicator:
         """Counts a wait of the caller for communication, from `since_s` on `clock` until now.
 
         Args:
-            reported: it was an operation of the backend, which may tell when it ended. Where nobody
-                does, the end of the wait is the best that is known of it.
+            reported: True for an operation of the backend, which may report its own end. Without
+                such a report, the end of the wait is the best known value.
         """
         now_s = self.clock()
         self.blocked_s += now_s - since_s
@@ -208,14 +207,14 @@ class Communicator:
             self._log.waits.append((since_s, now_s))
 
     def note_all_awaited(self) -> None:
-        """The caller has waited for all that was started, in code that tells nobody (torch's)."""
+        """Records a wait for all started transfers by torch's code, which reports no waits."""
         if self.native:
             comm_core.note_all_awaited()
         else:
             self.held_up_until_s = self.clock()
 
     def ensure_channels(self, count: int) -> None:
-        """Makes the missing ones of `count` channels; then it is a collective call."""
+        """Adds channels until there are `count`; a collective call if any is missing."""
         ranks = dist.get_process_group_ranks(self.groups[0])
         while len(self.groups) < count:
             self.groups.append(dist.new_group(ranks, timeout=self.timeout))
@@ -224,8 +223,8 @@ class Communicator:
         self, tensor: torch.Tensor, *, op: Op, channel: int = 0, priority: int = 0
     ) -> Work:
         """Reduces `tensor` (any shape) over all ranks, in place; every rank gets the result."""
-        queue, how = self._queue(channel, priority), _reduce_op(op)
-        return self._start(queue, dist.all_reduce, self._summand(flat_view(tensor), op), op=how)
+        queue, kind = self._queue(channel, priority), _reduce_op(op)
+        return self._start(queue, dist.all_reduce, self._summand(flat_view(tensor), op), op=kind)
 
     def reduce_scatter(
         self,
@@ -236,18 +235,18 @@ class Communicator:
         channel: int = 0,
         priority: int = 0,
     ) -> Work:
-        """Rank r gets slice r of the reduced `input` `[size * n]` as `output` `[n]`.
+        """Reduces `input` `[size * n]`; rank r receives slice r in `output` `[n]`.
 
-        Both are contiguous; `input` is scratch afterwards (`mean` scales it in place).
+        Both must be contiguous. The call may overwrite `input` (`mean` scales it in place).
         """
-        queue, how = self._queue(channel, priority), _reduce_op(op)
+        queue, kind = self._queue(channel, priority), _reduce_op(op)
         if input.numel() != output.numel() * self.size:
             raise UserError(
                 f"reduce_scatter: input has {input.numel()} elements, must be {self.size} x "
                 f"{output.numel()}"
             )
         call = _renamed("reduce_scatter_tensor", "reduce_scatter_single")
-        return self._start(queue, call, output, self._summand(input, op), op=how)
+        return self._start(queue, call, output, self._summand(input, op), op=kind)
 
     def all_gather(
         self, output: torch.Tensor, input: torch.Tensor, *, channel: int = 0, priority: int = 0
@@ -265,25 +264,25 @@ class Communicator:
     def reduce(
         self, tensor: torch.Tensor, *, root: int, op: Op, channel: int = 0, priority: int = 0
     ) -> Work:
-        """Rank `root` gets the reduction of everybody's `tensor`, in place; scratch elsewhere."""
-        queue, how = self._queue(channel, priority), _reduce_op(op)
+        """Reduces `tensor` over all ranks, in place on rank `root`; scratch on other ranks."""
+        queue, kind = self._queue(channel, priority), _reduce_op(op)
         flat, target = flat_view(tensor), self._global_rank(root)
-        return self._start(queue, dist.reduce, self._summand(flat, op), dst=target, op=how)
+        return self._start(queue, dist.reduce, self._summand(flat, op), dst=target, op=kind)
 
     def broadcast(
         self, tensor: torch.Tensor, *, root: int, channel: int = 0, priority: int = 0
     ) -> Work:
-        """Copies rank `root`'s `tensor` into everybody's, in place."""
+        """Copies rank `root`'s `tensor` to all ranks, in place."""
         queue, source = self._queue(channel, priority), self._global_rank(root)
         return self._start(queue, dist.broadcast, flat_view(tensor), src=source)
 
     def exchange(
         self, recv: torch.Tensor, send: torch.Tensor, *, peer: int, channel: int = 0
     ) -> Work:
-        """Sends `send` to rank `peer` and gets its `send` in `recv`; nobody else takes part.
+        """Sends `send` to rank `peer`, and receives that rank's `send` in `recv`.
 
-        Both are contiguous, of the same size and dtype on both ranks. Exchanges of two ranks on one
-        channel go in the order of the calls.
+        Both must be contiguous, with the same size and dtype on both ranks. Other ranks take no
+        part. Exchanges of two ranks on one channel run in the order of the calls.
         """
         self._queue(channel, 0)
         handle = Exchange(send, recv, self._global_rank(peer), self.groups[channel])
@@ -292,9 +291,9 @@ class Communicator:
         )
 
     def regimes(self, operation: str) -> tuple[tuple[str, int], ...] | None:
-        """How the engine sends an operation by its size: a name, and from how many bytes on.
+        """Returns the engine's algorithms for an operation: names, and first message size in bytes.
 
-        None: the engine does not tell, or has one way for all.
+        None: the engine does not report them, or it has only one.
         """
         if not self.native or self.size == 1:
             return None
@@ -302,13 +301,13 @@ class Communicator:
         return tuple((name, first) for name, first, _ in backend.regimes(operation))
 
     def broadcast_object(self, value: T, *, root: int = 0) -> T:
-        """Returns rank `root`'s picklable `value` on every rank; blocking, for set-up only."""
+        """Returns rank `root`'s picklable `value` on every rank; blocks, for set-up only."""
         box: list[Any] = [value]
         dist.broadcast_object_list(box, src=self._global_rank(root), group=self.groups[0])
         return box[0]
 
     def gather_objects(self, value: T) -> list[T]:
-        """Returns every rank's picklable `value`, in rank order, on every rank; blocking."""
+        """Returns every rank's picklable `value`, in rank order, on every rank; blocks."""
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self.groups[0])
         return values
@@ -318,7 +317,7 @@ class Communicator:
         dist.barrier(group=self.groups[0])
 
     def close(self) -> None:
-        """Lets go of the process groups; no call is possible afterwards."""
+        """Releases the process groups; no call is possible afterwards."""
         self.groups.clear()
 
     def _queue(self, channel: int, priority: int) -> tuple[int, int]:
@@ -334,11 +333,11 @@ class Communicator:
 
     def _global_rank(self, root: int) -> int:
         if not 0 <= root < self.size:
-            raise UserError(f"root {root} is no rank of a world of {self.size}")
+            raise UserError(f"rank {root} is not in a world of {self.size}")
         return dist.get_global_rank(self.groups[0], root)
 
     def _summand(self, tensor: torch.Tensor, op: Op) -> torch.Tensor:
-        # Dividing before the sum, as DDP does: the sum of a half-precision gradient then overflows
+        # Division before the sum, as in DDP: the sum of half-precision gradients then overflows
         # no sooner than the gradient itself.
         if op != "mean":
             return tensor
@@ -349,18 +348,18 @@ class Communicator:
         return tensor.div_(self.size) if self.size > 1 else tensor
 
     def _start(
-        self, queue: tuple[int, int], call: Callable[..., Any], *tensors: torch.Tensor, **how: Any
+        self, queue: tuple[int, int], call: Callable[..., Any], *tensors: torch.Tensor, **extra: Any
     ) -> Work:
-        """Starts `call` on `tensors`: the output where it is another one, and the input."""
+        """Starts `call` on `tensors`: the output, if it is separate, and the input."""
         channel, priority = queue
         with _at(priority):
-            handle = call(*tensors, group=self.groups[channel], async_op=True, **how)
+            handle = call(*tensors, group=self.groups[channel], async_op=True, **extra)
         nbytes = max(tensor.nbytes for tensor in tensors)
         sent, on_gpu = tensors[-1].nbytes, tensors[-1].is_cuda
         return self._work(call.__name__, handle, channel, nbytes, sent, on_gpu=on_gpu)
 
     def device_clock(self) -> DeviceClock:
-        """When the GPU ends what NCCL moves; made when it is first asked for."""
+        """Returns the clock that times NCCL's transfers; creates it on the first call."""
         if self._device_clock is None:
             self._device_clock = DeviceClock(self.clock)
         return self._device_clock
@@ -378,7 +377,7 @@ class Communicator:
 
 @functools.cache
 def _renamed(former: str, name: str) -> Callable[..., Any]:
-    """A collective that torch 2.13 has given a new name; 2.11 has the former one only."""
+    """Returns the collective `name` of torch 2.13, or its `former` name in older versions."""
     return getattr(dist, name, None) or getattr(dist, former)
 
 
@@ -387,10 +386,10 @@ def _at(priority: int) -> contextlib.AbstractContextManager[None]:
 
 
 def flat_view(tensor: torch.Tensor) -> torch.Tensor:
-    """A 1-D view of a dense tensor in memory order (so channels_last needs no copy).
+    """Returns a 1-D view of a dense tensor in memory order (so channels_last needs no copy).
 
     Raises:
-        UserError: the tensor is sparse, has gaps or overlaps in memory.
+        UserError: the tensor is sparse, or has gaps or overlaps in memory.
     """
     if tensor.is_contiguous():
         return tensor.view(-1)
@@ -404,12 +403,12 @@ def flat_view(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def padded(numel: int, step: int) -> int:
-    """The least multiple of `step` that holds `numel` elements."""
+    """Rounds `numel` up to a multiple of `step`."""
     return -(-numel // step) * step
 
 
 def buffer(like: torch.Tensor, numel: int, communicator: Communicator) -> torch.Tensor:
-    """A zeroed flat buffer of the kind of `like`, in memory that the backend reads in place."""
+    """Allocates a zeroed 1-D tensor like `like`, in memory that the backend reads in place."""
     if communicator.native and like.device.type == "cpu":
         return comm_core.empty(numel, dtype=like.dtype)
     return torch.zeros(numel, dtype=like.dtype, device=like.device)
@@ -417,12 +416,12 @@ def buffer(like: torch.Tensor, numel: int, communicator: Communicator) -> torch.
 
 def _reduce_op(op: Op) -> Any:
     kinds = dist.ReduceOp
-    known = {"mean": kinds.SUM, "sum": kinds.SUM, "min": kinds.MIN, "max": kinds.MAX}
-    return one_of("op", op, known)
+    ops = {"mean": kinds.SUM, "sum": kinds.SUM, "min": kinds.MIN, "max": kinds.MAX}
+    return one_of("op", op, ops)
 
 
 class SubCommunicator(Communicator):
-    """A communicator of some ranks of another, which counts their bytes and waits as its own."""
+    """A communicator of some ranks of a parent; bytes and waits count on the parent."""
 
     def __init__(self, parent: Communicator, group: dist.ProcessGroup) -> None:
         super().__init__(group)
@@ -434,7 +433,7 @@ class SubCommunicator(Communicator):
         return self._parent._work(name, handle, channel, nbytes, sent, on_gpu=on_gpu)
 
     def close(self) -> None:
-        """Lets go of the process group, which is this communicator's own."""
+        """Destroys the process group, which belongs to this communicator."""
         for group in self.groups:
             dist.destroy_process_group(group)
         super().close()
@@ -443,14 +442,14 @@ class SubCommunicator(Communicator):
 def sub_communicators(
     parent: Communicator, members: Iterable[Sequence[int]]
 ) -> dict[tuple[int, ...], SubCommunicator]:
-    """A communicator for each list of ranks that this rank is in, by that list.
+    """Makes a communicator for each list of ranks; returns those of this rank, by their ranks.
 
     A collective call of all ranks of `parent`, with the same lists in the same order.
     """
-    ours = dist.get_process_group_ranks(parent.groups[0])
-    made: dict[tuple[int, ...], SubCommunicator] = {}
+    parent_ranks = dist.get_process_group_ranks(parent.groups[0])
+    result: dict[tuple[int, ...], SubCommunicator] = {}
     for ranks in dict.fromkeys(tuple(ranks) for ranks in members):
-        group = dist.new_group([ours[rank] for rank in ranks], timeout=parent.timeout)
+        group = dist.new_group([parent_ranks[rank] for rank in ranks], timeout=parent.timeout)
         if parent.rank in ranks:
-            made[ranks] = SubCommunicator(parent, group)
-    return made
+            result[ranks] = SubCommunicator(parent, group)
+    return result

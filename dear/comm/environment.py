@@ -1,4 +1,4 @@
-"""Which rank am I: what torchrun, Open MPI, MPICH (PMI) and Slurm put in the environment."""
+"""Rank and world size from the variables of torchrun, Open MPI, MPICH (PMI) and Slurm."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from dear.errors import UserError
 
-# launcher, then the variables of: rank, world size, rank on this host, ranks on this host.
+# Launcher; variables of rank, world size, rank on this host and ranks on this host.
 _VARIABLES = (
     ("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     ("Open MPI", *(f"OMPI_COMM_WORLD_{n}" for n in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))),
@@ -23,7 +23,7 @@ _VARIABLES = (
 
 @dataclass(frozen=True, kw_only=True)
 class RankFacts:
-    """One process's place in the job, as its launcher told it."""
+    """One process's position in the job, as its launcher reported it."""
 
     launcher: str
     """`torchrun`, `Open MPI`, `MPICH`, `Slurm`, or `none` for a process started alone."""
@@ -39,23 +39,23 @@ class RankFacts:
 
 
 def rank_facts(env: Mapping[str, str] = os.environ) -> RankFacts:
-    """Reads the facts; a process that no launcher started is rank 0 of a world of 1.
+    """Reads the facts; a process without a launcher is rank 0 of a world of 1.
 
     Raises:
-        UserError: a variable is missing, not a number, or contradicts another; or the process was
-            started alone where several were meant.
+        UserError: a variable is missing, not a number, or contradicts another; or one process was
+            started although the environment describes several.
     """
     for launcher, rank, size, local_rank, local_size in _VARIABLES:
         if rank not in env:
             continue
-        # Slurm sets SLURM_PROCID=0 in batch scripts too; only a step (srun) starts ranks.
+        # Slurm sets SLURM_PROCID=0 in batch scripts, too; only a step (srun) starts ranks.
         in_step = "SLURM_STEP_ID" in env
         if launcher == "Slurm" and not in_step:
             continue
-        # srun's own PMI says the rank but not the place on the host; Slurm's variables do.
+        # srun's PMI gives the rank but not the local rank; Slurm's variables give both.
         if launcher == "MPICH" and local_rank not in env and in_step:
             continue
-        # The number per node may be the whole allocation's; the step's own list is what counts.
+        # SLURM_NTASKS_PER_NODE may describe the whole allocation; the step's list takes precedence.
         if launcher == "Slurm" and (local_size not in env or "SLURM_STEP_TASKS_PER_NODE" in env):
             env = {**env, local_size: _tasks_on_this_node(env)}
         facts = RankFacts(
@@ -67,12 +67,12 @@ def rank_facts(env: Mapping[str, str] = os.environ) -> RankFacts:
         )
         if not 0 <= facts.rank < facts.world_size:
             raise UserError(
-                f"{launcher} says rank {facts.rank} of {facts.world_size}: {rank} must lie in "
+                f"{launcher} reports rank {facts.rank} of {facts.world_size}: {rank} must lie in "
                 f"0..{size}-1"
             )
         if not 0 <= facts.local_rank < facts.local_world_size <= facts.world_size:
             raise UserError(
-                f"{launcher} says {local_rank}={facts.local_rank}, "
+                f"{launcher} reports {local_rank}={facts.local_rank}, "
                 f"{local_size}={facts.local_world_size}, {size}={facts.world_size}: each must be "
                 "less than the next (the last two may be equal)"
             )
@@ -82,26 +82,26 @@ def rank_facts(env: Mapping[str, str] = os.environ) -> RankFacts:
 
 
 def _refuse_to_be_alone(env: Mapping[str, str]) -> None:
-    """Raises `UserError` if the environment speaks of several processes but not of this one."""
-    alone = "RANK=0 WORLD_SIZE=1 runs alone on purpose"
+    """Raises `UserError` if the environment describes several processes but gives no rank."""
+    hint = "RANK=0 WORLD_SIZE=1 runs alone on purpose"
     tasks = env.get("SLURM_NTASKS", "1")
     if tasks.isdecimal() and int(tasks) > 1:
         raise UserError(
             f"Slurm gave this job {tasks} tasks, but this process was started once, without srun: "
-            f"start it with srun, or with torchrun or mpirun ({alone})"
+            f"start it with srun, or with torchrun or mpirun ({hint})"
         )
     size = env.get("WORLD_SIZE", "1")
     if size.isdecimal() and int(size) > 1:
         raise UserError(
             f"WORLD_SIZE={size}, but RANK is not set: start the script with torchrun or mpirun "
-            f"({alone})"
+            f"({hint})"
         )
 
 
 def _tasks_on_this_node(env: Mapping[str, str]) -> str:
-    """From Slurm's list of tasks per node of the step, e.g. `4(x2),3` for 4, 4 and 3."""
-    listed = re.findall(r"(\d+)(?:\(x(\d+)\))?", env.get("SLURM_STEP_TASKS_PER_NODE", ""))
-    counts: list[str] = [count for count, times in listed for _ in range(int(times or 1))]
+    """Reads the step's list of tasks per node; e.g. `4(x2),3` stands for 4, 4 and 3 tasks."""
+    entries = re.findall(r"(\d+)(?:\(x(\d+)\))?", env.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    counts: list[str] = [count for count, times in entries for _ in range(int(times or 1))]
     node = env.get("SLURM_NODEID", "0")
     if node.isdecimal() and int(node) < len(counts):
         return counts[int(node)]
@@ -109,8 +109,7 @@ def _tasks_on_this_node(env: Mapping[str, str]) -> str:
 
 
 def _number(env: Mapping[str, str], name: str, launcher: str, default: str | None = None) -> int:
-    # A launcher that names ranks but not their place on the host (RANK and WORLD_SIZE set by
-    # hand) is taken to run on one host.
+    # A launcher without local ranks (RANK and WORLD_SIZE set by hand) is taken to use one host.
     text = env.get(name, env.get(default, "") if default else "")
     try:
         return int(text)
@@ -122,25 +121,25 @@ def _number(env: Mapping[str, str], name: str, launcher: str, default: str | Non
 
 
 def assign_ranks(client: Any) -> list[int]:
-    """Tells each engine its place in the job of all of them, as torchrun would, for `dear.init`.
+    """Gives each engine its rank in a job of all engines, as torchrun would, for `dear.init`.
 
-    It sets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in the
-    environments of the engines, which must be able to import `dear`. On one host engine i becomes
-    rank i; with several hosts the ranks of each are neighbours.
+    Sets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in the
+    environments of the engines, which must be able to import `dear`. On one host, engine i becomes
+    rank i. On several hosts, the ranks of each host are consecutive.
 
     Args:
         client: an `ipyparallel.Client`.
 
     Returns:
-        The engines' numbers in the order of their ranks: `client[assign_ranks(client)]` is a view
-        of all ranks in order.
+        The engine numbers in the order of their ranks: `client[assign_ranks(client)]` is a view of
+        all ranks in order.
 
     Raises:
-        UserError: there is no engine, or one has joined a job already.
+        UserError: there is no engine, or an engine has joined a job already.
     """
     places = {number: client[number].apply_sync(_place) for number in client.ids}
     if not places:
-        raise UserError("the cluster has no engines: start some, and wait_for_engines()")
+        raise UserError("the cluster has no engines: start some and call wait_for_engines()")
     joined = [number for number, (_, in_job) in places.items() if in_job]
     if joined:
         raise UserError(
@@ -154,27 +153,27 @@ def assign_ranks(client: Any) -> list[int]:
         "MASTER_PORT": client[order[0]].apply_sync(_free_port),
     }
     for rank, number in enumerate(order):
-        here = [other for other in order if places[other][0] == places[number][0]]
-        place = {"RANK": rank, "LOCAL_RANK": here.index(number), "LOCAL_WORLD_SIZE": len(here)}
-        variables = {name: str(value) for name, value in (place | shared).items()}
+        local = [other for other in order if places[other][0] == places[number][0]]
+        ranks = {"RANK": rank, "LOCAL_RANK": local.index(number), "LOCAL_WORLD_SIZE": len(local)}
+        variables = {name: str(value) for name, value in (ranks | shared).items()}
         client[number].apply_sync(_enter, variables)
     return order
 
 
 def _place() -> tuple[str, bool]:
-    """On an engine: its host, and whether it has joined a job."""
+    """Returns an engine's host, and True if it has joined a job; runs on the engine."""
     runtime = sys.modules.get("dear.comm.runtime")
     return socket.gethostname(), runtime is not None and runtime.is_initialized()
 
 
 def _free_port() -> int:
-    """On the engine of rank 0, where `dear.init` opens it."""
+    """Returns a free port of rank 0's host, where `dear.init` opens it; runs on the engine."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return probe.getsockname()[1]
 
 
 def _enter(variables: dict[str, str]) -> None:
-    """On an engine."""
-    os.environ.pop("DEAR_STORE", None)  # of a job that the notebook itself may be part of
+    """Sets environment variables of an engine; runs on the engine."""
+    os.environ.pop("DEAR_STORE", None)  # it belongs to the notebook's own job, if there is one
     os.environ.update(variables)

@@ -1,6 +1,6 @@
-"""What stands for a transfer that is no collective: a message each way, a note of another one.
+"""Handles for transfers that are not collectives: a send/receive pair, and a logged external one.
 
-`dear.comm.communicator.Work` takes them as it takes torch's works.
+`dear.comm.communicator.Work` accepts an `Exchange` in place of torch's work.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from dear.lazy import dist, torch
 
 @dataclass(frozen=True, kw_only=True)
 class WorkTimes:
-    """When a collective was queued, could start, and ended; seconds on the communicator's clock."""
+    """Times at which a collective was queued, could start, and ended, in seconds on `clock`."""
 
     enqueued_s: float
     started_s: float
-    """Not before the last collective of the channel that had ended when this one ended; a backend
-    that runs several at a time (Gloo: two) may really have begun earlier."""
+    """Not before the end of the channel's preceding collective. A backend that runs several at a
+    time (Gloo: two) may have started earlier."""
     finished_s: float
 
 
 class DeviceClock:
-    """When a GPU has ended transfers, on the clock of the host.
+    """Times of GPU transfers on the host's clock.
 
-    NCCL's futures complete when a transfer is queued. So a stream of its own waits for each, and an
-    event behind that tells when it had ended; another one, on the stream that has made the input,
-    when it could begin.
+    NCCL's futures complete when a transfer is queued, so they cannot tell its end. A separate
+    stream waits for each transfer and then records an event, which gives the end. An event on the
+    stream that made the input gives the earliest start.
 
     Args:
-        clock: of the host, in seconds.
+        clock: clock of the host, in seconds.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -42,11 +42,13 @@ class DeviceClock:
         self._origin.synchronize()
         self._origin_s = clock()
         self._last: dict[int, Any] = {}
-        """By channel, the event behind the last transfer."""
+        """Per channel, the event after its last transfer."""
 
     def follow(self, handle: Any, channel: int, enqueued_s: float) -> Callable[[], WorkTimes]:
-        """To be called when the transfer has just been queued; what is returned tells its times
-        once it has ended, and waits for that."""
+        """Starts to time a transfer that was just queued; returns a function for its times.
+
+        That function waits for the end of the transfer.
+        """
         ready = torch.cuda.Event(enable_timing=True)
         ready.record()
         with torch.cuda.stream(self._aside):
@@ -57,8 +59,8 @@ class DeviceClock:
 
         def times() -> WorkTimes:
             ended.synchronize()
-            could = [self._at_s(event) for event in (ready, before) if event is not None]
-            started_s = max(enqueued_s, *could)
+            starts_s = [self._at_s(event) for event in (ready, before) if event is not None]
+            started_s = max(enqueued_s, *starts_s)
             return WorkTimes(
                 enqueued_s=enqueued_s, started_s=started_s, finished_s=self._at_s(ended)
             )
@@ -70,8 +72,10 @@ class DeviceClock:
 
 
 class Exchange:
-    """Sends `send` to rank `peer` of the job, which sends as much; like a work of torch's,
-    but without times."""
+    """A send of `send` to rank `peer` of the job and a receive of `recv` from it.
+
+    It has the methods of torch's works, but no times.
+    """
 
     def __init__(
         self, send: torch.Tensor, recv: torch.Tensor, peer: int, group: dist.ProcessGroup
@@ -79,9 +83,9 @@ class Exchange:
         self._tensors = send, recv
         self._works: list[Any] = []
         self._ended: set[Any] = set()
-        """Those that have been waited for; CUDA: none, as each stream that asks must wait."""
+        """Works that were waited for; empty on CUDA, where each waiting stream must wait."""
         if recv.is_cuda:
-            # NCCL makes progress on a send only beside the receive that its peer waits for.
+            # NCCL makes progress on a send only with a matching receive in the same group call.
             ops = [dist.P2POp(dist.irecv, recv, peer, group)]
             ops.append(dist.P2POp(dist.isend, send, peer, group))
             self._works += dist.batch_isend_irecv(ops)
@@ -89,32 +93,32 @@ class Exchange:
             self._works += [dist.irecv(recv, peer, group), dist.isend(send, peer, group)]
 
     def wait(self) -> None:
-        """Blocks until both have ended (CUDA: makes the current stream wait)."""
+        """Blocks until send and receive have ended (CUDA: the current stream waits)."""
         for work in self._works:
             if work not in self._ended:
                 work.wait()
                 if not self._tensors[0].is_cuda:
-                    self._ended.add(work)  # Gloo's messages can be waited for only once
+                    self._ended.add(work)  # Gloo allows only one wait per message
 
     def is_completed(self) -> bool:
-        """True once both have ended."""
+        """Returns True once send and receive have ended."""
         return all(work.is_completed() for work in self._works)
 
     def get_future(self) -> torch.futures.Future:
-        """Completes with both; Gloo has none for messages and raises."""
+        """Returns a future that completes with both; raises on Gloo, whose messages have none."""
         return torch.futures.collect_all([work.get_future() for work in self._works])
 
 
 class Noted:
-    """For `Communicator.note`: like a work that may be asked for its times only."""
+    """A transfer logged by `Communicator.note`; like a work that only has times."""
 
     def __init__(self, nbytes: int, enqueued_s: float) -> None:
         self.nbytes, self._enqueued_s = nbytes, enqueued_s
         self.finished_s: float | None = None
 
     def times(self) -> WorkTimes:
-        """Raises `UserError` as long as nobody has waited for it."""
+        """Returns its times; raises `UserError` until the transfer has been waited for."""
         if self.finished_s is None:
-            raise UserError("no times: nobody has waited for it yet")
-        began = self._enqueued_s
-        return WorkTimes(enqueued_s=began, started_s=began, finished_s=self.finished_s)
+            raise UserError("no times: the transfer has not been waited for yet")
+        began_s = self._enqueued_s
+        return WorkTimes(enqueued_s=began_s, started_s=began_s, finished_s=self.finished_s)

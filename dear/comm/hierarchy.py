@@ -1,4 +1,4 @@
-"""All-reduce in three legs, for ranks in blocks that are nearer to each other than to the rest."""
+"""All-reduce in three phases, for blocks of ranks that are close to each other."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ Ranks = list[range]
 
 
 def blocks_of(size: int, local_size: int, what: str = "blocks") -> tuple[Ranks, Ranks]:
-    """Blocks of `local_size` neighbours, and the ranks of each place in all blocks.
+    """Returns the blocks of `local_size` neighbours, and per local rank its ranks in all blocks.
 
     Args:
-        what: blocks are called in the error.
+        what: name of the blocks in the error message.
 
     Raises:
-        UserError: `size` is no multiple of `local_size`.
+        UserError: `size` is not a multiple of `local_size`.
     """
     if local_size < 1 or size % local_size:
         raise UserError(
@@ -38,39 +38,39 @@ def blocks_of(size: int, local_size: int, what: str = "blocks") -> tuple[Ranks, 
 
 
 def in_blocks(communicator: Communicator, local_size: int) -> Communicator:
-    """What averages between blocks of neighbours: a `Hierarchy`, or `communicator` where there is
-    one block, or each has one rank.
+    """Returns a `Hierarchy` over blocks of neighbours, or `communicator` itself if there is one
+    block or each block has one rank.
 
     A collective call.
 
     Args:
-        local_size: ranks per block; ranks r and r + 1 are in one, but where a block is full.
+        local_size: ranks per block; block b holds ranks b * local_size to (b+1) * local_size - 1.
 
     Raises:
-        UserError: the world is no multiple of `local_size`.
+        UserError: the world size is not a multiple of `local_size`.
     """
     blocks, places = blocks_of(communicator.size, local_size)
     return communicator if 1 in (len(blocks), len(places)) else Hierarchy(communicator, local_size)
 
 
 class Hierarchy(SubCommunicator):
-    """A communicator of all ranks of another; its all-reduces go in three legs.
+    """A communicator of all ranks of a parent, with all-reduces in three phases; see `in_blocks`.
 
-    A reduce-scatter leaves each rank of a block its share of the block's sum; the ranks of one
-    place in all B blocks all-reduce their shares; an all-gather in the block completes them (Mikami
-    et al. 2018, arXiv 1811.05233). So 2 (B-1)/B of a buffer passes each way between a block and the
-    others, where a ring of all P ranks takes 2 (P-1)/P there; and the start-ups of a far network
-    are those of B ranks, not of P.
+    First, a reduce-scatter leaves each rank of a block its share of the block's sum. Second, the
+    ranks with the same local rank in all B blocks all-reduce their shares. Third, an all-gather in
+    the block completes the result (Mikami et al. 2018, arXiv 1811.05233). So 2 (B-1)/B of a buffer
+    passes each way between a block and the others, where a ring of all P ranks takes 2 (P-1)/P. On
+    the far network a start-up involves B ranks instead of P.
 
-    Legs of one kind start in the order of the calls, each when the one before it of its own tensor
-    has ended: the legs of several tensors go side by side. Made by `in_blocks`.
+    Phases of one kind start in the order of the calls. Each starts when its tensor's previous phase
+    has ended, so the phases of several tensors overlap.
     """
 
     def __init__(self, parent: Communicator, local_size: int) -> None:
         super().__init__(parent, parent.groups[0])
         self.local_size = local_size
         blocks, places = blocks_of(self.size, local_size)
-        # Each leg has groups of its own, since each is started by another thread.
+        # Each phase has its own groups, since another thread starts it.
         self._legs = [
             next(iter(sub_communicators(parent, ranks).values()))
             for ranks in (blocks, places, blocks)
@@ -81,7 +81,7 @@ class Hierarchy(SubCommunicator):
     def all_reduce(
         self, tensor: torch.Tensor, *, op: Op, channel: int = 0, priority: int = 0
     ) -> ThreeLegs:
-        """As any other's, in place; of as many elements as a multiple of `local_size`."""
+        """Reduces `tensor` in place; its number of elements must be a multiple of `local_size`."""
         self._queue(channel, priority)
         if tensor.numel() % self.local_size:
             raise UserError(
@@ -90,15 +90,15 @@ class Hierarchy(SubCommunicator):
             )
         whole = self._summand(flat_view(tensor), op)
         share = whole.new_empty(whole.numel() // self.local_size)
-        how: Op = "sum" if op == "mean" else op  # divided already, by the number of all ranks
+        part_op: Op = "sum" if op == "mean" else op  # `_summand` has divided by the number of ranks
         begin, between, end = self._legs
 
         def first() -> Work:
-            return begin.reduce_scatter(share, whole, op=how)
+            return begin.reduce_scatter(share, whole, op=part_op)
 
         def second(before: Work) -> Work:
             before.join()
-            return between.all_reduce(share, op=how)
+            return between.all_reduce(share, op=part_op)
 
         def third(before: Work) -> Work:
             before.join()
@@ -107,14 +107,14 @@ class Hierarchy(SubCommunicator):
         if tensor.is_cuda:
             return self._on_stream(whole, share, lambda: third(second(first())))
         started = first()
-        across = self._threads[0].submit(second, started)
-        last = self._threads[1].submit(lambda: third(across.result()))
+        second_work = self._threads[0].submit(second, started)
+        last = self._threads[1].submit(lambda: third(second_work.result()))
         return ThreeLegs(self._parent, last, whole.nbytes)
 
     def _on_stream(
         self, whole: torch.Tensor, share: torch.Tensor, run: Callable[[], Work]
     ) -> ThreeLegs:
-        """All legs are queued on a stream of their own at once, so that no other waits for them."""
+        """Queues all phases on a separate stream, so that other streams need not wait for them."""
         if self._aside is None:
             self._aside = torch.cuda.Stream(whole.device)
         self._aside.wait_stream(torch.cuda.current_stream(whole.device))
@@ -126,32 +126,32 @@ class Hierarchy(SubCommunicator):
         return ThreeLegs(self._parent, last, whole.nbytes)
 
     def close(self) -> None:
-        """Waits for what is under way and lets go of the process groups of the blocks."""
+        """Waits for all transfers under way, and destroys the process groups of the blocks."""
         for thread in self._threads:
             thread.shutdown(wait=True)
         for leg in self._legs:
             leg.close()
-        self.groups.clear()  # the parent's, which stays
+        self.groups.clear()  # the parent's groups remain
 
 
 class ThreeLegs:
-    """An all-reduce of a `Hierarchy` under way; as `Work`."""
+    """An all-reduce of a `Hierarchy` under way, with the methods of `Work`."""
 
     def __init__(self, communicator: Communicator, last: Future[Work], nbytes: int) -> None:
         self._communicator = communicator
         self._last = last
-        """Ends when the third leg starts."""
+        """Completes when the third phase starts."""
         self.nbytes = nbytes
 
     def wait(self) -> None:
         """Blocks until the result may be used (on CUDA: by the current stream).
 
-        Raises RuntimeError if a peer died, disagreed, or did not answer in the time of the group.
+        Raises RuntimeError if a peer died, made another call, or exceeded the group's timeout.
         """
-        began = self._communicator.clock()
+        began_s = self._communicator.clock()
         self._last.result().join()
-        self._communicator.held_up(began)
+        self._communicator.held_up(began_s)
 
     def done(self) -> bool:
-        """True once the last leg has ended; never blocks."""
+        """Returns True once the last phase has ended; never blocks."""
         return self._last.done() and self._last.result().done()

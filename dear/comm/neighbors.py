@@ -1,7 +1,7 @@
-"""Averaging between neighbours: what each rank weighs, and the messages that carry it.
+"""Averaging between neighbours: the weights of each rank, and the messages that carry values.
 
-`Exchange` carries a round along the edges of a graph of ranks; `Machines` averages exactly inside
-each machine, and with weights between machines. `GlobalAverage` tells how far the ranks are apart
+`Exchange` sends a round along the edges of a graph of ranks. `Machines` averages exactly inside
+each machine and with weights between machines. `GlobalAverage` measures the distance between ranks
 (also importable as `dear.consensus`).
 """
 
@@ -24,24 +24,27 @@ PIECE = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Round:
-    """One rank's part: `x <- self_weight * x + sum of sources[j] * (what j sends)`."""
+    """One rank's part in an averaging round.
+
+    The rank computes `x <- self_weight * x + sum over j of sources[j] * (values that j sends)`.
+    """
 
     self_weight: float
     sources: dict[int, float] = field(default_factory=dict)
-    """Rank -> factor of what comes from it."""
+    """Rank -> factor of the values that come from it."""
     destinations: dict[int, float] = field(default_factory=dict)
-    """Rank -> factor of what goes to it."""
+    """Rank -> factor of the values that go to it."""
 
     @classmethod
     def of(cls, graph: nx.DiGraph, rank: int) -> Round:
-        """The part of `rank` in averaging by the weights of `graph`."""
-        own, sources = recv_weights(graph, rank)
+        """Returns the part of `rank` in averaging with the weights of `graph`."""
+        self_weight, sources = recv_weights(graph, rank)
         targets = dict.fromkeys(out_neighbors(graph, rank), 1.0)
-        return cls(self_weight=own, sources=sources, destinations=targets)
+        return cls(self_weight=self_weight, sources=sources, destinations=targets)
 
     @classmethod
     def splitting(cls, graph: nx.DiGraph, rank: int) -> Round:
-        """The sender decides: each rank shares itself out equally to itself and its k targets."""
+        """Returns the part of `rank` if senders set weights: 1 / (k + 1) for self and k targets."""
         targets = out_neighbors(graph, rank)
         share = 1.0 / (len(targets) + 1)
         sources = dict.fromkeys(in_neighbors(graph, rank), 1.0)
@@ -49,7 +52,7 @@ class Round:
 
     @classmethod
     def uniform(cls, destinations: Iterable[int], sources: Iterable[int]) -> Round:
-        """Equal weights for this rank and what it receives."""
+        """Returns the part with equal weights for this rank and its sources."""
         sources = list(sources)
         share = 1.0 / (len(sources) + 1)
         weights, targets = dict.fromkeys(sources, share), dict.fromkeys(destinations, 1.0)
@@ -66,26 +69,26 @@ class Pending:
         combine: Callable[[torch.Tensor], Any] = lambda values: None,
     ) -> None:
         self.wait = wait
-        """Blocks until what was sent may be changed (on CUDA: by the current stream); raises
-        RuntimeError if a peer died, or did not answer in time."""
+        """Blocks until the sent values may change (on CUDA: blocks the current stream); raises
+        RuntimeError if a peer died or did not answer in time."""
         self.done = done
-        """True once all messages are through; never blocks."""
+        """Returns True once all messages have arrived; never blocks."""
         self._combine = combine
 
     def finish(self, values: torch.Tensor) -> None:
-        """Waits, then makes `values`, flat, what the round says; on entry they are this rank's."""
+        """Waits, then replaces `values` (1-D, this rank's values) by the result of the round."""
         self.wait()
         with torch.no_grad():
             self._combine(values)
 
 
 def timed(communicator: Communicator, wait: Callable[[], Any]) -> Callable[[], None]:
-    """`wait` that counts as time in which communication held its caller up."""
+    """Returns a `wait` whose time counts as exposed communication."""
 
     def waiting() -> None:
-        began = communicator.clock()
+        began_s = communicator.clock()
         wait()
-        communicator.held_up(began)
+        communicator.held_up(began_s)
 
     return waiting
 
@@ -93,12 +96,12 @@ def timed(communicator: Communicator, wait: Callable[[], Any]) -> Callable[[], N
 class Exchange:
     """Messages along the edges of graphs of ranks, over any process group.
 
-    Making one is a collective call. All ranks must start the same exchanges in the same order.
-    Works by the comm core's neighbour collectives: CPU tensors over comm_core or Gloo, CUDA tensors
+    The constructor is a collective call. All ranks must start the same exchanges in the same order.
+    The comm core's neighbour collectives carry CPU tensors over comm_core or Gloo, and CUDA tensors
     over NCCL.
 
     Args:
-        streams: exchanges that may run at the same time.
+        streams: number of exchanges that may run at the same time.
 
     Raises:
         Unavailable: the comm core is not built.
@@ -110,7 +113,7 @@ class Exchange:
         self.core = core_module().Communicator(streams, communicator.groups[0], limit_s)
 
     def start(self, values: torch.Tensor, part: Round) -> Pending:
-        """Starts a round with flat `values`, which must stay as they are until it is finished."""
+        """Starts a round with `values` (1-D), which must not change until it is finished."""
         sent = values.nbytes * len(part.destinations)
         if any(factor != 1 for factor in part.destinations.values()):
             mixed = torch.empty_like(values)
@@ -136,7 +139,7 @@ class Exchange:
     def pending(
         self, handle: int, nbytes: int, combine: Callable[[torch.Tensor], Any] = lambda values: None
     ) -> Pending:
-        """A handle of `core`, accounted for: `nbytes` leave this rank."""
+        """Wraps a handle of `core`, and counts `nbytes` as sent by this rank."""
         self._communicator.bytes_sent += nbytes
         core, ended = self.core, self._communicator.note("neighbors", nbytes)
 
@@ -148,22 +151,23 @@ class Exchange:
         return Pending(wait, lambda: core.done(handle), combine)
 
     def close(self) -> None:
-        """Waits for what is under way and lets go of the process groups."""
+        """Waits for all exchanges under way, and releases the process groups."""
         self.core.destroy()
 
 
 class Machines:
-    """Ranks in blocks of `local_size`, each block a machine.
+    """Averaging over blocks of `local_size` ranks, where each block is a machine.
 
-    A round averages over the machine by a reduce-scatter, lets every rank exchange its share with
-    the rank of its place on the neighbouring machines, and gathers the shares again. So one tensor
-    per neighbour leaves a machine, spread over its ranks, and all of them get the same bits.
+    A round averages over the machine by a reduce-scatter. Each rank then exchanges its share with
+    the ranks of the same local rank on the neighbouring machines, and an all-gather completes the
+    result. So one tensor per neighbour leaves a machine, spread over its ranks, and all ranks of a
+    machine get bitwise equal results.
 
-    Making one is a collective call.
+    The constructor is a collective call.
 
     Raises:
-        UserError: the world is no multiple of `local_size`, or the communicator is not of the
-            whole job.
+        UserError: the world size is not a multiple of `local_size`, or the communicator does not
+            hold all ranks of the job.
         Unavailable: the comm core is not built.
     """
 
@@ -183,18 +187,18 @@ class Machines:
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="dear machines")
 
     def start(self, values: torch.Tensor, part: Round) -> Pending:
-        """Starts a round over flat `values`; the ranks of `part` are numbers of machines."""
+        """Starts a round over `values` (1-D); the ranks of `part` are numbers of machines."""
         mixed = values.new_zeros(-(-values.numel() // self.local_size) * self.local_size)
         mixed[: values.numel()] = values
         share = mixed.nbytes // self.local_size
-        # Scattered and gathered inside the machine, and sent to each neighbouring one.
+        # Reduce-scatter and all-gather inside the machine, and a share to each neighbour machine.
         self._communicator.bytes_sent += mixed.nbytes + share * (1 + len(part.destinations))
 
         def combine(target: torch.Tensor) -> None:
             target.copy_(mixed[: target.numel()])
 
         if values.is_cuda:
-            self._run(mixed, part)  # queued on the device
+            self._run(mixed, part)  # runs asynchronously on the device
             return Pending(combine=combine)
         future = self._worker.submit(self._run, mixed, part)
         return Pending(timed(self._communicator, future.result), future.done, combine)
@@ -214,11 +218,11 @@ class Machines:
             self.local.all_gather(mixed, shard).wait()
 
     def _places(self, machines: dict[int, float]) -> dict[int, float]:
-        """The ranks of this rank's place on other machines."""
+        """Maps machine numbers to the ranks with this rank's local rank there."""
         return {m * self.local_size + self._local_rank: weight for m, weight in machines.items()}
 
     def close(self) -> None:
-        """Waits for what is under way and lets go of the process groups."""
+        """Waits for all rounds under way, and releases the process groups."""
         self._worker.shutdown(wait=True)
         self._between.close()
         self.local.close()
@@ -228,7 +232,7 @@ class Machines:
 def weighted_sum(
     target: torch.Tensor, self_weight: float, terms: Iterable[tuple[float, torch.Tensor]]
 ) -> None:
-    """`target <- self_weight * target + sum of weight * term`; halves are added in float32."""
+    """Computes `target <- self_weight * target + sum of weight * term`; 16-bit sums use float32."""
     half = target.dtype in (torch.float16, torch.bfloat16)
     total = target.float() if half else target
     total.mul_(self_weight)
@@ -239,12 +243,12 @@ def weighted_sum(
 
 
 class GlobalAverage:
-    """Replaces tensors by their means over all ranks, and puts them back if asked to.
+    """Replaces tensors by their means over all ranks, and restores them on request.
 
-    Its calls are collective: all ranks make them, with tensors of the same shapes.
+    All calls are collective, with tensors of the same shapes on all ranks.
 
     Args:
-        tensors: floating-point or complex; whatever else there is is left as it is.
+        tensors: floating-point or complex ones are averaged; others do not change.
     """
 
     def __init__(self, communicator: Communicator, tensors: Iterable[torch.Tensor]) -> None:
@@ -254,53 +258,53 @@ class GlobalAverage:
 
     @property
     def applied(self) -> bool:
-        """True while `revert` would put something back."""
+        """True while `revert` can restore the tensors."""
         return self._kept is not None
 
     def apply(self, *, keep: bool = True, measure: bool = True) -> float | None:
-        """Averages in place; raises `UserError` if they are averaged already, and not reverted yet.
+        """Averages in place; raises `UserError` if an average with a copy is not reverted yet.
 
         Args:
-            keep: make a copy to revert to.
+            keep: keep a copy for `revert`.
             measure: return this rank's distance to the mean (the norm of the difference).
         """
         if self.applied:
-            raise UserError("the models are averaged already; revert first")
+            raise UserError("the models are averaged already; call revert() first")
         with torch.no_grad():
-            own = [tensor.clone() for tensor in self._tensors] if keep or measure else []
+            copies = [tensor.clone() for tensor in self._tensors] if keep or measure else []
             full = [tensor for tensor in self._tensors if tensor.numel()]
             for work in [self._communicator.all_reduce(tensor, op="mean") for tensor in full]:
                 work.wait()
-            self._kept = own if keep else None
-            return distance(own, self._tensors) if measure else None
+            self._kept = copies if keep else None
+            return distance(copies, self._tensors) if measure else None
 
     def revert(self) -> None:
-        """Puts back what was there; raises `UserError` if nothing was kept."""
+        """Restores the tensors; raises `UserError` if there is no copy."""
         if self._kept is None:
             raise UserError("there is nothing to revert: no average with a copy has been made")
         with torch.no_grad():
-            for tensor, kept in zip(self._tensors, self._kept, strict=True):
-                tensor.copy_(kept)
+            for tensor, copy in zip(self._tensors, self._kept, strict=True):
+                tensor.copy_(copy)
         self._kept = None
 
 
 def distance(some: Iterable[torch.Tensor], others: Iterable[torch.Tensor]) -> float:
-    """The Euclidean norm of the difference of two lists of tensors, in float64."""
+    """Returns the Euclidean norm of the difference of two lists of tensors, computed in float64."""
 
     def pieces(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        # In float64 a large tensor would take three times its memory.
+        # Pieces limit the memory: a large float32 tensor in float64 would take three times its own.
         real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         return real.detach().flatten().split(PIECE)
 
     total = 0.0
-    for one, other in zip(some, others, strict=True):
-        pairs = zip(pieces(one), pieces(other), strict=True)
+    for left, right in zip(some, others, strict=True):
+        pairs = zip(pieces(left), pieces(right), strict=True)
         total += sum((a.double() - b.double()).square().sum().item() for a, b in pairs)
     return math.sqrt(total)
 
 
 def core_module() -> Any:
-    """The module `comm_core`; raises `Unavailable` where it is not built."""
+    """Returns the module `comm_core`; raises `Unavailable` if it is not built."""
     try:
         import comm_core
     except ImportError as error:

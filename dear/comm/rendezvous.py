@@ -1,4 +1,4 @@
-"""How the ranks of a job find each other: the store that torch's process groups are made with."""
+"""Rendezvous of a job's ranks: the store that torch's process groups are made with."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _joins = itertools.count()
 
 @dataclass(frozen=True, kw_only=True)
 class MeetingPoint:
-    """Where the store is: a file, or a port that rank 0 opens; neither: a world of one."""
+    """Location of the store: a file, or a port that rank 0 opens; neither for a world of one."""
 
     path: str | None = None
     host: str | None = None
@@ -33,7 +33,7 @@ class MeetingPoint:
 
 
 def meeting_point(facts: RankFacts, env: Mapping[str, str] = os.environ) -> MeetingPoint:
-    """Reads it from the environment; raises `UserError` if there is none, or a wrong port."""
+    """Reads the meeting point from the environment; raises `UserError` if none is valid."""
     if "DEAR_STORE" in env:
         return MeetingPoint(path=env["DEAR_STORE"])
     if "MASTER_ADDR" in env and "MASTER_PORT" in env:
@@ -41,7 +41,7 @@ def meeting_point(facts: RankFacts, env: Mapping[str, str] = os.environ) -> Meet
     if facts.world_size == 1:
         return MeetingPoint()
     if facts.one_host and "PMIX_SERVER_TMPDIR" in env:
-        # Open MPI's session folder: one per job, removed with the job.
+        # Open MPI's session folder exists once per job and is removed with the job.
         return MeetingPoint(path=str(Path(env["PMIX_SERVER_TMPDIR"], "dear-store")))
     if facts.launcher == "Slurm" and "SLURM_JOB_ID" in env:
         return _slurm_meeting_point(facts, env)
@@ -53,17 +53,17 @@ def meeting_point(facts: RankFacts, env: Mapping[str, str] = os.environ) -> Meet
 
 
 def meet(facts: RankFacts, timeout_s: float) -> dist.Store:
-    """Joins the other ranks; returns the job's store when each of them is there exactly once.
+    """Joins the other ranks; returns the job's store once each rank is present exactly once.
 
     Raises:
-        UserError: two processes have the same rank, or a rank has not come in time; every rank
-            that did come raises it, and it names hosts and processes.
+        UserError: two processes have the same rank, or a rank did not join in time. All ranks that
+            joined raise it; the message names ranks, hosts and processes.
     """
     point = meeting_point(facts)
     if point.path is None and point.host is None:
         return dist.HashStore()
     store = _open(point, facts, timeout_s)
-    # A script may leave the job and join again, with the same store (torchrun keeps one).
+    # A script may leave the job and join again with the same store (torchrun keeps one).
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = dist.PrefixStore(f"dear{attempt}.{next(_joins)}", store)
     store.set_timeout(timedelta(seconds=timeout_s))
@@ -75,7 +75,7 @@ def _open(point: MeetingPoint, facts: RankFacts, timeout_s: float) -> dist.Store
     if point.path is not None:
         return dist.FileStore(point.path, facts.world_size)
     timeout = timedelta(seconds=timeout_s)
-    # torchrun's own process serves the store.
+    # With torchrun, its agent process serves the store.
     serve = facts.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     where = f"{point.host}:{point.port}"
     if serve:
@@ -84,7 +84,7 @@ def _open(point: MeetingPoint, facts: RankFacts, timeout_s: float) -> dist.Store
         except dist.DistNetworkError as error:
             if "EADDRINUSE" not in str(error):
                 raise UserError(f"rank 0 cannot open MASTER_PORT {point.port}: {error}") from None
-            # Another rank 0 may hold the port: the roll call will tell. Or somebody else does.
+            # Another rank 0 may hold the port: the roll call reports that. Or another program does.
     try:
         _await_listener(point, timeout_s)
         seconds = HELD_PORT_S if serve else max(timeout_s, HELD_PORT_S)
@@ -98,12 +98,12 @@ def _open(point: MeetingPoint, facts: RankFacts, timeout_s: float) -> dist.Store
         reason = str(error).partition("\n")[0]
         raise UserError(
             f"rank {facts.rank} of {facts.world_size} did not reach rank 0 at {where} within "
-            f"{timeout_s:g} s ({reason}): was it started, on that host?"
+            f"{timeout_s:g} s ({reason}); check that rank 0 was started on that host"
         ) from None
 
 
 def _await_listener(point: MeetingPoint, timeout_s: float) -> None:
-    # torch would wait for it, too, but up to three times as long as it is told.
+    # torch waits for a listener, too, but for up to three times its timeout.
     deadline = time.monotonic() + timeout_s
     while True:
         try:
@@ -116,23 +116,23 @@ def _await_listener(point: MeetingPoint, timeout_s: float) -> None:
 
 
 def _in_time(make: Callable[[], dist.Store], seconds: float) -> dist.Store:
-    """Calls `make`, which may never return: torch talks without a limit to whoever has the port."""
-    answers: queue.SimpleQueue[dist.Store | Exception] = queue.SimpleQueue()
+    """Calls `make` with a time limit, since torch has none if another program holds the port."""
+    results: queue.SimpleQueue[dist.Store | Exception] = queue.SimpleQueue()
 
     def run() -> None:
         try:
-            answers.put(make())
+            results.put(make())
         except Exception as error:
-            answers.put(error)
+            results.put(error)
 
     threading.Thread(target=run, daemon=True).start()
     try:
-        answer = answers.get(timeout=seconds)
+        result = results.get(timeout=seconds)
     except queue.Empty:
-        raise TimeoutError("what listens there is no store of torch") from None
-    if isinstance(answer, Exception):
-        raise answer
-    return answer
+        raise TimeoutError("the listening program is not a torch store") from None
+    if isinstance(result, Exception):
+        raise result
+    return result
 
 
 def _tcp_store(
@@ -151,9 +151,10 @@ def _tcp_store(
 
 
 def _slurm_meeting_point(facts: RankFacts, env: Mapping[str, str]) -> MeetingPoint:
-    """The step's first host, and a port made of the numbers of job and step.
+    """Returns the step's first host, and a port computed from the numbers of job and step.
 
-    A port that only the ranks of this step compute needs no exchange; another one can be set.
+    All ranks of a step compute the same port, so no exchange is needed. MASTER_ADDR and MASTER_PORT
+    override host and port.
     """
     number = f"{env['SLURM_JOB_ID']}.{env.get('SLURM_STEP_ID', '0')}"
     job, step = (int(digits) for digits in re.findall(r"\d+", number)[:2])
@@ -179,7 +180,7 @@ _FAREWELL_S = 5.0
 
 
 def call_roll(store: dist.Store, facts: RankFacts, timeout_s: float) -> None:
-    """Waits until all ranks have answered once; raises as `meet` does."""
+    """Waits until all ranks have joined exactly once; raises as `meet` does."""
     times = store.add(f"rank{facts.rank}", 1)
     store.set(f"who{facts.rank}.{times}", f"{socket.gethostname()} process {os.getpid()}")
     if times > 1:
@@ -197,7 +198,7 @@ def call_roll(store: dist.Store, facts: RankFacts, timeout_s: float) -> None:
     except dist.DistNetworkError:
         raise UserError(
             f"rank {facts.rank} of {facts.world_size} lost rank 0 while the ranks were joining; "
-            "see what that one said"
+            "see the error of rank 0"
         ) from None
     if verdict is not None:
         raise UserError(verdict)
@@ -205,7 +206,7 @@ def call_roll(store: dist.Store, facts: RankFacts, timeout_s: float) -> None:
 
 def _twice(store: dist.Store, facts: RankFacts) -> str:
     times = store.add(f"rank{facts.rank}", 0)
-    # `get` waits for those who have counted themselves and not yet signed.
+    # `get` waits for processes that have counted themselves but not yet stored their names.
     keys = [f"who{facts.rank}.{i}" for i in range(1, times + 1)]
     who = " and ".join(store.get(key).decode() for key in keys)
     return (
@@ -218,20 +219,20 @@ def _missing(store: dist.Store, facts: RankFacts, timeout_s: float) -> str:
     ranks = range(facts.world_size)
     who = {r: store.get(f"who{r}.1").decode() for r in ranks if store.check([f"who{r}.1"])}
     missing = ", ".join(str(rank) for rank in ranks if rank not in who)
-    here = "; ".join(f"{rank} on {name}" for rank, name in who.items() if rank < 64)
+    present = "; ".join(f"{rank} on {name}" for rank, name in who.items() if rank < 64)
     return (
-        f"rank {missing} of {facts.world_size} did not come within {timeout_s:g} s (there are: "
-        f"{here}); was each started, with the same MASTER_ADDR, MASTER_PORT and world size?"
+        f"rank {missing} of {facts.world_size} did not come within {timeout_s:g} s (present: "
+        f"{present}); was each started, with the same MASTER_ADDR, MASTER_PORT and world size?"
     )
 
 
 def _let_the_others_read(store: dist.Store, facts: RankFacts) -> None:
-    # The store ends with rank 0, and with it what the others are to hear.
-    heard = store.add("heard", 1)
-    came = sum(store.add(f"rank{rank}", 0) for rank in range(facts.world_size))
-    if heard == came:
+    # The store ends with rank 0, so rank 0 must not exit before the others have read the verdict.
+    read_count = store.add("heard", 1)
+    joined_count = sum(store.add(f"rank{rank}", 0) for rank in range(facts.world_size))
+    if read_count == joined_count:
         store.set("all heard", "")
     try:
         store.wait(["all heard"], timedelta(seconds=_FAREWELL_S))
     except dist.DistError:
-        return  # the ones who have not heard are gone or late; nobody waits for them any longer
+        return  # the other ranks are gone or late; this rank waits no longer

@@ -1,4 +1,4 @@
-"""Joining and leaving the job: `init`, `shutdown`, and what a rank knows about itself."""
+"""Joining and leaving the job: `init`, `shutdown`, and facts about this rank."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ _at_shutdown: list[Callable[[], None]] = []
 
 
 def init(backend: str | None = None, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
-    """Joins the job that torchrun, mpirun or srun started, or a job of one process if nobody did.
+    """Joins the job that torchrun, mpirun or srun started, or a job of one without a launcher.
 
-    Uses the process group that exists, if the script already made one. A second call does nothing.
+    Uses the existing process group if the script has already made one. A second call does nothing.
 
     Args:
-        backend: `comm_core`, `gloo`, `nccl`, `mpi` or another that torch.distributed knows; by
-            default `comm_core`, and `nccl` for tensors on GPUs where every rank has one of its own.
-        timeout_s: the longest that any one collective may take, in seconds; then it raises.
+        backend: `comm_core`, `gloo`, `nccl`, `mpi` or another that torch.distributed knows. The
+            default is `comm_core`, with `nccl` for CUDA tensors if every rank has its own GPU.
+        timeout_s: time limit of each collective, in seconds; a collective raises beyond it.
 
     Raises:
-        UserError: the environment is contradictory, or offers no way for the ranks to meet, or a
-            rank is there twice or not at all; then every rank that is there raises it.
+        UserError: the environment is contradictory, or gives the ranks no meeting point, or a rank
+            was started twice or not at all. All ranks that joined raise it.
         Unavailable: the backend is not built.
     """
     global _facts, _communicator
@@ -52,12 +52,12 @@ def init(backend: str | None = None, timeout_s: float = DEFAULT_TIMEOUT_S) -> No
         _join(facts, backend and prepare(backend), timeout_s)
     elif facts.launcher == "none":
         rank, size = dist.get_rank(), dist.get_world_size()
-        place = {"rank": rank, "world_size": size, "local_rank": rank, "local_world_size": size}
-        facts = RankFacts(launcher="torch.distributed", **place)
+        fields = {"rank": rank, "world_size": size, "local_rank": rank, "local_world_size": size}
+        facts = RankFacts(launcher="torch.distributed", **fields)
     if dist.get_world_size() != facts.world_size or dist.get_rank() != facts.rank:
         raise UserError(
-            f"{facts.launcher} started rank {facts.rank} of {facts.world_size}, but the process "
-            f"group that exists is rank {dist.get_rank()} of {dist.get_world_size()}"
+            f"{facts.launcher} started rank {facts.rank} of {facts.world_size}, but the existing "
+            f"process group has rank {dist.get_rank()} of {dist.get_world_size()}"
         )
     _facts = facts
     _communicator = Communicator(dist.group.WORLD, timeout_s=timeout_s)
@@ -66,10 +66,10 @@ def init(backend: str | None = None, timeout_s: float = DEFAULT_TIMEOUT_S) -> No
 
 
 def _let_threads_end() -> None:
-    # A thread of Gloo frees the tensors of its last collective a moment after `wait` has returned,
-    # and needs the interpreter's lock for that. If the interpreter is ending by then, CPython ends
-    # the thread in the middle of a C++ destructor, which aborts the process. Sleeping gives up the
-    # lock; destroying the process group does not help, since torch keeps its threads.
+    # A Gloo thread frees the tensors of its last collective shortly after `wait` has returned, and
+    # needs the interpreter's lock (GIL) for that. If the interpreter is already exiting, CPython
+    # ends the thread in the middle of a C++ destructor, which aborts the process. Sleeping releases
+    # the GIL. Destroying the process group does not help, since torch keeps its threads.
     time.sleep(THREADS_END_S)
 
 
@@ -85,26 +85,26 @@ def _join(facts: RankFacts, backend: str | None, timeout_s: float) -> None:
             raise UserError(f"backend nccl needs a GPU per rank: {clash}")
     if "nccl" in backend:
         torch.cuda.set_device(gpu(facts))
-    place = {"rank": facts.rank, "world_size": facts.world_size}
-    dist.init_process_group(backend, store=store, timeout=timeout, **place)
+    position = {"rank": facts.rank, "world_size": facts.world_size}
+    dist.init_process_group(backend, store=store, timeout=timeout, **position)
 
 
 def gpu(facts: RankFacts) -> int:
-    """The GPU of a rank, by its number among those that the rank sees: there may be one alone."""
+    """Returns a rank's GPU index among those that the rank sees; a rank may see only one."""
     return facts.local_rank % torch.cuda.device_count()
 
 
 def _gpu_clash(facts: RankFacts, store: dist.Store) -> str | None:
-    """Why ranks do not have a GPU each, or None; the same on every rank.
+    """Returns the reason why ranks do not have a GPU each, or None; the same on every rank.
 
-    They tell each other which they would take: what is one rank's only GPU may be another's, too.
+    Ranks exchange the UUIDs of their GPUs, since the only GPU of one rank may be another's, too.
     """
     if torch.version.cuda is None:
         return "this torch is built without CUDA"
-    own = ""
+    identity = ""
     if torch.cuda.device_count():
-        own = f"{socket.gethostname()} {torch.cuda.get_device_properties(gpu(facts)).uuid}"
-    store.set(f"gpu{facts.rank}", own)
+        identity = f"{socket.gethostname()} {torch.cuda.get_device_properties(gpu(facts)).uuid}"
+    store.set(f"gpu{facts.rank}", identity)
     seen: dict[str, int] = {}
     for rank in range(facts.world_size):
         name = store.get(f"gpu{rank}").decode()
@@ -117,8 +117,8 @@ def _gpu_clash(facts: RankFacts, store: dist.Store) -> str | None:
 
 
 def _choose_interface(facts: RankFacts) -> None:
-    # Gloo otherwise resolves the host's own name, which fails or gives a loopback or foreign
-    # address on many machines. Ranks of one host need the loopback interface only.
+    # Gloo otherwise resolves the host's own name. On many machines that fails, or gives a loopback
+    # or foreign address. Ranks on a single host need only the loopback interface.
     if "GLOO_SOCKET_IFNAME" in os.environ:
         return
     if facts.one_host:
@@ -130,7 +130,7 @@ def _choose_interface(facts: RankFacts) -> None:
 
 
 def at_shutdown(callback: Callable[[], None]) -> None:
-    """Runs `callback` in `shutdown`, before the process group goes; the last registered first."""
+    """Registers a call before `shutdown` destroys the process group; the last one runs first."""
     _at_shutdown.append(callback)
 
 
@@ -148,69 +148,69 @@ def shutdown() -> None:
 
 
 def is_initialized() -> bool:
-    """True between `init` and `shutdown`."""
+    """Returns True between `init` and `shutdown`."""
     return _communicator is not None
 
 
 def communicator() -> Communicator:
-    """The communicator of all ranks; raises `UserError` before `init`."""
+    """Returns the communicator of all ranks; raises `UserError` before `init`."""
     if _communicator is None:
         raise UserError("call dear.init() first")
     return _communicator
 
 
 def facts() -> RankFacts:
-    """What the launcher told this process; raises `UserError` before `init`."""
+    """Returns what the launcher reported for this process; raises `UserError` before `init`."""
     communicator()
     assert _facts is not None
     return _facts
 
 
 def rank() -> int:
-    """This process's number in the job, 0 .. size()-1."""
+    """Returns this process's rank, 0 .. size()-1."""
     return communicator().rank
 
 
 def size() -> int:
-    """Number of processes in the job."""
+    """Returns the number of processes in the job."""
     return communicator().size
 
 
 def local_rank() -> int:
-    """This process's number among those of its host; `device` chooses the GPU by it."""
+    """Returns this process's rank on its host; `device` chooses the GPU by it."""
     return facts().local_rank
 
 
 def device() -> torch.device:
-    """This rank's: its GPU where torch sees any (ranks may share one), else the CPU."""
+    """Returns this rank's device: its GPU if torch sees any (ranks may share one), else the CPU."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", gpu(facts()))
 
 
 def local_size() -> int:
-    """Number of the job's processes on this host."""
+    """Returns the number of the job's processes on this host."""
     return facts().local_world_size
 
 
 def ranks_per_machine(communicator: Communicator) -> int:
-    """How many ranks each machine runs; a blocking collective call.
+    """Returns the number of ranks per machine; a blocking collective call.
 
-    Raises `UserError` if machines run different numbers of ranks, or not neighbouring ones.
+    Raises `UserError` if machines differ in it, or if a machine's ranks are not consecutive.
     """
-    found = communicator.gather_objects((local_rank(), local_size()))
-    sizes = {size for _, size in found}
+    positions = communicator.gather_objects((local_rank(), local_size()))
+    sizes = {size for _, size in positions}
     if len(sizes) > 1:
         raise UserError(
             f"machines run different numbers of ranks ({', '.join(map(str, sorted(sizes)))}); "
-            "hierarchical topologies need the same on all; give local_size to choose blocks"
+            "hierarchical topologies need equal numbers; give local_size to choose blocks"
         )
     size = sizes.pop()
-    for rank, (local, _) in enumerate(found):
+    for rank, (local, _) in enumerate(positions):
         if local != rank % size:
             raise UserError(
-                f"rank {rank} is number {local} of its machine; hierarchical topologies need the "
-                f"ranks of a machine side by side ({rank % size})"
+                f"rank {rank} has local rank {local}; hierarchical topologies need consecutive "
+                f"ranks on each machine, so it must be {rank % size}"
             )
     return size
 
@@ -219,18 +219,18 @@ _SIOCGIFADDR = 0x8915
 
 
 def address_of(interface: str) -> str | None:
-    """The IPv4 address of an interface, None if it has none or does not exist."""
+    """Returns the IPv4 address of an interface, or None if it has none or does not exist."""
     request = struct.pack("256s", interface.encode()[:15])
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+            response = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
         except OSError:
             return None
-    return socket.inet_ntoa(answer[20:24])
+    return socket.inet_ntoa(response[20:24])
 
 
 def interface_towards(host: str) -> str | None:
-    """The interface that packets to `host` leave by, None if there is no IPv4 way to it."""
+    """Returns the interface that packets to `host` leave by, or None without an IPv4 route."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((host, 1))  # a datagram socket: nothing is sent

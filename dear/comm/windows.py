@@ -1,8 +1,8 @@
 """One-sided exchange along a graph: each rank has a slot for every neighbour that sends to it.
 
-A rank's process takes no part in what others put, read or add; the comm core's threads serve it.
-CUDA tensors are staged through host memory. With the values of a message travels the number of
-steps that its sender had made, so that the reader knows how stale they are.
+A rank takes no part in what others write, read or add. Threads of the comm core serve them. CUDA
+tensors are staged through host memory. Each message carries the number of steps that its sender had
+made, so that the reader knows the staleness of the values.
 """
 
 from __future__ import annotations
@@ -18,54 +18,55 @@ from dear.errors import UserError
 from dear.lazy import dist, torch
 
 OWN = 0
-"""The slot in which a rank shows its own value to those who read; neighbours follow, ascending."""
+"""Slot in which a rank shows its own value to readers; slots of neighbours follow, ascending."""
 TAG_BYTES = 8
 LINE_BYTES = 64
 
 
 class Row:
-    """A message in host memory: values, p where it fits, and the steps in them, in one piece.
+    """A message in contiguous host memory: values, the weight p, and the number of steps.
 
-    A GPU copies to memory that is `pinned` directly.
+    A GPU can copy directly to `pinned` memory.
     """
 
     def __init__(self, numel: int, dtype: torch.dtype, *, pinned: bool = False) -> None:
-        place, size = self.layout(numel, dtype)
+        start, size = self.layout(numel, dtype)
         self.memory = torch.zeros(size, dtype=dtype, pin_memory=pinned)
         self.values = self.memory[:numel]
-        self.steps = self.memory[place : place + TAG_BYTES // dtype.itemsize].view(torch.int64)
+        self.steps = self.memory[start : start + TAG_BYTES // dtype.itemsize].view(torch.int64)
         self.works: list[Any] = []
-        """Operations that read it."""
+        """Operations that read the row."""
 
     @staticmethod
     def layout(numel: int, dtype: torch.dtype) -> tuple[int, int]:
-        """Where the number of steps is, and the length, in elements; whole cache lines."""
-        place = -(-(numel + 1) * dtype.itemsize // TAG_BYTES) * TAG_BYTES
-        nbytes = -(-(place + TAG_BYTES) // LINE_BYTES) * LINE_BYTES
-        return place // dtype.itemsize, nbytes // dtype.itemsize
+        """Returns offset of the steps and length of the row, in elements; pads to cache lines."""
+        start = -(-(numel + 1) * dtype.itemsize // TAG_BYTES) * TAG_BYTES
+        nbytes = -(-(start + TAG_BYTES) // LINE_BYTES) * LINE_BYTES
+        return start // dtype.itemsize, nbytes // dtype.itemsize
 
     def busy(self) -> bool:
-        """True while an operation may still read it."""
+        """Returns True while an operation may still read the row."""
         self.works = [work for work in self.works if not work.is_completed()]
         return bool(self.works)
 
 
 class NeighborWindow:
-    """Slots of a tensor on every rank, one for each in-neighbour, and the own value others read.
+    """A tensor on every rank with one slot per in-neighbour, and a slot that others can read.
 
-    Making and freeing one is a collective call. While `weighted`, a number `p` travels with the
-    values, in the same message: push-sum methods divide by it. Where the `steps` that values hold
-    are given on both sides, the staleness of the peers is counted.
+    Constructing and freeing are collective calls. If `weighted`, a number `p` travels in the same
+    message as the values; push-sum methods divide by it. If sender and reader give the `steps` of
+    their values, the peers' staleness is counted.
 
     Args:
-        peers: who sends to whom.
-        like: shape, dtype and device of the values; its values are what the rank shows at first.
+        peers: the neighbours that send and receive.
+        like: gives shape, dtype and device of the values; its values are shown first.
         zero_slots: slots start as zeros; otherwise as this rank's own values.
-        weighted: values carry `p`. It starts as 1, and as 0 in the slots.
+        weighted: values carry `p`, which starts as 1, and as 0 in the slots.
+        steps: number of steps in the values of `like`.
 
     Raises:
-        UserError: the values are no floating-point ones, or `weighted` with a dtype in which p
-            would be coarse.
+        UserError: the values are not floating-point, or `weighted` with a 16-bit dtype, which is
+            too coarse for p.
     """
 
     def __init__(
@@ -84,15 +85,15 @@ class NeighborWindow:
         self.peers = peers
         self.rank, self.sources, self.targets = peers.rank, peers.sources, peers.targets
         self.p = 1.0
-        """This rank's share of the total weight."""
+        """Share of the total weight that this rank holds."""
         self._numel = like.numel()
         self._steps_at, self._room = Row.layout(self._numel, self.dtype)
         self._rows: list[Row] = []
         self._lock = threading.Lock()
         self._under_way: dict[int, Any] = {}
-        """Target -> its last message, until that is seen to be there."""
+        """Target -> its last message, until that has been seen to be complete."""
         self._heard: dict[int, int] = {}
-        """Source -> steps in what came last."""
+        """Source -> number of steps in its last message."""
         window = core_module().Window
         self._whole: Any = None
         if peers.apart:
@@ -107,24 +108,24 @@ class NeighborWindow:
         self.show(like, steps=steps)
         if not zero_slots:
             self.fill(like, steps=steps)
-        # Until everybody's slots are filled nobody may write to them.
+        # No rank may write to a slot before its owner has filled it.
         for group in [peer.group for peer in peers.near.values()] if peers.apart else [peers.group]:
             dist.barrier(group)
 
     def weigh(self, on: bool) -> None:
-        """Whether p travels with the values from now on; all ranks call it, between barriers."""
+        """Turns p on or off for all later messages; all ranks must call it, between barriers."""
         if on and self.dtype not in (torch.float32, torch.float64):
             raise UserError("a weighted window needs float32 or float64 values")
         self.weighted = on
 
     def show(self, values: torch.Tensor, *, steps: int = 0) -> None:
-        """Lets others read `values` (and p) from now on, where peers are not `apart`."""
+        """Makes `values` (and p) readable for others from now on; no effect with `apart` peers."""
         if self._whole is not None:
             with self._message(values, 1.0, self.p, steps) as row:
                 self._whole.put(row.memory, self.rank, OWN).wait()
 
     def fill(self, values: torch.Tensor, *, steps: int = 0) -> None:
-        """Puts `values`, with a p of 0, into every slot of this rank's own window.
+        """Puts `values`, with a p of 0, into all slots of this rank.
 
         This does not count as a write: versions are 0 afterwards.
         """
@@ -134,27 +135,27 @@ class NeighborWindow:
         self._read(self.sources)
 
     def clear(self) -> None:
-        """Leaves zeros in this rank's slots, their p included."""
+        """Sets this rank's slots and their p to zero."""
         self._read(self.sources, clear=True)
 
     def idle(self, *, wait: bool) -> list[int]:
-        """Targets that have taken the last message of this window; the others count as skipped.
+        """Returns the targets that have received their last message; others count as skipped.
 
-        Waits for all of them with `wait`; raises RuntimeError if a message has failed.
+        With `wait`, waits for all of them. Raises RuntimeError if a message has failed.
         """
-        found = []
+        reachable = []
         for target in self.targets:
             peer, work = self.peers.near[target], self._under_way.get(target)
             if work is None or wait or work.is_completed():
                 self._end(target)
                 if not peer.lost:
-                    found.append(target)
+                    reachable.append(target)
             else:
                 peer.skipped += 1
-        return found
+        return reachable
 
     def wait(self) -> None:
-        """Returns when all messages have been applied, or their targets are lost."""
+        """Waits until all messages have been applied or their targets are lost."""
         for target in list(self._under_way):
             self._end(target)
 
@@ -174,13 +175,13 @@ class NeighborWindow:
     ) -> list[Any]:
         """Writes `weight * values` into this rank's slot at each target; returns the works.
 
-        `values` may be changed at once.
+        The caller may change `values` immediately.
 
         Args:
             weights: target rank -> weight.
-            add: to what is in the slot, in place of it.
-            p: what goes with the values while `weighted`; default: the present p.
-            steps: in the values.
+            add: add to the slot instead of replacing its content.
+            p: sent with the values if `weighted`; default: the current p.
+            steps: number of steps in the values.
         """
         self._check(weights, self.targets, "send to", "receives from this rank")
         p = self.p if p is None else p
@@ -195,7 +196,7 @@ class NeighborWindow:
                     if work is None:
                         continue
                     if add and steps:
-                        # Steps do not add up; applied after the values, as all is in order.
+                        # A separate write, since steps must not be added; it is applied in order.
                         tag = row.memory[self._steps_at :]
                         work = core.put(tag, peer.place, peer.slot_there, self._steps_at)
                     row.works.append(work)
@@ -206,19 +207,19 @@ class NeighborWindow:
         return works
 
     def fetch(self, sources: Iterable[int]) -> list[tuple[int, torch.Tensor, Any]]:
-        """Starts to read what each source shows: `(rank, row, work)` for `store` or `collect`."""
+        """Starts to read the shown values; returns `(rank, row, work)` for `store` or `collect`."""
         started, sources = [], list(sources)
         self._check(sources, self.sources, "read from", "sends to this rank")
         for source in sources:
             row = torch.empty(self._room, dtype=self.dtype)
-            self.peers.communicator.bytes_sent += self._payload()  # counted where it is read
+            self.peers.communicator.bytes_sent += self._payload()  # counted on the reading rank
             started.append((source, row, self._whole.get(row, source, OWN)))
         return started
 
     def store(
         self, fetched: Iterable[tuple[int, torch.Tensor, Any]], weights: Mapping[int, float]
     ) -> None:
-        """Waits for what `fetch` started, and puts `weight *` it into the slots of the sources."""
+        """Waits for the reads of `fetch`, and puts `weight * row` into the sources' slots."""
         for source, row, work in fetched:
             work.wait()
             row[: self._numel + 1].mul_(weights[source])
@@ -234,16 +235,16 @@ class NeighborWindow:
         reset: bool = False,
         steps: int | None = None,
     ) -> None:
-        """`values <- self_weight * values + sum of weight * slot`; the same for p.
+        """Computes `values <- self_weight * values + sum of weight * slot`; the same for p.
 
-        Versions of the slots that are read start again at 0.
+        Versions of the slots that are read restart at 0.
 
         Args:
-            weights: source rank -> weight. Of peers that are `apart` those that are lost are left
-                out, and the others take their share.
-            rows: what was fetched, by source, in place of the slots.
-            reset: leave zeros in these slots.
-            steps: that `values` hold; counts staleness.
+            weights: source rank -> weight. With `apart`, lost sources are left out, and the other
+                weights are scaled to sum to 1.
+            rows: rows from `fetch`, by source, to use instead of the slots.
+            reset: set these slots to zero afterwards.
+            steps: number of steps in `values`; staleness is counted if given.
         """
         self._check(weights, self.sources, "collect from", "sends to this rank")
         rows = self._read(weights, reset) if rows is None else rows
@@ -265,53 +266,53 @@ class NeighborWindow:
             self.p += sum(w * rows[source][self._numel].item() for source, w in weights.items())
         if steps is not None:
             for source, row in rows.items():
-                held = int(row[self._steps_at :].view(torch.int64)[0].item())
-                if held or not self.weighted:  # else nothing has come since it was emptied
-                    self._heard[source] = held
+                source_steps = int(row[self._steps_at :].view(torch.int64)[0].item())
+                if source_steps or not self.weighted:  # else nothing arrived since the last reset
+                    self._heard[source] = source_steps
                 self.peers.near[source].staleness.note(steps - self._heard.get(source, 0))
 
     def steps_in(self, source: int) -> int | None:
-        """Steps in the values of `source` that came last; None if it is lost."""
+        """Returns the number of steps in the slot of `source`, or None if it is lost."""
         tag = torch.zeros(1, dtype=torch.int64)
-        read = self._peek(source, tag.view(self.dtype), self._steps_at)
-        return None if read is None else int(tag.item())
+        slot_data = self._peek(source, tag.view(self.dtype), self._steps_at)
+        return None if slot_data is None else int(tag.item())
 
     def p_arrived(self) -> float:
-        """The sum of what of p lies in this rank's slots, and was not collected yet."""
-        found = torch.zeros(len(self.sources), dtype=self.dtype)
-        for source, place in zip(self.sources, found.split(1), strict=True):
-            self._peek(source, place, self._numel)
-        return found.double().sum().item()
+        """Returns the sum of p in this rank's slots that was not collected yet."""
+        arrived = torch.zeros(len(self.sources), dtype=self.dtype)
+        for source, element in zip(self.sources, arrived.split(1), strict=True):
+            self._peek(source, element, self._numel)
+        return arrived.double().sum().item()
 
-    def _peek(self, source: int, some: torch.Tensor, start: int) -> torch.Tensor | None:
-        """Reads elements of a slot of this rank and leaves them there; None if `source` is lost."""
+    def _peek(self, source: int, part: torch.Tensor, start: int) -> torch.Tensor | None:
+        """Reads elements of a slot of this rank without clearing them; None if `source` is lost."""
         peer = self.peers.near[source]
 
         def read() -> torch.Tensor:
-            self._core[source].get(some, peer.here, peer.slot, start).wait()
-            return some
+            self._core[source].get(part, peer.here, peer.slot, start).wait()
+            return part
 
         return self.peers.attempt(peer, read)
 
     def versions(self) -> dict[int, int]:
-        """Source rank -> writes to its slot since it was last collected; not of peers `apart`."""
+        """Returns source -> writes to its slot since the last collect; not for `apart` peers."""
         return dict(zip(self.sources, self._whole.versions()[1:], strict=True))
 
     def look(self) -> None:
-        """Notices which peers have died."""
+        """Checks which peers have died, and marks them as lost."""
         for peer in self.peers.near.values():
             self.peers.attempt(peer, self._core[peer.rank].versions)
 
     @contextlib.contextmanager
     def mutex(self, ranks: Iterable[int]) -> Iterator[None]:
-        """Holds the locks of the windows of `ranks`; taken in ascending order by everybody."""
+        """Holds the locks of the windows of `ranks`; all ranks lock in ascending order."""
         with contextlib.ExitStack() as locks:
             for rank in sorted(set(ranks)):
                 locks.enter_context(self._whole.mutex(rank))
             yield
 
     def free(self) -> None:
-        """Gives the memory back when all ranks have called it."""
+        """Frees the memory; a collective call."""
         if self._whole is not None:
             self._whole.free()
         else:
@@ -321,7 +322,7 @@ class NeighborWindow:
 
     @contextlib.contextmanager
     def _message(self, values: torch.Tensor, weight: float, p: float, steps: int) -> Iterator[Row]:
-        """A message that no operation reads, to be sent in the `with` block; in any thread."""
+        """Yields a free row with the message, to be sent in the `with` block; thread-safe."""
         self._check_kind(values)
         with self._lock:
             row = next((row for row in self._rows if not row.busy()), None)
@@ -347,29 +348,29 @@ class NeighborWindow:
         self.peers.attempt(peer, lambda: put(message, peer.here, peer.slot).wait())
 
     def _read(self, wanted: Iterable[int], clear: bool = False) -> dict[int, torch.Tensor]:
-        """Copies of what is in the slots of those `wanted` that are not lost."""
+        """Copies the slots of the `wanted` sources that are not lost, and resets their versions."""
         wanted = list(wanted)
         if self._whole is not None and wanted and wanted == self.sources:
             slots = self._whole.read(1, len(wanted), reset_versions=True, clear=clear)
             return dict(zip(wanted, slots, strict=True))
-        found = {}
+        result = {}
         for source in wanted:
             peer, read = self.peers.near[source], self._core[source].read
             rows = self.peers.attempt(peer, read, peer.slot, 1, True, clear)
             if rows is not None:
-                found[source] = rows[0]
-        return found
+                result[source] = rows[0]
+        return result
 
     def _check_kind(self, values: torch.Tensor) -> None:
         if values.shape != self.shape or values.dtype != self.dtype:
             raise UserError(
-                f"this window is of {tuple(self.shape)} {self.dtype}, the tensor is of "
-                f"{tuple(values.shape)} {values.dtype}"
+                f"this window holds {self.dtype} values of shape {tuple(self.shape)}, got "
+                f"{values.dtype} of shape {tuple(values.shape)}"
             )
 
-    def _check(self, ranks: Iterable[int], known: list[int], doing: str, what: str) -> None:
-        for rank in (rank for rank in ranks if rank not in known):
+    def _check(self, ranks: Iterable[int], allowed: list[int], doing: str, what: str) -> None:
+        for rank in (rank for rank in ranks if rank not in allowed):
             raise UserError(
                 f"rank {self.rank} cannot {doing} rank {rank}: in the window's topology "
-                f"{known or 'nobody'} {what}"
+                f"{allowed or 'no rank'} {what}"
             )

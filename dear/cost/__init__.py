@@ -1,1 +1,1 @@
-"""What communication costs, measured and at least."""
+"""Cost of communication: measurements, fitted models and lower bounds."""

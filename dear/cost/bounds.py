@@ -1,9 +1,8 @@
-"""What passes between ranks in each step, and how short a step can be.
+"""Traffic between ranks in each step, and lower bounds of the step time.
 
-That is, what an algorithm's idea allows, and what the hardware allows: pure functions of seconds
-and bytes. An algorithm says what it sends (`Algorithm.traffic`) and names its formula
-(`Algorithm.bound`); a measured step divided into its bound says how much of the idea the program
-reaches.
+Pure functions of seconds and bytes give the limits of an algorithm's idea and of the hardware. An
+algorithm declares what it sends (`Algorithm.traffic`) and names its formula (`Algorithm.bound`).
+The bound divided by the measured step time is the share of the idea that the program reaches.
 """
 
 from __future__ import annotations
@@ -34,54 +33,56 @@ Bound = Literal[
     "after_update",
     "asynchronous",
 ]
-"""What may run beside what:
+"""Formula of the shortest step, by what may overlap:
 
-- `sequential`: forward, backward, communication and update one after another (bulk-synchronous
+- `sequential`: forward, backward, communication and update run one after another (bulk-synchronous
   SGD).
-- `wfbp`: communication beside the backward pass, then the update (Poseidon, arXiv 1706.03292).
-- `legs`: the same with all-reduces among some ranks after others (arXiv 1811.05233), whose times
-  are those of an exchange (`CommTimes.exchange_s`); without one, among all.
-- `cross_iteration`: one all-reduce beside everything that a rank computes, for each layer is
-  updated when it is about to run again (ByteScheduler, SOSP 2019).
-- `delayed`: one all-reduce beside everything that a rank computes, for nothing waits for it until a
-  later step (Pipe-SGD, NeurIPS 2018): the same seconds, but no layer has to be in time.
-- `dear`: the reduce-scatter beside the backward pass and the update of what has arrived, the
-  all-gather beside the next forward pass (DeAR, arXiv 2302.12445, section III); each rank updates
+- `wfbp`: communication overlaps the backward pass, then comes the update (Poseidon, arXiv
+  1706.03292).
+- `legs`: the same, with consecutive all-reduces among subsets of the ranks (arXiv 1811.05233).
+  Their times are those of an exchange (`CommTimes.exchange_s`); without one, all ranks all-reduce.
+- `cross_iteration`: one all-reduce overlaps all compute of a rank, because each layer is updated
+  just before it runs again (ByteScheduler, SOSP 2019).
+- `delayed`: one all-reduce overlaps all compute of a rank, because nothing waits for it before a
+  later step (Pipe-SGD, NeurIPS 2018). The seconds are the same, but no layer has to be in time.
+- `dear`: the reduce-scatter overlaps the backward pass and the update of what has arrived, the
+  all-gather overlaps the next forward pass (DeAR, arXiv 2302.12445, section III). Each rank updates
   its own share.
-- `sharded`: parameters are gathered beside both passes, gradients scattered beside the backward
-  pass, then each rank updates its own share (ZeRO-3, arXiv 1910.02054; FSDP, arXiv 2304.11277).
+- `sharded`: all-gathers of parameters overlap both passes, reduce-scatters of gradients overlap the
+  backward pass, then each rank updates its own share (ZeRO-3, arXiv 1910.02054; FSDP, arXiv
+  2304.11277).
 
-Where ranks exchange parameters with a few others (`CommTimes.exchange_s`), and each updates all of
-its own:
+In the other kinds each rank exchanges parameters with a few others (`CommTimes.exchange_s`) and
+updates all of its own:
 
-- `decentralized`: the exchange beside everything that a rank computes, for what it brings is needed
-  where the same parameters are updated next (Decent-DP). A link that is idle in some steps of the
-  schedule may still carry what others have left.
-- `beside_passes`: from the start of the forward pass to the update, in each step (AWC of BlueFog,
-  arXiv 2111.04287).
-- `after_update`: beside the update, from the first layer updated on, and the next forward pass
-  (ATC, the same).
-- `asynchronous`: a rank waits for nobody, and leaves out what its link cannot carry.
+- `decentralized`: the exchange overlaps all compute of a rank, because its result is needed when
+  the same parameters are updated next (Decent-DP). A link that is idle in some steps of the
+  schedule may still carry messages of earlier steps.
+- `beside_passes`: the exchange runs from the start of the forward pass to the update, in each step
+  (AWC of BlueFog, arXiv 2111.04287).
+- `after_update`: the exchange overlaps the update, from the first updated layer on, and the next
+  forward pass (ATC, same paper).
+- `asynchronous`: a rank waits for no other rank, and skips messages that its link cannot carry.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Message:
-    """From one rank to another."""
+    """Message from one rank to another."""
 
     source: int
     target: int
     share: float = 1.0
-    """Its size, in units of all parameters."""
+    """Size, in units of all parameters."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupMean:
-    """An all-reduce among some ranks, or all."""
+    """All-reduce among some ranks, or all."""
 
     ranks: tuple[int, ...]
     share: float = 1.0
-    """The buffer of each rank, in units of all parameters."""
+    """Buffer of each rank, in units of all parameters."""
 
 
 Part = Message | GroupMean
@@ -89,38 +90,38 @@ Part = Message | GroupMean
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """What one host's link carries in one step, in units of all parameters."""
+    """Traffic of one host's link in one step, in units of all parameters."""
 
     sent: float = 0.0
     received: float = 0.0
     reduced: float = 0.0
-    """What is all-reduced by all ranks of the job, in buffers, besides."""
+    """Buffers that all ranks of the job all-reduce, in addition to the above."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """One period of a schedule: the parts of each of its steps."""
+    """One period of a schedule: the messages and group means of each of its steps."""
 
     world_size: int
     steps: tuple[tuple[Part, ...], ...]
 
     @classmethod
     def along(cls, graph: nx.DiGraph) -> Traffic:
-        """All parameters along each edge of a graph of ranks, in each step."""
+        """Sends all parameters along each edge of a graph of ranks, in each step."""
         edges = sorted((source, target) for source, target in graph.edges if source != target)
         messages = tuple(Message(source=source, target=target) for source, target in edges)
         return cls(world_size=graph.number_of_nodes(), steps=(messages,))
 
     @classmethod
     def in_groups(cls, topology: Topology, world_size: int) -> Traffic:
-        """Two ranks exchange all parameters; larger groups all-reduce them."""
+        """Exchanges all parameters within pairs of ranks, and all-reduces them in larger groups."""
         steps = map(topology.edges_at, range(topology.period))
         parts = (tuple(part for edge in edges for part in _group(edge.ranks)) for edges in steps)
         return cls(world_size=world_size, steps=tuple(parts))
 
     @classmethod
     def scheduled(cls, schedules: Sequence[Schedule]) -> Traffic:
-        """All parameters to whom each rank's schedule says, for one period."""
+        """Sends all parameters to the targets in each rank's schedule, for one period."""
 
         def sent(step: int) -> tuple[Part, ...]:
             edges = [(rank, to) for rank, at in enumerate(schedules) for to in at(step)[0]]
@@ -130,10 +131,10 @@ class Traffic:
         return cls(world_size=len(schedules), steps=tuple(steps))
 
     def between_machines(self, local_size: int) -> Traffic:
-        """The same between machines of `local_size` ranks each, for which this traffic is meant.
+        """Returns this traffic with each of its ranks replaced by a machine of `local_size` ranks.
 
-        Each machine averages all parameters; each of its ranks exchanges its share of them with the
-        ranks of its place on other machines.
+        Each machine averages all parameters. Each of its ranks exchanges an equal share of them
+        with the ranks of the same local rank on other machines.
         """
         at_least("local_size", local_size, 1)
         size = self.world_size * local_size
@@ -143,34 +144,34 @@ class Traffic:
         def spread(part: Message) -> list[Message]:
             return [
                 Message(
-                    source=part.source * local_size + place,
-                    target=part.target * local_size + place,
+                    source=part.source * local_size + local_rank,
+                    target=part.target * local_size + local_rank,
                     share=part.share / local_size,
                 )
-                for place in range(local_size)
+                for local_rank in range(local_size)
             ]
 
         steps = [(*inside, *(m for part in step for m in spread(part))) for step in self.steps]
         return Traffic(world_size=size, steps=tuple(steps))
 
     def times(self, factor: float) -> Traffic:
-        """The same with `factor` times as many bytes."""
+        """Returns this traffic with `factor` times as many bytes."""
         replace = dataclasses.replace
         steps = [tuple(replace(p, share=p.share * factor) for p in step) for step in self.steps]
         return replace(self, steps=tuple(steps))
 
     def every(self, count: int) -> Traffic:
-        """The same with nothing in all but the last of each `count` steps."""
+        """Returns this traffic in the last of each `count` steps, and none in the others."""
         at_least("count", count, 1)
         steps = [part for step in self.steps for part in (*[()] * (count - 1), step)]
         return dataclasses.replace(self, steps=tuple(steps))
 
     def loads(self, ranks_per_host: int = 1) -> list[list[Load]]:
-        """What the links carry, by host and step; hosts hold neighbouring ranks.
+        """Loads of the links, by host and step; each host holds consecutive ranks.
 
-        What passes inside a host loads no link. A mean over a group takes at least 2 (h-1)/h of the
-        buffer each way at each of its h hosts; one over all ranks is told apart, since its time can
-        be measured as it is.
+        Messages inside a host load no link. A mean over a group takes at least 2 (h-1)/h of the
+        buffer each way at each of its h hosts. A mean over all ranks is counted separately
+        (`Load.reduced`), because its time can be measured directly.
         """
         at_least("ranks_per_host", ranks_per_host, 1)
 
@@ -195,19 +196,19 @@ class Traffic:
 
 def _group(ranks: Sequence[int]) -> list[Part]:
     if len(ranks) == 2:
-        one, other = ranks
-        return [Message(source=one, target=other), Message(source=other, target=one)]
+        first, second = ranks
+        return [Message(source=first, target=second), Message(source=second, target=first)]
     return [GroupMean(ranks=tuple(ranks))] if len(ranks) > 2 else []
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepTimes:
-    """Seconds of one rank's compute in a step without communication."""
+    """Compute times of one rank in a step without communication, in seconds."""
 
     forward_s: float
     backward_s: float
     update_s: float = 0.0
-    """The optimizer's step for all parameters."""
+    """Seconds of the optimizer's step for all parameters."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -216,13 +217,13 @@ class StepTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class CommTimes:
-    """Seconds that the collectives of one step take alone, all messages together."""
+    """Seconds of the collectives of one step without compute, all messages together."""
 
     all_reduce_s: float = 0.0
     reduce_scatter_s: float = 0.0
     all_gather_s: float = 0.0
     exchange_s: tuple[float, ...] = ()
-    """Of what a host exchanges with a few others, in each step of a period."""
+    """Seconds of a host's exchanges with a few others, for each step of a period."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -231,11 +232,11 @@ class CommTimes:
 
 
 def comm_times(nbytes: float, costs: Mapping[str, AlphaBeta]) -> CommTimes:
-    """What `nbytes` of gradients (or parameters) cost in one message by the fits of collectives.
+    """Seconds of each collective for `nbytes` of gradients (or parameters) in one message.
 
     Args:
-        costs: by operation (`all_reduce`, `reduce_scatter`, `all_gather`); one that is missing
-            costs nothing, so give those that the bound reads.
+        costs: fits by operation (`all_reduce`, `reduce_scatter`, `all_gather`). A missing operation
+            costs nothing, so pass all that the bound reads.
     """
     fits = [(name, cost) for name, cost in costs.items() if name != EXCHANGE]
     return CommTimes(**{f"{name}_s": cost(nbytes) for name, cost in fits})
@@ -247,32 +248,32 @@ def exchange_times(
     costs: Mapping[str, AlphaBeta],
     ranks_per_host: int = 1,
 ) -> list[CommTimes]:
-    """What a schedule's exchanges cost each host, in messages of a step at once.
+    """Seconds of a schedule's exchanges on each host, with all messages of a step sent at once.
 
     Args:
-        nbytes: of all parameters.
+        nbytes: size of all parameters.
         loads: by host and step (`Traffic.loads`).
-        costs: fits of `exchange`, measured with as many ranks per host, all at once, each sending
-            to another host; and of `all_reduce`, if there are means over all ranks.
+        costs: fits of `exchange`, measured with the same number of ranks per host, all at once,
+            each sending to another host; and of `all_reduce`, if there are means over all ranks.
     """
 
     def seconds(load: Load) -> float:
         exchanged = max(load.sent, load.received) * nbytes / ranks_per_host
-        found = costs[EXCHANGE](exchanged) if exchanged else 0.0
-        return found + (costs["all_reduce"](load.reduced * nbytes) if load.reduced else 0.0)
+        exchange_s = costs[EXCHANGE](exchanged) if exchanged else 0.0
+        return exchange_s + (costs["all_reduce"](load.reduced * nbytes) if load.reduced else 0.0)
 
     return [CommTimes(exchange_s=tuple(map(seconds, host))) for host in loads]
 
 
 def step_bound_s(kind: Bound, compute: StepTimes, comm: CommTimes, world_size: int = 1) -> float:
-    """The least seconds per step of an algorithm of this `kind`.
+    """Lower bound of the seconds per step for an algorithm of this `kind`.
 
     Args:
-        world_size: ranks that share the update, where the kind shares it; an algorithm of the kind
-            whose ranks update everything has a longer step, never a shorter one.
+        world_size: number of ranks that share the update, for kinds that share it. If all ranks
+            update everything, a step takes longer, never less.
 
     Raises:
-        UserError: an unknown kind, or a world without ranks.
+        UserError: an unknown kind, or a world size below 1.
     """
     at_least("world_size", world_size, 1)
     forward, backward, update = compute.forward_s, compute.backward_s, compute.update_s
@@ -298,20 +299,20 @@ def step_bound_s(kind: Bound, compute: StepTimes, comm: CommTimes, world_size: i
 
 
 def compute_limit_s(compute: StepTimes, world_size: int = 1) -> float:
-    """Seconds per step if communication were free: no synchronous algorithm is faster.
+    """Seconds per step with free communication: no synchronous algorithm is faster.
 
-    `world_size` ranks could share the update.
+    The update is divided by `world_size`, because ranks could share it.
     """
     at_least("world_size", world_size, 1)
     return compute.forward_s + compute.backward_s + compute.update_s / world_size
 
 
 def wire_limit_s(nbytes: float, world_size: int, bytes_per_s: float) -> float:
-    """Seconds to average `nbytes` of gradients over links of `bytes_per_s` of payload each way, at
-    least.
+    """Lower bound of the seconds to average `nbytes` of gradients over links that carry
+    `bytes_per_s` of payload each way.
 
     Every rank must send and receive 2 (P-1)/P of the bytes (Patarasuk and Yuan, JPDC 2009, for
-    reductions without help of the network); no synchronous algorithm that sends every byte of the
+    reductions without help of the network). No synchronous algorithm that sends every byte of the
     gradients has shorter steps.
     """
     at_least("nbytes", nbytes, 0)
@@ -323,14 +324,14 @@ def wire_limit_s(nbytes: float, world_size: int, bytes_per_s: float) -> float:
 def exchange_wire_limit_s(
     nbytes: float, loads: Sequence[Sequence[Load]], bytes_per_s: float
 ) -> float:
-    """Seconds per step that a schedule keeps the busiest host's link busy, at least.
+    """Lower bound of the seconds per step that a schedule keeps the busiest host's link busy.
 
-    `nbytes` is of all parameters, `loads` are by host and step (`Traffic.loads`).
+    `nbytes` is the size of all parameters; `loads` are by host and step (`Traffic.loads`).
     """
     hosts = len(loads)
 
     def busy_s(load: Load) -> float:
-        everybody = wire_limit_s(load.reduced * nbytes, hosts, bytes_per_s)
-        return max(load.sent, load.received) * nbytes / bytes_per_s + everybody
+        all_reduce_s = wire_limit_s(load.reduced * nbytes, hosts, bytes_per_s)
+        return max(load.sent, load.received) * nbytes / bytes_per_s + all_reduce_s
 
     return max(statistics.fmean(map(busy_s, host)) for host in loads)

@@ -1,4 +1,4 @@
-"""What a collective costs by its size: measured, or from published tables."""
+"""Cost of a collective by its size: measured, or taken from published tables."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from dear.errors import one_of, unknown
 from dear.lazy import torch
 from dear.options import at_least
 
-# All-reduce by number of workers: (alpha in s, beta in s per byte), as the programs of MG-WFBP
-# (HKBU-HPML, 2 to 16) and DeAR (lzhangbv, 32 and more) ship them; the latter scaled some by hand.
+# All-reduce by number of workers: (alpha in s, beta in s per byte), as shipped with MG-WFBP
+# (HKBU-HPML, 2 to 16) and DeAR (lzhangbv, 32 and more; some of these were scaled by hand).
 TABLES: dict[str, dict[int, tuple[float, float]]] = {
     "56gbib": {
         2: (2.554691138304671e-06, 9.837548167872609e-11),
@@ -48,11 +48,11 @@ TABLES: dict[str, dict[int, tuple[float, float]]] = {
 
 
 def table_costs(network: str, world_size: int) -> AlphaBeta:
-    """What the published table of `network` says of all-reduce, for any number of workers.
+    """Alpha and beta of all-reduce from the published table of `network`, for any world size.
 
-    Between two entries both values are interpolated by the number of workers; beyond the last,
-    alpha grows like the steps of a ring, P - 1, and beta like its bytes, (P - 1) / P. One worker
-    pays nothing. A fall-back: measured costs are of the network that is really there.
+    Between two entries both values are interpolated by the number of workers. Beyond the last,
+    alpha grows like the steps of a ring, P - 1, and beta like its bytes, (P - 1) / P. A single
+    worker costs nothing. The tables are a fallback: measured costs describe the actual network.
     """
     table = one_of("cost table", network, TABLES)
     at_least("world_size", world_size, 1)
@@ -71,24 +71,24 @@ def table_costs(network: str, world_size: int) -> AlphaBeta:
 
 
 SIZES = tuple(2**power for power in range(12, 25, 2))
-"""4 KiB to 16 MiB, in bytes of the full buffer."""
+"""Sizes of the full buffer in bytes: 4 KiB to 16 MiB."""
 REPEATS, FEW_REPEATS = 16, 6
-"""Of messages below `MANY_BELOW`, which take milliseconds, and of larger ones."""
+"""Repeats of messages below `MANY_BELOW`, which take milliseconds, and of larger ones."""
 MANY_BELOW = 1 << 20
 WARM_BYTES = 30e6
-"""Payload that a connection carries before it is timed: TCP leaves its search for the speed of a
-link too early, and then gains speed only with what it sends."""
+"""Payload that a connection carries before it is timed. TCP leaves slow start before it reaches the
+link's rate, and speeds up afterwards only with the bytes that it sends."""
 BUDGET_S = 5.0
-"""Of the clock, for one operation, warm-up included."""
+"""Seconds of the communicator's clock for one operation, warm-up included."""
 WARM_SHARE, WARM_CALLS = 0.4, 4
-"""Of that at most so much to warm up, looking at the clock after so many calls."""
+"""Largest share of the budget for the warm-up, and warm-up calls between two looks at the clock."""
 ENOUGH_S = 0.1
-"""A call that is no collective is not tried with more bytes once it takes so long."""
+"""`measured_call` tries no larger size after a call that takes longer than this."""
 LEAST_SIZES = 3
 QUEUE, QUEUED_FROM = 8, 16 << 10
-"""So many messages in a queue, of so many bytes at least, tell what one costs that waits in it."""
+"""Messages per measured queue, and the smallest size in bytes that is measured in a queue."""
 MOST_BITS = 64
-"""The number of bytes of a message needs no more."""
+"""Exponent of the largest size that `start_up_bytes` tries."""
 
 Key = tuple[str, str, int, float]
 _fits: WeakKeyDictionary[Communicator, dict[Key, CollectiveCost]] = WeakKeyDictionary()
@@ -109,20 +109,20 @@ def measure_collective(
     """Times `operation` on float32 buffers; every rank calls it, and nothing else runs meanwhile.
 
     Args:
-        sizes: bytes of the full buffer; rounded up to a multiple of the world size. Those with
-            which the engine's regimes begin come on top, where they lie between.
-        repeats: timed calls per size; one more is made first and left out. None: by size.
-        shared: the buffers lie in memory that the backend reads in place, where it has such.
-        warm: the connections carry `WARM_BYTES` first.
-        queues: also what messages of each regime take that wait in a queue.
-        budget_s: seconds of the communicator's clock. Larger messages are left out for which there
-            is no time, but not the smallest three, each with two repeats at least.
+        sizes: bytes of the full buffer, rounded up to multiples of 4 x world size. Sizes at which
+            the engine's regimes begin are added if they lie within the range.
+        repeats: timed calls per size, after a first call that does not count. None: by size.
+        shared: puts the buffers into memory that the backend reads in place, where it has such.
+        warm: sends `WARM_BYTES` over the connections first.
+        queues: also measures messages of each regime that wait in a queue.
+        budget_s: seconds of the communicator's clock. Larger sizes are skipped when time runs out,
+            but the smallest three are always measured, with at least two repeats each.
     """
     if operation not in OPERATIONS:
         raise unknown("operation", operation, OPERATIONS)
     left_s = budget_of(communicator, budget_s)
     pair = _pair(communicator) if operation == EXCHANGE else None
-    if operation == EXCHANGE:  # on the comm core the all-reduce of a pair, which rank 0 is part of
+    if operation == EXCHANGE:  # the comm core all-reduces in pairs; rank 0 is always in one
         regimes = pair and pair.regimes("all_reduce")
     else:
         regimes = communicator.regimes(operation)
@@ -160,32 +160,32 @@ def measure_collective(
         call = call_of(nbytes)
         return lambda: _call_s(communicator, call, device)
 
-    done = timed_by_size(
+    seconds = timed_by_size(
         communicator,
         wanted,
         timed_of,
         left_s=left_s,
         repeats=repeats,
         free_bytes=0.0 if wire_s else free,
-        # Two messages of a regime whose slope is known say all of it.
-        enough=lambda done: sum(nbytes >= steady for nbytes in done) >= 2,
+        # Two sizes suffice in a regime whose slope is known.
+        enough=lambda sizes: sum(nbytes >= steady for nbytes in sizes) >= 2,
     )
     queued = []
     if queues and operation != EXCHANGE and communicator.size > 1:
-        for size in _heads(list(done), regimes):
+        for size in _heads(list(seconds), regimes):
             call = call_of(size, QUEUE)
             ranks = communicator.gather_objects(
                 [_call_s(communicator, call, device) for _ in range(FEW_REPEATS)]
             )
             together_s = typical_s([max(call_s) for call_s in zip(*ranks, strict=True)])
-            each_s = (together_s - typical_s(done[size])) / (QUEUE - 1)
+            each_s = (together_s - typical_s(seconds[size])) / (QUEUE - 1)
             queued.append((size, max(0.0, each_s)))
     if pair is not None and pair is not communicator:
         pair.close()
     return Measurement(
         operation=operation,
-        nbytes=list(done),
-        seconds=list(done.values()),
+        nbytes=list(seconds),
+        seconds=list(seconds.values()),
         free_bytes=free,
         regimes=regimes,
         wire_s_per_byte=wire_s,
@@ -194,8 +194,8 @@ def measure_collective(
 
 
 def budget_of(communicator: Communicator, budget_s: float) -> Callable[[], float]:
-    """What tells how many seconds of the communicator's clock are left of so many from now on; all
-    ranks ask together, and rank 0's word holds."""
+    """Returns a function that gives the seconds left of `budget_s` on the communicator's clock,
+    counted from now. All ranks call it together and get rank 0's value."""
     began_s = communicator.clock()
     return lambda: budget_s - communicator.broadcast_object(communicator.clock() - began_s)
 
@@ -208,56 +208,60 @@ def timed_by_size(
     left_s: Callable[[], float],
     repeats: int | None = None,
     free_bytes: float = 0.0,
-    enough: Callable[[Collection[int]], bool] = lambda done: False,
+    enough: Callable[[Collection[int]], bool] = lambda sizes: False,
 ) -> dict[int, list[float]]:
-    """Seconds of each repeat by size, the maximum over ranks; larger sizes only while there is
-    time.
+    """Times messages by size; larger sizes only while there is time.
 
-    Small messages are timed in two turns, before and after the large ones, because something may
-    slow a whole turn. The repeats of both turns alternate in the result, so the two halves that
-    `Measurement.agreement` compares are the two turns.
+    Small messages are timed twice, before and after the large ones, because a disturbance may last
+    for a whole round. The repeats of both rounds alternate in the result, so the two halves that
+    `Measurement.agreement` compares are the two rounds.
 
     Args:
-        sizes: ascending. The first three are timed in any case, and those that are not yet large
-            beside `free_bytes`.
-        timed_of: gives what sends a message of this size and returns its seconds on this rank.
-        left_s: of the time for all (`budget_of`).
-        repeats: per size; one more is made first and left out. None: by size.
-        enough: whether these sizes say all.
+        sizes: ascending, in bytes. The first three, and those up to `LARGE * free_bytes`, are
+            always timed.
+        timed_of: returns, for a size, a function that sends one message and returns its seconds on
+            this rank.
+        left_s: seconds left for all sizes (`budget_of`).
+        repeats: per size, after a first call that does not count. None: by size.
+        free_bytes: bytes that links pass at once after a rest.
+        enough: True if the sizes timed so far suffice.
+
+    Returns:
+        Seconds of each repeat by size, the maximum over ranks.
     """
-    done: dict[int, list[float]] = {}
+    times: dict[int, list[float]] = {}
     again: dict[int, Callable[[], float]] = {}
     for size in sizes:
         left = left_s()
-        if len(done) >= LEAST_SIZES and size > LARGE * free_bytes:
-            before = max(done)
-            if enough(done) or left < LEAST_SIZES * typical_s(done[before]) * size / before:
+        if len(times) >= LEAST_SIZES and size > LARGE * free_bytes:
+            before = max(times)
+            if enough(times) or left < LEAST_SIZES * typical_s(times[before]) * size / before:
                 break
         timed = timed_of(size)
         first_s = max(communicator.gather_objects(timed()))
         count = repeats or (REPEATS if size < MANY_BELOW else FEW_REPEATS)
-        # Larger ones are to come.
+        # A quarter of the time left at most, because larger sizes follow.
         count = max(min(count, int(left / 4 / first_s)), min(count, 2))
         if size < MANY_BELOW and count > 1:
             count //= 2
             again[size] = timed
-        done[size] = _times(communicator, timed, count)
+        times[size] = _times(communicator, timed, count)
     for size, timed in again.items():
         timed()
-        second = _times(communicator, timed, len(done[size]))
-        done[size] = [time_s for pair in zip(done[size], second, strict=True) for time_s in pair]
-    return done
+        second = _times(communicator, timed, len(times[size]))
+        times[size] = [time_s for pair in zip(times[size], second, strict=True) for time_s in pair]
+    return times
 
 
 def _times(communicator: Communicator, timed: Callable[[], float], count: int) -> list[float]:
-    """Seconds of each call, the maximum over ranks: a rank that leaves the barrier last waits for
-    nobody, and may see next to nothing."""
+    """Seconds of each call, the maximum over ranks. A rank that leaves the barrier last waits for
+    nobody, so its own time may be next to nothing."""
     ranks = communicator.gather_objects([timed() for _ in range(count)])
     return [max(call_s) for call_s in zip(*ranks, strict=True)]
 
 
 def _heads(sizes: Sequence[int], regimes: Sequence[tuple[str, int]] | None) -> list[int]:
-    """Of the sizes that were timed, one small one of each regime, but none of `MANY_BELOW`."""
+    """Smallest timed size of each regime from `QUEUED_FROM` bytes on, if below `MANY_BELOW`."""
     firsts = [max(first, QUEUED_FROM) for _, first in regimes or ((None, 0),)]
     heads = (next((size for size in sizes if size >= first), MANY_BELOW) for first in firsts)
     return sorted({size for size in heads if size < MANY_BELOW})
@@ -270,13 +274,13 @@ def measured_costs(
     largest: int = SIZES[-1],
     budget_s: float = BUDGET_S,
 ) -> CollectiveCost:
-    """The fit of a measurement, the same on all ranks; one rank alone pays nothing.
+    """Measures a collective and returns the fit, the same on all ranks; a world of one costs 0.
 
-    Measured at the first call for this communicator and the rest.
+    The first call with the same arguments measures; later calls return the same fit.
 
     Args:
-        largest: bytes of the largest message; larger ones are sent only where links pass so much at
-            once after a rest that two would not be above it.
+        largest: bytes of the largest message. Larger ones are sent only if links pass so many bytes
+            at once after a rest that fewer than two sizes would exceed them.
         budget_s: as for `measure_collective`.
     """
     if communicator.size == 1:
@@ -285,7 +289,7 @@ def measured_costs(
     key = (operation, device.type, largest, budget_s)
     if key not in fits:
         free = communicator.burst_bytes / carried(operation, communicator.size)
-        # Each size is four times the one before: the last two are above LARGE * free.
+        # Each size is four times the previous one: the last two are above LARGE * free.
         most = max(largest, 16 * LARGE * free)
         sizes = [size for size in SIZES if size <= most]
         measured = measure_collective(
@@ -296,10 +300,10 @@ def measured_costs(
 
 
 def start_up_bytes(cost: Callable[[float], float]) -> float:
-    """The largest power of two of bytes that take less time than the start-up of their message.
+    """Largest power of two of bytes whose message costs less than two messages of one byte.
 
-    So large a message costs less than two of a byte. A power of two, so that measurements that
-    differ a little say the same. 1 where messages cost nothing, 2^64 where bytes cost nothing.
+    The bytes of such a message take less time than its start-up. A power of two, so that slightly
+    different measurements give the same result. 1 if messages are free, 2^64 if bytes are free.
 
     Args:
         cost: seconds of a message by its bytes, never falling.
@@ -314,7 +318,7 @@ def measured_call(
     device: torch.device,
     sizes: Sequence[int] = SIZES,
 ) -> AlphaBeta:
-    """The fit of what `call` takes for a float32 tensor by its bytes; rank 0's, on all ranks."""
+    """Fits the seconds that `call` takes for a float32 tensor by its bytes; rank 0's fit counts."""
     seconds = []
     for size in sizes:
         run = partial(call, torch.randn(size // 4, device=device))
@@ -333,7 +337,7 @@ def _starter(
     shared: bool,
     pair: Communicator | None,
 ) -> Callable[[], Work | None]:
-    """What starts `operation` on a buffer of `count` elements; None where this rank has a rest."""
+    """Returns a function that starts `operation` on `count` elements; it gives None if idle."""
     like = torch.empty(0, device=device)
 
     def zeros(numel: int) -> torch.Tensor:
@@ -343,7 +347,7 @@ def _starter(
     if operation == "all_reduce":
         return lambda: communicator.all_reduce(full, op="sum")
     if operation == EXCHANGE:
-        # The rank half the world away, which is on another host if there are several.
+        # The peer is half the world away: on another host, if there are several.
         half = communicator.size // 2
         if communicator.rank >= 2 * half:
             return lambda: None
@@ -358,12 +362,12 @@ def _starter(
 
 
 def _pair(communicator: Communicator) -> Communicator | None:
-    """The pair of this rank, where its all-reduce does the same as a swap and takes less time."""
+    """Communicator of this rank's pair, whose all-reduce replaces a swap and is faster, or None."""
     half = communicator.size // 2
     if not communicator.native or communicator.size == 2:
         return communicator if communicator.native else None
-    made = sub_communicators(communicator, [(rank, rank + half) for rank in range(half)])
-    return next(iter(made.values()), None)
+    pairs = sub_communicators(communicator, [(rank, rank + half) for rank in range(half)])
+    return next(iter(pairs.values()), None)
 
 
 def _call_s(communicator: Communicator, call: Callable[[], object], device: torch.device) -> float:
@@ -376,5 +380,5 @@ def _timed(clock: Callable[[], float], call: Callable[[], object], device: torch
     call()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    # A clock may be too coarse for the smallest.
+    # A clock may be too coarse for the smallest messages.
     return max(clock() - began, 1e-9)

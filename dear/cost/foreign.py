@@ -11,18 +11,18 @@ from dear.cost.measurement import Measurement, carried
 
 
 class Sender(Protocol):
-    """The engine: a library's own, or all-reduces that consist of several collectives."""
+    """Engine that all-reduces: a library's own, or several collectives per all-reduce."""
 
     name: str
     fusion_bytes: float
-    """Tensors that are ready together travel in one buffer up to this size; 0: each by itself."""
+    """Largest buffer in which tensors that are ready together travel; 0: each separately."""
 
     def timed(self, nbytes: int, tensors: int) -> Callable[[], float]:
-        """Returns a function that all-reduces `nbytes` in `tensors` equal tensors; on all ranks.
+        """Returns a function that all-reduces `nbytes` in `tensors` equal tensors, on all ranks.
 
         The tensors are ready together. The function returns the seconds until all of them are
-        reduced. Copies into a fused buffer and out of it count; waiting for the first all-reduce to
-        begin does not.
+        reduced. This includes copies into a fused buffer and out of it, but not the wait for the
+        first all-reduce to begin.
         """
         ...
 
@@ -35,13 +35,13 @@ def measure_sender(
     tensors: int,
     budget_s: float,
 ) -> Measurement:
-    """Times all-reduces of such an engine; every rank calls it, and nothing else runs meanwhile.
+    """Times all-reduces of a `Sender`; every rank calls it, and nothing else runs meanwhile.
 
     Args:
-        communicator: of the same ranks.
-        sizes: bytes, all tensors together.
-        tensors: so many at once.
-        budget_s: as of `dear.cost.collectives.measure_collective`.
+        communicator: group of the same ranks.
+        sizes: bytes of all tensors together.
+        tensors: number of tensors that are ready at once.
+        budget_s: as for `dear.cost.collectives.measure_collective`.
     """
     unit = 4 * tensors * communicator.size
     free = communicator.burst_bytes / carried("all_reduce", communicator.size)
@@ -55,7 +55,7 @@ def measure_sender(
 
         return timed
 
-    done = timed_by_size(
+    seconds = timed_by_size(
         communicator,
         sorted({-(-size // unit) * unit for size in sizes}),
         timed_of,
@@ -64,7 +64,7 @@ def measure_sender(
     )
     return Measurement(
         operation="all_reduce",
-        nbytes=list(done),
-        seconds=list(done.values()),
+        nbytes=list(seconds),
+        seconds=list(seconds.values()),
         free_bytes=free,
     )

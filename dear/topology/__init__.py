@@ -1,13 +1,13 @@
-"""Who talks to whom, and when: graphs of ranks with mixing weights.
+"""Topologies: graphs of ranks with mixing weights.
 
-A graph is a `networkx.DiGraph` over ranks 0 .. n-1. Its edge i -> j says that i sends to j and has
-as `weight` the factor that j gives to what comes from i; an edge i -> i is what i gives itself. As
-a matrix `W` (`matrix`), `W[i, j]` is that weight: column j is what rank j receives, and one round
-of averaging is `x_j <- sum_i W[i, j] x_i`.
+A graph is a `networkx.DiGraph` over ranks 0 .. n-1. An edge i -> j means that i sends to j. Its
+`weight` is the factor that j applies to the values of i. An edge i -> i is the factor for i's own
+values. In the weight matrix `W` (`matrix`), `W[i, j]` is the weight of edge i -> j, so column j
+holds the weights of rank j. One round of averaging is `x_j <- sum_i W[i, j] x_i`.
 
-The second half of the file says what weights must fulfil, and how fast averaging with them
-converges (also importable as `dear.mixing`). Schedules that change from step to step are in
-`dear.topology.schedules`.
+The second half of the file checks weights, and computes how fast averaging with them converges
+(also importable as `dear.mixing`). `dear.topology.schedules` holds schedules that change from step
+to step.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _SCHEDULES = ("DYNAMIC", "Edge", "Topology", "TopologyError", "TopologyReg", "sc
 
 
 def __getattr__(name: str) -> Any:
-    """The names of `dear.topology.schedules`, which stands on this module."""
+    """Looks up the names of `dear.topology.schedules`, which imports this module."""
     if name in _SCHEDULES:
         return getattr(importlib.import_module("dear.topology.schedules"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def from_matrix(weights: np.ndarray) -> nx.DiGraph:
-    """The graph of a weight matrix `[n, n]`; entries that are zero are no edges."""
+    """Returns the graph of a weight matrix `[n, n]`; zero entries are no edges."""
     weights = np.asarray(weights, dtype=float)
     if weights.ndim != 2 or weights.shape[0] != weights.shape[1]:
         raise UserError(f"mixing weights must be a square matrix, got shape {weights.shape}")
@@ -42,12 +42,12 @@ def from_matrix(weights: np.ndarray) -> nx.DiGraph:
 
 
 def matrix(graph: nx.DiGraph) -> np.ndarray:
-    """Weights as float64 `[n, n]`: row = sender, column = receiver."""
+    """Returns the weights as float64 `[n, n]`: row = sender, column = receiver."""
     return nx.to_numpy_array(graph, nodelist=range(graph.number_of_nodes()))
 
 
 def circulant(world_size: int, offsets: Iterable[int]) -> nx.DiGraph:
-    """Every rank r sends to r + each of `offsets` (modulo the world); all weights are equal."""
+    """Returns the graph in which r sends to r + each of `offsets` (mod n); equal weights."""
     at_least("world size of a topology", world_size, 1)
     reached = {0, *(offset % world_size for offset in offsets)}
     weights = np.zeros((world_size, world_size))
@@ -58,57 +58,57 @@ def circulant(world_size: int, offsets: Iterable[int]) -> nx.DiGraph:
 
 
 def complete(world_size: int) -> nx.DiGraph:
-    """Everybody with everybody, weights 1 / n."""
+    """Returns the complete graph, with weights 1 / n."""
     return circulant(world_size, range(world_size))
 
 
 def ring(world_size: int, style: RingStyle = "both") -> nx.DiGraph:
-    """Neighbours on a circle, equal weights; `left`: i sends to i - 1 only, `right`: to i + 1."""
+    """Returns a ring with equal weights; `left`: i sends to i - 1 only, `right`: to i + 1."""
     offsets = {"both": (1, -1), "left": (-1,), "right": (1,)}
     return circulant(world_size, one_of("ring style", style, offsets))
 
 
 def exponential(world_size: int, base: int = 2) -> nx.DiGraph:
-    """r sends to r + base^k for every power below the world size, equal weights."""
+    """Returns the graph in which r sends to r + base^k, for powers below n; equal weights."""
     return circulant(world_size, powers(base, world_size))
 
 
 def symmetric_exponential(world_size: int, base: int = 4) -> nx.DiGraph:
-    """r exchanges with r + base^k and r - base^k for every power up to half the world size."""
+    """Returns the graph in which r exchanges with r + base^k and r - base^k, for powers <= n/2."""
     half = [power for power in powers(base, world_size) if power <= world_size // 2]
     return circulant(world_size, [*half, *(-power for power in half)])
 
 
 def metropolis(neighbors: Iterable[tuple[int, int]], world_size: int) -> nx.DiGraph:
-    """Symmetric doubly stochastic weights for any undirected graph, given as pairs of ranks.
+    """Returns symmetric doubly stochastic weights for an undirected graph, given as rank pairs.
 
-    Metropolis-Hastings: the weight of an edge is 1 / (1 + the larger degree of its two ends); ranks
-    keep the rest.
+    Metropolis-Hastings: the weight of an edge is 1 / (1 + the larger degree of its two ends). The
+    weight of a rank for itself is the rest.
     """
     at_least("world size of a topology", world_size, 1)
     near = nx.empty_graph(world_size)
     near.add_edges_from(pair for pair in neighbors if pair[0] != pair[1])
-    strangers = sorted(set(near) - set(range(world_size)))
-    if strangers:
-        raise UserError(f"rank {strangers[0]} is not in a world of {world_size}")
+    outside = sorted(set(near) - set(range(world_size)))
+    if outside:
+        raise UserError(f"rank {outside[0]} is not in a world of {world_size}")
     weights = np.zeros((world_size, world_size))
-    for one, other in near.edges:
-        weights[one, other] = 1.0 / (1 + max(near.degree[one], near.degree[other]))
-        weights[other, one] = weights[one, other]
+    for rank, neighbor in near.edges:
+        weights[rank, neighbor] = 1.0 / (1 + max(near.degree[rank], near.degree[neighbor]))
+        weights[neighbor, rank] = weights[rank, neighbor]
     weights[np.diag_indices(world_size)] = 1.0 - weights.sum(axis=0)
     return from_matrix(weights)
 
 
 def star(world_size: int, center: int = 0) -> nx.DiGraph:
-    """Everybody exchanges with rank `center`; Metropolis weights."""
+    """Returns a star: all ranks exchange with rank `center`; Metropolis weights."""
     at_least("world size of a topology", world_size, 1)
     if not 0 <= center < world_size:
-        raise UserError(f"center {center} is no rank of a world of {world_size}")
+        raise UserError(f"center {center} is not in a world of {world_size}")
     return metropolis([(center, rank) for rank in range(world_size)], world_size)
 
 
 def mesh(world_size: int, shape: tuple[int, int] | None = None) -> nx.DiGraph:
-    """A grid (not a torus) whose ranks exchange with up to four neighbours; Metropolis weights.
+    """Returns a grid (not a torus), each rank with up to four neighbours; Metropolis weights.
 
     `shape`: rows and columns; by default as square as the world size allows.
     """
@@ -125,7 +125,7 @@ def mesh(world_size: int, shape: tuple[int, int] | None = None) -> nx.DiGraph:
 
 
 def powers(base: int, limit: int) -> list[int]:
-    """1, base, base^2, ... below `limit`; in whole numbers, for logarithms round."""
+    """Returns 1, base, base^2, ... below `limit`, in integers, since logarithms would round."""
     at_least("base of an exponential topology", base, 2)
     result, power = [], 1
     while power < limit:
@@ -147,16 +147,16 @@ TOPOLOGIES: dict[str, Callable[[int], nx.DiGraph]] = {
 """Static topologies by the names that options and experiments use."""
 
 Name = Literal[tuple(TOPOLOGIES)]
-"""The type of an option that names one of them."""
+"""Type of an option that names one of them."""
 
 
 def graph(name: str, world_size: int) -> nx.DiGraph:
-    """The static topology `name` for so many ranks; raises `UserError` for an unknown name."""
+    """Returns the static topology `name`; raises `UserError` for an unknown name."""
     return one_of("topology", name, TOPOLOGIES)(world_size)
 
 
 def uniform(graph: nx.DiGraph) -> nx.DiGraph:
-    """The same edges; every rank weighs itself and each of its k sources with 1 / (k + 1)."""
+    """Returns the same edges; each rank gives itself and its k sources the weight 1 / (k + 1)."""
     weights = np.zeros((graph.number_of_nodes(),) * 2)
     for rank in graph.nodes:
         members = [rank, *in_neighbors(graph, rank)]
@@ -165,31 +165,31 @@ def uniform(graph: nx.DiGraph) -> nx.DiGraph:
 
 
 def splitting(graph: nx.DiGraph) -> nx.DiGraph:
-    """The same edges; every rank shares itself out equally: 1 / (k + 1) to each of k and itself.
+    """Returns the same edges; each rank sends 1 / (k + 1) to itself and each of its k targets.
 
-    Rows sum to 1, so the sum over the ranks is kept: what push-sum methods need.
+    Rows sum to 1, so the sum over the ranks does not change, as push-sum methods require.
     """
     return from_matrix(matrix(uniform(graph.reverse())).T)
 
 
 def in_neighbors(graph: nx.DiGraph, rank: int) -> list[int]:
-    """The ranks that send to `rank`, ascending, without itself."""
+    """Returns the ranks that send to `rank`, ascending, without itself."""
     return sorted(other for other in graph.predecessors(rank) if other != rank)
 
 
 def out_neighbors(graph: nx.DiGraph, rank: int) -> list[int]:
-    """The ranks that `rank` sends to, ascending, without itself."""
+    """Returns the ranks that `rank` sends to, ascending, without itself."""
     return sorted(other for other in graph.successors(rank) if other != rank)
 
 
 def recv_weights(graph: nx.DiGraph, rank: int) -> tuple[float, dict[int, float]]:
-    """What `rank` weighs itself with, and each of its sources (ascending)."""
+    """Returns the weights that `rank` gives to itself and to each of its sources (ascending)."""
     sources = in_neighbors(graph, rank)
     return _weight(graph, rank, rank), {other: _weight(graph, other, rank) for other in sources}
 
 
 def send_weights(graph: nx.DiGraph, rank: int) -> tuple[float, dict[int, float]]:
-    """What `rank` weighs itself with, and what each of its destinations weighs it with."""
+    """Returns the weights that `rank` and each of its targets (ascending) give to `rank`."""
     targets = out_neighbors(graph, rank)
     return _weight(graph, rank, rank), {other: _weight(graph, rank, other) for other in targets}
 
@@ -201,18 +201,18 @@ def _weight(graph: nx.DiGraph, source: int, target: int) -> float:
 def check_graph(
     graph: nx.DiGraph, world_size: int, *, doubly_stochastic: bool = False, symmetric: bool = False
 ) -> None:
-    """Refuses weights that do not average.
+    """Raises `UserError` for weights that do not average.
 
     Every rank's receive weights (a column of the matrix) must be finite, not negative and sum to 1,
     and every rank must reach every other.
 
     Args:
-        doubly_stochastic: send weights (rows) must sum to 1 too, so that the mean over the ranks is
-            kept; otherwise ranks agree on a weighted mean.
+        doubly_stochastic: send weights (rows) must sum to 1, too. Then averaging keeps the mean
+            over the ranks; otherwise ranks agree on a weighted mean.
         symmetric: weights must be the same in both directions.
 
     Raises:
-        UserError: naming the first rank, edge or pair that is wrong.
+        UserError: names the first rank, edge or pair that is wrong.
     """
     check_nodes(graph, world_size)
     weights = matrix(graph)
@@ -237,7 +237,7 @@ def check_graph(
 
 
 def check_nodes(graph: nx.DiGraph, world_size: int) -> None:
-    """Refuses what is no directed graph over ranks 0 .. world_size - 1."""
+    """Raises `UserError` unless `graph` is a directed graph over ranks 0 .. world_size - 1."""
     if not isinstance(graph, nx.DiGraph):
         raise UserError(f"a topology must be a networkx.DiGraph, got {type(graph).__name__}")
     if set(graph.nodes) != set(range(world_size)):
@@ -248,12 +248,12 @@ def check_nodes(graph: nx.DiGraph, world_size: int) -> None:
 
 
 def check_connected(graph: nx.DiGraph) -> None:
-    """Refuses a graph in which some rank does not reach some other."""
+    """Raises `UserError` unless every rank reaches every other rank."""
     for rank in graph.nodes:
         missing = set(graph.nodes) - {rank} - nx.descendants(graph, rank)
         if missing:
             raise UserError(
-                f"topology: nothing of rank {rank} ever reaches rank {min(missing)}, so the ranks "
+                f"topology: no value of rank {rank} ever reaches rank {min(missing)}, so the ranks "
                 "cannot agree; add edges until the graph is strongly connected"
             )
 
@@ -267,33 +267,33 @@ def _sums_to_one(sums: np.ndarray, kind: str) -> None:
 
 
 def is_regular(graph: nx.DiGraph) -> bool:
-    """True if all ranks have as many sources, and as many destinations (self not counted)."""
+    """Returns True if all ranks have equal numbers of sources and of targets (without self)."""
     kinds = {(len(in_neighbors(graph, r)), len(out_neighbors(graph, r))) for r in graph.nodes}
     return len(kinds) <= 1
 
 
-def is_equivalent(one: nx.DiGraph | None, other: nx.DiGraph | None) -> bool:
-    """True if both have the same ranks, edges and weights."""
-    if one is None or other is None:
-        return one is other
-    if set(one.nodes) != set(other.nodes):
+def is_equivalent(first: nx.DiGraph | None, second: nx.DiGraph | None) -> bool:
+    """Returns True if both have the same ranks, edges and weights."""
+    if first is None or second is None:
+        return first is second
+    if set(first.nodes) != set(second.nodes):
         return False
-    return bool(np.allclose(matrix(one), matrix(other), rtol=0, atol=1e-12))
+    return bool(np.allclose(matrix(first), matrix(second), rtol=0, atol=1e-12))
 
 
 def mixing_rate(graph: nx.DiGraph) -> float:
-    """Second largest magnitude of an eigenvalue: what is left of a disagreement after a round."""
+    """Returns the second largest eigenvalue magnitude: the factor of a disagreement per round."""
     magnitudes = np.sort(np.abs(np.linalg.eigvals(matrix(graph))))
     return float(magnitudes[-2]) if len(magnitudes) > 1 else 0.0
 
 
 def spectral_gap(graph: nx.DiGraph) -> float:
-    """1 - `mixing_rate`: 1 averages at once, 0 never."""
+    """Returns 1 - `mixing_rate`: 1 averages in one round, 0 never averages."""
     return 1.0 - mixing_rate(graph)
 
 
 def rounds_to(reduction: float, graph: nx.DiGraph) -> float:
-    """Rounds after which a disagreement is `reduction` (between 0 and 1) times what it was."""
+    """Returns the rounds that shrink a disagreement by the factor `reduction`, in (0, 1)."""
     if not 0 < reduction < 1:
         raise UserError(f"reduction must lie between 0 and 1, got {reduction}")
     rate = mixing_rate(graph)

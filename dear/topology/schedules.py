@@ -1,11 +1,11 @@
 """Topologies that change from step to step, as functions of the step number.
 
-So a run can go on where it stopped. There are two kinds:
+A resumed run can therefore continue at any step. There are two kinds:
 
-- a `Schedule` is of one rank: whom it sends to and receives from at a step; what one rank expects
-  is what another sends. `DYNAMIC` holds those that have names, `forever` makes a generator of one.
-- a `Topology` is of all ranks: which disjoint groups average at a step (Decent-DP's topologies).
-  `TopologyReg` holds those that have names, and takes in others.
+- A `Schedule` belongs to one rank: the ranks it sends to and receives from at a step. The schedules
+  of all ranks match. `DYNAMIC` holds the named ones, and `forever` makes an iterator of one.
+- A `Topology` belongs to all ranks: the disjoint groups that average at a step (as in Decent-DP).
+  `TopologyReg` holds the named ones and registers new ones.
 """
 
 from __future__ import annotations
@@ -22,57 +22,57 @@ from dear.lazy import nx
 from dear.topology import exponential, out_neighbors, powers
 
 Peers = tuple[list[int], list[int]]
-"""Ranks to send to, ranks to receive from."""
+"""Ranks to send to, and ranks to receive from."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """One rank's peers: call it with a step number, counted from 0."""
+    """Peers of one rank as a function of the step number, counted from 0."""
 
     at: Callable[[int], Peers]
     period: int
-    """Steps after which it starts again."""
+    """Number of steps after which the schedule repeats."""
 
     def __call__(self, step: int) -> Peers:
         return self.at(step)
 
 
 def one_peer(graph: nx.DiGraph, rank: int) -> Schedule:
-    """Each rank sends to one of its destinations in turn, nearest first (going upwards).
+    """Returns a schedule in which each rank sends to one target per step, in ascending distance.
 
-    In an irregular graph a rank may receive from several or from nobody.
+    In an irregular graph a rank may receive from several ranks or from none.
     """
     world_size = graph.number_of_nodes()
     turns = {
-        other: sorted(out_neighbors(graph, other), key=lambda to: (to - other) % world_size)
-        for other in graph.nodes
+        sender: sorted(out_neighbors(graph, sender), key=lambda to: (to - sender) % world_size)
+        for sender in graph.nodes
     }
 
     def at(step: int) -> Peers:
         target = {r: turn[step % len(turn)] for r, turn in turns.items() if turn}
         send = [target[rank]] if rank in target else []
-        return send, sorted(other for other, to in target.items() if to == rank)
+        return send, sorted(sender for sender, receiver in target.items() if receiver == rank)
 
     return Schedule(at, math.lcm(*(len(turn) for turn in turns.values() if turn)))
 
 
 def one_peer_machines(machines: int, machine: int) -> Schedule:
-    """Machines exchange at distance 1, 2, 4, ... in turn; numbers of machines, not of ranks."""
+    """Returns a schedule over machine numbers, with exchange at distance 1, 2, 4, ... in turn."""
     if machines < 2:
-        raise UserError(f"an exchange between machines needs at least 2, there is {machines}")
+        raise UserError(f"an exchange between machines needs at least 2 machines, got {machines}")
     return one_peer(exponential(machines), machine)
 
 
 def inner_outer_ring(world_size: int, local_size: int, rank: int) -> Schedule:
-    """One rank of each machine in turn exchanges with the next machine, the others in a ring.
+    """Returns a schedule in which one rank per machine, in turn, exchanges with the next machine.
 
-    The others' ring leaves out the one that is away.
+    The other ranks of each machine exchange in a ring without it.
     """
     return _inner_outer(world_size, local_size, rank, lambda count: [1])
 
 
 def inner_outer_exp2(world_size: int, local_size: int, rank: int) -> Schedule:
-    """The same with distances 1, 2, 4, ... in turn, between machines and inside them."""
+    """Returns `inner_outer_ring` with distances 1, 2, 4, ... in turn, between and in machines."""
     return _inner_outer(world_size, local_size, rank, lambda count: powers(2, count))
 
 
@@ -98,10 +98,10 @@ def _inner_outer(
             distance = outer[step % len(outer)]
             to, source = (machine + distance) % machines, (machine - distance) % machines
             return [to * local_size + local], [source * local_size + local]
-        at_home = [other for other in range(local_size) if other != away]
-        place, distance = at_home.index(local), inner[step % len(inner)]
-        to = at_home[(place + distance) % len(at_home)]
-        source = at_home[(place - distance) % len(at_home)]
+        inner_ranks = [other for other in range(local_size) if other != away]
+        index, distance = inner_ranks.index(local), inner[step % len(inner)]
+        to = inner_ranks[(index + distance) % len(inner_ranks)]
+        source = inner_ranks[(index - distance) % len(inner_ranks)]
         return [machine * local_size + to], [machine * local_size + source]
 
     return Schedule(at, math.lcm(local_size, len(outer), len(inner)))
@@ -112,53 +112,52 @@ DYNAMIC: dict[str, Callable[[int, int, int], Schedule]] = {
     "inner-outer-ring": inner_outer_ring,
     "inner-outer-exp2": inner_outer_exp2,
 }
-"""Schedules by the names that options and experiments use: of world size, ranks per machine, rank.
-"""
+"""Named schedules of options and experiments: functions of world size, ranks per machine, rank."""
 
 DynamicName = Literal[("none", *DYNAMIC)]
-"""The type of an option that names one of them, or none."""
+"""Type of an option that names a schedule, or `none`."""
 
 
 def schedule(name: str, world_size: int, rank: int, local_size: int) -> Schedule:
-    """The schedule `name` for one rank; `one-peer-exp` needs no `local_size`, ranks per machine.
+    """Returns the schedule `name` of one rank; `one-peer-exp` ignores `local_size`.
 
-    Raises `UserError` for an unknown name, or a world that the schedule does not fit.
+    Raises `UserError` if the name is unknown or the schedule does not fit the world.
     """
     return one_of("dynamic topology", name, DYNAMIC)(world_size, local_size, rank)
 
 
 def forever(schedule: Schedule) -> Iterator[Peers]:
-    """The peers of step 0, 1, 2, ... without end."""
+    """Yields the peers of step 0, 1, 2, ... without end."""
     return map(schedule, itertools.count())
 
 
 class TopologyError(UserError, ValueError):
-    """A topology that cannot be used, or not in this world; the message says why."""
+    """Error for a topology that is invalid or does not fit the world; its message says why."""
 
 
 @dataclass(frozen=True)
 class Edge:
     """A group of ranks that average in one step.
 
-    Each takes `weight * own + (1 - weight) / (m - 1) * sum of the others`, m being their number; a
-    rank alone keeps its own.
+    Each of its m ranks takes `weight * own + (1 - weight) / (m - 1) * sum of the others`. A single
+    rank keeps its value.
     """
 
     ranks: Sequence[int]
     weight: float
-    """Of the own value, 0 .. 1."""
+    """Weight of the rank's own value, 0 .. 1."""
     group: Any = None
-    """The process group of the ranks, where there is one: set for `pre_average_hook`."""
+    """Process group of the ranks, if there is one; set for `pre_average_hook`."""
 
 
 class Topology(ABC):
-    """A periodic schedule: `edges_at(step)` partitions the ranks.
+    """A periodic schedule, in which `edges_at(step)` partitions the ranks.
 
-    Subclasses give one period in `_get_topo_edges`, for `self._world_size` ranks, of which
-    `self._local_world_size` are on each of `self._n_nodes` nodes, in the order of their numbers.
+    Subclasses return one period from `_get_topo_edges`. They may use `self._world_size`, and
+    `self._local_world_size` ranks on each of `self._n_nodes` nodes, in rank order.
 
     Raises:
-        TopologyError: the schedule is not possible in such a world, or not a valid one.
+        TopologyError: the schedule is invalid, or does not fit such a world.
     """
 
     name = "topology"
@@ -180,37 +179,37 @@ class Topology(ABC):
 
     @abstractmethod
     def _get_topo_edges(self) -> list[list[Edge]]:
-        """The edges of each step of one period; every rank is in exactly one edge of each."""
+        """Returns the edges of each step of one period; each step has every rank in one edge."""
 
     @property
     def period(self) -> int:
-        """Steps after which the schedule starts again."""
+        """Number of steps after which the schedule repeats."""
         return len(self._steps)
 
     def edges_at(self, step: int) -> list[Edge]:
-        """All groups of a step, counted from 0."""
+        """Returns all groups of a step, counted from 0."""
         return self._steps[step % len(self._steps)]
 
     def get_edge(self, step: int) -> Edge:
-        """This rank's group in a step, counted from 0."""
+        """Returns this rank's group in a step, counted from 0."""
         return self._own[step % len(self._own)]
 
     def get_all_edges(self) -> list[Edge]:
-        """This rank's group in each step of a period."""
+        """Returns this rank's group in each step of a period."""
         return list(self._own)
 
 
 class TopologyReg:
-    """The known topologies by name; `@TopologyReg.register("mine")` adds a subclass of `Topology`.
+    """Registry of topologies by name; `@TopologyReg.register("mine")` adds a `Topology` subclass.
 
-    Ranks must register the same before they use it.
+    All ranks must register the same topologies before they use them.
     """
 
     registry: dict[str, type[Topology]] = {}  # noqa: RUF012 - filled by `register`
 
     @classmethod
     def register(cls, name: str) -> Callable[[type[Topology]], type[Topology]]:
-        """Registers the decorated subclass of `Topology`; TopologyError if the name is taken."""
+        """Registers the decorated `Topology`; raises `TopologyError` if the name is taken."""
 
         def add(topology: type[Topology]) -> type[Topology]:
             if name in cls.registry:
@@ -225,12 +224,12 @@ class TopologyReg:
 
     @classmethod
     def check_name(cls, name: str) -> None:
-        """Raises `UserError` unless a topology is registered as `name`."""
+        """Raises `UserError` unless a topology `name` is registered."""
         one_of("topology", name, cls.registry)
 
     @classmethod
     def make(cls, name: str, *, world_size: int, rank: int, local_world_size: int = 1) -> Topology:
-        """The topology `name` in this world; raises `UserError` if it is unknown or impossible."""
+        """Makes the topology `name`; raises `UserError` if it is unknown or does not fit."""
         kind = one_of("topology", name, cls.registry)
         return kind(local_world_size, world_size=world_size, rank=rank)
 
@@ -246,28 +245,28 @@ def _validate(name: str, steps: Sequence[Sequence[Edge]], world_size: int) -> No
             _validate_edge(where, edge, world_size)
             for rank in edge.ranks:
                 if rank in seen:
-                    raise TopologyError(f"{where}: rank {rank} is there twice")
+                    raise TopologyError(f"{where}: rank {rank} appears twice")
                 seen.add(rank)
             if edge.weight < 1:
                 nx.add_path(linked, edge.ranks)
         missing = sorted(set(range(world_size)) - seen)
         if missing:
             shown = ", ".join(map(str, missing[:8]))
-            raise TopologyError(f"{where}: rank {shown} is in no edge; each must be in one")
+            raise TopologyError(f"{where}: rank {shown} is in no edge; every rank must be in one")
     apart = set(linked) - nx.node_connected_component(linked, 0)
     if apart:
         raise TopologyError(
-            f"topology {name}: nothing ever passes between rank 0 and rank {min(apart)}, so they "
+            f"topology {name}: no averaging connects rank 0 and rank {min(apart)}, so they "
             "would train apart"
         )
 
 
 def _validate_edge(where: str, edge: Edge, world_size: int) -> None:
     if not edge.ranks:
-        raise TopologyError(f"{where}: an edge without ranks")
+        raise TopologyError(f"{where}: an edge is without ranks")
     for rank in edge.ranks:
         if not (isinstance(rank, int) and 0 <= rank < world_size):
-            raise TopologyError(f"{where}: rank {rank!r} is none of the {world_size} ranks")
+            raise TopologyError(f"{where}: rank {rank!r} is not in a world of {world_size}")
     if not (math.isfinite(edge.weight) and 0 <= edge.weight <= 1):
         raise TopologyError(f"{where}: weight {edge.weight} of {edge.ranks} is not in 0 .. 1")
     if len(edge.ranks) == 1 and edge.weight != 1:
@@ -277,7 +276,7 @@ def _validate_edge(where: str, edge: Edge, world_size: int) -> None:
 
 
 def _exponent(name: str, count: int, what: str) -> int:
-    """k for `count` = 2^k, where k >= 1."""
+    """Returns k for `count` = 2^k; raises `TopologyError` unless k >= 1."""
     k = count.bit_length() - 1
     if count != 2**k or k < 1:
         raise TopologyError(f"topology {name} needs 2^k {what} (2, 4, 8, 16, ...), not {count}")
@@ -286,7 +285,7 @@ def _exponent(name: str, count: int, what: str) -> int:
 
 @TopologyReg.register("complete")
 class CompleteTopology(Topology):
-    """Everybody takes the mean of all, in every step; any world."""
+    """Mean over all ranks in every step; for any world size."""
 
     def _get_topo_edges(self) -> list[list[Edge]]:
         return [[Edge(range(self._world_size), 1 / self._world_size)]]
@@ -294,7 +293,7 @@ class CompleteTopology(Topology):
 
 @TopologyReg.register("ring")
 class RingTopology(Topology):
-    """Each rank takes the mean with its right and its left neighbour in turn; even worlds."""
+    """Mean with the right and the left neighbour in turn; for even world sizes."""
 
     def _get_topo_edges(self) -> list[list[Edge]]:
         n = self._world_size
@@ -307,9 +306,9 @@ class RingTopology(Topology):
 
 @TopologyReg.register("one-peer-exp")
 class OnePeerExpTopology(Topology):
-    """In step i ranks whose numbers differ in bit i take their mean; worlds of 2^k ranks.
+    """Mean of the two ranks whose numbers differ in bit i, in step i; for worlds of 2^k ranks.
 
-    After k steps, all with the same value, everybody has the mean of all (arXiv 2110.13363).
+    After k steps of averaging alone, all ranks have the mean of all (arXiv 2110.13363).
     """
 
     def _get_topo_edges(self) -> list[list[Edge]]:
@@ -322,9 +321,9 @@ class OnePeerExpTopology(Topology):
 
 @TopologyReg.register("alternating-exp-ring")
 class AlternatingExpRingTopology(Topology):
-    """Nodes pair off as in `one-peer-exp`; a pair averages jointly and each for itself by turns.
+    """Pairs of nodes as in `one-peer-exp` that average jointly and separately in alternate steps.
 
-    While some pairs use the network the others stay within their nodes (Decent-DP); 2^k nodes.
+    While some pairs use the network, others average inside their nodes (Decent-DP). For 2^k nodes.
     """
 
     def _get_topo_edges(self) -> list[list[Edge]]:

@@ -255,7 +255,7 @@ REFUSED = [
     (lambda: bf.neighbor_allreduce(x(), dst_weights=[0]), "dst_weights are given without"),
     (
         lambda: bf.neighbor_allreduce(x(), self_weight=0.5, src_weights={_next(2): 0.5}),
-        "does not send to this one",
+        "does not send to this rank",
     ),
     (
         lambda: bf.neighbor_allreduce(x(), self_weight=0.5, src_weights={}, dst_weights=[_next()]),
@@ -263,10 +263,10 @@ REFUSED = [
     ),
     (lambda: bf.neighbor_allreduce(INTEGERS), "floating-point"),
     (lambda: bf.neighbor_allgather(x(), src_ranks=[0]), "together"),
-    (lambda: bf.pair_gossip(x(), bf.rank()), "is this rank itself"),
+    (lambda: bf.pair_gossip(x(), bf.rank()), "is this rank; give another"),
     (lambda: bf.win_create(x(), "once"), "already"),
     (lambda: bf.win_put(x(), "onec"), "did you mean 'once'"),
-    (lambda: bf.win_put(torch.ones(7), "once"), "this window is of (3,)"),
+    (lambda: bf.win_put(torch.ones(7), "once"), "values of shape (3,)"),
     (lambda: bf.win_put(x(), "once", dst_weights=[_next(2)]), "cannot send to rank"),
     (lambda: bf.win_update("once", self_weight=0.5), "without"),
     (lambda: bf.win_create(INTEGERS, "ints"), "floating-point"),

@@ -75,10 +75,8 @@ def test_gloo_on_two_virtual_hosts_leaves_nothing_behind(tmp_path, rate):
 @pytest.mark.parametrize(
     ("script", "arguments", "kept"),
     [
-        ("latency.py", "--engines gloo -n 2 --iterations 5 --repeats 1", "rounds"),
         ("overlap.py", "--engines gloo --size 4K --flights 2 --calls 2 --repeats 1", "rounds"),
         ("preempt.py", "--engines gloo --hosts local -n 2 --large 4K --repeats 1", "rounds"),
-        ("idle.py", "--engines gloo --seconds 0.1", "cpu_s"),
         ("wrappers.py", "memory --model mnist_cnn --algorithms wfbp --ranks 1", "rows"),
         (
             "wrappers.py",
@@ -176,18 +174,3 @@ def test_the_table_says_what_the_fit_is_and_the_record_keeps_every_time():
     kept = json.loads(json.dumps(network.record([LINE], 4, "gloo")))
     assert kept["collectives"]["all_reduce"]["seconds"] == LINE.seconds
     assert kept["collectives"]["all_reduce"]["alpha_s"] == pytest.approx(1e-4)
-
-
-@needs_sandbox
-@pytest.mark.full
-@pytest.mark.timeout(LIMIT_S + 20)
-def test_the_stopwatch_of_a_plain_script_and_the_harness_time_the_same_hosts(tmp_path):
-    path = tmp_path / "out.json"
-    options = ["--hosts", "2", "--repeats", "1", "--steps", "8", "--time-scale", "1"]
-    done = python("bench/elapsed.py", *options, "--json", str(path))
-    assert done.returncode in (0, 1, 3) and "harness beside stopwatch: " in done.stdout, done.stderr
-    record = json.loads(path.read_text())
-    assert len(record["harness"]) == len(record["stopwatch"]) == 1
-    assert len(record["harness"][0]) == 8 and record["samples"] == 2 * 64
-    # How long compute takes at the least (0.22 s in the profile); a clock that stands still shows.
-    assert record["stopwatch"][0] > 0.2

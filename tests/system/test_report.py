@@ -9,13 +9,10 @@ from pathlib import Path
 import pytest
 
 from common.cgroups import usable_cores
-from common.results import store
 from common.results.report import page
-from common.results.store import Comparison
 from plots import embedded
 from tests.system.browser import PROGRAM, Browser
 from tests.system.processes import ROOT, wait_for
-from tests.unit.made_record import record
 from tests.unit.read_page import Page
 
 RECORDS = ROOT / "docs" / "records"
@@ -172,46 +169,8 @@ def test_without_javascript_all_of_it_is_there(browser, made):
         browser.send("Emulation.setScriptExecutionDisabled", value=False)
 
 
-def test_a_served_page_loads_the_next_one_and_keeps_its_place(browser, tmp_path):
-    folder = tmp_path / "x"
-    folder.mkdir()
-    records = [record("ddp"), record("dear", 0.08), record("wfbp")]
-    for one in records[:2]:
-        store.append(folder / "records.jsonl", one)
-    Comparison(compare_to="ddp", trials=tuple(one.hash for one in records)).save(folder)
-    command = [sys.executable, "benchmarks.py", "report", str(folder), "--serve", "--port", "0"]
-    server = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    try:
-        url = server.stdout.readline().split()[1]
-        browser.look(height=500)
-        browser.open(url)
-        browser.value("document.querySelectorAll('#results thead button')[0].click()")
-        browser.value("document.getElementById('filter-results').value = 'mnist'")
-        browser.value("document.getElementById('filter-results').dispatchEvent(new Event('input'))")
-        browser.value("document.querySelector('#environment details').open = true")
-        heading = "document.getElementById('h-environment').getBoundingClientRect().top"
-        browser.value(f"scrollBy(0, {heading} + 40)")
-        assert browser.value(heading) == pytest.approx(-40, abs=1)
-        assert "2 of 3 trials have ended" in browser.value("document.body.textContent")
-        assert len(column(browser, "results", 0)) == 0, "its caption says so, no row"
-        browser.value("document.getElementById('filter-results').value = 'img'")
-        store.append(folder / "records.jsonl", records[2])
-        wait_for(lambda: browser.value("document.querySelectorAll('#results tbody').length") == 3)
-        assert browser.value("document.getElementById('filter-results').value") == "img"
-        assert column(browser, "results", 0) == ["ddp", "dear", "wfbp"]
-        assert browser.value("document.querySelector('[aria-sort]').textContent") == "algorithm"
-        assert browser.value("document.querySelector('#environment details').open")
-        assert browser.value(heading) == pytest.approx(-40, abs=1), "a row has come above it"
-        assert browser.complaints == []
-        assert {request.rpartition("/")[2] for request in browser.requests} <= {"", "version", ","}
-    finally:
-        server.terminate()
-        server.wait(timeout=60)
-
-
 @pytest.mark.skipif(usable_cores() < 2, reason="the figures are drawn side by side")
 def test_the_report_of_fifty_trials_is_under_3_mb_and_its_figures_are_drawn_by_others(tmp_path):
-    """How long it takes: bench/reading.py."""
     from tests.unit.test_report import many
 
     folder = many(tmp_path / "fifty")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import types
 
@@ -12,23 +11,17 @@ import pytest
 from bench import (
     collectives,
     decentralized_peer,
-    elapsed,
-    fidelity,
-    latency,
     links,
     overlap,
     preempt,
     wrappers,
 )
-from bench.rig import cases, scales, session, table, team
+from bench.rig import cases, session, table, team
 from bench.rig.limits import Limits
 from bench.rig.output import Output
 from common.emulation import sandbox
 from common.emulation.cluster import VirtualHost
-from common.harness.notes import UNFAITHFUL_WAIT
 from common.launch.mpirun import Mpirun
-from common.results.records import Record
-from common.results.records.trust import Check, Strain
 from dear.errors import UserError
 
 
@@ -131,14 +124,6 @@ def test_nearness_is_a_fraction_of_the_wire_and_a_multiple_of_the_memory_bound(k
     assert (near.median, near.rounds) == (pytest.approx(median), 1)
 
 
-def test_latency_pools_the_iterations_and_compares_the_medians_of_rounds():
-    rounds = {(4000, "a"): [[1e-3, 2e-3, 9e-3]], (4000, "b"): [[4e-3, 4e-3, 4e-3]], (4000, "c"): []}
-    lines = latency.rendered(rounds, "a", {"c": "failed: it died"}).splitlines()
-    assert lines[1].split() == ["all_reduce", "a", "4000", "2.00", "9.00", "1.00", "3"]
-    assert lines[3].endswith("failed: it died")
-    assert lines[4:] == ["all_reduce 4 KB: a 2.00x b (2.00..2.00, 1 rounds)"]
-
-
 def test_overlap_is_how_much_longer_the_slowest_ranks_compute_takes():
     keys = ("alone_s", "comm_s", "comm_cpu_s", "submit_s", "compute_s", "total_s")
     ranks = [dict(zip(keys, times, strict=True)) for times in ((1, 2, 3, 0, 1.1, 3), [1] * 6)]
@@ -203,130 +188,6 @@ def test_a_link_may_be_off_by_two_percent_in_both_directions(ups, off, verdict):
     assert cases.table(links.Rate, [case]).splitlines()[1].split()[-1] == verdict
 
 
-def test_an_all_reduce_is_compared_with_its_payload_and_with_its_frames():
-    case = fidelity.AllReduce(
-        engine="comm_core", mtu=1500, payload_s=1.0, rounds=[[1.05, 1.07], [1.2]]
-    )
-    assert case.framed_s == pytest.approx(1514 / 1448)
-    assert case.off_percent == pytest.approx(7.0)
-    assert case.verdict == "MISSED"
-    assert fidelity.AllReduce(engine="comm_core", mtu=9000, payload_s=1.0).framed_s < 1.01
-
-
-def at_scale(algorithm, k, steps_s, wait=0.1, model="m@d", **more):
-    """A record as JSON: a launch for each of `steps_s`, its mean step."""
-    trial = {"model": model, "algorithm": algorithm, "label": algorithm}
-    record = Record(
-        id=algorithm,
-        hash=algorithm,
-        trial=trial,
-        status="ok",
-        started="",
-        duration_s=1.0,
-        machine={},
-        time_scale=k,
-        iters=[[[step - 0.1, step + 0.1]] for step in steps_s],
-        check=Check(replicas_agree=True, matches_reference=True),
-        strain=[Strain(core_wait=wait)],
-        unfaithful=wait > UNFAITHFUL_WAIT,
-    )
-    return dataclasses.replace(record, **more).to_json()
-
-
-@pytest.fixture
-def sweeps(monkeypatch, tmp_path):
-    """`sweeps(records)` answers sweeps with them; it returns what runs the bench."""
-
-    def sweeps(*records):
-        asked = []
-
-        def sweep(self, model, algorithms, time_scale, repeats):
-            asked.append((algorithms[0], time_scale))
-            at = [r for r in records if r["time_scale"] == time_scale]
-            return [r for r in at if [r["trial"]["algorithm"]] == algorithms]
-
-        monkeypatch.setattr(scales.Measured, "_sweep", sweep)
-        monkeypatch.setattr(scales.registry, "model_entry", lambda model: None)
-
-        def run(words):
-            asked.clear()
-            options = ["--models", "m@d", "--json", str(tmp_path / "out.json")]
-            return fidelity.main([*words.split(), *options]), asked
-
-        return run
-
-    return sweeps
-
-
-def test_results_of_other_settings_or_commits_are_not_gone_on_with(sweeps, tmp_path):
-    run = sweeps(at_scale("ddp", 8.0, [1.0, 1.0]), at_scale("ddp", 16.0, [1.0, 1.0]))
-    words = "faith --algorithms ddp --time-scales 8 16"
-    status, asked = run(words)
-    assert status == 0 and asked == [("ddp", 16.0), ("ddp", 8.0)]
-    assert run(words) == (0, []), "all of it is kept"
-    with pytest.raises(UserError, match=r"out\.json was measured with .*'steps': 3"):
-        run(f"{words} --steps 4")
-    path = tmp_path / "out.json"
-    path.write_text(path.read_text().replace('"commit": "', '"commit": "0'))
-    with pytest.raises(UserError, match="name another file"):
-        run(words)
-    assert path.exists()
-
-
-def test_what_was_disturbed_is_measured_again_when_it_goes_on(sweeps, capsys):
-    noisy = at_scale("ddp", 16.0, [2.0, 2.0], notes=["disturbed: very"])
-    quiet = [at_scale("ddp", 8.0, [1.0, 1.0]), at_scale("ddp", 16.0, [1.0, 1.0])]
-    words = "faith --algorithms ddp --time-scales 8 16"
-    status, asked = sweeps(noisy, quiet[0])(words)
-    assert status == 1 and asked == [("ddp", 16.0)], "what all others are held against"
-    assert "not judged: m ddp at k=16: disturbed: very" in capsys.readouterr().out
-    status, asked = sweeps(*quiet)(words)
-    assert status == 0 and asked == [("ddp", 16.0), ("ddp", 8.0)]
-
-
-def test_faith_holds_steps_against_the_largest_scale_and_says_where_the_limit_may_lie(
-    sweeps, capsys
-):
-    run = sweeps(
-        at_scale("ddp", 4.0, [1.4, 1.4], wait=0.9),
-        at_scale("ddp", 6.0, [1.01, 1.01], wait=0.6),
-        at_scale("ddp", 8.0, [1.0, 1.0], wait=0.3, notes=["disturbed: very"]),
-        at_scale("ddp", 16.0, [1.0, 1.0], wait=0.2),
-    )
-    status, _ = run("faith --algorithms ddp --time-scales 4 6 8 16")
-    out = capsys.readouterr().out
-    rows = [line.split() for line in out.splitlines() if line.startswith("m ")]
-    assert [(row[2], row[4], row[-1]) for row in rows] == [
-        ("16", "0.20", "truth"),
-        ("6", "0.60", "ok"),
-        ("4", "0.90", "unfaithful"),
-    ]
-    assert "+40.00" in rows[2] and status == 0
-    assert "not judged: m ddp at k=8: disturbed: very" in out
-    assert "within 3 %: waits up to 0.60 s/s" in out
-    assert "further off: waits from 0.90 s/s" in out
-
-
-def test_faith_misses_its_bar_where_a_step_is_too_long_below_the_limit(sweeps, tmp_path):
-    run = sweeps(
-        at_scale("ddp", 6.0, [1.1, 1.1], wait=0.6), at_scale("ddp", 16.0, [1.0, 1.0], wait=0.2)
-    )
-    assert run("faith --algorithms ddp --time-scales 6 16")[0] == 3
-
-
-def test_a_throughput_is_held_against_a_stopwatch_of_its_own():
-    steps = [0.1, 0.1, 0.1, 0.5] * 2
-    found = elapsed.Found(steps=40, samples=256, harness=[steps] * 3, stopwatch=[0.2, 0.2, 0.201])
-    assert found.off_percent == pytest.approx(0.166, abs=0.01) and found.good
-    lines = found.lines()
-    assert lines[0].startswith("harness, blocks of 8 steps: 1280.00 samples/s (n 3,")
-    assert "bar 1 %: ok" in lines[2] and "+100 % off" in lines[3]
-    assert not dataclasses.replace(found, stopwatch=[0.205] * 3).good
-    assert not dataclasses.replace(found, stopwatch=[0.195] * 3).good
-    doubted = dataclasses.replace(found, doubts=["unfaithful: very"])
-    assert not doubted.good and doubted.lines()[-1] == "# unfaithful: very"
-
-
 @pytest.mark.parametrize(
     ("script", "arguments", "said"),
     [
@@ -342,7 +203,6 @@ def test_a_throughput_is_held_against_a_stopwatch_of_its_own():
         (collectives, "--network 10gbe", "--network 10gbe needs --hosts netns"),
         (collectives, "--hosts netns --time-scale 10", "--time-scale 10 needs --network"),
         (collectives, "--hosts netns --network 10gbe --time-scale 0.5", "--time-scale 0.5: must"),
-        (latency, "--iterations 0", "--iterations and --repeats must be at least 1"),
         (overlap, "--calls 0", "--flights, --calls and --repeats must be at least 1"),
         (preempt, "--hosts local --engines mpi", "--engines can be comm_core and gloo here"),
         (
@@ -357,12 +217,6 @@ def test_a_throughput_is_held_against_a_stopwatch_of_its_own():
         ),
         (decentralized_peer, "--topologies rnig", "unknown topology 'rnig'; did you mean 'ring'"),
         (decentralized_peer, "--repeats 0", "--repeats must be at least 1"),
-        (fidelity, "compute --repeats 0", "--repeats 0: must be at least 1"),
-        (fidelity, "faith --algorithms ddp ddp", "--algorithms names one twice"),
-        (fidelity, "faith --models mnist", "unknown model recorded on rtx2080ti-modelled 'mnist'"),
-        (fidelity, "faith --time-scales 4", "--time-scales: must be two at least"),
-        (elapsed, "--steps 6", "--steps 6: must be a multiple of 4, a period"),
-        (elapsed, "--repeats 0", "--repeats must be at least 1"),
         (wrappers, "overhead --steps 0", "--steps must be at least 1"),
         (wrappers, "overhead --ranks 0", "--ranks must be at least 1"),
         (wrappers, "overhead --tensors -1", "--tensors must be at least 1"),

@@ -188,7 +188,7 @@ def test_a_classifier_of_timm_is_a_model_with_images_of_its_size():
     ("kind", "words"),
     [
         ("gtp2", "unknown model type of transformers 'gtp2'; did you mean 'gpt2'"),
-        ("wav2vec2", "no classifier of images and no language model"),
+        ("wav2vec2", "no image classifier and no language model"),
     ],
 )
 def test_a_type_that_is_none_is_one_line(kind, words):

@@ -157,7 +157,7 @@ def _missing(folder):
         ("cifar10", _broken, "no cifar10: "),
         ("cifar10", _missing, "no cifar10: "),
         ("imagefolder", lambda folder: folder.mkdir() or folder, "train/CLASS/ and val/CLASS/"),
-        ("imagefolder", _other_classes, "train and val have not the same classes"),
+        ("imagefolder", _other_classes, "train and val have different classes"),
         ("imagefolder", _empty, "Found no valid file"),
         ("text", _binary, "no text: "),
         (

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import gzip
 import itertools
-import json
-import shutil
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -14,17 +11,14 @@ import pandas as pd
 import pytest
 
 from common.results import rows
-from common.results.records import Breakdown, Group, Plan
+from common.results.records import Breakdown
 from common.results.records.learned import Evaluation, Learning, RankPace
 from common.results.records.trust import Network
 from common.results.store import Comparison, append
-from dear.cost.fit import AlphaBeta
 from dear.training.algorithm import algorithm_names
 from plots import (
     bandwidth,
     breakdown,
-    costs,
-    fusion,
     gallery,
     learning,
     paper_dadt,
@@ -34,8 +28,6 @@ from plots import (
     published,
     scaling,
     speedup,
-    staleness,
-    steps,
     style,
     throughput,
 )
@@ -43,7 +35,6 @@ from tests.unit.made_record import record
 
 RECORDS = Path(__file__).parents[2] / "docs" / "records"
 MODEL = "resnet50@rtx2080ti-modelled"
-ALWAYS = {throughput, steps}
 
 
 def made(algorithm, step_s=0.1, world=4, *, gbps=None, doubtful=None, parts=False, **more):
@@ -60,18 +51,6 @@ def made(algorithm, step_s=0.1, world=4, *, gbps=None, doubtful=None, parts=Fals
         shares = {key: share * step_s for key, share in shares.items()}
         one = dataclasses.replace(one, breakdown=Breakdown(**shares, step_s=step_s, rank=1))
     return dataclasses.replace(one, notes=[doubtful] if doubtful else [])
-
-
-def fitted(one):
-    line = AlphaBeta(alpha_s=1e-4, beta_s_per_byte=1e-9)
-    return dataclasses.replace(one, costs={"all_reduce": line, "something_new": line})
-
-
-def tuned(step_s=0.09, **more):
-    tried = [{"threshold_mb": size, "step_s": 0.1 - size / 1e3} for size in (25.0, 1.0, 40.0)]
-    found = {"tuner": {"tried": tried, "threshold_mb": 40.0, "wall_s": 1.0}}
-    one = made("dear", step_s, label="tuned", options={"fusion": "tuned"}, **more)
-    return dataclasses.replace(one, plan=Plan(groups=[Group(bytes=4)], found=found))
 
 
 def learned(algorithm, *, apart=None, stale=None, **more):
@@ -107,7 +86,7 @@ EVERYTHING = [
     *(made("ddp", 0.1 + n / 100, n, parts=True) for n in (2, 4, 8)),
     *(made("dear", 0.09 + n / 100, n, parts=n > 2) for n in (2, 4)),
     made("dear", 0.2, 8, doubtful="disturbed: very"),
-    *(fitted(made("ddp", 1 / g, 8, gbps=g)) for g in (10.0, 2.5)),
+    *(made("ddp", 1 / g, 8, gbps=g) for g in (10.0, 2.5)),
     *(made("dear", 0.9 / g, 8, gbps=g) for g in (10.0, 2.5)),
     *(made("wfbp", 1.1 / g, 8, gbps=g) for g in (10.0, 2.5)),
     *(made("allreduce", 1.2 / g, 8, gbps=g) for g in (10.0, 2.5)),
@@ -118,7 +97,6 @@ EVERYTHING = [
         made("dear", 0.1 - size / 1e4, label=f"{size} MB", options={"threshold_mb": size})
         for size in (1.0, 4.0)
     ),
-    tuned(),
     dataclasses.replace(
         made("decentralized", 0.05, 8, gbps=10.0, options={"topology": "one-peer-exp"}),
         statistics=[{"staleness": {"1": {"mean": -1.0, "max": 3}}}, None],
@@ -133,8 +111,8 @@ LEARNED = [
 
 def test_a_sweep_has_the_figures_that_its_records_have_the_data_for(tmp_path):
     alone = gallery.fitting(sweep(tmp_path / "a", [made("ddp")]))
-    assert set(alone) == ALWAYS
-    assert set(gallery.fitting(sweep(tmp_path / "b", LEARNED))) == {learning, staleness}
+    assert alone == [throughput]
+    assert set(gallery.fitting(sweep(tmp_path / "b", LEARNED))) == {learning}
     all_of_them = gallery.fitting(sweep(tmp_path / "c", EVERYTHING))
     assert set(gallery.FIGURES) - set(all_of_them) == {learning}
     assert all_of_them == [one for one in gallery.FIGURES if one in all_of_them], "in order"
@@ -156,14 +134,6 @@ def test_a_sweep_has_the_figures_that_its_records_have_the_data_for(tmp_path):
             [made("ddp", gbps=1.0), made("ddp", gbps=10.0)],
             [made("ddp", gbps=1.0), made("dear", gbps=10.0)],
         ),
-        (
-            fusion,
-            [made("dear"), made("dear", label="4 MB", options={"threshold_mb": 4.0})],
-            [made("dear"), made("dear", label="none", options={"fusion": "none"})],
-        ),
-        (fusion, [tuned()], [made("dear")]),
-        (costs, [fitted(made("ddp"))], [made("ddp")]),
-        (staleness, [learned("neighbor", apart=0.1)], [learned("neighbor", apart=0.0)]),
         (paper_dear, [made("wfbp"), made("dear", options={"fusion": "none"})],
          [made("wfbp"), made("dear")]),
         (paper_dear, [made("horovod"), made("dear")], [made("horovod"), made("dear", world=8)]),
@@ -198,7 +168,7 @@ def tables(tmp_path_factory):
     }
     found = {}
     for one in gallery.FIGURES:
-        drawn, table = one.figure(folders[one in (learning, staleness)])
+        drawn, table = one.figure(folders[one is learning])
         drawn.draw_without_rendering()
         assert drawn.get_supxlabel().endswith("commit unknown."), "it says what it is of"
         plt.close(drawn)
@@ -226,45 +196,11 @@ def test_the_data_behind_a_figure_are_those_of_the_records(tables):
         ("dear", 4): pytest.approx(0.13),
     }
 
-    assert len(tables["steps"]) == sum(len(r) for one in EVERYTHING for r in one.repeats)
     table = tables["bandwidth"]
     pairs = table[table["algorithm"] == "dear"][["gbps", "throughput"]].to_numpy().tolist()
     assert pairs == [[g, pytest.approx(512 * g / 0.9)] for g in (10.0, 2.5)]
 
-    table = tables["fusion"]
-    path = table[table["kind"] == "tried"]
-    assert path["threshold_mb"].tolist() == [25.0, 1.0, 40.0]
-    assert path["number"].tolist() == [1, 2, 3]
-    timed = table[(table["kind"] == "timed") & (table["model"] == MODEL)].set_index("algorithm")
-    assert timed.loc["4.0 MB", "step_s"] == pytest.approx(0.1 - 4e-4)
-    assert timed.loc["4.0 MB", "threshold_mb"] == 4.0
-
-    table = tables["costs"].set_index(["operation", "kind"])
-    assert table.loc[("something_new", "fitted"), "alpha_s"] == 1e-4
-    assert ("all_reduce", "published") in table.index, "of 8 workers on 10gbe"
-
     assert len(tables["learning"]) == 9 and tables["learning"]["loss"].max() == 1.0
-    table = tables["staleness"]
-    assert table[table["kind"] == "staleness of a pair"]["most"].tolist() == [9]
-    assert set(table["algorithm"]) == {"asyncddp", "neighbor"}, "ddp's replicas are equal"
-
-
-@pytest.mark.parametrize(("machines", "wanted"), [(("a", "a"), [1.0]), (("a", "b"), [])])
-def test_collectives_of_a_trace_take_from_the_last_start_to_the_last_end(
-    tmp_path, machines, wanted
-):
-    """Where there is one clock; the trial ran at half the speed of what it stands for."""
-    one = dataclasses.replace(fitted(made("ddp", world=2)), evidence="evidence.json.gz")
-    call = {"operation": "all_reduce", "group": 0, "sequence": 5, "nbytes": 4096}
-    ends = ((0.0, 2.5), (1.0, 3.0))
-    traces = [{"transfers": [{**call, "started_s": a, "finished_s": b}]} for a, b in ends]
-    pressure = [{"machine": name} for name in machines]
-    told = {"time_scale": 2.0, "pressure": pressure, "traces": traces}
-    folder = sweep(tmp_path / "s", [one])
-    (folder / "evidence.json.gz").write_bytes(gzip.compress(json.dumps(told).encode()))
-    drawn, table = costs.figure(folder)
-    plt.close(drawn)
-    assert table[table["kind"] == "traced"].get("seconds", pd.Series()).tolist() == wanted
 
 
 def test_published_values_stand_beside_ours_with_their_source(tables):
@@ -308,7 +244,7 @@ def test_the_program_says_what_does_not_fit(tmp_path, monkeypatch, capsys):
     style.program(bool, "", gallery.announced, "")
     said = capsys.readouterr().out
     assert "no scaling: it needs an algorithm at two numbers of workers" in said
-    assert "plots/out/s/throughput.csv" in said and "steps.png" in said
+    assert "plots/out/s/throughput.csv" in said and "throughput.png" in said
     monkeypatch.setattr("sys.argv", ["gallery", str(tmp_path / "nothing")])
     with pytest.raises(SystemExit) as left:
         style.program(bool, "", gallery.announced, "")
@@ -344,35 +280,10 @@ def test_variants_of_an_algorithm_are_told_apart_and_keep_its_colour():
     assert found["dear-none"].colour != style.LOOKS["dear"].colour
 
 
-@pytest.mark.parametrize(
-    ("name", "lacks", "wanted"),
-    [
-        (
-            "quick",
-            {"breakdown", "costs", "bound", "plan"},
-            {throughput, speedup, steps},
-        ),
-        ("tuner", {"plan"}, {throughput, speedup, breakdown, steps, fusion, costs}),
-        ("slow_host", set(), {learning, staleness}),
-    ],
-)
-def test_records_of_earlier_versions_are_drawn_as_far_as_they_go(tmp_path, name, lacks, wanted):
-    folder = tmp_path / name
-    shutil.copytree(RECORDS / name, folder)
-    lines = [json.loads(line) for line in (folder / "records.jsonl").read_text().splitlines()]
-    kept = [{key: value for key, value in line.items() if key not in lacks} for line in lines]
-    (folder / "records.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
-    assert set(gallery.fitting(folder)) == wanted
-
-
-def test_a_figure_says_what_an_old_record_lacks(tmp_path):
+def test_a_figure_says_what_a_record_lacks(tmp_path):
     folder = sweep(tmp_path / "s", [made("ddp", parts=True), made("dear")])
     drawn, _ = breakdown.figure(folder)
     assert "no parts on record" in [text.get_text() for text in drawn.axes[0].texts]
-    old = made("dear", label="tuned", options={"fusion": "tuned"})
-    sizes = [made("dear", label=f"{n}", options={"threshold_mb": n}) for n in (1.0, 2.0)]
-    drawn, _ = fusion.figure(sweep(tmp_path / "t", [old, *sizes], "tuned"))
-    assert "its path is not on record" in drawn.axes[0].get_xlabel()
     drawn, _ = scaling.figure(sweep(tmp_path / "u", [made("ddp"), made("ddp", world=8)]))
     assert "no single worker was measured" in drawn.axes[1].texts[0].get_text()
     plt.close("all")

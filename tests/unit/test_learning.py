@@ -359,7 +359,7 @@ def test_what_is_trained_on_is_said_and_true_training_images_are_used(tmp_path, 
 @pytest.mark.parametrize("ask", [datasets.load, datasets.digest])
 def test_data_is_what_its_name_says_not_what_a_folder_suggests(ask, tmp_path, monkeypatch):
     monkeypatch.delenv("MNIST_DIR", raising=False)
-    with pytest.raises(UserError, match="where is mnist"):
+    with pytest.raises(UserError, match="no path of mnist"):
         ask("mnist", None)
     with pytest.raises(UserError, match="digits comes with scikit-learn and has no folder"):
         ask("digits", write_mnist(tmp_path))

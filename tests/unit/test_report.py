@@ -1,18 +1,14 @@
-"""The page of a sweep: what stands in it, that it asks nobody for anything, how it is served."""
+"""The page of a sweep: what stands in it and that it asks nobody for anything."""
 
 from __future__ import annotations
 
 import base64
 import dataclasses
-import fcntl
 import hashlib
 import itertools
 import re
 import subprocess
 import sys
-import threading
-import urllib.error
-import urllib.request
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -21,11 +17,11 @@ import pytest
 
 from common.harness import cli
 from common.harness.experiment import load
-from common.results import reference_logs, shipped, store
+from common.results import shipped, store
 from common.results.overview import overview
 from common.results.records import Plan, SetAside, typed
 from common.results.records.learned import Evaluation, Learning, RankPace
-from common.results.report import page, serve, trouble
+from common.results.report import page, trouble
 from common.results.report.parts import Figured, download
 from common.results.store import Comparison
 from plots import embedded
@@ -246,29 +242,6 @@ def test_a_sweep_without_an_answer_says_why(tmp_path):
     assert "nowhere are there two algorithms" in said("one", [record("ddp")])
 
 
-def test_an_imported_sweep_and_an_old_one_without_a_breakdown(tmp_path):
-    log = (
-        "#Date: Mar 03 2022 10:20:30\nIter #0: 123.0 img/sec per GPU\n"
-        "Iter #1: 123.8 img/sec per GPU\nTotal img/sec on 64 GPU(s): 7897.6 +-51.2\n"
-    )
-    for method in ("mgwfbp", "dear"):
-        name = f"rdma-0-method-{method}-dnn-resnet50-bs-64-nworker-64-compressor-none-thres-0.log"
-        (tmp_path / name).write_text(log)
-    found = read(sweep(tmp_path / "imported", reference_logs.read(tmp_path)[0], "mgwfbp"))
-    assert "do not tell on what machine" in found.section("environment")
-    assert "made of other programs' logs" in found.section("commands")
-    assert "imported from logs" in found.html
-
-    old = []
-    for one in Comparison.load(RECORDS / "quick").results(RECORDS / "quick"):
-        values = one.to_json()
-        for key in ("breakdown", "bound", "strain", "order", "set_aside", "systematic"):
-            values.pop(key)
-        old.append(type(one).from_json(values))
-    found = read(sweep(tmp_path / "quick", old, "horovod"))
-    assert len(found.all("li", "verdict")) > 0
-
-
 def test_trials_that_learn_have_their_curves_numbers_and_runs(tmp_path):
     def learned(name, accuracy):
         runs = [
@@ -450,11 +423,6 @@ def test_an_experiment_of_that_name_is_asked_whether_it_is_the_same(tmp_path, mo
     [
         (["no-such-sweep"], "no records in"),
         (["{merging}", "--out", "{merging}/records.jsonl/x.html"], "cannot write"),
-        (["{merging}", "--port", "80"], "--port goes with --serve"),
-        (["{merging}", "--host", "localhost"], "--host goes with --serve"),
-        (["{merging}", "--serve", "--out", "x.html"], "--out: --serve writes no file"),
-        (["{merging}", "--serve", "--port", "66000"], "--port 66000: must be 0 to 65535"),
-        (["{merging}", "--serve", "--host", "999.9.9.9"], "cannot listen on 999.9.9.9:8000"),
         (["{merging}", "--serv"], "--serv"),
     ],
 )
@@ -465,87 +433,6 @@ def test_mistakes_are_a_line(tmp_path, capsys, monkeypatch, arguments, words):
     assert cli.main(["report", *given, "--logs", str(tmp_path)]) == 2
     said = capsys.readouterr()
     assert said.out == "" and words in said.err and said.err.count("\n") == 1
-
-
-# Served
-
-
-@pytest.fixture
-def served(tmp_path):
-    """A sweep, and what its server answers to a path."""
-    folder = sweep(tmp_path / "x", [record("ddp")], also=[record("dear", 0.08).hash])
-    made = []
-
-    def build(live):
-        made.append(live)
-        return page.build(folder, commands=COMMANDS, figures=drawn if live.figures else None,
-                          live=live)  # fmt: skip
-
-    server = serve.server(folder, build, "127.0.0.1", 0)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-
-    def get(path):
-        url = f"http://127.0.0.1:{server.server_address[1]}{path}"
-        with urllib.request.urlopen(url, timeout=60) as answer:
-            return answer.read().decode()
-
-    get.folder, get.made, get.port = folder, made, server.server_address[1]
-    yield get
-    server.shutdown()
-    thread.join()
-    server.server_close()
-
-
-def test_a_served_page_follows_the_records(served):
-    first = Page(served("/"))
-    version = served("/version")
-    assert first.all("html")[0].attributes["data-version"] == version
-    assert "1 of 2 trials have ended" in first.html and "connect-src &#39;self&#39;" in first.html
-    assert served("/") and len(served.made) == 1, "made once"
-    store.append(served.folder / "records.jsonl", record("dear", 0.08))
-    assert served("/version") != version and len(served.made) == 1, "only when it is asked for"
-    second = Page(served("/"))
-    assert "trials have ended" not in second.html and len(second.all("li", "verdict")) == 1
-    with pytest.raises(urllib.error.HTTPError, match="404"):
-        served("/../records.jsonl")
-    with (served.folder / "records.jsonl").open("a") as file:
-        file.write('{"schema": 99}\n')
-    with pytest.raises(urllib.error.HTTPError, match="500") as failed:
-        served("/")
-    assert "has schema 99" in failed.value.read().decode()
-
-
-def test_while_a_run_holds_the_folder_no_figures_are_drawn(served):
-    assert not serve.running(served.folder) and "<svg" in served("/")
-    before = served("/version")
-    with (served.folder / ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        assert serve.running(served.folder) and served("/version") != before
-        found = Page(served("/"))
-        assert found.all("svg") == [] and "when the sweep has ended" in found.section("figures")
-    assert not serve.running(served.folder) and served("/version") == before
-    assert "<svg" in served("/")
-
-
-def test_a_port_in_use_is_a_line(served, capsys, monkeypatch):
-    monkeypatch.setattr("os.nice", lambda by: 0)
-    assert cli.main(["report", str(served.folder), "--serve", "--port", str(served.port)]) == 2
-    said = capsys.readouterr().err
-    assert "Address already in use" in said and said.count("\n") == 1
-
-
-def test_ctrl_c_ends_the_server(tmp_path):
-    folder = sweep(tmp_path / "x", [], also=["a"])
-    command = [sys.executable, "benchmarks.py", "report", str(folder), "--serve", "--port", "0"]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                               text=True)  # fmt: skip
-    url = re.search(r"http://127\.0\.0\.1:\d+/", process.stdout.readline())[0]
-    with urllib.request.urlopen(url, timeout=60) as answer:
-        assert "No answer yet" in answer.read().decode()
-    process.send_signal(2)
-    out, err = process.communicate(timeout=60)
-    assert (process.returncode, out, err) == (0, "ended\n", "")
 
 
 def test_marks_say_what_the_words_for_them_are():

@@ -36,7 +36,7 @@ def test_there_is_every_status_and_fabric_and_an_old_schema():
     assert {record.status for record in found} == {
         *("ok", "failed", "timeout", "oom", "unsupported", "interrupted")
     }
-    assert {record.fabric for record in found} == {"real", "emulated", "imported"}
+    assert {record.fabric for record in found} == {"real", "emulated"}
     assert any(record.breakdown and record.breakdown.step_s is None for record in found), "old"
 
 

@@ -166,7 +166,7 @@ def _without(rank_pair):
         (lambda: topology.graph("rng", 4), "did you mean 'ring'"),
         (lambda: topology.ring(4, "up"), "unknown ring style"),
         (lambda: topology.ring(0), "at least 1"),
-        (lambda: topology.star(4, 4), "no rank of a world of 4"),
+        (lambda: topology.star(4, 4), "center 4 is not in a world of 4"),
         (lambda: topology.mesh(7, (2, 3)), "does not hold 7"),
         (lambda: topology.exponential(4, 1), "at least 2"),
         (lambda: topology.metropolis([(0, 9)], 4), "rank 9"),
@@ -176,7 +176,7 @@ def _without(rank_pair):
         (lambda: check_graph(_without((0, 1)), 4), "rank 1 sum to 0.666667"),
         (lambda: check_graph(topology.from_matrix([[1.5, 0], [-0.5, 1]]), 2), "not negative"),
         (lambda: check_graph(topology.from_matrix(np.eye(2)), 2), "ever reaches rank 1"),
-        (lambda: check_connected(nx.DiGraph([(0, 1)])), "nothing of rank 1 ever reaches rank 0"),
+        (lambda: check_connected(nx.DiGraph([(0, 1)])), "no value of rank 1 ever reaches rank 0"),
         (
             lambda: check_graph(topology.uniform(topology.star(4)), 4, doubly_stochastic=True),
             "send weights of rank 0 sum to",
@@ -301,10 +301,10 @@ ALL = [Edge([0, 1, 2, 3], 0.25)]
 @pytest.mark.parametrize(
     ("edges", "said"),
     [
-        ([ALL, [Edge([0, 1], 0.5), Edge([1, 2, 3], 0.4)]], "step 1: rank 1 is there twice"),
-        ([[Edge([0, 1, 1, 2, 3], 0.2)]], "rank 1 is there twice"),
+        ([ALL, [Edge([0, 1], 0.5), Edge([1, 2, 3], 0.4)]], "step 1: rank 1 appears twice"),
+        ([[Edge([0, 1, 1, 2, 3], 0.2)]], "rank 1 appears twice"),
         ([ALL, [Edge([0, 1], 0.5)]], "step 1: rank 2, 3 is in no edge"),
-        ([[Edge([0, 1, 2, 4], 0.25)]], "rank 4 is none of the 4"),
+        ([[Edge([0, 1, 2, 4], 0.25)]], "rank 4 is not in a world of 4"),
         ([[Edge([0, 1, 2, 3], 1.5)]], "weight 1.5"),
         ([[Edge([0, 1, 2, 3], float("nan"))]], "weight nan"),
         ([ALL, [Edge([0, 1, 2], 0.3), Edge([3], 0.5)]], "rank 3 is alone"),

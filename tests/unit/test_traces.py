@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from bench import trace_cost
 from common.harness import cli
 from common.harness.record import REAL, make_record
 from common.launch.job import Outcome
@@ -48,7 +47,7 @@ TOLD = {"time_scale": 8.0, "traces": [rank(0.0, [SENT]), rank(0.08, [{"name": "x
 
 
 def test_all_ranks_are_in_one_file_with_steps_gradients_and_transfers():
-    found = traces.files(TOLD)["merged.json"]["traceEvents"]
+    found = traces.timeline(TOLD)["traceEvents"]
     steps = [one for one in found if one["ph"] == "X" and one["name"].startswith("step")]
     # Emulated microseconds, since the first rank began.
     assert [(one["pid"], one["name"], one["ts"], one["dur"]) for one in steps] == [
@@ -129,7 +128,7 @@ def slices(events: Iterable[dict[str, Any]]) -> dict[Any, list[tuple[float, floa
 def test_every_arrow_begins_and_ends_in_a_slice_and_slices_of_a_track_do_not_overlap():
     late = phased(0.02)
     late["collectives"].append({**late["collectives"][1], "channel": 1})  # two at a time
-    events = traces.files(told(phased(), late))["merged.json"]["traceEvents"]
+    events = traces.timeline(told(phased(), late))["traceEvents"]
     tracks = slices(events)
     for spans in tracks.values():
         for (_, end), (start, _) in pairwise(sorted(spans)):
@@ -162,29 +161,7 @@ def test_clocks_of_several_machines_are_made_one_by_the_ends_of_collectives():
     silent = {**phased(), "collectives": []}
     _, clocks = aligned(told(silent, silent, machines="ab"))
     assert clocks.uncertainty_us is None
-    assert "null" in json.dumps(traces.files(told(silent, silent, machines="ab")))
-
-
-def test_a_ranks_file_has_streams_and_steps_as_a_profilers():
-    file = traces.files(told(phased(), phased(0.1)))["rank1.json"]
-    assert file["distributedInfo"] == {"rank": 1, "world_size": 2, "backend": "other"}
-    kernels = [one for one in file["traceEvents"] if one.get("cat") == "kernel"]
-    assert {one["name"] for one in kernels} == {
-        *("forward", "backward", "update"),
-        "ncclKernel_all_reduce",
-    }
-    called = {one["args"]["correlation"] for one in file["traceEvents"]
-              if one.get("cat") == "cuda_runtime"}  # fmt: skip
-    assert called == {one["args"]["correlation"] for one in kernels}
-    steps = [one["name"] for one in file["traceEvents"] if one.get("cat") == "user_annotation"]
-    assert steps == ["ProfilerStep#1", "ProfilerStep#2"]
-
-
-def test_older_evidence_says_what_it_lacks():
-    file = traces.files(TOLD)["rank0.json"]
-    assert "does not tell when the rank computed" in file["note"]
-    (rank, _), _ = aligned(TOLD)
-    assert rank.computes == [] and rank.overlap is None
+    assert "null" in json.dumps(traces.timeline(told(silent, silent, machines="ab")))
 
 
 @pytest.fixture
@@ -210,8 +187,7 @@ def test_show_writes_a_file_per_trial(sweep, tmp_path, capsys):
     assert cli.main(command) == 0
     (place,) = into.iterdir()
     found = {path.name: json.loads(path.read_text()) for path in place.iterdir()}
-    assert found == traces.files(TOLD)
-    assert sorted(found) == ["merged.json", "rank0.json", "rank1.json"]
+    assert found == {"merged.json": traces.timeline(TOLD)}
     assert "timelines of 1 trials in" in capsys.readouterr().out
     into.joinpath("file").touch()
     assert cli.main([*command[:-1], str(into / "file")]) == 2
@@ -224,15 +200,3 @@ def test_a_sweep_without_traces_says_so(sweep, tmp_path):
     with pytest.raises(UserError, match="no trial has a trace"):
         traces.write(sweep, [record], tmp_path / "traces")
     assert not (tmp_path / "traces").exists()
-
-
-def test_what_tracing_costs_is_the_traced_steps_beside_the_timed_ones(sweep, capsys):
-    record = store.load(sweep / "records.jsonl")[0]
-    with gzip.open(sweep / record.evidence, "wt") as file:
-        json.dump(told(phased(), phased(0.1)), file)
-    timed = dataclasses.replace(record, iters=[[[0.4, 0.4]]])
-    # The slowest rank's second step: 1 s of this machine at time scale 2.
-    assert trace_cost.cost_of(sweep, timed).ratio == pytest.approx(0.5 / 0.4)
-    assert trace_cost.cost_of(sweep, record) is None, "it has timed nothing"
-    assert trace_cost.main([str(sweep)]) == 2
-    assert "no trial has a trace" in capsys.readouterr().err

@@ -1,7 +1,7 @@
-"""Process groups of torch.distributed over MPI by way of mpi4py, for `backend: mpi`.
+"""Process groups of torch.distributed over MPI, through mpi4py, for `backend: mpi`.
 
-torch's own "mpi" is compiled into torch or absent, as it is from the wheels, and its name cannot be
-taken over without patching torch; this backend therefore has a name of its own.
+torch's own backend "mpi" must be compiled into torch, and the wheels do not contain it. Its name
+cannot be reused without patching torch, so this backend has another name.
 """
 
 # ruff: noqa: N802, N815 - torch's names
@@ -22,14 +22,14 @@ NAME = "comm_core_mpi"
 
 Tensors = Sequence[torch.Tensor]
 
-_LIMIT = 2**31 - 1  # elements per call of MPI
+_LIMIT = 2**31 - 1  # largest number of elements in one MPI call
 
 
 def register() -> str:
-    """Makes the backend known to torch.distributed; returns the name for `init_process_group`.
+    """Registers the backend with torch.distributed; returns its name for `init_process_group`.
 
     Raises:
-        ImportError: there is no mpi4py, or no MPI for it; the sentence says what to install.
+        ImportError: mpi4py or an MPI library is missing; the message says what to install.
     """
     library()
     if NAME not in dist.Backend.backend_list:
@@ -38,7 +38,7 @@ def register() -> str:
 
 
 def unavailable() -> str | None:
-    """Why the backend cannot be used here, in one sentence; None if it can."""
+    """Returns the reason why the backend is unavailable, in one sentence; None if it works."""
     try:
         library()
     except ImportError as error:
@@ -47,26 +47,30 @@ def unavailable() -> str | None:
 
 
 def library_version() -> str:
-    """The MPI library and its version, as it describes itself; the build says it."""
+    """Returns the MPI library's description of itself, with its version. The build prints it."""
     return library().Get_library_version().split("\0")[0].strip()
 
 
 class Row:
-    """The elements of one or more CPU tensors, one after the other, with a count for each rank.
+    """Elements of one or more CPU tensors in contiguous memory, with a count for each rank.
 
-    One plain tensor is its own memory. Several, one with strides of its own, and one that shares
-    memory with `other` (MPI lets no two arguments overlap; `output` says which of them this is) are
-    copied: `fill` writes the copy, `spill` reads it back.
+    A single contiguous tensor is used in place. Several tensors, a non-contiguous tensor, and one
+    that shares memory with `other` are copied, because the arguments of an MPI call must not
+    overlap: `fill` writes the copy, `spill` reads it back.
+
+    Args:
+        other: the other argument of the same operation, if any.
+        output: True if this is the output and `other` the input. Used in messages only.
 
     Raises:
-        ValueError, TypeError: MPI cannot carry the tensors, or `other` has another type.
+        ValueError, TypeError: MPI cannot carry the tensors, or `other` has another dtype.
     """
 
     def __init__(
         self, name: str, tensors: Tensors, other: Row | None = None, *, output: bool = False
     ) -> None:
         if not tensors:
-            raise ValueError(f"{name}: no tensor was given")
+            raise ValueError(f"{name}: at least one tensor is needed, got none")
         self.name, self.tensors, self.dtype = name, list(tensors), tensors[0].dtype
         for tensor in tensors:
             if tensor.device.type != "cpu":
@@ -80,43 +84,45 @@ class Row:
                 )
             if tensor.dtype != self.dtype:
                 raise TypeError(
-                    f"{name}: tensors of {self.dtype} and {tensor.dtype} in one operation"
+                    f"{name}: the tensors differ in dtype: {self.dtype} and {tensor.dtype}"
                 )
         if self.dtype not in TYPES:
             names = ", ".join(str(dtype).removeprefix("torch.") for dtype in TYPES)
-            raise TypeError(f"the MPI backend does not carry {self.dtype}; it has {names}")
+            raise TypeError(
+                f"{name}: the MPI backend does not support {self.dtype}; allowed: {names}"
+            )
         if other is not None and other.dtype != self.dtype:
-            there, here = (self, other) if output else (other, self)
-            raise TypeError(f"{name}: output of {there.dtype}, input of {here.dtype}")
+            target, source = (self, other) if output else (other, self)
+            raise TypeError(f"{name}: output of {target.dtype}, but input of {source.dtype}")
         self.counts = [tensor.numel() for tensor in tensors]
         self.elements = sum(self.counts)
         if self.elements > _LIMIT:
             raise ValueError(
-                f"{name}: {self.elements} elements are beyond MPI's limit of {_LIMIT} elements per "
+                f"{name}: {self.elements} elements exceed MPI's limit of {_LIMIT} elements per "
                 "call; split the tensor"
             )
         self.nbytes = self.elements * self.dtype.itemsize
-        # `.data`: autograd neither records a copy nor objects to one into a leaf.
+        # `.data`: autograd neither records the copies nor rejects a copy into a leaf tensor.
         self._memory, first = tensors[0].data, tensors[0]
         plain = len(tensors) == 1 and first.is_contiguous() and not first.is_conj()
         plain = plain and not first.is_neg()
         storages = [
             t.untyped_storage().data_ptr() for row in (self, other) if row for t in row.tensors
         ]
-        # An empty tensor has no address, and MPI takes none for MPI_BOTTOM: it is a copy too.
+        # An empty tensor has a null address, which MPI would take for MPI_BOTTOM: copy it too.
         self._copied = not plain or not self.elements or len(set(storages)) < len(storages)
         if self._copied:
             self._memory = torch.empty(max(self.elements, 1), dtype=self.dtype)
 
     def fill(self) -> None:
-        """Tensors -> memory."""
-        for mine, tensor in self._pairs():
-            mine.copy_(tensor)
+        """Copies the tensors into the memory that MPI uses, unless that is the tensor itself."""
+        for part, tensor in self._pairs():
+            part.copy_(tensor)
 
     def spill(self) -> None:
-        """Memory -> tensors."""
-        for mine, tensor in self._pairs():
-            tensor.copy_(mine)
+        """Copies that memory back into the tensors."""
+        for part, tensor in self._pairs():
+            tensor.copy_(part)
 
     def _pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         if not self._copied:
@@ -129,19 +135,19 @@ class Row:
         self._memory.div_(by)
 
     def share(self, ranks: int, part: Row) -> None:
-        """Gives every rank as many elements as `part` has; ValueError unless that is all."""
+        """Sets every rank's count to that of `part`; ValueError unless the sum is all elements."""
         if self.elements != ranks * part.elements:
             raise ValueError(
-                f"{self.name}: {self.elements} elements for {ranks} ranks with {part.elements} "
-                "elements each"
+                f"{self.name}: {self.elements} elements, but must be {ranks} ranks with "
+                f"{part.elements} elements each"
             )
         self.counts = [part.elements] * ranks
 
     def split(self, splits: list[int], ranks: int) -> None:
-        """Gives every rank its rows, as many as the others without `splits`, which count rows."""
+        """Sets every rank's count from `splits`, in rows; equal parts if `splits` is empty."""
         tensor = self.tensors[0]
         if tensor.dim() == 0:
-            raise ValueError(f"{self.name}: a tensor without dimensions has no rows")
+            raise ValueError(f"{self.name}: a tensor without dimensions cannot be split into rows")
         rows = tensor.shape[0]
         if not splits and rows % ranks:
             raise ValueError(f"{self.name}: {rows} rows do not divide evenly among {ranks} ranks")
@@ -149,18 +155,18 @@ class Row:
         if len(splits) != ranks or min(splits) < 0 or sum(splits) != rows:
             raise ValueError(
                 f"{self.name}: the splits must be {ranks} counts that sum to the tensor's {rows} "
-                "rows"
+                f"rows, got {splits}"
             )
         self.counts = [split * (tensor.numel() // max(rows, 1)) for split in splits]
 
     def message(self) -> list[Any]:
-        """What mpi4py's calls take."""
+        """Returns the argument for mpi4py's calls."""
         engine = the_engine()
         memory = engine.mpi.buffer.fromaddress(self._memory.data_ptr(), self.nbytes)
         return [memory, engine.types[self.dtype]]
 
     def blocks(self) -> list[Any]:
-        """What those calls take that have a block of any length, `counts`, for each rank."""
+        """Returns the argument for MPI's "v" calls, in which rank i has `counts[i]` elements."""
         memory, kind = self.message()
         return [memory, self.counts, kind]
 
@@ -168,28 +174,28 @@ class Row:
 class MpiGroup(dist.ProcessGroup):
     """torch.distributed's collectives and messages over MPI's non-blocking operations.
 
-    Takes CPU tensors of any strides and lengths below 2^31 elements; one that is not contiguous is
-    copied. Tensors must not be touched before the operation has ended. Operations raise, before
-    anything is sent, TypeError (element type or layout without meaning for the operation),
-    ValueError (device, rank, sizes) or DistBackendError (group destroyed or failed); what goes
-    wrong later is raised by the work's `wait`.
+    Accepts CPU tensors with any strides and fewer than 2^31 elements; non-contiguous ones are
+    copied. Do not touch tensors before the operation has ended. Before anything is sent, a call may
+    raise TypeError (dtype or layout that the operation does not support), ValueError (device, rank,
+    sizes) or DistBackendError (group destroyed or failed). Later errors are raised by the work's
+    `wait`.
 
     Args:
-        options: torch's `_DistributedBackendOptions`; torch.distributed makes one on every member.
-        process_group_options: must be None; there is nothing to choose.
+        options: torch's `_DistributedBackendOptions`; torch.distributed creates it on every member.
+        process_group_options: must be None; the backend has no options.
 
     Raises:
-        ValueError: `process_group_options` were given.
-        torch.distributed.DistBackendError: torch's ranks are not MPI's, MPI does not start, or a
-            member does not come within the group's timeout.
+        ValueError: `process_group_options` is not None.
+        torch.distributed.DistBackendError: torch's ranks differ from MPI's, MPI does not start, or
+            a member does not join within the group's timeout.
 
-    Where ranks may have blocks of different lengths it is always MPI's "v" operation that runs:
-    equal blocks here do not mean equal blocks on every rank, and all must make the same call.
+    If ranks may have blocks of different lengths, the group always uses MPI's "v" operation: equal
+    blocks on this rank do not imply equal blocks on all, and all ranks must make the same call.
     """
 
     def __init__(self, options: Any, process_group_options: Any = None) -> None:
         if process_group_options is not None:
-            raise ValueError(f"{NAME} has no process group options")
+            raise ValueError(f"{NAME} has no process group options, got {process_group_options!r}")
         self._engine = the_engine()
         self._label = options.group_id
         self._rank, self._size = options.group_rank, options.group_size
@@ -199,21 +205,22 @@ class MpiGroup(dist.ProcessGroup):
         self._sequence = 0
         ranks = list(options.global_ranks_in_group)
         rank, size = self._engine.rank, self._engine.size
-        said = (ranks[self._rank], size) if ranks else (self._rank, self._size)
-        if said != (rank, size):
+        expected = (ranks[self._rank], size) if ranks else (self._rank, self._size)
+        if expected != (rank, size):
             raise dist.DistBackendError(
-                f"group '{self._label}': torch.distributed says rank {said[0]} of {said[1]}, MPI "
-                f"says rank {rank} of {size}; started without mpirun?"
+                f"group '{self._label}': torch.distributed says rank {expected[0]} of "
+                f"{expected[1]}, MPI says rank {rank} of {size}; started without mpirun?"
             )
         super().__init__(self._rank, self._size)
-        # MPI has no timeout while it makes a communicator, and would hold up all other groups.
+        # Creating an MPI communicator has no timeout and blocks all other groups, so the members
+        # first wait for each other here.
         keys = [f"mpi-member-{rank}" for rank in range(self._size)]
         try:
             options.store.set(keys[self._rank], "1")
             options.store.wait(keys, self._timeout)
         except Exception as error:
             raise dist.DistBackendError(
-                f"group '{self._label}': not all of its {self._size} members came within "
+                f"group '{self._label}': not all of its {self._size} members joined within "
                 f"{self._timeout.total_seconds():g} s: {error}"
             ) from error
         self._comm = self._engine.call(self._communicator, ranks)
@@ -231,8 +238,8 @@ class MpiGroup(dist.ProcessGroup):
         return comm
 
     def shutdown(self) -> None:
-        """Ends the group for callers; what is under way goes on. A second call does nothing."""
-        # A failed group's operations may be under way for ever, and use the communicator.
+        """Closes the group for new calls; operations in flight continue. Idempotent."""
+        # The operations of a failed group may never end, and they use the communicator.
         if not self._closed and self._failure is None:
             self._engine.call(self._comm.Free)
         self._closed = True
@@ -278,17 +285,18 @@ class MpiGroup(dist.ProcessGroup):
 
     def reduce(self, tensors: Tensors, options: Any) -> Work:
         row = Row("reduce", tensors)
-        root, mine = self._root("reduce", options)
-        ends = (self._engine.mpi.IN_PLACE, row.message()) if mine else (row.message(), None)
+        root, is_root = self._root("reduce", options)
+        ends = (self._engine.mpi.IN_PLACE, row.message()) if is_root else (row.message(), None)
         op = self._engine.reduction(options.reduceOp, row.dtype)
-        out = row if mine else None
+        out = row if is_root else None
         return self._submit("reduce", row, out, options, self._comm.Ireduce, *ends, op, root)
 
     def reduce_scatter_single(
         self, output: torch.Tensor, input: torch.Tensor, options: Any
     ) -> Work:
         row = Row("reduce_scatter_tensor", [input])
-        out = Row("reduce_scatter_tensor", [output], row, output=True)  # the smaller is copied
+        # `out` comes second: if the two overlap, the second is copied, and it is the smaller one.
+        out = Row("reduce_scatter_tensor", [output], row, output=True)
         row.share(self._size, out)
         return self._reduce_scatter(out, row, options)
 
@@ -304,8 +312,8 @@ class MpiGroup(dist.ProcessGroup):
 
     def broadcast(self, tensors: Tensors, options: Any) -> Work:
         row = Row("broadcast", tensors)
-        root, mine = self._root("broadcast", options)
-        ends = (row, None) if mine else (None, row)
+        root, is_root = self._root("broadcast", options)
+        ends = (row, None) if is_root else (None, row)
         return self._submit("broadcast", *ends, options, self._comm.Ibcast, row.message(), root)
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, options: Any) -> Work:
@@ -324,8 +332,8 @@ class MpiGroup(dist.ProcessGroup):
         return self._submit(row.name, row, out, options, self._comm.Iallgatherv, *ends)
 
     def gather(self, outputs: list[Tensors], inputs: Tensors, options: Any) -> Work:
-        root, mine = self._root("gather", options)
-        out = self._list("gather", outputs) if mine else None
+        root, is_root = self._root("gather", options)
+        out = self._list("gather", outputs) if is_root else None
         row = Row("gather", inputs, out)
         if out is not None:
             self._check_own(row.elements, "input", out)
@@ -333,9 +341,9 @@ class MpiGroup(dist.ProcessGroup):
         return self._submit("gather", row, out, options, self._comm.Igatherv, *arguments)
 
     def scatter(self, outputs: Tensors, inputs: list[Tensors], options: Any) -> Work:
-        root, mine = self._root("scatter", options)
+        root, is_root = self._root("scatter", options)
         out = Row("scatter", outputs)
-        row = self._list("scatter", inputs, out) if mine else None
+        row = self._list("scatter", inputs, out) if is_root else None
         if row is not None:
             self._check_own(out.elements, "output", row)
         arguments = (row and row.blocks(), out.message(), root)
@@ -383,7 +391,7 @@ class MpiGroup(dist.ProcessGroup):
     def barrier(self, opts: Any) -> Work:
         return self._submit("barrier", None, None, opts, self._comm.Ibarrier)
 
-    # Before torch 2.13 these had other names.
+    # Names of these methods before torch 2.13.
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single
     alltoall_base = all_to_all_single
@@ -394,18 +402,21 @@ class MpiGroup(dist.ProcessGroup):
 
     def _peer(self, name: str, rank: int) -> int:
         if not 0 <= rank < self._size:
-            raise ValueError(f"{name}: there is no rank {rank} in a group of {self._size}")
+            raise ValueError(f"{name}: no rank {rank} in a group of {self._size} ranks")
         return rank
 
     def _tag(self, name: str, tag: int) -> int:
         if not 0 <= tag <= self._largest_tag:
-            raise ValueError(f"{name}: tag {tag} is not in MPI's range 0 .. {self._largest_tag}")
+            raise ValueError(f"{name}: tag {tag} is outside MPI's range 0 .. {self._largest_tag}")
         return tag
 
     def _list(self, name: str, lists: Sequence[Tensors], other: Row | None = None) -> Row:
         (tensors,) = lists  # torch passes one list per device
         if len(tensors) != self._size:
-            raise ValueError(f"{name}: a list of {len(tensors)} tensors for {self._size} ranks")
+            raise ValueError(
+                f"{name}: a list of {len(tensors)} tensors, but must be one for each of the "
+                f"{self._size} ranks"
+            )
         return Row(name, tensors, other)
 
     def _check_own(self, elements: int, kind: str, blocks: Row) -> None:
@@ -424,7 +435,7 @@ class MpiGroup(dist.ProcessGroup):
         call: Callable[..., Any],
         *arguments: Any,
     ) -> Work:
-        """Sends `call(*arguments)` off; `target` is brought home at its end."""
+        """Starts `call(*arguments)`; copies the result into `target`'s tensors at the end."""
         reason = self._failure and f"is unusable since {self._failure}"
         if reason := "was destroyed" if self._closed else reason:
             raise dist.DistBackendError(f"{name}: the MPI group '{self._label}' {reason}")
@@ -433,7 +444,7 @@ class MpiGroup(dist.ProcessGroup):
         rows = [row for row in (target, source) if row is not None]
         nbytes = max((row.nbytes for row in rows), default=0)
         mean = getattr(options, "reduceOp", None) == dist.ReduceOp.AVG
-        given = timedelta(0) if options is None else options.timeout
+        timeout = timedelta(0) if options is None else options.timeout
 
         def finish(status: Any) -> int | None:
             sender = None
@@ -453,7 +464,7 @@ class MpiGroup(dist.ProcessGroup):
         work = Work(
             f"MPI {name} #{self._sequence} of {nbytes} bytes on rank {self._rank} of {self._size} "
             f"of group '{self._label}'",
-            given if given > timedelta(0) else self._timeout,
+            timeout if timeout > timedelta(0) else self._timeout,
             rows[0].tensors if rows else [],
             finish,
             self._fail if options is not None else lambda reason: None,
@@ -462,6 +473,6 @@ class MpiGroup(dist.ProcessGroup):
         return work
 
     def _fail(self, reason: str) -> None:
-        # No further operation is taken, for the ranks may not agree on which is next. The first
-        # reason is kept.
+        # Refuses further operations, because the ranks may disagree on the next one. Keeps the
+        # first reason.
         self._failure = self._failure or reason

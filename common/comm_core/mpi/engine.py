@@ -1,9 +1,9 @@
-"""The MPI library by way of mpi4py, and who gets its operations on.
+"""MPI library, through mpi4py, and the threads that advance its operations.
 
-Operations start in the thread that asks for them. MPI gets on only while somebody calls it: whoever
-waits for an operation polls, and when nobody waits, a thread of ours does while any is under way.
-Both poll without pause at first and with growing pauses while nothing moves. One lock keeps two
-threads from being in MPI at a time.
+An operation starts in the calling thread. MPI makes progress only inside MPI calls, so a thread
+that waits for an operation polls MPI. If no thread waits, a background thread polls while
+operations are in flight. Both poll without pauses at first, and with growing pauses while nothing
+moves. A lock allows only one thread at a time in MPI.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ import torch.distributed as dist
 log = logging.getLogger("dear")
 
 _SPIN_S, _SHORTEST_S, _LONGEST_S = 200e-6, 20e-6, 5e-3
-_PAUSE_PART = 16  # a pause is this part of the time since the last news: it delays little
-_BUSY_POLL_S = 10e-6  # a poll that took more of the processor's time has moved data
-_ASIDE_S = 500e-6  # the thread stands aside so long when it sees somebody poll who waits
+_PAUSE_PART = 16  # a pause is 1/16 of the time since the last progress, so it adds little delay
+_BUSY_POLL_S = 10e-6  # a poll that takes more CPU time than this has moved data
+_ASIDE_S = 500e-6  # the background thread pauses this long while a waiting thread polls
 _FOR_EVER_S = 10 * 365 * 86400.0
-_EXIT_S = 2.0  # for what is under way when the process ends
+_EXIT_S = 2.0  # time limit at exit for the operations in flight
 
 TYPES = {
     torch.float32: "FLOAT",
@@ -44,49 +44,51 @@ TYPES = {
     torch.complex64: "C_FLOAT_COMPLEX",
     torch.complex128: "C_DOUBLE_COMPLEX",
 }
-"""torch's element types -> MPI's names; None: MPI has none, and one is made."""
+"""torch's dtypes -> MPI's names; None: MPI has no such type, and the engine creates one."""
 
 _NUMERIC = {"SUM": "SUM", "AVG": "SUM", "PRODUCT": "PROD", "MIN": "MIN", "MAX": "MAX"}
 _BITWISE = {"BAND": "BAND", "BOR": "BOR", "BXOR": "BXOR"}
-# The logical operations stand in for bool: a sum is "or", a product is "and".
+# Bools use the logical operations: a sum is "or", a product is "and".
 _LOGICAL = {"SUM": "LOR", "MAX": "LOR", "BOR": "LOR", "PRODUCT": "LAND", "MIN": "LAND"}
 _LOGICAL |= {"BAND": "LAND", "BXOR": "LXOR"}
-# For two-byte floats MPI sees opaque bytes, reduced by these. A NaN wins on every rank.
+# MPI sees two-byte floats as opaque bytes, reduced by these functions. NaN propagates on any rank.
 _FOLDS = {"SUM": torch.add, "PROD": torch.mul, "MIN": torch.minimum, "MAX": torch.maximum}
 
 
 def library() -> Any:
-    """mpi4py's module `MPI`, which has not started MPI yet.
+    """Returns mpi4py's module `MPI` without starting MPI.
 
     Raises:
-        ImportError: there is no mpi4py, or no MPI for it; the sentence says what to install.
+        ImportError: mpi4py or an MPI library is missing; the message says what to install.
     """
-    # Importing mpi4py starts MPI unless told otherwise; it is to start with the first group.
+    # By default the import of mpi4py.MPI starts MPI. Here MPI starts with the first group.
     if "mpi4py.MPI" not in sys.modules:
         try:
             import mpi4py
         except ImportError:
-            raise ImportError("backend mpi needs mpi4py: pip install mpi4py") from None
+            raise ImportError("backend mpi needs mpi4py; try: pip install mpi4py") from None
         mpi4py.rc.initialize = mpi4py.rc.finalize = False
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         line = str(error).splitlines()[0]
         raise ImportError(
-            f"backend mpi needs an MPI library, mpi4py found none ({line}): "
+            f"backend mpi needs an MPI library, but mpi4py found none ({line}); try: "
             "apt-get install libopenmpi-dev"
         ) from error
     return MPI
 
 
 class Work(dist.Work):
-    """One operation under way.
+    """One operation in flight.
 
     Args:
-        title: what messages of errors call it.
-        outputs: of the future.
-        finish: brings the result home once MPI has ended the call well, given its status.
-        broke: told why, if the group's ranks may no longer agree on what comes next.
+        title: name of the operation in error messages.
+        timeout: time limit, counted from now.
+        outputs: tensors that the future returns.
+        finish: called with the MPI status after a success. It copies the result into the tensors
+            and returns the source rank, if any.
+        broke: called with the reason after a failure: the ranks may disagree on the next operation.
     """
 
     def __init__(
@@ -104,7 +106,7 @@ class Work(dist.Work):
         self._outputs, self._finish, self._broke = outputs, finish, broke
         self._future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
         self._ended = threading.Event()
-        self._ending = threading.Lock()  # of those who end it, the first does
+        self._ending = threading.Lock()  # acquired, never released, by the first thread to end it
         self._error: Exception | None = None
         self._source: int | None = None
 
@@ -112,17 +114,17 @@ class Work(dist.Work):
         return self._title
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Blocks until the operation has ended; without a timeout of its own its own applies.
+        """Blocks until the operation has ended. A `timeout` of 0 means the operation's own limit.
 
         Raises:
-            torch.distributed.DistBackendError: what the operation failed of, or that `timeout` is
-                over: it is then still under way, and may be waited for again.
+            torch.distributed.DistBackendError: the operation failed, or `timeout` has passed. In
+                the second case it is still in flight and may be waited for again.
         """
-        given = min(timeout.total_seconds(), _FOR_EVER_S)
-        until = time.monotonic() + (given if given > 0 else _FOR_EVER_S)
+        limit_s = min(timeout.total_seconds(), _FOR_EVER_S)
+        until = time.monotonic() + (limit_s if limit_s > 0 else _FOR_EVER_S)
         the_engine().drive(self._ended.is_set, self._ended.wait, until)
         if not self._ended.is_set():
-            raise dist.DistBackendError(f"{self} has not ended in {given:g} s")
+            raise dist.DistBackendError(f"{self} has not ended in {limit_s:g} s")
         if self._error is not None:
             raise self._error
         return True
@@ -146,20 +148,20 @@ class Work(dist.Work):
 
     def source_rank(self) -> int:
         if self._source is None:
-            raise ValueError(f"{self} has no source rank: only a receive that has ended has")
+            raise ValueError(f"{self} has no source rank: only a finished receive has one")
         return self._source
 
     _source_rank = source_rank
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        """Ends with the operation, with the list of its outputs."""
+        """Returns a future that ends with the operation; its value is the list of outputs."""
         if not self._ended.is_set():
             return self._future
-        # The thread that ended the operation may not have come to settle the first one yet.
+        # The thread that ended the operation may not have completed `self._future` yet.
         return self._settled(torch.futures.Future())
 
     def retire(self, error: str | None, status: Any) -> None:
-        """The call has ended: brings the result home, or fails."""
+        """Ends the operation after MPI has ended the call, with its result or with `error`."""
         if self._ended.is_set():
             return
         try:
@@ -172,10 +174,10 @@ class Work(dist.Work):
             self._end()
 
     def expire(self, now: float) -> None:
-        """Fails the operation if its time is over, though MPI goes on with it."""
+        """Fails the operation if its deadline has passed, although MPI continues with it."""
         if self._deadline <= now and not self._ended.is_set():
-            over = f"{self} has not ended in {self._timeout_s:g} s"
-            self._end(dist.DistBackendError(f"{over}; a rank died, or did not call it"))
+            text = f"{self} has not ended in {self._timeout_s:g} s"
+            self._end(dist.DistBackendError(f"{text}; a rank died or did not make the same call"))
 
     def _end(self, error: Exception | None = None) -> None:
         if not self._ending.acquire(blocking=False):
@@ -183,7 +185,7 @@ class Work(dist.Work):
         if error is not None:
             self._broke(f"{self} failed")
         self._error = error
-        self._finish = None  # has the tensors; a caller may keep this work
+        self._finish = None  # it holds the tensors, and the caller may keep this work
         self._ended.set()
         self._settled(self._future)
 
@@ -196,7 +198,11 @@ class Work(dist.Work):
 
 
 class Engine:
-    """The MPI library of this process, which this starts, and its operations under way."""
+    """MPI library of this process and its operations in flight. The constructor starts MPI.
+
+    Raises:
+        torch.distributed.DistBackendError: MPI was finalised, or its thread level is too low.
+    """
 
     def __init__(self) -> None:
         self.mpi = mpi = library()
@@ -208,13 +214,13 @@ class Engine:
         level = mpi.Init_thread(mpi.THREAD_MULTIPLE) if self._owns else mpi.Query_thread()
         levels = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
         name = next(name for name in levels if getattr(mpi, f"THREAD_{name}") == level)
-        # Among themselves our threads take turns; of another user's calls this knows nothing.
+        # The engine serialises its own MPI calls, but not those of another library that uses MPI.
         needed = "SERIALIZED" if self._owns else "MULTIPLE"
         if level < getattr(mpi, f"THREAD_{needed}"):
             raise dist.DistBackendError(
-                f"MPI_THREAD_{name} is all that "
-                + ("this MPI library gives" if self._owns else "another library initialised")
-                + f", but the MPI backend needs MPI_THREAD_{needed}"
+                "thread level too low: "
+                + ("this MPI library has" if self._owns else "another library started MPI with")
+                + f" MPI_THREAD_{name}, but the MPI backend needs MPI_THREAD_{needed}"
             )
         mpi.COMM_WORLD.Set_errhandler(mpi.ERRORS_RETURN)
         self.rank, self.size = mpi.COMM_WORLD.Get_rank(), mpi.COMM_WORLD.Get_size()
@@ -223,29 +229,29 @@ class Engine:
             for dtype, name in TYPES.items()
         }
         self._folds: dict[tuple[torch.dtype, str], Any] = {}
-        self._lock = threading.Lock()  # around every call of MPI, and the operations under way
+        self._lock = threading.Lock()  # guards every MPI call, `_requests` and `_works`
         self._requests: list[Any] = []
-        self._works: list[tuple[Work, Any]] = []  # of the requests, with what they must keep alive
-        self._waited = 0.0  # when somebody who waits last polled
+        self._works: list[tuple[Work, Any]] = []  # for each request, with the objects to keep alive
+        self._waited = 0.0  # time of the last poll by a waiting thread
         self._begun = threading.Event()
         self._process = os.getpid()
         self._ended = False
         self._thread = threading.Thread(target=self._run, name="mpi", daemon=True)
         self._thread.start()
 
-    def reduction(self, asked: dist.ReduceOp, dtype: torch.dtype) -> Any:
-        """MPI's operation for torch's; that of AVG is SUM, and a division follows."""
-        word = asked.op.name
+    def reduction(self, reduce_op: dist.ReduceOp, dtype: torch.dtype) -> Any:
+        """Returns MPI's operation for torch's. For AVG it is SUM; the caller divides afterwards."""
+        torch_name = reduce_op.op.name
         if dtype == torch.bool:
-            name = _LOGICAL.get(word)
+            name = _LOGICAL.get(torch_name)
         elif dtype.is_floating_point:
-            name = _NUMERIC.get(word)
+            name = _NUMERIC.get(torch_name)
         elif dtype.is_complex:
-            name = _NUMERIC.get(word) if word not in ("MIN", "MAX") else None
+            name = _NUMERIC.get(torch_name) if torch_name not in ("MIN", "MAX") else None
         else:
-            name = (_NUMERIC | _BITWISE).get(word) if word != "AVG" else None
+            name = (_NUMERIC | _BITWISE).get(torch_name) if torch_name != "AVG" else None
         if name is None:
-            raise TypeError(f"the MPI backend cannot reduce {dtype} by {word}")
+            raise TypeError(f"the MPI backend cannot reduce {dtype} by {torch_name}")
         if TYPES[dtype] is not None:
             return getattr(self.mpi, name)
         if (dtype, name) not in self._folds:
@@ -260,12 +266,12 @@ class Engine:
         return self._folds[dtype, name]
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Makes a call of MPI that does not wait for long."""
+        """Makes an MPI call that does not block for long."""
         with self._lock:
             return self._call(function, *arguments)
 
     def begin(self, work: Work, keep: Any, function: Callable[..., Any], *arguments: Any) -> None:
-        """Starts an operation; `keep` is not freed before MPI has ended it."""
+        """Starts an operation. The engine holds `keep` until MPI has ended the operation."""
         with self._lock:
             self._requests.append(self._call(function, *arguments))
             self._works.append((work, keep))
@@ -282,16 +288,20 @@ class Engine:
     def drive(
         self, done: Callable[[], bool], nap: Callable[[float], Any], until: float = float("inf")
     ) -> None:
-        """Gets operations on until `done` or the time `until`; `nap` pauses, true if for news."""
-        waits = threading.current_thread() is not self._thread
+        """Polls MPI until `done()` or the time `until`.
+
+        Args:
+            nap: pauses for at most the given seconds; returns true if an event ended the pause.
+        """
+        is_waiter = threading.current_thread() is not self._thread
         news, pause = time.monotonic(), 0.0
         while not done():
-            if waits:
+            if is_waiter:
                 self._waited = time.monotonic()
             elif time.monotonic() - self._waited < _ASIDE_S:
-                time.sleep(_ASIDE_S)  # two that poll would take Python's lock from each other
+                time.sleep(_ASIDE_S)  # two polling threads would compete for Python's lock
                 continue
-            # After a pause a poll finds its memory cold and takes longer, though nothing moves.
+            # After a pause the caches are cold, so a poll takes longer even if nothing moves.
             moved = self._poll(_BUSY_POLL_S + pause / _PAUSE_PART)
             now = time.monotonic()
             if now >= until:
@@ -315,7 +325,7 @@ class Engine:
         return news
 
     def _poll(self, busy_s: float) -> bool:
-        """Asks MPI what has ended; whether anything has, or it took longer than `busy_s`."""
+        """Retires finished requests. True if any has finished or the poll took over `busy_s`."""
         mpi = self.mpi
         began = time.thread_time()
         with self._lock:
@@ -328,15 +338,15 @@ class Engine:
             except mpi.Exception as error:
                 code = error.Get_error_class()
                 indices = range(len(self._requests))
-                # Else MPI did not say which request it was, so none can be trusted any more.
+                # With any other code MPI does not say which request failed, so all of them fail.
                 if code == mpi.ERR_IN_STATUS:
                     indices = [i for i in indices if self._requests[i] == mpi.REQUEST_NULL]
             moved = time.thread_time() - began > busy_s
             works = [work for work, _ in self._works]
-            gone = set(indices)
-            if gone:
-                self._requests = [r for i, r in enumerate(self._requests) if i not in gone]
-                self._works = [w for i, w in enumerate(self._works) if i not in gone]
+            ended = set(indices)
+            if ended:
+                self._requests = [r for i, r in enumerate(self._requests) if i not in ended]
+                self._works = [w for i, w in enumerate(self._works) if i not in ended]
         for index, status in zip(indices, statuses, strict=False):
             error = status.Get_error() if code == mpi.ERR_IN_STATUS else code
             failure = None if error == mpi.SUCCESS else mpi.Get_error_string(error)
@@ -344,12 +354,12 @@ class Engine:
         now = time.monotonic()
         for work in works:
             work.expire(now)
-        return bool(gone) or moved
+        return bool(ended) or moved
 
     def finish(self) -> None:
-        """Ends MPI with the process, if this began it; waits for the other processes to do so."""
+        """Finalises MPI at exit if this engine started it. Waits for the other processes."""
         if os.getpid() != self._process:
-            return  # a fork has neither the thread nor a place in the job
+            return  # a forked child has no engine thread and is not part of the job
         # MPI_Finalize waits for the other ranks, and they may be waiting for this one.
         failed = hasattr(sys, "last_type")
         if not failed:
@@ -358,14 +368,14 @@ class Engine:
             self._ended = True
         self._begun.set()
         self._thread.join()
-        left = len(self._requests)
-        if left:
-            log.warning("MPI was left running: %d operations had not ended at exit", left)
+        unfinished = len(self._requests)
+        if unfinished:
+            log.warning("MPI was not finalised: %d operations had not ended at exit", unfinished)
         if not self._owns or self.mpi.Is_finalized():
             return
-        if failed or left:
-            # Left to exit like any other process, MPI's own threads would still run while the
-            # memory of its libraries is freed. This aborts the job after all other exit handlers.
+        if failed or unfinished:
+            # In a normal exit, MPI's own threads would still run while the memory of its libraries
+            # is freed. This aborts the job after all other exit handlers.
             from mpi4py.run import set_abort_status
 
             set_abort_status(1)
@@ -377,11 +387,11 @@ _engine: Engine | None = None
 
 
 def the_engine() -> Engine:
-    """This process's; the first call starts MPI."""
+    """Returns this process's engine; the first call starts MPI."""
     global _engine
     if _engine is None:
         _engine = Engine()
-        # With the first group, not on import: handlers run in reverse order, so whoever came to
-        # use MPI after us (Horovod) is done with it before MPI ends.
+        # Registered with the first group, not on import. Exit handlers run in reverse order, so a
+        # library that uses MPI from later on (Horovod) is finished before MPI ends.
         atexit.register(_engine.finish)
     return _engine

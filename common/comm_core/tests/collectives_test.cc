@@ -1,6 +1,6 @@
-// Every collective against arithmetic written out, over every kind of connection.
+// Compares every collective with directly computed results, over every kind of connection.
 //   collectives_test                    all sizes and worlds
-//   collectives_test 5                  a world of 5 only
+//   collectives_test 5                  a world of 5 ranks only
 //   collectives_test random N [SEED]    N random operations on 4 ranks and 3 channels
 #include <algorithm>
 #include <cstdio>
@@ -39,7 +39,7 @@ void every_collective(const World& world) {
       large.kind = kind;
       start(*rank.channels[0], large)->check();
     }
-    // Buffers that peers can map; and a rank without, so that all must do without.
+    // Buffers that peers can map: on all ranks, or on all but rank 0, so that no rank may map any.
     for (OpKind kind : {OpKind::all_reduce, OpKind::reduce_scatter, OpKind::all_gather}) {
       for (uint64_t shared : {~0ull, ~1ull}) {
         for (bool in_place : {false, true}) {
@@ -52,7 +52,7 @@ void every_collective(const World& world) {
   });
 }
 
-// More ranks than the processors could serve at once, on data as small as training's smallest.
+// More ranks than processors, on data as small as the smallest in training.
 void many_ranks(int n) {
   World world{n, 1, 1, ""};
   run_ranks(world, [](Rank& rank) {
@@ -64,7 +64,7 @@ void many_ranks(int n) {
         start(*rank.channels[0], c)->check();
       }
     }
-    // Everybody maps everybody's.
+    // Every rank maps the buffers of all others.
     for (OpKind kind : {OpKind::all_gather, OpKind::all_reduce, OpKind::all_gather}) {
       Case c{kind, DType::f32, ReduceOp::sum, 0, 3000, ++salt};
       if (kind == OpKind::all_reduce) c.count = 200000, c.in_place = true;
@@ -74,8 +74,8 @@ void many_ranks(int n) {
   });
 }
 
-// All ranks draw the same operations, a window of them at a time. Each channel's order is the same
-// on all ranks; how the channels interleave, and the order of waiting, is each rank's own.
+// All ranks draw the same operations, several at a time. The order within a channel is the same on
+// all ranks. Each rank interleaves the channels and orders its waits differently.
 void random_operations(const World& world, int count, uint32_t seed) {
   run_ranks(world, [&](Rank& rank) {
     const size_t channels = rank.channels.size();
@@ -132,7 +132,7 @@ int main(int argc, char** argv) {
       every_collective({4, 1, hosts, ""});
       every_collective({6, 1, hosts, ""});
     }
-    // Trees and doublings; with and without ranks beyond a power of two.
+    // Trees and recursive doubling, with a power of two and with other numbers of ranks.
     for (int n : {9, 11, 16}) {
       printf("%d ranks, tcp\n", n);
       every_collective({n, 1, 1, "tcp"});
@@ -141,7 +141,7 @@ int main(int argc, char** argv) {
       printf("%d ranks\n", n);
       many_ranks(n);
     }
-    // What is under way is far more than the kernel's buffers hold.
+    // The data in flight is much larger than the kernel's buffers.
     printf("small socket buffers\n");
     World tight{4, 1, 1, "tcp"};
     tight.options.sockets.send_buffer = tight.options.sockets.receive_buffer = 16 << 10;

@@ -1,4 +1,4 @@
-// How groups fail and end: time-outs, aborts, ranks that leave, strangers.
+// Tests how groups fail and end: time-outs, aborts, ranks that leave, unauthorised connections.
 #include <poll.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -16,7 +16,7 @@ using namespace comm_core::testing;
 
 namespace {
 
-// A store from which nothing goes.
+// A store that never removes anything.
 struct KeptNotes : MemoryStore {
   void remove(const std::string&) override {}
 };
@@ -40,7 +40,7 @@ void expect_sum(Group& group) {
   Data data;
   const std::string error = error_of(all_reduce(group, data, 1000));
   expect(error.empty(), error);
-  expect(data.out == std::vector<char>(1000, char(group.size())), "a wrong sum");
+  expect(data.out == std::vector<char>(1000, char(group.size())), "wrong sum");
 }
 
 void sleep_ms(int ms) { std::this_thread::sleep_for(std::chrono::milliseconds(ms)); }
@@ -61,11 +61,11 @@ void time_outs() {
           expect_text(error, "rank ");
           expect_text(error, " of ");
           expect_text(error, " bytes");
-          expect(now_s() - began < 5, "late");
+          expect(now_s() - began < 5, "the time-out came too late");
           if (rank.rank == 0) expect(is<TimeoutError>(op->error()), error);
         }
         all.wait();
-        for (int i = 0; i < 5000 && !group.error(); ++i) sleep_ms(1);  // rank 2 did not wait for it
+        for (int i = 0; i < 5000 && !group.error(); ++i) sleep_ms(1);  // rank 2 has no operation
         expect_text(error_of(all_reduce(group, data, 4)), "timed out");
       });
     }
@@ -116,7 +116,7 @@ void closes_in_any_order() {
           } catch (const AbortedError&) {
             refused = true;
           }
-          expect(refused, "a closed group took an operation");
+          expect(refused, "a closed group accepted an operation");
         }
         if (random() % 2) rank.channels.clear();
       });
@@ -124,7 +124,7 @@ void closes_in_any_order() {
   }
 }
 
-// Operations that nobody waits for end with the group.
+// Operations that no thread waits for end when the group is closed.
 void closes_under_way() {
   for (const Wiring& wiring : kWirings) {
     for (int i = 0; i < 10; ++i) {
@@ -136,13 +136,13 @@ void closes_under_way() {
         }
         if (i % 2) sleep_ms(2);
         rank.channels[0]->close();
-        for (const OpPtr& op : ops) expect(!error_of(op).empty(), "no error");
+        for (const OpPtr& op : ops) expect(!error_of(op).empty(), "an operation did not fail");
       });
     }
   }
 }
 
-// Nobody holds the group any more, and operations are under way: as if it had been closed.
+// The last pointer to a group is dropped with operations in flight: the same as closing the group.
 void dropped_under_way() {
   for (const Wiring& wiring : kWirings) {
     for (bool keeps_operations : {false, true}) {
@@ -159,7 +159,7 @@ void dropped_under_way() {
         rank.forget();
         for (const OpPtr& op : ops) {
           expect_text(error_of(op), "all_reduce");
-          expect(is<AbortedError>(op->error()) || is<PeerLostError>(op->error()), "another error");
+          expect(is<AbortedError>(op->error()) || is<PeerLostError>(op->error()), "wrong error");
         }
       });
     }
@@ -188,7 +188,7 @@ void peer_leaves() {
   }
 }
 
-// Strangers at rank 1's door, while the ranks work.
+// Unauthorised connections to rank 1, while the ranks work.
 void strangers() {
   World world = wired({"tcp", 1}, 2);
   world.store = std::make_shared<KeptNotes>();
@@ -212,7 +212,7 @@ void strangers() {
       while (ended == 0) sleep_ms(1);
       expect_sum(group);
       const uint64_t dropped = group.dropped_connections();
-      expect(dropped == 6 || dropped == 7, std::to_string(dropped) + " were dropped, not 6");
+      expect(dropped == 6 || dropped == 7, std::to_string(dropped) + " dropped, expected 6");
       return;
     }
     const Address door = group.peer(1).address;
@@ -222,20 +222,20 @@ void strangers() {
     hello.to = 1;
     std::copy(note.begin() + 32, note.end(), hello.group.begin());
 
-    Fd silent = connect_to(door);  // of which only the kernel knows, for about 5 s
+    Fd silent = connect_to(door);  // for about 5 s, only the kernel knows of it
     const Fd half = connect_to(door), mute = connect_to(door);
     say(half, &hello, sizeof hello / 2);
-    say(mute, &hello, sizeof hello);  // and then no proof
+    say(mute, &hello, sizeof hello);  // sends no proof
 
     const Fd garbage = connect_to(door);
     say(garbage, std::string(4096, 'x').data(), 4096);
-    expect(hung_up(garbage), "garbage was let in");
+    expect(hung_up(garbage), "garbage was accepted");
 
     Hello other = hello;
     other.group[3] ^= 1;
     const Fd lost_way = connect_to(door);
     say(lost_way, &other, sizeof other);
-    expect(hung_up(lost_way), "another job's rank was let in");
+    expect(hung_up(lost_way), "another job's rank was accepted");
 
     const Fd liar = connect_to(door);
     say(liar, &hello, sizeof hello);
@@ -243,22 +243,22 @@ void strangers() {
     expect(recv(liar.get(), challenge.data(), 16, MSG_WAITALL) == 16, "no challenge");
     const Digest wrong = proof(std::string(32, 'x'), 'c', hello, challenge);
     say(liar, wrong.data(), wrong.size());
-    expect(hung_up(liar), "a wrong secret was let in");
+    expect(hung_up(liar), "a wrong secret was accepted");
 
     Fd brief = connect_to(door);
     say(brief, &hello, 7);
     brief.reset();
 
     silent.reset();
-    expect(hung_up(half), "half a greeting was waited for");
+    expect(hung_up(half), "a connection with half a greeting was not dropped");
     expect(recv(mute.get(), challenge.data(), 16, MSG_WAITALL) == 16, "no challenge");
-    expect(hung_up(mute), "one without a proof was not dropped");
+    expect(hung_up(mute), "a connection without a proof was not dropped");
     ended = 1;
     expect_sum(group);
   });
 }
 
-// As one whose process was stopped halfway: it is taken for a stranger, and comes again.
+// A rank that stalls during the handshake is dropped as unauthorised, and connects again.
 void who_was_held_up_comes_again() {
   World world = wired({"tcp", 1}, 2);
   auto store = std::make_shared<KeptNotes>();
@@ -269,23 +269,23 @@ void who_was_held_up_comes_again() {
     Group& group = *rank.channels[0];
     if (rank.rank == 0) {
       const std::string note = store->get("0/1/secret");
-      const LaneName name{{}, 0, 1, LaneKind::control};  // which rank 1 has no use for
+      const LaneName name{{}, 0, 1, LaneKind::control};  // rank 1 does not use it
       LaneTarget target{group.peer(1).address, "rank 1", note.substr(0, 32), name};
       std::copy(note.begin() + 32, note.end(), target.name.group.begin());
       away.wait();
       Poller poller;
       ConnectingLane lane(target, {}, {poller});
-      for (int i = 0; i < 100; ++i) {  // connected by then
-        expect(!lane.ready(), "it was let in by nobody");
+      for (int i = 0; i < 100; ++i) {  // long enough to connect
+        expect(!lane.ready(), "the lane is ready although rank 1 is blocked");
         sleep_ms(1);
       }
       greeted.count_down();
       sleep_ms(5800);
       const double until = now_s() + kHangsS;
       while (!lane.ready() && now_s() < until) sleep_ms(1);
-      expect(lane.ready(), "it was not let in");
+      expect(lane.ready(), "the rank was not accepted");
     } else {
-      // Nobody is at its door: else the proof might be asked for, and given, at once.
+      // Blocks rank 1's engine, which otherwise might complete the handshake at once.
       rank.engine->call([&] {
         away.count_down();
         greeted.wait();
@@ -293,12 +293,12 @@ void who_was_held_up_comes_again() {
     }
     all.wait();
     expect_sum(group);
-    if (rank.rank == 1) expect(group.dropped_connections() >= 1, "it was not taken for a stranger");
+    if (rank.rank == 1) expect(group.dropped_connections() >= 1, "no connection was dropped");
     all.wait();
   });
 }
 
-// Every rank begins with another one, so that each waits for one that the others have yet to start.
+// Every rank begins with a different group, so each waits for one that others have not started yet.
 void many_groups_each_rank_in_its_own_order() {
   constexpr int kGroups = 70;
   World world = wired(kWirings[1], 3);
@@ -315,13 +315,12 @@ void many_groups_each_rank_in_its_own_order() {
     for (int i = 0; i < kGroups; ++i) {
       const std::string error = error_of(ops[size_t(i)]);
       expect(error.empty(), error);
-      expect(data[size_t(i)].out == std::vector<char>(400, 3), "a wrong sum");
+      expect(data[size_t(i)].out == std::vector<char>(400, 3), "wrong sum");
     }
   });
 }
 
-// One rank's threshold is another: the ranks would take different ways, and add up different
-// things.
+// A different threshold on one rank would make the ranks choose different algorithms.
 void settings_must_agree() {
   for (const Wiring& wiring : kWirings) {
     World world = wired(wiring, 3);
@@ -342,7 +341,7 @@ void settings_must_agree() {
   }
 }
 
-// A job's own secret: without it, the store's proves nothing, and with another nobody meets.
+// With a job secret, the store's secret alone does not suffice, and a wrong job secret fails.
 void a_secret_of_the_job() {
   const std::string known(32, 'k'), other(32, 'o');
   for (int who : {-1, 0, 1}) {
@@ -358,7 +357,7 @@ void a_secret_of_the_job() {
         Group& group = *rank.channels[0];
         expect_sum(group);
         if (rank.rank == 1) return;
-        // A stranger who has read the store.
+        // An unauthorised process that has read the store.
         const std::string note = store->get("0/1/secret");
         LaneTarget target{group.peer(1).address, "rank 1", note.substr(0, 32), {{}, 0, 1}};
         std::copy(note.begin() + 32, note.end(), target.name.group.begin());
@@ -367,22 +366,22 @@ void a_secret_of_the_job() {
         bool refused = false;
         for (const double until = now_s() + 10; !refused && now_s() < until; sleep_ms(1)) {
           try {
-            expect(!stranger.ready(), "the store's secret was enough");
+            expect(!stranger.ready(), "the store's secret was accepted");
           } catch (const PeerLostError&) {
             refused = true;
           }
         }
-        expect(refused, "a stranger was not turned away");
+        expect(refused, "an unauthorised connection was not refused");
       });
     } catch (const std::runtime_error& error) {
       said = error.what();
     }
     if (who < 0) expect(said.empty(), said);
-    if (who >= 0) expect_text(said, "would not do the same: COMM_CORE_SECRET_FILE=");
+    if (who >= 0) expect_text(said, "have different settings: COMM_CORE_SECRET_FILE=");
   }
 }
 
-// As torchrun's store, which lives as long as the job.
+// A store that keeps the notes of earlier groups. torchrun's does: it lives as long as the job.
 void a_store_that_keeps_what_earlier_groups_have_left() {
   const auto kept = std::make_shared<KeptNotes>();
   const auto emptied = std::make_shared<MemoryStore>();
@@ -395,7 +394,7 @@ void a_store_that_keeps_what_earlier_groups_have_left() {
       }
     }
   }
-  expect(emptied->size() == 0, "notes were left in the store");
+  expect(emptied->size() == 0, "notes remain in the store");
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// The kernels against naive code: every type and operation, aliasing, odd lengths and alignments.
+// Compares kernels with naive code: all types and operations, aliasing, odd lengths, alignments.
 #include <bit>
 #include <cstdarg>
 #include <cstdio>
@@ -90,7 +90,7 @@ void naive_reduce(DType dtype, ReduceOp op, char* dst, const void* const* srcs, 
   });
 }
 
-// Bit for bit, except that a NaN is a NaN, and that complex zeros may differ in sign.
+// Equality bit for bit, except that any NaN equals any other and complex zeros may differ in sign.
 bool same(DType dtype, const char* a, const char* b) {
   if (std::memcmp(a, b, size_of(dtype)) == 0) return true;
   return as_type(dtype, [&](auto zero) {
@@ -104,9 +104,9 @@ bool same(DType dtype, const char* a, const char* b) {
 
 std::mt19937 generator(12345);
 
-// Random bits for the integers; for the floats half of that (infinities, NaNs, subnormals) and half
-// numbers of a size that adds up; small whole numbers for the complex types, exact in any order
-// of evaluation.
+// Integers are random bits. Floats are, in equal parts, random bits (infinities, NaNs, subnormals)
+// and numbers from -3.17 to 3.17. Complex values are small whole numbers, whose results are exact
+// in any order of evaluation.
 void fill(DType dtype, char* data, size_t count) {
   for (size_t i = 0; i < count * size_of(dtype); ++i) data[i] = static_cast<char>(generator());
   as_type(dtype, [&](auto zero) {
@@ -125,7 +125,7 @@ void fill(DType dtype, char* data, size_t count) {
   });
 }
 
-// A buffer for `count` elements that starts `offset` elements off a vector boundary.
+// A buffer for `count` elements that starts `offset` elements after a vector boundary.
 class Buffer {
  public:
   Buffer(DType dtype, size_t count, size_t offset)
@@ -133,7 +133,7 @@ class Buffer {
     memory_.assign(kSlack + offset_ + bytes_ + kSlack, kFill);
   }
   char* data() { return aligned() + offset_; }
-  // Whether only data() was written.
+  // True if nothing outside data() was written.
   bool intact() {
     for (char* p = memory_.data(); p < data(); ++p) {
       if (*p != kFill) return false;
@@ -180,7 +180,7 @@ void check_case(DType dtype, ReduceOp op, int n, size_t count, std::vector<Buffe
         break;
       }
       if (!dst.intact()) {
-        fail("%s %s: %d sources, %zu elements: wrote outside of dst\n", name(dtype), name(op), n,
+        fail("%s %s: %d sources, %zu elements: wrote outside dst\n", name(dtype), name(op), n,
              count);
       }
     }
@@ -223,7 +223,7 @@ void test_supports() {
       const void* srcs[] = {nullptr, nullptr};
       try {
         reduce(dtype, op, nullptr, srcs, 2, 0);
-        fail("%s %s: accepted\n", name(dtype), name(op));
+        fail("%s %s: accepted, but unsupported\n", name(dtype), name(op));
       } catch (const InvalidRequestError&) {
       }
     }
@@ -231,7 +231,7 @@ void test_supports() {
 }
 
 void test_bool_bytes() {
-  // Other producers than torch may store true as any byte but 0.
+  // Other libraries than torch may store true as any byte except 0.
   const uint8_t a[] = {0, 0, 2, 4};
   const uint8_t b[] = {0, 3, 0, 8};
   const void* srcs[] = {a, b};
@@ -244,7 +244,7 @@ void test_bool_bytes() {
   }
 }
 
-// `widen` and `narrow` over all patterns, the midpoints between neighbours and what is beside them.
+// Checks `widen` and `narrow` on all patterns, and at and next to the midpoints between neighbours.
 void check_half(DType dtype, const char* what, void (*widen)(float*, const uint16_t*, size_t),
                 void (*narrow)(uint16_t*, const float*, size_t)) {
   std::vector<uint16_t> patterns(65536);
@@ -255,7 +255,7 @@ void check_half(DType dtype, const char* what, void (*widen)(float*, const uint1
     const double wanted = naive_widen(dtype, patterns[i]);
     if (std::isnan(wanted) ? !std::isnan(values[i])
                            : values[i] != wanted || std::signbit(values[i]) != (i >= 0x8000)) {
-      fail("%s %s: widening %04zx\n", what, name(dtype), i);
+      fail("%s %s: wrong result of widening %04zx\n", what, name(dtype), i);
     }
   }
 
@@ -263,7 +263,7 @@ void check_half(DType dtype, const char* what, void (*widen)(float*, const uint1
   narrow(back.data(), values.data(), values.size());
   for (size_t i = 0; i < back.size(); ++i) {
     if (same_half(dtype, back[i], patterns[i])) continue;
-    fail("%s %s: %04zx and back\n", what, name(dtype), i);
+    fail("%s %s: %04zx changed when widened and narrowed\n", what, name(dtype), i);
   }
 
   const uint16_t infinity = dtype == DType::f16 ? 0x7c00 : 0x7f80;
@@ -273,7 +273,7 @@ void check_half(DType dtype, const char* what, void (*widen)(float*, const uint1
     for (int i = 0; i < infinity; ++i) {
       const uint16_t low = static_cast<uint16_t>(i | sign);
       const uint16_t high = static_cast<uint16_t>(low + 1);
-      // What would follow the largest number, were it not infinity.
+      // After the largest number: the value that would follow it if there were no infinity.
       const double next = i + 1 < infinity ? naive_widen(dtype, high)
                                            : 2 * naive_widen(dtype, low) -
                                                  naive_widen(dtype, static_cast<uint16_t>(low - 1));
@@ -314,9 +314,9 @@ void test_divide() {
     std::vector<char> before(data.data(), data.data() + count * size_of(dtype));
     try {
       divide(dtype, data.data(), count, 3);
-      if (whole) fail("division of %s: accepted\n", name(dtype));
+      if (whole) fail("division of %s: accepted, but unsupported\n", name(dtype));
     } catch (const InvalidRequestError&) {
-      if (!whole) fail("division of %s: refused\n", name(dtype));
+      if (!whole) fail("division of %s: refused, but supported\n", name(dtype));
     }
     if (whole) continue;
     as_type(dtype, [&](auto zero) {
@@ -331,11 +331,11 @@ void test_divide() {
         store(before.data(), i, wanted);
         const size_t at = i * sizeof(T);
         if (same(dtype, before.data() + at, data.data() + at)) continue;
-        fail("division of %s, element %zu\n", name(dtype), i);
+        fail("division of %s: element %zu is wrong\n", name(dtype), i);
         break;
       }
     });
-    if (!data.intact()) fail("division of %s wrote outside\n", name(dtype));
+    if (!data.intact()) fail("division of %s wrote outside the buffer\n", name(dtype));
   }
 }
 
@@ -348,21 +348,21 @@ void test_copy() {
         fill(DType::u8, src.data(), bytes);
         copy(dst.data(), src.data(), bytes, true);
         if (std::memcmp(dst.data(), src.data(), bytes) != 0 || !dst.intact()) {
-          fail("streaming copy of %zu bytes from offset %zu to %zu\n", bytes, from, to);
+          fail("wrong streaming copy of %zu bytes from offset %zu to %zu\n", bytes, from, to);
         }
       }
     }
   }
 }
 
-// Averages of float16 whose sums are too large for it, from one to many sources, on top of averages
-// so far or not, also in place.
+// Averages of float16 values whose sums overflow float16: with one to many sources, with or without
+// a partial average, and in place.
 void test_average_f16() {
   std::mt19937 random(3);
   std::uniform_real_distribution<float> draw(-60000, 60000);
   for (int num_srcs : {1, 2, 3, 8}) {
     for (size_t count : kCounts) {
-      for (int in_place : {0, 1, 2}) {  // nowhere, a source, the averages so far
+      for (int in_place : {0, 1, 2}) {  // the output is: separate, a source, the partial averages
         for (bool on_top : {false, true}) {
           if (in_place == 2 && !on_top) continue;
           std::vector<uint16_t> partial(count), own(count), wanted(count);

@@ -1,4 +1,4 @@
-// Point-to-point messages.
+// Tests point-to-point messages.
 #include <algorithm>
 #include <atomic>
 #include <cstring>
@@ -68,7 +68,7 @@ void expect_right(const OpPtr& op) {
   expect(error.empty(), error);
 }
 
-// Each rank starts its sends and receives in an order of its own; every tag is used once.
+// Each rank starts its sends and receives in a different order; every tag is used once.
 void many_in_flight() {
   for (const Wiring& wiring : kWirings) {
     run_ranks(wired(wiring, 4), [&](Rank& rank) {
@@ -98,7 +98,7 @@ void many_in_flight() {
   }
 }
 
-// Small and large messages of one sender and one tag arrive in the order in which they were sent.
+// Small and large messages with the same sender and tag arrive in the order of sending.
 void one_tag_in_order() {
   run_ranks(wired({"", 1}, 2), [&](Rank& rank) {
     Group& group = *rank.channels[0];
@@ -113,9 +113,9 @@ void one_tag_in_order() {
   });
 }
 
-// A small message passes the large ones that are under way on its connection: 160 MB, of which the
-// first 4 have come when it is sent. The times are the engine's own, for callbacks run when there
-// is a core for them.
+// A small message overtakes the large ones in flight on its connection. These have 160 MiB, of
+// which the first 4 MiB have arrived when the small one is sent. The test uses the engine's times,
+// because callbacks run only when a core is free.
 void small_ones_overtake() {
   constexpr size_t kLarge = 40;
   const Message last{0, 1, kLarge, 100};
@@ -133,7 +133,7 @@ void small_ones_overtake() {
       for (size_t i = 0; i < kLarge; ++i) {
         ops.push_back(send_filled(group, data[i], {0, 1, i, data[i].size()}));
       }
-      begun.wait();  // by now all have been asked for
+      begun.wait();  // now the receiver has asked for all large messages
       ops.push_back(send(group, small, last));
     } else {
       for (size_t i = 0; i < kLarge; ++i) {
@@ -150,7 +150,7 @@ void small_ones_overtake() {
     expect_content(small, last);
     for (size_t i = 0; i < kLarge; ++i) expect_content(data[i], {0, 1, i, data[i].size()});
   });
-  expect(overtaken, "the small message came after the large ones");
+  expect(overtaken, "the small message arrived after the large ones");
 }
 
 void times_out() {
@@ -164,7 +164,7 @@ void times_out() {
       expect(is<TimeoutError>(op->error()), "wrong error: " + error);
       expect_text(error, "rank 1");
       expect_text(error, "4096 bytes");
-      expect(now_s() - began > 0.25 && now_s() - began < 3, "at the wrong time");
+      expect(now_s() - began > 0.25 && now_s() - began < 3, "timed out too early or too late");
     } else {
       const std::string error = error_of(receive(group, data, -1, 3, 77));
       expect_text(error, "rank 0");
@@ -173,7 +173,7 @@ void times_out() {
   });
 }
 
-// What a rank sent before it left is there; then nothing is waited for.
+// Messages that a rank sent before it left still arrive; later operations with it fail at once.
 void sender_leaves() {
   for (size_t bytes : {size_t(16), size_t(100000)}) {
     run_ranks(wired({"", 1}, 3), [&](Rank& rank) {
@@ -184,7 +184,7 @@ void sender_leaves() {
         group.close();
         return;
       }
-      if (rank.rank == 2) {  // never heard of by rank 0
+      if (rank.rank == 2) {  // leaves without a message to rank 0
         group.close();
         return;
       }
@@ -197,7 +197,7 @@ void sender_leaves() {
         expect(is<PeerLostError>(op->error()), "wrong error: " + error);
       }
       const OpPtr op = send(group, other, {0, 2, 2, bytes});
-      expect(is<PeerLostError>((error_of(op), op->error())), "a send to nobody");
+      expect(is<PeerLostError>((error_of(op), op->error())), "sent to a rank that has left");
     });
   }
 }
@@ -213,7 +213,7 @@ void refused() {
       } catch (const InvalidRequestError&) {
         thrown = true;
       }
-      expect(thrown, "a receive from " + std::to_string(peer));
+      expect(thrown, "accepted a receive from rank " + std::to_string(peer));
     }
   });
 }

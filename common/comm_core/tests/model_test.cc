@@ -1,5 +1,5 @@
-// Random operations of every kind at once, on several groups, some of which fail, beside processes
-// that are forked: what comes of them against a model of each.
+// Runs random operations of every kind at the same time, on several groups, some of which fail,
+// while processes are forked. Compares each outcome with a model of the operation.
 //   model_test [N [SEED]]    N operations over each kind of connection
 #include <sys/wait.h>
 #include <unistd.h>
@@ -25,7 +25,7 @@ constexpr uint32_t kWindow = 1;
 constexpr size_t kSlotElements = 5000;
 constexpr size_t kSizes[] = {0, 1, 100, 20000, 700000};
 
-// Something under way of which the outcome is known.
+// An operation in flight with a known outcome.
 struct Pending {
   std::function<void()> check;
 };
@@ -37,12 +37,12 @@ struct Message {
   char byte(size_t i) const { return char(uint32_t(tag) * 7 + uint32_t(i) * 13 + uint32_t(from)); }
 };
 
-// What all ranks draw alike: of collectives, messages and additions to windows.
+// An operation that all ranks draw alike: a collective, a message or an addition to a window.
 struct Drawn {
   enum Kind { collective, message, addition } kind;
   Case of;
   Message letter;
-  int target;  // of an addition
+  int target;  // rank that an addition goes to
   size_t channel;
 };
 
@@ -117,7 +117,7 @@ class Player {
     return drawn;
   }
 
-  // Starts this rank's part, if it has one.
+  // Starts this rank's part of the operation, if it has one.
   void begin(const Drawn& drawn, std::vector<Pending>& pending) {
     Group& on = group(drawn.channel);
     if (drawn.kind == Drawn::collective) {
@@ -142,7 +142,7 @@ class Player {
       pending.push_back({[op, data, m] {
         expect_right(op);
         for (size_t i = 0; i < m.bytes; i += 1 + i / 8) {
-          expect((*data)[i] == m.byte(i), op->describe() + ": a wrong byte");
+          expect((*data)[i] == m.byte(i), op->describe() + ": wrong byte");
         }
       }});
     } else {
@@ -188,7 +188,7 @@ class Player {
     return count;
   }
 
-  // A group fails in one of several ways, with operations under way, and is made anew.
+  // Makes a group fail in one of several ways, with operations in flight, and creates it again.
   void spoil(size_t channel) {
     const int culprit = int(same_() % kRanks);
     const auto how = same_() % 3;
@@ -200,10 +200,10 @@ class Player {
     spec.inputs = {{in.data(), in.size()}};
     spec.outputs = {{out.data(), out.size()}};
     std::vector<OpPtr> ops;
-    if (how == 0) {  // it gives up
+    if (how == 0) {  // the culprit aborts
       if (!mine) ops.push_back(on.submit(spec));
       if (mine) on.abort("it was drawn");
-    } else if (how == 1) {  // it does not come, and another has little patience
+    } else if (how == 1) {  // the culprit does not call, and another rank has a short time-out
       spec.timeout_s = (culprit + 1) % kRanks == rank_.rank ? 0.02 : 30;
       if (!mine) ops.push_back(on.submit(spec));
       OpSpec none;
@@ -212,18 +212,17 @@ class Player {
       none.tag = UINT64_MAX;
       none.outputs = {{out.data(), 1}};
       ops.push_back(on.submit(std::move(none)));
-    } else {  // it leaves
+    } else {  // the culprit leaves
       if (!mine) ops.push_back(on.submit(spec));
       if (mine) on.close();
     }
-    for (const OpPtr& op : ops) expect(!error_of(op).empty(), "it ended well: " + op->describe());
+    for (const OpPtr& op : ops) expect(!error_of(op).empty(), "did not fail: " + op->describe());
     on.close();
     all_.wait();
     meet(channel);
   }
 
-  // A child that has its parent's memory can do nothing with its parent's groups, and its end is
-  // none of theirs.
+  // A forked child cannot use its parent's groups, and its end does not affect them.
   void fork_one(int who) {
     if (who != rank_.rank) return;
     const pid_t child = fork();
@@ -240,7 +239,7 @@ class Player {
     }
     int status = -1;
     waitpid(child, &status, 0);
-    expect(status == 0, "a child ended with " + std::to_string(status));
+    expect(status == 0, "a child ended with status " + std::to_string(status));
   }
 
   Rank& rank_;
@@ -249,7 +248,7 @@ class Player {
   std::mt19937 same_, mine_;
   uint64_t tags_ = 0;
   std::vector<std::vector<int64_t>> windows_;  // by channel: a slot for each rank
-  std::vector<std::vector<int64_t>> given_;    // by channel and target: additions by each rank
+  std::vector<std::vector<int64_t>> given_;    // additions of each rank, by channel and target
 };
 
 }  // namespace

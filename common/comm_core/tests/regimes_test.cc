@@ -1,5 +1,5 @@
-// The regimes of collectives against what goes out: to how many peers, and from how many bytes on a
-// rank is woken. The program's own calls of the kernel are counted.
+// Compares the regimes of collectives with the traffic: the number of peers that data goes to, and
+// the number of bytes from which a rank is woken. Counts this program's system calls.
 #include <netinet/in.h>
 #include <sys/socket.h>
 
@@ -21,8 +21,8 @@ namespace {
 
 std::atomic<bool> counting{false};
 std::mutex mutex;
-std::map<int, int> frames;  // of collectives, by descriptor
-int most_wanted = 0;        // bytes from which a rank asked to be woken
+std::map<int, int> frames;  // frames of collectives sent, by descriptor
+int most_wanted = 0;        // largest number of bytes from which a rank asked to be woken
 
 }  // namespace
 
@@ -54,12 +54,12 @@ int __wrap_setsockopt(int fd, int level, int option, const void* value, socklen_
 namespace {
 
 struct Seen {
-  int lanes = 0;   // on which something was sent, of all ranks
-  int frames = 0;  // messages of all ranks
+  int lanes = 0;   // lanes with traffic, of all ranks
+  int frames = 0;  // frames sent, of all ranks
   int most_wanted = 0;
 };
 
-// One operation of `bytes` in all on `n` ranks over TCP, its result checked; what was seen of it.
+// Runs and checks one operation of `bytes` in total on `n` ranks over TCP. Returns the traffic.
 Seen run(OpKind kind, int n, uint64_t bytes, const Options& options = {}) {
   World world{n, 1, 1, "tcp"};
   world.options = options;
@@ -69,7 +69,7 @@ Seen run(OpKind kind, int n, uint64_t bytes, const Options& options = {}) {
     const bool blocks = kind == OpKind::reduce_scatter || kind == OpKind::all_gather;
     const size_t count = bytes / 4 / (blocks ? size_t(n) : 1);
     Case c{kind, DType::f32, ReduceOp::sum, 0, count, 1};
-    start(*rank.channels[0], c)->check();  // the connections are there
+    start(*rank.channels[0], c)->check();  // opens the connections
     together.wait();
     if (rank.rank == 0) {
       std::lock_guard lock(mutex);
@@ -92,7 +92,7 @@ Seen run(OpKind kind, int n, uint64_t bytes, const Options& options = {}) {
 const OpKind kKinds[] = {OpKind::all_reduce, OpKind::reduce_scatter, OpKind::all_gather,
                          OpKind::broadcast};
 
-// Just below each boundary and at it, on both sides of which the result is right too.
+// Runs each operation just below and at each boundary, and checks its result.
 void the_algorithm_is_as_said() {
   Options tcp;
   tcp.transport = TransportChoice::tcp;
@@ -117,7 +117,7 @@ void the_algorithm_is_as_said() {
             expect(seen.lanes == n * (n - 1) && seen.frames == n * (n - 1), what);
           } else if (name == "two_hops") {
             expect(n > 2 && seen.lanes == n * (n - 1) && seen.frames == 2 * n * (n - 1), what);
-          } else if (name == "doubling") {  // of 9: three rounds of 8, and two for the ninth
+          } else if (name == "doubling") {  // 9 ranks: three rounds of 8, and two for the ninth
             expect(n == 9 && seen.lanes == 26 && seen.frames == 26, what);
           } else if (name == "tree") {
             expect(seen.lanes == n - 1 && seen.frames == n - 1, what);
@@ -138,7 +138,7 @@ void the_algorithm_is_as_said() {
   }
 }
 
-// 512 KiB on 4 ranks: blocks of 128 KiB, of which a rank passes on the first eighth at once.
+// 512 KiB on 4 ranks: blocks of 128 KiB, of which a rank passes on each eighth at once.
 void a_short_block_is_passed_on_in_parts() {
   for (OpKind kind : {OpKind::all_reduce, OpKind::reduce_scatter, OpKind::all_gather}) {
     const Seen seen = run(kind, 4, 512 << 10);
@@ -147,7 +147,7 @@ void a_short_block_is_passed_on_in_parts() {
   }
 }
 
-// What costs processor time, the wake-ups of large messages, is as it was: half a chunk each.
+// Wake-ups cost CPU time. For large messages there is still one for each half chunk.
 void a_long_block_wakes_no_more_often() {
   const Options options;
   for (uint64_t block : {1u << 20, 25u << 18, 100u << 20}) {
@@ -177,7 +177,7 @@ void settings_move_the_boundaries() {
 
 int main(int argc, char** argv) {
   return run_tests(argc, argv,
-                   {{"the algorithm is as said", the_algorithm_is_as_said},
+                   {{"the algorithm is that of the regime", the_algorithm_is_as_said},
                     {"a short block is passed on in parts", a_short_block_is_passed_on_in_parts},
                     {"a long block wakes no more often", a_long_block_wakes_no_more_often},
                     {"settings move the boundaries", settings_move_the_boundaries}});

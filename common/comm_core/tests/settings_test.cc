@@ -1,5 +1,5 @@
-// What users set, and addresses: what is understood, what is refused, and what all ranks must
-// share.
+// Tests the users' settings and addresses: valid values, refused values, and settings that must be
+// the same on all ranks.
 #include <unistd.h>
 
 #include <cstdio>
@@ -16,7 +16,7 @@ using namespace comm_core::testing;
 
 namespace {
 
-// Variables that are set as long as this lives.
+// Sets environment variables during its lifetime.
 class Environment {
  public:
   Environment(std::initializer_list<std::pair<const char*, std::string>> variables) {
@@ -40,7 +40,7 @@ void expect_error(const F& work, const std::string& text) {
   } catch (const E& error) {
     return expect_text(error.what(), text);
   }
-  throw std::runtime_error("no error: " + text);
+  throw std::runtime_error("missing error: " + text);
 }
 
 void every_setting_is_read() {
@@ -60,13 +60,13 @@ void every_setting_is_read() {
   expect(o.transport == TransportChoice::tcp && o.interface == "eth7" && o.host_id == "here" &&
              o.allow_loopback && o.sockets.congestion == "reno" && o.sockets.send_buffer == 1 &&
              o.sockets.receive_buffer == 2,
-         "wrong words");
+         "wrong values of the text settings");
   expect(o.tcp_small == 3 && o.tcp_chunk == 4096 && o.tcp_eager == 5 && o.shm_slot == 8192 &&
              o.shm_flat == 7 && o.shm_direct == 8 && o.shm_stream == 9 && o.tcp_direct == 10,
-         "wrong sizes");
+         "wrong values of the size settings");
   expect(host_identity(o) == "here" && host_identity(none) != "here", "wrong identities");
   const Environment shm{{"COMM_CORE_TRANSPORT", "shm"}};
-  expect(Options::from_environment().transport == TransportChoice::shm, "not shm");
+  expect(Options::from_environment().transport == TransportChoice::shm, "the transport is not shm");
 }
 
 void what_is_none_is_refused() {
@@ -92,11 +92,11 @@ void what_ranks_must_share_is_told_apart() {
   for (const auto& [name, value] : deciding) {
     const Environment one{{name, value}};
     const std::string agreed = Options::from_environment().agreed();
-    expect(agreed != usual, std::string(name) + " decides nothing");
+    expect(agreed != usual, std::string(name) + " is not compared");
     expect_text(agreed, std::string(name) + "=" + value);
   }
   const Environment free{{"COMM_CORE_IFNAME", "eth7"}, {"COMM_CORE_TCP_CHUNK", "5000"}};
-  expect(Options::from_environment().agreed() == usual, "what each may choose was compared");
+  expect(Options::from_environment().agreed() == usual, "a setting that may differ is compared");
 }
 
 void a_secret_is_compared_and_not_told() {
@@ -108,9 +108,9 @@ void a_secret_is_compared_and_not_told() {
   for (const char* secret : {"0123456789abcdef", "0123456789abcdeg"}) {
     std::ofstream(path) << secret;
     const Options options = Options::from_environment();
-    expect(options.secret == secret, "another secret");
+    expect(options.secret == secret, "wrong secret");
     const std::string agreed = options.agreed();
-    expect(agreed != last && agreed.find(secret) == std::string::npos, "told, or not compared");
+    expect(agreed != last && agreed.find(secret) == std::string::npos, "shown, or not compared");
     last = agreed;
   }
   unlink(path);
@@ -120,12 +120,12 @@ void addresses() {
   const Address v4 = Address::parse("10.1.2.3", 42), v6 = Address::parse("fe80::1", 43);
   expect(v4.host() == "10.1.2.3" && v4.port() == 42 && v4.text() == "10.1.2.3:42", v4.text());
   expect(v6.host() == "fe80::1" && v6.port() == 43 && v6.text() == "[fe80::1]:43", v6.text());
-  expect(!v4.is_loopback() && !v6.is_loopback(), "a loopback address");
+  expect(!v4.is_loopback() && !v6.is_loopback(), "taken for a loopback address");
   expect(Address::parse("127.0.0.9", 0).is_loopback() && Address::parse("::1", 0).is_loopback(),
-         "no loopback address");
+         "not taken for a loopback address");
   expect_error<InvalidRequestError>([] { Address::parse("localhost", 1); }, "not a numeric");
 
-  expect(address_of_interface("lo") == "127.0.0.1", "of lo: " + address_of_interface("lo"));
+  expect(address_of_interface("lo") == "127.0.0.1", "lo has " + address_of_interface("lo"));
   expect_error<InvalidRequestError>([] { address_of_interface("nope0"); }, "there are: ");
   expect(!interfaces().empty(), "no interfaces");
   expect(address_towards("127.0.0.1") == "127.0.0.1", address_towards("127.0.0.1"));
@@ -136,7 +136,7 @@ void what_is_thrown_keeps_its_kind() {
   const auto prefixed = with_context(std::make_exception_ptr(TimeoutError("late")), "it: ");
   expect(is<TimeoutError>(prefixed) && message_of(prefixed) == "it: late", message_of(prefixed));
   const auto foreign = with_context(std::make_exception_ptr(std::bad_alloc()), "it: ");
-  expect(is<SystemError>(foreign), "no system error");
+  expect(is<SystemError>(foreign), "not a SystemError");
   expect_text(message_of(foreign), "it: ");
 }
 

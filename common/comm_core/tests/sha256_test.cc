@@ -1,4 +1,4 @@
-// SHA-256 against FIPS 180-4 (and lengths around the padding), HMAC against RFC 4231.
+// Checks SHA-256 with FIPS 180-4 (and lengths around the padding), and HMAC with RFC 4231.
 #include "base/sha256.h"
 
 #include "run_tests.h"
@@ -23,7 +23,7 @@ void digests() {
               "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad");
   expect_text(hex(sha256(std::string(1000000, 'a'))),
               "cdc76e5c9914fb9281a1c7e284d73e67f1809a48a497200e046d39ccc7112cd0");
-  // The lengths at which the padding changes shape, as one digest of digests (made with hashlib).
+  // Lengths at which the padding changes, as one digest of their digests (computed with hashlib).
   std::string all;
   for (size_t length = 0; length <= 130; ++length) all += hex(sha256(std::string(length, 'x')));
   expect_text(hex(sha256(all)), "87aca1c44bc7ba8897768170211f0a02063de70801131ff86c7edb9ce32c6a50");
@@ -44,7 +44,7 @@ void every_byte_counts() {
   for (size_t i = 0; i < a.size(); ++i) {
     Digest b = a;
     b[i] ^= 1;
-    expect(!equal_constant_time(a, b), "byte " + std::to_string(i) + " does not count");
+    expect(!equal_constant_time(a, b), "byte " + std::to_string(i) + " is not compared");
   }
   expect(equal_constant_time(a, Digest(a)), "equal digests differ");
 }

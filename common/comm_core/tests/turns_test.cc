@@ -1,10 +1,10 @@
-// Every order, of those with few changes of thread where none is forced, in which threads can meet
-// in Turns: none leaves an operation lying beyond its end or its deadline.
+// Explores all interleavings of threads in Turns with a limited number of unforced switches, and
+// checks that no operation is left waiting after it could end or after its deadline.
 //
-// The threads are fibers, of which one runs; before each step that others can see it may be changed
-// for another. All choices are gone through, depth first, the world being made anew for each. Time
-// passes only when nobody can run, up to the next alarm: were that later than the deadline of an
-// operation, a wake-up would have been lost.
+// The threads are fibers, of which one runs at a time. Before each step that other threads can see,
+// the scheduler may switch to another fiber. It tries all choices depth first, each in a new world.
+// Time advances only when no fiber can run, up to the next alarm. If that is later than the
+// deadline of an operation, a wake-up was lost.
 #include <ucontext.h>
 
 #include <algorithm>
@@ -24,8 +24,8 @@ namespace {
 
 class Fibers {
  public:
-  // Goes through the schedules of what `make` starts, with at most `changes` that nothing forces.
-  // Returns how many there are.
+  // Runs all schedules of the fibers that `make` starts, with at most `changes` unforced switches.
+  // Returns the number of schedules.
   static size_t explore(int changes, const std::function<void(Fibers&)>& make) {
     std::vector<size_t> path;
     size_t schedules = 0;
@@ -45,7 +45,7 @@ class Fibers {
   void start(std::function<void()> body) {
     auto fiber = std::make_unique<Fiber>();
     fiber->body = std::move(body);
-    static std::vector<std::vector<char>> stacks;  // for one world after the other
+    static std::vector<std::vector<char>> stacks;  // reused by each new world
     if (stacks.size() == all_.size()) stacks.emplace_back(64 << 10);
     getcontext(&fiber->context);
     fiber->context.uc_stack.ss_sp = stacks[all_.size()].data();
@@ -54,18 +54,18 @@ class Fibers {
     all_.push_back(std::move(fiber));
   }
 
-  // Others may come first.
+  // Lets other fibers run first.
   void yield() {
     switch_out([] { return true; }, kNever);
   }
-  // Until `ready`, or `until_s`.
+  // Blocks the fiber until `ready()` or the time `until_s`.
   void block(std::function<bool()> ready, double until_s = kNever) {
     switch_out(std::move(ready), until_s);
   }
   double now_s() const { return now_s_; }
-  // What must be looked at before time passes.
+  // A check that runs before time advances to `until_s`.
   std::function<void(double until_s)> before_time_passes = [](double) {};
-  // Whether what all this is for has happened.
+  // True if the scenario has reached its goal.
   std::function<bool()> complete = [] { return true; };
 
  private:
@@ -120,7 +120,7 @@ class Fibers {
 
   void run() {
     for (size_t steps = 0;; ++steps) {
-      testing::expect(steps < 10000, "it ends");
+      testing::expect(steps < 10000, "the schedule does not end");
       std::vector<size_t> able;
       for (size_t i = 0; i < all_.size(); ++i) {
         if (can_run(*all_[i])) able.push_back(i);
@@ -135,7 +135,7 @@ class Fibers {
         now_s_ = next_s;
         continue;
       }
-      // The one that ran goes first: going on costs no change.
+      // The fiber that ran last comes first: continuing it costs no switch.
       const auto same = std::find(able.begin(), able.end(), running_);
       const bool forced = same == able.end();
       if (!forced) std::rotate(able.begin(), same, same + 1);
@@ -151,7 +151,7 @@ class Fibers {
       }
       swapcontext(&main_, &fiber.context);
     }
-    testing::expect(complete(), "everything has ended");
+    testing::expect(complete(), "an operation has not ended");
   }
 
   std::vector<size_t>& path_;
@@ -163,7 +163,7 @@ class Fibers {
   double now_s_ = 0;
 };
 
-Fibers* fibers;  // of the world that is being gone through
+Fibers* fibers;  // those of the current world
 
 class FlagOfFibers {
  public:
@@ -200,12 +200,12 @@ class MutexOfFibers {
   bool locked_ = false;
 };
 
-// Operations that end when a peer's word has come, or at their deadline; a collective moves only
-// while somebody drives, a message whenever its word is heard.
+// An operation ends when its peer's answer has arrived, or at its deadline. A collective advances
+// only while a thread drives; a message ends when a thread notices its answer.
 struct Operation {
   bool collective = false;
   double deadline_s = kNever;
-  bool answered = false;  // the peer's word is there
+  bool answered = false;  // the peer's answer has arrived
   bool ended = false;
   bool done() const { return ended; }
 };
@@ -243,8 +243,8 @@ class World {
   void wait(Operation& op) {
     while (!op.done()) turns.wait(op, kNever);
   }
-  // A peer's word: of a message through the kernel, of a collective through memory, where the peer
-  // rings only for one that sleeps.
+  // A peer's answer. For a message it comes through the kernel. For a collective it comes through
+  // shared memory, and the peer wakes this process only if its driver sleeps.
   void answer(Operation& op) {
     fibers->yield();
     op.answered = true;
@@ -256,7 +256,7 @@ class World {
     if (std::exchange(asleep_, false)) news_of_collectives_ = true;
   }
 
-  // What Turns asks of an engine.
+  // The interface that Turns requires of an engine.
   void take() {
     fibers->yield();
     for (Operation* op : std::exchange(brought_, {})) under_way_.push_back(op);
@@ -266,7 +266,7 @@ class World {
     fibers->yield();
     for (Operation* op : under_way_) {
       if (!op->collective) continue;
-      if (!op->answered) return false;  // the first goes first
+      if (!op->answered) return false;  // collectives end in order
       end(op);
       return true;
     }
@@ -303,7 +303,7 @@ class World {
     woken_ = false;
     hear();
   }
-  // Takes nothing.
+  // Waits without handling events.
   void nap(double until_s) {
     fibers->block([this] { return woken_ || news_of_messages_; }, until_s);
   }
@@ -324,7 +324,7 @@ class World {
     op->ended = true;
     std::erase(under_way_, op);
   }
-  // News of messages end those whose word is there.
+  // Ends the messages whose answer has arrived.
   void hear() {
     news_of_messages_ = false;
     for (Operation* op : std::vector<Operation*>(under_way_)) {
@@ -335,13 +335,13 @@ class World {
   std::vector<std::unique_ptr<Operation>> all_;
   std::vector<Operation*> brought_, under_way_;
   bool woken_ = false, asleep_ = false;
-  bool news_of_collectives_ = false, news_of_messages_ = false;  // in the kernel
+  bool news_of_collectives_ = false, news_of_messages_ = false;  // pending events in the kernel
 };
 
 void go_through(const char* what, int changes,
                 const std::function<void(World&, Fibers&)>& scenario) {
   const size_t schedules = Fibers::explore(changes, [&](Fibers& here) {
-    // It lives as long as its fibers, whose bodies hold it.
+    // The bodies of the fibers hold the world, so it lives as long as they do.
     auto world = std::make_shared<World>(here);
     here.start([world] {});
     scenario(*world, here);
@@ -349,7 +349,7 @@ void go_through(const char* what, int changes,
   printf("  %s: %zu schedules\n", what, schedules);
 }
 
-// What waits for nobody's word but its own deadline, while a caller drives and leaves.
+// A message without an answer ends at its deadline, while a caller drives and leaves.
 void a_message_that_nobody_waits_for() {
   go_through("a message and a collective", 2, [](World& world, Fibers& here) {
     Operation& message = world.make(false, 1.5);

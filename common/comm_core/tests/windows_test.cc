@@ -1,4 +1,4 @@
-// One-sided operations: what they leave in a window, what they are refused, and locks.
+// Tests one-sided operations: their effect on a window, refused operations, and locks.
 #include <algorithm>
 #include <atomic>
 #include <cstring>
@@ -15,7 +15,7 @@ namespace {
 constexpr uint32_t kWindow = 7;
 using Values = std::vector<float>;
 
-// A window of `slots` slots of `count` elements on every rank, filled with the rank's number.
+// A window of `slots` slots of `count` elements on every rank, filled with the rank number.
 struct Memory {
   Memory(Rank& rank, size_t slots, size_t count)
       : group(*rank.channels[0]), slots(slots), count(count), values(slots * count, rank.rank) {
@@ -86,10 +86,10 @@ void expect_right(const OpPtr& op) {
 
 void expect_refused(const OpPtr& op, const std::string& why) {
   expect_text(error_of(op), why);
-  expect(is<InvalidRequestError>(op->error()), "another kind of error: " + error_of(op));
+  expect(is<InvalidRequestError>(op->error()), "wrong kind of error: " + error_of(op));
 }
 
-// Every rank puts into, adds to and reads every window, its own, too.
+// Every rank puts into, adds to and reads every window, including its own.
 void what_is_given_is_there() {
   for (const Wiring& wiring : kWirings) {
     for (size_t count : {size_t(1), size_t(1000), size_t(300001)}) {
@@ -111,16 +111,16 @@ void what_is_given_is_there() {
           for (uint32_t slot = 0; slot < 4; ++slot) {
             Values found(count);
             expect_right(fetch(group, peer, found, slot));
-            expect(found == Values(count, float(10 + slot)), "another's put is not there");
+            expect(found == Values(count, float(10 + slot)), "the put of a rank is missing");
           }
         }
-        // Sums and maxima in any order: the own value and four, of which each is at most 13.
+        // Sums and maxima in any order: the initial value and four values of at most 13.
         Values sum(1);
         expect_right(fetch(group, 0, sum, 4, (count - 1) * sizeof(float)));
-        expect(sum[0] >= 46 && sum[0] <= 46 + 3, "a sum of " + std::to_string(sum[0]));
+        expect(sum[0] >= 46 && sum[0] <= 46 + 3, "wrong sum: " + std::to_string(sum[0]));
         all.wait();
         expect(memory.versions() == std::vector<uint64_t>{1, 1, 1, 1, 8}, "wrong versions");
-        expect(memory.read(1, 2, true, true).back() == 12, "another slot was read");
+        expect(memory.read(1, 2, true, true).back() == 12, "the wrong slot was read");
         expect(memory.versions() == std::vector<uint64_t>{1, 0, 0, 1, 8},
                "versions were not reset");
         expect(memory.read(1, 2, false, false) == Values(2 * count, 0), "slots were not cleared");
@@ -130,7 +130,7 @@ void what_is_given_is_there() {
   }
 }
 
-// A piece of a slot and no byte beside it.
+// Operations on a part of a slot change no other byte.
 void parts_of_a_slot() {
   Together all(2);
   run_ranks(wired({"", 1}, 2), [&](Rank& rank) {
@@ -149,13 +149,13 @@ void parts_of_a_slot() {
     if (rank.rank == 1) {
       Values wanted(16, 1);
       std::iota(wanted.begin() + 10, wanted.begin() + 13, 5);
-      expect(memory.values == wanted, "more than the piece was written");
+      expect(memory.values == wanted, "bytes outside the part were written");
     }
   });
 }
 
 void what_makes_no_sense_is_refused_and_harms_nothing() {
-  for (int peer : {0, 1}) {  // its own window, and another's
+  for (int peer : {0, 1}) {  // rank 0's own window, and that of rank 1
     Together all(2);
     run_ranks(wired({"", 1}, 2), [&](Rank& rank) {
       Memory memory(rank, 2, 8);
@@ -167,35 +167,35 @@ void what_makes_no_sense_is_refused_and_harms_nothing() {
         expect_refused(give(group, OpKind::put, peer, eight, 0, 4), "32 bytes");
         expect_refused(give(group, OpKind::put, peer, eight, 0, UINT64_MAX - 3), "32 bytes");
         expect_refused(give(group, OpKind::accumulate, peer, eight, 0, 0, ReduceOp::bxor),
-                       "no bxor of float32");
+                       "bxor of float32");
         expect_refused(give(group, OpKind::accumulate, peer, eight, 0, 0, ReduceOp::avg),
-                       "no avg of float32");
+                       "avg of float32");
         OpSpec other = on_window(OpKind::put, peer);
         const Values more(8);
         other.inputs = {{reinterpret_cast<const char*>(more.data()), 32}};
         other.dtype = DType::i32;
-        expect_refused(group.submit(other), "of float32, not of int32");
+        expect_refused(group.submit(other), "dtype float32, not int32");
         other.dtype = DType::f32;
         other.window = 8;
         expect_refused(group.submit(other), "no such window");
         expect_refused(ask(group, OpKind::unlock, peer), "does not hold the lock");
         Values found(8);
         expect_right(fetch(group, peer, found));
-        expect(found == Values(8, float(peer)), "the window was harmed");
+        expect(found == Values(8, float(peer)), "a refused operation changed the window");
         bool thrown = false;
         try {
           memory.read(1, 2, false, false);
         } catch (const InvalidRequestError&) {
           thrown = true;
         }
-        expect(thrown, "a slot that is not there was read");
+        expect(thrown, "a slot that does not exist was read");
       }
       all.wait();
     });
   }
 }
 
-// Additions under the lock of what was read under it: none is lost.
+// Ranks read, increment and write a value under the lock: no increment is lost.
 void one_holds_the_lock() {
   constexpr int kTurns = 25;
   for (const Wiring& wiring : kWirings) {
@@ -217,7 +217,8 @@ void one_holds_the_lock() {
   }
 }
 
-// In the order in which they asked; whoever leaves or frees the window lets the next go on.
+// Ranks get the lock in the order of their requests. If the holder leaves, the next rank gets the
+// lock; if the window is freed, the waiting requests are refused.
 void locks_of_the_gone() {
   Together all(3);
   run_ranks(wired({"", 1}, 3), [&](Rank& rank) {
@@ -230,8 +231,8 @@ void locks_of_the_gone() {
     if (rank.rank == 2) {
       waiting = ask(group, OpKind::lock, 0);
       Values value(1);
-      expect_right(fetch(group, 0, value));  // by now the request has been heard
-      expect(!waiting->done(), "two hold the lock");
+      expect_right(fetch(group, 0, value));  // now rank 0 has received the request for the lock
+      expect(!waiting->done(), "two ranks hold the lock");
     }
     all.wait();
     if (rank.rank == 1) {
@@ -255,7 +256,7 @@ void locks_of_the_gone() {
   });
 }
 
-// Its holder keeps it: the one who waits is told when his time is over, and by whom.
+// The holder never unlocks: the waiting rank times out, and the error names the rank waited for.
 void a_lock_that_is_not_given_back() {
   Together all(2);
   run_ranks(wired({"", 1}, 2), [&](Rank& rank) {
@@ -268,14 +269,14 @@ void a_lock_that_is_not_given_back() {
       spec.timeout_s = 0.2;
       const OpPtr op = memory.group.submit(std::move(spec));
       expect_text(error_of(op), "timed out waiting for rank 0");
-      expect(is<TimeoutError>(op->error()), "another kind of error");
+      expect(is<TimeoutError>(op->error()), "not a TimeoutError");
     }
     all.wait();
     memory.there = false;
   });
 }
 
-// More requests than a connection holds, both ways at once.
+// More requests than fit into a connection's buffers, in both directions at once.
 void many_under_way() {
   Together all(3);
   run_ranks(wired({"tcp", 1}, 3), [&](Rank& rank) {
@@ -292,7 +293,7 @@ void many_under_way() {
       ops.push_back(fetch(memory.group, (rank.rank + 1) % 3, values, uint32_t(rank.rank)));
     }
     for (const OpPtr& op : ops) expect_right(op);
-    for (size_t i = 0; i < found.size(); ++i) {  // in order among themselves
+    for (size_t i = 0; i < found.size(); ++i) {  // the operations of one rank are applied in order
       expect(found[i] == Values(kCount, float((rank.rank + 1) % 3 + int(i) + 1)), "out of order");
     }
     all.wait();

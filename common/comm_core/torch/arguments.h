@@ -1,4 +1,4 @@
-// What the backend's calls check of their arguments. They throw ValueError.
+// Argument checks of the backend's calls. All throw ValueError.
 #pragma once
 
 #include <c10/util/Exception.h>
@@ -8,19 +8,18 @@
 namespace comm_core {
 
 inline const at::Tensor& only(const TensorList& tensors, const char* what) {
-  TORCH_CHECK_VALUE(tensors.size() == 1, what, ": one tensor is expected, got ", tensors.size());
+  TORCH_CHECK_VALUE(tensors.size() == 1, what, ": expected one tensor, got ", tensors.size());
   return tensors[0];
 }
 
 inline void expect_count(size_t got, int n, const char* what) {
-  TORCH_CHECK_VALUE(got == size_t(n), what, ": a tensor for each of the ", n,
-                    " ranks is expected, got ", got);
+  TORCH_CHECK_VALUE(got == size_t(n), what, ": expected ", n, ", got ", got);
 }
 
 inline void expect_times(const at::Tensor& large, const at::Tensor& small, int n,
                          const char* what) {
-  TORCH_CHECK_VALUE(large.numel() == small.numel() * n, what, ": one side has ", large.numel(),
-                    " elements, which is not ", n, " (ranks) times the other's ", small.numel());
+  TORCH_CHECK_VALUE(large.numel() == small.numel() * n, what, ": the larger tensor has ",
+                    large.numel(), " elements, but must have ", n, " ranks x ", small.numel());
 }
 
 }  // namespace comm_core

@@ -12,7 +12,7 @@ namespace {
 
 using c10d::OpType;
 
-// torch's store, in the core's words.
+// Adapts torch's store to the core's interface.
 class TorchStore : public Store {
  public:
   explicit TorchStore(c10::intrusive_ptr<c10d::Store> store) : store_(std::move(store)) {}
@@ -34,12 +34,12 @@ OpKind kind_of(const std::string& operation) {
   for (int kind = 0; kind <= int(OpKind::barrier); ++kind) {
     if (operation == name(OpKind(kind))) return OpKind(kind);
   }
-  throw InvalidRequestError("no collective '" + operation + "'");
+  throw InvalidRequestError("unknown collective '" + operation + "'");
 }
 
 thread_local int current_priority = 0;
 
-// While it lives, the operations that this thread submits are parts of one.
+// During its lifetime, the operations that this thread submits are parts of one operation.
 struct Parts {
   Parts() { under_way = true; }
   ~Parts() { under_way = false; }
@@ -49,17 +49,17 @@ thread_local bool Parts::under_way = false;
 
 std::mutex engine_mutex;
 std::shared_ptr<Engine>& engine_slot() {
-  // Never destroyed by the static order: Python's atexit ends it while that is safe.
+  // Not destroyed with the static objects: Python's atexit handler ends it while that is safe.
   static auto* slot = new std::shared_ptr<Engine>;
   return *slot;
 }
 
-// Held operations start here, in a thread that may block on a device, in the order submitted.
+// Releases held operations in the order submitted, in a thread that may block on a device.
 void release_when_ready(std::shared_ptr<Group> group, OpPtr op, std::function<void()> ready) {
   call_in_order([group = std::move(group), op = std::move(op), ready = std::move(ready)] {
     try {
       ready();
-    } catch (const std::exception& error) {  // of the device, whose results are worth nothing now
+    } catch (const std::exception& error) {  // an error of the device: its results are invalid
       group->abort(op->describe() + ": its input: " + error.what());
       return;
     }
@@ -155,13 +155,13 @@ WorkPtr CoreBackend::each(size_t count, const std::function<WorkPtr(size_t)>& on
 WorkPtr CoreBackend::submit(Call call, OpType type, TensorList result, Milliseconds timeout,
                             bool async) {
   OpSpec& spec = call.spec;
-  // torch's profiler tests and tools know the one without a peer by this name.
+  // torch's profiler tests and tools expect this name for a receive without a peer.
   const std::string title = std::string("comm_core:") +
                             (type == OpType::RECVANYSOURCE ? "recvAnySource" : name(spec.kind));
   call.prepare(spec);
   spec.priority = current_priority;
   if (timeout.count() > 0) spec.timeout_s = std::chrono::duration<double>(timeout).count();
-  // Who waits at once does the work himself.
+  // A caller that waits at once advances the operation itself, so the engine need not wake.
   const bool coalescing = block().backend == this;
   spec.wake = async || spec.held || coalescing;
   const bool held = spec.held;
@@ -187,7 +187,7 @@ std::vector<Regime> CoreBackend::regimes_of(const std::string& operation) const 
   try {
     const Topology& topology = group_->topology();
     comm_core::Options options = group_->options();  // torch's backends have options too
-    // Without shared memory, or with hosts that differ, all goes over lanes.
+    // Without shared memory, or if hosts have different numbers of ranks, all data goes over lanes.
     const bool shared = group_->shm() != nullptr && (topology.one_host() || topology.regular());
     if (!shared) options.transport = TransportChoice::tcp;
     return regimes(kind_of(operation), size_, int(shared ? topology.hosts.size() : size_), options);

@@ -23,15 +23,15 @@ using Milliseconds = std::chrono::milliseconds;
 
 class CoreBackend : public c10d::Backend {
  public:
-  // Meets the other ranks through `store`. `towards`: the rendezvous' host, for the choice of the
-  // interface, may be empty. Throws DistBackendError, ValueError.
+  // Connects to the other ranks, which it finds through `store`. `towards`: host of the rendezvous,
+  // which selects the network interface; may be empty. Throws DistBackendError, ValueError.
   CoreBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
               const std::string& name, const std::string& towards, double timeout_s);
   ~CoreBackend() override;
 
   const std::string getBackendName() const override { return "comm_core"; }
-  // True has torch end no block of messages that an error has left, after which its all_reduce of
-  // this group does nothing (torch 2.13). Blocks that a user begins himself work all the same.
+  // With true, torch 2.13 does not end a coalescing block that an error has left; its all_reduce on
+  // this group then does nothing. Blocks that a user begins explicitly work with false as well.
   bool supportsCoalescing() const override { return false; }
   void setTimeout(Milliseconds timeout) override;
   void startCoalescing() override;
@@ -76,8 +76,8 @@ class CoreBackend : public c10d::Backend {
   void abort() override;
   void shutdown() override;
 
-  // One-sided memory. `memory` [slots, elements] stays alive until `remove_window`; the numbers are
-  // the callers' and equal on all ranks. Throws ValueError, DistBackendError.
+  // One-sided memory. The backend holds `memory` [slots, elements] until `remove_window`. The
+  // caller chooses `number`, the same on all ranks. All throw ValueError, DistBackendError.
   void add_window(int64_t number, const at::Tensor& memory);
   void remove_window(int64_t number);
   std::vector<uint64_t> window_versions(int64_t number);
@@ -87,29 +87,30 @@ class CoreBackend : public c10d::Backend {
                            int64_t offset, const std::optional<at::Tensor>& tensor,
                            c10d::ReduceOp::RedOpType op);
 
-  // Of this group, as `regimes` says of ranks and hosts. Throws ValueError.
+  // The regimes of this group (see collectives/regimes.h). Throws ValueError.
   std::vector<Regime> regimes_of(const std::string& operation) const;
 
   const std::shared_ptr<Group>& group() const { return group_; }
 
  private:
-  // An operation before it is sent off: what is asked for, and the memory of its tensors.
+  // An operation before it is submitted: its specification and the memory of its tensors.
   struct Call : Tensors {
     Call(const char* what, OpKind kind) : Tensors(what) { spec.kind = kind; }
     OpSpec spec;
   };
 
-  // Sends the operation off; `result` is what the work's future yields.
+  // Submits the operation. `result` is the value of the work's future.
   WorkPtr submit(Call call, c10d::OpType type, TensorList result, Milliseconds timeout, bool async);
   template <typename CallOptions>
   WorkPtr submit(Call call, c10d::OpType type, TensorList result, const CallOptions& options) {
     return submit(std::move(call), type, std::move(result), options.timeout, options.asyncOp);
   }
   WorkPtr message(OpKind kind, c10d::OpType type, TensorList& tensors, int peer, int tag);
-  // One work for several; `kind` and `shown`: for the profiler, null: the parts have events.
+  // Combines several works into one. `kind` and `shown` describe the profiler's event; with a null
+  // `kind` only the parts have events.
   WorkPtr together(std::vector<WorkPtr> works, const char* kind, const TensorList& shown,
                    c10d::OpType type, TensorList result);
-  // The same for what `one` starts, `count` times, of which a profiler shows only the whole.
+  // Combines the works of one(0) .. one(count - 1). The profiler shows only the whole.
   WorkPtr each(size_t count, const std::function<WorkPtr(size_t)>& one, const char* kind,
                const TensorList& shown, c10d::OpType type, const TensorList& result);
 
@@ -119,17 +120,17 @@ class CoreBackend : public c10d::Backend {
   std::map<int64_t, at::Tensor> window_memory_;
 };
 
-// Throws ValueError for a reduction that the core does not know.
+// Throws ValueError if the core does not support the reduction.
 ReduceOp op_of(const c10d::ReduceOp& op, const std::string& what);
 
-// The priority of what this thread submits next; higher goes first (default 0).
+// The priority of the operations that this thread submits; higher goes first (default 0).
 void set_priority(int priority);
 int priority();
 
-// Of a world with the settings of the environment. Throws ValueError.
+// The regimes of `ranks` on `hosts`, with the settings of the environment. Throws ValueError.
 std::vector<Regime> regimes_of(const std::string& operation, int ranks, int hosts);
 
-// The engine of this process; made on first use, ended by `shut_down_engine`.
+// The engine of this process: created on first use, ended by `shut_down_engine`.
 std::shared_ptr<Engine> process_engine();
 void shut_down_engine();
 

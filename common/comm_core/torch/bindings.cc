@@ -21,7 +21,7 @@ std::vector<std::tuple<std::string, uint64_t, std::string>> rows_of(
 
 PYBIND11_MODULE(_core, m) {
   m.doc() = "The compiled communication core; use it through the package comm_core.";
-  // The base classes are torch's.
+  // Registers the base classes, which are torch's.
   py::module_::import("torch.distributed");
 
   py::class_<OpTimes>(m, "Times", "When an operation was queued, started and ended.")
@@ -30,7 +30,7 @@ PYBIND11_MODULE(_core, m) {
       .def_readonly("finished_s", &OpTimes::finished_s);
 
   py::class_<CoreWork, c10d::Work, c10::intrusive_ptr<CoreWork>>(m, "Work").def(
-      "times", &CoreWork::times, "Times of a finished operation; ValueError before that.");
+      "times", &CoreWork::times, "Times of a finished operation; ValueError if it still runs.");
 
   py::class_<CoreBackend, c10d::Backend, c10::intrusive_ptr<CoreBackend>>(m, "CoreBackend")
       .def(py::init([](const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,

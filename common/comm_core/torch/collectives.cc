@@ -1,4 +1,4 @@
-// The collectives that every rank gives and gets the same in.
+// Collectives in which every rank has inputs and outputs of the same sizes.
 #include "arguments.h"
 
 namespace comm_core {
@@ -15,7 +15,7 @@ ReduceOp op_of(const c10d::ReduceOp& op, const std::string& what) {
     case c10d::ReduceOp::BAND: return ReduceOp::band;
     case c10d::ReduceOp::BOR: return ReduceOp::bor;
     case c10d::ReduceOp::BXOR: return ReduceOp::bxor;
-    default: C10_THROW_ERROR(ValueError, what + ": comm_core has no such reduction");
+    default: C10_THROW_ERROR(ValueError, what + ": comm_core does not support this reduction");
   }
 }
 
@@ -62,7 +62,7 @@ WorkPtr CoreBackend::allgather(TensorLists& outputs, TensorList& inputs,
                                const c10d::AllgatherOptions& options) {
   const at::Tensor& input = only(inputs, "all_gather");
   expect_count(outputs.size(), 1, "all_gather: output lists");
-  expect_count(outputs[0].size(), size_, "all_gather");
+  expect_count(outputs[0].size(), size_, "all_gather: output tensors (one per rank)");
   Call call("all_gather", OpKind::all_gather);
   call.spec.inputs = {call.input(input)};
   for (const at::Tensor& output : outputs[0]) call.spec.outputs.push_back(call.output(output));
@@ -80,11 +80,11 @@ WorkPtr CoreBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
 
 WorkPtr CoreBackend::allgather_coalesced(TensorLists& outputs, TensorList& inputs,
                                          const c10d::AllgatherOptions& options) {
-  expect_count(outputs.size(), size_, "all_gather_coalesced: output lists");
+  expect_count(outputs.size(), size_, "all_gather_coalesced: output lists (one per rank)");
   const auto one = [&](size_t i) {
     TensorLists gathered(1);
     for (TensorList& of_rank : outputs) {
-      expect_count(of_rank.size(), int(inputs.size()), "all_gather_coalesced");
+      expect_count(of_rank.size(), int(inputs.size()), "all_gather_coalesced: tensors in a list");
       gathered[0].push_back(of_rank[i]);
     }
     TensorList input{inputs[i]};
@@ -97,7 +97,7 @@ WorkPtr CoreBackend::allgather_coalesced(TensorLists& outputs, TensorList& input
 
 WorkPtr CoreBackend::allgather_into_tensor_coalesced(TensorList& outputs, TensorList& inputs,
                                                      const c10d::AllgatherOptions& options) {
-  expect_count(outputs.size(), int(inputs.size()), "all_gather_into_tensor_coalesced");
+  expect_count(outputs.size(), int(inputs.size()), "all_gather_into_tensor_coalesced: outputs");
   const auto one = [&](size_t i) { return _allgather_base(outputs[i], inputs[i], options); };
   return each(inputs.size(), one, "all_gather", inputs, OpType::COALESCED, outputs);
 }
@@ -106,7 +106,7 @@ WorkPtr CoreBackend::reduce_scatter(TensorList& outputs, TensorLists& inputs,
                                     const c10d::ReduceScatterOptions& options) {
   const at::Tensor& output = only(outputs, "reduce_scatter");
   expect_count(inputs.size(), 1, "reduce_scatter: input lists");
-  expect_count(inputs[0].size(), size_, "reduce_scatter");
+  expect_count(inputs[0].size(), size_, "reduce_scatter: input tensors (one per rank)");
   Call call("reduce_scatter", OpKind::reduce_scatter);
   call.spec.op = op_of(options.reduceOp, "reduce_scatter");
   for (const at::Tensor& input : inputs[0]) call.spec.inputs.push_back(call.input(input));
@@ -126,7 +126,7 @@ WorkPtr CoreBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
 
 WorkPtr CoreBackend::reduce_scatter_tensor_coalesced(TensorList& outputs, TensorList& inputs,
                                                      const c10d::ReduceScatterOptions& options) {
-  expect_count(outputs.size(), int(inputs.size()), "reduce_scatter_tensor_coalesced");
+  expect_count(outputs.size(), int(inputs.size()), "reduce_scatter_tensor_coalesced: outputs");
   const auto one = [&](size_t i) { return _reduce_scatter_base(outputs[i], inputs[i], options); };
   return each(inputs.size(), one, "reduce_scatter", inputs, OpType::REDUCE_SCATTER_TENSOR_COALESCED,
               outputs);

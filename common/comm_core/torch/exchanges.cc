@@ -1,4 +1,4 @@
-// The operations in which ranks give or get blocks of their own: from or to one, all, or a peer.
+// Operations with different blocks for different ranks: gather, scatter, all_to_all, messages.
 #include "arguments.h"
 
 namespace comm_core {
@@ -14,15 +14,15 @@ WorkPtr CoreBackend::gather(TensorLists& outputs, TensorList& inputs,
   TensorList result;
   if (call.spec.root == rank_) {
     expect_count(outputs.size(), 1, "gather: output lists");
-    expect_count(outputs[0].size(), size_, "gather");
+    expect_count(outputs[0].size(), size_, "gather: output tensors (one per rank)");
     result = outputs[0];
     for (const at::Tensor& output : result) {
       TORCH_CHECK_VALUE(output.numel() == input.numel(),
-                        "gather: the tensors must all be of one size");
+                        "gather: all tensors must have the same number of elements");
       call.spec.outputs.push_back(call.output(output));
     }
   } else {
-    TORCH_CHECK_VALUE(outputs.empty() || outputs[0].empty(), "gather: only the root has outputs");
+    TORCH_CHECK_VALUE(outputs.empty() || outputs[0].empty(), "gather: only the root takes outputs");
   }
   return submit(std::move(call), OpType::GATHER, result, options);
 }
@@ -35,14 +35,14 @@ WorkPtr CoreBackend::scatter(TensorList& outputs, TensorLists& inputs,
   call.spec.outputs = {call.output(output)};
   if (call.spec.root == rank_) {
     expect_count(inputs.size(), 1, "scatter: input lists");
-    expect_count(inputs[0].size(), size_, "scatter");
+    expect_count(inputs[0].size(), size_, "scatter: input tensors (one per rank)");
     for (const at::Tensor& input : inputs[0]) {
       TORCH_CHECK_VALUE(input.numel() == output.numel(),
-                        "scatter: the tensors must all be of one size");
+                        "scatter: all tensors must have the same number of elements");
       call.spec.inputs.push_back(call.input(input));
     }
   } else {
-    TORCH_CHECK_VALUE(inputs.empty() || inputs[0].empty(), "scatter: only the root has inputs");
+    TORCH_CHECK_VALUE(inputs.empty() || inputs[0].empty(), "scatter: only the root takes inputs");
   }
   return submit(std::move(call), OpType::SCATTER, outputs, options);
 }
@@ -54,25 +54,25 @@ WorkPtr CoreBackend::alltoall_base(at::Tensor& output, at::Tensor& input,
   Call call("all_to_all_single", OpKind::all_to_all);
   const ConstSpan in = call.input(input);
   const Span out = call.output(output);
-  // Each rank's rows, of which `sizes` are the numbers; no sizes: equal parts.
+  // Divides `whole` into one block per rank. `sizes` are numbers of rows; empty: equal parts.
   const auto parts = [&](const auto& whole, const at::Tensor& tensor, std::vector<int64_t> sizes) {
     const int64_t rows = tensor.dim() == 0 ? tensor.numel() : tensor.size(0);
     if (sizes.empty()) {
-      TORCH_CHECK_VALUE(rows % size_ == 0, "all_to_all_single: ", rows, " rows cannot be cut into ",
-                        size_, " equal parts");
+      TORCH_CHECK_VALUE(rows % size_ == 0, "all_to_all_single: ", rows,
+                        " rows cannot be divided into ", size_, " equal parts");
       sizes.assign(size_t(size_), rows / size_);
     }
-    expect_count(sizes.size(), size_, "all_to_all_single: split sizes");
+    expect_count(sizes.size(), size_, "all_to_all_single: split sizes (one per rank)");
     std::vector<std::decay_t<decltype(whole)>> blocks;
     int64_t total = 0;
     const size_t row_bytes = rows == 0 ? 0 : tensor.nbytes() / size_t(rows);
     for (int64_t size : sizes) {
-      TORCH_CHECK_VALUE(size >= 0, "all_to_all_single: a split size is negative: ", size);
+      TORCH_CHECK_VALUE(size >= 0, "all_to_all_single: negative split size: ", size);
       blocks.push_back({whole.data + size_t(total) * row_bytes, size_t(size) * row_bytes});
       total += size;
     }
     TORCH_CHECK_VALUE(total == rows, "all_to_all_single: the split sizes add up to ", total,
-                      ", not to the ", rows, " rows");
+                      ", but the tensor has ", rows, " rows");
     return blocks;
   };
   call.spec.inputs = parts(in, input, input_sizes);
@@ -82,8 +82,8 @@ WorkPtr CoreBackend::alltoall_base(at::Tensor& output, at::Tensor& input,
 
 WorkPtr CoreBackend::alltoall(TensorList& outputs, TensorList& inputs,
                               const c10d::AllToAllOptions& options) {
-  expect_count(outputs.size(), size_, "all_to_all");
-  expect_count(inputs.size(), size_, "all_to_all");
+  expect_count(outputs.size(), size_, "all_to_all: output tensors (one per rank)");
+  expect_count(inputs.size(), size_, "all_to_all: input tensors (one per rank)");
   Call call("all_to_all", OpKind::all_to_all);
   for (const at::Tensor& input : inputs) call.spec.inputs.push_back(call.input(input));
   for (const at::Tensor& output : outputs) call.spec.outputs.push_back(call.output(output));

@@ -5,11 +5,11 @@
 
 namespace comm_core {
 
-// Every rank reports to rank 0 and waits for its answer; rank 0 names those that did not come, in
-// the words that torch documents: who searches logs for them finds them.
+// Every rank reports to rank 0 and waits for its answer. Rank 0 names the missing ranks. The
+// messages use the wording that torch documents, so that a search in logs finds them.
 void CoreBackend::monitoredBarrier(const c10d::BarrierOptions& options, bool wait_all) {
-  constexpr uint64_t kTag = uint64_t(1) << 40;  // outside what torch's tags can be
-  // Unset is negative; a time-out of 0 asks who is here already.
+  constexpr uint64_t kTag = uint64_t(1) << 40;  // outside the range of torch's tags
+  // A negative time-out is unset. With 0, only ranks that have already arrived count.
   const double timeout_s = options.timeout.count() >= 0
                                ? std::chrono::duration<double>(options.timeout).count()
                                : group_->timeout_s();
@@ -19,7 +19,7 @@ void CoreBackend::monitoredBarrier(const c10d::BarrierOptions& options, bool wai
     spec.kind = kind;
     spec.peer = peer;
     spec.tag = kTag;
-    // The wait below decides; the operation's own end must not come first.
+    // The wait below enforces the time-out; that of the operation must not pass first.
     spec.timeout_s = timeout_s + 60;
     auto kept = std::make_shared<char>(char(0));
     if (kind == OpKind::send) spec.inputs = {{kept.get(), 1}};
@@ -43,7 +43,7 @@ void CoreBackend::monitoredBarrier(const c10d::BarrierOptions& options, bool wai
     } catch (const CommError& e) {
       C10_THROW_ERROR(DistBackendError, errors + e.what());
     }
-    // No abort: rank 0 may have begun later and be waiting still, to name the faulty rank.
+    // No abort: rank 0 may have started later and still be waiting; it names the missing rank.
     C10_THROW_ERROR(DistBackendError, errors + "no answer within " + seconds +
                                           "; the log of rank 0 names the faulty rank");
   }

@@ -11,7 +11,7 @@ namespace comm_core {
 
 namespace {
 
-// Copies of tensors are nothing that autograd should see.
+// Hides copies of tensors from autograd.
 struct NoAutograd {
   at::NoGradGuard no_grad;
   at::AutoDispatchBelowADInplaceOrView below;
@@ -42,8 +42,8 @@ DType dtype_of(const at::Tensor& tensor, const std::string& what) {
     case at::kComplexFloat: return DType::c64;
     case at::kComplexDouble: return DType::c128;
     default:
-      C10_THROW_ERROR(TypeError,
-                      what + ": comm_core has no " + toString(tensor.scalar_type()) + " tensors");
+      C10_THROW_ERROR(TypeError, what + ": comm_core does not support " +
+                                     toString(tensor.scalar_type()) + " tensors");
   }
 }
 
@@ -61,7 +61,7 @@ void Tensors::check(const at::Tensor& tensor) {
                    tensor.layout());
   const c10::DeviceType kind = tensor.device().type();
   TORCH_CHECK_VALUE(kind == c10::DeviceType::CPU || kind == c10::DeviceType::CUDA, what_,
-                    ": comm_core moves CPU and CUDA tensors, this one is on ", tensor.device());
+                    ": comm_core takes CPU and CUDA tensors, this one is on ", tensor.device());
   if (!type_) {
     dtype_of(tensor, what_);
     type_ = tensor.scalar_type();
@@ -69,7 +69,7 @@ void Tensors::check(const at::Tensor& tensor) {
     if (kind == c10::DeviceType::CUDA) {
       const c10::impl::VirtualGuardImpl guard(kind);
       stream_ = guard.getStreamFromGlobalPool(tensor.device());
-      // The copies start when the stream that makes the inputs has come this far.
+      // The copies start once the stream that produces the inputs has reached this point.
       c10::Event made(kind);
       made.record(guard.getStream(tensor.device()));
       made.block(*stream_);
@@ -158,7 +158,7 @@ void Tensors::prepare(OpSpec& spec) {
     kept_->staged->record(*stream_);
   }
   if (kept_->copies_back.empty()) return;
-  Kept* kept = kept_.get();  // lives as long as the operation
+  Kept* kept = kept_.get();  // `keep_alive` holds it as long as the operation lives
   spec.epilogue = [kept, left = kept->stream ? std::vector<Copy>() : kept->copies_back]() mutable {
     const NoAutograd guard;
     if (!kept->stream) return copy_some(left);

@@ -1,4 +1,4 @@
-// From tensors to memory and back: checks, contiguous copies where they are needed, CUDA staging.
+// Memory of tensors for the core: checks, contiguous copies where needed, and CUDA staging.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -14,36 +14,37 @@
 
 namespace comm_core {
 
-// Throws TypeError for a type that the core does not know.
+// Throws TypeError if the core does not support the dtype.
 DType dtype_of(const at::Tensor& tensor, const std::string& what);
 
-// Zeroed bytes in memory that the ranks of this host can read in place. Throws as the core does.
+// Zeroed bytes in memory that all ranks of this host can read in place. Throws CommError, or
+// ValueError for a negative size.
 at::Tensor shared_bytes(int64_t bytes);
 
-// The tensors of one operation. Asked for memory tensor by tensor; then `prepare` is called once.
+// The tensors of one operation. Call `input` and `output` for each tensor, then `prepare` once.
 class Tensors {
  public:
   explicit Tensors(std::string what) : what_(std::move(what)) {}
 
-  // Contiguous memory with the tensor's values, on the host.
+  // Contiguous host memory with the tensor's values.
   ConstSpan input(const at::Tensor& tensor);
-  // Memory whose bytes become the tensor's values when the operation has ended. `keeps`: it starts
-  // with them (in-place operations).
+  // Memory whose bytes become the tensor's values when the operation has ended. `keeps`: it also
+  // starts with these values (in-place operations).
   Span output(const at::Tensor& tensor, bool keeps = false);
-  // n blocks of equal size along the first dimension's memory.
+  // The tensor's memory in n contiguous blocks of equal size.
   std::vector<ConstSpan> input_blocks(const at::Tensor& tensor, int n);
   std::vector<Span> output_blocks(const at::Tensor& tensor, int n);
 
   DType dtype() const;
-  // What a profiler should show of the operation: the tensors it reads, else those it fills.
+  // The tensors for the profiler: those that the operation reads; if none, those that it writes.
   std::vector<at::Tensor> shown() const;
   bool on_device() const { return stream_.has_value(); }
 
-  // After the last request: `epilogue` and `keep_alive` of `spec`, and whether it must be held.
+  // Sets `dtype`, `keep_alive`, `held` and `epilogue` of `spec`.
   void prepare(OpSpec& spec);
-  // On a device: blocks until the inputs are on the host.
+  // For device tensors: returns a function that blocks until the inputs are on the host.
   std::function<void()> ready();
-  // On a device: makes the caller's current stream wait for the results.
+  // For device tensors: returns one that makes the caller's current stream wait for the results.
   std::function<void()> synchronize();
 
  private:
@@ -56,7 +57,7 @@ class Tensors {
     std::optional<c10::Stream> stream;
     std::shared_ptr<c10::Event> staged, finished;
   };
-  // About a chunk of what is left; true if that was the rest.
+  // Copies about one chunk of `left` and removes it; true if nothing remains.
   static bool copy_some(std::vector<Copy>& left);
   at::Tensor host_copy(const at::Tensor& tensor, bool with_values);
   void check(const at::Tensor& tensor);

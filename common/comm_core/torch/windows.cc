@@ -6,7 +6,7 @@ namespace comm_core {
 
 void CoreBackend::add_window(int64_t number, const at::Tensor& memory) {
   TORCH_CHECK_VALUE(memory.dim() == 2 && memory.is_contiguous() && memory.device().is_cpu(),
-                    "a window's memory is a contiguous CPU tensor [slots, elements]");
+                    "a window's memory must be a contiguous CPU tensor [slots, elements]");
   const DType dtype = dtype_of(memory, "window");
   const Span span{static_cast<char*>(memory.mutable_data_ptr()), memory.nbytes()};
   on_windows([&](Windows& windows) {
@@ -30,7 +30,7 @@ at::Tensor CoreBackend::read_window(int64_t number, int64_t first, int64_t count
                                     bool clear) {
   const auto found = window_memory_.find(number);
   TORCH_CHECK_VALUE(found != window_memory_.end(), "the window was freed");
-  TORCH_CHECK_VALUE(first >= 0 && count >= 0, "a window has no negative slots");
+  TORCH_CHECK_VALUE(first >= 0 && count >= 0, "the slot and the count must not be negative");
   const at::Tensor& memory = found->second;
   at::Tensor copy = at::empty({count, memory.size(1)}, memory.options());
   on_windows([&](Windows& windows) {

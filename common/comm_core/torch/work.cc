@@ -21,21 +21,21 @@ namespace comm_core {
 
 namespace {
 
-// A callback that is done by then has held up nobody. Far more than one takes that waits for a core
-// or for Python's lock, for what follows would else be run before it.
+// A callback gets this long before another thread runs the next ones. It must be much longer than a
+// callback that only waits for a core or for Python's lock, or later ones would overtake it.
 constexpr auto kPatience = std::chrono::milliseconds(50);
-// So many that wait for each other are more likely a mistake.
+// Limit on threads: more callbacks that wait for each other are probably a mistake.
 constexpr size_t kMostThreads = 64;
 
-// Runs callbacks in their order, one at a time. One that takes long, as a user's may that waits for
-// another future, is left behind: the next thread goes on with those that follow.
+// Runs callbacks in order, one at a time. If one takes long, such as a user's callback that waits
+// for another future, a further thread runs the callbacks after it.
 class Caller {
  public:
   explicit Caller(size_t most_threads) : most_threads_(most_threads) {}
 
   void add(std::function<void()> callback) {
     std::lock_guard<std::mutex> lock(mutex_);
-    if (stopped_) return;  // at the interpreter's end: nobody is left to be told
+    if (stopped_) return;  // the interpreter has ended: nothing may be called back
     queue_.push_back(std::move(callback));
     if (idle_ == 0 && threads_.size() < most_threads_) start();
     changed_.notify_all();
@@ -43,7 +43,7 @@ class Caller {
 
   bool forked() const { return forks_ != forks(); }
 
-  // Ends when all has been called back. From then on nothing is.
+  // Returns once all queued callbacks have run. Later ones are dropped.
   void stop() {
     if (forked()) return;  // the threads are the parent's
     std::vector<std::thread> threads;
@@ -84,7 +84,7 @@ class Caller {
       callback = nullptr;
       lock.lock();
       ++idle_;
-      if (call_ == call) calling_ = false;  // else others have gone on meanwhile
+      if (call_ == call) calling_ = false;  // else another thread runs later callbacks
       changed_.notify_all();
     }
   }
@@ -94,15 +94,15 @@ class Caller {
   std::condition_variable changed_;
   std::deque<std::function<void()>> queue_;
   std::vector<std::thread> threads_;
-  size_t idle_ = 0;       // threads that are in no callback
-  uint64_t call_ = 0;     // the last one begun
-  bool calling_ = false;  // it has not ended
+  size_t idle_ = 0;       // number of threads outside callbacks
+  uint64_t call_ = 0;     // number of the last callback begun
+  bool calling_ = false;  // that callback has not ended
   bool stopped_ = false;
   const uint32_t forks_ = forks();
 };
 
-// A forked child has its own; none is ever destroyed, as an engine may outlive any order of static
-// ends.
+// A forked child gets its own instance. Instances are never destroyed, because an engine may
+// outlive static objects.
 Caller& own(Caller*& instance, size_t most_threads) {
   static std::mutex mutex;
   std::lock_guard<std::mutex> lock(mutex);
@@ -115,7 +115,7 @@ Caller& caller() {
   return own(instance, kMostThreads);
 }
 
-// One thread: what is waited for here ends by itself, and starts operations in their order.
+// One thread: its work waits only for devices, and it must start operations in order.
 Caller& starter() {
   static Caller* instance = nullptr;
   return own(instance, 1);
@@ -168,7 +168,7 @@ CoreWork::CoreWork(int rank, c10d::OpType type, const char* title,
       result_(std::move(result)),
       synchronize_(std::move(synchronize)) {
   if (recordFunctionEndCallback_ && !ops_.empty()) {
-    // The profiler's event ends with the operation, not with the last look at this object.
+    // The profiler's event ends with the operation, not when this object is destroyed.
     ops_.back()->on_done(std::exchange(recordFunctionEndCallback_, nullptr));
   }
 }
@@ -202,7 +202,7 @@ std::exception_ptr CoreWork::exception() const {
 int CoreWork::sourceRank() const { return ops_.empty() ? -1 : ops_[0]->source(); }
 
 std::vector<at::Tensor> CoreWork::result() {
-  TORCH_CHECK(isCompleted(), "the result of an operation that has not ended");
+  TORCH_CHECK(isCompleted(), "no result yet: the operation has not ended");
   return result_;
 }
 
@@ -216,7 +216,7 @@ bool CoreWork::wait(std::chrono::milliseconds timeout) {
   const std::vector<OpPtr>& parts = block().ops;
   if (!ops_.empty() && std::find(parts.begin(), parts.end(), ops_[0]) != parts.end()) block() = {};
   for (const OpPtr& op : ops_) {
-    // All of it together: 0 stands for no end.
+    // The time-out covers all operations together; 0 means no limit.
     const bool ended = op->wait(given_s > 0 ? std::max(1e-6, until_s - now_s()) : 0);
     stay_if_ending();
     if (!ended) {
@@ -231,7 +231,7 @@ bool CoreWork::wait(std::chrono::milliseconds timeout) {
 
 void CoreWork::abort() {
   C10_THROW_ERROR(NotImplementedError,
-                  "one operation cannot be aborted alone; abort the process group");
+                  "a single operation cannot be aborted; abort the process group");
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> CoreWork::getFuture() {

@@ -1,4 +1,4 @@
-// What torch.distributed hands its users for an operation under way.
+// The handle that torch.distributed returns for an operation in flight.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Work.hpp>
@@ -10,13 +10,13 @@
 
 namespace comm_core {
 
-// Turns an error of the core into torch's: DistBackendError, or ValueError for a bad request.
+// Converts an error of the core to torch's: DistBackendError, or ValueError for an invalid request.
 [[noreturn]] void throw_as_torch(const std::exception_ptr& error);
 
 class CoreWork : public c10d::Work {
  public:
-  // `synchronize`: called in a waiter's thread after the end, e.g. to order CUDA streams.
-  // `title` and `shown`: of the profiler's event; no title, no event.
+  // `title` and `shown`: name and tensors of the profiler's event; a null title means no event.
+  // `synchronize`: called in a waiting thread after the end, e.g. to order CUDA streams.
   CoreWork(int rank, c10d::OpType type, const char* title, const std::vector<at::Tensor>& shown,
            std::vector<OpPtr> ops, std::vector<at::Tensor> result,
            std::function<void()> synchronize);
@@ -34,8 +34,8 @@ class CoreWork : public c10d::Work {
   float getDuration() const override;
   uint64_t getSequencenumber() const override;
 
-  // Of all its operations: first enqueued, first started, last finished. Throws ValueError while
-  // one is running.
+  // The earliest enqueue, earliest start and latest finish of all its operations. Throws ValueError
+  // while one is running.
   OpTimes times() const;
   const std::vector<OpPtr>& ops() const { return ops_; }
 
@@ -48,10 +48,11 @@ class CoreWork : public c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
 
-// What a thread has begun as one operation. torch ends no block that an error has left: it is over,
-// too, when the thread waits for one of its parts, for which nobody has any other use.
+// Operations that a thread has begun as one (torch's coalescing). torch does not end a block that
+// an error has left. A block therefore also ends when the thread waits for one of its parts, which
+// no thread does otherwise.
 struct Block {
-  const void* backend = nullptr;  // of whose operations it is; null: there is none
+  const void* backend = nullptr;  // the backend of the operations; null: no block is open
   std::vector<OpPtr> ops;
   std::vector<std::function<void()>> synchronize;
 
@@ -62,15 +63,14 @@ struct Block {
 };
 Block& block();  // this thread's
 
-// Calls back outside the engine, whose thread must never wait for Python's lock.
+// Runs `callback` outside the engine's thread, which must never wait for Python's lock.
 void call_back(std::function<void()> callback);
-// The same for what may block on a device, strictly one after the other.
+// Runs `work`, which may block on a device, strictly in the order of the calls.
 void call_in_order(std::function<void()> work);
-// Ends the threads behind them after what is queued has run; nothing is called back from then on.
+// Ends the threads of the two above after the queued work has run. Later work is dropped.
 void stop_calling_back();
-// Python is about to end, says the thread that ends it. Others that wait for an operation stay
-// where they are: the interpreter ends a thread that comes back then, in C++ frames that must not
-// be left so, and the process would abort.
+// The thread that ends Python calls this. From then on, other threads that wait for an operation
+// never return: the interpreter would end them inside C++ frames, and the process would abort.
 void keep_waiting_threads();
 
 }  // namespace comm_core

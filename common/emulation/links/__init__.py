@@ -1,9 +1,8 @@
-"""How the links of virtual hosts get their rate, delay, jitter and loss.
+"""Implementations of the links between virtual hosts: rate, delay, jitter and loss.
 
-Two ways, and `choose` between them. `tc`: a bridge of the kernel whose ports tbf and netem shape.
-`switch`: a program of ours between the ends of the cables, which needs nothing of the kernel but
-veth devices and packet sockets, and knows sites. Both count bytes as common/emulation/network.py
-says.
+`tc` is a bridge of the kernel whose ports are shaped by tbf and netem. `switch` is a program of
+this project between the ends of the links; it needs only veth devices and packet sockets, and it
+supports sites. `choose` selects one. Both count bytes as common/emulation/network.py describes.
 """
 
 from __future__ import annotations
@@ -20,26 +19,27 @@ from dear.errors import UserError
 __all__ = ["KernelLinks", "Links", "SwitchedLinks", "check", "choose", "has_netem"]
 
 
-def check(asked: Literal["auto", "switch", "tc"], profiles: Iterable[NetworkProfile]) -> None:
-    """Raises `UserError` if links of the kind that was asked for cannot do one of the profiles."""
+def check(kind: Literal["auto", "switch", "tc"], profiles: Iterable[NetworkProfile]) -> None:
+    """Raises `UserError` if links of this kind cannot apply one of the profiles."""
     for profile in profiles:
-        if asked == "tc" and profile.sites:
+        if kind == "tc" and profile.sites:
             raise UserError(
-                f"cluster.links: tc knows no sites, which network {profile.name!r} has; use switch"
+                f"cluster.links: tc does not support sites, which network {profile.name!r} has; "
+                "use switch"
             )
 
 
-def choose(asked: Literal["auto", "switch", "tc"], profiles: Sequence[NetworkProfile]) -> Links:
-    """The kind that was asked for; for `auto` that which can do all of the profiles.
+def choose(kind: Literal["auto", "switch", "tc"], profiles: Sequence[NetworkProfile]) -> Links:
+    """Returns links of this kind; for `auto`, of a kind that can apply all profiles.
 
-    That is `tc` where the kernel has netem and no profile has sites: the kernel forwards at half
-    the CPU time, and what can be compared with other people's emulations is theirs, too.
+    `auto` means `tc` if the kernel has netem and no profile has sites, else `switch`: the kernel
+    forwards at half the CPU time, and results are comparable with other emulations based on it.
 
     Raises:
-        UserError: as `check`, or the switch is not built.
+        UserError: as for `check`, or the switch is not built.
     """
-    check(asked, profiles)
+    check(kind, profiles)
     sites = any(profile.sites for profile in profiles)
-    if asked == "tc" or (asked == "auto" and has_netem() and not sites):
+    if kind == "tc" or (kind == "auto" and has_netem() and not sites):
         return KernelLinks()
     return SwitchedLinks()

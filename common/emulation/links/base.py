@@ -1,4 +1,4 @@
-"""What every kind of link between virtual hosts can do."""
+"""Interface of the links between virtual hosts."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from common.emulation.config import NetworkProfile
 
 
 class Links(ABC):
-    """The links of one cluster, from `connect` to `close`.
+    """Links of one cluster, from `connect` to `close`.
 
     Attributes:
-        kind: as `cluster.links:` calls it.
-        pids: a process on each host, as /proc shows it.
+        kind: name in the key `cluster.links`.
+        pids: PID of a process on each host, as /proc shows it.
     """
 
     kind: str
@@ -27,75 +27,75 @@ class Links(ABC):
 
     @abstractmethod
     def commands(self, holders: Sequence[int]) -> list[str]:
-        """Lines for ip that lay the cables, in the network of the sandbox.
+        """Returns the lines for ip that create the links, run in the sandbox's network.
 
         Args:
-            holders: a process on each host, for system calls.
+            holders: PID of a process on each host, for system calls.
         """
 
     @property
     @abstractmethod
     def devices(self) -> tuple[str, ...]:
-        """What `commands` makes beside the ends of the hosts' cables."""
+        """Devices that `commands` creates besides the ends of the hosts' links."""
 
     def connect(self, pids: Sequence[int]) -> None:
-        """The cables are there; the hosts are those of these processes, as /proc shows them."""
+        """Stores a PID per host, as /proc shows it. The lines of `commands` must have run."""
         self.pids = list(pids)
 
     def set_profile(self, profile: NetworkProfile, time_scale: float) -> None:
-        """Gives all links this profile, `time_scale` times slower."""
+        """Applies this profile to all links, slowed down by the factor `time_scale`."""
         self.profile, self.time_scale = profile, time_scale
         self.shape()
 
     @abstractmethod
     def shape(self) -> None:
-        """Makes the links what the profile and the time scale say."""
+        """Configures the links according to the profile and the time scale."""
 
     @abstractmethod
     def set_rate(self, host: int, gbps: float) -> None:
-        """Changes both directions of one host's link, to so many emulated Gb/s."""
+        """Sets the rate of one host's link, in both directions, in emulated Gb/s."""
 
     @abstractmethod
     def set_delay(self, host: int, latency_us: float) -> None:
-        """Changes the latency between one host and all others, to so many emulated microseconds.
+        """Sets the latency between one host and all others, in emulated microseconds.
 
         Raises:
-            RuntimeError: `refusal` says why not.
+            RuntimeError: `refusal` gives a reason.
         """
 
     @abstractmethod
     def left_out(self) -> str | None:
-        """A sentence on what of the profile the links do not do, or None."""
+        """Returns a sentence on the parts of the profile that are not applied, or None."""
 
     @staticmethod
     @abstractmethod
     def refusal(profile: NetworkProfile, latency_us: float) -> str | None:
-        """A sentence on why `set_delay` cannot do this where the profile is in force, or None."""
+        """Returns why `set_delay` cannot set this latency under `profile`, or None if it can."""
 
     def burst_bytes(self) -> int:
-        """Frames that a link passes at once after a rest, as fast as this machine can."""
+        """Bytes of frames that a link passes at full machine speed after an idle period."""
         return 0
 
     @property
     def pid(self) -> int | None:
-        """Of the program that is the links, if there is one."""
+        """PID of the program that implements the links, if there is one."""
         return None
 
     def counters(self) -> dict[str, Any] | None:
-        """What the links have done so far; None: nobody counts."""
+        """Returns what the links have counted so far; None if they have no counters."""
         return None
 
     def broken(self) -> str | None:
-        """A sentence on why nothing is carried any more, or None."""
+        """Returns why the links no longer carry packets, or None if they work."""
         return None
 
     def close(self) -> None:
-        """Ends what `connect` has begun; the cables stay."""
+        """Stops what `connect` and `shape` started; the links' devices remain."""
         self.pids = []
 
-    def _on_all(self, tool: str, here: Sequence[str], every_host: Sequence[str]) -> None:
-        jobs = [network.start(tool, here)] if here else []
-        if every_host:
-            jobs += [network.start(tool, every_host, pid) for pid in self.pids]
+    def _on_all(self, tool: str, sandbox_lines: Sequence[str], host_lines: Sequence[str]) -> None:
+        jobs = [network.start(tool, sandbox_lines)] if sandbox_lines else []
+        if host_lines:
+            jobs += [network.start(tool, host_lines, pid) for pid in self.pids]
         for job in jobs:
             network.finish(job)

@@ -1,4 +1,4 @@
-"""Links through a switch of our own: the program link_switch, between the ends of the cables."""
+"""Links through the user-space program link_switch, which connects the ends of all links."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ from common.emulation.namespaces import die_with_parent
 from dear.errors import UserError
 
 PROGRAM = Path(__file__).parent / "link_switch/link_switch"
-# The other end of the cable by which the sandbox itself is on the network.
+# The switch's end of the link to the sandbox itself.
 _OWN_PORT = "switch0"
-# The kernel lets a host send a little faster than its link does: what waits then waits in the host,
-# where TCP sees it, and the link still never idles. The switch alone says what the rate is.
+# The kernel lets a host send slightly faster than its link. Packets then wait in the host, where
+# TCP sees them, and the link never idles. Only the switch enforces the rate.
 _HEADROOM = 1.05
 _ANSWER_S = 10.0
-# The switch is late itself, by about as much; and where packets wait for long, there is no room.
+# The switch itself is late by about _SPARE_NS. With more patience its packet rings would overflow.
 _SPARE_NS, _MOST_PATIENCE_NS = 50e3, 1e6
 _UNLIMITED = 2**63
 
 
 class SwitchedLinks(Links):
-    """See fabric.h beside the program for what it does with a packet.
+    """Links of the program link_switch; its fabric.h describes the path of a packet.
 
     Raises:
         UserError: the program is not built.
     """
 
     kind = "switch"
-    devices = (network.BRIDGE,)  # takes _OWN_PORT with it
+    devices = (network.BRIDGE,)  # removing it removes _OWN_PORT as well
 
     def __init__(self) -> None:
         super().__init__()
         if not PROGRAM.exists():
             raise UserError(
                 "cluster.links: the switch is not built; run make core, or use links: tc, which "
-                "has no sites, and without netem in the kernel bandwidth alone"
+                "does not support sites, and only bandwidth if the kernel has no netem"
             )
         self._process: subprocess.Popen[str] | None = None
         self._errors: Any = None
@@ -73,14 +73,14 @@ class SwitchedLinks(Links):
 
     def set_delay(self, host: int, latency_us: float) -> None:
         others = [other for other in range(len(self.pids)) if other != host]
-        # The time that nothing can be due within is shorter, too.
-        found = [self._patience(min(latency_us, self.profile.nearest_us))]
+        # A smaller latency also shortens the time in which no packet can become due.
+        lines = [self._patience(min(latency_us, self.profile.nearest_us))]
         for pair in [(host, other) for other in others] + [(other, host) for other in others]:
             connection = dataclasses.replace(
                 self.profile.connection(*pair, len(self.pids)), latency_us=latency_us, jitter_us=0
             )
-            found.append(self._path(*pair, connection))
-        self._tell(found)
+            lines.append(self._path(*pair, connection))
+        self._tell(lines)
 
     def left_out(self) -> str | None:
         return None
@@ -94,8 +94,8 @@ class SwitchedLinks(Links):
         return self._pid
 
     def counters(self) -> dict[str, Any] | None:
-        """Since the program began, but `late_us` since the last call: how much later than due
-        packets were handed on, in microseconds of this machine."""
+        """Returns the counts since the program started; `late_us` is since the last call: the
+        delay between due time and delivery, in microseconds of this machine."""
         if self._process is None or self.broken():
             return None
         return {**json.loads(self._ask("stats")), "priority": self.priority}
@@ -104,10 +104,10 @@ class SwitchedLinks(Links):
         if self._process is None or self._process.poll() is None:
             return None
         status = self._process.returncode
-        how = f"killed by signal {-status}" if status < 0 else f"ended with status {status}"
+        cause = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
         self._errors.seek(0)
-        words = self._errors.read().decode().strip().splitlines()[-1:]
-        return f"the switch of the virtual hosts was {how}" + "".join(f": {w}" for w in words)
+        last_line = self._errors.read().decode().strip().splitlines()[-1:]
+        return f"the switch of the virtual hosts {cause}" + "".join(f": {w}" for w in last_line)
 
     def close(self) -> None:
         super().close()
@@ -127,9 +127,9 @@ class SwitchedLinks(Links):
             f"{network.port_of(host)}={network.number_of(network.address_of(host))}"
             for host in range(len(self.pids))
         ]
-        own = f"{_OWN_PORT}={network.number_of(network.BRIDGE_ADDRESS)}"
+        own_port = f"{_OWN_PORT}={network.number_of(network.BRIDGE_ADDRESS)}"
         self._process = subprocess.Popen(
-            [str(PROGRAM), *ports, own],
+            [str(PROGRAM), *ports, own_port],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
@@ -138,11 +138,11 @@ class SwitchedLinks(Links):
         )
         words = self._answer().split()
         if len(words) != 3 or words[0] != "ready":
-            raise RuntimeError(f"the switch says {' '.join(words)!r} instead of being ready")
+            raise RuntimeError(f"the switch answered {' '.join(words)!r}; expected 'ready ...'")
         self.priority, self._pid = words[1], int(words[2])
 
     def _patience(self, nearest_us: float) -> str:
-        # Before that no packet can be due: it has at least the shortest way before it.
+        # No packet becomes due earlier than the shortest latency after its arrival.
         ns = 1e3 * nearest_us * self.time_scale - _SPARE_NS
         return f"patience {round(min(max(0.0, ns), _MOST_PATIENCE_NS))}"
 
@@ -156,7 +156,7 @@ class SwitchedLinks(Links):
 
     def _line(self, host: int, profile: NetworkProfile) -> list[str]:
         speed = self._bits_per_s(profile.gbps)
-        # What waits before a host's own line waits in its memory, and is not lost.
+        # Packets that wait for a host's own line are in that host's memory and are not dropped.
         return [
             f"line up {host} {speed} {_UNLIMITED}",
             f"line down {host} {speed} {profile.queue_bytes}",
@@ -183,7 +183,7 @@ class SwitchedLinks(Links):
     def _tell(self, lines: Sequence[str]) -> None:
         answer = self._ask("\n".join([*lines, "sync"]))
         if answer != "ok":
-            raise RuntimeError(f"the switch says {answer!r} instead of ok")
+            raise RuntimeError(f"the switch answered {answer!r}; expected 'ok'")
 
     def _ask(self, text: str) -> str:
         try:
@@ -196,7 +196,7 @@ class SwitchedLinks(Links):
 
     def _answer(self) -> str:
         if not select.select([self._process.stdout], [], [], _ANSWER_S)[0]:
-            raise RuntimeError(f"the switch of the virtual hosts says nothing for {_ANSWER_S:g} s")
+            raise RuntimeError(f"the switch of the virtual hosts did not answer in {_ANSWER_S:g} s")
         line = self._process.stdout.readline().strip()
         if not line:
             self._process.wait()

@@ -1,4 +1,4 @@
-"""Links that the kernel shapes: a bridge, tbf on both ends of each cable, and netem."""
+"""Links shaped by the kernel: a bridge, tbf on both ends of each link, and netem."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from common.emulation import network
 from common.emulation.config import FRAME_BYTES, NetworkProfile
 from common.emulation.links.base import Links
 
-# One large packet of TCP, 64 KiB in 46 segments with headers, as the bucket counts it: what exceeds
-# the bucket is cut up, slowly. And tokens for the time that a timer may be late: with them four
-# hosts that all send at once keep 10 Gb/s at time scales from 6 to 16.
+# Size of a token bucket: one large TCP packet (64 KiB in 46 segments with headers, as tbf counts
+# it; larger ones are segmented, slowly), plus tokens for the time by which a timer may be late.
+# With these, four hosts that all send at once keep 10 Gb/s at time scales from 6 to 16.
 _LARGEST_BYTES, _LATE_S = 64 * 1024 + 46 * 66, 200e-6
-# Handles of the queues: of different kinds they must differ, or the kernel refuses to replace one.
+# Handles of the queues. Different kinds need different ones, or the kernel refuses to replace them.
 _TBF_ALONE, _NETEM, _TBF_BELOW = "1:", "2:", "3:"
 
 
 class KernelLinks(Links):
-    """What a rate and a delay are, network.py and netem's manual say."""
+    """Links of the kernel. See network.py for rates, and the manual of netem for delays."""
 
     kind = "tc"
     devices = (network.BRIDGE,)
@@ -44,12 +44,12 @@ class KernelLinks(Links):
             for host in range(len(self.pids))
             for line in queue_commands(network.port_of(host), profile, time_scale, self._netem)
         ]
-        # The delay is on one end only, so that it counts once from host to host.
+        # Only one end delays, so that the latency counts once per path between hosts.
         up = queue_commands(network.IFNAME, profile, time_scale, False)
         self._on_all("tc", down, up)
         lossy = self._netem and profile.loss_percent > 0
         if lossy != self._single_packets:
-            # Losing one large packet would lose up to 45 segments at once.
+            # A lost large packet would lose up to 45 segments at once.
             limit = f"gso_max_segs {1 if lossy else 65535}"
             lines = [
                 f"link set dev {device} {limit}" for device in (network.BRIDGE, network.IFNAME)
@@ -70,10 +70,11 @@ class KernelLinks(Links):
         profile = dataclasses.replace(self.profile, latency_us=latency_us, jitter_us=0)
         down = queue_commands(network.port_of(host), profile, self.time_scale, True)
         network.batch("tc", down)
-        # What the host sends is delayed at the others' ends as ever; the rest at its own.
-        more = latency_us - self.profile.latency_us
-        profile = dataclasses.replace(profile, latency_us=more, loss_percent=0)
-        up = queue_commands(network.IFNAME, profile, self.time_scale, more > 0)
+        # Packets from this host get the network's latency at the other hosts' ports, and the
+        # difference here, at the host's own end.
+        extra_us = latency_us - self.profile.latency_us
+        profile = dataclasses.replace(profile, latency_us=extra_us, loss_percent=0)
+        up = queue_commands(network.IFNAME, profile, self.time_scale, extra_us > 0)
         network.batch("tc", up, self.pids[host])
 
     @staticmethod
@@ -101,13 +102,13 @@ class KernelLinks(Links):
 
 
 def delays(profile: NetworkProfile) -> bool:
-    """Whether the profile asks for more than a bandwidth."""
+    """Returns True if the profile asks for more than a bandwidth."""
     return profile.latency_us > 0 or profile.loss_percent > 0
 
 
 @functools.cache
 def has_netem() -> bool:
-    """Whether the kernel can delay and lose packets; asked of it, in a sandbox."""
+    """Returns True if the kernel can delay and drop packets. Tries it, so needs a sandbox."""
     try:
         network.batch("tc", ["qdisc add dev lo root netem delay 1us", "qdisc del dev lo root"])
     except RuntimeError:
@@ -118,37 +119,37 @@ def has_netem() -> bool:
 def queue_commands(
     device: str, profile: NetworkProfile, time_scale: float, netem: bool
 ) -> list[str]:
-    """Gives `device` its queues, or changes those it has from an earlier call.
+    """Returns the commands that create the queues of `device`, or change existing ones.
 
     Args:
-        time_scale: the link is this many times slower, and its delay longer, than the profile's.
-        netem: also delay and lose packets.
+        time_scale: factor by which the link is slower, and its delay longer, than the profile's.
+        netem: True to delay and drop packets as well.
     """
     delay = [_delay(device, profile, time_scale)] if netem else []
     return [*delay, bucket_command(device, profile, time_scale, netem)]
 
 
 def bucket_command(device: str, profile: NetworkProfile, time_scale: float, netem: bool) -> str:
-    """Changes the rate alone; what is queued stays queued."""
-    where = f"parent {_NETEM}1 handle {_TBF_BELOW}" if netem else f"root handle {_TBF_ALONE}"
+    """Returns the command that sets only the rate; queued packets remain queued."""
+    position = f"parent {_NETEM}1 handle {_TBF_BELOW}" if netem else f"root handle {_TBF_ALONE}"
     burst = burst_bytes(profile.gbps, time_scale)
     return (
-        f"qdisc replace dev {device} {where} tbf rate {round(profile.gbps * 1e9 / time_scale)}bit "
+        f"qdisc replace dev {device} {position} tbf rate {round(profile.gbps * 1e9 / time_scale)}bit "
         f"burst {burst}b limit {burst + profile.queue_bytes}b"
     )
 
 
 def burst_bytes(gbps: float, time_scale: float) -> int:
-    """What a bucket holds."""
+    """Size of a token bucket in bytes."""
     return _LARGEST_BYTES + math.ceil(gbps * 1e9 / time_scale / 8 * _LATE_S)
 
 
 def _delay(device: str, profile: NetworkProfile, time_scale: float) -> str:
     delay_us, jitter_us = profile.latency_us * time_scale, profile.jitter_us * time_scale
     under_way = profile.gbps * 1e9 / time_scale / 8 / FRAME_BYTES * (delay_us + jitter_us) * 1e-6
-    words = f"limit {1000 + math.ceil(2 * under_way)} delay {delay_us:g}us"
+    parameters = f"limit {1000 + math.ceil(2 * under_way)} delay {delay_us:g}us"
     if jitter_us:
-        words += f" {jitter_us:g}us"
+        parameters += f" {jitter_us:g}us"
     if profile.loss_percent:
-        words += f" loss {profile.loss_percent:g}%"
-    return f"qdisc replace dev {device} root handle {_NETEM} netem {words}"
+        parameters += f" loss {profile.loss_percent:g}%"
+    return f"qdisc replace dev {device} root handle {_NETEM} netem {parameters}"

@@ -1,7 +1,7 @@
-"""Real data by name, without importing torch: where it is, a digest of it, and how it is loaded.
+"""Data sets by name: location, digest and loader, without importing torch.
 
-Nothing is downloaded: the files are there, in a folder that the experiment or the environment
-names, in the form in which those who publish the data give it out.
+Nothing is downloaded. The experiment or an environment variable names a folder (or file) that holds
+the data in its published format.
 """
 
 from __future__ import annotations
@@ -17,49 +17,49 @@ from dear.errors import UserError, one_of
 from dear.lazy import torch
 
 Kind = Literal["digits", "small images", "images", "text"]
-"""What a model must take: grey images of 28 x 28 pixels, coloured ones of 32 x 32, coloured ones of
-its own size, sequences of words."""
+"""Input of a model: grey images of 28 x 28 pixels; colour images of 32 x 32; colour images of the
+model's own size; sequences of words."""
 
 
 class Samples(Protocol):
-    """The training or the test part of the data."""
+    """Samples of the training set or of the test set."""
 
     def __len__(self) -> int: ...
 
     def batch(
-        self, places: Sequence[int], generator: torch.Generator | None
+        self, indices: Sequence[int], generator: torch.Generator | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs and targets of the samples at these places, on the CPU.
+        """Returns the inputs and targets of the samples at these indices, on the CPU.
 
         Args:
-            generator: draws what a training set varies (crops, flips); None: nothing is varied.
+            generator: source of random augmentation (crops, flips); None: no augmentation.
         """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """What can be learned, whole."""
+    """Training set and test set of the data."""
 
     train: Samples
     test: Samples
     classes: int
-    """How many answers there are: classes of images, or different words."""
+    """Number of possible targets: classes of images, or distinct words."""
     split: str | None = None
-    """Of what both are parts, in words; None where the data has parts of its own."""
+    """Name of the data that both were split from; None if the data comes with its own two parts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Where data of a name comes from."""
+    """Origin of a data set."""
 
     kinds: tuple[Kind, ...]
-    """Of the models that can learn it."""
+    """Kinds of models that can train on it."""
     variable: str | None
-    """The environment variable with its folder or file; None: it comes with scikit-learn."""
+    """Environment variable with its folder or file; None: scikit-learn ships it."""
     module: str
-    """With `digest(path)` and `load(name, path, size)`."""
+    """Module of this package with `digest(data, path)` and `load(data, path, size)`."""
     file: bool = False
-    """It is one file and no folder."""
+    """True for a single file, False for a folder."""
 
 
 SOURCES: dict[str, Source] = {
@@ -72,49 +72,51 @@ SOURCES: dict[str, Source] = {
     ),
     "text": Source(kinds=("text",), variable="TEXT_FILE", module="text", file=True),
 }
-"""By the name that `learn.data` has."""
+"""Sources by their name in `learn.data`."""
 
 
 def path_of(data: str, given: str | Path | None) -> Path | None:
-    """Where the files of `data` are: `given`, else what the environment says; None: it has none.
+    """Returns the folder or file of `data`: `given`, else the value of its environment variable;
+    None for data that scikit-learn ships.
 
     Raises:
-        UserError: the place is not known, not there, or not wanted.
+        UserError: no path is given, it does not exist, or this data takes no path.
     """
     source = one_of("learn.data", data, SOURCES)
     if source.variable is None:
         if given is not None:
             raise UserError(f"data_dir: {data} comes with scikit-learn and has no folder")
         return None
-    what = "file" if source.file else "folder"
+    kind = "file" if source.file else "folder"
     named = given or os.environ.get(source.variable)
     if not named:
         raise UserError(
-            f"learn.data: where is {data}? Set data_dir={what.upper()} or {source.variable}"
+            f"learn.data: no path of {data}; set data_dir={kind.upper()} or {source.variable}"
         )
     path = Path(named).expanduser().resolve()
     if not (path.is_file() if source.file else path.is_dir()):
-        raise UserError(f"learn.data: {data}: there is no {what} {path}")
+        raise UserError(f"learn.data: {data}: there is no {kind} {path}")
     return path
 
 
 def digest(data: str, path: Path | None) -> str:
-    """A digest of what is there; of an image folder, which may be large, of names and sizes.
+    """Returns a digest of the files' contents; for image folders, which may be large, of the files'
+    names and sizes.
 
     Raises:
-        UserError: the files are not there, or cannot be read.
+        UserError: the files are missing or cannot be read.
     """
     return _module(data).digest(data, path_of(data, path))
 
 
 def load(data: str, path: Path | None, size: int | None = None) -> Parts:
-    """What is trained on, and what is judged by; imports torch.
+    """Loads the training set and the test set; imports torch.
 
     Args:
-        size: pixels of an image's side, or words of a text's sample; None where the data has one.
+        size: side of an image in pixels, or words per sample of a text; None if the data fixes it.
 
     Raises:
-        UserError: that is no place of such data, or a file is missing or damaged.
+        UserError: the path holds no such data, or a file is missing or damaged.
     """
     return _module(data).load(data, path_of(data, path), size)
 
@@ -124,7 +126,7 @@ def _module(data: str) -> Any:
 
 
 def __getattr__(name: str) -> Any:
-    """`load_mnist` and `load_digits`, which import torch."""
+    """Resolves `load_mnist` and `load_digits` lazily, since their modules need torch."""
     if name not in _LOADERS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_LOADERS[name]}"), name)

@@ -1,4 +1,4 @@
-"""Batches of each rank, in an order that follows from the seed and the sampler alone."""
+"""Batches of each rank, in an order that only the seed and the sampler determine."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from dear.training.pace import LocalStepRandomBatchSampler
 
 
 class Batches:
-    """Endless; smaller batches at the end of a round are left out.
+    """Endless iterator over batches; an incomplete batch at the end of an epoch is dropped.
 
     Args:
-        train: the same on all ranks.
-        sampler: `shared`: in each round ranks share one order; `own`: each goes through everything.
+        train: training set, the same on all ranks.
+        sampler: `shared`: the ranks split one order of all samples in each epoch; `own`: each rank
+            goes through all samples in an order of its own.
         size: number of ranks.
-        workers: processes that read ahead; 0: a batch is read when it is asked for.
+        workers: processes that read ahead; 0: a batch is read when it is requested.
 
     Raises:
-        UserError: a round has no whole batch.
+        UserError: an epoch is shorter than one batch.
     """
 
     def __init__(
@@ -41,19 +42,19 @@ class Batches:
     ) -> None:
         sharing = size if sampler == "shared" else 1
         self.per_round = len(train) // sharing // batch_size
-        """Batches of each rank."""
+        """Batches of each rank per epoch."""
         if not self.per_round:
             raise UserError(
                 f"batch_size: {batch_size} is more than the {len(train) // sharing} samples that "
-                "a worker gets in a round"
+                "a worker gets in an epoch"
             )
-        places = range(len(train))
+        indices = range(len(train))
         if sampler == "own":
-            own = LocalStepRandomBatchSampler(places, batch_size, seed, rank=rank, drop_last=True)
-            orders: Iterator[list[int]] = chain.from_iterable(repeat(own))  # each time another one
+            local = LocalStepRandomBatchSampler(indices, batch_size, seed, rank=rank, drop_last=True)
+            orders: Iterator[list[int]] = chain.from_iterable(repeat(local))  # shuffles each epoch
         else:
-            shared = DistributedSampler(places, size, rank, seed=seed, drop_last=True)
-            orders = _in_batches(shared, batch_size)
+            distributed = DistributedSampler(indices, size, rank, seed=seed, drop_last=True)
+            orders = _in_batches(distributed, batch_size)
         self._next: Iterator[tuple[torch.Tensor, torch.Tensor]] = iter(
             DataLoader(
                 _Whole(train, seed=seed, rank=rank),
@@ -67,25 +68,25 @@ class Batches:
         return self
 
     def __next__(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs and targets of the next batch."""
+        """Returns the inputs and targets of the next batch."""
         return next(self._next)
 
     def close(self) -> None:
-        """Ends the processes that read ahead; there are no more batches."""
+        """Ends the processes that read ahead; no batch follows."""
         self._next = iter(())
 
 
 class _Whole(Dataset):
-    """Whole batches, for `DataLoader`: what is drawn for one follows from its number."""
+    """Dataset that returns whole batches; the batch's number seeds its random augmentation."""
 
     def __init__(self, samples: Samples, *, seed: int, rank: int) -> None:
         self._samples, self._seed, self._rank = samples, seed, rank
 
     def __getitems__(self, numbered: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        number, *places = numbered
+        number, *indices = numbered
         generator = torch.Generator()
         generator.manual_seed(hash((self._seed, self._rank, number)) & (2**63 - 1))
-        return self._samples.batch(places, generator)
+        return self._samples.batch(indices, generator)
 
 
 def _same(batch: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -98,8 +99,8 @@ def _numbered(orders: Iterable[list[int]]) -> Iterator[list[int]]:
 
 
 def _in_batches(sampler: DistributedSampler, batch_size: int) -> Iterator[list[int]]:
-    for round_ in count():
-        sampler.set_epoch(round_)
+    for epoch in count():
+        sampler.set_epoch(epoch)
         order = list(sampler)
         for start in range(0, len(order) - batch_size + 1, batch_size):
             yield order[start : start + batch_size]

@@ -1,7 +1,7 @@
 """CIFAR-10 and CIFAR-100 (Krizhevsky 2009), read by torchvision from their Python files.
 
-Training images are varied as He et al. 2016 do (arXiv 1512.03385, section 4.2): framed by 4 pixels
-of the mean, cut out again anywhere, and every other one flipped.
+Training images are augmented as in He et al. 2016 (arXiv 1512.03385, section 4.2): 4 pixels of grey
+padding on each side, a random crop, and a horizontal flip with probability 0.5.
 """
 
 from __future__ import annotations
@@ -20,37 +20,37 @@ from dear.lazy import torch
 
 _FRAME = 4
 _FOLDERS = {"cifar10": "cifar-10-batches-py", "cifar100": "cifar-100-python"}
-# Of the training images' colours.
+# Mean and standard deviation of the training images, per colour.
 MEAN = {"cifar10": (0.4914, 0.4822, 0.4465), "cifar100": (0.5071, 0.4865, 0.4409)}
 STD = {"cifar10": (0.2470, 0.2435, 0.2616), "cifar100": (0.2673, 0.2564, 0.2762)}
 
 
 def digest(data: str, folder: Path) -> str:
-    """Of all files of the data's own folder, which `folder` holds; raises `UserError` if it has
-    none."""
+    """Returns a digest of all files in the data's own folder inside `folder`; raises `UserError` if
+    there is no such folder."""
     return _digest(_own_folder(data, folder))
 
 
 @functools.cache
 def _digest(folder: Path) -> str:
-    whole = hashlib.sha256()
+    hasher = hashlib.sha256()
     for path in sorted(path for path in folder.iterdir() if path.is_file()):
-        whole.update(path.name.encode() + hashlib.sha256(path.read_bytes()).digest())
-    return whole.hexdigest()[:16]
+        hasher.update(path.name.encode() + hashlib.sha256(path.read_bytes()).digest())
+    return hasher.hexdigest()[:16]
 
 
 def _own_folder(data: str, folder: Path) -> Path:
-    own = folder / _FOLDERS[data]
-    if not own.is_dir():
+    data_folder = folder / _FOLDERS[data]
+    if not data_folder.is_dir():
         raise UserError(
             f"{folder}: no {data} there: its folder {_FOLDERS[data]} is that of "
             f"{data.replace('cifar', 'cifar-')}-python.tar.gz, unpacked"
         )
-    return own
+    return data_folder
 
 
 def load(data: str, folder: Path, size: int | None) -> Parts:
-    """Images `[n, 3, 32, 32]`, normalized by the mean and deviation of each colour.
+    """Loads images `[n, 3, 32, 32]`, normalized by the mean and standard deviation of each colour.
 
     Raises:
         UserError: a file is missing or damaged.
@@ -61,7 +61,7 @@ def load(data: str, folder: Path, size: int | None) -> Parts:
     except (RuntimeError, OSError, EOFError, KeyError, ValueError, pickle.UnpicklingError) as error:
         raise UserError(f"{folder / _FOLDERS[data]}: no {data}: {error}") from None
     shape = (1, 3, 1, 1)
-    mean, std = (torch.tensor(found[data]).view(shape) for found in (MEAN, STD))
+    mean, std = (torch.tensor(table[data]).view(shape) for table in (MEAN, STD))
 
     def finish(pixels: torch.Tensor) -> torch.Tensor:
         return (pixels.float() / 255 - mean) / std
@@ -79,7 +79,7 @@ def _dataset(data: str, folder: Path, train: bool) -> Any:
     kind = {"cifar10": torchvision.datasets.CIFAR10, "cifar100": torchvision.datasets.CIFAR100}
 
     class Unhashed(kind[data]):
-        """Files of the same form with other images are data, too."""
+        """Data set without hash checks, so that other images in the same format load, too."""
 
         train_list = [[name, None] for name, _ in kind[data].train_list]  # noqa: RUF012
         test_list = [[name, None] for name, _ in kind[data].test_list]  # noqa: RUF012
@@ -94,17 +94,17 @@ def _tensors(dataset: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def crop_and_flip(pixels: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Each image moved by up to 4 pixels each way, and perhaps mirrored.
+    """Shifts each image by up to 4 pixels in both directions and flips it with probability 0.5.
 
     Args:
-        pixels: `[n, 3, height, width]`, 0 to 255; grey comes in at the edges.
+        pixels: `[n, 3, height, width]`, 0 to 255; the edges are filled with grey (128).
     """
     count, _, height, width = pixels.shape
-    framed = torch.nn.functional.pad(pixels, [_FRAME] * 4, value=128)
+    padded = torch.nn.functional.pad(pixels, [_FRAME] * 4, value=128)
     tops, lefts = torch.randint(2 * _FRAME + 1, (2, count), generator=generator).tolist()
     mirrored = (torch.rand(count, generator=generator) < 0.5).tolist()
-    found = []
-    for image, top, left, turned in zip(framed, tops, lefts, mirrored, strict=True):
+    augmented = []
+    for image, top, left, flipped in zip(padded, tops, lefts, mirrored, strict=True):
         part = image[:, top : top + height, left : left + width]
-        found.append(part.flip(-1) if turned else part)
-    return torch.stack(found)
+        augmented.append(part.flip(-1) if flipped else part)
+    return torch.stack(augmented)

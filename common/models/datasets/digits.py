@@ -1,4 +1,4 @@
-"""scikit-learn's 1,797 digits of 8 x 8 pixels, which need no files."""
+"""scikit-learn's 1,797 images of digits (8 x 8 pixels), which need no extra files."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from dear.lazy import torch
 
 
 def digest(data: str, path: None) -> str:
-    """Of the file that comes with scikit-learn; raises `UserError` if that is not installed."""
-    found = importlib.util.find_spec("sklearn")
-    if found is None or found.origin is None:
+    """Returns a digest of the file in scikit-learn; raises `UserError` if that is not installed."""
+    spec = importlib.util.find_spec("sklearn")
+    if spec is None or spec.origin is None:
         raise UserError(f"learn.data: {data} comes with scikit-learn, which is not installed")
-    path = Path(found.origin).parent / "datasets" / "data" / "digits.csv.gz"
+    path = Path(spec.origin).parent / "datasets" / "data" / "digits.csv.gz"
     return hashlib.sha256(contents(path)).hexdigest()[:16]
 
 
 def load(data: str, path: None, size: int | None) -> Parts:
-    """The first part of `load_digits` to train on, the other to judge by."""
+    """Loads the digits; the two parts of `load_digits` become training set and test set."""
     train, test = load_digits()
     images = len(train[1]) + len(test[1])
-    of = f"scikit-learn's {images:,} digits"
-    return Parts(train=Tensors(*train), test=Tensors(*test), classes=10, split=of)
+    origin = f"scikit-learn's {images:,} digits"
+    return Parts(train=Tensors(*train), test=Tensors(*test), classes=10, split=origin)
 
 
 def load_digits() -> tuple[Split, Split]:
-    """The digits enlarged and framed to 28 x 28, 9 in 10 for training."""
+    """Returns the digits, scaled and padded to `[n, 1, 28, 28]`, 9 in 10 of them for training."""
     from sklearn.datasets import load_digits as bundled
 
     images, labels = bundled(return_X_y=True)

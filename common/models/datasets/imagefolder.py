@@ -1,8 +1,8 @@
-"""Images in folders by class, as ImageNet's, read by torchvision: `train/CLASS/*.jpg`, and `val`.
+"""Images in one folder per class, as ImageNet's (`train/CLASS/*.jpg`, `val/CLASS/*.jpg`).
 
-They are read when they are needed. Training images are cut out at random, between 8 and 100 % of
-each, and flipped; to judge by, the middle of each is taken (Szegedy et al. 2015, arXiv 1409.4842,
-as torchvision's own training of its models does).
+torchvision reads each image when it is needed. Training images are random crops of 8 to 100 % of
+the area, flipped with probability 0.5; test images are center crops (Szegedy et al. 2015, arXiv
+1409.4842, as in torchvision's own training of its models).
 """
 
 from __future__ import annotations
@@ -21,57 +21,59 @@ from dear.lazy import torch
 _TEST_FOLDERS = ("val", "test")
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's training images
 _MIDDLE = 224 / 256
+"""Side of the center crop relative to the shorter side of the resized image."""
 
 
 @functools.cache
 def digest(data: str, folder: Path) -> str:
-    """Of names and sizes of all files in both parts; raises `UserError` if one is missing."""
-    whole = hashlib.sha256()
+    """Returns a digest of the names and sizes of all files; raises `UserError` if the training or
+    the test folder is missing."""
+    hasher = hashlib.sha256()
     for part in _parts(folder):
         for path in sorted(path for path in part.rglob("*") if path.is_file()):
-            whole.update(f"{path.relative_to(folder)} {path.stat().st_size}\n".encode())
-    return whole.hexdigest()[:16]
+            hasher.update(f"{path.relative_to(folder)} {path.stat().st_size}\n".encode())
+    return hasher.hexdigest()[:16]
 
 
 def _parts(folder: Path) -> tuple[Path, Path]:
-    """Where the training images are, and those to judge by."""
+    """Returns the folders of the training images and of the test images."""
     train = folder / "train"
     test = next((folder / name for name in _TEST_FOLDERS if (folder / name).is_dir()), None)
     if not train.is_dir() or test is None:
-        raise UserError(f"{folder}: no folder of images: train/CLASS/ and val/CLASS/ must be there")
+        raise UserError(f"{folder}: no folder of images: train/CLASS/ and val/CLASS/ must exist")
     return train, test
 
 
 def load(data: str, folder: Path, size: int | None) -> Parts:
-    """Images `[n, 3, size, size]`, normalized by the mean and deviation of ImageNet's colours.
+    """Opens images `[n, 3, size, size]`, normalized by ImageNet's mean and standard deviation.
 
     Raises:
-        UserError: a part is missing or empty, or its classes are not those of the other one.
+        UserError: a part is missing or empty, or the two parts have different classes.
     """
     import torchvision
     from torchvision import transforms
 
-    to_numbers = [transforms.ToTensor(), transforms.Normalize(_MEAN, _STD)]
-    cut = [transforms.RandomResizedCrop(size), transforms.RandomHorizontalFlip()]
-    middle = [transforms.Resize(round(size / _MIDDLE)), transforms.CenterCrop(size)]
-    ways = [transforms.Compose([*some, *to_numbers]) for some in (cut, middle)]
+    normalize = [transforms.ToTensor(), transforms.Normalize(_MEAN, _STD)]
+    augment = [transforms.RandomResizedCrop(size), transforms.RandomHorizontalFlip()]
+    center = [transforms.Resize(round(size / _MIDDLE)), transforms.CenterCrop(size)]
+    pipelines = [transforms.Compose([*crop, *normalize]) for crop in (augment, center)]
     try:
         train, test = (
-            torchvision.datasets.ImageFolder(str(part), way)
-            for part, way in zip(_parts(folder), ways, strict=True)
+            torchvision.datasets.ImageFolder(str(part), pipeline)
+            for part, pipeline in zip(_parts(folder), pipelines, strict=True)
         )
     except (FileNotFoundError, OSError) as error:
         raise UserError(f"{folder}: {error}") from None
     if train.classes != test.classes:
-        raise UserError(f"{folder}: train and val have not the same classes")
+        raise UserError(f"{folder}: train and val have different classes")
     return Parts(train=Images(train), test=Images(test), classes=len(train.classes))
 
 
 class Images:
-    """A part, whose images are read when they are asked for.
+    """Samples that read each image when a batch needs it.
 
     Args:
-        dataset: gives an image as the model takes it, and its class.
+        dataset: returns by index an image, ready for the model, and its class.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -81,10 +83,10 @@ class Images:
         return len(self._dataset)
 
     def batch(
-        self, places: Sequence[int], generator: torch.Generator | None
+        self, indices: Sequence[int], generator: torch.Generator | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        with torch.random.fork_rng(devices=[]):  # which torchvision's transforms draw from
+        with torch.random.fork_rng(devices=[]):  # torchvision's transforms use the global state
             if generator is not None:
                 torch.manual_seed(int(torch.randint(2**62, (1,), generator=generator)))
-            images, labels = zip(*(self._dataset[place] for place in places), strict=True)
+            images, labels = zip(*(self._dataset[index] for index in indices), strict=True)
         return torch.stack(images), torch.tensor(labels)

@@ -1,4 +1,4 @@
-"""MNIST's images of handwritten digits, from its IDX files (http://yann.lecun.com/exdb/mnist)."""
+"""MNIST's handwritten digits, read from its IDX files (http://yann.lecun.com/exdb/mnist)."""
 
 from __future__ import annotations
 
@@ -21,30 +21,31 @@ _DTYPES = {0x08: "u1", 0x09: "i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: 
 
 @functools.cache
 def digest(data: str, folder: Path) -> str:
-    """Of all that is in the folder's files, gzipped or not; raises `UserError` as `pair` does."""
-    whole = hashlib.sha256()
+    """Returns a digest of the files' uncompressed contents; raises `UserError` as `pair` does."""
+    hasher = hashlib.sha256()
     for part in PARTS:
         for path in pair(folder, part) or ():
-            whole.update(hashlib.sha256(contents(path)).digest())
-        whole.update(part.encode())
-    return whole.hexdigest()[:16]
+            hasher.update(hashlib.sha256(contents(path)).digest())
+        hasher.update(part.encode())
+    return hasher.hexdigest()[:16]
 
 
 def load(data: str, folder: Path, size: int | None) -> Parts:
-    """Images `[n, 1, 28, 28]`, normalized; see `load_mnist`."""
+    """Loads images `[n, 1, 28, 28]`, normalized; see `load_mnist`."""
     train, test = load_mnist(folder)
-    found = [name for name in PARTS if pair(folder, name) is not None]
+    complete = [name for name in PARTS if pair(folder, name) is not None]
     images = len(train[1]) + len(test[1])
-    kind = {"train": "training", "t10k": "test"}[found[0]]
-    of = None if len(found) == len(PARTS) else f"MNIST's {images:,} {kind} images"
-    return Parts(train=Tensors(*train), test=Tensors(*test), classes=10, split=of)
+    kind = {"train": "training", "t10k": "test"}[complete[0]]
+    origin = None if len(complete) == len(PARTS) else f"MNIST's {images:,} {kind} images"
+    return Parts(train=Tensors(*train), test=Tensors(*test), classes=10, split=origin)
 
 
 def read_idx(path: Path) -> np.ndarray:
-    """The array in an IDX file (http://yann.lecun.com/exdb/mnist), gzipped if it ends in .gz.
+    """Returns the array in an IDX file (http://yann.lecun.com/exdb/mnist), gzipped if it ends in
+    .gz.
 
     Raises:
-        UserError: the file is no IDX file or shorter than its header says.
+        UserError: the file is no IDX file, or its length differs from the one in its header.
     """
     data = contents(path)
     if len(data) < 4 or data[:2] != b"\0\0" or data[2] not in _DTYPES:
@@ -58,10 +59,12 @@ def read_idx(path: Path) -> np.ndarray:
 
 
 def load_mnist(folder: Path) -> tuple[Split, Split]:
-    """Training and test images of MNIST; with the 10,000 test images alone, 9 in 10 for training.
+    """Returns MNIST's training and test images and labels.
+
+    If the folder holds only one of the two parts, 9 in 10 of its images are for training.
 
     Raises:
-        UserError: no pair of image and label files is there, or a file is damaged.
+        UserError: the folder has no pair of image and label files, or a file is damaged.
     """
     train, test = (_load(folder, part) for part in PARTS)
     if train is None or test is None:
@@ -79,17 +82,18 @@ def _load(folder: Path, part: str) -> Split | None:
 
 
 def pair(folder: Path, part: str) -> tuple[Path, Path] | None:
-    """Image and label file of a part (`train` or `t10k`), gzipped or not; None if one is missing.
+    """Returns the image file and the label file of a part (`train` or `t10k`), gzipped or not; None
+    if one is missing.
 
     Raises:
-        UserError: there is no complete part in the folder at all.
+        UserError: the folder has no complete part.
     """
 
     def find(name: str) -> Path | None:
         return next((p for p in (folder / name, folder / f"{name}.gz") if p.exists()), None)
 
-    found = {name: tuple(find(f"{name}-{kind}") for kind in _KINDS) for name in PARTS}
-    complete = {name: paths for name, paths in found.items() if all(paths)}
+    paths_of = {name: tuple(find(f"{name}-{kind}") for kind in _KINDS) for name in PARTS}
+    complete = {name: paths for name, paths in paths_of.items() if all(paths)}
     if not complete:
         raise UserError(
             f"{folder}: no MNIST files (train- or t10k-images-idx3-ubyte, -labels-idx1-ubyte, "
@@ -99,7 +103,8 @@ def pair(folder: Path, part: str) -> tuple[Path, Path] | None:
 
 
 def contents(path: Path) -> bytes:
-    """The file's bytes, unpacked if it ends in .gz; raises `UserError` if it cannot be read."""
+    """Returns the bytes of a file, decompressed if its name ends in .gz; raises `UserError` if it
+    cannot be read."""
     try:
         data = path.read_bytes()
         return gzip.decompress(data) if path.suffix == ".gz" else data

@@ -1,4 +1,4 @@
-"""Samples that fit into memory: two tensors, and what a training set varies."""
+"""Samples that fit into memory: two tensors, with optional random augmentation."""
 
 from __future__ import annotations
 
@@ -7,17 +7,16 @@ from collections.abc import Callable, Sequence
 from dear.lazy import torch
 
 Split = tuple["torch.Tensor", "torch.Tensor"]
-"""Inputs and targets of a part, by sample."""
+"""Inputs and targets; the first dimension is the sample."""
 
 
 class Tensors:
-    """Samples of a part, in memory.
+    """Samples of the training set or of the test set, in memory.
 
     Args:
-        inputs, targets: by sample.
-        vary: makes of the inputs of a batch those that are trained on, and draws from a generator;
-            None: they are trained on as they are.
-        finish: makes of them what the model takes (numbers of pixels, say).
+        inputs, targets: their first dimension is the sample.
+        vary: augments the inputs of a training batch at random; None: no augmentation.
+        finish: converts the inputs for the model (for example bytes to normalized floats).
     """
 
     def __init__(
@@ -34,17 +33,17 @@ class Tensors:
         return len(self.targets)
 
     def batch(
-        self, places: Sequence[int], generator: torch.Generator | None
+        self, indices: Sequence[int], generator: torch.Generator | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        at = torch.as_tensor(places)
-        inputs = self.inputs[at]
+        index = torch.as_tensor(indices)
+        inputs = self.inputs[index]
         if self._vary is not None and generator is not None:
             inputs = self._vary(inputs, generator)
-        return self._finish(inputs), self.targets[at]
+        return self._finish(inputs), self.targets[index]
 
 
 def split(inputs: torch.Tensor, targets: torch.Tensor) -> tuple[Split, Split]:
-    """Nine in ten samples for training, always the same ones; the others to judge by."""
+    """Splits samples into training set (9 in 10) and test set, always in the same way."""
     order = torch.randperm(len(targets), generator=torch.Generator().manual_seed(0))
     train, test = order[len(order) // 10 :], order[: len(order) // 10]
     return (inputs[train], targets[train]), (inputs[test], targets[test])

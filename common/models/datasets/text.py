@@ -1,8 +1,8 @@
-"""Words of a text file, to foretell the next one of: the Penn Treebank's form, or any text.
+"""Words of a text file for next-word prediction: the Penn Treebank's format, or any text.
 
-Words stand between white space, and each line ends with a word of its own, `<eos>`. A sample is a
-piece of so many words, with the words that follow each of them as targets; pieces follow each other
-and know nothing of those before.
+White space separates words, and each line ends with an extra word `<eos>`. A sample has `size`
+consecutive words; its targets are the words that follow each of them. Samples do not overlap, and
+no state passes from one to the next.
 """
 
 from __future__ import annotations
@@ -19,20 +19,22 @@ from dear.lazy import torch
 
 END = "<eos>"
 _JUDGED = 10
-"""The last of so many parts of the text is what is judged by."""
+"""The last of this many equal parts of the text is the test set."""
 
 
 @functools.cache
 def digest(data: str, path: Path) -> str:
-    """Of the file."""
+    """Returns a digest of the file's contents."""
     return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
 
 def load(data: str, path: Path, size: int | None) -> Parts:
-    """Numbers of words `[n, size]`, int64, and those of the words that follow them.
+    """Returns word ids `[n, size]`, int64, and the ids of the words that follow them.
+
+    Ids are ordered by frequency.
 
     Raises:
-        UserError: the file is no text, or too short for a sample to train on and one to judge by.
+        UserError: the file is no UTF-8 text, or too short for one training and one test sample.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -40,8 +42,8 @@ def load(data: str, path: Path, size: int | None) -> Parts:
         raise UserError(f"{path}: no text: {error}") from None
     words = [word for line in lines for word in (*line.split(), END)]
     order = [word for word, _ in Counter(words).most_common()]
-    number = {word: place for place, word in enumerate(order)}
-    numbers = torch.tensor([number[word] for word in words], dtype=torch.int64)
+    ids = {word: index for index, word in enumerate(order)}
+    numbers = torch.tensor([ids[word] for word in words], dtype=torch.int64)
     cut = len(words) - len(words) // _JUDGED
     pieces = [_pieces(part, size) for part in (numbers[:cut], numbers[cut:])]
     if any(len(inputs) == 0 for inputs, _ in pieces):

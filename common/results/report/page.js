@@ -1,6 +1,5 @@
 "use strict";
-// Sorting, filtering, copying, unpacking; and, if the page is served, looking for a newer one.
-// Nothing of it is needed to read the page.
+// Sorting, filtering, copying and unpacking. The page can be read without it.
 (() => {
   const root = document.documentElement;
   const make = (tag, properties = {}) => Object.assign(document.createElement(tag), properties);
@@ -133,50 +132,4 @@
     for (const one of opened) one.open = true;
   });
   addEventListener("afterprint", () => { for (const one of opened) one.open = false; });
-
-  if (root.dataset.version === undefined) return;
-  const state = "state";
-  // What is looked at stays where it is in the window, whatever has grown or gone above it.
-  history.scrollRestoration = "manual";
-  const top = (one) => one.getBoundingClientRect().top;
-  const looked = () => {
-    const above = [...document.querySelectorAll("h1[id], h2[id]")].filter((one) => top(one) <= 80);
-    return above.length ? [above.at(-1).id, top(above.at(-1))] : null;
-  };
-  const save = () => kept.write(state, {
-    looked: looked(),
-    filters: [...document.querySelectorAll(".filter input")].map((one) => [one.id, one.value]),
-    sorted: [...document.querySelectorAll("table[data-sorted]")].map((one) => [one.id, one.dataset.sorted]),
-    open: [...document.querySelectorAll("details")].map((one) => one.open),
-    focus: document.activeElement?.id || null,
-  });
-  const before = kept.read(state);
-  if (before) {
-    for (const [id, text] of before.filters) {
-      const input = document.getElementById(id);
-      if (input) { input.value = text; input.dispatchEvent(new Event("input")); }
-    }
-    for (const [id, sorted] of before.sorted) {
-      const table = document.getElementById(id);
-      const [column, direction] = JSON.parse(sorted);
-      if (table && column < table.tHead.rows[0].cells.length) sort(table, column, direction);
-    }
-    const details = [...document.querySelectorAll("details")];
-    if (details.length === before.open.length) details.forEach((one, place) => { one.open = before.open[place]; });
-    if (before.focus) document.getElementById(before.focus)?.focus({ preventScroll: true });
-    const place = before.looked && document.getElementById(before.looked[0]);
-    if (place) scrollBy(0, top(place) - before.looked[1]);
-    sessionStorage.removeItem(state);
-  }
-  const look = async () => {
-    try {
-      const answer = await fetch("version", { cache: "no-store" });
-      if (await answer.text() !== root.dataset.version) { save(); location.reload(); return; }
-    } catch { // the server has ended: the page stays as it is
-      said.textContent = "The server has ended";
-      return;
-    }
-    setTimeout(look, 3000);
-  };
-  setTimeout(look, 3000);
 })();

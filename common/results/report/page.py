@@ -21,7 +21,7 @@ from markupsafe import Markup
 from common.results import plans, rows, shipped, stats, store
 from common.results.learning.summary import LearnRow
 from common.results.overview import Overview, overview
-from common.results.records import IMPORTED, Record, fabric_words
+from common.results.records import Record, fabric_words
 from common.results.report import surroundings, trouble
 from common.results.report.parts import Download, Figures, Grid, download, grid
 from common.results.store import Comparison
@@ -43,17 +43,8 @@ class Commands:
     one, and a sentence on whether that asks for the same trials."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Live:
-    """Of a page that is served: it looks whether there is a newer one, and loads that."""
-
-    version: str
-    figures: bool
-    """Whether figures are drawn now; while a sweep runs its cores are left to it."""
-
-
 def build(
-    folder: Path, *, commands: Commands, figures: Figures | None = None, live: Live | None = None
+    folder: Path, *, commands: Commands, figures: Figures | None = None
 ) -> str:
     """The page of the sweep in a folder, as HTML.
 
@@ -68,7 +59,6 @@ def build(
     told = overview(records, comparison.compare_to) if records else None
     drawn = figures(folder) if figures is not None and any(one.ok for one in records) else []
     runs, made_by = _runs(folder, records), _made_by(folder)
-    imported = bool(records) and all(one.fabric == IMPORTED for one in records)
     script, style, dark = (_text(name) for name in ("page.js", "style.css", "dark.css"))
     jinja = Environment(
         loader=FileSystemLoader(_HERE),
@@ -96,7 +86,6 @@ def build(
             (one, download(f"{one.name}.csv", one.csv, "text/csv"), Markup(one.svg))
             for one in drawn
         ],
-        figures_later=live is not None and not live.figures,
         troubles=trouble.troubles(folder, records),
         kept_in_mind=trouble.kept_in_mind(records),
         done_again=trouble.done_again(records),
@@ -108,12 +97,10 @@ def build(
         options=surroundings.options(records),
         runs=runs,
         made_by=made_by,
-        imported=imported,
-        again=None if runs or made_by or imported else commands.again(),
+        again=None if runs or made_by else commands.again(),
         sweep=commands.sweep,
         downloads=_downloads(folder, records, comparison),
         learned=told is not None and told.kind is LearnRow,
-        live=live,
         script=Markup(script),
         script_digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         style=Markup(style),

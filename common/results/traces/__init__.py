@@ -1,9 +1,8 @@
-"""Timelines of trials, from their evidence: for Perfetto, and for HolisticTraceAnalysis.
+"""Timelines of trials for Perfetto, from their evidence.
 
 The first launch of a trial that times steps trains some more after the timed ones, and notes on
 every rank when each gradient was there, when each collective was started and ended, and when the
-training was held up by one. Per trial there is a folder with a file per rank, in the form of
-PyTorch's profiler (`kineto`), and one file of all ranks with arrows between them (`merged`).
+training was held up by one. Each trial gets one file of all ranks, with arrows between them.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from common.results.records import Record
-from common.results.traces import kineto, merged
+from common.results.traces import merged
 from common.results.traces.spans import aligned
 from dear.errors import UserError
 
@@ -23,7 +22,7 @@ MERGED = "merged.json"
 
 
 def write(folder: Path, records: Sequence[Record], into: Path) -> list[Path]:
-    """A folder per trial that has a trace: `merged.json`, and `rank<k>.json` for each rank.
+    """Writes `merged.json` into a folder for each trial that has a trace.
 
     Args:
         folder: of the sweep, where evidence lies beside the records.
@@ -43,26 +42,20 @@ def write(folder: Path, records: Sequence[Record], into: Path) -> list[Path]:
         for name, told in found.items():
             place = into / name
             place.mkdir(parents=True, exist_ok=True)
-            for file, events in files(told).items():
-                (place / file).write_text(json.dumps(events))
+            (place / MERGED).write_text(json.dumps(timeline(told)))
             paths.append(place)
     except OSError as error:
         raise UserError(f"cannot write to {into}: {error.strerror}") from None
     return paths
 
 
-def files(told: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """What is in each file of a trial, by name.
+def timeline(told: dict[str, Any]) -> dict[str, Any]:
+    """Returns the Chrome trace of a trial: all its ranks, on one clock.
 
     Args:
-        told: a file of evidence. Of older versions it lacks the phases of steps, and what waited:
-            then a rank's file has communication only, and says so.
+        told: the content of a file of evidence.
     """
-    ranks, clocks = aligned(told)
-    found = {MERGED: merged.events(ranks, clocks)}
-    for rank in ranks:
-        found[f"rank{rank.number}.json"] = kineto.events(rank, len(ranks))
-    return found
+    return merged.events(*aligned(told))
 
 
 def evidence(folder: Path, record: Record) -> dict[str, Any] | None:

@@ -1,1 +1,1 @@
-"""Replicas differ and nobody waits for anybody's step."""
+"""Algorithms whose replicas differ; no rank waits for another rank's step."""

@@ -1,4 +1,4 @@
-"""Asynchronous decentralized training: averaging with what neighbours have sent so far."""
+"""Asynchronous decentralized training: ranks average with the values received so far."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from dear.training.one_sided import WindowEngine
 from dear.training.parameters import GraphAlgorithm, GraphOptions, UpdateIn
 
 POLL_S = (0.0005, 0.02)
-"""Shortest and longest pause between two looks at a neighbour that is too far behind, on the
-communicator's clock."""
+"""Shortest and longest pause between two checks of a neighbour that is too far behind, in seconds
+on the communicator's clock."""
 DEFAULT_PATIENCE_S = 120.0
 
 
 class AsyncEngine(WindowEngine):
-    """In the order `overlapped`: each bucket, as soon as its last gradient is there,
+    """Engine with the order `overlapped`. As soon as a bucket's last gradient arrives, the bucket
 
-    - is averaged with what is in its slots;
+    - is averaged with the values in its slots;
     - is updated with this rank's own gradient;
     - is put into the neighbours' slots.
 
-    A neighbour that has died is left out; the others' weights and the own one take its share.
+    A neighbour that has died is left out, and the remaining weights are scaled to sum to 1.
     """
 
     order = "overlapped"
@@ -39,18 +39,18 @@ class AsyncEngine(WindowEngine):
 
     def __init__(self, replica: Replica, graph: nx.DiGraph | None = None) -> None:
         self._max_staleness = replica.options.max_staleness
-        core_module()  # before anything is changed; windows are made in the first step
+        core_module()  # raises before the model is changed; the first step makes the windows
         super().__init__(replica, graph)
 
     def lay_out(self, members: Any) -> None:
         super().lay_out(members)
-        self._refill = False  # neighbours may have put something since the slots were filled
+        self._refill = False  # a refill would overwrite what neighbours have put already
 
     def waits(self) -> bool:
         return self._max_staleness is not None
 
     def meet(self) -> None:
-        """Nobody waits for all ranks."""
+        """Does nothing: no rank waits for all ranks."""
 
     def begin(self) -> None:
         super().begin()
@@ -59,9 +59,9 @@ class AsyncEngine(WindowEngine):
                 self._catch_up(source, self.steps - 1 - self._max_staleness)
 
     def mix(self, bucket: Bucket) -> None:
-        # The step under way is not in the values yet.
-        own, sources = self.mix_weights()
-        self.windows[bucket].collect(bucket.values, own, sources, steps=self.steps - 1)
+        # The values do not include the current step yet.
+        self_weight, sources = self.mix_weights()
+        self.windows[bucket].collect(bucket.values, self_weight, sources, steps=self.steps - 1)
         bucket.touched()
 
     def release(self) -> None:
@@ -70,7 +70,7 @@ class AsyncEngine(WindowEngine):
         super().release()
 
     def _catch_up(self, source: int, least: int) -> None:
-        """Waits until the last bucket from `source` has at least so many steps in it."""
+        """Waits until the last bucket from `source` contains at least `least` of its steps."""
         *_, last = self.windows.values()
         clock, pause = self.communicator.clock, POLL_S[0]
         began = clock()
@@ -83,7 +83,7 @@ class AsyncEngine(WindowEngine):
             if clock() - began > patience_s:
                 raise RuntimeError(
                     f"rank {source} is {self.steps - 1 - steps} steps behind, more than "
-                    f"max_staleness={self._max_staleness}, and has not moved on within "
+                    f"max_staleness={self._max_staleness}, and has made no progress within "
                     f"{patience_s:g} s"
                 )
             self.communicator.pause(pause)
@@ -96,27 +96,26 @@ class AsyncDdp(GraphAlgorithm):
 
         x <- w x + sum of w_j (what j has put last) - update(gradient at x)
 
-    Invariant: a rank's step is this, with its own gradient; a slot that nothing has come to holds
-    this rank's own start. No rank waits for another one, except in the first step, where windows
-    are made, and in `close()`. Ranks may make different numbers of steps.
-    `optimizer.statistics()` tells how stale what was used was.
-    Bytes move: each bucket of parameters as soon as it is updated; the receiver's program takes no
-    part.
+    Invariant: each step of a rank is this update, with its own gradient. A slot that no neighbour
+    has written holds this rank's own start values. Without `max_staleness` a rank waits for others
+    only in the first step, which makes the windows, and in `close()`. Ranks may make different
+    numbers of steps. `optimizer.statistics()` reports how stale the averaged values were.
+    Bytes move: each bucket of parameters as soon as it is updated, without the receiver's help.
     Cost per step and rank: one put of the model to each out-neighbour.
     """
 
     @dataclass(frozen=True, kw_only=True)
     class Options(GraphOptions):
-        """Who sends to whom, and how far apart ranks may drift."""
+        """Topology, time of the update, and how far apart ranks may drift."""
 
         update: UpdateIn = "backward"
-        """`backward`: each bucket is updated as soon as its last gradient is there; `step`: in
+        """`backward`: updates each bucket as soon as its last gradient arrives; `step`: updates in
         `step()`, so that gradients can be clipped or unscaled before."""
         max_staleness: int | None = None
-        """Steps that a neighbour's values may be behind before a step waits for it (and puts wait
-        for the ones before); None: any number, and never wait."""
+        """Steps that a neighbour's values may be behind before a step waits for it. Each put then
+        also waits for the previous one. None: no limit, and no waiting."""
         finish_timeout_s: float = 3600.0
-        """Longest that `close()` waits for ranks that still train, in seconds."""
+        """Longest time that `close()` waits for ranks that still train, in seconds."""
 
         def __post_init__(self) -> None:
             super().__post_init__()
@@ -127,7 +126,7 @@ class AsyncDdp(GraphAlgorithm):
 
     @classmethod
     def bound_of(cls, options: Options) -> Bound:
-        # Where neighbours are waited for, puts are, too.
+        # A rank that waits for its neighbours also waits for its puts.
         return "asynchronous" if options.max_staleness is None else "decentralized"
 
     @classmethod
@@ -146,7 +145,7 @@ class AsyncDdp(GraphAlgorithm):
     @classmethod
     def unavailable(cls) -> str | None:
         if importlib.util.find_spec("networkx") is None:
-            return "networkx is not installed, which topologies are made of"
+            return "networkx is not installed; topologies need it"
         core = importlib.util.find_spec("comm_core")
         built = core is not None and Path(core.origin or "").with_name("_built_for.json").exists()
         return None if built else "the comm core is not built: build it with scripts/build.sh"

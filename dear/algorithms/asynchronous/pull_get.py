@@ -1,4 +1,4 @@
-"""Asynchronous decentralized SGD: parameters are read from the memory of the neighbours."""
+"""Asynchronous decentralized SGD: ranks read parameters from the memory of their neighbours."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from dear.training.one_sided import WindowAlgorithm, WindowEngine, WindowOptions
 
 
 class PullGetEngine(WindowEngine):
-    """In the order `combine-then-adapt`, with the roles of sender and receiver changed.
+    """Engine with the order `combine-then-adapt`, in which the receiver reads from the sender.
 
-    - before a training forward: shows this rank's buckets, and starts to read the neighbours';
-    - `step()`: waits for what is being read, averages with it, then updates.
+    - before a training forward: shows this rank's buckets and starts to read the neighbours' ones;
+    - `step()`: waits for these reads, averages, then updates.
     """
 
     def __init__(self, *args: Any, **settings: Any) -> None:
@@ -24,7 +24,7 @@ class PullGetEngine(WindowEngine):
         super().__init__(*args, **settings)
 
     def refill(self) -> None:
-        """Nobody puts anything into slots."""
+        """Does nothing: no rank puts values into slots."""
 
     def share(self, bucket: Bucket) -> None:
         self.windows[bucket].show(bucket.values, steps=self.steps)
@@ -48,25 +48,25 @@ class PullGetEngine(WindowEngine):
 
 
 class PullGet(WindowAlgorithm):
-    """Averages with what each neighbour shows, read while both passes run.
+    """Averages with the parameters that each neighbour shows, read while both passes run.
 
     The pull-get optimizer of BlueFog (Ying et al. 2021, arXiv 2111.04287): every rank shows the
-    parameters that its step starts from, and reads its neighbours' without their help.
+    parameters that its step starts from, and reads those of its neighbours without their help.
 
         x <- w x + sum of w_j (what j shows) - update(gradient at x)
 
-    Invariant: with equal parameters everywhere and zero steps nothing changes. With `barrier` it is
-    decentralized SGD (`neighbor`, combine=awc).
+    Invariant: if parameters are equal on all ranks and updates are zero, nothing changes. With
+    `barrier` it is decentralized SGD (`neighbor`, combine=awc).
     Bytes move: beside both passes; the step waits for the reads, not for the neighbours' steps.
-    Cost per step and rank: the parameters once from each neighbour; memory for what is shown and
-    for what is being read.
+    Cost per step and rank: the parameters once from each neighbour; memory for the shown copy and
+    for the parameters being read.
     """
 
     engine = PullGetEngine
 
     @dataclass(frozen=True, kw_only=True)
     class Options(WindowOptions):
-        """The topology and its timing."""
+        """Topology and timing."""
 
     capabilities = Capabilities(consistency="asynchronous")
     bound = "beside_passes"

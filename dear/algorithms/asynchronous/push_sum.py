@@ -12,19 +12,19 @@ from dear.training.algorithm import Capabilities
 from dear.training.one_sided import WindowAlgorithm, WindowEngine, WindowOptions
 
 LEAST_P = 1 / 16
-"""Below it a free-running rank gives nothing away."""
+"""Smallest weight p with which a rank that runs without barrier still sends shares."""
 
 
 class PushSumEngine(WindowEngine):
-    """In the order `adapt-then-combine`, over numerators u and weights p instead of parameters.
+    """Engine with the order `adapt-then-combine`, over numerators u and weights p.
 
-    - `step()`: updates, makes numerators of the parameters, adds each rank's equal share to the
-      slots of those targets that are not busy with its last message, collects what has arrived,
-      and lets the model hold u / p.
+    - `step()`: updates, turns the parameters into numerators, adds an equal share to the slot of
+      each target that has taken the last message, collects what has arrived, and sets the
+      parameters to u / p.
 
-    Where ranks run freely (no barrier), one that is faster than its sources gives p away and gets
-    none back. The published step would divide its updates by a p near 0. So there the update is
-    weighted by p, `u <- C (u + p update)`, and a rank whose p is below `LEAST_P` keeps it.
+    Without a barrier, a rank that is faster than its sources gives p away and gets none back. The
+    published step would then divide its updates by a p near 0. Therefore the update is weighted by
+    p, `u <- C (u + p update)`, and a rank whose p is below `LEAST_P` sends nothing.
     """
 
     order = "adapt-then-combine"
@@ -33,23 +33,23 @@ class PushSumEngine(WindowEngine):
     def __init__(self, *args: Any, **settings: Any) -> None:
         self._numerators: dict[Bucket, torch.Tensor] = {}
         self._kept: dict[Bucket, float] = {}
-        """This rank's own share in what is being averaged."""
+        """Share of each bucket that this rank keeps in the current round."""
         super().__init__(*args, **settings)
-        self._refill = False  # slots are zeros, and what has come already must be kept
-        self.hooks.remove()  # all is averaged in `step()`: no forward has anything to wait for
+        self._refill = False  # slots start as zeros; a refill would lose what has arrived
+        self.hooks.remove()  # `step()` averages everything, so no forward pass has to wait
 
     def lay_out(self, members: Any) -> None:
         super().lay_out(members)
         self._numerators = {bucket: torch.zeros_like(bucket.values) for bucket in self.buckets}
 
     def refill(self) -> None:
-        """After a state was loaded: forgets what others had sent before."""
+        """Empties the slots after a state was loaded; waits for all ranks with `barrier`."""
         for window in self.windows.values():
             window.clear()
         self.meet()
 
     def adapt(self, update: Callable[[], Any]) -> Any:
-        """Makes numerators of the parameters, updated."""
+        """Updates the parameters; in steps that average, also computes the numerators."""
         if not self.due():
             return super().adapt(update)
         with torch.no_grad():
@@ -58,7 +58,7 @@ class PushSumEngine(WindowEngine):
                 for bucket, numerator in self._numerators.items():
                     torch.mul(bucket.values, self.windows[bucket].p, out=numerator)
                 return result
-            # x * p + (x after - x before), without a copy of x.
+            # u = x * p + (x after - x before), without a copy of x.
             for bucket, numerator in self._numerators.items():
                 torch.mul(bucket.values, self.windows[bucket].p - 1, out=numerator)
             result = super().adapt(update)
@@ -80,14 +80,15 @@ class PushSumEngine(WindowEngine):
 
     def mix(self, bucket: Bucket) -> None:
         window, numerator = self.windows[bucket], self._numerators[bucket]
-        everything = dict.fromkeys(self.part.sources, 1.0)
-        window.collect(numerator, self._kept[bucket], everything, reset=True, steps=self.steps + 1)
+        weights = dict.fromkeys(self.part.sources, 1.0)
+        window.collect(numerator, self._kept[bucket], weights, reset=True, steps=self.steps + 1)
         torch.div(numerator, window.p, out=bucket.values)
         bucket.touched()
 
     def statistics(self) -> dict[str, Any]:
-        """See `Peers.statistics`; by bucket also this rank's `p`, and `p_arrived`, what of the
-        others' lies in its slots. With nothing under way all of both are the world size."""
+        """Adds to `Peers.statistics`, per bucket: this rank's weight `p`, and `p_arrived`, the
+        weight in its slots. While no message is under way, both of all ranks sum to the world
+        size."""
         windows = self.windows.values()
         return super().statistics() | {
             "p": [window.p for window in windows],
@@ -106,16 +107,16 @@ class PushSumEngine(WindowEngine):
 class PushSum(WindowAlgorithm):
     """Stochastic gradient push (Assran, Loizou, Ballas and Rabbat, ICML 2019, arXiv 1811.10792).
 
-    Ranks share their parameters out, together with a weight p that undoes what uneven graphs and
-    late messages do to the shares; the model holds the quotient. With `barrier` this is the
-    published method; where ranks run freely, updates are weighted by p too (PushSumEngine says
-    why).
+    Ranks send shares of their parameters together with a weight p. The model holds the quotient,
+    which corrects for uneven graphs and late messages. With `barrier` this is the published method;
+    without it, updates are also weighted by p (see PushSumEngine).
 
         u <- C (u + update), p <- C p, x = u / p
 
-    C shares a rank out equally to itself and its targets.
-    Invariant: sums over all ranks and messages under way are kept, those of p at the world size.
-    Bytes move: from the update on, for as long as it takes; each step collects what has arrived.
+    C splits a rank's values equally among itself and its targets.
+    Invariant: averaging keeps the sums of u and p over all ranks and messages under way; the sum
+    of p is the world size.
+    Bytes move: from the update on, for as long as they take; each step collects what has arrived.
     Cost per step and rank: the parameters at most once to each neighbour; one more copy in memory.
     """
 
@@ -123,7 +124,7 @@ class PushSum(WindowAlgorithm):
 
     @dataclass(frozen=True, kw_only=True)
     class Options(WindowOptions):
-        """The topology, of which only the edges count, and its timing."""
+        """Topology, of which only the edges count, and timing."""
 
     capabilities = Capabilities(consistency="asynchronous")
     bound = "asynchronous"

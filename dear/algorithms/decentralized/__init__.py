@@ -1,1 +1,1 @@
-"""Replicas differ and average with neighbours in step."""
+"""Algorithms whose replicas differ; ranks average with their neighbours in the same step."""

@@ -1,4 +1,4 @@
-"""Decentralized data-parallel training: averaging in small groups, beside the next step."""
+"""Decentralized data-parallel training: averages in small groups while the next step computes."""
 
 from __future__ import annotations
 
@@ -21,37 +21,36 @@ from dear.training.engine import Replica
 from dear.training.parameters import LocalOptions, ParameterEngine, UpdateIn
 
 CHANNEL = 1
-"""Of its own, so that what the training script communicates does not queue behind models."""
+"""Channel of the averages, so that the script's own communication does not queue behind models."""
 
 
 class Decentralized(Algorithm):
-    """D-PSGD (Lian et al., NeurIPS 2017, arXiv 1705.09056), overlapped with both passes as in
-    Decent-DP.
+    """D-PSGD (Lian et al., NeurIPS 2017, arXiv 1705.09056), overlapped as in Decent-DP.
 
-    Invariant: x_i(t+1) = sum_j W_ij(t) x_j(t) - update(g_i(x_i(t))): each rank applies its own
-    gradient, at its own parameters, to the average over its group. Models of different ranks
-    differ; `dear.consensus` averages them. `p.grad` is always the rank's own.
+    Invariant: x_i(t+1) = sum_j W_ij(t) x_j(t) - update(g_i(x_i(t))). Each rank computes its
+    gradient at its own parameters and applies it to the average over its group. Models of different
+    ranks differ; `dear.consensus` averages them. `p.grad` is always the rank's own gradient.
     Bytes move: each bucket of parameters from its update until its update in the next step.
     Cost per step and rank: one exchange of the model with one peer (`ring`, `one-peer-exp`), or an
-    all-reduce of it in the group (`complete`: all ranks; `alternating-exp-ring`: a node or two).
-    Moments: `share` sends to the group of this step, `mix` of the next step takes that in.
+    all-reduce of it in the group (`complete`: all ranks; `alternating-exp-ring`: 1 or 2 nodes).
+    Overridden methods: `share` sends to the group of this step, `mix` of the next step averages.
     """
 
     @dataclass(frozen=True, kw_only=True)
     class Options(LocalOptions):
-        """Who averages with whom, and when each bucket is updated."""
+        """Topology, time of the update, and weight of the average."""
 
         topology: str = "complete"
         """`complete` (any world), `ring` (even worlds), `one-peer-exp` (2^k ranks),
         `alternating-exp-ring` (2^k nodes), or a name registered with
         `dear.topology.schedules.TopologyReg`."""
         update: UpdateIn = "backward"
-        """`backward`: each bucket is updated as soon as its last gradient is there; `step`: in
+        """`backward`: updates each bucket as soon as its last gradient arrives; `step`: updates in
         `step()`, so that gradients can be clipped or unscaled before."""
         adaptive_factor: float = 1.0
-        """How much of the average is taken: x <- (1 - a) x + a (W x); 0 .. 1."""
+        """Weight a of the average, 0 .. 1: x <- (1 - a) x + a (W x)."""
         ranks_per_node: int | None = None
-        """For `alternating-exp-ring`; None: as many as the launcher started on this host."""
+        """Ranks per node for `alternating-exp-ring`; None: the launcher's number on this host."""
 
         def __post_init__(self) -> None:
             TopologyReg.check_name(self.topology)
@@ -84,9 +83,9 @@ class Decentralized(Algorithm):
         options, communicator = replica.options, replica.communicator
         node = options.ranks_per_node or _ranks_per_node()
         topology = _topology(options, communicator.size, communicator.rank, node)
-        made = GroupEngine(replica, topology)
-        made.set_factor(options.adaptive_factor)
-        return made
+        engine = GroupEngine(replica, topology)
+        engine.set_factor(options.adaptive_factor)
+        return engine
 
 
 def _topology(options: Decentralized.Options, world_size: int, rank: int, node: int) -> Topology:
@@ -98,15 +97,15 @@ def _topology(options: Decentralized.Options, world_size: int, rank: int, node: 
 class GroupEngine(ParameterEngine):
     """Averages in the groups of a schedule, one step behind.
 
-    A group all-reduces its values; where the result is the mean itself, parameters become views of
-    it. Two ranks may as well exchange them and mix by themselves, which takes no process group of
-    their own. As many bytes are sent. But on the comm core, where one rank comes later than the
-    other, large messages between two pass one after the other, not at the same time; there pairs
-    all-reduce, too, which also adds up beside the training.
+    A group all-reduces its values. If the result is the mean itself, parameters become views of it.
+    A pair of ranks exchanges its values instead and mixes them locally: this sends as many bytes
+    and needs no process group of the pair. With the comm core, pairs all-reduce, too: if one rank
+    comes later, large messages of an exchange would pass one after the other there, and not at the
+    same time. The all-reduce also adds the values in the background.
 
     Args:
-        topology: group t of it serves the values after step t, counted from 1.
-        views: parameters are views of their buckets.
+        topology: its group t averages the values after step t, counted from 1.
+        views: True makes parameters views of their buckets.
     """
 
     order = "overlapped"
@@ -116,11 +115,11 @@ class GroupEngine(ParameterEngine):
         communicator = self.communicator
         self.topology = topology
         self.factor = 1.0
-        """How much of the average is taken, 0 .. 1: `(1 - factor) * own + factor * average`."""
+        """Weight of the average, 0 .. 1: `(1 - factor) * own + factor * average`."""
         self._views = views
         communicator.ensure_channels(CHANNEL + 1)
         if "nccl" in communicator.backend:
-            # NCCL's first call on a group must be one of all its ranks; an exchange is not.
+            # NCCL's first call on a group must involve all its ranks; an exchange does not.
             torch.distributed.barrier(communicator.groups[CHANNEL])
 
         larger = [
@@ -152,7 +151,7 @@ class GroupEngine(ParameterEngine):
 
     def begin(self) -> None:
         if self._resumed:
-            # What had been under way when the state was saved is sent again, by all ranks.
+            # All ranks send again what was under way when the state was saved.
             self._resumed = False
             self.drop()
             with torch.no_grad():
@@ -189,11 +188,11 @@ class GroupEngine(ParameterEngine):
             bucket.values.lerp_(bucket.spare, self.factor * (1 - edge.weight))
             bucket.push()
             return
-        own = edge.weight - _share(edge)
-        if self.factor == 1 and own == 0:
+        excess = edge.weight - _share(edge)  # the sum contains this rank's values with `_share`
+        if self.factor == 1 and excess == 0:
             bucket.take_spare()
             return
-        bucket.values.mul_(1 - self.factor + self.factor * own)
+        bucket.values.mul_(1 - self.factor + self.factor * excess)
         bucket.values.add_(bucket.spare, alpha=self.factor)
         bucket.push()
 
@@ -208,7 +207,8 @@ class GroupEngine(ParameterEngine):
         self._groups = {}
 
     def upcoming(self, bucket: Bucket) -> Edge | None:
-        """The group whose average the next `mix` of a bucket takes; None if there is none."""
+        """Returns the group whose average the next `mix` of a bucket takes in; None if no average
+        is under way."""
         if bucket not in self.pending:
             return None
         edge = self.topology.get_edge(self.steps - 1)
@@ -222,7 +222,7 @@ class GroupEngine(ParameterEngine):
 
 
 def _share(edge: Edge) -> float:
-    """What each of the others counts; exactly the own weight where the average is the mean."""
+    """Returns the weight of each other rank; exactly the own weight if the average is the mean."""
     if math.isclose(edge.weight * len(edge.ranks), 1):
         return edge.weight
     return (1 - edge.weight) / (len(edge.ranks) - 1)

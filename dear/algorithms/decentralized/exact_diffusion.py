@@ -1,4 +1,4 @@
-"""Exact diffusion: decentralized SGD that reaches the exact optimum, for one exchange per step."""
+"""Exact diffusion: decentralized SGD that reaches the exact optimum with one exchange per step."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ _DIRECTED = ("ring-left", "ring-right", "exp2")
 class ExactDiffusion(GraphAlgorithm):
     """Exact diffusion (Yuan, Ying, Zhao and Sayed, IEEE Trans. Signal Process. 2019, 1702.05122).
 
-    `psi = x - update; x <- W' (psi + x - last psi)`, W' = (W + 1) / 2: adapt, correct by what
-    averaging did to the last step, combine.
+    `psi = x - update; x <- W' (psi + x - last psi)` with W' = (W + 1) / 2. A step updates, adds the
+    change that averaging made in the last step, and averages.
     Invariant: with a constant step size ranks reach the exact minimum of the sum of their losses.
     Bytes move: from the update until a layer is needed again.
     Cost per step and rank: the parameters once to each neighbour; one more copy in memory.
-    Moments: `adapt` corrects what the update makes.
+    Overridden methods: `adapt` corrects the updated parameters.
     """
 
     @dataclass(frozen=True, kw_only=True)
     class Options(GraphOptions):
-        """The topology, whose weights must be the same in both directions."""
+        """Topology, whose weights must be the same in both directions."""
 
         topology: str = "symmetric-exp"
-        """A symmetric static graph: `complete`, `ring`, `star`, `mesh` or `symmetric-exp`."""
+        """Symmetric static graph: `complete`, `ring`, `star`, `mesh` or `symmetric-exp`."""
 
         def __post_init__(self) -> None:
             super().__post_init__()
@@ -63,7 +63,7 @@ class ExactDiffusion(GraphAlgorithm):
 
 
 class ExactDiffusionEngine(ParameterEngine):
-    """Keeps psi, what the last update made of the parameters before they were averaged."""
+    """Engine that keeps psi, the parameters after the last update and before their averaging."""
 
     order = "adapt-then-combine"
     takes_scaler = False
@@ -87,12 +87,12 @@ class ExactDiffusionEngine(ParameterEngine):
         return result
 
     def saved(self) -> dict[str, Any]:
-        kept = [psi.clone() for psi in self._psi.values()]
-        return super().saved() | {"psi": kept if self._started else None}
+        copies = [psi.clone() for psi in self._psi.values()]
+        return super().saved() | {"psi": copies if self._started else None}
 
     def restore(self, saved: dict[str, Any] | None) -> None:
         super().restore(saved)
-        kept = None if saved is None else saved["psi"]
-        self._started = kept is not None
+        copies = None if saved is None else saved["psi"]
+        self._started = copies is not None
         for index, psi in enumerate(self._psi.values()):
-            psi.zero_() if kept is None else psi.copy_(kept[index])
+            psi.zero_() if copies is None else psi.copy_(copies[index])

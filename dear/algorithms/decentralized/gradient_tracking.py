@@ -25,19 +25,19 @@ class GradientTracking(GraphAlgorithm):
     """DIGing (Nedic, Olshevsky and Shi, SIAM J. Optim. 2017, arXiv 1607.03218).
 
     `y <- W y + g - last g; x <- W x - update(y)`. Plain averaging with a constant step size stops
-    near the optimum, since each rank's own gradient pulls it away from the mean. Here each rank
-    keeps an estimate of the mean gradient, averages it like its parameters, corrects it by how its
-    own gradient has changed, and steps with it.
-    Invariant: the mean of the estimates is the mean of the gradients; with a constant step size
-    ranks reach the exact minimum of the sum of their losses, linearly if that is strongly convex.
+    near the optimum, because each rank's own gradient pulls it away from the mean. Here each rank
+    keeps an estimate y of the mean gradient. It averages y like its parameters, adds the change of
+    its own gradient, and steps with y.
+    Invariant: the mean of the estimates is the mean of the gradients. With a constant step size
+    ranks reach the exact minimum of the sum of their losses; linearly, if it is strongly convex.
     Bytes move: beside both passes.
     Cost per step and rank: twice the parameters to each neighbour; two more copies in memory.
-    Moments: `share` and `mix` carry the estimates, too; `adapt` updates with them.
+    Overridden methods: `share` and `mix` also carry the estimates; `adapt` updates with them.
     """
 
     @dataclass(frozen=True, kw_only=True)
     class Options(GraphOptions):
-        """The topology; every named one keeps the mean."""
+        """Topology; averaging over any named one keeps the mean."""
 
     capabilities = Capabilities(consistency="decentralized")
     bound = "beside_passes"
@@ -54,11 +54,12 @@ class GradientTracking(GraphAlgorithm):
 class Trackers:
     """Estimates `y` of the mean gradient: `y <- average(y) + gradient - last gradient`.
 
-    A parameter that has no gradient on a rank counts as having a zero one there; one that has had
-    none anywhere near stays without, so that optimizers leave it alone as in serial training.
+    A parameter without a gradient on a rank counts as having a zero gradient there. A parameter
+    for which no gradient has reached a rank gets none, so that optimizers skip it as in serial
+    training.
 
     Args:
-        estimates: zeroed, one flat buffer for each bucket, where `y` shall be.
+        estimates: zeroed flat buffers for `y`, one per bucket.
     """
 
     def __init__(self, estimates: dict[Bucket, torch.Tensor]) -> None:
@@ -67,9 +68,9 @@ class Trackers:
         self._used: set[torch.nn.Parameter] = set()
 
     def update(self, update: Callable[[], Any]) -> Any:
-        """Takes this rank's gradients in, and calls `update` with the estimates in their place.
+        """Adds this rank's gradients to the estimates, and calls `update` with these as gradients.
 
-        The estimates must have been averaged since the last call.
+        The caller must have averaged the estimates since the last call.
         """
         gradients: dict[torch.nn.Parameter, torch.Tensor | None] = {}
         with torch.no_grad():
@@ -85,18 +86,18 @@ class Trackers:
         return with_gradients(gradients, update)
 
     def saved(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Copies of the estimates and last gradients."""
+        """Returns copies of the estimates and of the last gradients."""
         return [(y.clone(), self._last[bucket].clone()) for bucket, y in self.estimates.items()]
 
     def restore(self, saved: Sequence[tuple[torch.Tensor, torch.Tensor]] | None) -> None:
-        """Goes on from what `saved` returned; None: from zeros."""
+        """Continues from the result of `saved`, or from zeros if it is None."""
         for index, (bucket, estimate) in enumerate(self.estimates.items()):
             for part, buffer in enumerate((estimate, self._last[bucket])):
                 buffer.zero_() if saved is None else buffer.copy_(saved[index][part])
 
 
 class GradientTrackingEngine(ParameterEngine):
-    """Averages estimates of the mean gradient beside the parameters, and steps with them."""
+    """Engine that averages gradient estimates beside the parameters, and steps with them."""
 
     takes_scaler = False
 

@@ -32,15 +32,15 @@ from dear.training.parameters import (
 class Neighbor(GraphAlgorithm):
     """Decentralized SGD: each rank steps with its own gradient and averages with its neighbours.
 
-    D-PSGD (Lian et al., NeurIPS 2017, arXiv 1705.09056); BlueFog (Ying et al. 2021, arXiv
-    2111.04287), whose orders AWC and ATC these are; one-peer exponential graphs (Ying et al.,
-    NeurIPS 2021, arXiv 2110.13363).
+    D-PSGD (Lian et al., NeurIPS 2017, arXiv 1705.09056) in the orders AWC and ATC of BlueFog (Ying
+    et al. 2021, arXiv 2111.04287), also over one-peer exponential graphs (Ying et al., NeurIPS
+    2021, arXiv 2110.13363).
     awc: `x <- W x - update(g(x))`; atc: `x <- W (x - update(g(x)))`.
-    Invariant: replicas differ; their mean moves by the mean gradient, and what separates them
-    shrinks by the topology's mixing rate in each round.
+    Invariant: replicas differ. Their mean moves by the mean gradient, and in each round the
+    topology's mixing rate shrinks their distances.
     Bytes move: awc, beside both passes; atc, from the update until a layer is needed again.
     Cost per step and rank: the parameters once to each neighbour (exp2: log2 P, one-peer: 1).
-    Moments: those of `ParameterEngine` as they are; only the order, and who is in each round.
+    Overridden methods: none; the options choose the order and the peers of each round.
     """
 
     @dataclass(frozen=True, kw_only=True)
@@ -48,20 +48,20 @@ class Neighbor(GraphAlgorithm):
         """Order, topology and frequency of the averaging."""
 
         combine: Literal["atc", "awc"] = "awc"
-        """`awc` averages the parameters that the gradient was computed at; `atc` averages after the
-        update."""
+        """`awc` averages the parameters at which the gradient was computed; `atc` averages after
+        the update."""
         dynamic: DynamicName = "none"
-        """A topology that changes from step to step takes the place of `topology`. `one-peer-exp`:
-        one peer at distance 1, 2, 4, ... in turn; `inner-outer-ring`, `inner-outer-exp2`: one rank
-        of each machine in turn exchanges with another machine, the others among themselves."""
+        """Topology that changes from step to step and replaces `topology`. `one-peer-exp`: one peer
+        at distance 1, 2, 4, ... in turn; `inner-outer-ring`, `inner-outer-exp2`: one rank of each
+        machine in turn exchanges with another machine, the others among themselves."""
         hierarchical: bool = False
-        """Averages exactly inside a machine, and over `topology` (or, with `dynamic=one-peer-exp`,
-        one machine in turn) between machines."""
+        """Averages exactly inside a machine. Between machines averages over `topology` or, with
+        `dynamic=one-peer-exp`, with one machine in turn."""
         local_size: int | None = None
-        """Ranks per machine, for `hierarchical` and the inner-outer topologies; None: as
-        started."""
+        """Ranks per machine, for `hierarchical` and the inner-outer topologies; None: the number
+        that the launcher started."""
         every: int = 1
-        """Averages in each so many steps only, the last of them."""
+        """Period of the averaging in steps; the last step of each period averages."""
 
         def __post_init__(self) -> None:
             super().__post_init__()
@@ -69,7 +69,7 @@ class Neighbor(GraphAlgorithm):
             inner_outer = self.dynamic.startswith("inner-outer")
             if self.hierarchical and inner_outer:
                 raise UserError(
-                    f"{option_of(self, 'dynamic')}={self.dynamic} knows machines by itself; it "
+                    f"{option_of(self, 'dynamic')}={self.dynamic} averages by machines already; it "
                     "does not go with hierarchical"
                 )
             if self.dynamic != "none" and self.topology != GraphOptions.topology:
@@ -131,7 +131,7 @@ def _machine_rounds(options: Neighbor.Options, machines: Machines) -> Rounds:
 
 
 def _traffic(options: Neighbor.Options, size: int, local_size: int) -> Traffic:
-    """What is exchanged in the steps that average."""
+    """Returns the traffic of the steps that average."""
     if options.hierarchical:
         return _traffic(
             dataclasses.replace(options, hierarchical=False, local_size=None), size // local_size, 1

@@ -25,19 +25,20 @@ from dear.training.parameters import (
 class PushDiging(GraphAlgorithm):
     """Push-DIGing (Nedic, Olshevsky and Shi, SIAM J. Optim. 2017, arXiv 1607.03218).
 
-    `u <- C (u + update(y)); v <- C v; x = u / v; y <- C y + g - last g`: ranks share themselves out
-    (C) to whom they send to, together with a weight v that undoes what an uneven graph does to the
-    shares; so senders need not know how many others a receiver hears.
-    Invariant: sums over the ranks are kept; ranks reach the exact minimum of the sum of their
-    losses with a constant step size, over any strongly connected directed graph.
+    `u <- C (u + update(y)); v <- C v; x = u / v; y <- C y + g - last g`. C splits a rank's values
+    equally among itself and its targets, together with a weight v. Division by v corrects for
+    uneven graphs, so senders need not know how many other ranks a receiver hears.
+    Invariant: averaging keeps sums over the ranks. With a constant step size ranks reach the exact
+    minimum of the sum of their losses, over any strongly connected directed graph.
     Bytes move: from the update until a layer is needed again.
     Cost per step and rank: twice the parameters to each neighbour; three more copies in memory.
-    Moments: `share` and `mix` carry u, y and v of a bucket in one message; `adapt` makes u.
+    Overridden methods: `share` and `mix` carry a bucket's u, y and v in one message; `adapt`
+    computes u.
     """
 
     @dataclass(frozen=True, kw_only=True)
     class Options(GraphOptions):
-        """The topology; only its edges count, weights follow from the number of receivers."""
+        """Topology, of which only the edges count; weights follow from the number of receivers."""
 
     capabilities = Capabilities(consistency="decentralized")
     bound = "after_update"
@@ -52,7 +53,7 @@ class PushDiging(GraphAlgorithm):
 
 
 class PushDigingEngine(ParameterEngine):
-    """Sends numerators, estimates of the mean gradient and weights; parameters are quotients."""
+    """Engine that sends numerators u, gradient estimates y and weights v; parameters are u / v."""
 
     order = "adapt-then-combine"
     takes_scaler = False
@@ -60,7 +61,7 @@ class PushDigingEngine(ParameterEngine):
     def lay_out(self, members: Sequence[Sequence[torch.nn.Parameter]]) -> None:
         super().lay_out(members)
         self._messages: dict[Bucket, torch.Tensor] = {}
-        """u, y and v, one after the other."""
+        """Message of each bucket: u, y and v, one after the other."""
         self._numerators: dict[Bucket, torch.Tensor] = {}
         estimates: dict[Bucket, torch.Tensor] = {}
         for bucket in self.buckets:
@@ -72,8 +73,8 @@ class PushDigingEngine(ParameterEngine):
     def adapt(self, update: Callable[[], Any]) -> Any:
         with torch.no_grad():
             for bucket, numerator in self._numerators.items():
-                # x * v + (x after - x before), without a copy of x; and parameters that somebody
-                # has loaded or broadcast meanwhile count.
+                # u = x * v + (x after - x before), without a copy of x. The present x is used, so
+                # that parameters that were loaded or broadcast meanwhile count.
                 torch.mul(bucket.values, self._messages[bucket][-1] - 1, out=numerator)
             result = self._trackers.update(update)
             for bucket, numerator in self._numerators.items():

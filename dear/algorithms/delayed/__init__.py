@@ -1,1 +1,1 @@
-"""Replicas are equal, and apply gradients some steps after they were computed."""
+"""Algorithms whose replicas are equal and apply gradients some steps after computing them."""

@@ -1,4 +1,4 @@
-"""Delayed all-reduce: an update waits for no transfer of its own step."""
+"""Delayed all-reduce: an update applies older gradients, so it waits for no transfer of its step."""
 
 from __future__ import annotations
 
@@ -25,42 +25,41 @@ if TYPE_CHECKING:
     Gradients = dict[torch.nn.Parameter, torch.Tensor | None]
 
 PENDING = "delayed_gradients"
-"""Key of an optimizer's state dict, beside its own."""
+"""Key in an optimizer's state dict for the gradients that no update has applied yet."""
 
 
 class Dadt(Algorithm):
-    """DADT, asynchronous data-parallel training; its idea is Pipe-SGD's (Li et al., NeurIPS 2018,
-    arXiv 1811.03619).
+    """DADT, delayed data-parallel training, as Pipe-SGD (Li et al., NeurIPS 2018, 1811.03619).
 
-    Update: w(t+1) = w(t) - lr * mean over ranks of g(t - delay), so that the all-reduce has the
-    whole of the steps between to run in. The first `delay` steps update nothing; `flush()`, and
-    `close()`, apply what is held back, one update for each step.
-    Invariant: after `step()` the parameters are final, and the same on all ranks; between
-    `backward()` and `step()` `p.grad` is this rank's own gradient, which nothing writes to.
+    Update: w(t+1) = w(t) - lr * mean over ranks of g(t - delay). The all-reduce may therefore take
+    all of the `delay` steps between. The first `delay` steps update nothing; `flush()` and
+    `close()` apply the gradients that are held back, with one update per step.
+    Invariant: after `step()` the parameters are final, and the same on all ranks. Between
+    `backward()` and `step()`, `p.grad` is this rank's own gradient, and the algorithm leaves it so.
     Bytes move: from the backward pass of a step to `delay` steps later, as groups are complete.
-    Cost per step and rank: one all-reduce per group, with a mark per parameter; per sparse gradient
-    one all-gather of its entries, and one small all-gather that the end of the backward pass waits
-    for. One copy of the gradients into one of `delay` + 1 sets of buffers.
+    Cost per step and rank: one all-reduce per group, with a mark per parameter. If gradients are
+    sparse: one all-gather of the entries of each, and one small all-gather for which the end of the
+    backward pass waits. One copy of the gradients into one of `delay` + 1 sets of buffers.
     """
 
     @dataclass(frozen=True, kw_only=True)
     class Options(AlgorithmOptions):
-        """How old gradients are, and which travel together."""
+        """Age of the gradients, and which of them travel together."""
 
         delay: int = 1
         """Steps between gradients and the update that applies them, at least 1 (Pipe-SGD's width
-        less one)."""
+        minus one)."""
         buffer_mb: float = 64.0
-        """Gradients that are ready one after another share buffers of at most so many MB of 2^20
-        bytes; 0: every gradient travels alone."""
+        """Largest buffer, in MB of 2^20 bytes, of gradients that are ready one after another and
+        travel together; 0: every gradient travels alone."""
         cycle_time_ms: float | None = None
-        """Only gradients that are ready within the same cycle of so many milliseconds, as the first
-        pass shows, share a buffer; null: whatever comes next."""
+        """Length of a cycle in milliseconds: gradients share a buffer only if they were ready in
+        the same cycle of the first pass. null: no such condition."""
         average: bool = True
-        """False: gradients are summed over ranks instead."""
+        """True: gradients are averaged over ranks; False: they are summed."""
         timeline: str | None = None
-        """A file to write on `close()`, `-rankR` put before its suffix: when groups were copied,
-        sent and applied, for chrome://tracing or Perfetto. null: none."""
+        """File that `close()` writes, with `-rankR` before its suffix: the times at which groups
+        were copied, sent and applied, for chrome://tracing or Perfetto. null: no file."""
 
         def __post_init__(self) -> None:
             at_least("option of dadt 'delay'", self.delay, 1)
@@ -87,7 +86,7 @@ class Dadt(Algorithm):
         refuse_lbfgs(replica.optimizer, "dadt")
 
     def alone(self, options: Options) -> bool:
-        return True  # one rank's updates come later, too
+        return True  # updates are delayed with one rank, too
 
     def engine(self, replica: Replica) -> DelayedEngine:
         return DelayedEngine(replica)
@@ -98,7 +97,7 @@ class _Dense(Bucket):
 
     work: Work | None = None
     packed_s: tuple[float, float] | None = None
-    """When the copy began and ended, on the communicator's clock."""
+    """Start and end of the copy, in seconds on the communicator's clock."""
 
     @property
     def nbytes(self) -> int:
@@ -147,7 +146,7 @@ class _Sparse:
         self.mine = None if gradient is None else gradient.detach().coalesce()
 
     def send(self, entries: tuple[list[int], int], communicator: Communicator) -> None:
-        """Sends what was packed; `entries` are those of all ranks."""
+        """Sends the packed gradient; `entries` counts those of all ranks (`gather_entries`)."""
         (param,) = self.params
         self._sum = SparseSum(self.mine, param, entries, communicator, divisor=self._divisor)
         self.work = self._sum.work
@@ -159,51 +158,52 @@ class _Sparse:
 def _changed_kind(param: torch.nn.Parameter, now: str, before: str) -> str:
     return (
         f"the gradient of a parameter of shape {tuple(param.shape)} is {now} now, and was {before} "
-        "before (or on another rank): all ranks send one kind"
+        "before (or on another rank): it must be of one kind in all steps and on all ranks"
     )
 
 
 @dataclass(kw_only=True)
 class _Lap:
-    """The gradients of one step, from their copy to the update that applies them."""
+    """Gradients of one step, from their copy to the update that applies them."""
 
     dense: list[_Dense] = field(default_factory=list)
     sparse: list[_Sparse] = field(default_factory=list)
     loaded: Gradients = field(default_factory=dict)
-    """What came from a checkpoint; None for those that no rank has."""
+    """Gradients from a checkpoint; None for those that no rank has."""
     step: int = 0
     scale: torch.Tensor | None = None
-    """The loss scale that they carry; None: 1."""
+    """Loss scale of these gradients; None: 1."""
 
     @property
     def messages(self) -> list[_Dense | _Sparse]:
         return [*self.dense, *self.sparse]
 
     def wait(self) -> None:
-        """Returns when every transfer has ended."""
+        """Waits until every transfer has ended."""
         for message in self.messages:
             if message.work is not None:
                 message.work.wait()
 
     def gradients(self) -> Gradients:
-        """Waits for the sums."""
+        """Waits for the transfers and returns the averages or sums."""
         self.wait()
-        found = dict(self.loaded)
+        gradients = dict(self.loaded)
         for message in self.messages:
-            found |= message.means()
-        return found
+            gradients |= message.means()
+        return gradients
 
     def due(self) -> Gradients:
-        """What an update is given: nothing for a layer that was frozen meanwhile."""
-        found = self.gradients().items()
-        return {param: mean if param.requires_grad else None for param, mean in found}
+        """Returns the gradients for an update: None for parameters that were frozen meanwhile."""
+        gradients = self.gradients().items()
+        return {param: mean if param.requires_grad else None for param, mean in gradients}
 
 
 class DelayedEngine(GradientEngine):
-    """Update t applies the averaged gradients of step t - delay; the first `delay` ones are none.
+    """Engine whose step t applies the averaged gradients of step t - delay, if there was one.
 
-    The first pass only watches and is sent at its end; in later ones groups are copied and sent as
-    they are complete. `step()` waits for the transfers of `delay` steps before only.
+    The first pass records the order of the gradients and sends them at its end. In later passes
+    each group is copied and sent when it is complete. `step()` waits only for the transfers of the
+    step that is `delay` steps earlier.
     """
 
     def __init__(self, replica: Replica) -> None:
@@ -216,15 +216,15 @@ class DelayedEngine(GradientEngine):
         self._step = 0
         self._arrivals: dict[torch.nn.Parameter, float] = {}
         self._groups: tuple[list[list[torch.nn.Parameter]], list[torch.nn.Parameter]] | None = None
-        """Those of dense parameters, and the sparse ones; None until a pass has shown them."""
+        """Groups of dense parameters, and the sparse parameters; None until the first pass."""
         self._filling: _Lap | None = None
         self._held: deque[_Lap] = deque()
-        """The laps that wait for their update, oldest first."""
+        """Laps whose update is still to come, oldest first."""
         self._free: list[_Lap] = []
-        # Asked for their times at the end only: on a GPU the host would have to wait.
+        # Times of works are read only at the end: on a GPU, reading them makes the host wait.
         self._applied: list[tuple[dict[str, int], Any, Work | None, float | None]] = []
         self._presented = False
-        """True while `p.grad` is what the next update is to apply."""
+        """True while `p.grad` holds the gradients that the next update applies."""
         self._watched = Bucket(self.params)
 
     def step(self, update: Callable[[], Any]) -> Any:
@@ -257,27 +257,27 @@ class DelayedEngine(GradientEngine):
     def state_dict(self, plain: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         pending = []
         for lap in self._held:
-            own = lap.gradients()
-            gradients = [_copied(own.get(param)) for param in self.held]
+            means = lap.gradients()
+            gradients = [_copied(means.get(param)) for param in self.held]
             pending.append({"gradients": gradients, "scale": _copied(lap.scale)})
         return {**plain(), PENDING: pending}
 
     def resume(self, state: dict[str, Any]) -> None:
-        given = state.get(PENDING, [])
-        if len(given) > self.options.delay:
+        entries = state.get(PENDING, [])
+        if len(entries) > self.options.delay:
             raise UserError(
-                f"the state holds back the gradients of {len(given)} steps, more than delay="
+                f"the state holds back the gradients of {len(entries)} steps, more than delay="
                 f"{self.options.delay}: flush() before saving, or use the same delay"
             )
         self._drop_held()
-        for entry in given:
+        for entry in entries:
             pairs = zip(self.held, entry["gradients"], strict=True)
             loaded = {param: _copied(value, like=param) for param, value in pairs}
             managed = {param: loaded[param] for param in self.params}
             self._held.append(_Lap(step=self._step, scale=_copied(entry["scale"]), loaded=managed))
 
     def write_timeline(self) -> None:
-        """Writes the file, if there is to be one, with all updates so far; waits for transfers."""
+        """Writes the timeline of all updates so far, if wanted; waits for their transfers."""
         if self._timeline is None:
             return
         if self.params[0].is_cuda:
@@ -303,7 +303,7 @@ class DelayedEngine(GradientEngine):
         self._scaling.close()
         self.hooks.remove()
 
-    # During the backward pass.
+    # Backward pass.
 
     def arrived(self, param: torch.nn.Parameter) -> None:
         if self._presented:
@@ -312,13 +312,13 @@ class DelayedEngine(GradientEngine):
                 "step() or zero_grad() first"
             )
         if self._groups is None:
-            self._arrivals.pop(param, None)  # what counts is the last pass before the groups
+            self._arrivals.pop(param, None)  # the last pass before the grouping counts
             self._arrivals[param] = self.communicator.clock()
 
     def ready(self, unit: int) -> None:
-        """Copies the gradients of a message and sends it if it is dense.
+        """Copies the gradients of a message, and sends it if it is dense.
 
-        What an earlier pass of the same step has sent is superseded.
+        Replaces what an earlier pass of the same step has sent.
         """
         if self._groups is None:
             return
@@ -344,38 +344,40 @@ class DelayedEngine(GradientEngine):
                     self.ready(unit)
         sparse = self._filling.sparse if self._filling is not None else []
         if sparse:
-            # All sizes at once, and not behind the large transfers.
-            mine = [message.mine for message in sparse]
+            # One all-gather for all sizes, on a channel without large transfers.
+            gradients = [message.mine for message in sparse]
             device = sparse[0].params[0].device
-            found = gather_entries(mine, device, self.communicator, channel=1)
-            for message, entries in zip(sparse, found, strict=True):
+            counts = gather_entries(gradients, device, self.communicator, channel=1)
+            for message, entries in zip(sparse, counts, strict=True):
                 message.send(entries, self.communicator)
         self._watched.note()
 
     def _learnt_groups(
         self,
     ) -> tuple[list[list[torch.nn.Parameter]], list[torch.nn.Parameter]] | None:
-        """The same on all ranks, all of which call it at the end of a pass; None if it was empty.
+        """Returns groups for `_groups`, the same on all ranks; None if the pass was empty.
+
+        A collective call at the end of a pass.
 
         Raises:
-            UserError: a gradient is sparse on one rank and dense on another; on all ranks.
+            UserError: on all ranks, if a gradient is sparse on one rank and dense on another.
         """
         now = self.communicator.clock()
-        place = {param: i for i, param in enumerate(self.params)}
+        index_of = {param: i for i, param in enumerate(self.params)}
         for param in self.params:
             if param.grad is not None and param not in self._arrivals:
-                self._arrivals[param] = now  # the script has set it
+                self._arrivals[param] = now  # the script has set this gradient
         seen = [param for param in self._arrivals if param.grad is not None]
-        own = RunOrder(
+        observed = RunOrder(
             reads=[],
-            arrivals=[place[param] for param in seen],
+            arrivals=[index_of[param] for param in seen],
             waits_s=[now - self._arrivals[param] for param in seen],
         )
-        order = agree(own, self.communicator)
+        order = agree(observed, self.communicator)
         if not order.arrivals:
             return None
         sparse = self._agreed_sparse(
-            {place[param]: param.grad.layout is torch.sparse_coo for param in seen}
+            {index_of[param]: param.grad.layout is torch.sparse_coo for param in seen}
         )
         if sparse:
             self.communicator.ensure_channels(2)
@@ -392,14 +394,14 @@ class DelayedEngine(GradientEngine):
 
     def _agreed_sparse(self, kinds: dict[int, bool]) -> list[torch.nn.Parameter]:
         sparse: dict[int, bool] = {}
-        for found in self.communicator.gather_objects(kinds):
-            for index, kind in found.items():
+        for kinds_of_rank in self.communicator.gather_objects(kinds):
+            for index, kind in kinds_of_rank.items():
                 if sparse.setdefault(index, kind) != kind:
                     raise UserError(
                         f"the gradient of a parameter of shape {tuple(self.params[index].shape)} "
                         "is sparse on some ranks and dense on others"
                     )
-        # Of an embedding that no rank has used yet.
+        # Weights of sparse embeddings count as sparse until a rank has used them.
         declared = {
             module._parameters.get("weight")
             for module in self.model.modules()
@@ -412,7 +414,7 @@ class DelayedEngine(GradientEngine):
         dense = packed_buckets(groups, self.communicator, kind=_Dense)
         return _Lap(dense=dense, sparse=[_Sparse(param) for param in sparse])
 
-    # In `step`.
+    # Step.
 
     @property
     def _due(self) -> bool:
@@ -420,17 +422,17 @@ class DelayedEngine(GradientEngine):
         return len(self._held) > self.options.delay
 
     def _hold(self, scale: torch.Tensor | None) -> None:
-        """The gradients of this step, which are under way, join those that are held back."""
+        """Adds the gradients of this step, which are under way, to those that are held back."""
         self._watched.forget()
         self._step += 1
         lap, self._filling = self._filling, None
-        if lap is None:  # no rank has had a gradient
+        if lap is None:  # no rank had a gradient
             lap = _Lap(loaded=dict.fromkeys(self.params))
         lap.step, lap.scale = self._step, scale
         self._held.append(lap)
 
     def _apply(self, update: Callable[[], Any]) -> Any:
-        """The update of the oldest gradients that are held back."""
+        """Runs `update` with the oldest gradients that are held back."""
         lap = self._held.popleft()
         gradients = lap.due()
         began = self.communicator.clock()
@@ -442,7 +444,7 @@ class DelayedEngine(GradientEngine):
             self._release(lap, began)
 
     def _present(self) -> None:
-        """Makes each `p.grad` what the next update is to apply."""
+        """Sets each `p.grad` to the gradient that the next update applies."""
         if self._watched.scaled_in_place():
             self._scaling.refuse_early_unscaling()
         self._watched.refuse_changed()
@@ -461,8 +463,8 @@ class DelayedEngine(GradientEngine):
         calling = hasattr(optimizer, "found_inf")
         if calling and optimizer.grad_scale is None:
             raise UserError(
-                "scaler.unscale_(optimizer) divides by the present scale, and these gradients are "
-                "of an earlier step: leave unscaling to scaler.step(optimizer)"
+                "scaler.unscale_(optimizer) divides by the present scale, but these gradients "
+                "belong to an earlier step: leave unscaling to scaler.step(optimizer)"
             )
         self._presented = False
         self.schedule.restart()
@@ -483,7 +485,7 @@ class DelayedEngine(GradientEngine):
             self._release(lap, began)
 
     def _release(self, lap: _Lap, applied_s: float | None) -> None:
-        """Its gradients are not needed any more."""
+        """Makes the buffers of a lap free for reuse, and records its times for the timeline."""
         if self._timeline is not None and applied_s is not None:
             ended = self.communicator.clock()
             self._timeline.add("update", f"step {lap.step}", applied_s, ended)
@@ -508,15 +510,15 @@ class DelayedEngine(GradientEngine):
 
 
 def _copied(value: torch.Tensor | None, like: torch.Tensor | None = None) -> torch.Tensor | None:
-    """A copy of a gradient, on the device and in the type of `like`."""
+    """Returns a copy of a gradient, on the device and in the type of `like` if it is given."""
     if value is None:
         return None
-    own = value.detach().clone()
-    return own if like is None else own.to(device=like.device, dtype=like.dtype)
+    copy = value.detach().clone()
+    return copy if like is None else copy.to(device=like.device, dtype=like.dtype)
 
 
 def _unscale(gradients: Gradients, scale: torch.Tensor) -> bool:
-    """Divides by the loss scale; False if a gradient, and so one of every rank, is not finite."""
+    """Divides by the loss scale; returns False, the same on all ranks, if one is not finite."""
     finite = True
     for gradient in gradients.values():
         if gradient is None:

@@ -1,1 +1,1 @@
-"""Replicas are equal after every step, as if one process had trained on the joined batch."""
+"""Algorithms whose replicas equal serial training on the joined batch after every step."""

@@ -1,4 +1,4 @@
-"""Times single all-reduces of Horovod in a job that is running."""
+"""Times single all-reduces of Horovod in a running job."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ class HorovodSender:
     """Measures how long Horovod's thread takes to all-reduce one buffer.
 
     A caller also waits for the next cycle to begin and for the ranks to agree, which takes as long
-    as a small message. So a mark of another type goes ahead of each buffer in the same cycle.
-    Horovod cannot fuse the two, and its thread sends them one after the other. The time of the
-    buffer is from the end of the mark to the end of the buffer. In a few calls a cycle begins
-    between the two; those take longer, and the lower quartile leaves them out.
+    as a small message. Therefore a mark of another type precedes each buffer in the same cycle.
+    Horovod cannot fuse the two, and its thread sends them one after the other. The measured time
+    runs from the end of the mark to the end of the buffer. In a few calls a cycle begins between
+    the two. These calls take longer; the lower quartile of the times excludes them.
 
     Args:
-        send: starts an all-reduce of a tensor as gradients are sent, under a name; its handle.
-        dtype: of the gradients as they travel.
-        poll_s: between two looks whether something has ended.
+        send: starts an all-reduce of a tensor under a name, as for gradients; returns its handle.
+        dtype: type in which gradients travel.
+        poll_s: seconds between two checks whether an all-reduce has ended.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class HorovodSender:
 
         def timed() -> float:
             first = hvd.allreduce_async_(mark, op=hvd.Sum, name="sender.mark")
-            rest = [self._send(part, f"sender.{place}") for place, part in enumerate(parts)]
+            rest = [self._send(part, f"sender.{index}") for index, part in enumerate(parts)]
             began_s = self._end_s(first)
             return max(self._end_s(handle) for handle in rest) - began_s
 

@@ -13,18 +13,18 @@ from dear.training.engine import Replica
 
 
 class AllReduce(Algorithm):
-    """Plain bulk-synchronous SGD: average every gradient when the backward pass has ended.
+    """Plain bulk-synchronous SGD: averages every gradient when the backward pass has ended.
 
-    The readable reference that every synchronous algorithm must match.
+    Readable reference that every synchronous algorithm must match.
     Invariant: after `backward()` returns, `p.grad` is the mean over ranks.
-    Bytes move: after the backward pass, nothing overlaps.
+    Bytes move: after the backward pass; nothing overlaps.
     Cost per step and rank: one all-reduce per parameter tensor, 2 (P-1)/P of the model's bytes in
-    a ring (Patarasuk and Yuan 2009); one all-gather per tensor if elements or signs are selected.
+    a ring (Patarasuk and Yuan 2009); one all-gather per tensor if elements or signs travel.
     """
 
     @dataclass(frozen=True, kw_only=True)
     class Options(CompressedOptions):
-        """How gradients are compressed, each tensor by itself."""
+        """Compression of the gradients, each tensor by itself."""
 
     capabilities = Capabilities(consistency="synchronous")
     bound = "sequential"

@@ -33,33 +33,33 @@ LEVELS = 4
 class ByteScheduler(Algorithm):
     """ByteScheduler (Peng et al., SOSP 2019): partitions, sent in the order in which layers run.
 
-    The gradients of each layer are cut into partitions. Those of layers that run first in a forward
-    pass overtake the others: in mid-flight where the backend has priorities; elsewhere a credit
-    limits what is under way. The next forward pass starts at once, and each of its layers waits
-    only for its own tensors, which are updated just before it runs.
-    Horovod is neither needed nor patched. Where the original's rank 0 negotiates every start, here
-    it plays its scheduler through once, with measured times, and all ranks keep to that order.
-    Invariant: whoever reads parameters by a forward or a state dict sees those after the last
-    `step()`; between `backward()` and `step()` `p.grad` is still this rank's own gradient.
+    The gradients of each layer are cut into partitions. Partitions of layers that run first in a
+    forward pass overtake the others: in mid-flight if the backend has priorities; otherwise a
+    credit limits the bytes under way. The next forward pass starts at once, and each of its layers
+    waits only for its own tensors, which are updated just before it runs.
+    Horovod is neither needed nor patched. In the original, rank 0 negotiates every start. Here rank
+    0 simulates its scheduler once, with measured times, and all ranks keep the resulting order.
+    Invariant: a forward pass or a state dict reads the parameters after the last `step()`. Between
+    `backward()` and `step()`, `p.grad` is still this rank's own gradient.
     Bytes move: from the backward pass, as layers are complete, into the next forward pass.
     Cost per step and rank: one all-reduce per partition.
     """
 
     @dataclass(frozen=True, kw_only=True)
     class Options(HalfOptions):
-        """How gradients are cut, in which type they travel, and how many bytes are under way."""
+        """Partition size, type in which gradients travel, and limit of the bytes under way."""
 
         partition_mb: float = 4.0
-        """Largest partition, in MB of 2^20 bytes as they travel."""
+        """Largest partition, in MB of 2^20 bytes on the wire."""
         credit_mb: float | None = None
         """Bytes under way at which no further partition starts, in MB of 2^20 bytes. None: no limit
-        where the backend has priorities, else 16. (NCCL does not tell when a collective ends: there
-        the order holds, but not the limit.)"""
+        if the backend has priorities, else 16. (NCCL does not report when a collective ends: with
+        NCCL the order holds, but not the limit.)"""
         levels: int | None = None
-        """Priority levels, each a channel of its own, where the backend has priorities and there is
-        no `credit_mb`; None: 4."""
+        """Number of priority levels, each with its own channel, if the backend has priorities and
+        `credit_mb` is not given; None: 4."""
         profile_steps: int = 2
-        """Steps that are measured before the order is made; they do not overlap anything."""
+        """Number of steps measured before the order is made; these overlap no communication."""
 
         def __post_init__(self) -> None:
             positive("option of bytescheduler 'partition_mb'", self.partition_mb)
@@ -69,7 +69,7 @@ class ByteScheduler(Algorithm):
             if self.levels is not None and self.credit_mb is not None:
                 raise UserError(
                     "options of bytescheduler 'levels' and 'credit_mb' exclude each other: with a "
-                    "credit there is one queue"
+                    "credit there is only one queue"
                 )
 
         def settling_steps(self) -> int:
@@ -109,35 +109,35 @@ class ByteScheduler(Algorithm):
 
 @dataclass(frozen=True, kw_only=True)
 class Partition:
-    """A piece of a group's buffer."""
+    """Piece of a group's buffer."""
 
     group: int
     piece: torch.Tensor
     carrier: Carrier
     nbytes: float
-    """As they travel."""
+    """Bytes on the wire."""
 
 
 class PartitionedEngine(DeferredEngine):
     """All-reduces the partitions of each layer; those of layers that run first are urgent.
 
-    In the first `profile_steps` steps everything is sent at the end of the backward pass. Then
-    every rank gets the order that rank 0 has found by playing the scheduler through with its times.
+    In the first `profile_steps` steps everything is sent at the end of the backward pass. Then rank
+    0 simulates the scheduler with its measured times, and every rank gets the resulting order.
 
-    Partitions wait for the wire in one queue, with a credit of bytes under way; or in several of
-    different priority, of which the backend lets one overtake another in mid-flight.
+    Partitions wait in one queue, with a credit of bytes under way; or in several queues of
+    different priority, and the backend lets urgent partitions overtake others in mid-flight.
     """
 
     def __init__(self, replica: Replica) -> None:
         communicator, options = replica.communicator, replica.options
         groups = fuse(layers(replica.model, replica.params), threshold=0)
         self._members = [param for params in groups for param in params]
-        # Before everything else that watches gradients, so that its times are of the pass alone.
+        # Registered before all other gradient hooks, so that its times contain the pass alone.
         self._times: LayerTimes | None = LayerTimes(replica.model, self._members, communicator)
         super().__init__(replica, [self._members])
         self.buckets = [packed_bucket(params, communicator.size) for params in groups]
         self._units = [list(reversed(range(len(groups))))]
-        """Buckets that are sent together."""
+        """Buckets that are sent together, per unit."""
         self._in_pass = False
         self._update = PartialUpdate(self.optimizer, type(self.optimizer))
         self.readers.set_groups(groups)
@@ -149,7 +149,7 @@ class PartitionedEngine(DeferredEngine):
         self._steps_left = options.profile_steps
         self._partitions: list[Partition] = []
         self._tasks_of: list[list[int]] = []
-        """The partitions of each group."""
+        """Indices of each group's partitions."""
         for index, bucket in enumerate(self.buckets):
             data = bucket.gradients
             width = data.element_size() * options.share(data.element_size())
@@ -163,23 +163,23 @@ class PartitionedEngine(DeferredEngine):
                 )
             self._tasks_of.append(list(range(first, len(self._partitions))))
         self._works: dict[int, Work] = {}
-        """Started and not yet waited for."""
+        """Transfers that have started and were not awaited yet, by partition."""
         self._queued = [False] * len(self.buckets)
-        """Handed to an issuer, which may not have started it yet."""
+        """True for groups handed to an issuer, which may not have started them yet."""
         self._issuers: list[OrderedIssuer[int]] = []
         self._orders: list[list[int]] = []
-        """For each issuer its tasks, in the order in which they start."""
+        """Tasks (partitions) of each issuer, in the order in which they start."""
         self._level_of: list[int] = []
-        """For each group its queue; 0 is the most urgent."""
+        """Queue of each group; 0 is the most urgent."""
         self._sizes = {task: part.nbytes for task, part in enumerate(self._partitions)}
-        # Queue 0 of the communicator is left to everything else.
+        # Channel 0 of the communicator is left to all other communication.
         communicator.ensure_channels(self._levels + 1)
 
     def ready(self, unit: int) -> None:
         if not self._in_pass:
             self._in_pass = True
             self.averaged = False
-            # Layers that did not run since the last step; and a pass that this one supersedes.
+            # Finishes layers that did not run since the last step, and a pass that this replaces.
             self.settle()
             for index in range(len(self.buckets)):
                 self._await(index)
@@ -243,12 +243,12 @@ class PartitionedEngine(DeferredEngine):
 
     def _make_plan(self, profile: BackwardProfile) -> None:
         communicator = self.communicator
-        # The measurement must have the wire for itself.
+        # Nothing else may use the network during the measurement.
         for index in range(len(self.buckets)):
             self._await(index)
         cost = measured_costs(communicator, "all_reduce", self.buckets[0].gradients.device)
         bucket_of = {param: i for i, bucket in enumerate(self.buckets) for param in bucket.params}
-        # Buckets as the first forward passes read them; those never seen come last.
+        # Buckets in the order in which the first forward passes read them; unread ones come last.
         read = [bucket_of[param] for param in self.readers.order()]
         uses = list(dict.fromkeys([*read, *range(len(self.buckets))]))
         arrivals = [0.0] * len(self.buckets)
@@ -256,10 +256,10 @@ class PartitionedEngine(DeferredEngine):
             group = bucket_of[self._members[index]]
             arrivals[group] = max(arrivals[group], seconds)
         priorities = [0.0] * len(self._partitions)
-        for place, group in enumerate(uses):
+        for position, group in enumerate(uses):
             tasks = self._tasks_of[group]
             for piece, task in enumerate(tasks):
-                priorities[task] = place + piece / len(tasks)
+                priorities[task] = position + piece / len(tasks)
         order = planned_order(
             [arrivals[part.group] for part in self._partitions],
             priorities,
@@ -280,7 +280,8 @@ class PartitionedEngine(DeferredEngine):
         self.schedule.regroup([bucket.params for bucket in self.buckets], launched)
 
     def _shared_out(self, uses: Sequence[int]) -> list[int]:
-        """The level of each group: neighbours in use share one; all have about equal bytes."""
+        """Returns the level of each group. Groups used one after another share a level, and all
+        levels have about equal bytes."""
         total = sum(self._sizes.values())
         levels = [0] * len(uses)
         before = 0.0
@@ -339,7 +340,10 @@ Task = TypeVar("Task")
 
 
 def lengths(numel: int, limit: int) -> list[int]:
-    """Of the fewest parts of at most `limit` elements; they differ by one, the longer ones last."""
+    """Returns the lengths of the fewest parts of at most `limit` elements, longer parts last.
+
+    Lengths differ by 1 at most.
+    """
     count = max(1, -(-numel // limit))
     short, longer = divmod(numel, count)
     return [short] * (count - longer) + [short + 1] * longer
@@ -353,24 +357,26 @@ def planned_order(
     credit: float,
     cost: Cost,
 ) -> list[int]:
-    """The order in which ByteScheduler's rule (SOSP 2019) starts tasks on a link that is a queue.
+    """Returns the order in which ByteScheduler's rule (SOSP 2019) starts tasks on a link.
 
-    The rule: the most urgent task that is ready, while credit lasts. A task starts if any credit is
-    left, which may so fall below 0; its size is taken then and given back at its end. Small numbers
-    are urgent; among equals the first that was ready goes first.
+    The rule starts the most urgent task that is ready, while credit lasts. A task starts if any
+    credit is left, so the credit may fall below 0. The task's size is taken from the credit at its
+    start and given back at its end. The link runs one task after another.
 
-    The rule's choices depend on when tasks are ready and when others end, which no two ranks see
-    alike; but collectives must start in one order everywhere. So the rule is played through once,
-    on measured times, and every rank keeps to the order that comes out.
+    The rule's choices depend on when tasks are ready and when others end. Ranks see different
+    times, but collectives must start in the same order on all ranks. Therefore the rule is
+    simulated once, on measured times, and every rank keeps the resulting order.
 
     Args:
-        arrivals: when each task is ready, in seconds.
+        arrivals: seconds at which each task is ready.
+        priorities: small numbers are urgent; among equals the task that was ready first starts.
+        credit: in the unit of `sizes`.
         cost: seconds of a task by its size.
     """
     coming = deque(sorted(range(len(arrivals)), key=lambda task: arrivals[task]))
     ready: list[tuple[float, int, int]] = []  # priority, order of arrival, task
     order: list[int] = []
-    ends: deque[tuple[float, int]] = deque()  # of started tasks, ascending: the link is a queue
+    ends: deque[tuple[float, int]] = deque()  # end and task of started tasks, ascending
     free = 0.0
     while coming or ends:
         now = min(arrivals[coming[0]] if coming else math.inf, ends[0][0] if ends else math.inf)
@@ -391,11 +397,12 @@ def planned_order(
 class OrderedIssuer(Generic[Task]):
     """Starts tasks in a fixed order, each once it is ready and credit is left.
 
-    Any thread may report: the training thread that tasks are ready, a backend's that one has ended.
+    Safe for several threads: the training thread reports ready tasks, a backend's thread ended
+    ones.
 
     Args:
         issue: starts a task; called by one thread at a time, in the fixed order.
-        credit: infinite if only the order matters; else see to it that `finished` is called.
+        credit: infinite if only the order matters; otherwise the caller must call `finished`.
     """
 
     def __init__(self, issue: Callable[[Task], None], credit: float = math.inf) -> None:
@@ -408,11 +415,11 @@ class OrderedIssuer(Generic[Task]):
         self._started: set[Task] = set()
         self._issuing = False
         self._error: BaseException | None = None
-        # Reentrant: what `issue` starts may end, and report, before it returns.
+        # Reentrant: a task may end and call `finished` before `issue` returns.
         self._changed = threading.Condition(threading.RLock())
 
     def begin(self, order: Sequence[Task], sizes: Mapping[Task, float]) -> None:
-        """The tasks of the next pass; those of the last have been started, or dropped."""
+        """Sets the tasks of the next pass; those of the last one must be started or dropped."""
         with self._changed:
             if self._next < len(self._order):
                 raise RuntimeError(f"{len(self._order) - self._next} tasks were never started")
@@ -421,27 +428,30 @@ class OrderedIssuer(Generic[Task]):
             self._started.clear()
 
     def ready(self, task: Task) -> None:
-        """`task` may start from now on."""
+        """Allows `task` to start from now on."""
         with self._changed:
             self._ready.add(task)
             self._start()
             self._raise()
 
     def finished(self, size: float) -> None:
-        """A task of this size has ended; errors of what starts now go to who waits for it."""
+        """Gives back the credit of an ended task of this size.
+
+        Errors in starting further tasks are raised by `ready` and `wait_started`.
+        """
         with self._changed:
             self._credit += size
             self._start()
 
     def wait_started(self, task: Task) -> None:
-        """Blocks until `task` has been started; raises what went wrong with starting."""
+        """Blocks until `task` has been started; raises the error that prevented the start."""
         with self._changed:
             self._changed.wait_for(lambda: task in self._started or self._error is not None)
             if task not in self._started:
                 self._raise()
 
     def drop(self) -> None:
-        """Forgets the tasks that have not been started."""
+        """Discards the tasks that have not been started."""
         with self._changed:
             self._order = self._order[: self._next]
 

@@ -1,4 +1,5 @@
-// The one clock of the core: monotonic, so that it can be compared with Python's time.monotonic().
+// Monotonic clock that all of the core uses. Python's time.monotonic() reads the same clock, so
+// that times of both can be compared.
 #pragma once
 
 #include <time.h>
@@ -7,9 +8,10 @@
 
 namespace comm_core {
 
-// When what has no deadline is due.
+// Deadline of an operation without a deadline, in seconds.
 constexpr double kNever = std::numeric_limits<double>::infinity();
 
+// Returns the monotonic time in seconds.
 inline double now_s() {
   timespec t;
   clock_gettime(CLOCK_MONOTONIC, &t);

@@ -1,4 +1,4 @@
-// What can go wrong in the core. Every message says which operation, peer and sizes were involved.
+// The exceptions of the core. Every message names the operation, the peer and the sizes involved.
 #pragma once
 
 #include <exception>
@@ -7,14 +7,16 @@
 
 namespace comm_core {
 
-// Root of all. After one of the first four, the group it names can no longer be used.
+// Base class of all errors of the core. A group cannot be used any more after one of the first four
+// errors below. The message names the group.
 class CommError : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
-  // The same kind of error with `prefix` before its text.
+  // Returns an error of the same class whose text is `prefix` followed by this error's text.
   virtual std::exception_ptr with(const std::string& prefix) const;
 };
 
+// Base class that implements `with` for the error class `Error`.
 template <typename Error>
 struct KindOfError : CommError {
   using CommError::CommError;
@@ -23,36 +25,37 @@ struct KindOfError : CommError {
   }
 };
 
-// An operation did not end within its time-out.
+// An operation did not finish within its timeout.
 struct TimeoutError : KindOfError<TimeoutError> {
   using KindOfError::KindOfError;
 };
-// A peer died, closed its connection, or left the group while it was needed.
+// A peer died, closed its connection, or left the group before an operation that needs it.
 struct PeerLostError : KindOfError<PeerLostError> {
   using KindOfError::KindOfError;
 };
-// Two ranks called different operations, or the same with different shapes or types.
+// Two ranks called different operations, or the same operation with different sizes or dtypes.
 struct MismatchError : KindOfError<MismatchError> {
   using KindOfError::KindOfError;
 };
-// The group was aborted or destroyed, here or by a peer.
+// The group was aborted or destroyed, on this rank or on a peer.
 struct AbortedError : KindOfError<AbortedError> {
   using KindOfError::KindOfError;
 };
-// The caller asked for what cannot be done; nothing was sent, the group is unharmed.
+// The request is invalid. It had no effect, and the group can still be used.
 struct InvalidRequestError : KindOfError<InvalidRequestError> {
   using KindOfError::KindOfError;
 };
-// The machine refused something: no such interface, shared memory full.
+// The operating system refused a request: for example, shared memory is full.
 struct SystemError : KindOfError<SystemError> {
   using KindOfError::KindOfError;
 };
 
-// "<what>: <text of errno>".
+// Throws SystemError with the text "<what>: <text of errno>".
 [[noreturn]] void throw_errno(const std::string& what);
 
-// As CommError::with; an error that is none of ours becomes a SystemError.
+// Calls CommError::with on `error`. Any other std::exception becomes a SystemError.
 std::exception_ptr with_context(const std::exception_ptr& error, const std::string& prefix);
+// Returns the text of `error`, which must be a std::exception.
 std::string message_of(const std::exception_ptr& error);
 
 }  // namespace comm_core

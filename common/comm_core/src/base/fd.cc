@@ -13,19 +13,20 @@ namespace {
 
 std::atomic<uint32_t> times_forked{0};
 
+// All open descriptors of this process, which a forked child closes.
 struct OpenOnes {
   OpenOnes() {
     pthread_atfork([] { instance().mutex.lock(); }, [] { instance().mutex.unlock(); },
                    [] { instance().forget(); });
   }
 
-  // Never destroyed: descriptors are closed in any order of static ends.
+  // Never destroyed, because static objects may close their descriptors after it would be gone.
   static OpenOnes& instance() {
     static OpenOnes* ones = new OpenOnes;
     return *ones;
   }
 
-  // In the child, whose one thread has taken the mutex before the fork.
+  // Runs in the child. Its only thread locked the mutex before the fork.
   void forget() {
     for (int fd : fds) ::close(fd);
     fds.clear();

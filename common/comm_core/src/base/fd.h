@@ -1,5 +1,6 @@
-// File descriptors. A forked child has none of its parent's: what it kept open would hide its
-// parent's end from the others, and what it did with them would be done to its parent.
+// File descriptors. A forked child closes all descriptors of its parent. If the child kept a
+// connection open, peers would not notice the end of the parent, and reads and writes of the child
+// would disturb the parent's connection.
 #pragma once
 
 #include <cstdint>
@@ -7,9 +8,11 @@
 
 namespace comm_core {
 
-// A number that a forked child has otherwise than its parent.
+// Returns the fork counter: a forked child has a higher number than its parent. Counting begins
+// with the first Fd.
 uint32_t forks();
 
+// Owns a descriptor and closes it on destruction.
 class Fd {
  public:
   Fd() = default;
@@ -25,7 +28,7 @@ class Fd {
   }
   ~Fd() { reset(); }
   void reset();
-  // -1 also in a child of the process that opened it.
+  // Returns -1 if empty, and in a forked child of the process that opened the descriptor.
   int get() const { return forks_ == forks() ? fd_ : -1; }
   explicit operator bool() const { return get() >= 0; }
 

@@ -50,8 +50,7 @@ uint64_t Poller::add(int fd, Watch watch, Watcher* watcher) {
 
 void Poller::remove(uint64_t id, int fd, Watch watch) {
   watchers_.erase(id);
-  // What goes wrong here has nobody whom it concerns: destructors call this, and in a forked child
-  // both are closed.
+  // Errors are ignored: destructors call this, and in a forked child both descriptors are closed.
   epoll_ctl(fd_of(watch), EPOLL_CTL_DEL, fd, nullptr);
 }
 
@@ -70,7 +69,7 @@ int Poller::dispatch(int epoll_fd, int timeout_ms) {
     } else if (id == kNestedId) {
       dispatch(always_.get(), 0);
     } else {
-      // An earlier event of this batch may have removed it.
+      // The watcher of an earlier event of this batch may have removed this one.
       const auto watcher = watchers_.find(id);
       if (watcher != watchers_.end() && watcher->second != nullptr) watcher->second->on_event();
     }

@@ -1,4 +1,4 @@
-// Two epoll sets: what must be answered even when this rank has nothing to do, and everything.
+// Two epoll sets: one with the descriptors that an idle rank must serve too, one with all of them.
 #pragma once
 
 #include <cstdint>
@@ -9,32 +9,37 @@
 
 namespace comm_core {
 
+// Receiver of a descriptor's events.
 class Watcher {
  public:
   virtual ~Watcher() = default;
   virtual void on_event() = 0;
 };
 
-// Which set a descriptor belongs to. `always`: new connections, control and messages, which the
-// engine's own thread answers. `when_active`: data of collectives, looked at only while one runs.
+// The set that a descriptor belongs to. `always`: new connections, control connections and
+// messages, which the engine thread serves at any time. `when_active`: data of collectives, which
+// is polled only while a collective runs.
 enum class Watch { always, when_active };
 
+// Waits on both sets. `wake` and `wait_only` are thread-safe, all else belongs to the thread that
+// drives the engine. Throws SystemError.
 class Poller {
  public:
   Poller();
 
-  // Edge-triggered: the owner reads or writes until the kernel says EAGAIN. `watcher` may be null
-  // if it is enough that a wait ends. Returns a number for `remove`.
+  // Adds `fd`, which is edge-triggered: the owner must read or write until the kernel returns
+  // EAGAIN. The poller owns neither `fd` nor `watcher`. With a null `watcher` an event only ends
+  // the wait. Returns an id for `remove`.
   uint64_t add(int fd, Watch watch, Watcher* watcher);
   void remove(uint64_t id, int fd, Watch watch);
 
-  // Waits for events of the set at most `timeout_s` (kNever: for ever) and calls their watchers.
-  // Returns the number of events.
+  // Waits for events of the set for at most `timeout_s` seconds (kNever: no limit) and calls their
+  // watchers. Returns the number of events.
   int wait(Watch watch, double timeout_s);
-  // Only waits: nothing is called and no event is lost.
+  // Only waits: no watcher is called, and the events remain for the next `wait`.
   void wait_only(Watch watch, double timeout_s);
 
-  // Ends a wait from any thread.
+  // Ends a wait. Thread-safe.
   void wake();
 
  private:
@@ -46,7 +51,8 @@ class Poller {
   std::unordered_map<uint64_t, Watcher*> watchers_;
 };
 
-// A descriptor is watched as long as this lives, which must end before it is closed.
+// Registration of a descriptor in a poller, removed on destruction. It must be destroyed before the
+// descriptor is closed and before the poller.
 class Watched {
  public:
   Watched() = default;

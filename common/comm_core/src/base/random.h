@@ -1,4 +1,4 @@
-// The kernel's random numbers.
+// Random bytes from the kernel.
 #pragma once
 
 #include <array>
@@ -9,6 +9,7 @@ namespace comm_core {
 
 using Bytes16 = std::array<uint8_t, 16>;
 
+// Fills `bytes` bytes at `data`. Throws SystemError.
 void random_bytes(void* data, size_t bytes);
 
 }  // namespace comm_core

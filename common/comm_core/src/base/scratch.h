@@ -1,5 +1,6 @@
-// Memory that one stage borrows from its group, kept for the next; not that of very large
-// transfers, which new memory costs little beside what it would take from training.
+// Temporary memory of the stages of a group. Free blocks are kept for reuse, up to 8 MiB in total.
+// Beyond that they are freed: a new allocation is cheap relative to so large a transfer, and kept
+// memory would be missing for training.
 #pragma once
 
 #include <cstddef>
@@ -8,6 +9,7 @@
 
 namespace comm_core {
 
+// Pool of free blocks. Not thread-safe.
 class ScratchPool {
  public:
   struct Block {
@@ -15,6 +17,7 @@ class ScratchPool {
     size_t bytes = 0;
   };
 
+  // Returns a block of at least `bytes` bytes, which the caller owns until `give`.
   Block take(size_t bytes) {
     for (size_t i = 0; i < free_.size(); ++i) {
       if (free_[i].bytes >= bytes && free_[i].bytes <= 2 * bytes + 4096) {
@@ -39,7 +42,7 @@ class ScratchPool {
   size_t held_ = 0;
 };
 
-// Returns its memory when it goes.
+// Block of a pool, returned to the pool on destruction. The pool must outlive it.
 class Scratch {
  public:
   Scratch(ScratchPool& pool, size_t bytes) : pool_(pool), block_(pool.take(bytes)) {}

@@ -82,7 +82,7 @@ Digest hmac_sha256(std::string_view key, std::string_view message) {
 }
 
 bool equal_constant_time(const Digest& a, const Digest& b) {
-  // volatile: or the compiler may leave the loop at the first difference.
+  // volatile, so that the compiler cannot leave the loop at the first difference.
   volatile uint8_t different = 0;
   for (size_t i = 0; i < a.size(); ++i) different = different | (a[i] ^ b[i]);
   return different == 0;

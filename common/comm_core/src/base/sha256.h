@@ -13,7 +13,7 @@ using Digest = std::array<uint8_t, 32>;
 Digest sha256(std::string_view message);
 Digest hmac_sha256(std::string_view key, std::string_view message);
 
-// Compares in a time that does not depend on where the digests differ.
+// Compares two digests. The time that it takes does not depend on where they differ.
 bool equal_constant_time(const Digest& a, const Digest& b);
 
 }  // namespace comm_core

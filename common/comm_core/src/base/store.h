@@ -1,4 +1,4 @@
-// Where the ranks of a group leave each other notes while they get to know each other.
+// Key-value store through which the ranks of a group exchange addresses before they are connected.
 #pragma once
 
 #include <cstdint>
@@ -9,19 +9,20 @@
 
 namespace comm_core {
 
+// Interface of the store. The caller of Group::create implements and owns it.
 class Store {
  public:
   virtual ~Store() = default;
   virtual void set(const std::string& key, const std::string& value) = 0;
-  // Blocks until the key is there; throws when the store's own time-out ends.
+  // Blocks until the key exists. Throws an error of the store after the store's own timeout.
   virtual std::string get(const std::string& key) = 0;
-  // Adds to a number, 0 at first, and returns the sum.
+  // Adds `amount` to an integer that is 0 initially, and returns the sum.
   virtual int64_t add(const std::string& key, int64_t amount) = 0;
-  // Nothing if the key is not there.
+  // Has no effect if the key does not exist.
   virtual void remove(const std::string& key) = 0;
 };
 
-// The notes under a prefix.
+// View of a store that adds a prefix to all keys. `all` must outlive it.
 class NotesUnder : public Store {
  public:
   NotesUnder(Store& all, std::string prefix) : all_(all), prefix_(std::move(prefix)) {}

@@ -1,4 +1,4 @@
-// Element types and reductions, as every layer of the core names them.
+// Element types, reductions and memory spans that all layers of the core use.
 #pragma once
 
 #include <cstddef>
@@ -8,24 +8,25 @@ namespace comm_core {
 
 enum class DType : uint8_t { f32, f64, f16, bf16, i8, i16, i32, i64, u8, b8, c64, c128 };
 
-// `avg` is the sum divided by the number of ranks; the integer types do not have it.
+// `avg` is the sum divided by the number of ranks. Integer types and bool do not support it.
 enum class ReduceOp : uint8_t { sum, avg, min, max, product, band, bor, bxor };
 
-// Bytes of one element.
+// Returns the bytes of one element, or 0 if `dtype` is out of range.
 size_t size_of(DType dtype);
 
-// "float32", "bfloat16", ...: the names that torch uses.
+// Returns the name that torch uses: "float32", "bfloat16", ...
 const char* name(DType dtype);
 
-// "sum", "avg", ...
+// Returns the name of the reduction: "sum", "avg", ...
 const char* name(ReduceOp op);
 
-// Memory of a caller. Whoever hands it over keeps it alive until the operation has ended.
+// Memory that the caller owns and must keep alive until the operation has finished.
 struct Span {
   char* data = nullptr;
   size_t bytes = 0;
 };
 
+// Span that the operation only reads.
 struct ConstSpan {
   const char* data = nullptr;
   size_t bytes = 0;
@@ -35,7 +36,7 @@ struct ConstSpan {
   ConstSpan(const Span& span) : data(span.data), bytes(span.bytes) {}  // NOLINT: a widening
 };
 
-// Bytes of all blocks.
+// Returns the sum of the bytes of all blocks.
 template <typename Blocks>
 uint64_t total(const Blocks& blocks) {
   uint64_t bytes = 0;

@@ -8,9 +8,9 @@
 namespace comm_core {
 namespace {
 
-// H hosts with L ranks each. Every local rank has a ring of its own through the hosts, so that all
-// connections of a host carry an equal share of what crosses the network, which is what a single
-// rank per host would send.
+// Planner for H hosts with L ranks each. Every local rank has its own ring through the hosts, so
+// all connections of a host carry equal shares. Together they send as many bytes as one rank per
+// host would.
 class TwoLevels : Planner {
  public:
   TwoLevels(Group& group, const OpSpec& spec, const FrameHeader& frame)
@@ -75,7 +75,7 @@ class TwoLevels : Planner {
       local_reduce(std::move(inputs), mine);
     }
     add_ring_reduce(ring_, std::move(partials), spec_.outputs[0], divides_first_ ? 0 : divisor_);
-    add_local([partial] {});  // keeps it until here
+    add_local([partial] {});  // keeps the memory until the ring is done
   }
 
   void all_gather() {
@@ -91,7 +91,7 @@ class TwoLevels : Planner {
   }
 
   const std::vector<std::vector<int>>& hosts_;
-  const size_t me_;  // among the ranks of this host
+  const size_t me_;  // local rank
   Ring ring_;
 };
 

@@ -1,4 +1,4 @@
-// The stages of every collective, over each kind of connection.
+// Plans of the collectives: which stages run, over shared memory, over lanes, or over both.
 #pragma once
 
 #include <algorithm>
@@ -12,30 +12,34 @@
 
 namespace comm_core {
 
-// Chooses the stages of a collective by its kind, its size and who is where. All ranks of the group
-// come to the same choice. Only in the engine.
+// Returns the stages of a collective, chosen by its kind, its size and the topology, so that all
+// ranks of the group choose the same algorithm. The stages use the memory of `spec` and must not
+// outlive it or `group`. Throws InvalidRequestError if `spec` is not a collective.
 Stages plan(Group& group, const OpSpec& spec, const FrameHeader& frame);
 
-// All ranks on one host.
+// For groups whose ranks are all on one host: shared memory only.
 Stages over_shm(Group& group, const OpSpec& spec, const FrameHeader& frame);
-// Every rank with lanes to every other, wherever it is.
+// For any group: lanes between all ranks, even on one host.
 Stages over_lanes(Group& group, const OpSpec& spec, const FrameHeader& frame);
-// The same number of ranks on each host: shared memory inside, a ring of hosts for each local rank.
+// For an equal number of ranks on each host: shared memory inside, and for each local rank a ring
+// through the hosts.
 Stages over_both(Group& group, const OpSpec& spec, const FrameHeader& frame);
 
-// Element-wise over `sources`, as `frame` says, then divided by `divisor` if that is > 0: in the
-// end, but of f16 before anything is rounded.
+// Reduces `sources` element by element into `out` (`bytes` bytes), with the dtype and operation of
+// `frame`. If `divisor` > 0, divides the result by it. For f16 it divides before the rounding, for
+// other types after it.
 void fold(const FrameHeader& frame, int64_t divisor, char* out, const void* const* sources,
           int num_sources, size_t bytes, bool streaming = false);
 
-// A stage for the part that stays on this rank.
+// Returns a stage that copies this rank's own block.
 std::unique_ptr<Stage> own_copy(ConstSpan from, Span to);
 
-// `whole` cut into n parts as equal as can be, of whole elements.
+// Return `whole` cut into n parts of whole elements, whose sizes differ by at most one element.
 std::vector<Span> cuts(const Span& whole, DType dtype, int n);
 std::vector<ConstSpan> cuts(const ConstSpan& whole, DType dtype, int n);
 
-// The stages of one collective so far; those that send over TCP are numbered in their frames.
+// Base class of the planners: builds the list of stages of one collective. The frames of stages
+// that use lanes hold the number of the stage.
 class Planner {
  protected:
   Planner(Group& group, const OpSpec& spec, const FrameHeader& frame)
@@ -51,24 +55,24 @@ class Planner {
   }
   void add(std::unique_ptr<Stage> stage) { stages_.push_back(std::move(stage)); }
   void add_local(std::function<void()> work) { add(std::make_unique<LocalStage>(std::move(work))); }
-  // Memory for `bytes` that goes with the last stage that holds it.
+  // Returns temporary memory of at least `bytes` bytes. The stages that use it share its ownership.
   std::shared_ptr<Scratch> scratch(size_t bytes) {
     return std::make_shared<Scratch>(group_.scratch(), std::max<size_t>(bytes, 64));
   }
 
-  // inputs[i]: this rank's contribution to the block of place i of the ring; the block of this
-  // rank's place ends in `output`.
+  // Adds a ring reduce-scatter. inputs[i] is this rank's contribution to block i, which the rank at
+  // position i of the ring gets. `output` gets the block of this rank's position.
   void add_ring_reduce(const Ring& ring, std::vector<ConstSpan> inputs, Span output,
                        int64_t divisor) {
     add(ring_reduce(group_, ring, next_frame(), std::move(inputs), output, divisor));
   }
-  // blocks[i]: of place i; this rank's is there.
+  // Adds a ring all-gather. blocks[i] is the block of position i; this rank's is complete.
   void add_ring_gather(const Ring& ring, const std::vector<Span>& blocks);
 
   Group& group_;
   const OpSpec& spec_;
   const int64_t divisor_;
-  const bool divides_first_;  // what is rounded between two ranks must be an average already
+  const bool divides_first_;  // f16: ranks exchange averages, because the sums may overflow
   FrameHeader frame_;
   Stages stages_;
 };

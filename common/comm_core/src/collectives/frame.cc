@@ -16,9 +16,9 @@ bool has_root(OpKind kind) {
 }  // namespace
 
 const char* name(Way way) {
-  constexpr const char* kNames[] = {"no way yet", "in one round",   "in rounds",    "in place",
-                                    "few hops",   "round the ring", "on two levels"};
-  return size_t(way) < std::size(kNames) ? kNames[size_t(way)] : "an unknown way";
+  constexpr const char* kNames[] = {"undecided", "flat", "staged",    "in_place",
+                                    "few_hops",  "ring", "two_levels"};
+  return size_t(way) < std::size(kNames) ? kNames[size_t(way)] : "an unknown algorithm";
 }
 
 std::string describe(const FrameHeader& h) {
@@ -35,7 +35,7 @@ void check_header(const FrameHeader& mine, const FrameHeader& theirs, const std:
   if (theirs.magic != kFrameMagic) {
     throw MismatchError("malformed header from " + peer);
   }
-  const bool uneven = mine.kind == OpKind::all_to_all;  // totals may differ, payloads may not
+  const bool uneven = mine.kind == OpKind::all_to_all;  // totals may differ, payloads must not
   const bool same = mine.kind == theirs.kind && mine.dtype == theirs.dtype &&
                     mine.op == theirs.op && mine.root == theirs.root &&
                     mine.sequence == theirs.sequence && mine.stage == theirs.stage &&
@@ -45,8 +45,8 @@ void check_header(const FrameHeader& mine, const FrameHeader& theirs, const std:
                         describe(theirs));
   }
   if (mine.way != theirs.way) {
-    throw MismatchError("the ranks disagree: " + describe(mine) + " goes " + name(mine.way) +
-                        " here and " + name(theirs.way) + " at " + peer);
+    throw MismatchError("the ranks disagree: " + describe(mine) + " uses algorithm " +
+                        name(mine.way) + " here and " + name(theirs.way) + " at " + peer);
   }
   if (mine.payload_bytes != theirs.payload_bytes) {
     throw MismatchError("the ranks disagree: in " + describe(mine) + " this rank expects " +

@@ -1,5 +1,5 @@
-// What a rank says before its bytes in each stage of a collective, by which the other sees that
-// both do the same.
+// Header that a rank sends before its payload in each stage of a collective. The receiver checks
+// that both ranks run the same operation.
 #pragma once
 
 #include <cstdint>
@@ -13,9 +13,10 @@ class Lane;
 
 constexpr uint32_t kFrameMagic = 0x434d4652;
 
-// How an operation is done. All ranks come to the same, from its size and equal settings.
+// Algorithm of an operation. All ranks choose the same one, from the size and their equal settings.
 enum class Way : uint32_t { undecided, flat, staged, in_place, few_hops, ring, two_levels };
 
+// Returns the name of the enumerator.
 const char* name(Way way);
 
 struct FrameHeader {
@@ -27,22 +28,23 @@ struct FrameHeader {
   int32_t root = 0;
   Way way = Way::undecided;
   uint64_t sequence = 0;
-  uint64_t total_bytes = 0;    // of the whole operation, as the sender sees it
-  uint64_t payload_bytes = 0;  // what follows
+  uint64_t total_bytes = 0;    // of the whole operation, as called on the sender
+  uint64_t payload_bytes = 0;  // of the payload after this header
 };
 static_assert(sizeof(FrameHeader) == 40);
 
-// "all_reduce #12 (float32, sum, 400 bytes)".
+// Returns "all_reduce #12 (float32, sum, 400 bytes)".
 std::string describe(const FrameHeader& header);
 
-// Throws MismatchError, naming both sides, if `theirs` is not what `mine` expects.
+// Throws MismatchError, which describes both calls, if `theirs` differs from `mine`. `peer` is the
+// label of the sender.
 void check_header(const FrameHeader& mine, const FrameHeader& theirs, const std::string& peer);
 
-// Reads one from a lane, in as many calls as it takes.
+// Reads one header from a lane, over several calls if needed.
 class FrameReader {
  public:
-  // True once it is there, so that its payload is next. Throws MismatchError unless it is `mine`
-  // with a payload of `bytes`.
+  // Returns true once the header is read and the payload is next. Throws MismatchError if it
+  // differs from `mine` with a payload of `bytes`.
   bool expect(Lane& lane, FrameHeader mine, uint64_t bytes);
 
  private:

@@ -8,12 +8,12 @@
 namespace comm_core {
 namespace {
 
-// Smaller pieces wake ranks more often than they save waiting for each other; larger ones leave a
-// link idle while a block waits to be passed on (`bench/collectives.py` tells the time above the
-// wire).
+// Least bytes of a piece. Smaller pieces cost more in wake-ups than they save in waiting time.
+// Larger ones leave a link idle while a block waits to be forwarded (`bench/collectives.py` prints
+// the time above that of the wire).
 constexpr size_t kLeastPiece = 16 << 10;
-// Of a block that is shorter than that many of the longest pieces. All that a block waits for is
-// then this part of it at each rank, and nobody wakes more often than this for a block.
+// Pieces per block, if the block is shorter than 8 of the longest pieces. Then a block is delayed
+// by only 1/8 of itself at each rank, and a rank is woken at most 8 times per block.
 constexpr size_t kPiecesOfBlock = 8;
 
 size_t longest_piece(const Options& options) { return options.tcp_chunk / 2; }
@@ -41,13 +41,13 @@ std::vector<Regime> regimes(OpKind kind, int ranks, int hosts, const Options& op
   }
   if (ranks < 2 || hosts < 1 || ranks % hosts != 0) {
     throw InvalidRequestError(std::to_string(ranks) + " ranks on " + std::to_string(hosts) +
-                              " hosts: at least two ranks, as many on each host");
+                              " hosts: must be at least two ranks, equally many per host");
   }
   const bool tcp = options.transport == TransportChoice::tcp;
   if (hosts == 1 && !tcp) return {{"shared_memory", 0, ""}};
   const bool doubles = kind == OpKind::all_reduce && ranks > kDirectRanks;
   std::vector<Regime> result{{broadcasts ? "tree" : doubles ? "doubling" : "direct", 0, ""}};
-  // Of two levels, each local rank has a ring of its own through the hosts.
+  // With shared memory inside the hosts, each local rank has its own ring through the hosts.
   const int places = broadcasts || tcp ? ranks : hosts;
   const uint64_t blocks = broadcasts ? 1 : uint64_t(ranks);
   const size_t least = least_piece(options), longest = longest_piece(options);
@@ -62,13 +62,13 @@ std::vector<Regime> regimes(OpKind kind, int ranks, int hosts, const Options& op
   const bool straight =
       (tcp || hosts == ranks) && blocks_go_straight(kind, ranks, options.tcp_small, options);
   const size_t ring_from = straight ? options.tcp_direct : options.tcp_small;
-  // A ring begins with the last of its regimes that would have begun by then.
+  // The ring's first regime is the last of those that would begin at or below `ring_from`.
   while (result.size() > 2 && result[2].first_bytes <= ring_from) {
     result.erase(result.begin() + 1);
   }
   result[1].first_bytes = ring_from;
   result[1].setting = straight ? "COMM_CORE_TCP_DIRECT" : "COMM_CORE_TCP_SMALL";
-  // The blocks of the two others go straight at any smaller size.
+  // reduce_scatter and all_gather use direct exchange for all smaller sizes.
   const bool in_two_hops = straight && kind == OpKind::all_reduce;
   if (in_two_hops) {
     result.insert(result.begin() + 1, {"two_hops", options.tcp_small, "COMM_CORE_TCP_SMALL"});

@@ -1,4 +1,4 @@
-// Which algorithm a collective takes at which size, and where on a ring its blocks are cut.
+// Sizes at which a collective changes its algorithm, and the size of the pieces on a ring.
 #pragma once
 
 #include <cstdint>
@@ -9,30 +9,34 @@
 
 namespace comm_core {
 
-// Up to here everybody sends to everybody in one hop; beyond, trees have fewer messages.
+// Up to this many ranks, every rank sends to every other in one hop. With more, an all_reduce uses
+// recursive doubling, which needs fewer messages.
 constexpr int kDirectRanks = 8;
 
-// Whether blocks of an all_reduce, reduce_scatter or all_gather of so many bytes in all, too large
-// for few hops, go straight from rank to rank: as many bytes and messages as on a ring, in one hop
-// a block instead of P - 1. On two ranks both are the same.
+// Returns whether the blocks of an all_reduce, reduce_scatter or all_gather of `bytes` bytes in
+// total are sent directly from rank to rank in place of a ring. Both ways have equally many bytes
+// and messages, but a block needs one hop instead of P - 1. On two ranks both are the same.
 bool blocks_go_straight(OpKind kind, int ranks, uint64_t bytes, const Options& options);
 
-// On a ring of two nobody waits for pieces to be passed on: many at once save context switches.
+// Chunks per piece on a ring of two, where no rank forwards pieces: large pieces save context
+// switches.
 constexpr size_t kPairPieces = 4;
 
-// A sleeping rank of a ring is woken from so many bytes on, of blocks of up to `block` bytes. It
-// passes on what it has then, so that the hops of one block overlap: a start-up is P - 2 pieces.
+// Returns the size of a piece in bytes, for blocks of up to `block` bytes on a ring of `places`
+// ranks. A sleeping rank is woken when so many bytes have arrived. It forwards them at once, so
+// that the hops of a block overlap and the start-up time is that of P - 2 pieces.
 size_t ring_piece(uint64_t block, int places, const Options& options);
 
+// Range of sizes with one algorithm.
 struct Regime {
   const char* name;  // direct, doubling, tree, two_hops; blocks, pieces, pipeline; shared_memory
-  uint64_t first_bytes;  // of the whole operation: all ranks' blocks
-  const char* setting;   // the environment variable that moves it; "" for the first
+  uint64_t first_bytes;  // where it begins: bytes of the whole operation, all ranks' blocks
+  const char* setting;   // the environment variable that moves first_bytes, or ""
 };
 
-// Of all_reduce, reduce_scatter, all_gather (of equal blocks) and broadcast of `ranks` on `hosts`,
-// as many on each, in ascending order. Throws InvalidRequestError for another operation, or where
-// the hosts cannot have equally many.
+// Returns the regimes of all_reduce, reduce_scatter, all_gather (of equal blocks) or broadcast in
+// ascending order, for `ranks` ranks spread equally over `hosts` hosts. Throws InvalidRequestError
+// for other operations, for fewer than two ranks, or if `hosts` does not divide `ranks`.
 std::vector<Regime> regimes(OpKind kind, int ranks, int hosts, const Options& options);
 
 }  // namespace comm_core

@@ -1,4 +1,4 @@
-// A step of a collective as a state machine that the engine advances and that never blocks.
+// Stage: a part of a collective, as a state machine that the engine advances and that never blocks.
 #pragma once
 
 #include <algorithm>
@@ -16,18 +16,20 @@ inline Progress progress(bool done, bool moved) {
   return done ? Progress::done : moved ? Progress::moved : Progress::blocked;
 }
 
+// Used only by the thread that drives the engine.
 class Stage {
  public:
   virtual ~Stage() = default;
-  // Moves at most one chunk each way, so that a more urgent operation soon gets its turn.
+  // Moves at most one chunk in each direction, so that a more urgent operation need not wait long.
+  // Throws CommError, which fails the group.
   virtual Progress step() = 0;
-  // Whom it waits for and how far it is, for messages: "rank 2 (4096 of 8192 bytes received)".
+  // Returns the awaited rank and the progress: "waiting for rank 2 (4096 of 8192 bytes received)".
   virtual std::string status() const = 0;
 };
 
 using Stages = std::vector<std::unique_ptr<Stage>>;
 
-// Work of this rank alone on bytes [begin, end) of `total`, a chunk at a time.
+// Stage that calls `work` for bytes [begin, end) of `total`, chunk by chunk, without communication.
 class PiecewiseStage : public Stage {
  public:
   static constexpr size_t kChunk = 1 << 20;
@@ -48,7 +50,7 @@ class PiecewiseStage : public Stage {
   size_t done_ = 0;
 };
 
-// The same, all at once: little, or only to keep something until then.
+// Stage that calls `work` once: for short work, or only to keep objects alive until then.
 class LocalStage : public Stage {
  public:
   explicit LocalStage(std::function<void()> work) : work_(std::move(work)) {}

@@ -30,13 +30,13 @@ Engine::~Engine() { stop(); }
 void Engine::check_process() const {
   if (!forked()) return;
   throw AbortedError(
-      "comm_core cannot be used in a forked child of the process that opened the group: start it "
-      "by spawn, or let it open a group of its own");
+      "comm_core cannot use a group in a forked child of the process that opened it: start the "
+      "child by spawn, or let it open its own group");
 }
 
 void Engine::stop() {
   if (forked()) {
-    // It does not run here, so that it can be neither joined nor detached.
+    // The thread does not exist in the child, so it can be neither joined nor detached.
     if (thread_.joinable()) new std::thread(std::move(thread_));
     return;
   }
@@ -49,8 +49,8 @@ Device& Engine::device(const std::string& host) {
   if (device_ == nullptr) {
     device_ = tcp_device(poller_, host, options_.sockets);
   } else if (device_->address().host() != host) {
-    throw InvalidRequestError("this process is reached at " + device_->address().text() +
-                              " already; a group on " + host + " needs a process of its own");
+    throw InvalidRequestError("this process listens at " + device_->address().text() +
+                              " already; a group at " + host + " needs another process");
   }
   return *device_;
 }
@@ -112,7 +112,7 @@ void Engine::call(const std::function<void()>& work) {
   std::unique_lock<std::mutex> lock(mutex);
   while (!changed.wait_for(lock, std::chrono::milliseconds(50), [&] { return done; })) {
     if (!stop_) continue;
-    // The engine has ended: the caller does the work himself.
+    // The engine thread has ended, so the caller does the work.
     lock.unlock();
     turns_.drive_once();
     lock.lock();
@@ -146,7 +146,7 @@ void Engine::bury() {
   std::vector<std::shared_ptr<void>> dead;
   std::lock_guard<std::mutex> lock(finished_mutex_);
   dead.swap(graveyard_);
-  // `dead` is destroyed after the lock: a tensor's end may need Python's lock.
+  // `dead` is destroyed after the lock is released: destroying a tensor may need Python's GIL.
 }
 
 std::vector<Event> Engine::events() {
@@ -187,7 +187,7 @@ void Engine::complete(const OpPtr& op, std::exception_ptr error) {
       events_[next_event_] = event;
       next_event_ = (next_event_ + 1) % kMaxEvents;
     }
-    // Tensors end in a caller's thread: their end may need Python's lock.
+    // Tensors are destroyed in a caller's thread, because that may need Python's GIL.
     graveyard_.push_back(std::move(op->spec_.keep_alive));
     graveyard_.push_back(
         std::make_shared<std::function<bool()>>(std::exchange(op->spec_.epilogue, nullptr)));
@@ -200,18 +200,20 @@ void Engine::complete(const OpPtr& op, std::exception_ptr error) {
 
 namespace {
 
-// Between looks at connections and messages while data keeps moving.
+// Steps between polls of connections and messages while data moves.
 constexpr int kStepsBetweenPolls = 64;
-// A few microseconds: longer than a neighbour's memory copy, shorter than a context switch.
+// Spin iterations, a few microseconds: longer than a peer's memory copy, shorter than a context
+// switch.
 constexpr int kSpins = 200;
-// A waiting caller gives way so long before it sleeps, for operations of so few bytes: to halt an
-// idle virtual processor and to wake it again costs more than they take.
+// Before it sleeps, a waiting caller yields the processor for up to kGiveWayS, for operations of up
+// to kGiveWayBytes: halting and waking an idle virtual processor takes longer than the operation.
 constexpr double kGiveWayS = 50e-6;
 constexpr uint64_t kGiveWayBytes = 64 << 10;
 // While an urgent operation makes progress, less urgent ones send nothing: TCP would share the link
-// equally between their connections, and their queued packets would delay each urgent message. They
-// send again this long after its last progress. A peer that has started the urgent operation may be
-// waiting for one of theirs; if none has started it, the link should not idle.
+// equally between their connections, and their queued packets would delay the urgent messages. They
+// send again kHeldS after its last progress, because a peer that has started the urgent operation
+// may be waiting for a less urgent one. If no peer has started it, they send again after
+// kHeldAloneS, so that the link does not idle.
 constexpr double kHeldS = 10e-3, kHeldAloneS = 1e-3;
 
 void pause() {
@@ -242,7 +244,7 @@ void Engine::announce_sleep(bool asleep) {
 
 void Engine::sleep(double until_s) { poller_.wait(Watch::when_active, until_s - now_s()); }
 
-// Only waits: a caller may be driving meanwhile, and answers what this would have answered.
+// Only waits: a caller may be driving at the same time, and then it serves the events.
 void Engine::nap(double until_s) { poller_.wait_only(Watch::always, until_s - now_s()); }
 
 bool Engine::spin() {
@@ -256,7 +258,7 @@ bool Engine::spin() {
   return false;
 }
 
-// Whoever wants the processor gets it, and nobody is kept from it longer than a pass takes.
+// Other threads get the processor when they need it; they wait for it no longer than a pass takes.
 bool Engine::give_way(const Op& until) {
   const bool message = point_to_point(until.spec_.kind);
   const double end = now_s() + kGiveWayS;
@@ -276,8 +278,8 @@ void Engine::take() {
   }
   for (auto& work : taken) {
     work();
-    // What it holds goes before the next runs: after a group's end, the caller may drop the engine,
-    // whose own thread must not be left with the last hold on it.
+    // Destroys what the work holds before the next one runs. Otherwise, after a group has closed
+    // and its caller has dropped the engine, the engine thread could hold the last reference to it.
     work = nullptr;
   }
 }
@@ -292,8 +294,8 @@ bool Engine::pass() {
     const Op* op = group->head();
     if (op != nullptr) heads_.push_back({op->spec().priority, op->times().enqueued_s, group});
   }
-  // The most urgent first, then the oldest: nearly always the first one moves, so that a heap does
-  // less than a sort.
+  // Most urgent first, then oldest. The first one nearly always makes progress, so a heap is
+  // cheaper than a sort.
   const auto later = [](const Head& a, const Head& b) {
     return a.priority != b.priority ? a.priority < b.priority : a.enqueued_s > b.enqueued_s;
   };
@@ -314,12 +316,12 @@ bool Engine::pass() {
   return false;
 }
 
-// Ends what took too long.
+// Fails operations whose timeout has passed, and drops connections that authenticate too slowly.
 double Engine::next_deadline_s() {
   const double now = now_s();
   double next = device_ != nullptr ? device_->next_deadline_s(now) : kNever;
   next = std::min(next, held_until_s_);
-  checked_ = groups_;  // a group that fails may change them
+  checked_ = groups_;  // a group that fails may change groups_
   for (Group* group : checked_) next = std::min(next, group->next_deadline_s(now));
   return next;
 }

@@ -1,10 +1,10 @@
-// Advances the operations of all groups of one process.
+// The engine advances the operations of all groups of one process.
 //
-// One thread at a time drives: the engine's own, or a caller who waits for an operation and would
-// otherwise only sleep (which saves two context switches per small operation). The driver advances
-// the most urgent operation that can move, chunk by chunk, and blocks in the kernel when none can.
-// The engine's own thread answers peers (connections, messages, one-sided operations) while no
-// operation of this process is under way; without events it uses no processor time.
+// One thread at a time drives it: the engine thread, or a caller that waits for an operation (which
+// saves two context switches per small operation). The driver advances the most urgent operation
+// that can make progress, chunk by chunk, and blocks in the kernel when none can. The engine thread
+// serves peers (connections, messages, one-sided operations) while no operation of this process is
+// in flight. Without events it uses no CPU time.
 #pragma once
 
 #include <atomic>
@@ -28,7 +28,7 @@ namespace comm_core {
 
 class Group;
 
-// One finished operation, for traces.
+// Record of a finished operation, for traces.
 struct Event {
   OpKind kind;
   DType dtype;
@@ -40,12 +40,14 @@ struct Event {
   bool ok;
 };
 
-// A time without an operation of this process under way, on now_s(); empty before the first.
+// Interval in which no operation of this process was in flight, in seconds of now_s(). Before the
+// first operation both ends are minus infinity.
 struct Lull {
   double since_s = -std::numeric_limits<double>::infinity();
   double until_s = -std::numeric_limits<double>::infinity();
 };
 
+// Normally one per process. Groups share its ownership. It owns the device and the engine thread.
 class Engine {
  public:
   explicit Engine(const Options& options);
@@ -54,46 +56,53 @@ class Engine {
   Engine& operator=(const Engine&) = delete;
 
   const Options& options() const { return options_; }
-  // This process is a child of the one that made the engine, whose thread and connections it lacks.
+  // Returns whether this is a forked child of the process that made the engine. The child has
+  // neither its thread nor its connections.
   bool forked() const { return forks_ != forks(); }
-  // Throws AbortedError where it is.
+  // Throws AbortedError in a forked child.
   void check_process() const;
-  // Ends the engine's own thread; operations then go on only while somebody waits. Idempotent.
+  // Ends the engine thread. Operations then advance only while a caller waits. Idempotent.
   void stop();
 
-  // From any thread of a caller:
+  // Thread-safe, for callers:
   void submit(OpPtr op);
+  // Blocks until `op` has finished. Returns false if `timeout_s` (> 0) passed first.
   bool wait(Op& op, double timeout_s);
-  // Runs `work` between two steps of the engine and returns when it has run.
+  // Runs `work` between two steps of the engine, blocks until it has run, and rethrows its error.
   void call(const std::function<void()>& work);
-  // The same without waiting for it.
+  // Queues `work` like `call`, but does not wait. `work` must not throw.
   void run_soon(std::function<void()> work) { post(std::move(work), true); }
-  // Lets go of what finished operations kept alive.
+  // Destroys what finished operations kept alive, such as tensors, in the calling thread.
   void bury();
-  // The last finished operations, oldest first (at most 4096).
+  // Returns the last finished operations, oldest first (at most 4096).
   std::vector<Event> events();
-  // When the last of them finished, however many there were; minus infinity before the first.
+  // Returns when the last operation finished, in seconds of now_s(); minus infinity before the
+  // first.
   double last_finished_s() const { return last_finished_s_; }
-  // The times without an operation that ended, as one was submitted, later than this: in order, at
-  // most the last 64.
+  // Returns the intervals without operations that ended (when an operation was submitted) later
+  // than `after_s`, oldest first, at most the last 64.
   std::vector<Lull> lulls(double after_s);
 
-  // Only inside `call` or a step:
+  // Only within `call` or a step:
   Poller& poller() { return poller_; }
-  // Reached at `host`, an address of this host; of one for the whole process.
+  // Returns the device of this process, made on first use. It listens at `host`, an address of this
+  // host. Throws InvalidRequestError if it already listens at another.
   Device& device(const std::string& host);
-  // The one that there is; null before the first.
+  // Returns the device, or null if none was made.
   Device* device() { return device_.get(); }
   uint64_t dropped_connections() const;
+  // Groups are not owned: each must remove itself before its end.
   void add_group(Group* group);
   void remove_group(Group* group);
+  // Ends `op` with `error` (null: success) after its epilogue, and calls its callbacks.
   void complete(const OpPtr& op, std::exception_ptr error);
-  // Priorities are in use: from now on, sockets buffer little that is not yet sent.
+  // Called when an operation has a priority other than 0. From now on less urgent operations are
+  // held back, and sockets buffer few unsent bytes.
   void rank_by_priority();
 
  private:
   friend class Turns<Engine>;
-  // What a turn is made of.
+  // The interface that Turns uses (see engine/turns.h).
   using Until = Op;
   using Mutex = std::mutex;
   using Flag = std::atomic<bool>;
@@ -122,7 +131,7 @@ class Engine {
   Poller poller_;
   std::unique_ptr<Device> device_;
   std::vector<Group*> groups_;
-  // Of a pass: what each group would do next.
+  // The next operation of each group, in a pass.
   struct Head {
     int priority;
     double enqueued_s;
@@ -130,9 +139,9 @@ class Engine {
   };
   std::vector<Head> heads_;
   bool ranked_ = false;
-  // Until when less urgent operations send nothing; kNever: none is held back.
+  // Time until which less urgent operations send nothing. kNever: none is held back.
   double held_until_s_ = kNever;
-  std::vector<Group*> checked_;  // of a look at deadlines
+  std::vector<Group*> checked_;  // copy of groups_ while deadlines are checked
   int steps_ = 0;
 
   Turns<Engine> turns_{*this};

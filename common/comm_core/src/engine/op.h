@@ -1,4 +1,4 @@
-// One operation: what a caller asks for, and the state that he and the engine share.
+// An operation: the request of a caller, and the state that the caller and the engine share.
 #pragma once
 
 #include <atomic>
@@ -41,14 +41,17 @@ enum class OpKind : uint8_t {
 
 const char* name(OpKind kind);
 
-// Between two ranks, and so without a place in the order of the collectives.
+// Returns whether `kind` involves two ranks only. Such operations have no position in the order of
+// the collectives, and no sequence number.
 inline bool point_to_point(OpKind kind) { return kind >= OpKind::send; }
 
 inline bool reduces(OpKind kind) {
   return kind == OpKind::all_reduce || kind == OpKind::reduce_scatter || kind == OpKind::reduce;
 }
 
-// inputs and outputs by kind, for a group of n ranks (spans of zero bytes are allowed everywhere):
+// Request of an operation. The caller owns the memory and keeps it alive until the operation has
+// finished. Inputs and outputs by kind, for a group of n ranks (empty spans are allowed
+// everywhere):
 //   all_reduce      inputs[0], outputs[0] of the same size; may be the same memory
 //   reduce_scatter  inputs[n] (block i goes to rank i), outputs[0]; outputs[0] may be inputs[rank]
 //   all_gather      inputs[0], outputs[n]; inputs[0] may be outputs[rank]
@@ -67,43 +70,46 @@ struct OpSpec {
   std::vector<ConstSpan> inputs;
   std::vector<Span> outputs;
   int priority = 0;      // higher goes first; operations of one group still run in order
-  double timeout_s = 0;  // 0: the group's
-  int peer = -1;         // send, recv, windows; -1 in recv: any source
+  double timeout_s = 0;  // 0: the timeout of the group
+  int peer = -1;         // of point-to-point operations; -1 in recv: any source
   uint64_t tag = 0;      // send, recv
-  uint32_t window = 0;   // one-sided operations: where at the peer
+  uint32_t window = 0;   // window, slot and offset: location at the target of a one-sided operation
   uint32_t slot = 0;
   uint64_t offset = 0;  // bytes
-  bool held = false;    // starts only after Group::release: its input is still being made
-  bool wake = true;     // false: the caller waits at once and will do the work himself
-  // Runs in the engine when the result is there, a part at each call; true after the last.
+  bool held = false;    // starts only after Group::release: its input is not ready yet
+  bool wake = true;     // false: the caller waits for it at once and so drives the engine itself
+  // Runs in the engine when the result is complete. Each call does a part; the last returns true.
   std::function<bool()> epilogue;
-  std::shared_ptr<void> keep_alive;  // let go of only in a caller's thread
+  std::shared_ptr<void> keep_alive;  // held until the end; destroyed in a caller's thread
 };
 
 struct OpTimes {
-  double enqueued_s = 0;  // all on now_s()
+  double enqueued_s = 0;  // all in seconds of now_s(); 0: not yet
   double started_s = 0;
   double finished_s = 0;
 };
 
+// Handle of an operation, shared by the caller and the engine. It keeps its group alive. All public
+// functions are thread-safe.
 class Op {
  public:
   Op(OpSpec spec, Engine* engine, std::shared_ptr<Group> group);
   ~Op();
 
   bool done() const { return done_.load(std::memory_order_acquire); }
-  // Blocks until the operation has ended. False if timeout_s (> 0) passed first.
+  // Blocks until the operation has finished or failed. Returns false if `timeout_s` (> 0) passed
+  // first. Throws AbortedError in a forked child.
   bool wait(double timeout_s = 0);
-  // The failure, or null. Only after done().
+  // Returns the error, or null. Valid only after done().
   std::exception_ptr error() const { return error_; }
-  // Calls back in the engine's thread when it has ended; at once if it has ended already.
+  // Calls `callback` at the end, in the thread that drives the engine, or at once if it is done.
   void on_done(std::function<void()> callback);
-  // Only after done().
+  // Valid only after done().
   OpTimes times() const { return times_; }
   uint64_t sequence() const { return sequence_; }
-  int source() const { return source_; }
+  int source() const { return source_; }  // of a recv: the sending rank
   const OpSpec& spec() const { return spec_; }
-  // "all_reduce #12 (float32, sum, 25000000 bytes)".
+  // Returns "all_reduce #12 (float32, sum, 25000000 bytes) on rank 0 of group x".
   std::string describe() const;
 
  private:
@@ -111,7 +117,7 @@ class Op {
   friend class Group;
   friend class Messenger;
 
-  // Returns the callbacks it has called, for the graveyard.
+  // Returns the callbacks that it has called, to be destroyed in a caller's thread.
   std::vector<std::function<void()>> finish(std::exception_ptr error);
 
   OpSpec spec_;
@@ -124,8 +130,8 @@ class Op {
   OpTimes times_;
   double deadline_s_ = 0;
   bool held_ = false;
-  bool shown_ = false;     // to rank 0, because it takes long
-  bool followed_ = false;  // by all of its epilogue
+  bool shown_ = false;     // reported to rank 0, because it takes long
+  bool followed_ = false;  // the epilogue has run completely
   std::atomic<bool> done_{false};
   std::exception_ptr error_;
   std::mutex mutex_;
@@ -135,9 +141,10 @@ class Op {
 
 using OpPtr = std::shared_ptr<Op>;
 
-// When the last of the operations finished that this thread has waited for; minus infinity before.
+// Returns the latest finish time, in seconds of now_s(), of the operations that this thread has
+// waited for; minus infinity if none.
 double last_awaited_s();
-// This thread has waited, by other means than Op::wait, for all that has finished by then.
+// Records that this thread has waited, without Op::wait, for all operations finished by then.
 void note_awaited(double finished_s);
 
 }  // namespace comm_core

@@ -48,7 +48,8 @@ std::string content_of(const std::string& path) {
   return content;
 }
 
-// By which ranks see that they have another secret; so little of it tells nobody what it is.
+// Returns a short digest by which ranks notice that their secrets differ. It is too short to reveal
+// the secret.
 std::string mark_of(const std::string& secret) {
   if (secret.empty()) return "none";
   const Digest digest = hmac_sha256(secret, "mark");
@@ -112,12 +113,13 @@ std::string host_name() {
 
 std::string host_identity(const Options& options) {
   if (!options.host_id.empty()) return options.host_id;
-  // The host name tells containers apart, the boot real machines of one name, and the network
+  // The host name distinguishes containers, the boot id machines of the same name, and the network
   // namespace virtual hosts of one machine.
   std::string boot;
   errno = 0;
   std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
-  // Where there is none no rank has one; but one that is out of descriptors would be another host.
+  // Without a boot id, no rank of the host has one. But a rank that is only out of descriptors must
+  // not count as another host.
   if (boot.empty() && (errno == EMFILE || errno == ENFILE)) throw_errno("boot_id");
   struct stat net{};
   const bool known = stat("/proc/self/ns/net", &net) == 0;

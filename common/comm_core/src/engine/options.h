@@ -1,4 +1,4 @@
-// What a user may set, from the environment variables COMM_CORE_* (see options.cc for each).
+// Options that a user may set by the environment variables COMM_CORE_* (named in options.cc).
 #pragma once
 
 #include <cstddef>
@@ -12,30 +12,31 @@ enum class TransportChoice { automatic, tcp, shm };
 
 struct Options {
   TransportChoice transport = TransportChoice::automatic;
-  std::string interface;        // empty: the one towards the rendezvous
+  std::string interface;        // empty: the interface of the route to the rendezvous host
   std::string host_id;          // empty: host name + boot + network namespace
-  bool allow_loopback = false;  // several "hosts" on one machine, for tests
-  std::string secret;           // of the job, that its store does not know; empty: there is none
+  bool allow_loopback = false;  // allow several "hosts" on one machine, for tests
+  std::string secret;           // of the job, which is not in its store; empty: none
   SocketOptions sockets;
-  // Sizes from which a larger-message algorithm is taken, and chunk sizes; all in bytes.
+  // Sizes at which the algorithm changes, and sizes of chunks, all in bytes.
   size_t tcp_small = 32 << 10;  // all_reduce, reduce_scatter, ...: below this, direct exchange
-  // Of 3 to 8 ranks: below this, each block goes straight to its rank.
+  // With 3 to 8 ranks: below this, each block is sent directly to its rank.
   size_t tcp_direct = 256 << 10;
   size_t tcp_chunk = 256 << 10;  // moved per step and direction
-  size_t tcp_eager = 16 << 10;   // messages up to this go before the receiver asks
-  size_t shm_slot = 0;           // one round of one rank through shared memory; 0: by itself
-  size_t shm_flat = 16 << 10;    // all_reduce: below this, everybody sums everything
-  size_t shm_direct = 64 << 10;  // shared buffers: from this size read in place
+  size_t tcp_eager = 16 << 10;   // messages up to this are sent before the receiver asks for them
+  size_t shm_slot = 0;           // one round of one rank through shared memory; 0: chosen
+  size_t shm_flat = 16 << 10;    // all_reduce: up to this, every rank sums everything
+  size_t shm_direct = 64 << 10;  // from this, shared buffers are read in place
   size_t shm_stream = 4 << 20;   // outputs from this size bypass the caches
 
-  // What decides which way an operation goes, and so must be the same on all ranks: NAME=VALUE ...
+  // Returns the options that decide the algorithm of an operation and so must be equal on all
+  // ranks, as "NAME=VALUE NAME=VALUE ...".
   std::string agreed() const;
-  // Throws InvalidRequestError on a value that is none.
+  // Reads the environment. Throws InvalidRequestError for an invalid value.
   static Options from_environment();
 };
 
-// Ranks with equal identities share memory.
+// Returns the identity of this host: ranks with equal identities share memory. Throws SystemError.
 std::string host_identity(const Options& options);
-std::string host_name();
+std::string host_name();  // "?" if unknown
 
 }  // namespace comm_core

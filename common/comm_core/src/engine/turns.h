@@ -1,31 +1,31 @@
-// Who drives the operations of a process, who sleeps until when, and who wakes whom.
+// Decides which thread of a process drives its operations, and which threads sleep and are woken.
 //
-// Callers who wait and the engine's own thread drive, one at a time: the one who holds `driving_`.
+// Waiting callers and the engine thread drive, one at a time: the thread that holds `driving_`.
 //
-//   who sleeps                on what                                  who wakes him
-//   the driver                every event, the next deadline           who brings work; a rank of
-//                                                                      this host that sees him
-//                                                                      announce his sleep
-//   the own thread            what peers begin, its `alarm_s_`         who brings work aloud; who
-//                                                                      leaves as below
-//   a caller while another    the end of what he waits for             whoever ends it
-//   drives
+//   sleeping thread           sleeps until                             woken by
+//   the driver                any event, the next deadline             a thread that brings work; a
+//                                                                      rank of this host that sees
+//                                                                      the announced sleep
+//   the engine thread         an event from a peer, `alarm_s_`         a thread that brings work
+//                                                                      aloud, or leaves (see below)
+//   a caller while another    the operation it waits for is done       the thread that completes it
+//   thread drives
 //
-// What holds whenever nobody drives, but for one who is about to, or a wake-up under way:
-//   1. Nothing that was brought is left lying. Who brings it quietly waits at once, and so drives,
-//      or finds a driver, who may have looked for the last time: then he wakes.
-//   2. No collective is under way: who leaves one behind wakes the own thread.
-//   3. The own thread's alarm is at the earliest deadline or before: who leaves a deadline behind
-//      that comes sooner, as of a message that nobody waits for, wakes it.
-// A wake-up stays until a driver takes it, who then has to leave by these rules himself. A
-// template, so that a test can go through the orders in which threads meet here: see
-// tests/turns_test.cc.
+// Invariants while no thread drives, is about to drive, or is being woken:
+//   1. No queued work is left. A thread that brings work quietly must wait at once: it then drives,
+//      or wakes the thread that drives, which may have checked for work already.
+//   2. No collective is in flight. A driver that leaves one behind wakes the engine thread.
+//   3. The engine thread's alarm is not later than the earliest deadline. A driver that leaves an
+//      earlier deadline behind, such as that of a message without a waiting caller, wakes it.
+// A wake-up stays pending until a driver takes it, which must then leave by the same rules. The
+// class is a template so that a test can run all orders of its threads: see tests/turns_test.cc.
 #pragma once
 
 #include "base/clock.h"
 
 namespace comm_core {
 
+// `World` is the engine (see Engine) or its model in the test. It owns the Turns.
 template <typename World>
 class Turns {
  public:
@@ -33,13 +33,14 @@ class Turns {
 
   explicit Turns(World& world) : world_(world) {}
 
-  // From any thread, after it has put down what the driver will `take`.
+  // Announces work. Any thread calls it after it has queued the work that the driver will `take`.
+  // `aloud` wakes a sleeping driver.
   void brought(bool aloud) {
     incoming_.store(true);
     if (aloud) world_.wake();
   }
 
-  // Returns when `until` is done, or at the deadline.
+  // Drives or sleeps until `until` is done, or until the deadline, in seconds of the world's clock.
   void wait(Until& until, double deadline_s) {
     if (driving_.try_lock()) {
       drive(&until, deadline_s);
@@ -50,14 +51,14 @@ class Turns {
     world_.await(until, deadline_s);
   }
 
-  // Takes what has been brought, where the own thread has ended.
+  // Takes the queued work once, for a caller after the engine thread has ended.
   void drive_once() {
     driving_.lock();
     take();
     driving_.unlock();
   }
 
-  // The own thread's life.
+  // The loop of the engine thread, until the world is stopped.
   void run() {
     while (!world_.stopped()) {
       driving_.lock();
@@ -81,7 +82,7 @@ class Turns {
 
   void take() {
     if (!incoming_.load()) return;
-    incoming_.store(false);  // first: what is put down from here on says so again
+    incoming_.store(false);  // before the take: work that is queued later sets it again
     world_.take();
   }
 
@@ -92,14 +93,15 @@ class Turns {
       const bool moved = world_.pass();
       if (over()) return;
       if (moved) {
-        // Now and then it looks around.
+        // Every few steps it polls other events too and checks the deadline.
         if (world_.moved() && world_.now_s() >= deadline_s) return;
         continue;
       }
       if (until == nullptr && (!world_.under_way() || world_.stopped())) return;
       if (world_.linger(until)) continue;
 
-      // Announce the sleep, look once more, sleep: who acts after the look sees the announcement.
+      // Announce the sleep, check once more, then sleep: a thread that acts after the check sees
+      // the announcement.
       world_.announce_sleep(true);
       bool late = false;
       if (!world_.pass()) {
@@ -115,7 +117,7 @@ class Turns {
   World& world_;
   typename World::Mutex driving_;
   typename World::Flag incoming_{false};
-  double alarm_s_ = kNever;  // the own thread sleeps at most until then; only while driving
+  double alarm_s_ = kNever;  // end of the engine thread's sleep; guarded by driving_
 };
 
 }  // namespace comm_core

@@ -17,21 +17,22 @@ constexpr int kHubs = 2;
 
 }  // namespace
 
+// One control connection.
 class Control::Line : public Watcher {
  public:
-  // To a hub.
+  // Connects to a hub.
   Line(Control& control, int peer)
       : control_(control),
         peer_(peer),
         lane_(control.group_.connect(peer, LaneKind::control, watching())) {}
-  // From another rank.
+  // Takes over the connection of another rank.
   Line(Control& control, int peer, Arrival& arrival)
       : control_(control),
         peer_(peer),
         lane_(arrival.lane(control.group_.peer(peer).label, watching())),
         greeted_(true) {}
 
-  // It has been connected; the other side may have left in peace since.
+  // Returns whether the connection was authenticated. The peer may have left since.
   bool greeted() const { return greeted_; }
 
   void on_event() override {
@@ -69,7 +70,7 @@ class Control::Line : public Watcher {
         pending_.erase(0, sent);
       }
     } catch (const CommError&) {
-      // Its goodbye may still be there to be read, and if not, then its end.
+      // Ignored: reading will yield the peer's goodbye or the end of the connection.
       pending_.clear();
     }
   }
@@ -168,7 +169,7 @@ void Control::heard(int line, Kind kind, int from, const std::string& text) {
     group_.compare(from, frame);
     return;
   }
-  // It comes over both stars, and is passed on once.
+  // A report arrives from both hubs. Only the first is handled and forwarded.
   if (kind == Kind::goodbye ? left_[size_t(from)] : failed_) return;
   if (passes_on()) send_all(kind, from, text, line);
   if (kind == Kind::goodbye) {
@@ -177,12 +178,12 @@ void Control::heard(int line, Kind kind, int from, const std::string& text) {
     return;
   }
   failed_ = true;
-  group_.fail(std::make_exception_ptr(AbortedError(group_.peer(from).label + " gave up: " + text)),
+  group_.fail(std::make_exception_ptr(AbortedError(group_.peer(from).label + " failed: " + text)),
               false);
 }
 
 void Control::lost(int line, const std::string& reason) {
-  if (left_[size_t(line)]) return;  // whoever said goodbye may close
+  if (left_[size_t(line)]) return;  // a rank that said goodbye may close its connection
   group_.fail(std::make_exception_ptr(PeerLostError(reason)), true);
 }
 

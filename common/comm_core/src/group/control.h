@@ -1,6 +1,7 @@
-// Two stars of connections, to ranks 0 and 1, over which ranks learn that one has failed, died or
-// left: two, for one that hangs passes nothing on. They carry no payload and are quiet while all is
-// well.
+// Control connections, over which all ranks learn that a rank has failed, died or left. Every rank
+// is connected to the two hubs, ranks 0 and 1, which forward the reports. There are two because a
+// hub that hangs forwards nothing. Without failures, only farewells and slow operations cause
+// traffic.
 #pragma once
 
 #include <functional>
@@ -15,20 +16,24 @@ namespace comm_core {
 
 class Group;
 
+// Owns the control connections of its group, which must outlive it. Belongs to the thread that
+// drives the engine.
 class Control {
  public:
   explicit Control(Group& group);
   ~Control();
 
-  // Ranks 0 and 1: the connection of `peer`, which has a higher number. Others connect themselves.
+  // Takes over the connection of `peer`, a higher rank, on a hub. Other ranks connect themselves.
   void enter(int peer, Arrival& arrival);
+  // Returns whether all connections of this rank are authenticated.
   bool connected() const;
 
-  // Tells everybody that the group has failed, and why.
+  // Reports to all ranks that the group has failed, with the reason.
   void tell_failure(const std::string& reason);
-  // Tells rank 0 what this rank has been waiting in for long.
+  // Reports to rank 0 the collective in which this rank has been waiting for long.
   void show(const FrameHeader& frame);
-  // Tells everybody that this rank leaves in peace, after the collective with that number.
+  // Reports to all ranks that this rank leaves, after the collective with sequence number
+  // `finished`.
   void tell_goodbye(uint64_t finished);
 
  private:
@@ -51,10 +56,10 @@ class Control {
   bool passes_on() const;
 
   Group& group_;
-  std::vector<std::unique_ptr<Line>> lines_;  // by rank; of most ranks only to 0 and 1
+  std::vector<std::unique_ptr<Line>> lines_;  // by rank; only hubs have more than two
   std::vector<bool> left_;
-  bool failed_ = false;    // all have been told why
-  std::string farewells_;  // for ranks that connect only after others have left
+  bool failed_ = false;    // the failure has been reported to all
+  std::string farewells_;  // sent again to ranks that connect after others have left
 };
 
 }  // namespace comm_core

@@ -13,10 +13,11 @@
 namespace comm_core {
 namespace {
 
-// A rank that fails tells why and may then end at once: its end can be noticed before its reason.
+// Seconds to wait for the reason of a lost peer. A rank that fails reports why and may exit at
+// once, so its end can be noticed before its report.
 constexpr double kReasonGraceS = 0.25;
 
-// A collective that takes longer is shown to rank 0, in case it waits for one that never comes.
+// A collective that takes longer is reported to rank 0, in case another rank never calls it.
 constexpr double kShowAfterS = 1.0;
 
 }  // namespace
@@ -28,7 +29,7 @@ OpPtr Group::submit(OpSpec spec) {
   if (closed_) throw AbortedError("group " + name_ + " was destroyed");
   check(spec);
   auto op = std::make_shared<Op>(std::move(spec), engine_.get(), shared_from_this());
-  // Numbers and queue positions must agree, whatever threads submit.
+  // The order of the numbers and of the queue must be the same when several threads submit.
   std::lock_guard<std::mutex> lock(submit_mutex_);
   if (!point_to_point(op->spec_.kind)) op->sequence_ = next_sequence_++;
   engine_->submit(op);
@@ -82,8 +83,8 @@ void Group::start_message(const OpPtr& op) {
   messenger_->start(op);
 }
 
-// A rank may leave while others are at work on an operation that it has done its part of, but none
-// that it has not taken part in can end.
+// Throws PeerLostError if a rank has left before `op`. A rank may leave while others still run an
+// operation that is finished for it, but no operation can finish without its part.
 void Group::expect_everybody(const Op& op) const {
   for (size_t r = 0; r < finished_by_.size(); ++r) {
     if (op.sequence_ <= finished_by_[r]) continue;
@@ -103,11 +104,11 @@ void Group::peer_left(int peer, uint64_t finished) {
   }
 }
 
-// Ranks that disagree about the sizes may take different ways, one through shared memory and one
-// over TCP, and never meet there. Everybody meets rank 0 here.
+// Ranks that disagree about sizes may choose different algorithms, one in shared memory and one
+// over TCP, and then never see each other's frames. So all ranks report to rank 0, which compares.
 void Group::compare(int peer, const FrameHeader& theirs) {
   shown_.resize(size_t(size_));
-  shown_[size_t(peer)] = theirs;  // for the operations that are not yet in the queue
+  shown_[size_t(peer)] = theirs;  // for operations that are submitted later
   for (const OpPtr& op : queue_) {
     if (op->sequence_ != theirs.sequence) continue;
     try {
@@ -120,7 +121,7 @@ void Group::compare(int peer, const FrameHeader& theirs) {
 }
 
 bool Group::step(bool held) {
-  const OpPtr op = queue_.front();  // stays alive should the group fail
+  const OpPtr op = queue_.front();  // keeps it alive if the group fails
   held_ = held;
   const bool moved = advance(op);
   if (moved) moved_s_ = now_s();
@@ -156,7 +157,7 @@ bool Group::advance(const OpPtr& op) {
   if (op->spec_.epilogue && !op->followed_) {
     try {
       op->followed_ = op->spec_.epilogue();
-    } catch (const std::exception&) {  // this operation's alone
+    } catch (const std::exception&) {  // fails this operation only
       error = std::current_exception();
     }
     if (!op->followed_ && !error) return true;
@@ -262,7 +263,7 @@ void Group::announce_sleep(bool asleep) {
 }
 
 bool Group::spins() const {
-  // Where ranks outnumber processors, spinning keeps away the one that is waited for.
+  // With more ranks than processors, spinning would delay the rank that this one waits for.
   return shm_ != nullptr && !queue_.empty() &&
          shm_->size() <= int(std::thread::hardware_concurrency());
 }
@@ -292,24 +293,24 @@ uint64_t Group::dropped_connections() {
 void Group::check(const OpSpec& spec) const {
   const std::string what = comm_core::name(spec.kind);
   if (reduces(spec.kind) && !supports(spec.dtype, spec.op)) {
-    throw InvalidRequestError(what + ": there is no " + comm_core::name(spec.op) + " of " +
+    throw InvalidRequestError(what + ": unsupported reduction: " + comm_core::name(spec.op) + " of " +
                               comm_core::name(spec.dtype));
   }
   if (spec.root < 0 || spec.root >= size_) {
     throw InvalidRequestError(what + ": root " + std::to_string(spec.root) +
-                              " is no rank of a group of " + std::to_string(size_));
+                              " is not a rank of a group of " + std::to_string(size_));
   }
   if (point_to_point(spec.kind)) {
     const bool any = spec.kind == OpKind::recv && spec.peer == -1;
     if (!any && (spec.peer < 0 || spec.peer >= size_)) {
       throw InvalidRequestError(what + ": peer " + std::to_string(spec.peer) +
-                                " is no rank of a group of " + std::to_string(size_));
+                                " is not a rank of a group of " + std::to_string(size_));
     }
     if (spec.peer == rank_ && (spec.kind == OpKind::send || spec.kind == OpKind::recv)) {
       throw InvalidRequestError(what + ": a rank cannot send to itself");
     }
   }
-  // How many blocks an operation has on this rank; the header of OpSpec says the same in words.
+  // Number and sizes of the blocks on this rank, as the comment of OpSpec lists them.
   const bool is_root = spec.root == rank_;
   const size_t n = size_t(size_), ins = spec.inputs.size(), outs = spec.outputs.size();
   bool fits = true;

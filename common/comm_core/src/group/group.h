@@ -1,5 +1,5 @@
-// The ranks of one process group, as one of them sees it: connections, shared memory, and the queue
-// of collectives, which run in the order in which they were submitted.
+// One rank's view of a process group: its connections to the other ranks, the shared memory of the
+// host, and the queue of collectives, which run in the order of their submission.
 #pragma once
 
 #include <condition_variable>
@@ -23,12 +23,15 @@ class Control;
 class Messenger;
 class Windows;
 
+// Owned by the pointers that `create` returns and by its operations in flight. It keeps its engine
+// alive.
 class Group : public std::enable_shared_from_this<Group> {
  public:
-  // Meets the other ranks through `store`; every rank calls it, and it returns when all are
-  // connected. `towards`: a host of the rendezvous, by which the interface is chosen if the options
-  // name none. The group closes when the last copy of the pointer goes, which must not be in a
-  // callback of an operation. Throws CommError.
+  // Connects this rank with the others through `store`. Every rank must call it, and it returns
+  // when all are connected, or throws a CommError. If the options name no interface, the one of the
+  // route to the host `towards` is used. `timeout_s` is the default timeout of operations, in
+  // seconds. The group closes when the last copy of the pointer is destroyed, which must not happen
+  // in a callback of an operation. `store` is not used after the return.
   static std::shared_ptr<Group> create(std::shared_ptr<Engine> engine, Store& store, int rank,
                                        int size, const std::string& name,
                                        const std::string& towards, double timeout_s);
@@ -38,70 +41,79 @@ class Group : public std::enable_shared_from_this<Group> {
   int size() const { return size_; }
   const std::string& name() const { return name_; }
   double timeout_s() const { return timeout_s_; }
+  // Returns the sequence number of the last submitted collective; 0 before the first.
   uint64_t sequence() const { return next_sequence_ - 1; }
-  // The first failure, or null; from any thread.
+  // Returns the first failure, or null. Thread-safe.
   std::exception_ptr error();
   void set_timeout_s(double timeout_s) { timeout_s_ = timeout_s; }
 
-  // Queues an operation. Throws InvalidRequestError if it makes no sense; a group that has failed
-  // returns an operation that has failed.
+  // Queues an operation. Thread-safe. Throws InvalidRequestError for an invalid request,
+  // AbortedError after `close`. In a failed group the operation fails.
   OpPtr submit(OpSpec spec);
-  // The input of an operation submitted as `held` is there now.
+  // Starts an operation that was submitted as `held`: its input is ready.
   void release(const OpPtr& op);
-  // Fails everything that is under way here, and soon on all ranks.
+  // Fails all operations in flight, on this rank at once and on the others soon.
   void abort(const std::string& reason);
-  // Leaves the group. Idempotent; later submissions throw.
+  // Leaves the group and fails its unfinished operations here. Idempotent; later submissions throw.
   void close();
 
-  // Runs `work` on this rank's windows between two steps of the engine.
+  // Runs `work` on this rank's windows between two steps of the engine. Throws AbortedError after
+  // `close`.
   void with_windows(const std::function<void(Windows&)>& work);
 
-  // "4 ranks on 2 hosts, shm + tcp over 10.0.0.1 (eth0)": for logs.
+  // Returns a line for logs: "group x: 4 ranks on 2 hosts, shared memory inside, TCP between; ...".
   std::string summary() const;
+  // Returns "all_reduce #12 (float32, sum, 400 bytes) on rank 0 of group x".
   std::string describe(const Op& op) const;
+  // Returns the bytes of the whole operation: the blocks of all ranks.
   uint64_t total_bytes(const OpSpec& spec) const;
+  // Returns the number of connections to this process that did not authenticate.
   uint64_t dropped_connections();
 
   // For the engine:
-  uint64_t number() const { return number_; }
+  uint64_t number() const { return number_; }  // unique in this process
   void enqueue(const OpPtr& op);
-  // The operation whose turn it is, or null.
+  // Returns the next collective, or null if there is none or it cannot run now.
   const Op* head() const {
     return queue_.empty() || queue_.front()->held_ || suspicion_ ? nullptr : queue_.front().get();
   }
-  // One step; false if it can go no further now. `held`: it must not send.
+  // Advances it by one step. Returns false if it makes no progress now. `held`: it must not send.
   bool step(bool held);
-  // When the last step made progress, and whether a peer has started the same operation.
+  // Return when a step last made progress (seconds of now_s()), and whether a peer has started the
+  // same operation.
   double moved_s() const { return moved_s_; }
   bool met() const { return met_; }
-  // Limits what sockets buffer unsent, so that urgent data does not wait behind it.
+  // Limits the unsent bytes in the sockets, so that urgent data does not wait for them.
   void limit_unsent();
   void announce_sleep(bool asleep);
+  // Returns whether a thread that waits for this group should spin before it sleeps.
   bool spins() const;
-  // Ends what took too long; returns the next deadline.
+  // Fails operations whose timeout has passed. Returns the next deadline, in seconds of now_s().
   double next_deadline_s(double now_s);
 
-  // For stages and their planner, in the engine:
+  // For stages and their planner, only within a step:
   Engine& engine() { return *engine_; }
   const Options& options() const { return engine_->options(); }
   const PeerInfo& peer(int rank) const { return peers_[size_t(rank)]; }
   const Topology& topology() const { return topology_; }
-  ShmStreams* shm() { return shm_.get(); }
+  ShmStreams* shm() { return shm_.get(); }  // null without shared memory
   ScratchPool& scratch() { return scratch_; }
-  // To `peer`; it may not be ready yet.
+  // Returns the lane to `peer`, opened on first use. It may not be ready yet.
   Lane& out(int peer);
-  // Called when a peer's first bytes of this operation arrive.
+  // Called when the first bytes of this operation arrive from a peer.
   void meet_peer() { met_ = true; }
-  // Writes and returns the bytes taken: none while the operation is held.
+  // Writes to `lane` and returns the bytes written: 0 while the operation must not send.
   size_t write(Lane& lane, const iovec* parts, int num_parts);
-  // From `peer`, null until it has connected.
+  // Returns the lane from `peer`, or null until it has connected.
   Lane* in(int peer);
+  // Begins to connect a new lane to `peer`.
   std::unique_ptr<Lane> connect(int peer, LaneKind kind, const Watching& watching) const;
-  // `peer` has left in peace; the last collective that it took part in was number `finished`.
+  // Handles the departure of `peer`, whose last collective had the number `finished`.
   void peer_left(int peer, uint64_t finished);
-  // On rank 0: `peer` has been waiting in this collective; fails the group if here it is another.
+  // Compares, on rank 0, the collective in which `peer` waits with the one of the same number here.
+  // Fails the group if they differ.
   void compare(int peer, const FrameHeader& theirs);
-  // Ends the group with what went wrong; tells the others unless they told us.
+  // Fails the group and all its operations with `error`. `tell`: reports it to the other ranks.
   void fail(std::exception_ptr error, bool tell);
 
  private:
@@ -130,23 +142,24 @@ class Group : public std::enable_shared_from_this<Group> {
   std::unique_ptr<ShmStreams> shm_;
   uint64_t bell_id_ = 0;
   std::vector<std::unique_ptr<Lane>> in_, out_;
-  bool held_ = false;  // in this step
+  bool held_ = false;  // this step must not send
   bool met_ = false;
   double moved_s_ = 0;
   bool limits_unsent_ = false;
   std::unique_ptr<Control> control_;
-  // Of those who connected before this rank knew everybody.
+  // Connections that arrived before this rank knew the addresses of all.
   std::vector<std::pair<LaneName, std::unique_ptr<Arrival>>> early_;
   std::unique_ptr<Messenger> messenger_;
-  std::vector<FrameHeader> shown_;  // by rank, the last that `compare` was called with
+  std::vector<FrameHeader> shown_;  // by rank: the last argument of `compare`
   ScratchPool scratch_;
-  std::vector<uint64_t> finished_by_;  // by rank; the largest number while it is here
+  std::vector<uint64_t> finished_by_;  // by rank: its last collective; UINT64_MAX until it leaves
   std::deque<OpPtr> queue_;
   std::vector<OpPtr> held_messages_;
   std::atomic<uint64_t> next_sequence_{1};
   std::mutex submit_mutex_;
   std::exception_ptr error_;
-  // A peer is gone; its reason, which is the better error, may still be on its way.
+  // The loss of a peer. Until `suspicion_until_s_` the group waits for the peer's report of the
+  // reason, which is the better error.
   std::exception_ptr suspicion_;
   double suspicion_until_s_ = 0;
   std::atomic<bool> closed_{false};

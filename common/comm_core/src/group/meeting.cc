@@ -1,4 +1,4 @@
-// How the ranks of a group find each other and connect.
+// Rendezvous of a group: its ranks exchange addresses through the store and connect.
 #include <unistd.h>
 
 #include <algorithm>
@@ -17,7 +17,7 @@ namespace comm_core {
 
 namespace {
 
-// A rank's note where nothing went wrong.
+// Store value of a rank that has no error to report.
 const std::string kFine = "fine";
 
 uint64_t next_number() {
@@ -25,7 +25,7 @@ uint64_t next_number() {
   return number++;
 }
 
-// The words of one text and of another that are not equal: "A=1 and A=2".
+// Returns the words in which two texts differ: "A=1 and A=2".
 std::string difference(const std::string& one, const std::string& other) {
   std::istringstream words(one), others(other);
   std::string mine, theirs, ours, all;
@@ -38,6 +38,7 @@ std::string difference(const std::string& one, const std::string& other) {
   return ours + " and " + all;
 }
 
+// Removes what the ranks have exchanged.
 void forget_notes(Store& store, int size) {
   store.remove("secret");
   for (int r = 0; r < size; ++r) {
@@ -63,7 +64,7 @@ std::shared_ptr<Group> Group::create(std::shared_ptr<Engine> engine, Store& stor
                                      int size, const std::string& name, const std::string& towards,
                                      double timeout_s) {
   if (size < 1 || rank < 0 || rank >= size) {
-    throw InvalidRequestError("rank " + std::to_string(rank) + " is none of a group of " +
+    throw InvalidRequestError("rank " + std::to_string(rank) + " is not a rank of a group of " +
                               std::to_string(size));
   }
   std::shared_ptr<Group> group(new Group(std::move(engine), rank, size, name, timeout_s));
@@ -77,14 +78,15 @@ std::shared_ptr<Group> Group::create(std::shared_ptr<Engine> engine, Store& stor
       group->messenger_ = std::make_unique<Messenger>(*group);
     });
   }
-  // Operations under way keep the group alive: what its user holds closes it when he drops that.
+  // Operations in flight keep the group alive, so the pointer of the caller closes it at its end.
   return std::shared_ptr<Group>(group.get(), [group](Group*) { group->close(); });
 }
 
 void Group::meet(Store& all, const std::string& towards) {
   const Options& options = engine_->options();
-  // The store may hold what an earlier group of this name has left: torchrun's lives as long as the
-  // job. Each rank has been in as many of them.
+  // The store may hold entries of earlier groups of this name, because torchrun's store lives as
+  // long as the job. All ranks have been in equally many of them, so their count serves as a
+  // prefix.
   const int64_t time = all.add("times/" + std::to_string(rank_), 1);
   NotesUnder store(all, std::to_string(time) + "/");
   if (rank_ == 0) {
@@ -96,7 +98,7 @@ void Group::meet(Store& all, const std::string& towards) {
   const std::string secret = store.get("secret");
   if (secret.size() != 48) throw MismatchError("the store holds a malformed secret");
   secret_ = secret.substr(0, 32);
-  if (!options.secret.empty()) {  // then who knows the store's alone cannot prove anything
+  if (!options.secret.empty()) {  // then knowing the secret in the store is not enough
     const Digest both = hmac_sha256(options.secret, secret_);
     secret_.assign(both.begin(), both.end());
   }
@@ -127,7 +129,7 @@ void Group::meet(Store& all, const std::string& towards) {
     }
     for (const PeerInfo& peer : peers) {
       if (peer.settings == peers[0].settings) continue;
-      throw MismatchError(peers[0].label + " and " + peer.label + " would not do the same: " +
+      throw MismatchError(peers[0].label + " and " + peer.label + " have different settings: " +
                           difference(peers[0].settings, peer.settings));
     }
     Topology topology = Topology::of(peers);
@@ -175,7 +177,7 @@ void Group::meet(Store& all, const std::string& towards) {
       }
       if (!connected) std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
-    // Whoever has connected to rank 0 has read everything.
+    // A rank that has connected to rank 0 has read all entries.
     if (rank_ == 0) forget_notes(store, size_);
   } catch (...) {
     close();
@@ -183,7 +185,8 @@ void Group::meet(Store& all, const std::string& towards) {
   }
 }
 
-// What one host cannot have none has: the ranks of all hosts must go the same way.
+// Sets up shared memory on all hosts, or returns null if one host cannot: all ranks must choose the
+// same algorithms.
 std::unique_ptr<ShmStreams> Group::share_memory(Store& store, const std::vector<PeerInfo>& peers,
                                                 const Topology& topology) {
   const Options& options = engine_->options();
@@ -206,7 +209,7 @@ std::unique_ptr<ShmStreams> Group::share_memory(Store& store, const std::vector<
     for (int r = 0; r < size_; ++r) {
       const std::string told = store.get(key + std::to_string(r));
       if (told == kFine) continue;
-      const std::string reason = peers[size_t(r)].label + " shares no memory: " + told;
+      const std::string reason = peers[size_t(r)].label + " cannot share memory: " + told;
       if (options.transport == TransportChoice::shm) {
         throw SystemError("COMM_CORE_TRANSPORT=shm, but " + reason);
       }

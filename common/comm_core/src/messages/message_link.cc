@@ -11,8 +11,8 @@ namespace {
 
 constexpr uint32_t kMagic = 0x434d4d54;
 
-// What overtaking has to wait for, at most: a piece, and what the kernel has taken and not sent.
-// The kernel asks for more when half of that is left, which must last until the engine wakes.
+// Bytes that an overtaking message waits for at most: a piece, and the unsent bytes in the kernel.
+// The kernel asks for more when half of its bytes are left, which must last until the engine wakes.
 constexpr size_t kPiece = size_t(512) << 10;
 constexpr size_t kUnsent = size_t(1) << 20;
 
@@ -21,7 +21,8 @@ size_t payload_of(const MessageHeader& header) {
   return promises ? 0 : header.bytes;
 }
 
-// One-sided requests stay in order, and what has a long payload among those that have one.
+// Returns whether a message may overtake large payloads. One-sided requests keep their order, and
+// messages with a large payload keep theirs.
 bool overtakes(const MessageHeader& header) {
   switch (header.kind) {
     case MessageKind::eager:
@@ -95,7 +96,7 @@ bool MessageSender::advance() {
   }
   const size_t sent = lane_->write(parts, num_parts);
   if (sent == 0) {
-    // Not begun, so what comes meanwhile may still overtake it.
+    // No byte of the frame was sent, so messages that are queued now may still overtake it.
     if (frame_done_ == 0) sending_ = nullptr;
     return false;
   }
@@ -139,7 +140,7 @@ void MessageReceiver::on_event() {
   }
 }
 
-// A frame's header is complete: true if its payload is to be read.
+// Handles a complete header. Returns true if its payload is to be read.
 bool MessageReceiver::begin_frame() {
   if (frame_.magic != kMagic) malformed();
   if (frame_.kind == MessageKind::more) {

@@ -1,8 +1,8 @@
-// Framed messages between two ranks: one connection each way, several messages queued on it.
+// Framed messages between two ranks: one connection per direction, each with a queue of messages.
 //
-// A large payload goes in pieces, each with a header in front. Between two pieces, what is small
-// and may overtake does: the request that starts the large message of the other direction waits for
-// a piece, not for all that is under way in this one.
+// A large payload is sent in pieces, each after a header. Small messages that may overtake are sent
+// between two pieces. So the request that starts a large message of the other direction waits for
+// one piece only, and not for all large messages in this direction.
 #pragma once
 
 #include <deque>
@@ -18,16 +18,16 @@ class Group;
 
 enum class MessageKind : uint8_t {
   eager,     // a small message with its payload
-  announce,  // a large message waits at its sender
-  request,   // ... its receiver asks for it
-  data,      // ... and here it is
-  put,       // one-sided: payload for a window
+  announce,  // a large message is waiting at its sender
+  request,   // the receiver asks for an announced message
+  data,      // the requested message
+  put,       // put to unlock: one-sided operations on a window
   accumulate,
   get,
   lock,
   unlock,
-  reply,  // to one of the five: done, with the payload of a get
-  more,   // the next piece of the message that was interrupted
+  reply,  // to one of these five: it is done; has the payload of a get
+  more,   // the next piece of a large message
 };
 
 struct MessageHeader {
@@ -35,10 +35,10 @@ struct MessageHeader {
   MessageKind kind = MessageKind::eager;
   DType dtype = DType::u8;
   ReduceOp op = ReduceOp::sum;
-  uint8_t refused = 0;  // reply: the request made no sense at its target; the payload says why
+  uint8_t refused = 0;  // reply: the request was invalid; the payload is the reason
   uint64_t tag = 0;
-  uint64_t id = 0;      // of a large message or a request, given by whoever sends it
-  uint64_t bytes = 0;   // of the payload that follows, or for `announce` and `get` would
+  uint64_t id = 0;      // of a large message or a one-sided operation, chosen by its sender
+  uint64_t bytes = 0;   // of the payload; `announce` and `get` are sent without it
   uint64_t offset = 0;  // bytes within the window's slot
   uint32_t window = 0;
   uint32_t slot = 0;
@@ -47,21 +47,22 @@ static_assert(sizeof(MessageHeader) == 48);
 
 class Messenger;
 
-// Writes the messages for one peer. Those that may overtake keep their order among themselves, as
-// do the others.
+// Sends the messages for one peer and owns the connection to it. Messages that may overtake keep
+// their order among each other, and so do the others. Belongs to the thread that drives the engine.
 class MessageSender : public Watcher {
  public:
   MessageSender(Group& group, Messenger& messenger, int peer);
 
-  // A message without a payload, or with the text.
+  // Queues a message without a payload, or with `payload`.
   void add(const MessageHeader& header, std::string payload = "") {
     enqueue({header, nullptr, std::move(payload)});
   }
-  // The payload is the operation's first input. It `ends` when that is sent, or with a reply.
+  // Queues a message whose payload is the first input of `op`. If `ends`, the operation finishes
+  // when that is sent, otherwise with a reply.
   void add(const MessageHeader& header, OpPtr op, bool ends) {
     enqueue({header, std::move(op), "", ends});
   }
-  // Touches no operation's memory any more.
+  // Drops all messages. The memory of operations is not accessed after this call.
   void break_off();
   void on_event() override;
 
@@ -70,8 +71,8 @@ class MessageSender : public Watcher {
     MessageHeader header;
     OpPtr op;
     std::string payload;
-    bool ends = false;  // the operation, when sent
-    size_t done = 0;    // bytes of the payload
+    bool ends = false;  // finish the operation when sent
+    size_t done = 0;    // bytes of the payload that are sent
   };
   bool advance();
   void enqueue(Item item);
@@ -83,21 +84,23 @@ class MessageSender : public Watcher {
   std::unique_ptr<Lane> lane_;
   bool broken_ = false;
   std::deque<Item> small_, queue_;
-  std::deque<Item>* sending_ = nullptr;  // the one whose first item has a frame under way
+  std::deque<Item>* sending_ = nullptr;  // the queue whose first item is being sent, or null
   MessageHeader frame_;
   size_t frame_done_ = 0;  // bytes of the header
   size_t piece_left_ = 0;
 };
 
-// Reads the messages of one peer.
+// Receives the messages of one peer and owns the connection from it. Belongs to the thread that
+// drives the engine.
 class MessageReceiver : public Watcher {
  public:
   MessageReceiver(Group& group, Messenger& messenger, int peer, Arrival& arrival);
 
-  // Where the payload of the message that has just arrived goes: into an operation's output, or
-  // aside.
+  // Called within Messenger::arrived: `into` reads the payload into the first output of `op`,
+  // `hold` into a buffer that Messenger::held gets.
   void into(OpPtr op) { reading_->op = std::move(op); }
   void hold() { reading_->holding = true; }
+  // Drops all messages. The memory of operations is not accessed after this call.
   void break_off();
   void on_event() override;
 
@@ -121,8 +124,8 @@ class MessageReceiver : public Watcher {
   MessageHeader frame_;
   size_t frame_done_ = 0;  // bytes of the header
   size_t piece_left_ = 0;
-  Incoming small_, large_;       // a small one may arrive between two pieces of a large one
-  Incoming* reading_ = nullptr;  // the one that the frame belongs to
+  Incoming small_, large_;       // a small message may arrive between two pieces of a large one
+  Incoming* reading_ = nullptr;  // the message of the current frame, or null
 };
 
 }  // namespace comm_core

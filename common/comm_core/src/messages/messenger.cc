@@ -9,7 +9,7 @@ namespace comm_core {
 
 namespace {
 
-// Small messages that nobody has asked for; more than this and the program has lost its way.
+// Limit for the bytes of buffered small messages without a receive: beyond it the program is wrong.
 constexpr size_t kMostHeld = size_t(1) << 30;
 
 }  // namespace
@@ -86,7 +86,7 @@ void Messenger::receive(const OpPtr& op) {
     finished(op);
     return;
   }
-  // What a peer sent before it went was looked for first.
+  // Checked last, because the peer may have sent the message before it was lost.
   if (const auto error = gone(spec.peer)) {
     return finished(op, with_context(error, op->describe() + ": "));
   }
@@ -129,8 +129,8 @@ void Messenger::arrived(int peer, const MessageHeader& header, MessageReceiver& 
       }
       held_bytes_ += header.bytes;
       if (held_bytes_ > kMostHeld) {
-        throw MismatchError("messages of more than " + std::to_string(kMostHeld) +
-                            " bytes wait for a receive, the last from " + group_.peer(peer).label);
+        throw MismatchError("more than " + std::to_string(kMostHeld) +
+                            " bytes of messages wait for a receive, the last from " + group_.peer(peer).label);
       }
       receiver.hold();
       return;
@@ -178,7 +178,7 @@ void Messenger::malformed(int peer) const {
 
 void Messenger::held(int peer, const MessageHeader& header, std::string payload) {
   if (header.kind != MessageKind::eager) return windows_.held(peer, header, payload);
-  // Asked for while it was arriving?
+  // A receive may have been posted while the payload was arriving.
   OpPtr op = take_posted(peer, header.tag);
   if (op == nullptr) {
     arrived_.push_back({peer, header, std::move(payload)});
@@ -209,7 +209,7 @@ void Messenger::finished(const OpPtr& op, std::exception_ptr error) {
   group_.engine().complete(keep, error);
 }
 
-// The reason why nothing more can come from `peer`, or for -1 from anybody; else null.
+// Returns why `peer` (-1: every peer) is lost, or null if messages can still come.
 std::exception_ptr Messenger::gone(int peer) const {
   if (peer >= 0) return gone_[size_t(peer)];
   std::exception_ptr last;
@@ -222,7 +222,7 @@ std::exception_ptr Messenger::gone(int peer) const {
 }
 
 void Messenger::left(int peer) {
-  // The end of its connection comes after all that it has sent; without one there is nothing.
+  // With a connection, its end arrives after all messages of the peer and is handled then.
   if (receivers_[size_t(peer)] != nullptr) return;
   lost(peer, std::make_exception_ptr(
                  PeerLostError("lost " + group_.peer(peer).label + ": it left the group")));
@@ -273,7 +273,7 @@ double Messenger::next_deadline_s(double now_s) {
       const OpPtr late = op;
       const auto error = std::make_exception_ptr(
           TimeoutError(late->describe() + ": timed out waiting for " + whom));
-      finished(late, error);  // the others' texts name it beside themselves
+      finished(late, error);  // the errors of the other operations add their own names
       group_.fail(error, true);
       return kNever;
     }

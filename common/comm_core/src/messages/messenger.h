@@ -1,7 +1,8 @@
-// Point-to-point messages, matched by sender and tag. Small ones go at once and wait at the
-// receiver; large ones are announced and sent when the receiver has asked for them, straight into
-// his memory. One-sided operations use the same connections, in order among themselves; but a
-// message may arrive before a put that was started ahead of it, unless that was waited for.
+// Point-to-point messages, matched by sender and tag. Small messages (up to Options::tcp_eager
+// bytes) are sent at once and buffered at the receiver. Large ones are announced, and sent into the
+// memory of the receiver when it asks for them. One-sided operations use the same connections and
+// keep their order. But a message may arrive before a put that was started earlier, unless the
+// sender has waited for the put.
 #pragma once
 
 #include <list>
@@ -15,34 +16,41 @@
 
 namespace comm_core {
 
+// Owns the message connections and windows of its group, which must outlive it. Belongs to the
+// thread that drives the engine.
 class Messenger {
  public:
   explicit Messenger(Group& group);
   ~Messenger();
 
+  // Takes over the message connection from `peer`.
   void enter(int peer, Arrival& arrival);
-  // Starts a send, a receive or a one-sided operation.
+  // Starts a send, a receive or a one-sided operation, which `finished` ends.
   void start(const OpPtr& op);
-  // Ends every pending operation.
+  // Fails all operations that are not finished.
   void fail(const std::exception_ptr& error);
-  // Ends operations that took too long; returns the next deadline.
+  // If an operation has timed out, fails it and the group. Returns the next deadline, in seconds of
+  // now_s().
   double next_deadline_s(double now_s);
   Windows& windows() { return windows_; }
 
-  // The peer said goodbye.
+  // Handles the departure of a peer that has said goodbye.
   void left(int peer);
 
-  // For the connections. A header has come: tells the receiver where the payload goes.
+  // For the connections: Handles a header that has arrived, and tells the receiver where its
+  // payload goes.
   void arrived(int peer, const MessageHeader& header, MessageReceiver& receiver);
-  // A payload that was held has come completely.
+  // Handles a payload that was buffered and is complete.
   void held(int peer, const MessageHeader& header, std::string payload);
+  // Handles the loss of `peer`: fails all operations that need it.
   void lost(int peer, const std::exception_ptr& error);
-  // The operation's payload has been sent or has arrived, a window has answered, or it failed.
+  // Completes an operation: its payload was sent or has arrived, a window has replied, or it
+  // failed.
   void finished(const OpPtr& op, std::exception_ptr error = nullptr);
   MessageSender* sender(int peer);  // null if the peer cannot be reached any more
 
  private:
-  struct Arrived {  // before anybody asked for it
+  struct Arrived {  // a message that no receive has asked for yet
     int peer;
     MessageHeader header;
     std::string payload;
@@ -60,14 +68,14 @@ class Messenger {
   Windows windows_;
   std::vector<std::unique_ptr<MessageSender>> senders_;
   std::vector<std::unique_ptr<MessageReceiver>> receivers_;
-  std::vector<std::exception_ptr> gone_;  // why nothing more comes from a peer
+  std::vector<std::exception_ptr> gone_;  // by rank: why it is lost, or null
   std::list<OpPtr> posted_;               // receives that wait for a message
   std::list<Arrived> arrived_;
-  std::map<uint64_t, OpPtr> announced_;                 // own large sends, by id
-  std::map<std::pair<int, uint64_t>, OpPtr> expected_;  // large receives asked for
-  std::list<OpPtr> live_;
+  std::map<uint64_t, OpPtr> announced_;                 // large sends of this rank, by id
+  std::map<std::pair<int, uint64_t>, OpPtr> expected_;  // large receives, by peer and id
+  std::list<OpPtr> live_;  // all that are not finished
   uint64_t next_id_ = 1;
-  size_t held_bytes_ = 0;
+  size_t held_bytes_ = 0;  // of buffered messages
 };
 
 }  // namespace comm_core

@@ -78,19 +78,19 @@ std::string Windows::problem(const MessageHeader& header) const {
   const Window& window = found->second;
   if (header.kind == MessageKind::lock || header.kind == MessageKind::unlock) return "";
   if (header.dtype != window.dtype) {
-    return std::string("its window is of ") + name(window.dtype) + ", not of " + name(header.dtype);
+    return std::string("its window has dtype ") + name(window.dtype) + ", not " + name(header.dtype);
   }
   if (header.slot >= window.slots) {
-    return "its window has " + std::to_string(window.slots) + " slots, not one of number " +
+    return "its window has " + std::to_string(window.slots) + " slots, without number " +
            std::to_string(header.slot);
   }
   if (header.offset > window.slot_bytes || header.bytes > window.slot_bytes - header.offset) {
-    return "its window's slots have " + std::to_string(window.slot_bytes) + " bytes, not " +
-           std::to_string(header.bytes) + " at " + std::to_string(header.offset);
+    return "the slots of its window have " + std::to_string(window.slot_bytes) + " bytes, not " +
+           std::to_string(header.bytes) + " at offset " + std::to_string(header.offset);
   }
   if (header.kind == MessageKind::accumulate &&
       (header.op == ReduceOp::avg || !supports(header.dtype, header.op))) {
-    return std::string("there is no ") + name(header.op) + " of " + name(header.dtype);
+    return std::string("unsupported reduction: ") + name(header.op) + " of " + name(header.dtype);
   }
   return "";
 }
@@ -117,7 +117,7 @@ void Windows::serve(int peer, const MessageHeader& header, const char* payload) 
     window.waiters.emplace_back(peer, header.id);
     grant_next(window);
   } else if (header.kind == MessageKind::unlock) {
-    if (window.holder != peer) return answer(peer, header.id, "it does not hold the lock", true);
+    if (window.holder != peer) return answer(peer, header.id, "the caller does not hold the lock", true);
     window.holder = -1;
     answer(peer, header.id, "", false);
     grant_next(window);
@@ -156,9 +156,9 @@ void Windows::arrived(int peer, const MessageHeader& header, MessageReceiver& re
     if (header.bytes > most) throw MismatchError("malformed reply from " + group_.peer(peer).label);
     receiver.hold();
   } else if (pays) {
-    // Nothing is set aside for a payload that no window can take.
+    // A large payload is not buffered if no window can take it.
     if (!problem(header).empty() && header.bytes > (size_t(64) << 20)) {
-      throw MismatchError("a request that does not fit from " + group_.peer(peer).label + ": " +
+      throw MismatchError("invalid request from " + group_.peer(peer).label + ": " +
                           problem(header));
     }
     receiver.hold();

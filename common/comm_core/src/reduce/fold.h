@@ -1,4 +1,5 @@
-// Private to the reduce kernels: the loops, the half-precision formats and what the files share.
+// Loops, half-precision formats and declarations that the files of the reduce kernels share.
+// Private to them.
 #pragma once
 
 #include <algorithm>
@@ -12,9 +13,10 @@
 #define COMM_CORE_NO_LOOP_DEPENDENCE _Pragma("GCC ivdep")
 #endif
 
-// One body compiled for several vector widths, chosen when the library is loaded. Needs ifunc,
-// hence glibc; elsewhere the body is compiled once for the base machine. So it is for
-// ThreadSanitizer, whose run-time the choosing code would call before it is loaded.
+// Compiles a function for several vector widths; one version is chosen when the library is loaded.
+// This needs ifunc and so glibc. Elsewhere the function is compiled once, for the base machine. The
+// same holds with ThreadSanitizer, because the code that chooses would call its run-time before
+// that is loaded.
 #if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__) && \
     !defined(__SANITIZE_THREAD__)
 #define COMM_CORE_CLONES \
@@ -23,21 +25,22 @@
 #define COMM_CORE_CLONES
 #endif
 
-// A clone only gets its own instructions in what is inlined into it.
+// Functions that a clone calls use its instructions only if they are inlined into it.
 #define COMM_CORE_INLINE inline __attribute__((always_inline))
 
 namespace comm_core {
 
-// An accumulator of this many elements stays in L1 next to the sources that stream past it.
+// An accumulator of this many elements fits into the L1 cache beside the sources that are read.
 constexpr size_t kBlockElements = 2048;
 constexpr size_t kBlockBytes = 8192;
 
-// out[i] = srcs[0][start + i] op srcs[1][start + i] op ... for i < count. With up to kMaxFused
-// sources `out` may be one of them (then at the same offset) and count is free; with more, `out`
-// overlaps none and count <= kBlockElements. num_srcs >= 2.
+// Computes out[i] = srcs[0][start + i] op srcs[1][start + i] op ... for i < count, num_srcs >= 2.
+// With up to kMaxFused sources, `out` may be one of them (at the same offset) and `count` is not
+// limited. With more, `out` must not overlap any source and count <= kBlockElements.
 using Fold = void (*)(void* out, const void* const* srcs, int num_srcs, size_t start, size_t count);
 constexpr int kMaxFused = 4;
 
+// Kernels of a half-precision format. All arithmetic is in float32.
 struct HalfKernels {
   Fold sum;
   void (*widen)(float* out, const uint16_t* in, size_t count);
@@ -47,10 +50,12 @@ struct HalfKernels {
 const HalfKernels& f16_kernels();
 const HalfKernels& bf16_kernels();
 
-// memcpy past the caches. The caller owes a stream_fence before another thread is told of it.
+// Copies like memcpy, but bypasses the caches. The caller must call stream_fence before it lets
+// another thread read `dst`.
 void stream_out(void* dst, const void* src, size_t bytes);
 void stream_fence();
 
+// Format of a type that is stored as it is computed.
 template <class T>
 struct Plain {
   using Stored = T;
@@ -58,14 +63,15 @@ struct Plain {
   static COMM_CORE_INLINE T narrow(T x) { return x; }
 };
 
-// `?:` around floating-point arithmetic may become a branch, which no compiler vectorises.
+// Returns `yes` or `no` without a branch. Compilers may turn `?:` around floating-point arithmetic
+// into a branch, which they do not vectorise.
 COMM_CORE_INLINE uint32_t select(bool condition, uint32_t yes, uint32_t no) {
   const uint32_t mask = -static_cast<uint32_t>(condition);
   return (yes & mask) | (no & ~mask);
 }
 
-// Both formats use selects instead of branches, so that compilers vectorise the loops, and avoid
-// float subnormals, so that a flush-to-zero mode inherited from a caller changes nothing.
+// Both formats avoid branches, so that compilers vectorise the loops. They also avoid float
+// subnormals, so that the caller's flush-to-zero mode has no effect on the results.
 struct BFloat16 {
   using Stored = uint16_t;
   static COMM_CORE_INLINE float widen(uint16_t x) {
@@ -108,7 +114,7 @@ struct Float16 {
     const uint32_t bits = std::bit_cast<uint32_t>(x);
     const uint32_t magnitude = bits & 0x7fffffff;
     const uint32_t normal = (magnitude - kExponentShift + 0xfff + ((magnitude >> 13) & 1)) >> 13;
-    // The last place of 0.5 is 2^-24, that of a subnormal float16: the addition does the rounding.
+    // The last bit of 0.5f is 2^-24, as that of a subnormal float16: the addition rounds.
     const uint32_t subnormal =
         std::bit_cast<uint32_t>(std::bit_cast<float>(magnitude) + 0.5f) - 0x3f000000;
     const uint32_t quiet = 0x7e00 | ((magnitude >> 13) & 0x3ff);
@@ -131,8 +137,8 @@ COMM_CORE_INLINE const T* source(const void* const* srcs, int k, size_t start) {
   return static_cast<const T*>(srcs[k]) + start;
 }
 
-// One pass over `first` and the sources k, k + 1, ...: 1 to 3 of them, as `more` says. The three
-// formats are those of the result, of `first` and of the sources.
+// Folds `first` with the sources k, k + 1, ... in one pass, `more` sources (1 to 3) in all. The
+// formats Out, First and Next are those of the result, of `first` and of the sources.
 template <class Out, class First, class Next, class Op>
 COMM_CORE_INLINE void fold_pass(typename Out::Stored* out, const typename First::Stored* first,
                                 const void* const* srcs, int k, int more, size_t start,
@@ -164,7 +170,7 @@ COMM_CORE_INLINE void fold_pass(typename Out::Stored* out, const typename First:
   }
 }
 
-// A Fold for the types that accumulate in themselves.
+// Fold for the types that accumulate in their own precision.
 template <class T, class Op>
 COMM_CORE_INLINE void fold_plain(void* out, const void* const* srcs, int num_srcs, size_t start,
                                  size_t count) {
@@ -187,7 +193,7 @@ COMM_CORE_INLINE void narrow_all(uint16_t* out, const float* in, size_t count) {
   for (size_t i = 0; i < count; ++i) out[i] = Format::narrow(in[i]);
 }
 
-// A Fold for f16 and bf16: every source reaches the float32 accumulator before the one rounding.
+// Fold for f16 and bf16: adds all sources in float32 and rounds once.
 template <class Format>
 COMM_CORE_INLINE void sum_half(void* out, const void* const* srcs, int num_srcs, size_t start,
                                size_t count) {

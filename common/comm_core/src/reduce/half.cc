@@ -36,9 +36,9 @@ void narrow_f16(uint16_t* out, const float* in, size_t count) {
 
 #if defined(__x86_64__)
 
-// Compilers do not find the conversion instructions in the portable code, which costs some twenty
-// operations a vector; hence intrinsics. The results are the same bits. The zero-masking forms,
-// with nothing masked, because g++ 12 warns about its own header in the plain ones.
+// Intrinsics, because compilers translate the portable code to some twenty operations per vector in
+// place of one conversion instruction. The results are bit-identical. The zero-masking forms mask
+// nothing: they avoid a warning of g++ 12 about its own header in the plain forms.
 constexpr __mmask16 kAll = 0xffff;
 constexpr int kNearestEven = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
 
@@ -58,7 +58,7 @@ void sum_f16_avx512(void* out, const void* const* srcs, int num_srcs, size_t sta
   size_t i = 0;
   for (; i + 64 <= count; i += 64) {
     const uint16_t* p = source<uint16_t>(srcs, 0, start + i);
-    __m512 sums[4];  // enough that no addition waits for the one before
+    __m512 sums[4];  // four independent sums, so that no addition waits for the previous one
     for (int j = 0; j < 4; ++j) sums[j] = load_avx512(p + 16 * j);
     for (int k = 1; k < num_srcs; ++k) {
       p = source<uint16_t>(srcs, k, start + i);
@@ -99,7 +99,7 @@ void sum_f16_f16c(void* out, const void* const* srcs, int num_srcs, size_t start
   size_t i = 0;
   for (; i + 32 <= count; i += 32) {
     const uint16_t* p = source<uint16_t>(srcs, 0, start + i);
-    __m256 sums[4];  // enough that no addition waits for the one before
+    __m256 sums[4];  // four independent sums, so that no addition waits for the previous one
     for (int j = 0; j < 4; ++j) sums[j] = load_f16c(p + 8 * j);
     for (int k = 1; k < num_srcs; ++k) {
       p = source<uint16_t>(srcs, k, start + i);

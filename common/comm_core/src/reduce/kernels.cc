@@ -46,7 +46,7 @@ void fold_half(void* out, const void* const* srcs, int num_srcs, size_t start, s
   }
 }
 
-// Of a type that has no bits to reduce by: the four that there may be.
+// Chooses the kernel for a type without bitwise reductions, or returns null.
 Fold find_number(ReduceOp op, Fold sum, Fold product, Fold min = nullptr, Fold max = nullptr) {
   switch (op) {
     case ReduceOp::sum:
@@ -71,7 +71,7 @@ Fold find_half(ReduceOp op) {
 
 template <class T>
 Fold find_integer(ReduceOp op) {
-  // Only the order depends on the sign, so the signed types share the rest.
+  // Only min and max depend on the sign. The signed types use the unsigned kernels for the rest.
   using U = std::make_unsigned_t<T>;
   switch (op) {
     case ReduceOp::sum: return fold<U, WrappingSum>;
@@ -116,14 +116,16 @@ Fold find(DType dtype, ReduceOp op) {
   return nullptr;
 }
 
-// Elements in front of the first vector boundary of dst: stores that straddle lines cost twice.
+// Returns the number of elements before the first 64-byte boundary of dst. Stores that cross a
+// cache line cost twice as much.
 size_t elements_to_boundary(const void* dst, size_t size, size_t count) {
   const size_t bytes = -reinterpret_cast<uintptr_t>(dst) % 64;
   return std::min(count, bytes / size);
 }
 
-// Folds into a block in L1 and moves it on. Needed with more sources than one pass takes, as dst
-// may be one of the later ones; useful for streaming, as only whole lines should go past the cache.
+// Folds into a block in the L1 cache and copies it to dst. Needed if there are more sources than
+// one pass takes, because dst may be one of the later ones. Also used for streaming, because only
+// whole cache lines should bypass the cache.
 void reduce_by_block(Fold fold, size_t size, char* dst, const void* const* srcs, int num_srcs,
                      size_t count, bool streaming) {
   alignas(64) char block[kBlockBytes];
@@ -155,7 +157,7 @@ void reduce(DType dtype, ReduceOp op, void* dst, const void* const* srcs, int nu
   size_t size = size_of(dtype);
   if (num_srcs == 1) return copy(dst, srcs[0], count * size, streaming);
   if ((dtype == DType::c64 || dtype == DType::c128) && op != ReduceOp::product) {
-    size /= 2;  // the parts of a complex number are added each for itself
+    size /= 2;  // real and imaginary parts are added separately
     count *= 2;
   }
   streaming = streaming && std::find(srcs, srcs + num_srcs, dst) == srcs + num_srcs;
@@ -174,8 +176,8 @@ namespace {
 
 constexpr size_t kLine = 64;
 
-// dst is aligned to a line, bytes is a multiple of one. A line is written whole, so that it leaves
-// the write-combining buffer as one transfer.
+// dst is aligned to a cache line and bytes is a multiple of one. Each line is written as a whole,
+// so that it leaves the write-combining buffer in one transfer.
 void stream_lines(char* dst, const char* src, size_t bytes) {
   for (size_t i = 0; i < bytes; i += kLine) {
     const __m128i* from = reinterpret_cast<const __m128i*>(src + i);

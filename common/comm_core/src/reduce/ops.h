@@ -1,4 +1,4 @@
-// Private to the reduce kernels: what the operations do to two elements.
+// Element-wise operations on two values. Private to the reduce kernels.
 #pragma once
 
 #include <cstdint>
@@ -6,7 +6,7 @@
 
 namespace comm_core {
 
-// Narrow integers are promoted, wide ones wrap: unsigned arithmetic keeps overflow defined.
+// Unsigned type to compute in, so that overflow wraps and is defined. Narrow types are promoted.
 template <class T>
 using Wrapping = std::conditional_t<sizeof(T) <= 4, uint32_t, uint64_t>;
 
@@ -28,7 +28,7 @@ struct Product {
   static auto apply(auto a, decltype(a) b) { return a * b; }
 };
 
-// A NaN on either side wins: on the right no comparison holds, on the left a != a does.
+// Returns NaN if either value is NaN: with b NaN no comparison holds, with a NaN a != a holds.
 struct Min {
   static auto apply(auto a, decltype(a) b) { return (a < b || a != a) ? a : b; }
 };
@@ -49,7 +49,7 @@ struct Xor {
   static auto apply(auto a, decltype(a) b) { return static_cast<decltype(a)>(a ^ b); }
 };
 
-// Any byte but 0 is true.
+// Bool is stored as a byte; any value but 0 is true.
 struct BoolAnd {
   static uint8_t apply(uint8_t a, uint8_t b) { return (a != 0) & (b != 0); }
 };
@@ -62,7 +62,8 @@ struct BoolXor {
   static uint8_t apply(uint8_t a, uint8_t b) { return (a != 0) ^ (b != 0); }
 };
 
-// std::complex multiplies through a library call that repairs infinities; torch does not.
+// Own type, because std::complex multiplies through a library call that repairs infinities, which
+// torch does not.
 template <class T>
 struct Complex {
   T re;

@@ -7,7 +7,7 @@
 namespace comm_core {
 
 SharedBuffers& SharedBuffers::instance() {
-  // Never destroyed: tensors may outlive every static order.
+  // Never destroyed, because tensors may be freed after static objects are destroyed.
   static SharedBuffers* buffers = new SharedBuffers;
   return *buffers;
 }
@@ -25,7 +25,7 @@ void SharedBuffers::free(char* data) {
   std::lock_guard<std::mutex> lock(mutex_);
   const auto found = buffers_.find(data);
   if (found == buffers_.end()) return;
-  // In a forked child it is still its parent's, and has no descriptor.
+  // A forked child has no descriptor. The parent still owns the memory, so it is not released.
   if (found->second.fd) disown(found->second.mapping, found->second.fd);
   buffers_.erase(found);
 }
@@ -42,7 +42,7 @@ std::optional<BufferPlace> SharedBuffers::find(const char* data, size_t bytes) {
 }
 
 PeerBuffers& PeerBuffers::instance() {
-  // Never destroyed, as above.
+  // Never destroyed, for the same reason.
   static PeerBuffers* buffers = new PeerBuffers;
   return *buffers;
 }
@@ -76,14 +76,15 @@ size_t PeerBuffers::mapped_bytes() {
   return bytes_;
 }
 
-// Whoever uses it keeps it mapped.
+// Users of the mapping hold a reference, which keeps it mapped.
 void PeerBuffers::forget(Place place) {
   bytes_ -= place->mapping->bytes();
   by_id_.erase(place->id);
   mapped_.erase(place);
 }
 
-// All but the last used: what is freed, and down to the bound what nobody uses just now.
+// Unmaps buffers that their owners have freed, and beyond kMostBytes those not in use. Keeps the
+// most recently used one.
 void PeerBuffers::forget_some() {
   for (auto it = std::next(mapped_.begin()); it != mapped_.end();) {
     const Place place = it++;

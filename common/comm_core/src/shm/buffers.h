@@ -1,4 +1,5 @@
-// Memory that other processes of this host can map: inputs and outputs there need no staging.
+// Shared buffers: memory that other processes of this host can map. Collectives read and write it
+// in place, without copies through slots.
 #pragma once
 
 #include <cstddef>
@@ -15,28 +16,29 @@
 
 namespace comm_core {
 
-// Where a piece of memory is, in words that another process understands.
+// Location of memory in a form that another process can use.
 struct BufferPlace {
-  Segment segment;  // of process 0: nowhere
-  uint64_t offset = 0;
+  Segment segment;  // pid 0: no location
+  uint64_t offset = 0;  // bytes
 };
 
-// The buffers of this process. Thread-safe; one per process.
+// The shared buffers of this process, which it owns. Thread-safe; one instance per process.
 class SharedBuffers {
  public:
   static SharedBuffers& instance();
 
-  // Zeroed memory, aligned to a page. Throws SystemError.
+  // Returns a new buffer of zeros, aligned to a page. The caller must `free` it. Throws
+  // SystemError.
   char* allocate(size_t bytes);
-  // Its memory is given back, also where peers have it mapped.
+  // Frees the buffer at `data`. Its memory is released even if peers still have it mapped.
   void free(char* data);
-  // The place of [data, data + bytes) if it lies within one buffer.
+  // Returns the location of [data, data + bytes), or nothing if it does not lie within one buffer.
   std::optional<BufferPlace> find(const char* data, size_t bytes);
 
  private:
   struct Buffer {
     Fd fd;
-    size_t bytes;  // as asked for
+    size_t bytes;  // as requested
     Mapping mapping;
     Segment segment;
   };
@@ -44,15 +46,16 @@ class SharedBuffers {
   std::map<const char*, Buffer> buffers_;
 };
 
-// Buffers of other processes, mapped here when first needed. Thread-safe; one per process.
+// Shared buffers of other processes, mapped on first use and kept mapped. Thread-safe; one instance
+// per process.
 class PeerBuffers {
  public:
   static PeerBuffers& instance();
 
-  // The memory at `place`, which stays mapped as long as the result is held. Null if it cannot be
-  // mapped: another user's, another container's, or freed.
+  // Returns the memory at `place`, which stays mapped while the result is held. Returns null if it
+  // cannot be mapped: it belongs to another user or container, or was freed.
   std::shared_ptr<char> map(const BufferPlace& place);
-  // Bytes of what is mapped, in use or not.
+  // Returns the mapped bytes, including those that are not in use.
   size_t mapped_bytes();
 
  private:
@@ -64,10 +67,10 @@ class PeerBuffers {
   void forget(Place place);
   void forget_some();
 
-  // What its owner has freed takes no memory, only addresses.
+  // Mapped buffers that are not in use are unmapped beyond this size.
   static constexpr size_t kMostBytes = size_t(16) << 30;
   std::mutex mutex_;
-  std::list<Mapped> mapped_;  // the last used first
+  std::list<Mapped> mapped_;  // most recently used first
   std::unordered_map<uint64_t, Place> by_id_;
   size_t bytes_ = 0;
 };

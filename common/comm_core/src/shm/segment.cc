@@ -59,7 +59,7 @@ Mapping make_segment(size_t bytes, bool now, Fd& fd, Segment& made) {
   fd = Fd(memfd_create("comm_core", MFD_CLOEXEC));
   if (!fd) throw_errno("no descriptor for " + what);
   const size_t mapped = mapped_bytes(bytes);
-  // Were it made only when touched, a machine without memory would kill the process there.
+  // Without this allocation, a machine out of memory would kill the process on first use of a page.
   if (now) {
     errno = posix_fallocate(fd.get(), 0, off_t(mapped));
     if (errno != 0) throw_errno("no room for " + what);
@@ -78,10 +78,10 @@ Mapping open_segment(const Segment& segment) {
   const Fd fd = segment.place.open(O_RDWR);
   const std::string whose = "shared memory of process " + std::to_string(segment.place.pid);
   if (lseek(fd.get(), 0, SEEK_END) != off_t(segment.bytes) || segment.bytes < sizeof segment.id) {
-    throw SystemError(whose + " has another size than expected");
+    throw SystemError(whose + " does not have the expected size");
   }
   Mapping mapping(fd, segment.bytes, whose);
-  if (!is(mapping, segment.id)) throw SystemError(whose + " is other memory than expected");
+  if (!is(mapping, segment.id)) throw SystemError(whose + " is not the expected memory");
   return mapping;
 }
 
@@ -93,7 +93,7 @@ bool is(const Mapping& mapping, uint64_t id) {
 
 void disown(const Mapping& mapping, const Fd& fd) {
   memset(identity(mapping), 0, sizeof(uint64_t));
-  // Where the kernel cannot, the memory goes with the last mapping.
+  // If the kernel cannot do this, the memory is freed with the last mapping.
   (void)fallocate(fd.get(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, 0, off_t(mapping.bytes()));
 }
 

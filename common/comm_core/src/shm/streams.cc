@@ -12,21 +12,20 @@ namespace comm_core {
 
 namespace {
 
-constexpr size_t kLine = 128;  // two cache lines: neighbours are fetched in pairs
+constexpr size_t kLine = 128;  // two cache lines, because the processor fetches them in pairs
 
-// A round that stays in a core's own cache; and one for ranks that must take turns on the
-// processors, where every hand-over may be a context switch.
+// Slot sizes: one that stays in the cache of a core, and one for more ranks than processors, where
+// every round may need a context switch.
 constexpr size_t kSlot = 256 << 10, kSharedCoreSlot = 1 << 20;
-// The larger rounds must leave room for the groups to come: at most this part of what is free.
+// The larger slots take at most 1/16 of the free memory, to leave room for later groups.
 constexpr size_t kModestPart = 16;
 
 size_t round_up(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
 
-// Before a reason, in place of what was asked for.
+// First byte of a store value that holds the reason of a failure.
 constexpr char kFailed = '!';
 
-// Where there is less room than that, or of this process many groups are at work, as one for each
-// of several streams.
+// Slot size if memory is short or this process has many groups, for example one per stream.
 constexpr size_t kLeastSlot = 64 << 10;
 constexpr int kSeveral = 8, kMany = 64;
 std::atomic<int> live_groups{0};
@@ -35,7 +34,7 @@ std::atomic<int> live_groups{0};
 
 struct ShmStreams::Facts {
   alignas(kLine) std::atomic<uint32_t> asleep;
-  std::atomic<uint32_t> gone;  // 1: left, 2: failed
+  std::atomic<uint32_t> gone;  // 1: has left, 2: has failed
 };
 
 ShmStreams::ShmStreams(Store& store, const std::vector<int>& ranks, int me, size_t slot_bytes)
@@ -54,11 +53,11 @@ ShmStreams::ShmStreams(Store& store, const std::vector<int>& ranks, int me, size
     Segment segment;
     words >> slot_bytes >> segment.place.pid >> segment.place.fd >> segment.id >> segment.bytes;
     lay_out(slot_bytes);
-    if (!words || segment.bytes < total_) throw SystemError("the store holds '" + told + "'");
+    if (!words || segment.bytes < total_) throw SystemError("malformed store entry '" + told + "'");
     mapping_ = open_segment(segment);
   }
   int ends[2];
-  if (pipe2(ends, O_NONBLOCK | O_CLOEXEC) != 0) throw_errno("no pipe for a doorbell");
+  if (pipe2(ends, O_NONBLOCK | O_CLOEXEC) != 0) throw_errno("cannot make the doorbell pipe");
   bell_ = Fd(ends[0]);
   ring_ = Fd(ends[1]);
   const RemoteFd ring = RemoteFd::of(ring_);
@@ -67,7 +66,7 @@ ShmStreams::ShmStreams(Store& store, const std::vector<int>& ranks, int me, size
   ++live_groups;
 }
 
-// The first rank's part.
+// Makes the segment, on the first rank.
 void ShmStreams::make(Store& store, const std::string& key, size_t slot_bytes) {
   Segment segment;
   try {
@@ -94,7 +93,7 @@ void ShmStreams::connect(Store& store, const std::vector<int>& ranks) {
     std::istringstream words(store.get("bell" + std::to_string(rank)));
     RemoteFd ring;
     words >> ring.pid >> ring.fd;
-    // To be read, too: a pipe that nobody can read ends who writes to it.
+    // Opened for reading too: writing to a pipe without a reader raises SIGPIPE.
     bells_.push_back(ring.open(O_RDWR | O_NONBLOCK));
   }
 }
@@ -114,7 +113,7 @@ void ShmStreams::lay_out(size_t slot_bytes) {
   slot_bytes_ = round_up(slot_bytes, 4096);
   slot_stride_ = round_up(sizeof(SlotHeader) + 8 * n, 64) + slot_bytes_;
   counters_offset_ = n * sizeof(Facts);
-  // published: a line each for 2n streams; released: a row of 2n counters for each reader.
+  // `published`: one line for each of the 2n streams. `released`: a row of 2n counters per reader.
   const size_t row = round_up(2 * n * 8, kLine);
   slots_offset_ = round_up(counters_offset_ + 2 * n * kLine + n * row, 4096);
   total_ = slots_offset_ + 2 * n * kSlots * slot_stride_;
@@ -144,11 +143,11 @@ ShmStreams::Facts& ShmStreams::facts(int r) const {
   return reinterpret_cast<Facts*>(mapping_.data())[r];
 }
 
-// This look and that of `ready` come after the announcement of a sleep, for all to see in one
-// order: a weaker one could be made before it.
+// The loads here and in `ready` are sequentially consistent: with a weaker order, the last check
+// before a sleep could run before the announcement of the sleep.
 bool ShmStreams::room(int stream) {
   const uint64_t round = written_[size_t(stream)];
-  uint64_t& known = free_from_[size_t(stream)];  // rounds before this one have been read by all
+  uint64_t& known = free_from_[size_t(stream)];  // all ranks have released the rounds before it
   if (round < known + kSlots) return true;
   uint64_t least = UINT64_MAX;
   for (int r = 0; r < n_; ++r) {
@@ -180,7 +179,7 @@ void ShmStreams::release(int stream, uint64_t rounds) {
 void ShmStreams::wake(int r) {
   std::atomic<uint32_t>& asleep = facts(r).asleep;
   if (asleep.load(std::memory_order_seq_cst) != 0 && asleep.exchange(0) != 0) {
-    // A full pipe is as good: its reader has been rung for already.
+    // A failed write to a full pipe is no error: the reader is being woken already.
     (void)!write(bells_[size_t(r)].get(), "", 1);
   }
 }

@@ -1,9 +1,10 @@
 // Streams of rounds through shared memory between the ranks of one host.
 //
-// Every local rank owns two streams. It writes rounds into the stream's slots and publishes them;
-// the others read each round and release it; a slot is written again when all have. Counters only
-// grow, across operations, so no barrier is needed between two of them. Who waits does so without
-// spinning: he raises a flag, and whoever publishes or releases rings his doorbell.
+// Every local rank owns two streams. It writes rounds into the slots of a stream and publishes
+// them. The other ranks read each round and release it, and the slot is reused when all have
+// released it. The counters of rounds are never reset, so operations need no barrier between them.
+// A rank sleeps while it waits: it sets a flag, and a rank that publishes or releases a round then
+// writes to the pipe ("doorbell") that wakes it.
 #pragma once
 
 #include <atomic>
@@ -19,55 +20,60 @@
 namespace comm_core {
 
 struct SlotHeader {
-  // What the sender says of the round, in words of those who use the streams.
+  // The bytes of the sender's FrameHeader (see collectives/frame.h).
   static constexpr size_t kFrameBytes = 40;
   alignas(8) char frame[kFrameBytes];
-  uint32_t last;  // the stream's last round in this operation
+  uint32_t last;  // 1 in the stream's last round of this operation
   uint32_t pad;
-  BufferPlace place;  // of the sender's input, where stages read it in place
+  BufferPlace place;  // the sender's input, for stages that read it in place
 };
 
 class ShmStreams : public Watcher {
  public:
-  static constexpr uint64_t kSlots = 2;
+  static constexpr uint64_t kSlots = 2;  // per stream
 
-  // Collective over the ranks of this host. `ranks`: their ranks in the group; `me`: place therein.
-  // `slot_bytes` 0: chosen by the first of them. Throws SystemError, then on all of them, if the
-  // first finds no memory.
+  // Must be called by all ranks of this host. `ranks` are their ranks in the group, `me` is the
+  // index of this rank in it. With `slot_bytes` 0 the first of them chooses the size. If the first
+  // cannot allocate the memory, all of them throw SystemError.
   ShmStreams(Store& store, const std::vector<int>& ranks, int me, size_t slot_bytes);
-  // When it has been made on all of them: opens their doorbells. Throws SystemError.
+  // Opens the doorbells of the others, after all ranks have constructed it. Throws SystemError.
   void connect(Store& store, const std::vector<int>& ranks);
-  // When that has been done by all.
+  // Closes the descriptor of the segment, after `connect` has returned on all ranks.
   void connected() { memory_.reset(); }
   ~ShmStreams() override;
 
   int size() const { return n_; }
   int me() const { return me_; }
   size_t slot_bytes() const { return slot_bytes_; }
-  // Streams: `inputs(r)` and `results(r)` of local rank r.
+  // Return the numbers of the two streams of local rank r.
   int inputs(int r) const { return r; }
   int results(int r) const { return n_ + r; }
 
-  // Of one's own streams: is there a free slot; the slot; make it visible.
+  // Writing to this rank's streams: whether a slot is free, the parts of that slot, and publication
+  // of the round in it.
   bool room(int stream);
   SlotHeader& header(int stream) { return *slot(stream, written_[size_t(stream)]).header; }
   uint64_t* lengths(int stream) { return slot(stream, written_[size_t(stream)]).lengths; }
   char* data(int stream) { return slot(stream, written_[size_t(stream)]).data; }
   void publish(int stream);
 
-  // Of the others' streams: is a round there; the round; done with it.
+  // Reading the others' streams: whether a round is published, its parts (valid until its release),
+  // and its release.
   bool ready(int stream) const;
   const SlotHeader& front(int stream) { return *slot(stream, read_[size_t(stream)]).header; }
   const uint64_t* front_lengths(int stream) { return slot(stream, read_[size_t(stream)]).lengths; }
   const char* front_data(int stream) { return slot(stream, read_[size_t(stream)]).data; }
   void release(int stream, uint64_t rounds = 1);
 
-  // Whether local rank r has left the group, or that has failed there.
+  // Return whether local rank r has left the group, and whether the group has failed there.
   bool left(int r) const;
   bool failed(int r) const;
+  // Report to the others that this rank has left, or that the group has failed here.
   void leave() { go(1); }
   void fail() { go(2); }
 
+  // Sets the flag that makes the others ring this rank's doorbell. The caller must check the
+  // streams once more between the announcement and its sleep.
   void announce_sleep(bool asleep);
   int doorbell() const { return bell_.get(); }
   void on_event() override;
@@ -78,7 +84,7 @@ class ShmStreams : public Watcher {
     uint64_t* lengths;
     char* data;
   };
-  struct Facts;  // of one rank, in shared memory
+  struct Facts;  // state of one rank, in shared memory
 
   size_t choose_slot();
   void make(Store& store, const std::string& key, size_t slot_bytes);
@@ -92,9 +98,9 @@ class ShmStreams : public Watcher {
 
   int n_, me_;
   size_t slot_bytes_ = 0, slot_stride_ = 0, counters_offset_ = 0, slots_offset_ = 0, total_ = 0;
-  Fd memory_;  // until all have opened it
+  Fd memory_;  // of the segment, open until `connected`
   Mapping mapping_;
-  Fd bell_, ring_;  // both ends of a pipe
+  Fd bell_, ring_;  // read and write end of this rank's doorbell
   std::vector<Fd> bells_;
   std::vector<uint64_t> written_, read_, free_from_;
 };

@@ -18,20 +18,20 @@ namespace comm_core {
 namespace {
 
 constexpr double kHandshakeTimeoutS = 5.0;
-// More strangers than this at a time, and the oldest goes; and this part of the descriptors that
-// the process may have.
+// Limits of the unauthenticated connections: their number, and their share (1/8) of the descriptors
+// that the process may have. Beyond the limit the oldest is dropped.
 constexpr size_t kMostGuests = 256, kPartOfDescriptors = 8;
 constexpr double kLookAgainS = 0.05;
 
-// For both ends of a connection with `peer`.
+// Returns the options of a connection with `peer`, for either end.
 SocketOptions options_towards(const Address& peer, SocketOptions options) {
-  // Without a wire, buffers that grow only push what is in them out of the caches.
+  // On a loopback connection, buffers that grow only evict their own data from the caches.
   if (peer.is_loopback() && options.send_buffer == 0) options.send_buffer = 256 << 10;
   if (peer.is_loopback() && options.receive_buffer == 0) options.receive_buffer = 512 << 10;
   return options;
 }
 
-// A connection that has been let in.
+// An authenticated connection.
 class TcpArrival : public Arrival {
  public:
   TcpArrival(Fd fd, LaneKind kind, const SocketOptions& options)
@@ -85,15 +85,15 @@ class TcpDevice : public Device, public Watcher {
   std::unordered_map<Guest*, std::unique_ptr<Guest>> guests_;
   uint64_t dropped_ = 0;
   size_t most_guests_;
-  double look_again_s_ = kNever;  // at what may still be waiting to be accepted
+  double look_again_s_ = kNever;  // time of the next accept after one that failed
 };
 
-// A connection that has not yet proved that it belongs here.
+// A connection that has not authenticated yet.
 class TcpDevice::Guest : public Watcher {
  public:
   Guest(TcpDevice& device, Fd fd)
       : device_(device),
-        link_(std::move(fd), "a stranger", {device.poller_, Watch::always, this}),
+        link_(std::move(fd), "an unidentified connection", {device.poller_, Watch::always, this}),
         deadline_s_(now_s() + kHandshakeTimeoutS) {}
 
   void on_event() override {
@@ -102,7 +102,7 @@ class TcpDevice::Guest : public Watcher {
       proved = advance();
     } catch (const CommError&) {
       device_.drop(this);
-      return;  // this is gone
+      return;  // `drop` has destroyed this object
     }
     if (proved) device_.admit(this);
   }
@@ -112,7 +112,7 @@ class TcpDevice::Guest : public Watcher {
   Fd release() { return std::move(link_).take(); }
 
  private:
-  // True when the guest has proved itself and was answered.
+  // Returns true when the peer has authenticated and the answer is sent.
   bool advance() {
     if (!greeted_) {
       if (!link_.fill(&hello_, sizeof hello_, have_)) return false;
@@ -121,7 +121,7 @@ class TcpDevice::Guest : public Watcher {
                          hello_.from >= 0 && hello_.from < door->second.size &&
                          hello_.to == door->second.rank && hello_.from != hello_.to &&
                          int(hello_.kind) < kNumLaneKinds;
-      if (!known) throw CommError("not for us");
+      if (!known) throw CommError("unknown group or rank");
       random_bytes(challenge_.data(), challenge_.size());
       send(challenge_.data(), challenge_.size());
       greeted_ = true;
@@ -138,7 +138,7 @@ class TcpDevice::Guest : public Watcher {
     return true;
   }
 
-  // A new connection has room for these few bytes; if not, it is no peer of ours.
+  // The send buffer of a new connection has room for these few bytes. Otherwise it is no peer.
   void send(const void* data, size_t bytes) {
     if (link_.write(data, bytes) != bytes) throw CommError("no room to answer");
   }
@@ -159,7 +159,8 @@ void TcpDevice::on_event() {
     const int fd = accept4(fd_.get(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
     if (fd < 0) {
       if (errno == EINTR || errno == ECONNABORTED) continue;
-      // Out of descriptors or memory. The kernel tells of a connection once: this looks again.
+      // Out of descriptors or memory. The kernel reports a connection only once, so accept is
+      // called again later.
       if (errno != EAGAIN && errno != EWOULDBLOCK) look_again_s_ = now_s() + kLookAgainS;
       return;
     }
@@ -187,14 +188,13 @@ void TcpDevice::admit(Guest* guest) {
   Fd fd = guest->release();
   guests_.erase(guest);
   const LaneName name{hello.group, hello.from, hello.to, hello.kind};
-  // Both ends see the same kind of network.
+  // The own address serves as well as the peer's: both are loopback, or neither is.
   doors_.at(hello.group)
       .enter(name, std::make_unique<TcpArrival>(std::move(fd), hello.kind,
                                                 options_towards(address_, options_)));
 }
 
-// Drops connections that are too slow to prove themselves, and accepts those for which there was no
-// descriptor.
+// Also accepts connections for which no descriptor was free before.
 double TcpDevice::next_deadline_s(double now_s) {
   if (look_again_s_ <= now_s) on_event();
   double next = look_again_s_;

@@ -1,4 +1,4 @@
-// Lanes over TCP.
+// Device whose lanes are TCP connections.
 #pragma once
 
 #include <memory>
@@ -9,8 +9,9 @@
 
 namespace comm_core {
 
-// Listens at the address of this host, at a port that the system chooses. Throws SystemError,
-// InvalidRequestError.
+// Returns a device that listens at `host`, a numeric address of this host, on a port that the
+// system chooses. `poller` must outlive it. Throws InvalidRequestError if `host` is not numeric,
+// SystemError.
 std::unique_ptr<Device> tcp_device(Poller& poller, const std::string& host,
                                    const SocketOptions& options);
 

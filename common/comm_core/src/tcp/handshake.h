@@ -1,4 +1,4 @@
-// How the two ends of a connection show each other that they know the group's secret.
+// Handshake in which both ends of a connection prove that they know the group's secret.
 #pragma once
 
 #include <cstdint>
@@ -10,11 +10,12 @@
 
 namespace comm_core {
 
-// Ranks of one job run the same build on machines of one byte order; the magic number checks it.
+// Checks that both ends have the same byte order and protocol: Hello is sent as it is in memory.
 constexpr uint64_t kHelloMagic = 0x434d43524f4c4832;  // "CMCROLH2"
 
-// Connector -> acceptor; the acceptor answers with a Challenge, the connector with
-// HMAC(secret, "c" + hello + challenge), the acceptor with HMAC(secret, "s" + hello + challenge).
+// First message, from the connector to the acceptor. The acceptor answers with a challenge of 16
+// random bytes, the connector with HMAC(secret, "c" + hello + challenge), and the acceptor with
+// HMAC(secret, "s" + hello + challenge).
 struct Hello {
   uint64_t magic = kHelloMagic;
   int32_t from = 0;  // ranks in the group
@@ -26,6 +27,7 @@ struct Hello {
 };
 static_assert(sizeof(Hello) == 56);
 
+// Returns the HMAC of `side`: 'c' for the connector, 's' for the acceptor.
 inline Digest proof(const std::string& secret, char side, const Hello& hello,
                     const Bytes16& challenge) {
   std::string text(1, side);

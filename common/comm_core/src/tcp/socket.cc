@@ -14,9 +14,9 @@ void set_option(int fd, int level, int option, int value) {
   if (setsockopt(fd, level, option, &value, sizeof value) != 0) throw_errno("setsockopt");
 }
 
-// Before the connection is made: the peer remembers the largest window it was ever shown and sizes
-// its segments by it. After a window that shrank, it has none that fit and sends only what the
-// kernel's window probe lets out, a few kilobytes every 200 ms.
+// Must be called before the connection is made. The peer sizes its segments by the largest window
+// that was ever advertised to it. If the window shrinks later, no segment fits any more and the
+// peer sends only the window probes of its kernel: a few kilobytes every 200 ms.
 void set_buffers(int fd, const SocketOptions& options) {
   if (options.send_buffer > 0) set_option(fd, SOL_SOCKET, SO_SNDBUF, options.send_buffer);
   if (options.receive_buffer > 0) set_option(fd, SOL_SOCKET, SO_RCVBUF, options.receive_buffer);
@@ -30,7 +30,7 @@ Fd listen_on(Address& address, const SocketOptions& options) {
   if (!fd) throw_errno("socket");
   set_buffers(fd.get(), options);
   if (bind(fd.get(), address.get(), address.length) != 0) throw_errno("bind " + address.text());
-  // Who connects speaks first: the kernel keeps silent strangers to itself.
+  // The connector sends first, so the kernel need not report connections that send nothing.
   set_option(fd.get(), IPPROTO_TCP, TCP_DEFER_ACCEPT, 5);
   if (listen(fd.get(), 1024) != 0) throw_errno("listen " + address.text());
   if (getsockname(fd.get(), address.get(), &address.length) != 0) throw_errno("getsockname");
@@ -38,19 +38,19 @@ Fd listen_on(Address& address, const SocketOptions& options) {
 }
 
 double vanished_s(LaneKind kind) {
-  // Its few bytes are read at once by any process that lives. Of data that nobody reads yet, as of
-  // a rank that is ahead, the same says nothing.
+  // Every live process reads the few bytes of a control lane at once. Unread data is no sign of a
+  // dead peer: the sender may just be ahead.
   return kind == LaneKind::control ? 10 : 0;
 }
 
 void tune_socket(int fd, const SocketOptions& options, double vanished_s) {
   set_option(fd, IPPROTO_TCP, TCP_NODELAY, 1);
-  // A host that vanished without a word is noticed within about 10 s.
+  // Keep-alive probes detect a host that has disappeared within about 10 s.
   set_option(fd, SOL_SOCKET, SO_KEEPALIVE, 1);
   set_option(fd, IPPROTO_TCP, TCP_KEEPIDLE, 5);
   set_option(fd, IPPROTO_TCP, TCP_KEEPINTVL, 1);
   set_option(fd, IPPROTO_TCP, TCP_KEEPCNT, 5);
-  // While something is on its way, it is asked for no sign of life.
+  // The kernel sends no keep-alive probes while sent data is unacknowledged.
   if (vanished_s > 0) {
     set_option(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, int(vanished_s * 1e3));
   }

@@ -1,4 +1,4 @@
-// Sockets with the options that their use asks for.
+// Makes and configures TCP sockets.
 #pragma once
 
 #include "base/fd.h"
@@ -7,16 +7,17 @@
 
 namespace comm_core {
 
-// A listening, non-blocking socket on `address`; the port is chosen by the system if 0. What it
-// accepts has the buffers that `options` asks for.
+// Returns a listening, non-blocking socket on `address`. If the port is 0, the system chooses one,
+// which is stored in `address`. Accepted connections inherit the buffer sizes of `options`. Throws
+// SystemError.
 Fd listen_on(Address& address, const SocketOptions& options);
 
-// So long a peer may leave bytes of such a lane unanswered before it is gone; 0: as long as it
-// likes.
+// Returns for how many seconds sent bytes of such a lane may remain unacknowledged before the peer
+// counts as lost. 0: no limit.
 double vanished_s(LaneKind kind);
 
-// TCP_NODELAY, keep-alive, and what `options` asks for. Throws SystemError if a congestion control
-// is not to be had.
+// Sets TCP_NODELAY, keep-alive, the limit `vanished_s` (see above) and the `options`. Throws
+// SystemError, for example if the congestion control is not available.
 void tune_socket(int fd, const SocketOptions& options, double vanished_s);
 
 }  // namespace comm_core

@@ -1,4 +1,4 @@
-// A connection as a lane; and one that this process makes, with its handshake.
+// Lanes over TCP: an authenticated connection, and one that this process opens with a handshake.
 #pragma once
 
 #include <string>
@@ -10,6 +10,7 @@
 
 namespace comm_core {
 
+// Lane over an open connection, which it owns.
 class TcpLane : public Lane {
  public:
   TcpLane(Fd fd, std::string peer, const Watching& watching);
@@ -20,6 +21,7 @@ class TcpLane : public Lane {
   void wake_from(size_t bytes) override;
   void limit_unsent(size_t bytes) override;
   void ignore() override { watched_ = Watched(); }
+  // Gives up the connection.
   Fd take() && {
     ignore();
     return std::move(fd_);
@@ -31,11 +33,12 @@ class TcpLane : public Lane {
   Fd fd_;
   Watched watched_;
   size_t low_water_ = 1;
-  size_t unsent_ = 0;  // the limit, if there is one
+  size_t unsent_ = 0;  // limit of unsent bytes; 0: none
 };
 
-// Connects, proves that it knows the secret, and has the acceptor prove it too. An acceptor that is
-// flooded with strangers, or that one was too slow for, may close: then it begins anew.
+// Lane that connects and runs the handshake. The acceptor may close the connection before the end,
+// if it has too many unauthenticated ones or this rank was too slow. Then the lane tries again, up
+// to 20 times in all.
 class ConnectingLane : public TcpLane {
  public:
   ConnectingLane(const LaneTarget& target, const SocketOptions& options, const Watching& watching);

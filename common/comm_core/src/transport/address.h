@@ -1,4 +1,4 @@
-// Addresses, and those of this host.
+// Network addresses, and the interfaces of this host.
 #pragma once
 
 #include <netinet/in.h>
@@ -14,7 +14,7 @@ struct Address {
   sockaddr_storage storage{};
   socklen_t length = 0;
 
-  // Throws InvalidRequestError if `host` is not numeric.
+  // Parses a numeric host without resolving names. Throws InvalidRequestError if it is not numeric.
   static Address parse(const std::string& host, int port);
   std::string host() const;
   int port() const;
@@ -24,18 +24,20 @@ struct Address {
   sockaddr* get() { return reinterpret_cast<sockaddr*>(&storage); }
 };
 
+// Network interface with one of its addresses.
 struct Interface {
   std::string name;
   std::string address;
 };
 
-// All interfaces that are up and have an address, IPv4 first.
+// Returns the interfaces that are up and have an address, IPv4 first. Throws SystemError.
 std::vector<Interface> interfaces();
 
-// The address of interface `name`; throws InvalidRequestError with the names that exist.
+// Returns the address of interface `name`. Throws InvalidRequestError, which lists the interfaces.
 std::string address_of_interface(const std::string& name);
 
-// The address of this host that packets to `host` (a name or an address) leave from. Sends nothing.
+// Returns the local address that packets to `host` (a name or an address) are sent from. Sends
+// nothing. Throws InvalidRequestError if `host` cannot be resolved, SystemError without a route.
 std::string address_towards(const std::string& host);
 
 }  // namespace comm_core

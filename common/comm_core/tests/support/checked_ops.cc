@@ -8,7 +8,7 @@ namespace comm_core::testing {
 
 namespace {
 
-// Value of element i of the block that `from` contributes for `to`: small enough for every type.
+// Value of element i of the block that rank `from` has for rank `to`: fits into every type.
 int value(const Case& c, int from, int to, size_t i) {
   const uint32_t x = c.salt * 2654435761u + uint32_t(from) * 40503u + uint32_t(to) * 69069u +
                      uint32_t(i) * 2246822519u;
@@ -29,7 +29,7 @@ double folded(ReduceOp op, double a, double b) {
   return 0;
 }
 
-// Bytes in the heap or where other processes can map them.
+// Bytes on the heap or in memory that other processes can map.
 class Memory {
  public:
   explicit Memory(bool shared) : shared_(shared) {}
@@ -156,19 +156,20 @@ class Checked : public Running {
 
  private:
   static constexpr int kFolded = -1;
-  // What `from` contributes for `to`, or all ranks' contributions folded.
+  // Memory that must contain the block of `from` for `to`; with kFolded, the reduction of the
+  // blocks of all ranks for `to`.
   struct Expected {
     Span memory;
     int from, to;
   };
   void expect_in(Span memory, int from, int to) { expected_.push_back({memory, from, to}); }
 
-  // Elements that `from` has for `to`.
+  // Number of elements that `from` has for `to`.
   size_t block(int from, int to) const {
     return c_.uneven ? (c_.count * size_t(from + 2 * to + 1)) % (c_.count + 3) : c_.count;
   }
 
-  // A block for each rank, of `count(rank)` elements, one after the other.
+  // Allocates contiguous blocks, one per rank, of `count(rank)` elements.
   template <typename F>
   std::vector<Span> lay_out(Memory& memory, F count) {
     std::vector<Span> blocks;
@@ -236,7 +237,7 @@ Case draw(std::mt19937& random, int n) {
   c.in_place = random() % 2 == 0;
   c.uneven = random() % 2 == 0;
   c.priority = int(random() % 3);
-  // Mostly nobody's, else everybody's, at times only some ranks'.
+  // Mostly the memory of no rank is shared, else that of all ranks, sometimes that of some.
   constexpr uint32_t kShared[] = {0, 0, 0, 0, 0, ~0u, ~0u, 0b0101};
   c.shared = kShared[random() % std::size(kShared)];
   return c;

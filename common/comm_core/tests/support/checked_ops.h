@@ -1,5 +1,5 @@
-// Operations on data whose right result is known exactly: small integers, distinct per rank,
-// position and operation.
+// Operations on data whose result is known exactly: small integers that differ by rank, position
+// and operation.
 #pragma once
 
 #include <random>
@@ -8,27 +8,27 @@
 
 namespace comm_core::testing {
 
-// One operation as all ranks will submit it.
+// One operation that all ranks will submit.
 struct Case {
   OpKind kind = OpKind::all_reduce;
   DType dtype = DType::f32;
   ReduceOp op = ReduceOp::sum;
   int root = 0;
-  size_t count = 0;  // elements: of the whole for all_reduce, broadcast and reduce, else a block's
+  size_t count = 0;  // elements in total for all_reduce, broadcast and reduce, else in a block
   uint32_t salt = 0;
   bool in_place = false;
   bool uneven = false;  // reduce_scatter, all_gather, all_to_all: blocks differ in size
   int priority = 0;
   uint64_t shared =
-      0;  // bit r: rank r's memory can be mapped by the others; the last: from there on
+      0;  // bit r: other ranks can map rank r's memory; bit 63: also that of all higher ranks
 };
 
 std::string describe(const Case& c);
 
-// A case that makes sense for n ranks, drawn from `random`; every rank draws the same.
+// Draws a valid case for n ranks from `random`. With equal generators, all ranks draw the same.
 Case draw(std::mt19937& random, int n);
 
-// An operation under way with its memory. `check` waits for it and compares every element.
+// An operation in flight with its memory. `check` waits for it and compares every element.
 class Running {
  public:
   virtual ~Running() = default;

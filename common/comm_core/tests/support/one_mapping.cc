@@ -1,8 +1,7 @@
-// For ThreadSanitizer only: a file that is mapped several times in this process is mapped once, and
-// the ranks share the addresses. The sanitizer knows memory by its address. Through a mapping per
-// rank it would see neither two ranks touch the same slot nor the counters that order them, hence
-// no race in shared memory at all. The linker puts these functions in place of the calls in src
-// (-Wl,--wrap).
+// For ThreadSanitizer only: maps a file at most once per process, so the ranks share its addresses.
+// The sanitizer identifies memory by its address. With one mapping per rank it would not see that
+// two ranks access the same slot, nor the counters that order them, and so find no race in shared
+// memory. The linker replaces the calls in src by these functions (-Wl,--wrap).
 #include <sys/mman.h>
 #include <sys/stat.h>
 

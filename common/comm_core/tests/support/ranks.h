@@ -1,4 +1,4 @@
-// Ranks as threads of one process, each with an engine and groups ("channels") of its own.
+// Ranks as threads of one process, each with its own engine and groups ("channels").
 #pragma once
 
 #include <condition_variable>
@@ -13,7 +13,7 @@
 
 namespace comm_core::testing {
 
-// Notes of ranks that are threads of one process.
+// A store for ranks that are threads of one process.
 class MemoryStore : public Store {
  public:
   void set(const std::string& key, const std::string& value) override {
@@ -53,12 +53,12 @@ class MemoryStore : public Store {
 struct World {
   int size = 2;
   int channels = 1;
-  int hosts = 1;          // ranks are dealt to so many pretended hosts, in blocks
+  int hosts = 1;          // number of simulated hosts; each gets a contiguous block of ranks
   std::string transport;  // "", "tcp"
   double timeout_s = 60;
   Options options;
-  std::shared_ptr<Store> store = nullptr;                    // null: one of its own
-  std::function<void(int rank, Options&)> change = nullptr;  // of what one rank has otherwise
+  std::shared_ptr<Store> store = nullptr;                    // null: a new one
+  std::function<void(int rank, Options&)> change = nullptr;  // changes the options of one rank
 };
 
 struct Rank {
@@ -66,10 +66,10 @@ struct Rank {
   int size;
   std::shared_ptr<Engine> engine;
   std::vector<std::shared_ptr<Group>> channels;
-  std::function<void()> forget;  // lets go of all channels and of the engine, without a close
+  std::function<void()> forget;  // drops all channels and the engine without closing them
 };
 
-// Runs `body` on every rank; rethrows the first failure, with the rank in front.
+// Runs `body` on every rank. Throws std::runtime_error with the failures of all ranks, if any.
 void run_ranks(const World& world, const std::function<void(Rank&)>& body);
 
 // Throws if `condition` is false.

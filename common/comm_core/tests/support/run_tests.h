@@ -1,4 +1,4 @@
-// Runs named tests one after the other: all, or those whose names contain the first argument.
+// Runs named tests in order: all, or those whose names contain the first argument.
 #pragma once
 
 #include <condition_variable>
@@ -39,7 +39,7 @@ inline int run_tests(int argc, char** argv, const std::vector<Test>& tests) {
   return failures == 0 ? 0 : 1;
 }
 
-// The ways in which ranks may be connected: shared memory, TCP, both.
+// The kinds of connections between ranks: shared memory, TCP, both.
 struct Wiring {
   const char* transport;
   int hosts;
@@ -55,10 +55,10 @@ inline World wired(const Wiring& wiring, int size) {
   return world;
 }
 
-// A hang, even on a machine that has much else to do.
+// A wait that takes longer counts as a hang, even on a busy machine.
 constexpr int kHangsS = 60;
 
-// Where all ranks wait for each other.
+// A barrier for the ranks.
 class Together {
  public:
   explicit Together(int size) : size_(size) {}
@@ -78,7 +78,7 @@ class Together {
   int arrived_ = 0;
 };
 
-// The text of the operation's error after it has ended; "" if there is none. It must end soon.
+// Waits for the operation and returns the text of its error, or "". Throws if it hangs.
 inline std::string error_of(const OpPtr& op) {
   expect(op->wait(kHangsS), op->describe() + " hangs");
   return op->error() ? message_of(op->error()) : "";

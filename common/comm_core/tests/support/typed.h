@@ -1,4 +1,4 @@
-// Elements of every type as C++ values; half precision by its definition, without bit tricks.
+// Elements of every type as C++ values. Half precision follows its definition, without bit tricks.
 #pragma once
 
 #include <algorithm>
@@ -40,8 +40,8 @@ inline uint16_t naive_narrow(DType dtype, float x) {
   const uint16_t infinity = 0x7fff >> f.fraction_bits << f.fraction_bits;
   if (std::isnan(x)) return sign | infinity | 1;
   if (std::isinf(x)) return sign | infinity;
-  // The last place of a value of this size, then to the nearest even multiple of it. One more
-  // in magnitude is the next pattern, also across exponents and from the largest to infinity.
+  // Rounds to a multiple of the unit in the last place, ties to even. The next larger magnitude has
+  // the next pattern, also across exponents and from the largest number to infinity.
   int exponent = 1 - f.bias;
   if (x != 0) exponent = std::max(exponent, std::ilogb(x));
   const double steps = std::nearbyint(std::ldexp(std::fabs(x), f.fraction_bits - exponent));
@@ -58,7 +58,7 @@ struct Half {
   explicit operator double() const { return naive_widen(kType, bits); }
 };
 
-// In what a type is added up.
+// The type in which values of a type are added.
 template <class T>
 struct WideOf {
   using type = T;

@@ -12,7 +12,7 @@ struct Transfer {
   int peer;
   char* data;
   size_t bytes;
-  size_t done = 0;  // header included
+  size_t done = 0;  // bytes, including the header
   bool finished = false;
   FrameReader reader;
 };

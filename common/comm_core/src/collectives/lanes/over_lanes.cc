@@ -8,6 +8,7 @@
 namespace comm_core {
 namespace {
 
+// Planner for lanes between all ranks.
 class OverLanes : Planner {
  public:
   OverLanes(Group& group, const OpSpec& spec, const FrameHeader& frame)
@@ -60,7 +61,7 @@ class OverLanes : Planner {
           add_exchange({{(me_ + distance) % n_, {}}}, {{(me_ - distance + n_) % n_, {}}});
         }
         break;
-      default: throw InvalidRequestError(std::string(name(spec_.kind)) + " is no collective");
+      default: throw InvalidRequestError(std::string(name(spec_.kind)) + " is not a collective");
     }
     return std::move(stages_);
   }
@@ -79,7 +80,7 @@ class OverLanes : Planner {
     return std::vector<ConstSpan>(size_t(n_), block);
   }
 
-  // Blocks by rank, but for this one; empty: none in that direction.
+  // Exchanges blocks with all other ranks; `to` and `from` have a block per rank, or none at all.
   void exchange_with_all(const std::vector<ConstSpan>& to, const std::vector<Span>& from) {
     Sendings sending;
     Receivings receiving;
@@ -91,7 +92,7 @@ class OverLanes : Planner {
     add_exchange(sending, receiving);
   }
 
-  // All ranks in order, the ring's first place being `first`.
+  // Returns the ring of all ranks in order, beginning with `first`.
   Ring ring(int first = 0) const {
     Ring ring;
     for (int i = 0; i < n_; ++i) ring.ranks.push_back((first + i) % n_);
@@ -99,7 +100,7 @@ class OverLanes : Planner {
     return ring;
   }
 
-  // Folds what every rank sent, in rank order, so that all ranks get the same bits.
+  // Reduces what every rank sends, in rank order, so that all ranks get the same bits.
   void direct_fold(const std::vector<ConstSpan>& to, Span output) {
     const ConstSpan own = to.empty() ? spec_.inputs[0] : to[size_t(me_)];
     auto arrived = scratch(own.bytes * size_t(n_));
@@ -117,15 +118,16 @@ class OverLanes : Planner {
     });
   }
 
-  // Every rank sums its block of what all send it, and sends the sum to all.
+  // Every rank reduces its own block, which all others send to it, and sends the result to all.
   void two_hops() {
     const std::vector<Span> out = cuts(spec_.outputs[0], spec_.dtype, n_);
     direct_fold(cuts(spec_.inputs[0], spec_.dtype, n_), out[size_t(me_)]);
     exchange_with_all(to_all(out[size_t(me_)]), out);
   }
 
-  // Recursive doubling. Ranks beyond the largest power of two hand in before and get back after.
-  // Both of a pair fold the lower rank's value first, so that all ranks get the same bits.
+  // Recursive doubling. Ranks beyond the largest power of two send their data to a partner before
+  // it and receive the result after it. Both ranks of a pair put the value of the lower one first,
+  // so that all ranks get the same bits.
   void doubling() {
     const Span out = spec_.outputs[0];
     add(own_copy(spec_.inputs[0], out));
@@ -145,7 +147,7 @@ class OverLanes : Planner {
         fold(frame, 0, out.data, sources, 2, out.bytes);
       });
     };
-    // Both sides number the stage alike, with or without an extra rank.
+    // Both ranks of a pair must use the same stage number, even if only one has an extra partner.
     const auto skip_to = [&](size_t stage) {
       while (stages_.size() < stage) add_local([] {});
     };
@@ -190,8 +192,8 @@ class OverLanes : Planner {
     add(ring_forward(group_, r, next_frame(), own, incoming, r.place == n_ - 1 ? 0 : whole.bytes));
   }
 
-  // A binomial tree: the rank at place p receives from p without its lowest set bit. All its
-  // messages have one frame, at whatever stage a rank is.
+  // Binomial tree: the rank at position p receives from position p without its lowest set bit. All
+  // its messages use the frame of stage 0, because ranks send in different stages.
   void tree() {
     const int place = (me_ - root_ + n_) % n_;
     const auto rank_at = [&](int p) { return (p + root_) % n_; };
@@ -218,7 +220,7 @@ class OverLanes : Planner {
     auto block = scratch(bytes);
     add_ring_reduce(ring(), std::move(in), {block->data(), bytes}, divisor_);
     send_to_root({block->data(), bytes});
-    add_local([block] {});  // keeps it until here
+    add_local([block] {});  // keeps the memory until it is sent
   }
 
   const int n_, me_, root_;

@@ -16,7 +16,8 @@ uint64_t longest(const Blocks& blocks) {
   return bytes;
 }
 
-// The two connections and what has passed them; frames begin with a header.
+// Base class of the ring stages: the lanes to the next and from the previous rank, and the bytes
+// that they have carried. Each stream begins with a header.
 class RingStage : public Stage {
  public:
   RingStage(Group& group, const Ring& ring, const FrameHeader& frame, uint64_t bytes_out,
@@ -40,7 +41,7 @@ class RingStage : public Stage {
   }
 
  protected:
-  // True when the header has been sent, or received and checked.
+  // Return true once the header is sent, or is received and checked.
   bool out_ready() {
     if (header_sent_ == sizeof frame_) return true;
     Lane& lane = group_.out(ring_.next());
@@ -59,7 +60,7 @@ class RingStage : public Stage {
     return header_received_;
   }
 
-  // Sends up to a chunk of `data`; 0 if there is no room. Likewise receives.
+  // Send or receive up to a chunk. Return the bytes moved: 0 if none can be moved now.
   size_t send(const char* data, size_t bytes) {
     const iovec part{const_cast<char*>(data), std::min(bytes, chunk_)};
     const size_t sent = group_.write(group_.out(ring_.next()), &part, 1);
@@ -71,8 +72,8 @@ class RingStage : public Stage {
     Lane& lane = *group_.in(ring_.previous());
     const size_t got = lane.read(data, std::min(bytes, chunk_));
     received_ += got;
-    // A woken engine should find a good piece; but never wait for more than the sender can give
-    // before it hears from us, which is the rest of a block, or than we have room for.
+    // The engine should wake for a large piece only. But it must not wait for more than it has room
+    // for, or than the sender can send without data from this rank, which is the rest of a block.
     if (got == 0) lane.wake_from(std::max<size_t>(1, std::min(low_water, worth_it_)));
     return got;
   }
@@ -95,8 +96,9 @@ class RingStage : public Stage {
   FrameReader reader_;
 };
 
-// The incoming stream is the blocks 2, 3, ... n places behind (the last is this rank's own); the
-// outgoing one is the block 1 place behind as it is, then all of the incoming but the last block.
+// The incoming stream has the blocks 2, 3, ... n positions behind (the last is this rank's own).
+// The outgoing stream has the unreduced block 1 position behind, and then all incoming blocks but
+// the last, each reduced with this rank's input.
 class RingReduceStage : public RingStage {
  public:
   RingReduceStage(Group& group, const Ring& ring, const FrameHeader& frame,
@@ -125,9 +127,9 @@ class RingReduceStage : public RingStage {
   }
 
  private:
-  // A rank sends a whole block of its own before it can send on what arrives meanwhile. With room
-  // for less than that, all ranks could fill each other's buffers and wait for ever. Two ranks send
-  // nothing on.
+  // A rank sends a whole block of its own before it forwards what it receives. With a smaller
+  // buffer than that, all ranks could fill each other's buffers and deadlock. Two ranks forward
+  // nothing.
   uint64_t capacity() const {
     size_t most = kPairPieces * chunk_;
     for (const ConstSpan& block : inputs_) {
@@ -140,9 +142,9 @@ class RingReduceStage : public RingStage {
 
   bool take_in() {
     if (received_ == total_in_) return false;
-    // What is at the front is still in the caches.
+    // Reuses the front of the buffer, which is still in the caches.
     if (ring_.size() == 2 && folded_ == received_) origin_ = received_;
-    // Free are the bytes that have been sent on, and of the last block those that were folded.
+    // Bytes are free once they are forwarded, or once they are folded in the last block.
     const uint64_t forwarded = total_in_ - output_.bytes;
     const uint64_t passed = sent_ - std::min<uint64_t>(sent_, inputs_[ring_.block(1)].bytes);
     const uint64_t freed = passed < forwarded ? passed : std::max(passed, folded_);
@@ -179,7 +181,7 @@ class RingReduceStage : public RingStage {
       char* to = last ? output_.data + fold_offset_ : arrived;
       if (!divides_first_) {
         fold(frame_, last ? divisor_ : 0, to, sources, 2, now);
-      } else if (fold_block_ == 2) {  // nothing has been added to it yet
+      } else if (fold_block_ == 2) {  // the sender's plain input, not divided yet
         fold(frame_, divisor_, to, sources, 2, now);
       } else {
         average_f16(to, arrived, &sources[1], 1, now / element, divisor_);
@@ -209,13 +211,13 @@ class RingReduceStage : public RingStage {
   const int64_t divisor_;
   const bool divides_first_;
   const uint64_t capacity_;
-  Scratch buffer_;       // circular: partial sums between this rank's two connections
-  uint64_t origin_ = 0;  // the place in the incoming stream that is at its front
+  Scratch buffer_;       // circular: received data, which becomes partial sums to forward
+  uint64_t origin_ = 0;  // offset in the incoming stream of the buffer's front
   uint64_t folded_ = 0;  // bytes of the incoming stream
-  int fold_block_ = 2;   // how many places behind
+  int fold_block_ = 2;   // positions behind this rank
   size_t fold_offset_ = 0;
   int arriving_block_ = 2;
-  uint64_t arriving_end_ = 0;  // in the incoming stream
+  uint64_t arriving_end_ = 0;  // end of that block, as an offset in the incoming stream
 };
 
 class RingForwardStage : public RingStage {
@@ -231,7 +233,7 @@ class RingForwardStage : public RingStage {
 
   Progress step() override {
     bool moved = false;
-    // The ends of a broadcast's chain have one side only.
+    // The first and last rank of a broadcast's chain have one direction only.
     const bool takes = total_in_ > 0, gives = total_out_ > 0;
     if (takes && in_ready()) {
       while (in_block_ < incoming_.size() && in_offset_ == incoming_[in_block_].bytes) {

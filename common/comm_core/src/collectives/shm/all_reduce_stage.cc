@@ -42,12 +42,12 @@ class ShmAllReduceStage : public ShmStage {
     return std::min(streams_.slot_bytes(), plan_.input.bytes - std::min(begin, plan_.input.bytes));
   }
 
-  // Where the portion of local rank r begins and ends in round j.
+  // Returns the begin and end, in bytes, of local rank r's portion of round j.
   std::pair<size_t, size_t> portion(int64_t j, int r) const {
     const size_t bytes = round_bytes(j), n = size_t(n_);
     const size_t share = (bytes / n + 63) / 64 * 64;
     const size_t begin = std::min(bytes, size_t(r) * share);
-    // The last takes what is left; it may be none.
+    // The last rank gets the rest, which may be empty.
     const size_t end = r + 1 == n_ ? bytes : std::min(bytes, begin + share);
     return {begin, end};
   }
@@ -106,7 +106,7 @@ class ShmAllReduceStage : public ShmStage {
   bool collect(int r) {
     int64_t& done = collected_[size_t(r)];
     const int stream = streams_.results(r);
-    // In place, a result may overwrite only what this rank has staged.
+    // If the operation is in place, a result must not overwrite input that is not copied yet.
     if (done == rounds_ || done == produced_ || !arrived(r, stream)) return false;
     const auto [first, last] = portion(done, r);
     copy(plan_.output.data + size_t(done) * streams_.slot_bytes() + first,

@@ -24,7 +24,7 @@ class ShmCopyStage : public ShmStage {
 
   Progress step() override {
     bool moved = false, all = true;
-    // Neighbours first: not everybody reads the same rank's memory at once.
+    // Begins with the next rank, so that not all ranks read the same memory at the same time.
     for (int k = 1; k < n_; ++k) {
       const int r = (me_ + k) % n_;
       if (finished_[size_t(r)]) continue;

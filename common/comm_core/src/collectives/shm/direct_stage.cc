@@ -21,9 +21,10 @@ class ShmDirectStage : public ShmStage {
       return ++other_ == others_.size() ? Progress::done : Progress::moved;
     }
     if (working_) {
-      // The memory of a rank where this has failed is its user's again.
+      // After a failure on a rank, its user may reuse the memory, so it must not be accessed.
       for (int r = 0; r < n_; ++r) {
-        if (streams_.failed(r)) throw PeerLostError("lost " + label(r) + ": it gave up");
+        if (streams_.failed(r))
+          throw PeerLostError("lost " + label(r) + ": the group failed there");
       }
       const size_t end = std::min(plan_.total, done_ + plan_.chunk);
       if (done_ < end) plan_.work(inputs_, done_, end);
@@ -50,7 +51,7 @@ class ShmDirectStage : public ShmStage {
     std::fill(heard_.begin(), heard_.end(), false);
     published_ = false;
     if (!possible_) {
-      // All have heard the same, so all take the other way.
+      // All ranks have the same information, so all choose `otherwise`.
       others_ = plan_.otherwise();
     } else if (round_ == kAnnounce) {
       round_ = kAgree;
@@ -70,7 +71,8 @@ class ShmDirectStage : public ShmStage {
   }
 
  private:
-  // Rounds of words: where is your input; can everybody map everything; I have read all.
+  // Rounds without payload: the location of the input; whether this rank could map all inputs; that
+  // this rank has read all inputs.
   enum Round { kAnnounce, kAgree, kEnd };
 
   bool publish() {
@@ -111,12 +113,12 @@ class ShmDirectStage : public ShmStage {
   Round round_ = kAnnounce;
   bool published_ = false;
   std::vector<bool> heard_;
-  std::vector<std::shared_ptr<char>> held_;  // of the others: mapped until the work is done
+  std::vector<std::shared_ptr<char>> held_;  // keep the inputs of the others mapped
   std::vector<char*> inputs_;
-  bool possible_ = true;  // as far as this rank has heard
+  bool possible_ = true;  // no rank has reported so far that it is not
   bool working_ = false;
   size_t done_ = 0;  // bytes of the work
-  Stages others_;    // in place of the work
+  Stages others_;    // run instead of the work; empty: none
   size_t other_ = 0;
 };
 

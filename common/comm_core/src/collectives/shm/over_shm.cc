@@ -7,14 +7,15 @@
 namespace comm_core {
 namespace {
 
-// To ask whether all buffers are shared costs a hand-over; staging an all_reduce in place of it
-// costs little more until it has so many times the bytes from which others ask.
+// Reading in place costs an extra exchange, in which ranks ask whether all buffers are shared. For
+// an all_reduce it pays off only from this multiple of Options::shm_direct, for other operations
+// from shm_direct.
 constexpr size_t kAllReduceAsks = 8;
 
-// What all ranks' pieces of a share take of a core's second-level cache while they are folded.
+// Bytes of the L2 cache that the pieces of all ranks may occupy while they are reduced.
 constexpr size_t kInCache = 256 << 10;
 
-// The blocks as one piece of memory; empty if they are not.
+// Returns the blocks as one span, or an empty span if they are not adjacent in memory.
 ConstSpan one_piece(const std::vector<ConstSpan>& blocks) {
   ConstSpan whole = blocks[0];
   for (size_t i = 1; i < blocks.size(); ++i) {
@@ -30,6 +31,7 @@ Stages one(std::unique_ptr<Stage> stage) {
   return stages;
 }
 
+// Planner for ranks that are all on one host.
 class OverShm : Planner {
  public:
   OverShm(Group& group, const OpSpec& spec, const FrameHeader& frame)
@@ -52,15 +54,15 @@ class OverShm : Planner {
   }
 
  private:
-  // What everybody has at `offset` bytes from the beginning of his input.
+  // Returns the addresses at `offset` bytes in the inputs of all ranks.
   static std::vector<const void*> at(const std::vector<char*>& inputs, size_t offset) {
     std::vector<const void*> sources;
     for (const char* input : inputs) sources.push_back(input + offset);
     return sources;
   }
 
-  // In place only: everybody folds his share of all buffers and, while it is in his cache, writes
-  // it into all of them.
+  // Reads shared buffers in place only if the operation is in place: every rank reduces its share
+  // of all buffers and writes it, while it is in the cache, into all of them.
   void all_reduce() {
     const ConstSpan in = spec_.inputs[0];
     const Span out = spec_.outputs[0];
@@ -104,10 +106,10 @@ class OverShm : Planner {
       staged.output = spec_.outputs[0];
     }
     const Span output = staged.output;
-    // With more sources than two, the loads are what it waits for.
+    // With more than two sources, loads are the bottleneck and streaming stores do not help.
     const bool streaming = n_ == 2 && output.bytes >= group_.options().shm_stream;
     staged.streaming = streaming;
-    // Whether the inputs are shared buffers only their owners know: asked where it is worth it.
+    // Only its owner knows whether an input is a shared buffer. Small operations do not ask.
     if (spec_.kind == OpKind::reduce || frame_.total_bytes < group_.options().shm_direct) {
       return add(shm_reduce(group_, frame_, std::move(staged)));
     }
@@ -151,7 +153,7 @@ class OverShm : Planner {
     plan.work = [blocks, me = me_, streaming = staged.streaming](const std::vector<char*>& inputs,
                                                                  size_t begin, size_t end) {
       for (size_t k = 0; k < blocks.size(); ++k) {
-        // Neighbours first: not everybody reads the same rank's memory at once.
+        // Begins with this rank, so that not all ranks read the same memory at the same time.
         const size_t r = (me + k) % blocks.size();
         const size_t to = std::min(end, blocks[r].bytes);
         if (begin < to && blocks[r].data != inputs[r]) {
@@ -178,7 +180,7 @@ class OverShm : Planner {
     return plan;
   }
 
-  // What only moves blocks.
+  // Plans the operations that only move blocks.
   void exchange() {
     ShmCopyPlan plan = copy_plan();
     const size_t root = size_t(spec_.root);
@@ -219,7 +221,7 @@ class OverShm : Planner {
         add(own_copy(spec_.inputs[me_], spec_.outputs[me_]));
         break;
       case OpKind::barrier: plan.rounds.assign(n_, 1); break;
-      default: throw InvalidRequestError(std::string(name(spec_.kind)) + " is no collective");
+      default: throw InvalidRequestError(std::string(name(spec_.kind)) + " is not a collective");
     }
     add(shm_copy(group_, frame_, std::move(plan)));
   }

@@ -11,7 +11,7 @@ class ShmReduceStage : public ShmStage {
  public:
   ShmReduceStage(Group& group, const FrameHeader& frame, ShmReducePlan plan)
       : ShmStage(group, frame), plan_(std::move(plan)), bytes_(plan_.inputs[size_t(me_)].bytes) {
-    // A slot is shared by the readers; an only one (the root of a reduce) has it for himself.
+    // The readers share a slot. A single reader (the root of a reduce) gets all of it.
     const auto owners = std::count_if(plan_.inputs.begin(), plan_.inputs.end(),
                                       [](const ConstSpan& block) { return block.bytes > 0; });
     portion_ = owners <= 1 ? streams_.slot_bytes() : shared_portion(streams_);
@@ -80,7 +80,7 @@ class ShmReduceStage : public ShmStage {
     ++consumed_;
     for (int w = 0; w < n_; ++w) {
       if (w == me_) continue;
-      // Rounds with larger blocks of others than mine do not concern me, but they count.
+      // Further rounds, of larger blocks of other readers, are released unread.
       const bool last = consumed_ == rounds_in_;
       streams_.release(streams_.inputs(w), last ? uint64_t(1 + rounds_of(w) - rounds_in_) : 1);
     }

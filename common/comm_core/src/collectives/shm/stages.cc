@@ -28,7 +28,7 @@ std::string ShmStage::late(const std::function<bool(int r)>& come) const {
 
 bool ShmStage::arrived(int r, int stream) const {
   if (streams_.ready(stream)) return true;
-  // What it published before it left is there to be read; look again after seeing the flag.
+  // Rounds that r published before it left can be read, so check again after reading the flag.
   if (streams_.left(r) && !streams_.ready(stream)) {
     throw PeerLostError("lost " + label(r) + ": it left the group");
   }

@@ -1,5 +1,5 @@
-// The stages of collectives between the ranks of one host: rounds through their streams in shared
-// memory, or buffers that everybody reads where they are.
+// Stages of collectives between the ranks of one host: rounds through the streams in shared memory,
+// or shared buffers that all ranks read in place. The callers own the memory in the plans.
 #pragma once
 
 #include <functional>
@@ -13,52 +13,53 @@
 
 namespace comm_core {
 
-// all_reduce, in rounds that stay in the caches: each rank stages its part of a round, folds the
-// portion it owns, and the others copy the result out.
+// all_reduce in rounds that stay in the caches: each rank copies its input of a round into its
+// stream and reduces the portion that it owns, and the others copy the result.
 struct ShmAllReducePlan {
   ConstSpan input;
-  Span output;          // may be the same memory
+  Span output;          // may be the memory of `input`
   int64_t divisor = 0;  // > 0: divide the result by it
-  bool flat = false;    // one round; everybody folds everything: one hand-over instead of two
+  bool flat = false;    // every rank reduces everything: one exchange per round instead of two
 };
 std::unique_ptr<Stage> shm_all_reduce(Group& group, const FrameHeader& frame,
                                       const ShmAllReducePlan& plan);
 
-// reduce_scatter and reduce: each rank stages the blocks of others in its stream; the owner of a
-// block folds all of them, in rank order, into his output.
+// reduce_scatter and reduce: each rank copies its inputs for the others into its stream. The owner
+// of a block reduces all contributions, in rank order, into its output.
 struct ShmReducePlan {
-  // Of this rank: the block of each local rank, as long as the others' for him; empty for nobody's.
+  // This rank's contribution to the block of each local rank, as long as those of the others to
+  // that block. Empty if that rank gets no block.
   std::vector<ConstSpan> inputs;
-  Span output;          // this rank's block, reduced; may be inputs[me]
-  int64_t divisor = 0;  // > 0: divide the result by it
-  bool streaming = false;
+  Span output;             // this rank's reduced block; may be the memory of inputs[me]
+  int64_t divisor = 0;     // > 0: divide the result by it
+  bool streaming = false;  // write the output past the caches
 };
 std::unique_ptr<Stage> shm_reduce(Group& group, const FrameHeader& frame, ShmReducePlan plan);
 
-// all_gather, broadcast, gather, scatter, all_to_all and barrier: senders write rounds of their
-// blocks into their streams, receivers copy them out.
+// all_gather, broadcast, gather, scatter, all_to_all and barrier: senders copy their blocks into
+// their streams in rounds, and receivers copy them to their memory.
 struct ShmCopyPlan {
-  // One block for everybody (multicast: outputs[0]), or one for each local rank.
+  // One block for all ranks (multicast: outgoing[0]), or one for each local rank.
   bool multicast = true;
   std::vector<ConstSpan> outgoing;
-  // What is expected from each local rank.
+  // Where the block from each local rank goes.
   std::vector<Span> incoming;
-  // How many rounds each rank's stream has in this stage; kUntilLast: until it says so.
+  // Rounds of each rank's stream in this stage. kUntilLast: until its header marks the last one.
   static constexpr int64_t kUntilLast = -1;
   std::vector<int64_t> rounds;
-  // Whose rounds concern this rank; the others are skipped without a look.
+  // Ranks whose rounds this rank reads. The rounds of the others are skipped unread.
   std::vector<bool> listens;
-  // Bytes of one receiver in a round: the whole slot, or a part of it for each of several.
+  // Bytes per receiver and round: a whole slot, or an equal part of it for each receiver.
   size_t portion = 0;
-  bool streaming = false;
+  bool streaming = false;  // write the output past the caches
 };
 std::unique_ptr<Stage> shm_copy(Group& group, const FrameHeader& frame, ShmCopyPlan plan);
 
-// reduce_scatter, all_gather and all_reduce whose inputs all lie in shared buffers: everybody reads
-// them where they are. If they do not, it hands over to stages that copy.
+// reduce_scatter, all_gather and all_reduce of inputs in shared buffers, which all ranks read in
+// place. If the input of any rank is elsewhere, all ranks run the stages of `otherwise` instead.
 struct ShmDirectPlan {
-  ConstSpan input;  // all of this rank's, one piece of memory; empty: not to be read in place
-  // Does the work on bytes [begin, end) of `total`, given everybody's input.
+  ConstSpan input;  // all input of this rank, in one piece; empty: it cannot be read in place
+  // Does the work on bytes [begin, end) of `total`, with the mapped inputs of all local ranks.
   std::function<void(const std::vector<char*>& inputs, size_t begin, size_t end)> work;
   size_t total = 0;
   size_t chunk = 256 << 10;
@@ -66,12 +67,13 @@ struct ShmDirectPlan {
 };
 std::unique_ptr<Stage> shm_direct(Group& group, const FrameHeader& frame, ShmDirectPlan plan);
 
-// Rounds that blocks of at most `bytes` need; never 0, so that every sender is checked.
+// Returns the rounds that a block of `bytes` bytes needs: at least 1, so that every sender's header
+// is checked.
 int64_t rounds_for(size_t bytes, size_t portion);
-// What each of the other ranks has of a slot that they share.
+// Returns the bytes per reader of a slot that all other ranks share, a multiple of 64.
 size_t shared_portion(const ShmStreams& streams);
 
-// What the four have in common.
+// Base class of the four stages.
 class ShmStage : public Stage {
  protected:
   ShmStage(Group& group, const FrameHeader& frame)
@@ -80,18 +82,20 @@ class ShmStage : public Stage {
         frame_(frame),
         n_(streams_.size()),
         me_(streams_.me()) {}
-  // Of a local rank, for messages.
+  // Returns the label of local rank r, for messages.
   const std::string& label(int r) const;
-  // The labels of the others of whom `come` is false, with commas.
+  // Returns the labels, joined by commas, of the other ranks for which `come` is false.
   std::string late(const std::function<bool(int r)>& come) const;
-  // Whether local rank r's stream has a round for this rank. Throws PeerLostError if r has left.
+  // Returns whether `stream` of local rank r has a round to read. Throws PeerLostError if it has
+  // none and r has left.
   bool arrived(int r, int stream) const;
-  // Of a round that this rank writes, and of one that is there.
+  // Write this stage's frame into a slot, and read the frame of a slot.
   void put_frame(SlotHeader& header) const;
   static FrameHeader frame_of(const SlotHeader& header);
-  // Throws MismatchError unless r, whose round is there, has called the same and sends `bytes`.
+  // Checks the round of r at the front of its stream. Throws MismatchError unless r has called the
+  // same operation and sends `bytes` bytes.
   void check(int r, size_t bytes) const;
-  // The place of reader r among the portions of a slot of writer w.
+  // Returns the offset in bytes of reader r's portion in a slot of writer w.
   size_t place(int r, int w, size_t portion) const {
     return portion == streams_.slot_bytes() ? 0 : size_t(r < w ? r : r - 1) * portion;
   }
@@ -99,7 +103,7 @@ class ShmStage : public Stage {
   Group& group_;
   ShmStreams& streams_;
   const FrameHeader frame_;
-  const int n_, me_;  // of the ranks of this host
+  const int n_, me_;  // number of ranks on this host, and this rank among them
 };
 
 }  // namespace comm_core

@@ -34,7 +34,7 @@ from common.emulation.measured import (
 )
 from common.emulation.trace import TracePlayer
 from common.harness.experiment import Experiment
-from common.harness.record import REAL, FabricFacts, Result
+from common.results.records import REAL, FabricFacts, Result
 from common.harness.trial import Briefing, Trial
 from common.launch.hosts import Host, read_hostfile
 from common.launch.job import Job, Launcher, Outcome, make_launcher
@@ -114,7 +114,7 @@ class Fabric:
     def describe(self, trial: Trial) -> FabricFacts:
         """What belongs into the trial's record."""
         # Replayed compute is nobody's measurement, whatever moves the bytes.
-        return FabricFacts(fabric="emulated") if is_replay(trial.model) else REAL
+        return FabricFacts(kind="emulated") if is_replay(trial.model) else REAL
 
 
 class EmulatedFabric(Fabric):
@@ -263,7 +263,7 @@ class EmulatedFabric(Fabric):
             notes = [*measured.notes, *(f"{trial.label}, {line}" for line in said)]
             measured = dataclasses.replace(measured, launches=launches, notes=notes)
         return FabricFacts(
-            fabric="emulated",
+            kind="emulated",
             time_scale=self._choice.time_scale,
             time_scale_reason=self._choice.reason,
             calibration=self._calibration,

@@ -144,13 +144,13 @@ def _measured(
         "world_size": gpus,
         "ranks_per_host": gpus // hosts,
         "algorithm": algorithm,
-        "options": said(algorithm_options(algorithm, dict(options))),
+        "options": dataclasses.asdict(algorithm_options(algorithm, dict(options))),
         "profile_digest": profile.digest,
     }
     rates = [
         record.throughput.value
         for record in records
-        if record.fabric == "emulated"
+        if record.fabric.kind == "emulated"
         and record.throughput is not None
         and not record.fault
         and doubt(record) is None

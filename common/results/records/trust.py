@@ -27,6 +27,32 @@ def mean_step_s(iters: Iterable[Iterable[Sequence[float]]]) -> float:
     return statistics.fmean(map(elapsed_per_step_s, repeats))
 
 
+NoteKind = Literal[
+    "beside",
+    "costs",
+    "disturbed",
+    "diverged",
+    "interrupted",
+    "killed",
+    "not stationary",
+    "oversubscribed",
+    "relaunch",
+    "stopped",
+    "time scale",
+    "unfaithful",
+]
+"""What a note is about."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Note:
+    """A remark on a record."""
+
+    kind: NoteKind
+    text: str
+    """For readers. Code asks for the kind."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Check:
     """Whether it was the right training. None: not compared."""

@@ -89,7 +89,7 @@ def build(
         troubles=trouble.troubles(folder, records),
         kept_in_mind=trouble.kept_in_mind(records),
         done_again=trouble.done_again(records),
-        plans=[plans.lines(one) for one in records if one.plan is not None],
+        plans=[plans.lines(one) for one in records if one.first and one.first.plan],
         machines=surroundings.machines(records),
         scales=surroundings.scales(records),
         links=surroundings.links(records),

@@ -78,7 +78,7 @@ def figure(folder: Path) -> tuple[Figure, DataFrame]:
 
 def _gbps(record: Record) -> float | None:
     """Of a virtual host's link; None where nothing says."""
-    return (record.network.requested or {}).get("gbps")
+    return (record.fabric.network.requested or {}).get("gbps")
 
 
 def _at(steps: Sequence[tuple[float | None, str | None]], mark: Mark, aside: float) -> float:

@@ -305,8 +305,9 @@ def _about(good: Sequence[Record], judged: bool) -> str:
     text = f"n = {runs} {'run' if runs == 1 else 'runs'} of {summary.limit(learn)} each"
     if judged:
         text += f" on {learn['data']}"
-        if first.data is not None:
-            text += f" (trained on {first.data.title})"
+        data = first.results[0].data
+        if data is not None:
+            text += f" (trained on {data.title})"
         text += ", each with a seed of its own" if runs > 1 else ""
         text += "; lines: the mean model of all ranks"
         if runs > 1:

@@ -34,12 +34,13 @@ from common.emulation.measured import (
 )
 from common.emulation.trace import TracePlayer
 from common.harness.experiment import Experiment
-from common.results.records import REAL, FabricFacts, Result
+from common.harness.record import samples_per_s
 from common.harness.trial import Briefing, Trial
 from common.launch.hosts import Host, read_hostfile
 from common.launch.job import Job, Launcher, Outcome, make_launcher
 from common.machine import check_memory
 from common.models.registry import is_replay, model_entry, profile_of
+from common.results.records import REAL, FabricFacts, Result
 from common.results.records.trust import Network
 from dear.errors import UserError
 
@@ -186,7 +187,7 @@ class EmulatedFabric(Fabric):
         strain = result.strain
         seen = Seen(
             time_scale=self.time_scale,
-            step_s=sum(trial.rank_batches) / result.rate(trial),
+            step_s=sum(trial.rank_batches) / samples_per_s(result, trial),
             cpu_s_per_s=result.cpu_s_per_s,
             core_wait=strain.core_wait and strain.core_wait + strain.steal_cores,
             fell_behind=strain.fell_behind,

@@ -39,7 +39,6 @@ from common.results.records.trust import (
 from common.results.second import modelled
 from dear.cost.bounds import (
     CommTimes,
-    StepTimes,
     Traffic,
     comm_times,
     compute_limit_s,
@@ -199,7 +198,9 @@ def _notes(
     disturbed = next(filter(None, (notes.disturbed(each, emulated) for each in strain)), None)
     written.append(disturbed or notes.beside(strain))
     if results:
-        written.append(notes.not_stationary([result.iters for result in results], results[0].period))
+        written.append(
+            notes.not_stationary([result.iters for result in results], results[0].period)
+        )
         check, costs = results[0].cost_check, results[0].engine_costs
         written.append(check and notes.costs(check))
         if costs is not None:

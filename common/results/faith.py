@@ -51,7 +51,10 @@ def doubt(record: Record) -> str | None:
 def flag(record: Record) -> Flag | None:
     """Returns the reason why the record's number is not valid; None for a valid record."""
     return (
-        passing_flag(record) or _off_the_model(record) or _short_of_cores(record) or _unchecked(record)
+        passing_flag(record)
+        or _off_the_model(record)
+        or _short_of_cores(record)
+        or _unchecked(record)
     )
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.results.answer import where
-from common.results.records import Record
+from common.results.records import Record, Result
 from common.results.rows import Row
 from common.results.table import significant
 

@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 
 from common.results import rows
-from common.results.records import Breakdown
+from common.results.records import Breakdown, FabricFacts
 from common.results.records.learned import Evaluation, Learning, RankPace
 from common.results.records.trust import Network
 from common.results.store import Comparison, append
@@ -31,7 +31,7 @@ from plots import (
     style,
     throughput,
 )
-from tests.unit.made_record import record
+from tests.unit.made_record import record, with_first, with_notes
 
 RECORDS = Path(__file__).parents[2] / "docs" / "records"
 MODEL = "resnet50@rtx2080ti-modelled"
@@ -45,12 +45,13 @@ def made(algorithm, step_s=0.1, world=4, *, gbps=None, doubtful=None, parts=Fals
         world = 1
     one = record(algorithm, step_s, world, network=name, **more)
     if gbps:
-        one = dataclasses.replace(one, network=Network(requested={"gbps": gbps}))
+        network = Network(requested={"gbps": gbps})
+        one = dataclasses.replace(one, fabric=FabricFacts(network=network))
     if parts:
         shares = {"forward_s": 0.3, "backward_s": 0.5, "exposed_comm_s": 0.15, "update_s": 0.05}
         shares = {key: share * step_s for key, share in shares.items()}
         one = dataclasses.replace(one, breakdown=Breakdown(**shares, step_s=step_s, rank=1))
-    return dataclasses.replace(one, notes=[doubtful] if doubtful else [])
+    return with_notes(one, *([doubtful] if doubtful else []))
 
 
 def learned(algorithm, *, apart=None, stale=None, **more):
@@ -68,9 +69,8 @@ def learned(algorithm, *, apart=None, stale=None, **more):
     )
     learn = {"budget_s": 2.0, "data": "mnist", "target_accuracy": 0.4, "eval_every_s": 1.0}
     counted = None if stale is None else [{"staleness": {"1": {"mean": stale, "max": 9}}}]
-    return dataclasses.replace(
-        one, trial=one.trial | {"learn": learn}, learning=[run], iters=[], statistics=counted
-    )
+    one = dataclasses.replace(one, trial=one.trial | {"learn": learn}, results=one.results[:1])
+    return with_first(one, learning=run, iters=[], statistics=counted)
 
 
 def sweep(folder, records, compare_to="ddp"):
@@ -97,7 +97,7 @@ EVERYTHING = [
         made("dear", 0.1 - size / 1e4, label=f"{size} MB", options={"threshold_mb": size})
         for size in (1.0, 4.0)
     ),
-    dataclasses.replace(
+    with_first(
         made("decentralized", 0.05, 8, gbps=10.0, options={"topology": "one-peer-exp"}),
         statistics=[{"staleness": {"1": {"mean": -1.0, "max": 3}}}, None],
     ),
@@ -155,7 +155,7 @@ def test_a_figure_is_drawn_only_where_it_says_something(figure, needed, lacking)
     assert figure.fits(needed) and not figure.fits(lacking)
     # What is not believed is no second point of a comparison.
     if figure in (speedup, scaling, bandwidth, paper_dear, paper_dadt, paper_decent_dp):
-        doubted = dataclasses.replace(needed[1], notes=["disturbed: very"])
+        doubted = with_notes(needed[1], "disturbed: very")
         assert not figure.fits([needed[0], doubted])
 
 

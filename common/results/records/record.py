@@ -106,13 +106,13 @@ class Record:
     """Wall-clock time of all launches, set-up of the workers included."""
     machine: dict[str, Any]
     run: str = ""
-    """Run of the sweep. Trials of one cell and one run took turns; others ran at different times."""
+    """Run of the sweep. Trials of one cell and one run took turns."""
     order: Order | None = None
     set_aside: list[SetAside] = field(default_factory=list)
     results: list[Result] = field(default_factory=list)
     """One for each finished repeat."""
     check: Check | None = None
-    """Comparison with plain training by the first repeat, and the worst agreement of all repeats."""
+    """Check of the first repeat against plain training, with the worst agreement of all repeats."""
     throughput: Throughput | None = None
     breakdown: Breakdown | None = None
     """Breakdown of the repeat with the median step."""

@@ -26,7 +26,7 @@ class Breakdown:
     exposed_comm_s: float | None = None
     """Waiting in `Work.wait`; None if the algorithm waits inside the other three phases."""
     step_s: float
-    rank: int
+    rank: int = 0
     """The rank that waits least: the others wait for it."""
 
 
@@ -93,7 +93,7 @@ class Result:
     costs: dict[str, CollectiveCost] | None = None
     """Costs of collectives, by operation."""
     cost_check: CostCheck | None = None
-    """Check of `costs` by the trial that measured them; trials that reuse the costs have the same."""
+    """Check of `costs` by the trial that measured them. Trials that reuse the costs copy it."""
     engine_costs: EngineCosts | None = None
     """Costs of the library's own engine, if it sends by one."""
     plan: Plan | None = None

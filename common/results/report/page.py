@@ -43,9 +43,7 @@ class Commands:
     one, and a sentence on whether that asks for the same trials."""
 
 
-def build(
-    folder: Path, *, commands: Commands, figures: Figures | None = None
-) -> str:
+def build(folder: Path, *, commands: Commands, figures: Figures | None = None) -> str:
     """The page of the sweep in a folder, as HTML.
 
     Args:

@@ -339,7 +339,7 @@ def test_training_that_diverges_is_marked_and_the_sweep_goes_on(line, capsys):
     line.made.outcomes["ddp"] = ended_well(wild)
     assert line.run(*ONE_CELL) == 1
     ddp, dear = sorted(line.records, key=lambda record: record.label != "ddp")
-    assert ddp.ok and ddp.loss is None and ddp.check.replica_spread is None
+    assert ddp.ok and ddp.first.loss is None and ddp.check.replica_spread is None
     assert ddp.check.replicas_agree is False and ddp.notes[0].kind == "diverged"
     assert dear.check.matches_reference
     out = capsys.readouterr().out
@@ -388,7 +388,7 @@ def test_fail_fast_ends_the_sweep_there(line):
 
 def test_what_one_trial_has_measured_of_collectives_the_others_of_its_model_are_told(line):
     assert line.run() == 0
-    assert [record.costs for record in line.records] == [COSTS] * 4
+    assert [record.first.costs for record in line.records] == [COSTS] * 4
     # Both models differ in batch size only.
     assert [briefing.costs for briefing in line.made.told] == [None, *[COSTS] * 7]
 
@@ -404,7 +404,7 @@ def test_doubtful_costs_are_told_of_every_trial_that_used_them(line):
 
     line.made.run = run
     assert line.run(*ONE_CELL) == 0
-    assert [record.cost_check for record in line.records] == [moved] * 2
+    assert [record.first.cost_check for record in line.records] == [moved] * 2
     doubtful = "costs of collectives are doubtful: +50% from begin to end"
     assert [[note.text for note in record.notes] for record in line.records] == [[doubtful]] * 2
     assert [doubt(record) for record in line.records] == [None] * 2

@@ -13,7 +13,7 @@ from bench import words
 from common.harness.experiment import load
 from common.results.store import Comparison, append
 from plots import style, throughput
-from tests.unit.made_record import record
+from tests.unit.made_record import record, with_iters, with_notes
 
 MACHINE = {"cores": 2, "cpu": "CPU", "packages": {"torch": "2"}, "commit": "abc"}
 
@@ -21,7 +21,7 @@ MACHINE = {"cores": 2, "cpu": "CPU", "packages": {"torch": "2"}, "commit": "abc"
 def varied(algorithm, factors, step_s=0.1, **more):
     made = record(algorithm, step_s, **more)
     iters = [[[step_s * factor] * 2] for factor in factors]
-    return dataclasses.replace(made, iters=iters, machine=MACHINE)
+    return dataclasses.replace(with_iters(made, iters), machine=MACHINE)
 
 
 @pytest.fixture
@@ -41,12 +41,13 @@ def sweep(tmp_path):
 def twin(made, factor=1.0):
     trial = made.trial | {"label": f"{made.label} again", "twin": 1}
     iters = [[[step * factor for step in made.iters[i - 1][0]]] for i, _ in enumerate(made.iters)]
-    return dataclasses.replace(made, hash=f"{made.hash}-again", trial=trial, iters=iters)
+    made = with_iters(made, iters)
+    return dataclasses.replace(made, hash=f"{made.hash}-again", trial=trial)
 
 
 def test_words_of_twins_are_judged_among_the_pairs_of_a_cell(sweep, capsys):
     ddp, dear = varied("ddp", (1, 1.01, 0.99)), varied("dear", (1, 1.002, 0.998))
-    doubted = dataclasses.replace(varied("wfbp", (1, 1, 1)), notes=["disturbed: very"])
+    doubted = with_notes(varied("wfbp", (1, 1, 1)), "disturbed: very")
     folder = sweep([ddp, twin(ddp), dear, twin(dear), doubted, twin(doubted)])
     assert words.main(["read", str(folder)]) == 0
     out = capsys.readouterr().out
@@ -122,7 +123,7 @@ def test_the_figure_is_grey_where_a_number_is_not_believed(sweep, tmp_path, monk
         [
             varied("none", (1, 1, 1), world=1),
             varied("ddp", (1, 1.01, 0.99)),
-            dataclasses.replace(varied("horovod", (1, 1.1, 0.9), 0.01), notes=[reason]),
+            with_notes(varied("horovod", (1, 1.1, 0.9), 0.01), reason),
             varied("dear", (1,), 0.05, label="a label, " * 8),
             varied("wfbp", (1, 2), 0.05),
         ]

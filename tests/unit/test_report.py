@@ -151,7 +151,7 @@ def test_all_records_can_be_taken_out_again(name, tmp_path):
 
 
 def test_of_a_very_long_file_the_newest_records_are_inside(tmp_path, monkeypatch):
-    old = changed(record("ddp"), notes=["an older one"])
+    old = with_notes(record("ddp"), "an older one")
     folder = sweep(tmp_path / "x", [old, record("ddp"), record("dear")])
     Comparison(compare_to="ddp", trials=(old.hash, record("dear").hash)).save(folder)
     assert len(read(folder).file("records.jsonl").splitlines()) == 3

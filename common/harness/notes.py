@@ -97,7 +97,7 @@ def oversubscribed(strain: Sequence[Strain], crowded: str | None) -> Note | None
 
 def costs(check: CostCheck, what: str = "costs of collectives") -> Note | None:
     """Returns a note if the costs are doubtful (`COST_MISFIT` and the next two)."""
-    noise = check.noise or 0.0
+    noise = check.noise
     if check.misfit > COST_MISFIT:
         reason = f"their fit is {check.misfit:.0%} off, beside {noise:.0%} of noise"
     elif noise > COST_NOISE:

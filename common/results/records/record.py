@@ -34,9 +34,9 @@ class Failure:
     kind: str | None = None
     message: str
     rank: int | None = None
-    """None if it is not one rank's."""
+    """Rank that failed; None if no single rank did."""
     where: str | None = None
-    """What the rank was doing."""
+    """Phase of the rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,44 +46,44 @@ class Throughput:
     value: float
     unit: str
     ci_low: float | None
-    """Ends of the 95 % interval; of trials that learn, the lowest and the highest run."""
+    """Ends of the 95 % interval; the lowest and highest run for trials that learn."""
     ci_high: float | None
     n: int
-    """Timed steps, or runs."""
+    """Number of timed steps, or of runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bound:
-    """How short the trial's step could be."""
+    """Lower bounds of the trial's step, in seconds."""
 
     kind: str | None
-    """Which formula `step_s` follows; None: none is known for the algorithm."""
+    """Formula of `step_s`; None: no formula is known for the algorithm."""
     step_s: float | None
-    """Not below `wire_limit_s`."""
+    """Bound by the algorithm's idea; at least `wire_limit_s`."""
     compute_limit_s: float
     wire_limit_s: float | None
-    """None where the links' rate is not known, or the limit does not hold."""
+    """Bound by the links; None if their rate is unknown, or the limit does not apply."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """When the trial's turn was in each round of its cell: rounds are in random order."""
+    """Position of the trial in each round of its cell; the order of a round is random."""
 
     seed: int
-    """Of the cell's rounds; it follows from the experiment's seed and the cell."""
+    """Seed of the cell's rounds, from the experiment's seed and the cell."""
     positions: list[int] = field(default_factory=list)
-    """By repeat, from 0."""
+    """Position by repeat, from 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SetAside:
-    """A launch that went well but is no result: evidence of why it was done again."""
+    """Discarded run: it ended well but is no result. It shows why the launch was repeated."""
 
     repeat: int
     time_scale: float
     reason: str
     iters: list[list[float]] = field(default_factory=list)
-    """Step times by block."""
+    """Step times in seconds, by block."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,13 +204,14 @@ class Record:
 
 
 def base_among(compare_to: str, variants: Sequence[tuple[str, str]]) -> int | None:
-    """Which of the variants `compare_to` names: by its label, or by an algorithm that has only one.
+    """Returns the index of the variant that `compare_to` names; None if there is none.
 
     Args:
-        variants: label and algorithm of each.
+        compare_to: a label, or an algorithm with a single variant.
+        variants: label and algorithm of each variant.
 
     Raises:
-        UserError: it is no label, and several are variants of that algorithm.
+        UserError: `compare_to` is no label, and the algorithm has several variants.
     """
     for index, (label, _) in enumerate(variants):
         if label == compare_to:
@@ -225,12 +226,12 @@ def base_among(compare_to: str, variants: Sequence[tuple[str, str]]) -> int | No
 
 
 def is_learning(records: Iterable[Record]) -> bool:
-    """Whether these are records of trials that train for a time."""
+    """Returns whether these trials train for a time or for epochs."""
     return any(record.trial.get("learn") for record in records)
 
 
 def fabric_words(records: Iterable[Record]) -> str:
-    """What the numbers were measured on, for titles and captions."""
+    """Describes what the numbers were measured on, for titles and captions."""
     records = list(records)
     if all(record.fabric.kind == "real" for record in records):
         return "real processes"

@@ -36,23 +36,23 @@ class Group:
 
     bytes: int
     tensors: int = 0
-    """0: not told."""
+    """0: not reported."""
     first: str | None = None
-    """Name of the parameter that is first in it, and of the last."""
+    """Names of its first and last parameter."""
     last: str | None = None
     some: bool | None = None
-    """Whether this group has the transfers that only some groups have (with `fsdp`, the second
-    all-gather); None: the algorithm does not tell."""
+    """Whether the group has the transfers that only some groups have (with `fsdp`, the second
+    all-gather); None: not reported."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What an algorithm has decided by itself, as it was in the end; by rank 0."""
+    """Decisions of the algorithm itself at the end of the repeat, by rank 0."""
 
     groups: list[Group] = field(default_factory=list)
-    """In the order in which they are started."""
+    """Groups in the order in which they start."""
     found: dict[str, Any] = field(default_factory=dict)
-    """`dear.training.engine.Engine.findings`; seconds are of what the fabric stands for, but
+    """`dear.training.engine.Engine.findings`; times are in seconds of the modelled cluster, except
     `wall_s`."""
 
 

@@ -394,7 +394,7 @@ def test_what_one_trial_has_measured_of_collectives_the_others_of_its_model_are_
 
 
 def test_doubtful_costs_are_told_of_every_trial_that_used_them(line):
-    moved = CostCheck(residual=0.01, drift=0.5)
+    moved = CostCheck(residual=0.01, noise=0.0, drift=0.5)
     launches = []
 
     def run(trial, job):
@@ -538,7 +538,7 @@ def test_parts_of_different_experiments_are_not_merged(line, tmp_path, capsys):
     capsys.readouterr()
     into = tmp_path / "into"
     assert cli.main(["merge", str(other), str(line.sweep), "--into", str(into)]) == 2
-    assert "is not a part of what" in capsys.readouterr().err and not into.exists()
+    assert "are parts of different experiments" in capsys.readouterr().err and not into.exists()
 
 
 def test_a_filter_may_name_several(line):

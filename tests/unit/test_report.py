@@ -385,7 +385,7 @@ def test_small_files_are_plain_and_the_same_page_is_made_twice():
 
 
 def test_the_command_writes_a_file_and_says_where(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(cli, "_figures", lambda folder, _: drawn(folder))
+    monkeypatch.setattr(embedded, "figures", lambda folder, _: drawn(folder))
     (tmp_path / "logs").mkdir()
     folder = sweep(tmp_path / "logs" / "mine", [record("ddp"), record("dear", 0.08)])
     assert cli.main(["report", "mine", "--logs", str(tmp_path / "logs")]) == 0
@@ -403,7 +403,7 @@ def test_the_command_writes_a_file_and_says_where(tmp_path, capsys, monkeypatch)
 
 
 def test_an_experiment_of_that_name_is_asked_whether_it_is_the_same(tmp_path, monkeypatch):
-    monkeypatch.setattr(cli, "_figures", lambda folder, _: [])
+    monkeypatch.setattr(embedded, "figures", lambda folder, _: [])
     out = tmp_path / "x.html"
     folder = tmp_path / "merging"
     folder.mkdir()
@@ -430,7 +430,7 @@ def test_an_experiment_of_that_name_is_asked_whether_it_is_the_same(tmp_path, mo
     ],
 )
 def test_mistakes_are_a_line(tmp_path, capsys, monkeypatch, arguments, words):
-    monkeypatch.setattr(cli, "_figures", lambda folder, _: [])
+    monkeypatch.setattr(embedded, "figures", lambda folder, _: [])
     monkeypatch.setattr("os.nice", lambda by: 0)
     given = [one.format(merging=RECORDS / "merging") for one in arguments]
     assert cli.main(["report", *given, "--logs", str(tmp_path)]) == 2

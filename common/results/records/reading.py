@@ -1,4 +1,4 @@
-"""Dataclasses from JSON values."""
+"""Conversion of JSON values to typed dataclasses."""
 
 from __future__ import annotations
 
@@ -10,42 +10,42 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 
 def typed(hint: Any, value: Any) -> Any:
-    """A value from JSON as what the type hint says; keys that it does not know are left out."""
+    """Converts a JSON value to the type of the hint; unknown keys are left out."""
     read = _reader(hint)
     return value if read is None or value is None else read(value)
 
 
 @functools.cache
 def _reader(hint: Any) -> Callable[[Any], Any] | None:
-    """What makes the type of a value that is not None; None: it is that already.
+    """Returns a converter of values that are not None; None: JSON has the type already.
 
-    Made once for each type: a record has thousands of numbers, and there may be thousands of it.
+    There is one converter for each type, because thousands of records have thousands of numbers.
     """
     origin, inner = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
-        return _reader(next(one for one in inner if one is not types.NoneType))
+        return _reader(next(kind for kind in inner if kind is not types.NoneType))
     if origin in (list, tuple):
         read = _reader(inner[0])
         if read is None:  # JSON has no tuples
             return tuple if origin is tuple else None
-        return lambda value: origin(None if one is None else read(one) for one in value)
+        return lambda values: origin(None if v is None else read(v) for v in values)
     if origin is dict:
         read = _reader(inner[1])
         if read is None:
             return None
-        return lambda value: {k: None if one is None else read(one) for k, one in value.items()}
+        return lambda values: {k: None if v is None else read(v) for k, v in values.items()}
     if dataclasses.is_dataclass(hint):
         readers = {key: _reader(kind) for key, kind in get_type_hints(hint).items()}
 
-        def made(value: Any) -> Any:
-            if isinstance(value, hint):
-                return value
-            given = {}
+        def build(values: Any) -> Any:
+            if isinstance(values, hint):
+                return values
+            fields = {}
             for key, read in readers.items():
-                if key in value:
-                    one = value[key]
-                    given[key] = one if read is None or one is None else read(one)
-            return hint(**given)
+                if key in values:
+                    value = values[key]
+                    fields[key] = value if read is None or value is None else read(value)
+            return hint(**fields)
 
-        return made
+        return build
     return None

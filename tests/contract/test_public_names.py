@@ -12,7 +12,6 @@ import json
 import operator
 import pickle
 import re
-import sys
 from pathlib import Path
 from typing import Any
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from common.harness.fabric import WORKER
+from common.harness.running.fabric import WORKER
 from common.launch.job import Job
 from common.launch.local import LocalLauncher
 from common.results.faith import doubt

@@ -15,9 +15,10 @@ import pytest
 from common import machine
 from common.emulation import sandbox
 from common.emulation.dilation import Choice
-from common.harness import cli, fabric, sweep
-from common.harness.fabric import Fabric
-from common.harness.sweep import cost_place
+from common.harness import cli
+from common.harness.running import fabric, sweep
+from common.harness.running.fabric import Fabric
+from common.harness.running.sweep import cost_place
 from common.harness.trial import Briefing, Trial
 from common.launch.job import Job, Outcome
 from common.results import store

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from common.harness.record import make_record
+from common.harness.running.record import make_record
 from common.launch.job import Outcome
 from common.results.records import REAL, Record, Result, typed
 from common.results.records.trust import Note

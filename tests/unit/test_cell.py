@@ -10,15 +10,15 @@ import pytest
 
 from common.emulation.config import Fault, network_profile
 from common.emulation.dilation import Calibration, Choice
-from common.harness import cell as cells
-from common.harness import fabric as fabrics
-from common.harness.cell import Cell
 from common.harness.experiment import load
-from common.harness.fabric import Fabric
+from common.harness.running import cell as cells
+from common.harness.running import fabric as fabrics
+from common.harness.running.cell import Cell
+from common.harness.running.fabric import Fabric
+from common.harness.running.turn import Turn, order_seed, planned
+from common.harness.running.ui import Progress
+from common.harness.running.underway import Standing, Underway
 from common.harness.trial import MeasureConfig, Trial
-from common.harness.turn import Turn, order_seed, planned
-from common.harness.ui import Progress
-from common.harness.underway import Standing, Underway
 from common.launch.job import Outcome
 from common.results.records import FabricFacts, Result
 from common.results.records.trust import Check, Strain

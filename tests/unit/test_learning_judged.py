@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from common.harness.learn import LearnConfig
-from common.harness.record import make_record
+from common.harness.running.record import make_record
 from common.harness.worker import judge
 from common.harness.worker.judge import Snapshots, set_floating
 from common.harness.worker.timing import evidence

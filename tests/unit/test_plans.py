@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from common.harness.record import make_record
-from common.harness.ui import log_plan
+from common.harness.running.record import make_record
+from common.harness.running.ui import log_plan
 from common.harness.worker.timed import _rescaled
 from common.launch.job import Outcome
 from common.results.plans import lines

@@ -17,8 +17,8 @@ import torch
 
 from common import cgroups, machine
 from common.emulation import flow
-from common.harness import notes
-from common.harness.record import make_record
+from common.harness.running import notes
+from common.harness.running.record import make_record
 from common.harness.worker.timing import canary, strain
 from common.harness.worker.timing.strain import Gauge, Pressure, strain_of, used_cores
 from common.launch.job import Outcome

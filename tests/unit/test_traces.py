@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from common.harness import cli
-from common.harness.record import make_record
+from common.harness.running.record import make_record
 from common.launch.job import Outcome
 from common.results import store, traces
 from common.results.records import REAL, Result

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from common.harness.record import make_record
+from common.harness.running.record import make_record
 from common.harness.trial import BASELINE, MeasureConfig
 from common.harness.worker import timed, training
 from common.harness.worker.checking import correctness, plain

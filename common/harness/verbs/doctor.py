@@ -24,7 +24,7 @@ from common.cgroups import usable_cores
 from common.emulation import links, sandbox
 from common.emulation.links.switched import PROGRAM
 from common.harness.experiment import Experiment, load
-from common.harness.fabric import misfit
+from common.harness.running.fabric import misfit
 from common.harness.sweeps import EXPERIMENTS, ROOT
 from common.launch.mpirun import find_mpirun
 from dear.comm.runtime import address_of, interface_towards

@@ -152,8 +152,8 @@ def main(options: argparse.Namespace) -> int:
     if experiment.cluster is not None and not options.dry_run and not sandbox.inside():
         return sandbox.run([sys.executable, str(ROOT / "benchmarks.py"), *options.arguments])
 
-    from common.harness import plan
-    from common.harness.fabric import check_fit
+    from common.harness.running import plan
+    from common.harness.running.fabric import check_fit
 
     trials = plan.select(everything, options.filter, options.shard, experiment.name)
     check_fit(trials)
@@ -195,9 +195,9 @@ def _measure(
     options: argparse.Namespace,
 ) -> list[Record]:
     """Runs the trials; returns the newest records of all trials of the experiment."""
-    from common.harness import ui
-    from common.harness.fabric import make_fabric
-    from common.harness.sweep import Sweep
+    from common.harness.running import ui
+    from common.harness.running.fabric import make_fabric
+    from common.harness.running.sweep import Sweep
     from common.machine import machine_card
     from common.results.store import Comparison
 

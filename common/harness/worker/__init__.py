@@ -25,7 +25,7 @@ import torch
 
 import comm_core
 import dear
-from common.harness import ui
+from common.harness.running import ui
 from common.harness.trial import Briefing, Trial
 from common.harness.worker.checking.inquiry import inquire
 from common.harness.worker.learning import learn, load_data

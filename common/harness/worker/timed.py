@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 import dear
-from common.harness import ui
+from common.harness.running import ui
 from common.harness.trial import BASELINE, Briefing, Trial
 from common.harness.worker.checking import correctness
 from common.harness.worker.checking.inquiry import Inquiry, draw

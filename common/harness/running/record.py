@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from common.emulation.config import payload_bytes_per_s
-from common.harness import notes
+from common.harness.running import notes
 from common.harness.trial import BASELINE, Trial
 from common.launch.job import Outcome
 from common.models.registry import model_entry

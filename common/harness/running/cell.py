@@ -15,13 +15,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from common.emulation.dilation import FOREIGN_CORES, Choice
-from common.harness import notes
-from common.harness.fabric import Fabric
-from common.harness.record import samples_per_s, stepping_s
+from common.harness.running import notes
+from common.harness.running.fabric import Fabric
+from common.harness.running.record import samples_per_s, stepping_s
+from common.harness.running.turn import Turn, order_seed
+from common.harness.running.ui import Planned, Progress
+from common.harness.running.underway import Standing
 from common.harness.trial import BASELINE, Trial
-from common.harness.turn import Turn, order_seed
-from common.harness.ui import Planned, Progress
-from common.harness.underway import Standing
 from common.launch.job import Outcome
 from common.results.records import Order, Result, SetAside
 from common.results.records.trust import Note

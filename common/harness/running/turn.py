@@ -7,9 +7,9 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from common.harness.running.ui import Planned
+from common.harness.running.underway import Standing
 from common.harness.trial import Trial
-from common.harness.ui import Planned
-from common.harness.underway import Standing
 from common.results.records import FabricFacts, Order, Result, SetAside
 from common.results.records.trust import Note, Systematic, mean_step_s
 

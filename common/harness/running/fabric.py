@@ -34,7 +34,7 @@ from common.emulation.measured import (
 )
 from common.emulation.trace import TracePlayer
 from common.harness.experiment import Experiment
-from common.harness.record import samples_per_s
+from common.harness.running.record import samples_per_s
 from common.harness.trial import Briefing, Trial
 from common.launch.hosts import Host, read_hostfile
 from common.launch.job import Job, Launcher, Outcome, make_launcher

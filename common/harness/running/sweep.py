@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from common.emulation.dilation import Choice
-from common.harness.cell import Cell
 from common.harness.experiment import Experiment
-from common.harness.fabric import WORKER, Fabric, misfit
-from common.harness.record import make_record
+from common.harness.running.cell import Cell
+from common.harness.running.fabric import WORKER, Fabric, misfit
+from common.harness.running.record import make_record
+from common.harness.running.turn import Turn, now, order_seed, planned
+from common.harness.running.ui import Progress
+from common.harness.running.underway import Standing, Underway, path_of
 from common.harness.trial import BASELINE, Trial
-from common.harness.turn import Turn, now, order_seed, planned
-from common.harness.ui import Progress
-from common.harness.underway import Standing, Underway, path_of
 from common.launch.job import Job, Outcome
 from common.results import store
 from common.results.faith import passing_flag

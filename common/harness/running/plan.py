@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from common.harness import ui
 from common.harness.experiment import Experiment
-from common.harness.fabric import WORKER, launcher_for
-from common.harness.sweep import to_run
+from common.harness.running import ui
+from common.harness.running.fabric import WORKER, launcher_for
+from common.harness.running.sweep import to_run
 from common.harness.sweeps import RECORDS, short
 from common.harness.trial import Trial
 from common.launch.job import Job

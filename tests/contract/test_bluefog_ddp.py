@@ -61,7 +61,7 @@ def _trained(graph, sync):
         for turn in range(turns):
             if turns == 1 or turn == bf.rank():
                 model(batch(bf.rank(), step)).square().mean().backward()
-                model._engine.wait()
+                model._engine.exchange.wait()
             runtime.communicator().barrier()
         for handle in handles:
             handle.remove()

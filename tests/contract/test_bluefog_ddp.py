@@ -144,7 +144,7 @@ def test_what_cannot_be_is_said(bluefog_pool):
     assert "topology must be a networkx.DiGraph, got str" in kind
     assert "its nodes must be the ranks 0 to 3, got 3 nodes" in size
     assert "param_as_bucket_view=False" in views and "nothing to train" in nothing
-    assert "the topology stays once training has begun" in late
+    assert "the topology cannot change after training has begun" in late
 
 
 def test_its_sampler_is_there_too():

@@ -251,11 +251,11 @@ def _report(options: argparse.Namespace) -> int:
     return reporting.report(options, _figures)
 
 
-def _figures(folder: Path, processes: int) -> Sequence[Any]:
+def _figures(folder: Path) -> Sequence[Any]:
     # Only here, as above.
     from plots import embedded
 
-    return embedded.figures(folder, processes)
+    return embedded.figures(folder)
 
 
 def _doctor(options: argparse.Namespace) -> int:

@@ -5,31 +5,26 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from common.cgroups import usable_cores
 from common.harness.commands import ROOT, sweep_folder
 from common.harness.experiment import load
 from common.results.report import page
-from common.results.report.parts import Figured
+from common.results.report.parts import Figures
 from common.results.store import Comparison
 from dear.errors import UserError
-
-Figures = Callable[[Path, int], Sequence[Figured]]
 
 
 def report(options: argparse.Namespace, figures: Figures) -> int:
     """Writes the page of a sweep.
 
     Args:
-        figures: draws those that fit the sweep in a folder, with so many processes.
+        figures: draws the figures that fit the sweep in a folder.
     """
     folder = sweep_folder(options.sweep, options.logs, begun=True)
     out = options.out or folder / "report.html"
     commands = _commands(folder, options.logs)
-    cores = usable_cores()
-    text = page.build(folder, commands=commands, figures=lambda of: figures(of, cores))
+    text = page.build(folder, commands=commands, figures=figures)
     try:
         # Renamed into place: who looks at an older one never sees half of a page.
         half = out.with_name(f".{out.name}.{os.getpid()}")

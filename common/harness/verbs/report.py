@@ -28,18 +28,12 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> int:
     """Writes the page of a sweep and prints its path; the exit status is 0."""
-    from common.cgroups import usable_cores
     from common.results.report import page
     from plots import embedded
 
     folder = find_sweep(options.sweep, options.logs, begun=True)
     out = options.out or folder / "report.html"
-    cores = usable_cores()
-    text = page.build(
-        folder,
-        commands=_commands(folder),
-        figures=lambda of: embedded.figures(of, cores),
-    )
+    text = page.build(folder, commands=_commands(folder), figures=embedded.figures)
     try:
         # Renamed into place: a reader of an older page never sees half of this one.
         half = out.with_name(f".{out.name}.{os.getpid()}")

@@ -66,7 +66,8 @@ class SmallOnesTogetherEngine(GradientEngine):
             else:
                 small.setdefault((param.dtype, param.device), []).append(param)
         groups += small.values()
-        self._exchanges = [Exchange(group, replica.communicator, replica.options) for group in groups]
+        communicator, options = replica.communicator, replica.options
+        self._exchanges = [Exchange(group, communicator, options) for group in groups]
         self._started: list[Exchange] = []
         super().__init__(replica, groups, learn=True)
 

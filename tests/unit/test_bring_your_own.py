@@ -558,3 +558,11 @@ def test_a_mistake_is_one_line_and_status_2(capsys, flags, words):
     said = capsys.readouterr()
     assert said.out == "" and said.err.count("\n") == 1
     assert words in said.err
+
+
+def test_a_profile_is_kept_by_the_content_of_the_model_file():
+    keys = [
+        own._key(registry.Brought(source="file:/m.py", digest=digest), "a", "rtx2080ti", 8, None)
+        for digest in ("1", "2")
+    ]
+    assert keys[0] != keys[1]

@@ -16,6 +16,7 @@ from common.emulation.config import (
     ClusterConfig,
     Fault,
     NetworkProfile,
+    Stretch,
     network_profile,
     payload_bytes_per_s,
 )
@@ -395,3 +396,8 @@ def test_every_trial_on_virtual_hosts_must_fit(monkeypatch):
     assert [(how["hosts"], how["ranks_per_host"]) for _, how in asked] == [(4, 1), (2, 2)]
     copies = [how["optimizer_copies"] for _, how in asked[:2]]
     assert copies[0] == copies[1] + 1, "a delayed algorithm holds gradients of a step more"
+
+
+def test_a_stretch_of_a_trace_needs_a_rate_that_links_can_have():
+    with pytest.raises(UserError, match="trace"):
+        Stretch(gbps=0.0, for_s=1.0)

@@ -40,7 +40,7 @@ from common.harness.trial import MeasureConfig
 from common.machine import machine_card
 from common.results import stats
 from common.results.faith import doubt
-from common.results.records import Record, Throughput
+from common.results.records import Record, Result, Throughput
 from common.results.records.trust import Check
 from common.results.rows import Row, difference, make_rows
 from common.results.shipped import MISSED
@@ -241,7 +241,15 @@ def table(trials: Sequence[stats.Repeats]) -> list[Row]:
 
 def _record(index: int, repeats: stats.Repeats) -> Record:
     label = f"trial {index}"
-    trial = {"model": "m", "batch_size": 1, "world_size": 2, "algorithm": label, "label": label}
+    trial = {
+        "model": "m",
+        "batch_size": 1,
+        "world_size": 2,
+        "algorithm": label,
+        "label": label,
+        "brought": None,
+    }
+    check = Check(replicas_agree=True, matches_reference=True)
     return Record(
         id=label,
         hash=label,
@@ -251,8 +259,8 @@ def _record(index: int, repeats: stats.Repeats) -> Record:
         duration_s=0.0,
         machine={},
         run="simulated",
-        iters=[[list(steps)] for steps in repeats],
-        check=Check(replicas_agree=True, matches_reference=True),
+        results=[Result(iters=[list(steps)], cpu_s_per_s=1.0, check=check) for steps in repeats],
+        check=check,
         throughput=Throughput(value=0.0, unit="", ci_low=None, ci_high=None, n=0),
     )
 

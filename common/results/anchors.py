@@ -8,6 +8,7 @@ Ours are measured where a committed record has the same place, else computed: an
 from __future__ import annotations
 
 import csv
+import dataclasses
 import functools
 import statistics
 import sys
@@ -24,7 +25,6 @@ from common.results.store import load as load_records
 from common.virtual.foresee import foresee, halved
 from dear.cost.collectives import TABLES
 from dear.cost.fit import AlphaBeta
-from dear.options import said
 from dear.training.algorithm import algorithm_options
 
 PAGE = shipped.ROOT / "docs" / "validation.md"
@@ -144,13 +144,13 @@ def _measured(
         "world_size": gpus,
         "ranks_per_host": gpus // hosts,
         "algorithm": algorithm,
-        "options": said(algorithm_options(algorithm, dict(options))),
+        "options": dataclasses.asdict(algorithm_options(algorithm, dict(options))),
         "profile_digest": profile.digest,
     }
     rates = [
         record.throughput.value
         for record in records
-        if record.fabric == "emulated"
+        if record.fabric.kind == "emulated"
         and record.throughput is not None
         and not record.fault
         and doubt(record) is None

@@ -156,7 +156,7 @@ def _measured(record: Record) -> dict[str, Any]:
         "repeats": len(record.repeats),
         "correct": record.check.verdict,
         "doubt": why,
-        "notes": [why, *record.notes],
+        "notes": [why, *(note.text for note in record.notes)],
         "step_s": record.step_s,
         "step_median_s": stats.percentile_step_s(record.repeats, 0.5),
         "step_p95_s": stats.percentile_step_s(record.repeats, 0.95),
@@ -284,7 +284,7 @@ def _key(record: Record) -> str:
     """The settings that trials have in common which are compared with each other."""
     own = ("algorithm", "options", "label", "world_size", "twin", "plugin")
     settings = {key: value for key, value in record.trial.items() if key not in own}
-    if "brought" in settings:  # wherever its files lie
+    if settings["brought"] is not None:  # wherever its files lie
         settings["brought"] = settings["brought"]["digest"]
     return json.dumps(settings, sort_keys=True)
 

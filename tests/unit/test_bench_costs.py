@@ -11,7 +11,7 @@ import pytest
 from bench import costs
 from common.results import store
 from common.results.store import Comparison
-from tests.unit.made_record import record
+from tests.unit.made_record import record, with_first
 from tests.unit.test_measured_costs import WIRE, sampled, zigzag
 
 
@@ -21,8 +21,8 @@ def sweep(tmp_path):
 
     def kept(measured):
         folder = tmp_path / "tiny"
-        (folder / "it").mkdir(parents=True)
-        made = dataclasses.replace(record("dear", 0.1, 4), evidence="it/evidence.json.gz")
+        made = with_first(record("dear", 0.1, 4), evidence="evidence.json.gz")
+        (folder / made.id).mkdir(parents=True)
         store.append(folder / "records.jsonl", made)
         Comparison(compare_to="dear", trials=(made.hash,)).save(folder)
         values = {**dataclasses.asdict(measured), "time_scale": 2.0}

@@ -10,8 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from common.harness import doctor
+from common.harness import sweeps
 from common.harness.cli import main
+from common.harness.verbs import doctor
 
 
 def findings(tmp_path):
@@ -29,8 +30,8 @@ def test_every_finding_says_what_and_what_is_amiss_says_how_to_mend_it(tmp_path)
 
 def test_what_mends_it_is_a_target_or_a_script_that_there_is(tmp_path):
     """Of all that the file says: `make X`, and scripts."""
-    root = doctor.ROOT
-    said = (root / "common/harness/doctor.py").read_text()
+    root = sweeps.ROOT
+    said = (root / "common/harness/verbs/doctor.py").read_text()
     targets = re.findall(r"^([\w-]+):", (root / "Makefile").read_text(), re.MULTILINE)
     assert set(re.findall(r"make (core|horovod|\w+)\b", said)) - {"room"} <= set(targets)
     assert all((root / script).exists() for script in re.findall(r"scripts/\w+\.sh", said))

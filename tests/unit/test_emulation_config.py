@@ -31,7 +31,7 @@ from common.emulation.dilation import (
     readable_scales,
 )
 from common.emulation.measured import counted_between, network_record, told_of
-from common.harness import fabric
+from common.harness.running import fabric
 from dear.errors import UserError
 from dear.options import build_options
 from tests.system.made import make_trial

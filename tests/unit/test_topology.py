@@ -308,7 +308,7 @@ ALL = [Edge([0, 1, 2, 3], 0.25)]
         ([[Edge([0, 1, 2, 3], 1.5)]], "weight 1.5"),
         ([[Edge([0, 1, 2, 3], float("nan"))]], "weight nan"),
         ([ALL, [Edge([0, 1, 2], 0.3), Edge([3], 0.5)]], "rank 3 is alone"),
-        ([[Edge([0, 1], 0.5), Edge([2, 3], 0.5)]], "between rank 0 and rank 2"),
+        ([[Edge([0, 1], 0.5), Edge([2, 3], 0.5)]], "connects rank 0 and rank 2"),
         ([[Edge([0, 1, 2, 3], 1.0)]], "train apart"),
         ([[Edge([], 0.5), *ALL]], "without ranks"),
         ([], "no steps"),

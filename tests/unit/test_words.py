@@ -1,4 +1,4 @@
-"""The bench of words on pairs of equal trials, and the figure that shows what is believed."""
+"""Verdicts on pairs of equal trials."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ import itertools
 from subprocess import CompletedProcess
 
 import pytest
-from matplotlib.colors import to_hex
 
 from bench import words
 from common.harness.experiment import load
 from common.results.store import Comparison, append
-from plots import style, throughput
-from tests.unit.made_record import record
+from tests.unit.made_record import record, with_iters, with_notes
 
 MACHINE = {"cores": 2, "cpu": "CPU", "packages": {"torch": "2"}, "commit": "abc"}
 
@@ -21,7 +19,7 @@ MACHINE = {"cores": 2, "cpu": "CPU", "packages": {"torch": "2"}, "commit": "abc"
 def varied(algorithm, factors, step_s=0.1, **more):
     made = record(algorithm, step_s, **more)
     iters = [[[step_s * factor] * 2] for factor in factors]
-    return dataclasses.replace(made, iters=iters, machine=MACHINE)
+    return dataclasses.replace(with_iters(made, iters), machine=MACHINE)
 
 
 @pytest.fixture
@@ -41,12 +39,13 @@ def sweep(tmp_path):
 def twin(made, factor=1.0):
     trial = made.trial | {"label": f"{made.label} again", "twin": 1}
     iters = [[[step * factor for step in made.iters[i - 1][0]]] for i, _ in enumerate(made.iters)]
-    return dataclasses.replace(made, hash=f"{made.hash}-again", trial=trial, iters=iters)
+    made = with_iters(made, iters)
+    return dataclasses.replace(made, hash=f"{made.hash}-again", trial=trial)
 
 
 def test_words_of_twins_are_judged_among_the_pairs_of_a_cell(sweep, capsys):
     ddp, dear = varied("ddp", (1, 1.01, 0.99)), varied("dear", (1, 1.002, 0.998))
-    doubted = dataclasses.replace(varied("wfbp", (1, 1, 1)), notes=["disturbed: very"])
+    doubted = with_notes(varied("wfbp", (1, 1, 1)), "disturbed: very")
     folder = sweep([ddp, twin(ddp), dear, twin(dear), doubted, twin(doubted)])
     assert words.main(["read", str(folder)]) == 0
     out = capsys.readouterr().out
@@ -112,32 +111,3 @@ def test_simulated_tables_are_judged(monkeypatch, capsys):
     found = [line.split(": ")[2].split()[0] for line in missed]
     # So few tables tell too little of the coverage.
     assert [word for word in found if word != "coverage"] == ["false", "false", "5%"]
-
-
-def test_the_figure_is_grey_where_a_number_is_not_believed(sweep, tmp_path, monkeypatch):
-    drawn = []
-    monkeypatch.setattr(style, "save", lambda figure, stem: drawn.append(figure) or [])
-    reason = "unfaithful: ranks waited for a core for 9 % of a step"
-    folder = sweep(
-        [
-            varied("none", (1, 1, 1), world=1),
-            varied("ddp", (1, 1.01, 0.99)),
-            dataclasses.replace(varied("horovod", (1, 1.1, 0.9), 0.01), notes=[reason]),
-            varied("dear", (1,), 0.05, label="a label, " * 8),
-            varied("wfbp", (1, 2), 0.05),
-        ]
-    )
-    throughput.draw(folder, tmp_path)
-    (axis,) = drawn[0].axes
-    names = [text.get_text() for text in axis.get_yticklabels()]
-    bars = dict(zip(names, axis.patches, strict=True))
-    assert to_hex(bars["horovod"].get_facecolor()) == "#e4e4e4"
-    assert to_hex(bars["ddp"].get_facecolor()) == "#0072b2"
-    texts = [text.get_text() for text in axis.texts]
-    assert f"(1600) {reason}" in texts and {"160", "320"} <= set(texts)
-    # Two whiskers: one repeat has none, and what is not believed shows none.
-    assert len(axis.containers) - len(bars) == 2
-    # Neither what is not believed nor an interval of two repeats makes the others small.
-    assert axis.get_xlim()[1] < 700
-    about = drawn[0].get_supxlabel().replace("\n", " ")
-    assert "95 % t interval" in about and "grey: not believed" in about

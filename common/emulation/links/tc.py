@@ -133,8 +133,9 @@ def bucket_command(device: str, profile: NetworkProfile, time_scale: float, nete
     """Returns the command that sets only the rate; queued packets remain queued."""
     position = f"parent {_NETEM}1 handle {_TBF_BELOW}" if netem else f"root handle {_TBF_ALONE}"
     burst = burst_bytes(profile.gbps, time_scale)
+    rate = round(profile.gbps * 1e9 / time_scale)
     return (
-        f"qdisc replace dev {device} {position} tbf rate {round(profile.gbps * 1e9 / time_scale)}bit "
+        f"qdisc replace dev {device} {position} tbf rate {rate}bit "
         f"burst {burst}b limit {burst + profile.queue_bytes}b"
     )
 

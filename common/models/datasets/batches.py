@@ -50,7 +50,9 @@ class Batches:
             )
         indices = range(len(train))
         if sampler == "own":
-            local = LocalStepRandomBatchSampler(indices, batch_size, seed, rank=rank, drop_last=True)
+            local = LocalStepRandomBatchSampler(
+                indices, batch_size, seed, rank=rank, drop_last=True
+            )
             orders: Iterator[list[int]] = chain.from_iterable(repeat(local))  # shuffles each epoch
         else:
             distributed = DistributedSampler(indices, size, rank, seed=seed, drop_last=True)

@@ -59,9 +59,9 @@ def finishes(record: Record) -> list[Finish]:
     """
     target = record.trial["learn"]["target_accuracy"]
     if target is not None:
-        return [_finish(run, target) for run in record.learning or ()]
+        return [_finish(run, target) for run in record.learning]
     slowed = slowed_ranks(record.trial)
-    found = ((_rate(run, slowed), run.seed) for run in record.learning or ())
+    found = ((_rate(run, slowed), run.seed) for run in record.learning)
     return [Finish(seconds=1 / rate, seed=seed) for rate, seed in found if rate]
 
 
@@ -77,7 +77,7 @@ def _finish(run: Learning, target: float) -> Finish:
 
 def rates(record: Record, leave_out: Sequence[int]) -> list[float]:
     """By run: steps per second of the slowest rank that lives and is not left out."""
-    found = (_rate(run, leave_out) for run in record.learning or ())
+    found = (_rate(run, leave_out) for run in record.learning)
     return [rate for rate in found if rate is not None]
 
 

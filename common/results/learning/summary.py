@@ -154,7 +154,7 @@ def _row(record: Record, records: Sequence[Record]) -> LearnRow:
         "epochs": learn.get("epochs"),
         "target": learn["target_accuracy"],
     }
-    if record.throughput is None or record.learning is None:
+    if record.throughput is None or not record.learning:
         return LearnRow(**known, reason=record.error and record.error.message)
     runs = record.learning
     last = [run.evaluations[-1] for run in runs]
@@ -202,7 +202,8 @@ def limit(learn: Mapping[str, Any]) -> str:
 
 def _notes(record: Record) -> list[str]:
     """Why to doubt the numbers first."""
-    return list(dict.fromkeys(filter(None, [faith.doubt(record), *record.notes])))
+    texts = [faith.doubt(record), *(note.text for note in record.notes)]
+    return list(dict.fromkeys(filter(None, texts)))
 
 
 def _at_target(record: Record) -> dict[str, Any]:
@@ -219,7 +220,7 @@ def _at_target(record: Record) -> dict[str, Any]:
 
 def _accuracy(record: Record) -> dict[str, Any]:
     """The mean over the runs, its t interval, and what the number of test images leaves open."""
-    found = [run.evaluations[-1].accuracy for run in record.learning or ()]
+    found = [run.evaluations[-1].accuracy for run in record.learning]
     if None in found:
         return {}
     low = high = error = None
@@ -228,8 +229,9 @@ def _accuracy(record: Record) -> dict[str, Any]:
         quantile = float(-stdtrit(len(found) - 1, stats.ALPHA / 2))
         half = quantile * statistics.stdev(found) / len(found) ** 0.5
         low, high = max(0.0, mean - half), min(1.0, mean + half)
-    if record.data is not None:
-        error = (mean * (1 - mean) / record.data.test) ** 0.5
+    data = record.first and record.first.data
+    if data is not None:
+        error = (mean * (1 - mean) / data.test) ** 0.5
     known = {"accuracy": mean, "accuracy_low": low, "accuracy_high": high}
     return {**known, "accuracy_error": error}
 
@@ -297,23 +299,18 @@ _ENDS = (("", "value"), ("_low", "low"), ("_high", "high"))
 
 
 def staleness(record: Record) -> Iterator[tuple[float, float]]:
-    """Mean and most, per rank and neighbour, as far as the algorithm counts them.
-
-    Records of earlier versions have a number for algorithms with windows: in how many exchanges
-    nothing had come, which is no mean.
-    """
-    for rank in record.statistics or ():
+    """Yields mean and maximum per rank and neighbour, where the algorithm counts them."""
+    statistics = record.first and record.first.statistics
+    for rank in statistics or ():
         for age in ((rank or {}).get("staleness") or {}).values():
-            if isinstance(age, dict) and age["mean"] is not None:
+            if age["mean"] is not None:
                 yield age["mean"], age["max"]
 
 
 def _as_one(trial: dict[str, Any]) -> dict[str, Any]:
-    """Of a trial with and without a fault, the same; keys that older records lack are left out, and
-    where its files lie."""
-    learn = {key: value for key, value in trial["learn"].items() if value is not None}
-    known = {key: value for key, value in trial.items() if key not in ("plugin", "brought")}
-    return {**known, "fault": None, "learn": learn}
+    """Returns the settings that a trial with a fault and the same without one have in common."""
+    settings = {key: value for key, value in trial.items() if key not in ("plugin", "brought")}
+    return {**settings, "fault": None}
 
 
 def _median(values: Iterable[float | None]) -> float | None:

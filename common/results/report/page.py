@@ -43,9 +43,7 @@ class Commands:
     one, and a sentence on whether that asks for the same trials."""
 
 
-def build(
-    folder: Path, *, commands: Commands, figures: Figures | None = None
-) -> str:
+def build(folder: Path, *, commands: Commands, figures: Figures | None = None) -> str:
     """The page of the sweep in a folder, as HTML.
 
     Args:
@@ -89,7 +87,7 @@ def build(
         troubles=trouble.troubles(folder, records),
         kept_in_mind=trouble.kept_in_mind(records),
         done_again=trouble.done_again(records),
-        plans=[plans.lines(one) for one in records if one.plan is not None],
+        plans=[plans.lines(one) for one in records if one.first and one.first.plan],
         machines=surroundings.machines(records),
         scales=surroundings.scales(records),
         links=surroundings.links(records),

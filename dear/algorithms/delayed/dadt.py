@@ -1,4 +1,4 @@
-"""Delayed all-reduce: an update applies older gradients, so it waits for no transfer of its step."""
+"""Delayed all-reduce: an update applies older gradients and waits for no transfer of its step."""
 
 from __future__ import annotations
 

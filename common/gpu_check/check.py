@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common.harness.budget import (
+from common.gpu_check.budget import (
     Budget,
     Ended,
     Result,
@@ -152,7 +152,7 @@ def collect_profiles(profiles: Path, out: Path, since: float) -> None:
 
 def ask(python: Path, env: Mapping[str, str]) -> dict[str, Any]:
     """What `probe` finds out with that Python."""
-    command = [str(python), "-m", "common.harness.gpu_check", "--probe"]
+    command = [str(python), "-m", "common.gpu_check.check", "--probe"]
     how = {"cwd": ROOT, "env": {**os.environ, **env}, "capture_output": True, "text": True}
     done = subprocess.run(command, **how)
     if done.returncode != 0:

@@ -1,6 +1,6 @@
-"""Why to doubt a trial's number, in words: what of its machine, its course and its steps says so.
+"""Notes on a trial from the strain on its machine, its step times and its costs.
 
-The word before the colon is fixed; `common.results.faith` and readers of records go by it.
+`common.results.faith` decides by the kind of a note whether the number is valid.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Sequence
 
 from common.emulation.dilation import FELL_BEHIND, FOREIGN_CORES, UNFAITHFUL_WAIT
-from common.results.records.trust import Strain
+from common.results.records.trust import CostCheck, Note, Strain
 
 LATE = 0.02
 """Share of the time that a rank may compute longer on an emulated cluster: of real compute, for
@@ -24,6 +24,10 @@ TRANSIENT = 0.03
 """The first period of blocks may differ so much from the others, relative."""
 TRANSIENT_ALPHA = 0.05 / 20
 """Of a row, so that no more than one table of 20 rows in 20 has one by chance (Bonferroni)."""
+COST_MISFIT, COST_NOISE, COST_DRIFT = 0.05, 0.15, 0.1
+"""Costs of collectives above any of these are doubtful: the error of the fit beyond sampling error,
+the sampling error alone, and the change from the trial's begin to its end, all relative. Another
+program then used the network or the machine, or the engine sends in ways that the fit lacks."""
 
 
 def unfaithful(strain: Sequence[Strain]) -> bool | None:
@@ -54,36 +58,55 @@ def _off(strain: Strain) -> float:
     return abs(strain.fell_behind)
 
 
-def unfaithful_note(strain: Sequence[Strain]) -> str:
-    """What to say of an unfaithful trial: of the launch that suffered most."""
+def unfaithful_note(strain: Sequence[Strain]) -> Note:
+    """Returns the note on an unfaithful trial, about the launch with the most strain."""
     if (late := max(map(_late, strain))) > LATE:
-        return f"unfaithful: a rank computed {late:.0%} of the time longer, for lack of cores"
+        return _unfaithful(f"a rank computed {late:.0%} of the time longer, for lack of cores")
     worst = max(strain, key=_off)
     if _off(worst) > FELL_BEHIND:
         how = "fell behind" if worst.fell_behind > 0 else "caught up with"
-        return (
-            f"unfaithful: hosts {how} their devices by {_off(worst):.0%} of the time in a launch, "
+        return _unfaithful(
+            f"hosts {how} their devices by {_off(worst):.0%} of the time in a launch, "
             "for lack of cores"
         )
     wait = max(wait for wait in map(_wait, strain) if wait is not None)
-    return f"unfaithful: for lack of cores a rank's threads waited {wait:.2f} s per second in all"
+    return _unfaithful(f"for lack of cores a rank's threads waited {wait:.2f} s per second in all")
 
 
-def oversubscribed(strain: Sequence[Strain], crowded: str | None) -> str | None:
-    """What to say where real ranks had fewer cores than threads that wanted one.
+def _unfaithful(reason: str) -> Note:
+    return Note(kind="unfaithful", text=f"unfaithful: {reason}")
 
-    It is no doubt: the machine that the ranks run on is the one whose number was asked for. Only
-    the threads that train are looked at: of others (NCCL's, a pool's that spins) many may wait and
-    hold up nothing.
+
+def oversubscribed(strain: Sequence[Strain], crowded: str | None) -> Note | None:
+    """Returns a note if real ranks had fewer cores than threads that wanted one.
+
+    The number stays valid: it was asked for on this machine. Only training threads count. Many
+    other threads (NCCL's, a pool's that spins) may wait and delay nothing.
 
     Args:
-        crowded: what was asked for, if that alone is more than there is.
+        crowded: ranks and threads, if the trial asks for more threads than there are cores.
     """
     waits = [launch.main_wait for launch in strain if launch.main_wait is not None]
-    said = [crowded] if crowded else []
+    reasons = [crowded] if crowded else []
     if max(waits, default=0.0) > SHORT_OF_CORES:
-        said.append(f"a rank's training thread waited {max(waits):.0%} of the time for a core")
-    return f"oversubscribed: {'; '.join(said)}" if said else None
+        reasons.append(f"a rank's training thread waited {max(waits):.0%} of the time for a core")
+    if not reasons:
+        return None
+    return Note(kind="oversubscribed", text=f"oversubscribed: {'; '.join(reasons)}")
+
+
+def costs(check: CostCheck, what: str = "costs of collectives") -> Note | None:
+    """Returns a note if the costs are doubtful (`COST_MISFIT` and the next two)."""
+    noise = check.noise
+    if check.misfit > COST_MISFIT:
+        reason = f"their fit is {check.misfit:.0%} off, beside {noise:.0%} of noise"
+    elif noise > COST_NOISE:
+        reason = f"repeats of the same message differ by {noise:.0%}"
+    elif abs(check.drift) > COST_DRIFT:
+        reason = f"{check.drift:+.0%} from begin to end"
+    else:
+        return None
+    return Note(kind="costs", text=f"{what} are doubtful: {reason}")
 
 
 def others(strain: Strain) -> str | None:
@@ -97,7 +120,7 @@ def others(strain: Strain) -> str | None:
     return None
 
 
-def disturbed(strain: Strain, emulated: bool) -> str | None:
+def disturbed(strain: Strain, emulated: bool) -> Note | None:
     """What others took of a launch: cores for which its ranks' threads then waited.
 
     None if they took none, or none that the ranks would have needed. Where the kernel does not tell
@@ -112,25 +135,26 @@ def disturbed(strain: Strain, emulated: bool) -> str | None:
         trained = strain.main_wait
         if not emulated and trained is not None and trained + strain.steal_cores <= SHORT_OF_CORES:
             return None
-    return f"disturbed: {who}"
+    return Note(kind="disturbed", text=f"disturbed: {who}")
 
 
-def beside(strain: Sequence[Strain]) -> str | None:
-    """What others had, as information, of a trial whose ranks had all cores that they needed."""
-    return next((f"beside others: {who}" for who in map(others, strain) if who), None)
+def beside(strain: Sequence[Strain]) -> Note | None:
+    """Returns a note on other programs' load beside ranks that had all cores that they needed."""
+    who = next(filter(None, map(others, strain)), None)
+    return who and Note(kind="beside", text=f"beside others: {who}")
 
 
-def invalid(strain: Strain, emulated: bool) -> str | None:
-    """Why a launch's number is of something else than its trial; None if it is of that.
+def invalid(strain: Strain, emulated: bool) -> Note | None:
+    """Returns the note that makes a launch invalid; None for a valid launch.
 
-    It is judged by what the ranks' own threads waited.
+    The waits of the ranks' own threads decide.
     """
     if (reason := disturbed(strain, emulated)) is not None:
         return reason
     return unfaithful_note([strain]) if emulated and unfaithful([strain]) else None
 
 
-def not_stationary(iters: Sequence[Sequence[Sequence[float]]], period: int) -> str | None:
+def not_stationary(iters: Sequence[Sequence[Sequence[float]]], period: int) -> Note | None:
     """A note if blocks do not begin as they go on, by more than the noise between them explains.
 
     The first period of each block is held against the rest of it. With fewer than three blocks the
@@ -159,10 +183,11 @@ def not_stationary(iters: Sequence[Sequence[Sequence[float]]], period: int) -> s
         return None
     first = "step" if period == 1 else f"{period} steps"
     longer = "longer" if off > 0 else "shorter"
-    return (
+    text = (
         f"not stationary: the first {first} of a block took {abs(math.expm1(off)):.1%} {longer} "
         "than the rest"
     )
+    return Note(kind="not stationary", text=text)
 
 
 def _periods(steps: Sequence[float], period: int) -> list[float]:

@@ -15,15 +15,16 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from common.emulation.dilation import FOREIGN_CORES, Choice
-from common.harness import notes
-from common.harness.fabric import Fabric
-from common.harness.record import Result
+from common.harness.running import notes
+from common.harness.running.fabric import Fabric
+from common.harness.running.record import samples_per_s, stepping_s
+from common.harness.running.turn import Turn, order_seed
+from common.harness.running.ui import Planned, Progress
+from common.harness.running.underway import Standing
 from common.harness.trial import BASELINE, Trial
-from common.harness.turn import Turn, order_seed
-from common.harness.ui import Planned, Progress
-from common.harness.underway import Standing
 from common.launch.job import Outcome
-from common.results.records import Order, SetAside
+from common.results.records import Order, Result, SetAside
+from common.results.records.trust import Note
 
 AGAIN_SHARE = 0.25
 """Launches that a cell may do again, as a share of those that it has at least; one in any case."""
@@ -203,7 +204,8 @@ class Cell:
                 outcome, result = self._launched_well(turn, repeat, slower=2.0)
                 if result is None:
                     message = (outcome.error or {}).get("message")
-                    turn.notes.append(f"at time scale {scale:g}: {outcome.status}: {message}")
+                    text = f"at time scale {scale:g}: {outcome.status}: {message}"
+                    turn.notes.append(Note(kind="time scale", text=text))
                 else:
                     turn.at_2k.append(result)
                     self._keep_all()
@@ -221,8 +223,9 @@ class Cell:
         for turn in list(self._running):
             lost = self._lost.get(turn.trial.world_size)
             if lost is not None:
-                turn.notes.append(f"stopped: no verdict is possible, for {lost}")
-                self._say(turn.notes[-1])
+                text = f"stopped: no verdict is possible, for {lost}"
+                turn.notes.append(Note(kind="stopped", text=text))
+                self._say(text)
                 self._end(turn, _OK)
 
     def _lose(self, turn: Turn, reason: str) -> None:
@@ -235,11 +238,11 @@ class Cell:
     def _invalid(self, turn: Turn) -> str | None:
         """Why one of its launches is not valid; None if all are."""
         emulated = self._emulated(turn.trial)
-        reasons = (notes.invalid(result.strain, emulated) for result in turn.results)
-        return next(filter(None, reasons), None)
+        invalid = (notes.invalid(result.strain, emulated) for result in turn.results)
+        return next((note.text for note in invalid if note is not None), None)
 
     def _emulated(self, trial: Trial) -> bool:
-        return self._fabric.describe(trial).fabric == "emulated"
+        return self._fabric.describe(trial).kind == "emulated"
 
     def _keep_all(self) -> None:
         """As all trials under way stand."""
@@ -305,10 +308,11 @@ class Cell:
             choice = None  # it is as good as can be had here
         if choice is not None and self._settled:
             if not valid:
-                turn.notes.append(
+                text = (
                     f"it needs time scale {choice.time_scale:g}; the others of its cell, on "
                     f"record, have {self._fabric.time_scale:g}: --rerun all measures all of them"
                 )
+                turn.notes.append(Note(kind="time scale", text=text))
             choice = None
         turn.results.append(result)
         turn.order.positions.append(position)
@@ -331,7 +335,7 @@ class Cell:
 
     def _praise(self, trial: Trial, result: Result) -> None:
         """Makes it the best so far, if it is."""
-        rate = result.rate(trial)
+        rate = samples_per_s(result, trial)
         if trial.algorithm != BASELINE and rate > self._best_rate:
             self._best_rate = rate
             self._progress.best = f"{trial.label} {rate:.3g}/s"
@@ -353,7 +357,8 @@ class Cell:
             self._crowded = notes.others(better.strain) is not None
             return second, better
         # What was disturbed is better than nothing.
-        turn.notes.append(f"a launch that was done again has {second.status}")
+        text = f"a launch that was done again has {second.status}"
+        turn.notes.append(Note(kind="relaunch", text=text))
         turn.set_aside.pop()
         return outcome, result
 
@@ -365,9 +370,9 @@ class Cell:
         """
         strain, crowded = result.strain, self._crowded
         self._crowded = notes.others(strain) is not None
-        reason = notes.invalid(strain, self._emulated(turn.trial))
+        note = notes.invalid(strain, self._emulated(turn.trial))
         stays = crowded if self._crowded else repeat == 0
-        return None if stays or self._again <= 0 else reason
+        return None if note is None or stays or self._again <= 0 else note.text
 
     def _say(self, why: str) -> None:
         """In the progress line, beside the launch that comes next."""
@@ -398,7 +403,7 @@ class Cell:
             )
         # Starting processes takes no longer at a larger scale.
         more = choice.time_scale - self._fabric.time_scale
-        longer_s = self._spent_s + more * result.stepping_s(turn.trial)
+        longer_s = self._spent_s + more * stepping_s(result, turn.trial)
         if longer_s > self._timeout_s and not self._settled:
             return (
                 f"too heavy for this machine: {choice.reason}, which takes time scale "

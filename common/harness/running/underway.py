@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from common.harness.record import FabricFacts, Result
-from common.results.records import SetAside, typed
+from common.results.records import FabricFacts, Result, SetAside, typed
+from common.results.records.trust import Note
 
 SCHEMA = 1
 _SAME = (
@@ -34,7 +34,7 @@ class Standing:
     results: list[Result] = field(default_factory=list)
     set_aside: list[SetAside] = field(default_factory=list)
     at_2k: list[Result] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    notes: list[Note] = field(default_factory=list)
     facts: FabricFacts
     """Of the fabric when it was kept."""
 

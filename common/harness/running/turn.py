@@ -7,12 +7,11 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from common.harness.record import FabricFacts, Result
+from common.harness.running.ui import Planned
+from common.harness.running.underway import Standing
 from common.harness.trial import Trial
-from common.harness.ui import Planned
-from common.harness.underway import Standing
-from common.results.records import Order, SetAside
-from common.results.records.trust import Systematic, mean_step_s
+from common.results.records import FabricFacts, Order, Result, SetAside
+from common.results.records.trust import Note, Systematic, mean_step_s
 
 
 @dataclass(eq=False)
@@ -26,7 +25,7 @@ class Turn:
     results: list[Result] = field(default_factory=list)
     set_aside: list[SetAside] = field(default_factory=list)
     at_2k: list[Result] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    notes: list[Note] = field(default_factory=list)
     facts: FabricFacts | None = None
     """Of the fabric that the results are of; None while it is the current one."""
 
@@ -38,7 +37,8 @@ class Turn:
             setattr(turn, key, getattr(kept, key))
         if turn.results:
             repeats = len(turn.results)
-            turn.notes.append(f"the run was stopped after repeat {repeats} and went on later")
+            text = f"the run was stopped after repeat {repeats} and went on later"
+            turn.notes.append(Note(kind="interrupted", text=text))
         return turn
 
     def standing(self, facts: FabricFacts) -> Standing:

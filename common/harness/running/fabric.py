@@ -34,12 +34,13 @@ from common.emulation.measured import (
 )
 from common.emulation.trace import TracePlayer
 from common.harness.experiment import Experiment
-from common.harness.record import REAL, FabricFacts, Result
+from common.harness.running.record import samples_per_s
 from common.harness.trial import Briefing, Trial
 from common.launch.hosts import Host, read_hostfile
 from common.launch.job import Job, Launcher, Outcome, make_launcher
 from common.machine import check_memory
 from common.models.registry import is_replay, model_entry, profile_of
+from common.results.records import REAL, FabricFacts, Result
 from common.results.records.trust import Network
 from dear.errors import UserError
 
@@ -114,7 +115,7 @@ class Fabric:
     def describe(self, trial: Trial) -> FabricFacts:
         """What belongs into the trial's record."""
         # Replayed compute is nobody's measurement, whatever moves the bytes.
-        return FabricFacts(fabric="emulated") if is_replay(trial.model) else REAL
+        return FabricFacts(kind="emulated") if is_replay(trial.model) else REAL
 
 
 class EmulatedFabric(Fabric):
@@ -186,7 +187,7 @@ class EmulatedFabric(Fabric):
         strain = result.strain
         seen = Seen(
             time_scale=self.time_scale,
-            step_s=sum(trial.rank_batches) / result.rate(trial),
+            step_s=sum(trial.rank_batches) / samples_per_s(result, trial),
             cpu_s_per_s=result.cpu_s_per_s,
             core_wait=strain.core_wait and strain.core_wait + strain.steal_cores,
             fell_behind=strain.fell_behind,
@@ -263,7 +264,7 @@ class EmulatedFabric(Fabric):
             notes = [*measured.notes, *(f"{trial.label}, {line}" for line in said)]
             measured = dataclasses.replace(measured, launches=launches, notes=notes)
         return FabricFacts(
-            fabric="emulated",
+            kind="emulated",
             time_scale=self._choice.time_scale,
             time_scale_reason=self._choice.reason,
             calibration=self._calibration,

@@ -14,19 +14,19 @@ from pathlib import Path
 from typing import Any, Literal
 
 from common.emulation.dilation import Choice
-from common.harness.cell import Cell
 from common.harness.experiment import Experiment
-from common.harness.fabric import WORKER, Fabric, misfit
-from common.harness.record import Result, make_record
+from common.harness.running.cell import Cell
+from common.harness.running.fabric import WORKER, Fabric, misfit
+from common.harness.running.record import make_record
+from common.harness.running.turn import Turn, now, order_seed, planned
+from common.harness.running.ui import Progress
+from common.harness.running.underway import Standing, Underway, path_of
 from common.harness.trial import BASELINE, Trial
-from common.harness.turn import Turn, now, order_seed, planned
-from common.harness.ui import Progress
-from common.harness.underway import Standing, Underway, path_of
 from common.launch.job import Job, Outcome
 from common.results import store
-from common.results.faith import flaw
-from common.results.records import Record, typed
-from common.results.records.trust import CostCheck
+from common.results.faith import passing_flag
+from common.results.records import Record, Result, typed
+from common.results.records.trust import CostCheck, Note
 from common.results.store import Comparison
 from dear.cost.fit import CollectiveCost
 from dear.errors import UserError
@@ -177,7 +177,7 @@ class Sweep:
         kept = [
             record
             for record in reversed(store.load(self._path))
-            if flaw(record) is None
+            if passing_flag(record) is None
             and record.hash in self.comparison.trials
             and (record.hash not in again or record.run == self._runs.get(record.hash))
         ]
@@ -231,13 +231,14 @@ class Sweep:
             fabric=turn.facts or self.fabric.describe(turn.trial),
             run=self._runs[turn.trial.hash],
         )
-        again = self._begun_again.get(turn.trial.hash)
+        changed = self._begun_again.get(turn.trial.hash)
+        again = [Note(kind="interrupted", text=changed)] if changed else []
         record = dataclasses.replace(
             record,
             order=turn.order,
             set_aside=turn.set_aside,
             systematic=turn.systematic if record.ok else None,
-            notes=list(dict.fromkeys((*record.notes, *turn.notes, *([again] if again else [])))),
+            notes=list(dict.fromkeys((*record.notes, *turn.notes, *again))),
         )
         store.append(self._path, record)
 
@@ -259,10 +260,10 @@ def _settled(trial: Trial, kept: Sequence[Record]) -> Choice | None:
         other = Trial.from_json(record.trial)
         compared = trial.algorithm == BASELINE or other.world_size == trial.world_size
         if compared and _without_fault(other).cell == cell:
-            reason = record.time_scale_reason or ""
+            reason = record.fabric.time_scale_reason or ""
             if not reason.startswith(_AS_THE_OTHERS):
                 reason = _AS_THE_OTHERS + reason
-            return Choice(time_scale=record.time_scale, reason=reason)
+            return Choice(time_scale=record.fabric.time_scale, reason=reason)
     return None
 
 
@@ -289,7 +290,7 @@ def to_run(trials: list[Trial], path: Path, rerun: Rerun, base: str) -> list[Tri
     newest = store.latest(store.load(path))
 
     def flawed(trial: Trial) -> bool:
-        return trial.hash not in newest or flaw(newest[trial.hash]) is not None
+        return trial.hash not in newest or passing_flag(newest[trial.hash]) is not None
 
     labels = {trial.label for trial in trials}
     lost = {

@@ -1,11 +1,12 @@
-"""Can the default sweep run here, and what else could? A line each, with what would mend it.
+"""The verb `doctor`: checks this machine and suggests a fix for each problem.
 
-Every check looks at the thing itself (makes a namespace, opens a port) where that takes less than a
-second, and imports no torch.
+A check tries the thing itself (makes a namespace, opens a port) if that takes less than a second.
+No check imports torch.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import json
 import os
@@ -13,7 +14,7 @@ import re
 import shutil
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -23,22 +24,49 @@ from common.cgroups import usable_cores
 from common.emulation import links, sandbox
 from common.emulation.links.switched import PROGRAM
 from common.harness.experiment import Experiment, load
-from common.harness.fabric import misfit
+from common.harness.running.fabric import misfit
+from common.harness.sweeps import EXPERIMENTS, ROOT
 from common.launch.mpirun import find_mpirun
 from dear.comm.runtime import address_of, interface_towards
 from dear.errors import UserError
 from dear.training.algorithm import algorithm_class
 
-ROOT = Path(__file__).parents[2]
 _LEAST_DISK, _LEAST_PORTS = 1 << 30, 64
 _BUSY = 0.5
 """Load per core from which on others are at work."""
 _SOMEWHERE = "192.0.2.1"  # of the addresses for documentation: nothing is sent
 
 
+HELP = "check this machine and suggest a fix for each problem"
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of the verb."""
+    parser.add_argument("--json", action="store_true", help="on stdout")
+
+
+def main(options: argparse.Namespace) -> int:
+    """Prints all findings; the exit status is 1 if the default sweep cannot run here."""
+    findings = list(examine(options.logs))
+    bad = [finding.what for finding in findings if finding.level == "FAIL"]
+    if options.json:
+        print(json.dumps([asdict(finding) for finding in findings], indent=2))
+        return 1 if bad else 0
+    width = max(len(finding.what) for finding in findings)
+    for finding in findings:
+        print(f"{finding.level:7}  {finding.what:{width}}  {finding.found}")
+        if finding.fix is not None:
+            print(f"{'':7}  {'':{width}}  -> {finding.fix}")
+    if bad:
+        print(f"the default sweep cannot run: {', '.join(bad)}")
+        return 1
+    print("the default sweep can run: python benchmarks.py")
+    return 0
+
+
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """What one check has found."""
+    """Result of one check."""
 
     level: Literal["ok", "note", "missing", "FAIL"]
     """`note`: numbers may suffer; `missing`: something optional cannot run; `FAIL`: the default
@@ -60,7 +88,7 @@ def examine(logs: Path) -> Iterator[Finding]:
     yield _core(card)
     yield _compiler()
     why = sandbox.unable()
-    experiment = load(ROOT / "configs/experiments" / f"{'quick' if why else 'emulated-quick'}.yaml")
+    experiment = load(EXPERIMENTS / f"{'quick' if why else 'emulated-quick'}.yaml")
     yield from _emulation(why)
     yield _memory(experiment)
     yield from _cores(card)
@@ -231,23 +259,3 @@ def _optional(card: dict) -> Iterator[Finding]:
         yield Finding(level="note", what="GPUs", found=found, fix=fix)
     else:
         yield Finding(level="ok", what="GPUs", found="; ".join(card["gpus"]))
-
-
-def report(logs: Path, as_json: bool, say: Callable[[str], None] = print) -> int:
-    """Prints all findings; 1 if the default sweep cannot run here."""
-    found = list(examine(logs))
-    if as_json:
-        say(json.dumps([asdict(one) for one in found], indent=2))
-    else:
-        width = max(len(one.what) for one in found)
-        for one in found:
-            say(f"{one.level:7}  {one.what:{width}}  {one.found}")
-            if one.fix is not None:
-                say(f"{'':7}  {'':{width}}  -> {one.fix}")
-    bad = [one.what for one in found if one.level == "FAIL"]
-    if not as_json:
-        verdict = f"the default sweep cannot run: {', '.join(bad)}" if bad else (
-            "the default sweep can run: python benchmarks.py"
-        )  # fmt: skip
-        say(verdict)
-    return 1 if bad else 0

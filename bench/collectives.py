@@ -33,7 +33,7 @@ from bench.rig.limits import Limits
 from bench.rig.output import note
 from bench.rig.rank import Place
 from bench.rig.table import Ratio
-from common.emulation.config import payload_bytes_per_s
+from common.emulation.links.profile import payload_bytes_per_s
 from dear.errors import UserError, unknown
 from dear.lazy import torch
 

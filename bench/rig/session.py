@@ -15,8 +15,9 @@ from typing import Any
 from bench.rig import engines
 from bench.rig.output import Output
 from bench.rig.team import Layout, Teams, built
-from common.emulation import network, sandbox
-from common.emulation.config import NetworkProfile, network_profile
+from common.emulation import sandbox
+from common.emulation.hosts import network
+from common.emulation.links.profile import NetworkProfile, network_profile
 from dear.errors import UserError, unknown
 
 _VARIABLES = ("COMM_CORE_", "GLOO_", "HOROVOD_", "OMPI_MCA_", "OMP_NUM_THREADS")

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from common.emulation.config import payload_bytes_per_s
 from common.emulation.dilation import Calibration
+from common.emulation.links.profile import payload_bytes_per_s
 from common.harness import notes
 from common.harness.trial import BASELINE, Trial
 from common.launch.job import Outcome

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
-from common.models.datasets import Samples
+from common.models.datasets.sources import Samples
 from dear.errors import UserError
 from dear.training.pace import LocalStepRandomBatchSampler
 
@@ -50,7 +50,9 @@ class Batches:
             )
         indices = range(len(train))
         if sampler == "own":
-            local = LocalStepRandomBatchSampler(indices, batch_size, seed, rank=rank, drop_last=True)
+            local = LocalStepRandomBatchSampler(
+                indices, batch_size, seed, rank=rank, drop_last=True
+            )
             orders: Iterator[list[int]] = chain.from_iterable(repeat(local))  # shuffles each epoch
         else:
             distributed = DistributedSampler(indices, size, rank, seed=seed, drop_last=True)

@@ -33,7 +33,7 @@ from bench.rig import program, session, table
 from bench.rig.output import note
 from bench.rig.rank import Place
 from bench.rig.table import Ratio
-from common.emulation.config import network_profile, payload_bytes_per_s
+from common.emulation.links.profile import network_profile, payload_bytes_per_s
 from common.results.table import significant
 from dear.errors import UserError, unknown
 from dear.lazy import np, torch

@@ -34,7 +34,13 @@ from bench.rig.table import digits, slowest
 from bench.rig.team import Layout, Teams
 from common.emulation import flow, probe, sandbox
 from common.emulation.cluster import EmulatedCluster, VirtualHost
-from common.emulation.config import FRAME_BYTES, PAYLOAD_BYTES, NetworkProfile, network_profile
+from common.emulation.links.profile import (
+    FRAME_BYTES,
+    PAYLOAD_BYTES,
+    NetworkProfile,
+    network_profile,
+)
+from common.emulation.measured import link_rates, rates_together
 
 SWITCH = {"links": "switch"}
 
@@ -154,9 +160,9 @@ def rates(args: argparse.Namespace, check: Check) -> int:
             with EmulatedCluster(
                 hosts=case.hosts, profile=profile, time_scale=case.time_scale, **SWITCH
             ) as cluster:
-                found = cluster.measure(0.5)
+                found = link_rates(cluster, 0.5)
                 case.alone.append([host[f"{way}_gbps"] for host in found for way in ("up", "down")])
-                case.together.append([host["gbps"] for host in cluster.measure_together(1.5)])
+                case.together.append([host["gbps"] for host in rates_together(cluster, 1.5)])
             note(f"round {index + 1}: {case.hosts} hosts, {case.gbps:g} Gb/s")
         check.save(cases)
     return check.end(cases)
@@ -287,9 +293,9 @@ def losses(args: argparse.Namespace, check: Check) -> int:
                     name="bench", gbps=1, latency_us=100, loss_percent=case.percent
                 )
                 cluster.set_profile(profile, 1.0)
-                before = cluster.counters()
-                cluster.measure_together(3.0)
-                after = cluster.counters()
+                before = cluster.links.counters()
+                rates_together(cluster, 3.0)
+                after = cluster.links.counters()
                 lost = after["lost"] - before["lost"]
                 case.lost.append(lost)
                 case.frames.append(after["frames"] - before["frames"] + lost)
@@ -340,7 +346,7 @@ def cost(args: argparse.Namespace, check: Check) -> int:
         for case in cases:
             profile = NetworkProfile(name="bench", gbps=case.gbps, latency_us=latency_us)
             with EmulatedCluster(hosts=2, profile=profile, links=case.links) as cluster:
-                found = flow.transfer_cost(*cluster.hosts, cluster.links_s)
+                found = flow.transfer_cost(*cluster.hosts, cluster.links.cpu_s)
                 case.s_per_gb.append(1e9 * found)
         note(f"round {index + 1}")
         check.save(cases)

@@ -397,7 +397,8 @@ Task = tuple["torch.nn.Module", "torch.optim.Optimizer", Callable[..., Iterator[
 def _mnist(data_dir: Path | None, steps: int, batch_size: int) -> Task:
     from torch.nn.functional import cross_entropy
 
-    from common.models.datasets import load_digits, load_mnist
+    from common.models.datasets.digits import load_digits
+    from common.models.datasets.mnist import load_mnist
     from examples.mnist.train import Net
 
     (images, labels), _ = load_digits() if data_dir is None else load_mnist(data_dir)

@@ -12,8 +12,9 @@ from typing import Any
 from bench.rig import engines, program
 from bench.rig.output import Output
 from bench.rig.team import Layout, Teams, built
-from common.emulation import network, sandbox
-from common.emulation.config import NetworkProfile, network_profile
+from common.emulation import sandbox
+from common.emulation.hosts import network
+from common.emulation.links.profile import NetworkProfile, network_profile
 from dear.errors import UserError, unknown
 from dear.options import at_least
 

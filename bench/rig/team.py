@@ -23,9 +23,10 @@ from typing import Any
 
 from bench.rig.engines import MPIRUN
 from bench.rig.output import note
-from common.emulation import network, sandbox
+from common.emulation import sandbox
 from common.emulation.cluster import EmulatedCluster, VirtualHost
-from common.emulation.config import NetworkProfile, network_profile
+from common.emulation.hosts import network
+from common.emulation.links.profile import NetworkProfile, network_profile
 from common.launch.mpirun import find_mpirun, settings
 from common.launch.ranks import RankLost, Ranks, gather
 from dear.errors import UserError
@@ -333,7 +334,7 @@ class Team:
         if len(layout.hosts) > 1:
             slots = [f"{host.address}:{layout.per_host}" for host in layout.hosts]
             command += ["-H", ",".join(slots)]
-            agent = [sys.executable, "-m", "common.emulation.rsh"]
+            agent = [sys.executable, "-m", "common.emulation.hosts.rsh"]
         return [*mpirun.words(layout.size, chosen, agent), *command]
 
 

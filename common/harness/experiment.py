@@ -13,10 +13,11 @@ from typing import Any, Literal
 import yaml
 
 from common.cgroups import usable_cores
-from common.emulation.config import ClusterConfig, Fault, network_profile
+from common.emulation.config import ClusterConfig, Fault
 from common.emulation.dilation import check_scale
 from common.emulation.faults import check_fault
 from common.emulation.links import check as check_links
+from common.emulation.links.profile import network_profile
 from common.harness import own
 from common.harness.learn import LearnConfig
 from common.harness.trial import BASELINE, MeasureConfig, OptimizerConfig, Trial

@@ -47,7 +47,7 @@ class RemoteOptions(NetworkOptions):
 
     agent: str | None = None
     """Remote shell, called as `AGENT HOST COMMAND`; None: ssh, and nothing for this machine (for
-    virtual hosts: the stand-in `python -m common.emulation.rsh`)."""
+    virtual hosts: the stand-in `python -m common.emulation.hosts.rsh`)."""
     port: int | None = None
     """Port of the first host at which the ranks meet; None: one that is free on this machine."""
 
@@ -180,7 +180,7 @@ def agent_of(given: str | None, hosts: Sequence[Host] | None) -> list[str]:
             raise UserError("option agent: must be a command such as ssh, got an empty text")
         return words
     if are_virtual(hosts):
-        return [sys.executable, "-m", "common.emulation.rsh"]
+        return [sys.executable, "-m", "common.emulation.hosts.rsh"]
     return shlex.split(SSH)
 
 

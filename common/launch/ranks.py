@@ -27,7 +27,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from common.emulation.namespaces import die_with_parent
+from common.emulation.hosts.namespaces import die_with_parent
 
 # After the first rank has failed, the others get this long to say what they saw.
 GRACE_S = 2.0

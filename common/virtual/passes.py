@@ -73,20 +73,6 @@ def passes_of(profile: Profile, update_s: float) -> Passes:
     Args:
         update_s: seconds of the optimizer's step for all parameters (`update_s_of`, or measured).
     """
-    first: dict[str, int] = {}
-    for place, call in enumerate(profile.calls):
-        first.setdefault(call.module, place)
-    modules: dict[str, list[str]] = {}
-    for name in [param.name for param in profile.parameters]:
-        modules[name] = [name.rpartition(".")[0]]
-    for alias, name in profile.shared.items():
-        modules[name].append(alias.rpartition(".")[0])
-
-    def layer(module: str) -> int:
-        while module and module not in first:  # read by the module around it
-            module = module.rpartition(".")[0]
-        return first.get(module, 0)
-
     return Passes(
         forward_s=tuple(call.forward_s for call in profile.calls),
         backward_s=profile.backward_s,
@@ -96,7 +82,7 @@ def passes_of(profile: Profile, update_s: float) -> Passes:
                 name=param.name,
                 nbytes=4 * math.prod(param.shape),
                 ready_s=param.ready_s,
-                layer=min(map(layer, modules[param.name])),
+                layer=profile.first_calls[param.name],
             )
             for param in profile.gradients()
         ),

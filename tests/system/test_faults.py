@@ -15,8 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from common.emulation.config import Fault, NetworkProfile, Stretch
+from common.emulation.config import Fault
 from common.emulation.faults import FaultInjector, blame, check_fault
+from common.emulation.links.profile import NetworkProfile, Stretch
 from common.emulation.trace import TracePlayer
 from dear.errors import UserError
 from tests.system.processes import FOREVER, LIMIT_S, wait_for

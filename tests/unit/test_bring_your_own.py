@@ -229,7 +229,7 @@ WRONG_MODELS = {
     ),
     "a class with arguments": (
         "from torch import nn\nclass A(nn.Module):\n    def __init__(self, width): pass\n",
-        ["A needs width", "write a function model()"],
+        ["A needs arguments (width)", "write a function model()"],
     ),
     "made already": ("import torch\nmodel = torch.nn.Linear(2, 2)\n", ["write a function model()"]),
     "no model": (TINY + "def model(): return 3\n", ["must return a torch.nn.Module, got int"]),
@@ -239,7 +239,7 @@ WRONG_MODELS = {
     ),
     "no pair": (TINY + "def batch(n): return torch.ones(n)\n", ["a pair (inputs, targets)"]),
     "no tensors": (TINY + "def batch(n): return [1], None\n", ["must return tensors, got int"]),
-    "fails to be made": (TINY + "def model(): {}['k']\n", ["model() has failed: KeyError: 'k'"]),
+    "fails to be made": (TINY + "def model(): {}['k']\n", ["model() failed: KeyError: 'k'"]),
     "fails in forward": (
         TINY.replace("Linear(999, 4)", "Linear(998, 4)"),
         ["model mine.py: fails in its forward or backward pass: RuntimeError", "998"],
@@ -286,7 +286,7 @@ def test_bad_names_are_one_line(tmp_path, mine):
     shutil.copy(path, elsewhere)
     elsewhere.write_text(TINY + "# other\n")
     bring(path)
-    assert "model mine.py: there are two" in one_line(lambda: bring(elsewhere))
+    assert "model mine.py: two models have this name" in one_line(lambda: bring(elsewhere))
 
 
 def test_a_profile_is_made_once_and_kept_outside_of_the_repository(tmp_path, mine, monkeypatch):

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from common.emulation.config import Fault, network_profile
+from common.emulation.config import Fault
 from common.emulation.dilation import Calibration, Choice
+from common.emulation.links.profile import network_profile
 from common.harness.experiment import load
 from common.harness.running import cell as cells
 from common.harness.running import fabric as fabrics

@@ -11,7 +11,8 @@ import pytest
 import yaml
 
 from common.emulation import config as emulation
-from common.emulation.config import Fault, network_profile
+from common.emulation.config import Fault
+from common.emulation.links.profile import network_profile
 from common.harness import cli
 from common.harness import experiment as experiments
 from common.harness.experiment import load

@@ -185,9 +185,9 @@ def test_virtual_hosts_use_their_own_interface_and_shell(tools, conf):
     conf("ETH_INTERFACE=eth7\n")
     words = mpirun(tools, "4.1.4", virtual("h0", "h1"))
     assert settings_of(words)["btl_tcp_if_include"][1] == "eth0"
-    assert settings_of(words)["plm_rsh_agent"][1].endswith("-m common.emulation.rsh")
+    assert settings_of(words)["plm_rsh_agent"][1].endswith("-m common.emulation.hosts.rsh")
     printed = make_launcher("ssh", hosts=virtual("h0", "h1"), world_size=4).command(a_job())
-    assert "common.emulation.rsh h1" in printed and "COMM_CORE_HOST_ID=h1" in printed
+    assert "common.emulation.hosts.rsh h1" in printed and "COMM_CORE_HOST_ID=h1" in printed
     with pytest.raises(UserError, match="rdma=1: virtual hosts have Ethernet only"):
         mpirun(tools, "4.1.4", virtual("h0", "h1"), rdma=1)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from common.models.cifar import CifarResNet, Residual
 
 from common.models import registry
-from common.models.cifar import CifarResNet, Residual
 from dear.errors import UserError
 
 
@@ -27,7 +27,7 @@ def parameters(workload):
 @pytest.fixture
 def small_bert(monkeypatch):
     """bert_base with two thin layers, at its full vocabulary."""
-    from common.models import bert
+    from common.models.architectures import bert
 
     monkeypatch.setitem(bert._SIZES, "bert_base", (16, 2, 2, 32))
     return registry.build("bert_base", 16, 64, generator())
@@ -38,7 +38,7 @@ def test_every_classifier_of_torchvision_is_listed_and_nothing_else():
     import torchvision  # isort: skip
 
     theirs = torchvision.models.list_models(module=torchvision.models)
-    builder = "common.models.cnn:build_torchvision"
+    builder = "common.models.architectures.cnn:build_torchvision"
     ours = [name for name, entry in registry.MODELS.items() if entry.builder == builder]
     assert sorted(ours) == sorted(theirs)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from common.models.profile import Call, ProfiledParameter, load, path_of
-from common.models.replay import Replay
+from common.models.replay.model import Replay
 from common.virtual.events import Events
 from common.virtual.foresee import arrived, foresee, halved, share_on_wire
 from common.virtual.link import Link

@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from common.emulation.config import payload_bytes_per_s
+from common.emulation.links.profile import payload_bytes_per_s
 from common.harness.running import notes
 from common.harness.trial import BASELINE, Trial
 from common.launch.job import Outcome

@@ -68,18 +68,6 @@ class Engine:
         """The same for `step(closure)`, where the optimizer itself calls for backward passes."""
         return update(closure)
 
-    def step_after_closure(
-        self, update: Callable[[Callable[[], Any]], Any], closure: Callable[[], Any]
-    ) -> Any:
-        """`step_closure` for engines that must know when the backward pass is over.
-
-        Optimizers other than LBFGS call the closure once, before they update.
-        """
-        with torch.enable_grad():
-            loss = closure()
-        self.step(lambda: update(None))
-        return loss
-
     def settle(self) -> None:
         """Makes the parameters current; for engines whose `step` does not."""
         return
@@ -164,6 +152,19 @@ class Engine:
         """Synchronizes and takes the algorithm out of model and optimizer."""
         self.synchronize()
         self.hooks.remove()
+
+
+def step_after_closure(
+    engine: Engine, update: Callable[[Callable[[], Any] | None], Any], closure: Callable[[], Any]
+) -> Any:
+    """Runs the closure before the step: `step_closure` of engines that need whole backward passes.
+
+    Optimizers other than LBFGS call the closure once, before they update.
+    """
+    with torch.enable_grad():
+        loss = closure()
+    engine.step(lambda: update(None))
+    return loss
 
 
 class _Distributed:

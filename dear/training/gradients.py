@@ -22,7 +22,7 @@ from dear.buckets.flat import Bucket
 from dear.comm.communicator import Communicator
 from dear.errors import UserError
 from dear.lazy import torch
-from dear.training.engine import Engine, GradScaling, Replica, grouped
+from dear.training.engine import Engine, GradScaling, Replica, grouped, step_after_closure
 from dear.training.hooks import Hooks, ReaderMap, at_end_of_backward
 
 
@@ -310,7 +310,7 @@ class DeferredEngine(GradientEngine):
         self.stepped()
         return result
 
-    step_closure = Engine.step_after_closure
+    step_closure = step_after_closure
 
     def step_averaged(self, update: Callable[[], Any]) -> Any:
         """Updates from means as a GradScaler, if one is calling, wants it."""

@@ -333,7 +333,7 @@ class Communicator:
 
     def _global_rank(self, root: int) -> int:
         if not 0 <= root < self.size:
-            raise UserError(f"rank {root} is not in a world of {self.size}")
+            raise UserError(f"root: must be a rank below {self.size}, got {root}")
         return dist.get_global_rank(self.groups[0], root)
 
     def _summand(self, tensor: torch.Tensor, op: Op) -> torch.Tensor:

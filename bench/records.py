@@ -36,12 +36,12 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from common.harness.experiment import load
 from common.harness.trial import Trial
 from common.machine import machine_card
+from common.paths import ROOT
 from common.results import readme, shipped, store
 from common.results.records import Record, is_learning
 from common.results.shipped import Recipe
 from dear.errors import UserError, unknown
 
-ROOT = shipped.ROOT
 _SWEEP_FILES = ("experiment.json", "records.jsonl", "table.md")
 _SPENT = "spent.json"
 EVIDENCE_BYTES = 300_000

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from common import cgroups
+from common.paths import ROOT
 from dear.errors import UserError
 
 _PACKAGES = ("torch", "torchvision", "timm", "transformers", "horovod", "numpy")
@@ -37,7 +38,6 @@ _SYSCTLS = (
 _PRESSURES = ("cpu", "memory", "io")
 _CPU = Path("/sys/devices/system/cpu")
 _COMM_CORE = Path(__file__).parent / "comm_core"
-_ROOT = Path(__file__).parents[1]
 
 _DATA = ("*.md", "docs/records", "tests/mutants/judged.yaml")
 """Texts and records: changing them changes no measurement."""
@@ -163,13 +163,13 @@ def _diff() -> str | None:
     digest = hashlib.sha256((_git("diff", "HEAD", "--binary", *_CODE) or "").encode())
     for name in (_git("ls-files", "--others", "--exclude-standard", *_CODE) or "").splitlines():
         with contextlib.suppress(OSError):  # a broken symbolic link
-            digest.update(name.encode() + (_ROOT / name).read_bytes())
+            digest.update(name.encode() + (ROOT / name).read_bytes())
     return digest.hexdigest()[:12]
 
 
 def _git(*args: str) -> str | None:
     """Returns the output of a git command in this checkout; None if it fails or git is missing."""
-    command = ["git", "-C", str(_ROOT), *args]
+    command = ["git", "-C", str(ROOT), *args]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):

@@ -7,11 +7,9 @@ import sys
 from pathlib import Path
 
 from common.emulation import sandbox
+from common.paths import EXPERIMENTS
 from dear.errors import UserError, one_of
 
-ROOT = Path(__file__).parents[2]
-LOGS = ROOT / "logs"
-EXPERIMENTS = ROOT / "configs" / "experiments"
 RECORDS = "records.jsonl"
 
 

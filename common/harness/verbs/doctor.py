@@ -25,8 +25,8 @@ from common.emulation import links, sandbox
 from common.emulation.links.switched import PROGRAM
 from common.harness.experiment import Experiment, load
 from common.harness.running.fabric import misfit
-from common.harness.sweeps import EXPERIMENTS, ROOT
 from common.launch.mpirun import find_mpirun
+from common.paths import BUILD, COMMAND, EXPERIMENTS, ROOT
 from dear.comm.runtime import address_of, interface_towards
 from dear.errors import UserError
 from dear.training.algorithm import algorithm_class
@@ -60,7 +60,7 @@ def main(options: argparse.Namespace) -> int:
     if bad:
         print(f"the default sweep cannot run: {', '.join(bad)}")
         return 1
-    print("the default sweep can run: python benchmarks.py")
+    print(f"the default sweep can run: {COMMAND}")
     return 0
 
 
@@ -124,11 +124,11 @@ def _torch(version: str | None) -> Finding:
 def _core(card: dict) -> Finding:
     built, what = card["comm_core"], "comm core"
     if built is None:
-        return Finding(level="FAIL", what=what, found="not built", fix="make core")
+        return Finding(level="FAIL", what=what, found="not built", fix=BUILD)
     wanted = card["packages"]["torch"]
     if built.get("torch") != wanted:
         found = f"built for torch {built.get('torch')}, here is {wanted}"
-        return Finding(level="FAIL", what=what, found=found, fix="make core")
+        return Finding(level="FAIL", what=what, found=found, fix=BUILD)
     return Finding(level="ok", what=what, found=f"built for torch {wanted}")
 
 
@@ -155,7 +155,7 @@ def _emulation(why: str | None) -> Iterator[Finding]:
         yield Finding(level="ok", what="links' latency", found=found)
     else:
         found = "the switch is not built, and this kernel has no netem"
-        yield Finding(level="FAIL", what="links' latency", found=found, fix="make core")
+        yield Finding(level="FAIL", what="links' latency", found=found, fix=BUILD)
 
 
 def _memory(experiment: Experiment) -> Finding:

@@ -12,8 +12,9 @@ from pathlib import Path
 from common.emulation import sandbox
 from common.harness import own
 from common.harness.experiment import Experiment, load
-from common.harness.sweeps import EXPERIMENTS, ROOT, default_experiment, find_experiment, short
+from common.harness.sweeps import default_experiment, find_experiment, short
 from common.harness.trial import Trial
+from common.paths import COMMAND, DRIVER, EXPERIMENTS, MODULE
 from common.results.records import Record, is_learning
 
 HELP = "run an experiment"
@@ -150,7 +151,7 @@ def main(options: argparse.Namespace) -> int:
     if assumed and not sandbox.inside():  # the process outside has printed it
         print(assumed, file=sys.stderr)
     if experiment.cluster is not None and not options.dry_run and not sandbox.inside():
-        return sandbox.run([sys.executable, str(ROOT / "benchmarks.py"), *options.arguments])
+        return sandbox.run([*DRIVER, *options.arguments])
 
     from common.harness.running import plan
     from common.harness.running.fabric import check_fit
@@ -206,7 +207,7 @@ def _measure(
         compare_to=experiment.base, trials=tuple(trial.hash for trial in everything)
     )
     fabric = make_fabric(experiment, trials)
-    command = shlex.join(["python", "benchmarks.py", *options.arguments])
+    command = f"{COMMAND} {shlex.join(options.arguments)}"
     asked = (command, path.read_text())
     sweep = Sweep(experiment, trials, comparison, folder, fabric, machine_card(), progress, asked)
     try:
@@ -244,11 +245,11 @@ def _draw(folder: Path, records: Sequence[Record], *, quiet: bool) -> None:
     from plots import learning, throughput
 
     draw = learning.draw if is_learning(records) else throughput.draw
-    paths = draw(folder, ROOT / "plots" / "out" / folder.name)
+    paths = draw(folder, folder / "figures")
     if not quiet:
         kinds = ", ".join(path.suffix[1:] for path in paths[1:])
         print(f"figure: {short(str(paths[0]))} (and {kinds})")
-        print(f"more figures: python -m plots.gallery {short(str(folder))}")
+        print(f"more figures: {MODULE} plots.gallery {short(str(folder))}")
 
 
 def _status(trials: Sequence[Trial], records: Sequence[Record]) -> int:

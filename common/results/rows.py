@@ -10,6 +10,7 @@ from typing import Any
 
 from common.results import stats
 from common.results.faith import doubt
+from common.results.fields import Compared, Identity, Validity
 from common.results.reach import Reach, note, percent, reach
 from common.results.records import Record, base_among
 from common.results.stats import Difference
@@ -25,91 +26,69 @@ LEGEND = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
-    """One trial in a table, and a line of its CSV file; None where there is nothing to say.
+class Times:
+    """Seconds of a step: measured, by phase, and at least."""
 
-    Every trial with a result has `throughput`, `unit`, `n` and `repeats`, `correct` and the step
-    times; what is relative to others only where both are believed.
+    step_s: float | None = None
+    """Elapsed time per step of all ranks together."""
+    step_median_s: float | None = None
+    """Median of single steps."""
+    step_p95_s: float | None = None
+    """95th percentile of single steps."""
+    forward_s: float | None = None
+    """Phases of the rank that waits least, without waiting; the four add up to about `step_s`."""
+    backward_s: float | None = None
+    update_s: float | None = None
+    exposed_comm_s: float | None = None
+    """Waiting for communication; None if an algorithm hides it in the other three phases."""
+    bound: str | None = None
+    """Formula of `bound_s`."""
+    bound_s: float | None = None
+    compute_limit_s: float | None = None
+    wire_limit_s: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row(Validity, Times, Compared, Identity):
+    """Timed trial in a table, and a line of its CSV file.
+
+    A trial with a result has `throughput`, `unit`, `n`, `repeats`, `correct` and the times of a
+    step. Comparisons need two valid trials.
     """
 
-    model: str
     batch_size: int
-    world_size: int
-    algorithm: str
-    status: str
-    network: str | None = None
-    """Of an emulated cluster."""
-    fault: str | None = None
-    """What was done to the emulated cluster meanwhile."""
     throughput: float | None = None
     """Samples of all workers over elapsed time."""
     unit: str | None = None
     ci_low: float | None = None
-    """Ends of 95 % intervals, as all that are called low and high; a single repeat has none."""
+    """Ends of the 95 % interval; None for a single repeat."""
     ci_high: float | None = None
     n: int | None = None
-    """Timed steps."""
+    """Number of timed steps."""
     repeats: int | None = None
-    compared_to: str | None = None
-    """Label of what the next ones are relative to, also where it is not believed."""
-    speedup: float | None = None
-    """Step time of the trial compared to, over this one's."""
-    speedup_low: float | None = None
-    speedup_high: float | None = None
     paired: bool | None = None
-    """Whether the speed-up was taken round by round."""
-    verdict: str | None = None
-    detectable: float | None = None
-    """The true difference that had got a word in 4 of 5 such sweeps; 0.05 is 5 %."""
-    precision: float | None = None
-    """Half width that the speed-up's interval should have, as a share of the speed-up."""
-    more_repeats: int | None = None
-    """How many more would probably make it so narrow; 0: it is. None where nobody can tell, or very
-    many."""
-    leads: bool | None = None
-    """Whether it is the fastest of its place or cannot be told from it."""
+    """Whether the speed-up compares repeats of the same round."""
     efficiency: float | None = None
     """Throughput over world size times the single worker's throughput."""
     efficiency_low: float | None = None
     efficiency_high: float | None = None
     of_bound: float | None = None
-    """The least step time that the algorithm allows here, over the step time."""
+    """Shortest possible step time of the algorithm over the step time."""
     reach: Reach | None = None
-    """What is odd about that, of a number that is believed."""
+    """Kind of an implausible `of_bound`, for a valid number."""
     systematic: float | None = None
-    """|T(k) - T(2k)| / T(k): how far the step depends on the emulation's time scale k."""
+    """|T(k) - T(2k)| / T(k): dependence of the step on the time scale k of the emulation."""
     systematic_low: float | None = None
-    """Ends of its 95 % interval; 0 where chance explains all of it."""
+    """Ends of its 95 % interval; 0 if sampling error explains it."""
     systematic_high: float | None = None
     model_s: float | None = None
-    """The step by the event model."""
+    """Step time by the event model."""
     off_model: float | None = None
-    """By how much the measured step is longer, relative to it."""
+    """Difference of the measured step from the model's, relative to the model's."""
     unmodelled: str | None = None
-    """Why there is no such step where there should be one."""
+    """Reason why the event model has no step time."""
     correct: str | None = None
     """yes, NO or unchecked."""
-    doubt: str | None = None
-    """Why the number may not be believed."""
-    reason: str | None = None
-    """Why there is no number, why to doubt it, or what else to keep in mind."""
-    step_s: float | None = None
-    """Elapsed time per step, of all ranks together."""
-    step_median_s: float | None = None
-    """Of single steps, as the next one."""
-    step_p95_s: float | None = None
-    forward_s: float | None = None
-    """Of the rank that is held up least, as the next three, which add up to about `step_s`;
-    without waiting."""
-    backward_s: float | None = None
-    update_s: float | None = None
-    exposed_comm_s: float | None = None
-    """Waiting for communication; None where an algorithm hides it in the other three."""
-    bound: str | None = None
-    """Which formula `bound_s` follows."""
-    bound_s: float | None = None
-    compute_limit_s: float | None = None
-    wire_limit_s: float | None = None
 
     @property
     def batch(self) -> int:

@@ -242,7 +242,7 @@ def _compared(peers: Sequence[Record], compare_to: str | None) -> dict[str, dict
     known: dict[str, dict[str, Any]] = {one.hash: {"compared_to": base.label} for one in rivals}
     believed = [one for one in rivals if faith.doubt(one) is None and faith.doubt(base) is None]
     races = [race.race(race.finishes(one), race.finishes(base)) for one in believed]
-    for one, found, word in zip(believed, races, race.words(races), strict=True):
+    for one, found, word in zip(believed, races, race.verdicts(races), strict=True):
         known[one.hash] |= {"verdict": word, **_speedup(found, len(races), asked_precision(one))}
     return known
 

@@ -51,8 +51,8 @@ def table_costs(network: str, world_size: int) -> AlphaBeta:
     """Returns alpha and beta of all-reduce from the published table of `network`.
 
     Between two entries both values are interpolated by the number of workers. Beyond the last,
-    alpha grows like the steps of a ring, P - 1, and beta like its bytes, (P - 1) / P. A single
-    worker costs nothing. The tables are a fallback: measured costs describe the actual network.
+    alpha grows like the steps of a ring, P - 1, and beta like its bytes, (P - 1) / P. One worker
+    costs nothing. Measured costs describe the actual network better.
     """
     table = one_of("cost table", network, TABLES)
     at_least("world_size", world_size, 1)
@@ -277,10 +277,7 @@ def timed_by_size(
 
 
 def _times(communicator: Communicator, timed: Callable[[], float], count: int) -> list[float]:
-    """Returns the seconds of each call, as the maximum over ranks.
-
-    A rank that leaves the barrier last waits for no rank, so its own time may be almost 0.
-    """
+    # A rank that leaves the barrier last waits for no rank, so its own time may be almost 0.
     ranks = communicator.gather_objects([timed() for _ in range(count)])
     return [max(call_s) for call_s in zip(*ranks, strict=True)]
 
@@ -399,5 +396,4 @@ def _timed(clock: Callable[[], float], call: Callable[[], object], device: torch
     call()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    # A clock may be too coarse for the smallest messages.
-    return max(clock() - began, 1e-9)
+    return max(clock() - began, 1e-9)  # a clock may be too coarse for the smallest messages

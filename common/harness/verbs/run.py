@@ -148,8 +148,9 @@ def main(options: argparse.Namespace) -> int:
     experiment = load(path, [*cluster_overrides(options), *options.set], given)
     everything = experiment.trials()
     assumed = given.assumed([model.name for model in experiment.models])
-    if assumed and not sandbox.inside():  # the process outside has printed it
-        print(assumed, file=sys.stderr)
+    for line in filter(None, (assumed, experiment.fallback)):
+        if not sandbox.inside():  # the process outside has printed it
+            print(line, file=sys.stderr)
     if experiment.cluster is not None and not options.dry_run and not sandbox.inside():
         return sandbox.run([*DRIVER, *options.arguments])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import shlex
 import sys
@@ -243,6 +244,9 @@ def _print(
 
 def _draw(folder: Path, records: Sequence[Record], *, quiet: bool) -> None:
     """Draws the main figure alone: all figures take 3 to 20 s, too long for the end of a sweep."""
+    if importlib.util.find_spec("matplotlib") is None:
+        print("no figure: matplotlib is missing: pip install 'dear-bench[plots]'", file=sys.stderr)
+        return
     from plots import learning, throughput
 
     draw = learning.draw if is_learning(records) else throughput.draw

@@ -16,6 +16,8 @@ from common.paths import COMMAND, LOGS
 from dear.errors import UserError, unknown
 
 OK, USER_ERROR, INTERRUPTED = 0, 2, 130
+_EXTRA = ("jinja2", "matplotlib", "pandas")
+"""Packages of the extra `plots`, which is not always installed."""
 _FULL_OR_CLOSED = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 
 
@@ -31,6 +33,11 @@ def main(arguments: Sequence[str]) -> int:
         return verbs.load(options.verb).main(options)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
+        return USER_ERROR
+    except ModuleNotFoundError as error:
+        if error.name not in _EXTRA:
+            raise
+        print(f"error: {error.name} is missing: pip install 'dear-bench[plots]'", file=sys.stderr)
         return USER_ERROR
     except OSError as error:
         # The user can correct a full disk or a folder without permission. All other errors are

@@ -381,6 +381,15 @@ def test_a_digest_is_of_the_file_and_of_what_it_imports_beside_it(tmp_path, mine
     assert bring(path).step_s > 0, "what lies beside the file can be imported"
 
 
+@pytest.mark.parametrize("name", ["common", "plots", "json"])
+def test_a_module_in_the_files_folder_that_another_hides_is_refused(tmp_path, mine, name):
+    path = mine(f"import {name}\n" + TINY)
+    digest_of(path)
+    (tmp_path / f"{name}.py").write_text("")
+    message = one_line(lambda: digest_of(path))
+    assert f"another module {name!r}" in message and "rename" in message
+
+
 def test_a_trial_changes_with_the_file_and_not_with_its_place(tmp_path, trial, mine):
     first = trial()
     assert first.model == "mine.py@v100-modelled" and first.brought.source.startswith("file:/")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import shlex
 import sys
@@ -148,8 +149,9 @@ def main(options: argparse.Namespace) -> int:
     experiment = load(path, [*cluster_overrides(options), *options.set], given)
     everything = experiment.trials()
     assumed = given.assumed([model.name for model in experiment.models])
-    if assumed and not sandbox.inside():  # the process outside has printed it
-        print(assumed, file=sys.stderr)
+    for line in filter(None, (assumed, experiment.fallback)):
+        if not sandbox.inside():  # the process outside has printed it
+            print(line, file=sys.stderr)
     if experiment.cluster is not None and not options.dry_run and not sandbox.inside():
         return sandbox.run([*DRIVER, *options.arguments])
 
@@ -242,6 +244,9 @@ def _print(
 
 def _draw(folder: Path, records: Sequence[Record], *, quiet: bool) -> None:
     """Draws the main figure alone: all figures take 3 to 20 s, too long for the end of a sweep."""
+    if importlib.util.find_spec("matplotlib") is None:
+        print("no figure: matplotlib is missing: pip install 'dear-bench[plots]'", file=sys.stderr)
+        return
     from plots import learning, throughput
 
     draw = learning.draw if is_learning(records) else throughput.draw

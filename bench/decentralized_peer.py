@@ -48,7 +48,6 @@ class Case:
     ranks_per_node: int
     relative_difference: float | None = None
     step_s: dict[str, list[float]] = field(default_factory=dict)
-    cpu_s_per_rank_and_step: dict[str, list[float]] = field(default_factory=dict)
 
     @property
     def ratio(self) -> Ratio | None:
@@ -66,7 +65,7 @@ def train(
     batch: int,
     steps: int,
     compare: bool,
-) -> tuple[np.ndarray | None, list[float], float]:
+) -> tuple[np.ndarray | None, list[float]]:
     """Trains on one rank.
 
     Args:
@@ -76,8 +75,7 @@ def train(
         compare: whether parameters are compared.
 
     Returns:
-        The parameters at the end if they are compared, the seconds of each step, and the CPU
-        seconds of the process per step.
+        The parameters at the end if they are compared, and the seconds of each step.
     """
     torch.manual_seed(1)
     linear = [torch.nn.Linear(width, width) for _ in range(layers)]
@@ -85,20 +83,16 @@ def train(
     wrapped = _wrapped(place.name, model, topology, local, compare)
     generator = torch.Generator().manual_seed(place.rank)
     times = []
-    used = 0.0
-    for step in range(steps):
+    for _ in range(steps):
         x = torch.randn(batch, width, generator=generator)
-        if step == _WARM_UP:
-            used = time.process_time()
         began = time.perf_counter()
         wrapped(x).square().mean().backward()
         times.append(time.perf_counter() - began)
-    used = (time.process_time() - used) / max(1, steps - _WARM_UP)
     parameters = torch.cat([param.detach().flatten() for param in model.parameters()])
     if SYSTEMS[place.name] == "dear":
         wrapped.close()
     dist.barrier()
-    return (parameters.numpy() if compare else None), times[_WARM_UP:], used
+    return (parameters.numpy() if compare else None), times[_WARM_UP:]
 
 
 def _wrapped(
@@ -177,10 +171,8 @@ def main(argv: list[str]) -> int:
             # The first system alternates, so that a disturbance hits both.
             for name, engine, ranks in running.round(train, timed, backwards=index % 2 == 1):
                 system, case = SYSTEMS[engine], cases[name]
-                step_s = statistics.median(table.slowest([times for _, times, _ in ranks]))
+                step_s = statistics.median(table.slowest([times for _, times in ranks]))
                 case.step_s.setdefault(system, []).append(step_s)
-                cpu_s = statistics.fmean(used for *_, used in ranks)
-                case.cpu_s_per_rank_and_step.setdefault(system, []).append(cpu_s)
                 note(f"round {index + 1}: {name}, {system} {step_s * 1e3:.1f} ms")
             kept = [dataclasses.asdict(case) for case in cases.values()]
             running.save(parameters=args.layers * (args.width**2 + args.width), cases=kept)

@@ -10,7 +10,7 @@ import numpy as np
 
 from common.harness.trial import MeasureConfig
 from common.results import stats
-from common.results.records import Record, Throughput
+from common.results.records import Record, Result, Throughput
 from common.results.records.trust import Check
 from common.results.rows import Row, make_rows
 
@@ -183,6 +183,8 @@ def _table(trials: Sequence[stats.Repeats]) -> list[Row]:
 
 def _record(label: str, repeats: stats.Repeats) -> Record:
     trial = {"model": "m", "batch_size": 1, "world_size": 2, "algorithm": label, "label": label}
+    trial["brought"] = None
+    check = Check(replicas_agree=True, matches_reference=True)
     return Record(
         id=label,
         hash=label,
@@ -192,7 +194,7 @@ def _record(label: str, repeats: stats.Repeats) -> Record:
         duration_s=0.0,
         machine={},
         run="simulated",
-        iters=[[list(steps)] for steps in repeats],
-        check=Check(replicas_agree=True, matches_reference=True),
+        results=[Result(iters=[list(steps)], cpu_s_per_s=1.0, check=check) for steps in repeats],
+        check=check,
         throughput=Throughput(value=0.0, unit="", ci_low=None, ci_high=None, n=0),
     )

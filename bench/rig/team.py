@@ -40,8 +40,8 @@ _START_S = 120.0
 class ThisMachine:
     """Host interface of this machine, as that of `VirtualHost`."""
 
-    ifname: str
     name: str = "local"
+    ifname: str = "lo"
     address: str = "127.0.0.1"
 
     def command(self, argv: Sequence[str]) -> list[str]:
@@ -68,7 +68,7 @@ def built(args: argparse.Namespace, profile: NetworkProfile | None = None) -> It
             if not sandbox.inside():
                 raise RuntimeError("a choice of the congestion control needs a sandbox")
             network.batch("ip", network.loopback_commands(args.congestion))
-        yield [ThisMachine(ifname=args.ifname)]
+        yield [ThisMachine()]
         return
     unlimited = args.rate == "none"
     with EmulatedCluster(

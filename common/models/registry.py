@@ -25,7 +25,7 @@ model's own size; sequences of words."""
 
 _MIXED = {"amp-bf16": "bfloat16", "amp-fp16": "float16"}
 DTYPES = ("float32", "float64", "bfloat16", *_MIXED)
-"""Types of parameters and inputs; with mixed precision (amp), the type of autocast."""
+"""Types of parameters and inputs. Mixed precision (amp) means float32 with autocast."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,7 +28,7 @@ class Workload:
     def to(
         self, device: torch.device, dtype: torch.dtype, autocast: torch.dtype | None = None
     ) -> Workload:
-        """Returns the workload on `device` with weights and inputs of type `dtype`."""
+        """Returns the workload on `device`; weights and floating-point inputs become `dtype`."""
 
         def move(value: torch.Tensor) -> torch.Tensor:
             return value.to(device, dtype if value.is_floating_point() else value.dtype)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from common.models.cifar import CifarResNet, Residual
 
 from common.models import registry
+from common.models.architectures.cifar import CifarResNet, Residual
 from dear.errors import UserError
 
 

@@ -12,10 +12,10 @@ from typing import NoReturn
 
 import dear
 from common.harness import verbs
+from common.harness.verbs import Status
 from common.paths import COMMAND, LOGS
 from dear.errors import UserError, unknown
 
-OK, USER_ERROR, INTERRUPTED = 0, 2, 130
 _EXTRA = ("jinja2", "matplotlib", "pandas")
 """Packages of the extra `plots`, which is not always installed."""
 _FULL_OR_CLOSED = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
@@ -33,26 +33,26 @@ def main(arguments: Sequence[str]) -> int:
         return verbs.load(options.verb).main(options)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
-        return USER_ERROR
+        return Status.USER_ERROR
     except ModuleNotFoundError as error:
         if error.name not in _EXTRA:
             raise
         print(f"error: {error.name} is missing: pip install 'dear-bench[plots]'", file=sys.stderr)
-        return USER_ERROR
+        return Status.USER_ERROR
     except OSError as error:
         # The user can correct a full disk or a folder without permission. All other errors are
         # bugs, so the traceback matters.
         if isinstance(error, BrokenPipeError):  # `| head`
             sys.stderr.close()
-            return OK
+            return Status.OK
         if error.errno not in _FULL_OR_CLOSED:
             raise
         place = f"{error.filename}: " if error.filename else ""
         print(f"error: {place}{error.strerror}", file=sys.stderr)
-        return USER_ERROR
+        return Status.USER_ERROR
     except KeyboardInterrupt:
         print("interrupted; finished trials are recorded, run again to go on", file=sys.stderr)
-        return INTERRUPTED
+        return Status.INTERRUPTED
 
 
 class _Parser(argparse.ArgumentParser):

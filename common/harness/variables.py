@@ -20,6 +20,7 @@ from typing import Any
 from common import machine
 from common.cgroups import usable_cores
 from common.harness import cli
+from common.harness.verbs import Status
 from common.launch.hosts import Host, read_envs, read_hostfile
 from common.models.registry import MODELS, profile_of
 from common.paths import CONFIGS
@@ -40,7 +41,7 @@ def main(arguments: Sequence[str], environ: Mapping[str, str] = os.environ) -> i
         flags, words = trial_flags(environ)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
-        return cli.USER_ERROR
+        return Status.USER_ERROR
     print(words, file=sys.stderr)
     how = ("--rerun", "all", "--stream", "--no-plot")
     return cli.main(["run", "reference", *flags, *how, *arguments])

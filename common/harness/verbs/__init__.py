@@ -7,9 +7,20 @@ It imports what is slow to load inside `main`, so that `--help` and a typo answe
 from __future__ import annotations
 
 import argparse
+import enum
 import importlib
 import pkgutil
 from typing import Protocol, cast
+
+
+class Status(enum.IntEnum):
+    """Exit status of the command line."""
+
+    OK = 0
+    FAILED = 1
+    USER_ERROR = 2
+    REGRESSION = 3
+    INTERRUPTED = 130
 
 
 class Verb(Protocol):

@@ -10,13 +10,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from common.harness.sweeps import RECORDS
+from common.harness.verbs import Status
 from common.results.records import Record, fabric_words, is_learning
 from common.results.store import Comparison
 from dear.errors import UserError
 
 HELP = "two sweeps, or two algorithms of one"
-REGRESSION = 3
-"""Exit status if a trial is slower than `--fail-on` allows."""
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -69,7 +68,7 @@ def main(options: argparse.Namespace) -> int:
     slower = comparing.regressions(rows, limit) if limit is not None else []
     for row in slower:
         print(f"regression: {row.model} {row.algorithm}: {row.ratio:.3f}x", file=sys.stderr)
-    return REGRESSION if slower else 0
+    return Status.REGRESSION if slower else Status.OK
 
 
 def _compare_reports(operands: Sequence[str], options: argparse.Namespace) -> int:

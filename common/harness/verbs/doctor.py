@@ -25,6 +25,7 @@ from common.emulation import links
 from common.harness.experiment import Experiment, load
 from common.harness.running.fabric import misfit
 from common.harness.sweeps import unable_to_emulate
+from common.harness.verbs import Status
 from common.launch.mpirun import find_mpirun
 from common.paths import BUILD, COMMAND, EXPERIMENTS, ROOT
 from dear.comm.backends import missing_comm_core
@@ -52,7 +53,7 @@ def main(options: argparse.Namespace) -> int:
     bad = [finding.what for finding in findings if finding.level == "FAIL"]
     if options.json:
         print(json.dumps([asdict(finding) for finding in findings], indent=2))
-        return 1 if bad else 0
+        return Status.FAILED if bad else Status.OK
     width = max(len(finding.what) for finding in findings)
     for finding in findings:
         print(f"{finding.level:7}  {finding.what:{width}}  {finding.found}")
@@ -60,7 +61,7 @@ def main(options: argparse.Namespace) -> int:
             print(f"{'':7}  {'':{width}}  -> {finding.fix}")
     if bad:
         print(f"the default sweep cannot run: {', '.join(bad)}")
-        return 1
+        return Status.FAILED
     print(f"the default sweep can run: {COMMAND}")
     return 0
 

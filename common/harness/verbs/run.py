@@ -15,6 +15,7 @@ from common.harness import own
 from common.harness.experiment import Experiment, load
 from common.harness.sweeps import default_experiment, find_experiment, short
 from common.harness.trial import Trial
+from common.harness.verbs import Status
 from common.paths import COMMAND, DRIVER, EXPERIMENTS, MODULE
 from common.results.records import Record, is_learning
 
@@ -258,7 +259,7 @@ def _draw(folder: Path, records: Sequence[Record], *, quiet: bool) -> None:
 
 
 def _status(trials: Sequence[Trial], records: Sequence[Record]) -> int:
-    """Returns 0 if some trial is ok, and every trial is ok and correct, or unsupported here."""
+    """Returns OK if some trial is ok, and every trial is ok and correct, or unsupported here."""
     from common.results.faith import incorrect
 
     newest = {record.hash: record for record in records}
@@ -267,4 +268,4 @@ def _status(trials: Sequence[Trial], records: Sequence[Record]) -> int:
         record is not None and record.status in ("ok", "unsupported") and not incorrect(record)
         for record in ended
     )
-    return 0 if good else 1
+    return Status.OK if good else Status.FAILED

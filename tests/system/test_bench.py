@@ -155,7 +155,7 @@ def test_the_table_describes_the_fit_and_the_record_keeps_every_time():
     assert lines[1].split() == ["4096", "104.1"]
     assert lines[-1] == (
         "all_reduce: all sizes: alpha 100.0 us, beta 1.0000 ns/byte (1.000 GB/s); one half of the "
-        "repeats is 0.0% off the fit to the other, and 0.0% off the other itself"
+        "repeats differs by 0.0% from the fit to the other half, and by 0.0% from that half"
     )
     two_ways = dataclasses.replace(
         LINE,

@@ -7,10 +7,9 @@
 
 The time of an operation is that of the slowest rank, after a barrier. Every round measures each
 operation and size with every engine in turn; ratios are medians over rounds. A size is that of the
-whole bucket (float32): 25M is 25e6 bytes. `of wire` is the share of the links' bandwidth
-for TCP's payload. With `--network`, a second table has the time of each operation in excess of the
-time of its bytes on the wire. Exit status: 0, or 1 if an engine is missing, failed or gave a wrong
-result, or 2 for a user error.
+whole bucket (float32): 25M is 25e6 bytes. `of wire` is the share of the links' bandwidth for TCP's
+payload, and `above us` the time in excess of the bytes on the wire, in the network's time. Exit
+status: 0, or 1 if an engine is missing, failed or gave a wrong result, or 2 for a user error.
 """
 
 from __future__ import annotations
@@ -33,16 +32,15 @@ from bench.rig import program, session, table
 from bench.rig.output import note
 from bench.rig.rank import Place
 from bench.rig.table import Ratio
-from common.emulation.config import network_profile, payload_bytes_per_s
+from common.emulation.links.profile import network_profile, payload_bytes_per_s
 from common.results.table import significant
 from dear.errors import UserError, unknown
 from dear.lazy import np, torch
 
 HEADER = (
     "op", "engine", "bytes", "time ms", "algbw GB/s", "busbw GB/s", "p50 ms", "p99 ms", "min ms",
-    "CPU-s/GB", "iterations", "#wrong", "of wire",
+    "CPU-s/GB", "iterations", "#wrong", "of wire", "above us",
 )  # fmt: skip
-ABOVE_HEADER = ("op", "engine", "bytes", "wire us", "above us", "low..high", "rounds")
 _WARM_UP_S = 0.05
 _INVALID = -1.0
 
@@ -228,9 +226,7 @@ def main(argv: list[str]) -> int:
                 samples=[dataclasses.asdict(sample) for sample in samples],
                 bounds_s=[[*case, bound_s] for case, bound_s in bounds.items()],
             )
-        print("\n".join(report(samples, args.world, args.engines, bounds, running.failures)))
-        if args.network is not None:
-            print(above_wire(samples, args.engines, bounds, args.time_scale))
+        print("\n".join(report(samples, args, bounds, running.failures)))
         return 1 if running.failures or any(sample.wrong for sample in samples) else 0
 
 
@@ -250,8 +246,7 @@ def bounds_s(cases: Iterable[Case], args: argparse.Namespace) -> Bounds:
 
 def report(
     samples: Sequence[Sample],
-    world: int,
-    engines: Sequence[str],
+    args: argparse.Namespace,
     bounds: Bounds,
     failures: Mapping[str, str],
 ) -> list[str]:
@@ -262,20 +257,24 @@ def report(
         steps = [step for sample in kept for step in sample.steps_s()]
         time_s = statistics.median(sample.median_s() for sample in kept)
         bandwidth = nbytes / time_s / 1e9
-        numbers = [time_s * 1e3, bandwidth, bandwidth * table.bus_factor(op, world)]
+        numbers = [time_s * 1e3, bandwidth, bandwidth * table.bus_factor(op, args.world)]
         numbers += [1e3 * np.quantile(steps, q, method="inverted_cdf") for q in (0.5, 0.99, 0)]
         numbers.append(statistics.median(sample.cpu_s_per_gb() for sample in kept))
-        share = "-" if bound_s is None else significant(bound_s / time_s)
+        wire = ["-", "-"]
+        if bound_s is not None:
+            above_us = 1e6 * (time_s - bound_s) / args.time_scale
+            wire = [significant(bound_s / time_s), f"{above_us:.0f}"]
         wrong = sum(sample.wrong for sample in kept)
-        return [*map(significant, numbers), str(len(steps)), str(wrong), share]
+        return [*map(significant, numbers), str(len(steps)), str(wrong), *wire]
 
+    engines = args.engines
     rounds = _by_label(samples, bounds, engines)
     lines = [table.of_engines(HEADER, rounds, failures, cells), ""]
     core = [name for name in engines if name.startswith("comm_core")]
     for reference in core or engines[:1]:
         for other in engines:
             if other != reference:
-                lines += _compared(reference, other, world, rounds, bounds)
+                lines += _compared(reference, other, args.world, rounds, bounds)
     if wrong := sum(sample.wrong for sample in samples):
         lines.append(f"WRONG RESULTS: {wrong} elements")
     return lines + [f"{name}: {reason}" for name, reason in failures.items()]
@@ -308,27 +307,6 @@ def _compared(
 
 def _times(kept: list[Sample]) -> dict[int, float]:
     return {sample.round: sample.median_s() for sample in kept}
-
-
-def above_wire(
-    samples: Sequence[Sample], engines: Sequence[str], bounds: Bounds, time_scale: float
-) -> str:
-    """Returns a table of the time in excess of the bytes on the wire, in emulated time.
-
-    Args:
-        bounds: time of the bytes on the wire in real seconds.
-        time_scale: real seconds per emulated second.
-    """
-
-    def cells(kept: list[Sample]) -> list[str]:
-        wire_us = 1e6 * (bounds[kept[0].op, kept[0].nbytes] or 0.0) / time_scale
-        above = [1e6 * sample.median_s() / time_scale - wire_us for sample in kept]
-        numbers = (wire_us, statistics.median(above))
-        spread = f"{min(above):.0f}..{max(above):.0f}"
-        return [*(f"{number:.0f}" for number in numbers), spread, str(len(above))]
-
-    title = "\nTime above the wire, in emulated microseconds:\n"
-    return title + table.of_engines(ABOVE_HEADER, _by_label(samples, bounds, engines), {}, cells)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -12,12 +11,13 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from common.paths import CONFIGS
 from common.results.records import Record
 from plots import style, sweep
 from plots.looks import Look
 from plots.sweep import Mark
 
-_FOLDER = Path(__file__).parents[1] / "configs" / "published"
+_FOLDER = CONFIGS / "published"
 _MODELS = {
     "resnet50": "ResNet-50",
     "resnet101": "ResNet-101",

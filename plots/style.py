@@ -195,7 +195,7 @@ def program(
     needs: str,
     draw: Callable[[Path, Path], list[Path]],
 ) -> None:
-    """Draws the sweep that the command line names into plots/out and prints the files' names.
+    """Draws a sweep into its folder `figures` and prints the names of the files.
 
     A user error, or a sweep without the needed records, is one line and exit status 2.
     """
@@ -205,7 +205,7 @@ def program(
     try:
         if not fits(Comparison.load(sweep).results(sweep)):
             raise UserError(f"{sweep} lacks what this figure shows: it needs {needs}")
-        for path in draw(sweep, Path("plots/out") / sweep.name):
+        for path in draw(sweep, sweep / "figures"):
             print(path)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -36,10 +35,6 @@ class Engine(ABC):
 
     @abstractmethod
     def all_reduce(self, bucket: torch.Tensor) -> torch.Tensor: ...
-
-    @abstractmethod
-    def start_reduce_scatter(self, out: torch.Tensor, bucket: torch.Tensor) -> Callable[[], Any]:
-        """Starts a reduce-scatter and returns the function that waits for it."""
 
     def fence(self) -> None:  # noqa: B027  (most engines need nothing)
         """Completes what other ranks still need from this rank, if that needs a call."""
@@ -85,9 +80,6 @@ class TorchEngine(Engine):
         self._dist.all_reduce(bucket)
         return bucket
 
-    def start_reduce_scatter(self, out: torch.Tensor, bucket: torch.Tensor) -> Callable[[], Any]:
-        return self._dist.reduce_scatter_tensor(out, bucket, async_op=True).wait
-
     def close(self) -> None:
         self._dist.destroy_process_group()
 
@@ -116,9 +108,6 @@ class MpiEngine(Engine):
         self._world.Allreduce(self._mpi.IN_PLACE, bucket.numpy())
         return bucket
 
-    def start_reduce_scatter(self, out: torch.Tensor, bucket: torch.Tensor) -> Callable[[], Any]:
-        return self._world.Ireduce_scatter_block(bucket.numpy(), out.numpy()).Wait
-
     def fence(self) -> None:
         # Open MPI moves a queued message only in its calls: a rank that has its result and sleeps
         # may hold back what a peer waits for.
@@ -136,7 +125,6 @@ class HorovodEngine(Engine):
         if not self._hvd.mpi_built():
             raise Unavailable("this Horovod was built without MPI")
         self._hvd.init()
-        self._started = 0
         self.versions = {"horovod": importlib.metadata.version("horovod")}
 
     def reduce_scatter(self, out: torch.Tensor, bucket: torch.Tensor) -> torch.Tensor:
@@ -147,12 +135,6 @@ class HorovodEngine(Engine):
 
     def all_reduce(self, bucket: torch.Tensor) -> torch.Tensor:
         return self._hvd.allreduce_(bucket, op=self._hvd.Sum, name="ar")
-
-    def start_reduce_scatter(self, out: torch.Tensor, bucket: torch.Tensor) -> Callable[[], Any]:
-        self._started += 1
-        name = f"rs{self._started % 64}"  # names of operations in flight must differ
-        handle = self._hvd.reducescatter_async(bucket, op=self._hvd.Sum, name=name)
-        return lambda: self._hvd.synchronize(handle)
 
     def close(self) -> None:
         self._hvd.shutdown()

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.rig.engines import Engine, create
-from common.emulation.namespaces import die_with_parent
+from common.emulation.hosts.namespaces import die_with_parent
 from dear.errors import Unavailable
 from dear.lazy import torch
 

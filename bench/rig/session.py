@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -12,15 +11,14 @@ from typing import Any
 from bench.rig import engines, program
 from bench.rig.output import Output
 from bench.rig.team import Layout, Teams, built
-from common.emulation import network, sandbox
-from common.emulation.config import NetworkProfile, network_profile
+from common.emulation import sandbox
+from common.emulation.hosts import network
+from common.emulation.links.profile import NetworkProfile, network_profile
 from dear.errors import UserError, unknown
 from dear.options import at_least
 
-# Variables that change what engines do. The others may hold secrets.
-_VARIABLES = ("COMM_CORE_", "GLOO_", "HOROVOD_", "OMPI_MCA_", "OMP_NUM_THREADS")
-_SETUP = ("engines", "world", "hosts", "ranks_per_host", "rate", "transport", "congestion")
-_SETUP += ("ifname", "timeout_s", "network", "time_scale")
+_SETUP = ("engines", "world", "hosts", "rate", "transport", "congestion", "timeout_s", "network")
+_SETUP += ("time_scale",)
 
 
 def parser(doc: str | None, names: Sequence[str], world: int) -> argparse.ArgumentParser:
@@ -35,22 +33,15 @@ def parser(doc: str | None, names: Sequence[str], world: int) -> argparse.Argume
     add("--engines", nargs="+", default=list(names), metavar="NAME", help="engines, interleaved")
     add("-n", "--ranks", dest="world", metavar="RANKS", type=int, default=world, help="ranks")
     add("--hosts", choices=("local", "netns"), default="local", help="this machine, or virtual")
-    add("--ranks-per-host", type=int, default=1, help="ranks of a virtual host")
     add("--rate", default="1gbit", help="link speed of virtual hosts: none, 1gbit, 10gbit, ...")
     add("--network", help="network profile of virtual hosts, instead of --rate")
     add("--time-scale", type=float, default=1.0, help="real seconds per second of --network")
     add("--transport", choices=("auto", "tcp"), default="auto", help="tcp: no shared memory")
     add("--congestion", help="TCP congestion control of every engine")
-    add("--ifname", default="lo", help="interface on this machine")
     add("--timeout", dest="timeout_s", metavar="SECONDS", type=float, default=180.0,
         help="longest time of a measurement")  # fmt: skip
     add("--repeats", type=int, default=5, help="rounds")
     return parser
-
-
-def environment() -> dict[str, str]:
-    """Returns the variables that change what engines do."""
-    return {name: value for name, value in os.environ.items() if name.startswith(_VARIABLES)}
 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
@@ -69,13 +60,7 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Name
     at_least("--repeats", args.repeats, 1)
     if not 2 <= args.world <= 64:
         raise UserError(f"-n {args.world}: collectives need 2 to 64 ranks")
-    args.num_hosts, left = divmod(args.world, args.ranks_per_host)
-    if args.hosts == "local":
-        args.num_hosts = 0
-    elif left:
-        raise UserError(
-            f"-n {args.world} is not a multiple of --ranks-per-host {args.ranks_per_host}"
-        )
+    args.num_hosts = 0 if args.hosts == "local" else args.world
     if not re.fullmatch(r"none|\d+(\.\d+)?[kmg]bit", args.rate):
         raise UserError(f"--rate {args.rate!r} is not none or a speed such as 1gbit, 500mbit")
     profile = profile_of(args)
@@ -131,7 +116,7 @@ class Session:
         """Writes the results so far and how they were measured to the result file."""
         about = {"setup": {name: getattr(self.args, name) for name in _SETUP}}
         about |= {"tcp_congestion": self._congestion, "versions": self._versions}
-        about |= {"environment": environment(), "ranks": self.ranks, "failures": self.failures}
+        about |= {"ranks": self.ranks, "failures": self.failures}
         self._output.save(self._tool, about | results)
 
     def heading(self) -> list[str]:

@@ -23,9 +23,10 @@ from typing import Any
 
 from bench.rig.engines import MPIRUN
 from bench.rig.output import note
-from common.emulation import network, sandbox
+from common.emulation import sandbox
 from common.emulation.cluster import EmulatedCluster, VirtualHost
-from common.emulation.config import NetworkProfile, network_profile
+from common.emulation.hosts import network
+from common.emulation.links.profile import NetworkProfile, network_profile
 from common.launch.mpirun import find_mpirun, settings
 from common.launch.ranks import RankLost, Ranks, gather
 from dear.errors import UserError
@@ -39,8 +40,8 @@ _START_S = 120.0
 class ThisMachine:
     """Host interface of this machine, as that of `VirtualHost`."""
 
-    ifname: str
     name: str = "local"
+    ifname: str = "lo"
     address: str = "127.0.0.1"
 
     def command(self, argv: Sequence[str]) -> list[str]:
@@ -67,7 +68,7 @@ def built(args: argparse.Namespace, profile: NetworkProfile | None = None) -> It
             if not sandbox.inside():
                 raise RuntimeError("a choice of the congestion control needs a sandbox")
             network.batch("ip", network.loopback_commands(args.congestion))
-        yield [ThisMachine(ifname=args.ifname)]
+        yield [ThisMachine()]
         return
     unlimited = args.rate == "none"
     with EmulatedCluster(
@@ -333,7 +334,7 @@ class Team:
         if len(layout.hosts) > 1:
             slots = [f"{host.address}:{layout.per_host}" for host in layout.hosts]
             command += ["-H", ",".join(slots)]
-            agent = [sys.executable, "-m", "common.emulation.rsh"]
+            agent = [sys.executable, "-m", "common.emulation.hosts.rsh"]
         return [*mpirun.words(layout.size, chosen, agent), *command]
 
 

@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from common.cgroups import usable_cores
-from common.emulation.config import NetworkProfile
 from common.emulation.flow import OnHost, cores_s, transfer_cost
+from common.emulation.links.profile import NetworkProfile
 from dear.errors import UserError
 
 BUSY_TARGET = 0.6

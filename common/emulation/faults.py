@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from common.emulation.cluster import EmulatedCluster
-from common.emulation.config import Fault, network_profile
+from common.emulation.config import Fault
+from common.emulation.links.profile import network_profile
 from dear.errors import UserError
 
 Event = dict[str, Any]
@@ -207,7 +208,7 @@ class FaultInjector:
             what = f"link changed to {fault.rate}"
             return _Change(what, change, "link back at its rate", cluster.restore)
         if fault.kind == "link_delay":
-            change = partial(cluster.set_delay, host, fault.delay_us)
+            change = partial(cluster.links.set_delay, host, fault.delay_us)
             what = f"latency changed to {fault.delay_us:g} us"
             return _Change(what, change, "latency back", cluster.restore)
         if fault.kind == "slow_host":

@@ -23,7 +23,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
-FRAME_BYTES, PAYLOAD_BYTES = 1514, 1448  # as in config.py, which a bare script cannot import
+FRAME_BYTES, PAYLOAD_BYTES = 1514, 1448  # as in links/profile.py, which a bare script cannot import
 _CHUNK_BYTES = 256 * 1024
 # On very fast links this limit, not the time, ends a direction.
 _MAX_BYTES = 256 * 1024 * 1024

@@ -1,20 +1,27 @@
-"""Network part of a record: requested, measured and counted values, and notes on deviations."""
+"""Measured properties of a cluster's network: rates, delays and counters, for the record."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from common.emulation import flow, probe
 from common.emulation.cluster import EmulatedCluster
-from common.emulation.config import NetworkProfile
+from common.emulation.hosts.network import BRIDGE_ADDRESS
+from common.emulation.links.profile import NetworkProfile
+
+Row = dict[str, Any]
 
 FLAG_PERCENT = 5.0
 """Deviation of a link above which the record is flagged."""
 DELAY_SLACK_US = 200.0
 """Delay that the kernel of a busy machine may add, in microseconds of real time."""
 COUNTED = ("packets", "frames", "bytes", "lost", "overflows", "missed", "unsendable")
+# Number of measurements of a link that seems slow, and the share of its rate above which it is not.
+_MEASUREMENTS, _NEAR = 3, 0.98
 # Share of frames that TCP loses while it searches for the rate of a link.
 _MOST_OVERFLOWS = 0.001
 
@@ -25,25 +32,132 @@ def measured_network(cluster: EmulatedCluster) -> dict[str, Any]:
     Raises:
         RuntimeError: a link carries no data.
     """
-    one_by_one = cluster.measure()
-    before = cluster.counters()
-    together = cluster.measure_together()
-    after = cluster.counters()
-    delays = cluster.measure_delays() if cluster.delays_packets else []
+    one_by_one = link_rates(cluster)
+    before = cluster.links.counters()
+    together = rates_together(cluster)
+    after = cluster.links.counters()
+    delays = packet_delays(cluster) if cluster.links.left_out() is None else []
     result = network_record(
         cluster.profile, one_by_one, together, delays, DELAY_SLACK_US / cluster.time_scale
     )
-    result |= {"links": cluster.kind, "congestion": cluster.congestion}
+    result |= {"links": cluster.links.kind, "congestion": cluster.congestion}
     result["switch"] = counted_between(before, after)
-    result["notes"] += [f"while all links were busy {line}" for line in told_of(result["switch"])]
+    result["notes"] += [
+        f"while all links were busy {line}" for line in counter_notes(result["switch"])
+    ]
     result["notes"] = [*cluster.notes, *result["notes"]]
     return result
+
+
+def link_rates(cluster: EmulatedCluster, seconds: float = 0.5) -> list[Row]:
+    """Measures the rate of each link alone, between its host and the switch.
+
+    A link that seems slow is measured up to two more times, and the best result counts: on a busy
+    machine the sender is slow, not the link.
+
+    Args:
+        seconds: duration per direction, in seconds of this machine.
+
+    Returns:
+        One row per host: `host`, `up_gbps` and `down_gbps`. The rates are emulated Gb/s on the
+        wire (see hosts/network.py), computed from the TCP payload received.
+
+    Raises:
+        RuntimeError: a link carries no data.
+    """
+    skip_s = _skipped_s(cluster, seconds)
+    rows = []
+    for host, requested_gbps in zip(cluster.hosts, cluster.gbps, strict=True):
+        best = [0.0, 0.0]
+        for _ in range(_MEASUREMENTS):
+            rates = flow.measure_link(host, BRIDGE_ADDRESS, seconds + skip_s, skip_s)
+            best = [max(a, b * cluster.time_scale) for a, b in zip(best, rates, strict=True)]
+            if min(best) > _NEAR * requested_gbps:
+                break
+        rows.append({"host": host.name, "up_gbps": best[0], "down_gbps": best[1]})
+    return rows
+
+
+def rates_together(cluster: EmulatedCluster, seconds: float = 1.0) -> list[Row]:
+    """Measures all links at once: every host sends to the next one.
+
+    If a link seems slow, all are measured up to two more times, as in `link_rates`. The connections
+    use the same congestion control as the trials.
+
+    Returns:
+        One row per host: `host`, `gbps` (the rate received, as in `link_rates`) and
+        `requested_gbps`. The latter is None if TCP limits the rate: with frame loss, and between
+        sites. Empty for fewer than two hosts.
+
+    Raises:
+        RuntimeError: a link carries no data.
+    """
+    hosts = len(cluster.hosts)
+    if hosts < 2:
+        return []
+    skip_s = _skipped_s(cluster, seconds)
+    best = [0.0] * hosts
+    for _ in range(_MEASUREMENTS):
+        rates = flow.ring(cluster.hosts, seconds + skip_s, skip_s)
+        best = [max(a, b * cluster.time_scale) for a, b in zip(best, rates, strict=True)]
+        if min(best) > _NEAR * min(cluster.gbps):
+            break
+    rows = []
+    for index, host in enumerate(cluster.hosts):
+        before = (index - 1) % hosts
+        connection = cluster.profile.connection(before, index, hosts)
+        limited = connection.loss_percent > 0 or connection.trunk is not None
+        requested = None if limited else min(cluster.gbps[before], cluster.gbps[index])
+        rows.append({"host": host.name, "gbps": best[index], "requested_gbps": requested})
+    return rows
+
+
+def packet_delays(cluster: EmulatedCluster, seconds: float = 0.5) -> list[Row]:
+    """Measures one-way delays with small packets, for all pairs of hosts at once.
+
+    Every host sends to the next one. Each other kind of connection, such as that between two sites,
+    is measured with one more pair.
+
+    Returns:
+        One row per pair: `source`, `target`, `requested_us`, `delay_us` and `delay_us_p99` (one
+        way, emulated microseconds; median and 99th percentile), `sent`, `lost`.
+
+    Raises:
+        RuntimeError: no packet arrives.
+    """
+    hosts, profile, scale = len(cluster.hosts), cluster.profile, cluster.time_scale
+    pairs = {(host, (host + 1) % hosts) for host in range(hosts)} if hosts > 1 else set()
+    seen = {profile.connection(*pair, hosts) for pair in pairs}
+    for pair in itertools.permutations(range(hosts), 2):
+        connection = profile.connection(*pair, hosts)
+        if connection not in seen:
+            seen.add(connection)
+            pairs.add(pair)
+    ends = [(cluster.hosts[a], cluster.hosts[b]) for a, b in sorted(pairs)]
+    results = probe.all_pairs(ends, seconds, 2e-6 * profile.farthest_us * scale)
+    return [
+        {
+            "source": source.name,
+            "target": target.name,
+            "requested_us": profile.connection(*pair, hosts).latency_us,
+            "delay_us": round(result.median_us / scale, 3),
+            "delay_us_p99": round(result.p99_us / scale, 3),
+            "sent": result.sent,
+            "lost": result.lost,
+        }
+        for pair, (source, target), result in zip(sorted(pairs), ends, results, strict=True)
+    ]
+
+
+def _skipped_s(cluster: EmulatedCluster, seconds: float) -> float:
+    """Returns the time at the start of a transfer in which TCP searches for its rate."""
+    return 0.2 * seconds + 24e-6 * cluster.profile.farthest_us * cluster.time_scale
 
 
 def counted_between(
     before: Mapping[str, Any] | None, after: Mapping[str, Any] | None
 ) -> dict[str, Any] | None:
-    """Returns what a switch counted between two calls of `EmulatedCluster.counters`, and the
+    """Returns what a switch counted between two calls of `Links.counters`, and the
     percentage of frames that it lost on purpose; None for links without counters."""
     if before is None or after is None:
         return None
@@ -53,7 +167,7 @@ def counted_between(
     return {**counted, **loss, "late_us": after["late_us"], "priority": after["priority"]}
 
 
-def told_of(counted: Mapping[str, Any] | None) -> list[str]:
+def counter_notes(counted: Mapping[str, Any] | None) -> list[str]:
     """Returns sentences on what a real network would not have done; they start in lower case."""
     if counted is None or "frames" not in counted:
         return []
@@ -73,17 +187,17 @@ def told_of(counted: Mapping[str, Any] | None) -> list[str]:
 
 def network_record(
     profile: NetworkProfile,
-    measured: Sequence[Mapping[str, Any]],
-    together: Sequence[Mapping[str, Any]] = (),
-    delays: Sequence[Mapping[str, Any]] = (),
+    measured: Sequence[Row],
+    together: Sequence[Row] = (),
+    delays: Sequence[Row] = (),
     slack_us: float = 0.0,
 ) -> dict[str, Any]:
     """Returns what was requested and measured of a cluster's links, with notes on deviations.
 
     Args:
-        measured: result of `EmulatedCluster.measure`.
-        together: result of `EmulatedCluster.measure_together`.
-        delays: result of `EmulatedCluster.measure_delays`.
+        measured: result of `link_rates`.
+        together: result of `rates_together`.
+        delays: result of `packet_delays`.
         slack_us: deviation that is allowed for every delay, in emulated microseconds.
 
     Returns:
@@ -123,9 +237,9 @@ def network_record(
             )
     return {
         "requested": json.loads(json.dumps(dataclasses.asdict(profile))),  # tuples become lists
-        "measured": [dict(host) for host in measured],
-        "together": [dict(host) for host in together],
-        "delays": [dict(pair) for pair in delays],
+        "measured": list(measured),
+        "together": list(together),
+        "delays": list(delays),
         "off_percent": None if worst is None else round(worst[0], 2),
         "flagged": flagged,
         "notes": notes,

@@ -26,12 +26,10 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).parents[2])]
 
-from common.emulation import namespaces as ns
+from common.emulation.hosts import namespaces as ns
 from dear.errors import UserError
 
 MARK = "DEAR_SANDBOX"  # contains the PID namespace, so that a stale value is recognized
-SWITCH = "switch"
-LOCALHOST = "127.0.0.1 localhost\n::1 localhost ip6-localhost ip6-loopback\n"
 _FORWARDED = (signal.SIGINT, signal.SIGTERM)
 _FAILED = 125  # exit status if the sandbox could not be created
 _MAKE = [*ns.SCRIPT, __file__, "make"]
@@ -200,11 +198,11 @@ def _set_up() -> None:
     ns.own_mounts()
     ns.mount_proc()
     ns.mount_tmpfs("/dev/shm")
-    socket.sethostname(SWITCH)
+    socket.sethostname(ns.SWITCH)
     if Path("/etc/hosts").exists():
         # A private file mounted over /etc/hosts; the mount keeps it alive without a name.
         hosts = Path("/dev/shm/hosts")
-        hosts.write_text(f"{LOCALHOST}127.0.0.1 {SWITCH}\n")
+        hosts.write_text(f"{ns.LOCALHOST}127.0.0.1 {ns.SWITCH}\n")
         ns.bind(str(hosts), "/etc/hosts")
         hosts.unlink()
     _quiet("ip link set dev lo up")

@@ -38,7 +38,7 @@ class TracePlayer:
     def __exit__(self, *_: object) -> None:
         self._ended.set()
         self._thread.join()
-        if self.changes and self._cluster.broken() is None:
+        if self.changes and self._cluster.links.broken() is None:
             self._cluster.restore()
 
     def _run(self) -> None:

@@ -35,10 +35,10 @@ from common.gpu_check.budget import (
     run_steps,
 )
 from common.machine import machine_card, version
+from common.paths import CONFIGS, LOGS, ROOT
 from dear.errors import UserError
 from dear.training.algorithm import algorithm_class, algorithm_names
 
-ROOT = Path(__file__).parents[2]
 OK, STEP_FAILED, USER_ERROR, INTERRUPTED = 0, 1, 2, 130
 BUDGET_S = 480.0
 TESTS_REPORT = "cuda-tests.xml"
@@ -71,7 +71,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="scripts/gpu_check.sh", allow_abbrev=False)
-    out = Path(os.environ.get("OUT") or ROOT / "logs" / "gpu-check")
+    out = Path(os.environ.get("OUT") or LOGS / "gpu-check")
     parser.add_argument("venv", type=Path, nargs="?", default=Path(".venv"), help="made if missing")
     parser.add_argument("--out", type=Path, default=out, help="folder of results ($OUT)")
     parser.add_argument("--budget", type=float, default=BUDGET_S, help="seconds for everything")
@@ -119,7 +119,7 @@ def _check(venv: Path, out: Path, seconds: float) -> int:
             note(result)
             write_summary(out, facts, machine, results, budget)
         began = (out / "steps" / "environment.txt").stat().st_mtime
-        collect_profiles(ROOT / "configs" / "profiles", out, began)
+        collect_profiles(CONFIGS / "profiles", out, began)
     number = Counter(result.status for result in results)
     counts = ", ".join(f"{number[status]} {status}" for status in ("ok", "failed", "skipped"))
     print(f"== {counts} in {budget.spent_s:.0f} s: {out / 'summary.md'}")

@@ -12,10 +12,12 @@ from typing import NoReturn
 
 import dear
 from common.harness import verbs
-from common.harness.sweeps import LOGS
+from common.paths import COMMAND, LOGS
 from dear.errors import UserError, unknown
 
 OK, USER_ERROR, INTERRUPTED = 0, 2, 130
+_EXTRA = ("jinja2", "matplotlib", "pandas")
+"""Packages of the extra `plots`, which is not always installed."""
 _FULL_OR_CLOSED = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 
 
@@ -31,6 +33,11 @@ def main(arguments: Sequence[str]) -> int:
         return verbs.load(options.verb).main(options)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
+        return USER_ERROR
+    except ModuleNotFoundError as error:
+        if error.name not in _EXTRA:
+            raise
+        print(f"error: {error.name} is missing: pip install 'dear-bench[plots]'", file=sys.stderr)
         return USER_ERROR
     except OSError as error:
         # The user can correct a full disk or a folder without permission. All other errors are
@@ -50,7 +57,7 @@ def main(arguments: Sequence[str]) -> int:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message} (see `python {self.prog} --help`)")
+        raise UserError(f"{message} (see `{self.prog} --help`)")
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -68,7 +75,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         if first not in ("-h", "--help", "--version"):
             arguments = ["run", *arguments]
     parser = _Parser(
-        prog="benchmarks.py",
+        prog=COMMAND,
         description="Which data-parallel training algorithm is fastest for my model? Without a "
         "verb, runs emulated-quick.yaml where virtual hosts can be made, else quick.yaml (both in "
         "configs/experiments).",
@@ -81,4 +88,15 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         sub = every.add_parser(name, help=verb.HELP, allow_abbrev=False)
         verb.add(sub)
         sub.add_argument("--logs", type=Path, default=LOGS, help="folder of results")
-    return parser.parse_args(arguments)
+    options, extra = parser.parse_known_args(arguments)
+    if extra:
+        flag = extra[0].partition("=")[0]
+        shown = f"see `{COMMAND} {options.verb} --help`"
+        if not flag.startswith("-"):
+            raise UserError(f"{options.verb}: unexpected argument {flag!r} ({shown})")
+        raise unknown(f"flag of {options.verb}", flag, _flags(every.choices[options.verb]), shown)
+    return options
+
+
+def _flags(parser: argparse.ArgumentParser) -> list[str]:
+    return [name for action in parser._actions for name in action.option_strings]

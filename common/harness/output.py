@@ -6,7 +6,8 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from common.harness.sweeps import LOGS, short
+from common.harness.sweeps import short
+from common.paths import COMMAND, LOGS
 from common.results import rows
 from common.results.faith import doubt, incorrect
 from common.results.overview import overview
@@ -41,9 +42,9 @@ def show(folder: Path, records: Sequence[Record], compare_to: str) -> None:
             print(f"    log: {short(str(logs[-1]))}" if logs else "    no log: it never started")
     print(f"records, table.md, table.csv: {short(str(folder))}")
     here = "" if folder.parent == LOGS else f" --logs {short(str(folder.parent))}"
-    print(f"all of it in one HTML file: python benchmarks.py report {folder.name}{here}")
+    print(f"all of it in one HTML file: {COMMAND} report {folder.name}{here}")
     if any(record.bound for record in records):
-        print(f"where the time goes: python benchmarks.py show {folder.name} --breakdown{here}")
+        print(f"where the time goes: {COMMAND} show {folder.name} --breakdown{here}")
 
 
 def show_breakdown(folder: Path, records: Sequence[Record], compare_to: str) -> None:

@@ -7,11 +7,10 @@ import sys
 from pathlib import Path
 
 from common.emulation import sandbox
+from common.emulation.links.switched import PROGRAM
+from common.paths import BUILD, EXPERIMENTS
 from dear.errors import UserError, one_of
 
-ROOT = Path(__file__).parents[2]
-LOGS = ROOT / "logs"
-EXPERIMENTS = ROOT / "configs" / "experiments"
 RECORDS = "records.jsonl"
 
 
@@ -29,11 +28,16 @@ def find_experiment(given: str | Path) -> Path:
 
 
 def default_experiment() -> Path:
-    """Returns the sweep of a bare `python benchmarks.py`: emulated where that is possible."""
-    reason = None if sandbox.inside() else sandbox.unable()
+    """Returns the sweep of a command without a verb: emulated where that is possible."""
+    reason = None if sandbox.inside() else unable_to_emulate()
     if reason:
         print(f"no virtual hosts here ({reason}): quick.yaml instead", file=sys.stderr)
     return EXPERIMENTS / ("quick.yaml" if reason else "emulated-quick.yaml")
+
+
+def unable_to_emulate() -> str | None:
+    """Returns why the default sweep cannot run on virtual hosts here, or None if it can."""
+    return sandbox.unable() if PROGRAM.exists() else f"the link switch is not built: {BUILD}"
 
 
 def find_sweep(name: str | None, logs: Path, *, begun: bool = False) -> Path:

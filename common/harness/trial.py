@@ -13,8 +13,8 @@ from typing import Any, Literal
 from common.emulation.config import Fault
 from common.harness.learn import LearnConfig
 from common.models import registry
-from common.models.pace import Pace
 from common.models.registry import Brought
+from common.models.replay.pace import Pace
 from common.results.records import typed
 from dear.cost.fit import CollectiveCost
 from dear.errors import UserError

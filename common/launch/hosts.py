@@ -1,5 +1,4 @@
-"""Where ranks run: the hosts of a hostfile or virtual ones, which host takes which ranks, and what
-the libraries must be told of the network between them (`configs/envs.conf`)."""
+"""Hosts of a job, the ranks of each host, and settings of the network between them."""
 
 from __future__ import annotations
 
@@ -14,23 +13,23 @@ from pathlib import Path
 from typing import Literal
 
 from common.emulation.cluster import VirtualHost
+from common.paths import CONFIGS
 from dear.errors import UserError, unknown
 
-ROOT = Path(__file__).parents[2]
-ENVS = ROOT / "configs" / "envs.conf"
+ENVS = CONFIGS / "envs.conf"
 _HERE = ("localhost", "127.0.0.1", "::1")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """A host and how many ranks it may take."""
+    """Host, with the number of ranks that it may run."""
 
     name: str
     slots: int
     address: str | None = None
-    """Where the others reach it; None: by its name. Virtual hosts always have a name."""
+    """Address for the other hosts; None: its name. The name of a virtual host always resolves."""
     virtual: VirtualHost | None = None
-    """Set if this is a host of an emulated cluster."""
+    """Host of an emulated cluster; None for a real host."""
 
     @property
     def reached_at(self) -> str:
@@ -39,19 +38,19 @@ class Host:
 
     @property
     def here(self) -> bool:
-        """True if this process runs on it."""
+        """True if this process runs on this host."""
         name = socket.gethostname()
         return self.virtual is None and self.name in (*_HERE, name, name.partition(".")[0])
 
     @property
     def loopback(self) -> bool:
-        """True if no other host could reach it by this name."""
+        """True if other hosts cannot reach this host by its name or address."""
         return self.virtual is None and self.reached_at in _HERE
 
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """The ranks of one job on one host: `count` of them from `first` on."""
+    """Ranks of one job on one host: `count` ranks, starting with `first`."""
 
     host: Host
     first: int
@@ -63,39 +62,40 @@ class Block:
 
 
 def blocks(hosts: Sequence[Host], world_size: int) -> list[Block]:
-    """Fills the slots of the hosts in their order, as Open MPI does; hosts without a rank are out.
+    """Assigns ranks to the slots of the hosts in order, as Open MPI does.
 
     Raises:
         UserError: there are fewer slots than ranks.
     """
     require_slots(hosts, world_size, "the hosts have")
-    made: list[Block] = []
+    assigned: list[Block] = []
     first = 0
     for host in hosts:
         count = min(host.slots, world_size - first)
         if count:
-            made.append(Block(host=host, first=first, count=count))
+            assigned.append(Block(host=host, first=first, count=count))
         first += count
-    return made
+    return assigned
 
 
 def require_slots(hosts: Sequence[Host], world_size: int, who_has: str) -> None:
     """Raises `UserError` if the hosts have fewer slots than `world_size`."""
     total = sum(host.slots for host in hosts)
     if total < world_size:
-        raise UserError(f"{who_has} {total} slots, fewer than the {world_size} workers asked for")
+        raise UserError(f"{who_has} {total} slots, fewer than the {world_size} workers")
 
 
 def are_virtual(hosts: Sequence[Host] | None) -> bool:
-    """True if these are hosts of an emulated cluster."""
+    """Returns True if these are hosts of an emulated cluster."""
     return bool(hosts) and hosts[0].virtual is not None
 
 
 def read_hostfile(path: Path, world_size: int) -> list[Host]:
-    """The hosts of `path`, which must have at least `world_size` slots together.
+    """Reads the hosts of a file, which must have at least `world_size` slots in total.
 
     Raises:
-        UserError: the file does not exist, a line is not `HOST [slots=N]`, or slots are too few.
+        UserError: the file does not exist, a line is not `HOST [slots=N]`, or there are too few
+            slots.
     """
     try:
         text = path.read_text()
@@ -113,8 +113,8 @@ def read_hostfile(path: Path, world_size: int) -> list[Host]:
                 )
         if any(host.name == words[0] for host in hosts):
             raise UserError(
-                f"hostfile {path} line {number}: host {words[0]} stands twice; write one line with "
-                "the sum of its slots"
+                f"hostfile {path} line {number}: duplicate host {words[0]}; write one line "
+                "with the sum of its slots"
             )
         hosts.append(Host(name=words[0], slots=int(slots)))
     require_slots(hosts, world_size, f"hostfile {path} has")
@@ -122,7 +122,7 @@ def read_hostfile(path: Path, world_size: int) -> list[Host]:
 
 
 def _lines(text: str) -> Iterator[tuple[int, str]]:
-    """Lines that are more than a comment, by number."""
+    """Yields the number and text of each line that is not only a comment."""
     for number, line in enumerate(text.splitlines(), start=1):
         if line.partition("#")[0].strip():
             yield number, line.strip()
@@ -130,20 +130,20 @@ def _lines(text: str) -> Iterator[tuple[int, str]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Envs:
-    """The keys of the file; empty means: let the library choose."""
+    """Keys of `configs/envs.conf`; an empty value lets the library choose."""
 
     PY: str = ""
-    """Python on every host; empty: the one that runs the driver."""
+    """Python on every host; empty: the Python that runs the driver."""
     ETH_INTERFACE: str = ""
     """Interface of the Ethernet network."""
     IB_INTERFACE: str = ""
     """Interface of the InfiniBand network (IPoIB)."""
     MPIPATH: str = ""
-    """Where Open MPI is installed; empty: the mpirun on the PATH."""
+    """Prefix of the Open MPI installation; empty: the mpirun on the PATH."""
     ETH_MPI_BTC_TCP_IF_INCLUDE: str = ""
     """Interfaces or subnets for Open MPI's TCP over Ethernet; empty: ETH_INTERFACE."""
     NVIDIA_VISIBLE_DEVICES: str = ""
-    """GPUs of every host that ranks may use, such as 0,1; empty: all."""
+    """GPUs that ranks may use on every host, such as 0,1; empty: all."""
 
     @property
     def python(self) -> str:
@@ -151,34 +151,40 @@ class Envs:
 
     @property
     def rank_env(self) -> dict[str, str]:
-        """What every rank's environment must hold besides the network's settings."""
+        """Variables of every rank, without those of the network."""
         gpus = self.NVIDIA_VISIBLE_DEVICES
         return {"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}
 
 
-_OF_SERVERS = ("LAUNCHBIN", "CODEHOME", "ETH_SCHEDULER_IP", "IB_SCHEDULER_IP", "WORKER_HOST_PREFIX")
-"""Keys that the references' own files have for their methods with a parameter server."""
+_SERVER_KEYS = (
+    "LAUNCHBIN",
+    "CODEHOME",
+    "ETH_SCHEDULER_IP",
+    "IB_SCHEDULER_IP",
+    "WORKER_HOST_PREFIX",
+)
+"""Keys for methods with a parameter server in the files of the reference suites."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NetworkOptions:
-    """Which network between the hosts is used; for launchers that reach several."""
+    """Choice of the network between the hosts, for launchers of several hosts."""
 
     rdma: Literal[0, 1, 2] = 0
-    """0: TCP over Ethernet; 1: InfiniBand verbs where the library has them (NCCL, Open MPI with
-    UCX), else TCP over the InfiniBand interface; 2: TCP over the InfiniBand interface."""
+    """0: TCP over Ethernet; 1: InfiniBand verbs if the library has them (NCCL, Open MPI with UCX),
+    else TCP over the InfiniBand interface; 2: TCP over the InfiniBand interface."""
     interface: str | None = None
-    """Network interface on every host; None: ETH_INTERFACE or IB_INTERFACE of envs.conf."""
+    """Network interface of every host; None: ETH_INTERFACE or IB_INTERFACE of envs.conf."""
 
 
 def read_envs(path: Path = ENVS) -> Envs:
-    """Reads lines `KEY=VALUE` (a shell may source the file, too); no file, no facts.
+    """Reads lines `KEY=VALUE`, which a shell can source too; all keys are empty without a file.
 
-    The references' own file is understood. What it says of parameter servers, which there are none
-    of here, is of no use; a line on stderr says so.
+    The files of the reference suites are valid. Their keys for parameter servers, which do not
+    exist here, are ignored with one line on stderr.
 
     Raises:
-        UserError: a line of another form, or an unknown key.
+        UserError: a line has another form, or a key is unknown.
     """
     known = [field.name for field in dataclasses.fields(Envs)]
     values: dict[str, str] = {}
@@ -186,30 +192,30 @@ def read_envs(path: Path = ENVS) -> Envs:
         return Envs()
     for number, line in _lines(path.read_text()):
         text = line.partition("#")[0].strip()
-        found = re.fullmatch(r"""(\w+)=(["']?)([^"'\s]*)\2""", text)
-        if found is None:
+        match = re.fullmatch(r"""(\w+)=(["']?)([^"'\s]*)\2""", text)
+        if match is None:
             raise UserError(f"{path} line {number}: must be KEY=VALUE, got {text!r}")
-        if found[1] not in (*known, *_OF_SERVERS):
-            raise unknown(f"key of {path.name}", found[1], known)
-        values[found[1]] = found[3]
-    useless = [name for name in _OF_SERVERS if values.pop(name, "")]
-    if useless:
-        _say_useless(path, tuple(useless))
+        if match[1] not in (*known, *_SERVER_KEYS):
+            raise unknown(f"key of {path.name}", match[1], known)
+        values[match[1]] = match[3]
+    ignored = [name for name in _SERVER_KEYS if values.pop(name, "")]
+    if ignored:
+        _print_ignored(path, ", ".join(ignored))
     return Envs(**values)
 
 
 @functools.cache
-def _say_useless(path: Path, names: Sequence[str]) -> None:
-    """Once, however often the file is read."""
-    print(f"{path}: {', '.join(names)}: of parameter servers, not used", file=sys.stderr)
+def _print_ignored(path: Path, names: str) -> None:
+    """Prints the line once, however often the file is read."""
+    print(f"{path}: ignored keys of parameter servers: {names}", file=sys.stderr)
 
 
 def interface(options: NetworkOptions, envs: Envs, hosts: Sequence[Host] | None) -> str:
-    """The interface that ranks use towards other hosts; empty if the library shall choose.
+    """Returns the interface that ranks use for other hosts; empty: the library chooses.
 
     Raises:
-        UserError: RDMA on virtual hosts or without an interface, or an interface that this machine,
-            being among the hosts, does not have.
+        UserError: RDMA is requested on virtual hosts or without an interface, or this machine is
+            one of the hosts and does not have the interface.
     """
     if are_virtual(hosts):
         if options.rdma:
@@ -221,17 +227,17 @@ def interface(options: NetworkOptions, envs: Envs, hosts: Sequence[Host] | None)
     known = sorted(path.name for path in Path("/sys/class/net").iterdir())
     if name and any(host.here for host in hosts or ()) and name not in known:
         raise UserError(
-            f"rdma={options.rdma}: there is no interface {name!r} here (there are "
+            f"rdma={options.rdma}: this machine has no interface {name!r} (allowed: "
             f"{', '.join(known)}); set it in {ENVS}"
         )
     return name
 
 
 def network_env(options: NetworkOptions, name: str) -> dict[str, str]:
-    """What tells the libraries of every rank to use the interface `name` in the way asked for."""
+    """Returns the variables that make the libraries of a rank use the interface `name`."""
     env = {"NCCL_IB_DISABLE": "0" if options.rdma == 1 else "1"}
     if options.rdma == 2:
-        # The card then is a plain network card: no GPU memory is read or written by it.
+        # The card is then an ordinary network card, which does not access GPU memory.
         env |= {"NCCL_NET_GDR_LEVEL": "0", "NCCL_NET_GDR_READ": "0", "NCCL_IB_CUDA_SUPPORT": "0"}
     if name:
         env |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "COMM_CORE_IFNAME", "NCCL_SOCKET_IFNAME"), name)

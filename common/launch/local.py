@@ -1,8 +1,8 @@
-"""Ranks as processes of this machine, forked from a server that has imported torch already.
+"""Launcher of ranks on this machine, forked from a server that has already imported torch.
 
-Also on virtual hosts, which are namespaces of this machine: each process moves to its host first.
-
-Importing torch takes seconds and a sweep starts dozens of jobs; the fork server pays once.
+It also supports virtual hosts, which are namespaces of this machine: each process first moves to
+its host. Importing torch takes seconds, and a sweep starts dozens of jobs; with the fork server
+torch is imported once.
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ STACKS_S = 0.5
 
 
 class LocalLauncher(Launcher):
-    """Starts one process per rank, on this machine itself or on virtual hosts.
+    """Launcher that starts one process per rank, on this machine or on virtual hosts.
 
-    The fork server imports `preload`, which should name the worker's module, before the first job.
+    The fork server imports `preload`, which should contain the worker's module, before the first
+    job.
     """
 
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
         if self._hosts is not None and not are_virtual(self._hosts):
             raise UserError(
-                "launcher local runs on this machine only, and reads no hostfile; use ssh, "
-                "torchrun or mpirun"
+                "launcher local runs on this machine only and does not support a hostfile; use "
+                "ssh, torchrun or mpirun"
             )
         multiprocessing.get_context("forkserver").set_forkserver_preload(list(self._preload))
 
@@ -50,14 +51,17 @@ class LocalLauncher(Launcher):
                 for block in blocks(hosts, job.world_size):
                     for rank in block.ranks:
                         ranks.function(
-                            *(_work, job.worker_module, job.folder, job.repeat),
+                            _work,
+                            job.worker_module,
+                            job.folder,
+                            job.repeat,
                             env=_env(job, block, rank, store),
                             log=job.log_path(rank),
                             before=block.host.virtual and block.host.virtual.enter,
                         )
                 in_time = ranks.wait(
                     job.timeout_s,
-                    # The others go on without a rank that was killed, if they may.
+                    # If the job may lose ranks, the others continue without a killed rank.
                     matters=lambda code: code > 0 or (code < 0 and not job.may_lose_ranks),
                 )
                 if not in_time:

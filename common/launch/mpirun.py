@@ -1,4 +1,4 @@
-"""Ranks started by Open MPI's mpirun, on this machine or on the hosts of a hostfile."""
+"""Launcher of ranks by Open MPI's mpirun, on this machine or on the hosts of a hostfile."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from common.launch.hosts import ROOT, Host, are_virtual, blocks, network_env
+from common.launch.hosts import Host, are_virtual, blocks, network_env
 from common.launch.job import Job, Outcome, outcome_of, timed_out
 from common.launch.per_host import (
     PRINTED_PORT,
@@ -24,20 +24,21 @@ from common.launch.per_host import (
     meeting_point,
 )
 from common.launch.ranks import Ranks
+from common.paths import ROOT
 from dear.errors import UserError
 
 STOP_S = 5.0
 
 
 class MpirunLauncher(RemoteLauncher):
-    """Runs `mpirun --hostfile ... python -m WORKER` (Open MPI 4 or 5)."""
+    """Launcher that runs `mpirun --hostfile ... python -m WORKER` (Open MPI 4 or 5)."""
 
     @dataclass(frozen=True, kw_only=True)
     class Options(RemoteOptions):
-        """The remote shell, the network, and Open MPI's own settings."""
+        """Remote shell, network, and settings of Open MPI."""
 
         mca: dict[str, Any] = field(default_factory=dict)
-        """Settings of Open MPI by name, each passed as `--mca NAME VALUE`."""
+        """Settings of Open MPI by name, passed as `--mca NAME VALUE`."""
 
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
@@ -53,7 +54,7 @@ class MpirunLauncher(RemoteLauncher):
             (job.folder / "hostfile").write_text("".join(lines))
             if self._hosts[0].virtual is not None:  # mpirun itself runs on the first host
                 command = self._hosts[0].virtual.command(command)
-        # Open MPI's files get a folder that is gone afterwards, even if mpirun has to be killed.
+        # A folder for Open MPI's files, which is removed even if mpirun must be killed.
         with tempfile.TemporaryDirectory(prefix="dear-mpi-") as folder, Ranks() as mpirun:
             # Other machines do not have the folder.
             env = {"TMPDIR": folder} if self._hosts is None or are_virtual(self._hosts) else {}
@@ -64,16 +65,15 @@ class MpirunLauncher(RemoteLauncher):
                     mpirun.signal(signal.SIGUSR1)  # mpirun passes it on
                     mpirun.wait(STACKS_S)
             finally:
-                # mpirun passes SIGTERM on to the ranks of all hosts; SIGKILL would leave them.
+                # mpirun passes SIGTERM on to all ranks; after SIGKILL they would continue.
                 mpirun.stop(STOP_S, ask=signal.SIGTERM)
         if not in_time:
             return timed_out(job)
         code = mpirun.codes[0]
-        # mpirun ends the other ranks itself.
         log = job.log_path(0).read_text(errors="replace")
-        lines = [line.strip() for line in log.splitlines() if line.strip(" -*")]  # no ornaments
-        said = lines[-1] if lines else "without a word"
-        otherwise = f"mpirun ended with status {code}: {said}" if code else None
+        lines = [line.strip() for line in log.splitlines() if line.strip(" -*")]
+        last_line = lines[-1] if lines else "no output"
+        otherwise = f"mpirun ended with status {code}: {last_line}" if code else None
         return outcome_of(job, _first_failure(log) if code else {}, otherwise=otherwise)
 
     def _command(self, job: Job, port: int | None) -> list[str]:
@@ -81,14 +81,14 @@ class MpirunLauncher(RemoteLauncher):
         env = {**self._envs.rank_env, **job.env}
         chosen: dict[str, str] = {}
         several = remote = False
-        hosts: list[str] = []
+        host_words: list[str] = []
         if self._hosts is not None:
-            placed = blocks(self._hosts, job.world_size)
-            several = len(placed) > 1
-            remote = not all(block.host.here for block in placed)
-            hosts = ["--hostfile", str(job.folder.resolve() / "hostfile")]
+            used = blocks(self._hosts, job.world_size)
+            several = len(used) > 1
+            remote = not all(block.host.here for block in used)
+            host_words = ["--hostfile", str(job.folder.resolve() / "hostfile")]
         if several:
-            env = {**network_env(options, self._interface), **meeting_point(placed, port), **env}
+            env = {**network_env(options, self._interface), **meeting_point(used, port), **env}
         if several or options.rdma:
             include = self._interface
             if not options.rdma and not options.interface:
@@ -96,7 +96,7 @@ class MpirunLauncher(RemoteLauncher):
             chosen = settings(self._mpirun, options.rdma, include)
         chosen |= {name: str(value) for name, value in options.mca.items()}
         agent = self._agent if remote else None
-        command = [*self._mpirun.words(job.world_size, chosen, agent), *hosts]
+        command = [*self._mpirun.words(job.world_size, chosen, agent), *host_words]
         for name, value in env.items():
             command += ["-x", f"{name}={value}"]
         return [*command, self._envs.python, *job.worker]
@@ -106,19 +106,19 @@ class MpirunLauncher(RemoteLauncher):
 
 
 def _first_failure(log: str) -> dict[int, int]:
-    """Exit status by rank, as Open MPI reports it for the first process that failed."""
-    sentence = " ".join(log.split())  # Open MPI breaks it into lines
+    """Returns the exit status of the first process that failed, by rank, from mpirun's report."""
+    sentence = " ".join(log.split())  # the report spans several lines
     killed = re.search(r"rank (\d+) with PID \d+ on node \S+ exited on signal (\d+)", sentence)
     if killed:
         return {int(killed[1]): -int(killed[2])}
-    # [[JOB,1],RANK], from version 5 on [JOB@1,RANK]
+    # [[JOB,1],RANK] in version 4, [JOB@1,RANK] in version 5
     ended = re.search(r"Process name: \[\S*,(\d+)\] Exit code: (\d+)", sentence)
     return {int(ended[1]): int(ended[2])} if ended else {}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mpirun:
-    """An installed mpirun."""
+    """Installed mpirun."""
 
     path: str
     major: int
@@ -126,21 +126,21 @@ class Mpirun:
     def words(
         self, size: int, chosen: Mapping[str, str], agent: Sequence[str] | None = None
     ) -> list[str]:
-        """It and its options: ranks fill the hosts in their order, may be more than cores, and are
-        not pinned.
+        """Returns the start of the command line: ranks are assigned to the hosts in order, may
+        outnumber the cores, and are not pinned.
 
         Args:
             size: number of ranks.
-            chosen: Open MPI's settings; from version 5 on, the starter has an option of its own.
-            agent: the remote shell, which `chosen` may overrule.
+            chosen: settings of Open MPI; version 5 has a separate option for those of its starter.
+            agent: remote shell; `chosen` takes precedence.
         """
         new = self.major >= 5
         if agent is not None:
             name = "plm_ssh_agent" if new else "plm_rsh_agent"
             chosen = {name: shlex.join(agent), **chosen}
         oversubscribed = ["--map-by", "slot:OVERSUBSCRIBE"]
-        place = oversubscribed if new else ["--oversubscribe", "--map-by", "slot"]
-        words = [self.path, *place, "--bind-to", "none", "-np", str(size)]
+        mapping = oversubscribed if new else ["--oversubscribe", "--map-by", "slot"]
+        words = [self.path, *mapping, "--bind-to", "none", "-np", str(size)]
         words += ["--allow-run-as-root"] if os.geteuid() == 0 else []
         starter = ("plm_", "prte_", "oob_", "ras_", "rmaps_")
         for name, value in chosen.items():
@@ -149,10 +149,10 @@ class Mpirun:
 
 
 def find_mpirun(prefix: str = "") -> Mpirun:
-    """Open MPI's mpirun below `prefix`, or on the PATH if that is empty.
+    """Finds Open MPI's mpirun in `prefix`/bin, or on the PATH if `prefix` is empty.
 
     Raises:
-        UserError: there is none, or it is another MPI's or too old.
+        UserError: mpirun does not exist, is too old, or belongs to another MPI.
     """
     path = shutil.which(str(Path(prefix, "bin", "mpirun")) if prefix else "mpirun")
     if path is None:
@@ -162,17 +162,17 @@ def find_mpirun(prefix: str = "") -> Mpirun:
         )
     done = subprocess.run([path, "--version"], capture_output=True, text=True)
     first = (done.stdout or done.stderr).strip().partition("\n")[0]
-    found = re.search(r"Open MPI\D*(\d+)\.", first)
-    if found is None or int(found[1]) < 4:
-        raise UserError(f"launcher mpirun: {path} must be Open MPI 4 or 5, it is {first!r}")
-    return Mpirun(path=path, major=int(found[1]))
+    version = re.search(r"Open MPI\D*(\d+)\.", first)
+    if version is None or int(version[1]) < 4:
+        raise UserError(f"launcher mpirun: {path} must be Open MPI 4 or 5, got {first!r}")
+    return Mpirun(path=path, major=int(version[1]))
 
 
 def settings(mpirun: Mpirun, rdma: int, include: str) -> dict[str, str]:
-    """Settings for MPI's own messages between hosts.
+    """Returns Open MPI's settings for messages between hosts.
 
     Args:
-        rdma: 0 or 2 for TCP, 1 for InfiniBand (UCX; an Open MPI without it then refuses to run).
+        rdma: 0 or 2 for TCP, 1 for InfiniBand (an Open MPI without UCX then refuses to run).
         include: interfaces or subnets for TCP; empty: all.
     """
     shared_memory = "sm" if mpirun.major >= 5 else "vader"

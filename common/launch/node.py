@@ -1,14 +1,14 @@
-"""On a host, for launchers: what must not outlive whoever started it.
+"""Helper of launchers on a host; it ends all of its processes when the launcher ends.
 
     python -m common.launch.node --ranks FOLDER REPEAT FIRST COUNT WORLD_SIZE -- COMMAND...
     python -m common.launch.node --tied [--undo JSON] -- COMMAND...
 
-With `--ranks`, COMMAND is run for every rank of a job on this host, with its place in the
-environment, where MASTER_ADDR and MASTER_PORT, at which the ranks meet, stand already.
+With `--ranks`, COMMAND runs once for every rank of a job on this host; the environment has the
+rank's number. MASTER_ADDR and MASTER_PORT must be set.
 
-The tie is standard input, a pipe whose other end the launcher holds. When it closes (the launcher
-ends it, dies, or the network to it breaks), or on SIGTERM, SIGINT or SIGHUP, everything below this
-process is ended. The line `stacks` on it asks the workers for their stacks.
+With `--tied`, standard input is a pipe from the launcher. When the pipe closes (because the
+launcher closes it or ends, or the network fails), or on SIGTERM, SIGINT or SIGHUP, all descendants
+of this process are killed. The line `stacks` in the pipe makes the workers print their stacks.
 """
 
 from __future__ import annotations
@@ -34,41 +34,42 @@ from common.launch.ranks import GRACE_S, Ranks, rank_env
 STOP_S = 5.0
 UNDO_S = 12.0
 CUT = 128 + signal.SIGTERM
-"""Exit status when the tie was cut."""
+"""Exit status after the pipe has closed."""
 _PR_SET_CHILD_SUBREAPER = 36
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the command to its end: its exit status, 128 + n after signal n; of ranks 0 or 1."""
-    given = _parser().parse_args(argv)
+    """Runs the command; returns its exit status (128 + N after signal N), or 0 or 1 for ranks."""
+    options = _parser().parse_args(argv)
     job, first, count = None, 0, 1
-    if given.ranks:
-        folder = Path(given.ranks[0])
-        repeat, first, count, size = map(int, given.ranks[1:])
+    if options.ranks:
+        folder = Path(options.ranks[0])
+        repeat, first, count, size = map(int, options.ranks[1:])
         if not (folder / "trial.json").exists():
-            print(f"{socket.gethostname()} does not see {folder}: all hosts must share it")
+            host = socket.gethostname()
+            print(f"{host} does not have {folder}: all hosts must share this folder")
             return 2
-        # It is not this process that runs a module or looks at the time.
+        # This process needs neither the module nor the time limit.
         job = Job(folder=folder, repeat=repeat, world_size=size, timeout_s=0.0, worker_module="")
-    # Descendants that lose their parent become children of this process, and so can be found.
+    # Descendants that lose their parent become children of this process, which can then kill them.
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
     watch = {_signals(): lambda: True}
-    if given.tied:
-        watch[0] = _cut
+    if options.tied:
+        watch[0] = _read_pipe
     with Ranks() as ranks:
         for rank in range(first, first + count):
             if job is None:
-                ranks.command(given.command)
+                ranks.command(options.command)
             else:
                 env = rank_env(rank, job.world_size, first=first, local_size=count)
-                ranks.command(given.command, env=env, log=job.log_path(rank))
+                ranks.command(options.command, env=env, log=job.log_path(rank))
         ended = ranks.wait(grace_s=GRACE_S if job else 0.0, watch=watch)
         if job is not None:
-            for place, code in ranks.codes.items():
-                job.exit_path(first + place).write_text(str(code))
-        if not ended and given.undo:
+            for index, code in ranks.codes.items():
+                job.exit_path(first + index).write_text(str(code))
+        if not ended and options.undo:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                subprocess.run(given.undo, stdin=subprocess.DEVNULL, timeout=UNDO_S)
+                subprocess.run(options.undo, stdin=subprocess.DEVNULL, timeout=UNDO_S)
         ranks.stop(STOP_S, ask=signal.SIGTERM)
         _kill_all_below()
     if not ended:
@@ -80,9 +81,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _signals() -> int:
-    """A file descriptor to read from when this process shall end.
+    """Returns a file descriptor that becomes readable on a signal to end.
 
-    A handler alone may run just before the process falls asleep.
+    A signal handler alone could run just before the process starts to wait.
     """
     woken, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(wake)
@@ -91,21 +92,21 @@ def _signals() -> int:
     return woken
 
 
-def _cut() -> bool:
-    """Reads from the tie; True if it is cut."""
+def _read_pipe() -> bool:
+    """Reads from standard input; returns True if it has closed."""
     text = os.read(0, 4096)
     if b"stacks" in text:
         for process in _below():
             with contextlib.suppress(OSError):
                 status = Path(f"/proc/{process.pid}/status").read_text()
                 caught = int(status.partition("\nSigCgt:")[2].split()[0], 16)
-                if caught >> (signal.SIGUSR1 - 1) & 1:  # else it would end the process
+                if caught >> (signal.SIGUSR1 - 1) & 1:  # the signal would end other processes
                     _send(process.pid, signal.SIGUSR1)
     return text == b""
 
 
 def _kill_all_below() -> None:
-    """Ends every process below this one, also what has left its session."""
+    """Kills all descendants, including those in other sessions."""
     while below := _below():
         for process in below:
             with contextlib.suppress(OSError):
@@ -117,7 +118,7 @@ def _kill_all_below() -> None:
 
 
 def _below() -> list[psutil.Process]:
-    """Processes below this one, numbered as in /proc, which may be another PID namespace's."""
+    """Returns all descendants, with their PIDs in /proc, which may show another PID namespace."""
     me = int(Path("/proc/self").readlink().name)
     return psutil.Process(me).children(recursive=True)
 
@@ -134,7 +135,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m common.launch.node")
     add = parser.add_argument
     add("--tied", action="store_true", help="end when standard input closes")
-    add("--undo", type=json.loads, default=[], help="a command to run first if the tie is cut")
+    add("--undo", type=json.loads, default=[], help="command to run first if standard input closes")
     names = ("FOLDER", "REPEAT", "FIRST", "COUNT", "WORLD_SIZE")
     add("--ranks", nargs=5, metavar=names, help="run the command for these ranks of a job")
     add("command", nargs="+")

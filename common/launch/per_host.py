@@ -1,7 +1,7 @@
-"""What launchers share that start one command per host, directly or by a remote shell.
+"""Base of launchers that start one command per host, directly or through a remote shell.
 
-Such a command must end when its standard input closes: that is how it ends with this process, and
-with the connection to its host.
+Such a command must end when its standard input closes, so that it ends with this process and with
+the connection to its host.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from common.launch.hosts import (
-    ROOT,
     Block,
     Host,
     NetworkOptions,
@@ -31,10 +30,11 @@ from common.launch.hosts import (
 )
 from common.launch.job import Job, Launcher, Outcome, timed_out
 from common.launch.ranks import Ranks
+from common.paths import ROOT
 from dear.errors import UserError
 
 PRINTED_PORT = 29500
-# BatchMode: nobody is there to type a password. Alive: a dead network must end the job.
+# BatchMode: nobody can type a password. ServerAliveInterval: a network failure must end the job.
 SSH = "ssh -o BatchMode=yes -o ConnectTimeout=8 -o ServerAliveInterval=15"
 PROBE_S = 10.0
 STACKS_S = 1.0
@@ -43,13 +43,13 @@ STOP_S = 20.0
 
 @dataclass(frozen=True, kw_only=True)
 class RemoteOptions(NetworkOptions):
-    """How the hosts are reached."""
+    """Options of the remote shell and the network."""
 
     agent: str | None = None
-    """Remote shell, called as `AGENT HOST COMMAND`; None: ssh, and nothing for this machine (for
-    virtual hosts: the stand-in `python -m common.emulation.rsh`)."""
+    """Remote shell, called as `AGENT HOST COMMAND`. None: ssh, no shell for this machine itself,
+    and `python -m common.emulation.hosts.rsh` for virtual hosts."""
     port: int | None = None
-    """Port of the first host at which the ranks meet; None: one that is free on this machine."""
+    """Port of the rendezvous on the first host; None: a port that is free on this machine."""
 
     def __post_init__(self) -> None:
         if self.port is not None and not 0 < self.port < 65536:
@@ -57,7 +57,7 @@ class RemoteOptions(NetworkOptions):
 
 
 class RemoteLauncher(Launcher):
-    """Reaches hosts by a remote shell, and asks them first whether they are there."""
+    """Base of launchers that use a remote shell; `check` tests that the hosts answer."""
 
     Options = RemoteOptions
 
@@ -72,12 +72,12 @@ class RemoteLauncher(Launcher):
             probe([host for host in self._hosts if self._agent_for(host)], self._agent)
 
     def _agent_for(self, host: Host) -> list[str] | None:
-        """The remote shell for this host, None if it needs none."""
+        """Returns the remote shell for this host; None if it is not needed."""
         return None if host.here and self._options.agent is None else self._agent
 
 
 class PerHostLauncher(RemoteLauncher):
-    """Starts one command per host, on this machine directly and elsewhere by a remote shell."""
+    """Base of launchers of one command per host, started through a remote shell if necessary."""
 
     def command(self, job: Job) -> str:
         commands = self._commands(job, self._options.port or PRINTED_PORT, tied=False)
@@ -90,33 +90,38 @@ class PerHostLauncher(RemoteLauncher):
 
     @abstractmethod
     def _argv(
-        self, job: Job, place: int, placed: Sequence[Block], meet: Mapping[str, str], tied: bool
+        self, job: Job, index: int, used: Sequence[Block], meet: Mapping[str, str], tied: bool
     ) -> list[str]:
-        """What to run on the host of `placed[place]`; if `tied`, it must end with its input."""
+        """Returns the command for the host of `used[index]`.
+
+        Args:
+            meet: MASTER_ADDR and MASTER_PORT.
+            tied: if True, the command must end when its standard input closes.
+        """
 
     @abstractmethod
     def _outcome(self, job: Job, fleet: Fleet) -> Outcome:
-        """Judges a job whose commands have ended."""
+        """Returns the outcome of a job whose commands have ended."""
 
     def _commands(self, job: Job, port: int | None, tied: bool) -> list[HostCommand]:
         hosts = self._hosts or [Host(name="localhost", slots=job.world_size)]
-        placed = blocks(hosts, job.world_size)
-        meet = meeting_point(placed, port)
+        used = blocks(hosts, job.world_size)
+        meet = meeting_point(used, port)
         commands = []
-        for place, block in enumerate(placed):
+        for index, block in enumerate(used):
             env: dict[str, str] = {}
-            if len(placed) > 1:
+            if len(used) > 1:
                 env = network_env(self._options, self._interface)
             if block.host.virtual is not None:
                 env["COMM_CORE_HOST_ID"] = block.host.name
             env |= {**self._envs.rank_env, **self._env(meet), **job.env}
-            argv = self._argv(job, place, placed, meet, tied)
+            argv = self._argv(job, index, used, meet, tied)
             words = on_host(block.host, argv, env, self._agent_for(block.host))
             commands.append(HostCommand(host=block.host, argv=words, log=self._log(job, block)))
         return commands
 
     def _env(self, meet: Mapping[str, str]) -> Mapping[str, str]:
-        """What the command's environment must hold besides the network's settings."""
+        """Returns further variables of the command, without those of the network."""
         return {}
 
     def _log(self, job: Job, block: Block) -> Path:
@@ -125,7 +130,7 @@ class PerHostLauncher(RemoteLauncher):
 
 @dataclass(frozen=True, kw_only=True)
 class HostCommand:
-    """What is started for one host; it must end when its standard input closes."""
+    """Command for one host; it must end when its standard input closes."""
 
     host: Host
     argv: Sequence[str]
@@ -133,7 +138,7 @@ class HostCommand:
 
 
 class Fleet(Ranks):
-    """The commands of one job, started on entry, one per host."""
+    """Context manager that starts the commands of one job, one per host, on entry."""
 
     def __init__(self, commands: Sequence[HostCommand]) -> None:
         super().__init__()
@@ -149,48 +154,50 @@ class Fleet(Ranks):
         return self
 
     def stop(self, patience_s: float = STOP_S, ask: int | None = None) -> None:
-        """Hangs up, and gives the hosts time to end what they run."""
-        self.say(None)
+        """Closes the standard input of the commands, and gives the hosts time to end."""
+        self.send(None)
         super().stop(patience_s, ask)
 
     def ends_within(self, timeout_s: float) -> bool:
-        """False if some need longer; their workers then print their stacks, if they still can."""
+        """Waits for all commands; returns False if some need longer, whose workers then print their
+        stacks."""
         if self.wait(timeout_s):
             return True
-        self.say(b"stacks\n")
+        self.send(b"stacks\n")
         self.wait(STACKS_S)
         return False
 
     def failure(self) -> str | None:
-        """What the host whose command failed said last, or None if none failed."""
-        for place, command in enumerate(self.commands):
-            code = self.codes.get(place)
+        """Returns a sentence with the last output of a command that failed; None if none failed."""
+        for index, command in enumerate(self.commands):
+            code = self.codes.get(index)
             if code:
                 lines = command.log.read_text(errors="replace").strip().splitlines()
-                said = f": {lines[-1].strip()}" if lines else ""
-                return f"host {command.host.name} ended with status {code}{said}"
+                last_line = f": {lines[-1].strip()}" if lines else ""
+                return f"host {command.host.name} ended with status {code}{last_line}"
         return None
 
 
 def agent_of(given: str | None, hosts: Sequence[Host] | None) -> list[str]:
-    """The remote shell as words: what was given, or ssh, or for virtual hosts its stand-in."""
+    """Returns the words of the remote shell: `given`, or else ssh, or its stand-in for virtual
+    hosts."""
     if given is not None:
         words = shlex.split(given)
         if not words:
             raise UserError("option agent: must be a command such as ssh, got an empty text")
         return words
     if are_virtual(hosts):
-        return [sys.executable, "-m", "common.emulation.rsh"]
+        return [sys.executable, "-m", "common.emulation.hosts.rsh"]
     return shlex.split(SSH)
 
 
 def on_host(
     host: Host, argv: Sequence[str], env: Mapping[str, str], agent: Sequence[str] | None
 ) -> list[str]:
-    """`argv` as it must be started here to run on `host` in the repository's folder.
+    """Returns the command that runs `argv` on `host` in the repository's folder.
 
     Args:
-        agent: the remote shell, or None to start it on this machine without one.
+        agent: remote shell; None: start the command on this machine.
     """
     words = ["env", *(f"{key}={value}" for key, value in env.items()), *argv]
     if agent is None:
@@ -199,18 +206,18 @@ def on_host(
 
 
 def meeting_point(blocks: Sequence[Block], port: int | None) -> dict[str, str]:
-    """MASTER_ADDR and MASTER_PORT for ranks on these hosts; rank 0 opens the port.
+    """Returns MASTER_ADDR and MASTER_PORT for ranks on these hosts; rank 0 opens the port.
 
     Raises:
-        UserError: several hosts, of which the first has a name that the others cannot reach.
+        UserError: there are several hosts, and the others cannot reach the first by its name.
     """
     first = blocks[0].host
     if len(blocks) == 1:
         address = "127.0.0.1"
     elif first.loopback:
         raise UserError(
-            f"the first of several hosts is {first.name!r}, which the others cannot reach: write "
-            "its name in their network"
+            f"the first of several hosts is {first.name!r}, which the others cannot reach; write "
+            "its name in the network"
         )
     else:
         address = first.reached_at
@@ -227,7 +234,8 @@ def probe(hosts: Sequence[Host], agent: Sequence[str]) -> None:
     """Runs `true` on every host through the remote shell.
 
     Raises:
-        UserError: there is no such remote shell, or a host (named) does not answer in time.
+        UserError: the remote shell does not exist, or hosts do not answer in time; the message
+            names them.
     """
     if not hosts:
         return
@@ -251,7 +259,7 @@ def _ask(host: Host, agent: Sequence[str]) -> str | None:
         how = {"stdin": subprocess.DEVNULL, "capture_output": True, "errors": "replace"}
         done = subprocess.run([*agent, host.reached_at, "true"], timeout=PROBE_S, **how)
     except subprocess.TimeoutExpired:
-        return f"not within {PROBE_S:g} s"
+        return f"time limit of {PROBE_S:g} s"
     if done.returncode == 0:
         return None
     last = (done.stderr.strip().splitlines() or ["no reason given"])[-1]

@@ -1,12 +1,11 @@
-"""The one way to start the ranks of a job on this machine, and to be sure that none is left.
+"""Start and end of the ranks of a job on this machine; no rank outlives its caller.
 
     with Ranks() as ranks:
         for rank in range(4):
             ranks.command(["python", "train.py"], env=rank_env(rank, 4, store=folder / "store"))
         in_time = ranks.wait(60.0)
 
-A rank is the process of a command or of a function; launchers, benchmarks and tests differ only in
-what they start, whom they ask how it went, and how long they wait.
+A rank is the process of a command or of a function. Launchers, benchmarks and tests all use this.
 """
 
 from __future__ import annotations
@@ -27,29 +26,29 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from common.emulation.namespaces import die_with_parent
+from common.emulation.hosts.namespaces import die_with_parent
 
-# After the first rank has failed, the others get this long to say what they saw.
+# Time after the first failure of a rank in which the others may report errors.
 GRACE_S = 2.0
 
 
 def rank_env(
     rank: int, size: int, *, store: Path | None = None, first: int = 0, local_size: int = 0
 ) -> dict[str, str]:
-    """What tells a process that it is rank `rank` of `size`, in torchrun's words.
+    """Returns the variables of rank `rank` of `size`, named as by torchrun.
 
     Args:
-        store: the file at which the ranks meet; None: wherever the environment says already.
-        first: the first rank on this host.
-        local_size: how many ranks this host has; 0: all of them.
+        store: file for the rendezvous; None: the environment already determines it.
+        first: first rank on this host.
+        local_size: number of ranks on this host; 0: all of them.
     """
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     env = dict(zip(names, map(str, (rank, size, rank - first, local_size or size)), strict=True))
     return env if store is None else {**env, "DEAR_STORE": str(store)}
 
 
-class RankLost(Exception):  # noqa: N818  (what has happened, not a mistake)
-    """A rank has died, or some have not answered in time, as the message says."""
+class RankLost(Exception):  # noqa: N818  (an event, not a mistake)
+    """Death of a rank, or ranks that did not answer in time; the message names them."""
 
     def __init__(self, message: str, *, died: bool) -> None:
         super().__init__(message)
@@ -57,17 +56,17 @@ class RankLost(Exception):  # noqa: N818  (what has happened, not a mistake)
 
 
 class Ranks:
-    """Processes in rank order, from their start to their end; leaving the context kills them.
+    """Context manager of processes in rank order; it kills the remaining ones on exit.
 
-    Each is the leader of a session of its own: a Ctrl-C at the terminal is the caller's to handle,
-    and whatever the process has started there can be killed with it. Each reacts to SIGINT, also
-    where the caller does not (what a script runs in the background ignores it, and its children
-    would). Each ends when the caller does, also by SIGKILL.
+    Each process leads its own session, so that only the caller receives Ctrl-C from the terminal,
+    and the descendants of a rank can be killed with it. Each reacts to SIGINT even if the caller
+    ignores it, as a background process of a script does. Each ends when the caller does, also after
+    SIGKILL.
 
     Attributes:
-        codes: exit status of the ranks that ended by themselves, minus N for signal N.
-        first_failure: the rank that failed first, as far as `wait` has seen.
-        pipes: the caller's ends, by rank, of functions started with `piped`.
+        codes: exit status of the ranks that ended by themselves, -N for signal N.
+        first_failure: the rank whose failure `wait` noticed first.
+        pipes: the caller's pipe ends, by rank, for functions started with `piped`.
     """
 
     def __init__(self) -> None:
@@ -88,10 +87,10 @@ class Ranks:
         """Starts a command as the next rank; it gets SIGTERM when the caller dies.
 
         Args:
-            env: what its environment has besides this process's.
-            log: file for what it prints; None: where the caller prints.
-            tied: its standard input, else empty, is a pipe that `say` writes to and closes; the
-                caller's end closes it, too.
+            env: variables in addition to this process's environment.
+            log: file for the output; None: the output of the caller.
+            tied: True for a pipe as standard input (empty otherwise), which `send` writes to and
+                closes. It also closes when the caller ends.
         """
         stdin = subprocess.PIPE if tied else subprocess.DEVNULL
         how = {"cwd": cwd, "env": {**os.environ, **(env or {})}, "stdin": stdin}
@@ -111,15 +110,15 @@ class Ranks:
         piped: bool = False,
         method: str = "forkserver",
     ) -> None:
-        """Starts `function(*arguments)`, which gives the exit status, as the next rank.
+        """Starts `function(*arguments)`, which returns the exit status, as the next rank.
 
         Args:
-            env: set before the function is called, in what the fork server's environment was when
-                it started.
-            before: called first of all, while the process has but one thread.
-            piped: the function gets one end of a pipe as its first argument.
-            method: of `multiprocessing`; the fork server's children have the modules it was told to
-                preload already, those of `spawn` import everything anew.
+            env: variables that are set before the call, in addition to the fork server's
+                environment at its start.
+            before: called first, while the process has only one thread.
+            piped: True to pass one end of a pipe as the first argument.
+            method: start method of `multiprocessing`. Children of the fork server already have its
+                preloaded modules; those of `spawn` import everything again.
         """
         context = multiprocessing.get_context(method)
         with contextlib.ExitStack() as stack:
@@ -142,7 +141,7 @@ class Ranks:
         self.stop()
 
     def pid(self, rank: int) -> int:
-        """The rank's process."""
+        """Returns the PID of a rank."""
         number = self._processes[rank].pid
         assert number is not None
         return number
@@ -155,15 +154,15 @@ class Ranks:
         matters: Callable[[int], bool] = bool,
         watch: Mapping[int, Callable[[], bool]] | None = None,
     ) -> bool:
-        """Waits for all to end, but only `grace_s` longer than for the first failure.
+        """Waits for all ranks to end, but at most `grace_s` after the first failure.
 
         Args:
-            matters: whether an exit status is such a failure.
-            watch: functions by file descriptor, called when there is something to read there; one
-                that returns True ends the waiting.
+            matters: returns True for an exit status that is a failure.
+            watch: functions by file descriptor, called when the descriptor is readable; a function
+                that returns True ends the wait.
 
         Returns:
-            False if time ran out with no failure, or the waiting was ended.
+            False if time ran out without a failure, or a function of `watch` ended the wait.
         """
         deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
         watch = watch or {}
@@ -182,13 +181,13 @@ class Ranks:
         return True
 
     def signal(self, number: int, rank: int | None = None) -> None:
-        """Sends a signal to a rank's process, or to all that still run; not to their children."""
-        for one in self._running() if rank is None else [rank]:
+        """Sends a signal to a rank's process, or to all running ones; not to their children."""
+        for target in self._running() if rank is None else [rank]:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid(one), number)
+                os.kill(self.pid(target), number)
 
-    def say(self, text: bytes | None) -> None:
-        """Writes to the standard input of commands that are tied; None closes it."""
+    def send(self, text: bytes | None) -> None:
+        """Writes to the standard input of tied commands; None closes it."""
         for process in self._processes:
             pipe = process.stdin if isinstance(process, _Command) else None
             if pipe is not None and not pipe.closed:
@@ -200,11 +199,11 @@ class Ranks:
                         pipe.flush()
 
     def stop(self, patience_s: float = 0.0, ask: int | None = None) -> None:
-        """Ends all that is left: by the signal `ask` and some patience, then by SIGKILL.
+        """Ends all remaining ranks: by the signal `ask` and a wait of `patience_s`, then SIGKILL.
 
-        Each is killed with its process group. What ends here has no place in `codes`.
+        A rank is killed with its process group. `codes` does not contain the ranks that end here.
         """
-        # The last one may have been interrupted before it started.
+        # The start of the last process may have been interrupted.
         self._processes = [process for process in self._processes if process.pid is not None]
         left = self._running()
         codes = dict(self.codes)
@@ -215,7 +214,7 @@ class Ranks:
         for rank in left:
             if self._processes[rank].exitcode is None:
                 _kill_group(self.pid(rank))
-        self.say(None)
+        self.send(None)
         for process in self._processes:
             process.join()
             if isinstance(process, _Command):
@@ -225,7 +224,7 @@ class Ranks:
         self.codes, self.pipes, self._processes = codes, {}, []
 
     def _running(self, matters: Callable[[int], bool] = bool) -> list[int]:
-        """The ranks that have not ended; notes how the others did."""
+        """Returns the ranks that have not ended, and records the exit status of the others."""
         running = []
         for rank, process in enumerate(self._processes):
             code = self.codes.get(rank, process.exitcode)
@@ -239,10 +238,10 @@ class Ranks:
 
 
 def gather(pipes: Mapping[int, Connection], timeout_s: float) -> Iterator[tuple[int, Any]]:
-    """Yields rank and message for the next message of every pipe, as they come.
+    """Yields rank and message for the next message of every pipe, in order of arrival.
 
     Raises:
-        RankLost: a rank has died, or some have said nothing in time.
+        RankLost: a rank has died, or ranks have sent nothing in time.
     """
     deadline = time.monotonic() + timeout_s
     silent = dict(pipes)
@@ -260,7 +259,7 @@ def gather(pipes: Mapping[int, Connection], timeout_s: float) -> Iterator[tuple[
 
 
 class _Command(subprocess.Popen[bytes]):
-    """A command with the names of `multiprocessing.Process`."""
+    """Command with the interface of `multiprocessing.Process`."""
 
     sentinel = -1
 
@@ -274,7 +273,7 @@ class _Command(subprocess.Popen[bytes]):
 
 
 def _prepare_command() -> None:
-    die_with_parent(signal.SIGTERM)  # of which many take others along, which SIGKILL would not let
+    die_with_parent(signal.SIGTERM)  # not SIGKILL, so that commands can end their children
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
@@ -286,7 +285,8 @@ def _be_rank(
     before: Callable[[], None] | None,
 ) -> None:
     """Runs in the new process."""
-    multiprocessing.current_process().daemon = False  # for then it may have none, to read data with
+    # Daemonic processes may not have children, which DataLoader needs.
+    multiprocessing.current_process().daemon = False
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if log is not None:
@@ -306,20 +306,20 @@ def _be_rank(
         traceback.print_exc()
     sys.stdout.flush()
     sys.stderr.flush()
-    # No interpreter shutdown: libraries' threads may outlive their modules there.
+    # Without interpreter shutdown, in which threads of libraries may outlive their modules.
     os._exit(code or 0)
 
 
 def _die_with_caller() -> None:
-    # The fork server, the parent, outlives a caller killed by SIGKILL as long as it has children.
+    # The parent is the fork server, which outlives a killed caller as long as it has children.
     caller = multiprocessing.parent_process()
     assert caller is not None
     wait([caller.sentinel])
-    os.killpg(0, signal.SIGKILL)  # its own group: itself and what it has started
+    os.killpg(0, signal.SIGKILL)  # this process and its descendants in the group
 
 
 def _kill_group(pid: int) -> None:
-    """Kills the group that this process leads, or the process if it does not yet lead one."""
+    """Kills the group that the process leads, or only the process if it leads none yet."""
     for kill in (os.killpg, os.kill):
         with contextlib.suppress(ProcessLookupError):
             kill(pid, signal.SIGKILL)

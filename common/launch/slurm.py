@@ -1,4 +1,4 @@
-"""Ranks started by Slurm: `srun` inside an allocation, else a batch job per repeat."""
+"""Launcher of ranks by Slurm: `srun` inside an allocation, else a batch job per repeat."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from dear.options import positive
 
 POLL_S = 0.5
 _SPARE_MIN = 5
-# Returns when the job has left the queue, so that none of its ranks is left.
+# Ends when the job has left the queue, so that none of its ranks remains.
 _CANCEL = (
     'scancel --quiet --name "$0"; '
     'while [ -n "$(squeue --noheader --name "$0")" ]; do sleep 0.2; done'
@@ -40,30 +40,30 @@ _CANCEL = (
 
 
 class SlurmLauncher(Launcher):
-    """Runs `srun python -m WORKER`, by `sbatch --wait` if there is no allocation.
+    """Launcher that runs `srun python -m WORKER`, in `sbatch --wait` if there is no allocation.
 
-    A batch job's time limit begins when it has left the queue. It is cancelled when this process
-    ends before it does.
+    The time limit of a batch job begins when the job starts to run. The job is cancelled if this
+    process ends first.
     """
 
     @dataclass(frozen=True, kw_only=True)
     class Options(NetworkOptions):
-        """Where Slurm shall run the ranks, and the network."""
+        """Options of Slurm and of the network."""
 
         partition: str | None = None
-        """None: Slurm's default."""
+        """Partition; None: Slurm's default."""
         nodes: int | None = None
-        """Number of nodes that the ranks are spread over; None: as few as they fit on."""
+        """Number of nodes; None: as few as the ranks fit on."""
         tasks_per_node: int | None = None
-        """Ranks on each of them; None: Slurm's choice. A smaller world takes fewer nodes."""
+        """Ranks per node; None: Slurm chooses. A smaller world uses fewer nodes."""
         gpus_per_node: int | None = None
-        """GPUs on each of them, all visible to all of its ranks; None: none are asked for."""
+        """GPUs per node, visible to all ranks of the node; None: no GPUs are requested."""
         sbatch_args: tuple[str, ...] = ()
-        """More arguments of sbatch, e.g. --account=NAME."""
+        """Further arguments of sbatch, e.g. --account=NAME."""
         srun_args: tuple[str, ...] = ()
-        """More arguments of srun, e.g. --mpi=none."""
+        """Further arguments of srun, e.g. --mpi=none."""
         queue_s: float = 86400.0
-        """Longest wait for the batch job to begin, in seconds."""
+        """Longest time in the queue, in seconds."""
 
         def __post_init__(self) -> None:
             positive("queue_s", self.queue_s)
@@ -80,49 +80,37 @@ class SlurmLauncher(Launcher):
             )
         if self._hosts is not None:
             raise UserError(
-                "launcher slurm reads no hostfile: Slurm chooses the hosts (options partition, "
-                "nodes, sbatch_args)"
+                "launcher slurm does not support a hostfile: Slurm chooses the hosts (options "
+                "partition, nodes, sbatch_args)"
             )
         self._envs = read_envs()
         self._interface = interface(self._options, self._envs, None)
 
     def check(self) -> None:
-        """Whether there is a Slurm: its commands can be printed where there is none."""
+        """Checks that Slurm is installed; its commands can be printed without it."""
         if shutil.which("srun") is None:
             raise UserError("launcher slurm: no srun on the PATH; use launcher=ssh or mpirun")
 
     def batch_script(self, command: Sequence[str], name: str, world_size: int) -> str:
-        """One allocation for a whole sweep: to be given to sbatch, as a file.
+        """Returns a script for sbatch that runs a whole sweep in one allocation.
 
-        Args:
-            command: that runs the sweep; in the allocation it starts ranks by srun.
-            name: of the job.
-            world_size: the largest of the sweep.
+        In the allocation the sweep starts ranks by srun.
         """
         options = self._options
-        wanted = ["--job-name", f"dear-bench-{name}", "--ntasks", str(world_size)]
-        wanted += self._place(world_size)
+        words = ["--job-name", f"dear-bench-{name}", "--ntasks", str(world_size)]
+        words += self._size(world_size)
         if options.partition is not None:
-            wanted += ["--partition", options.partition]
-        pairs = zip(wanted[::2], wanted[1::2], strict=True)
-        lines = [f"#SBATCH {flag}={value}" for flag, value in pairs]
-        lines += [f"#SBATCH {argument}" for argument in options.sbatch_args]
-        here = shlex.quote(str(Path.cwd()))
-        return "\n".join(
-            [
-                "#!/bin/bash",
-                *lines,
-                "set -euo pipefail",
-                f"cd {here}",
-                f"exec {shlex.join(command)}",
-            ]
-        )
+            words += ["--partition", options.partition]
+        flags = [f"{flag}={value}" for flag, value in zip(words[::2], words[1::2], strict=True)]
+        lines = ["#!/bin/bash", *(f"#SBATCH {flag}" for flag in [*flags, *options.sbatch_args])]
+        lines += ["set -euo pipefail", f"cd {shlex.quote(str(Path.cwd()))}"]
+        return "\n".join([*lines, f"exec {shlex.join(command)}"])
 
-    def _place(self, world_size: int) -> list[str]:
-        """Arguments that say on how many nodes, with how many ranks and GPUs each.
+    def _size(self, world_size: int) -> list[str]:
+        """Returns the arguments for the number of nodes, and for ranks and GPUs per node.
 
         Raises:
-            UserError: the ranks do not fit.
+            UserError: the ranks do not fit on the nodes.
         """
         options, nodes = self._options, self._options.nodes
         if options.tasks_per_node is not None:
@@ -154,19 +142,19 @@ class SlurmLauncher(Launcher):
         if self._allocated:
             with Fleet([self._tied(job, self._srun(job), [])]) as fleet:
                 in_time = fleet.ends_within(job.timeout_s)
-            return self._judged(job, fleet) if in_time else timed_out(job)
+            return self._outcome(job, fleet) if in_time else timed_out(job)
         name = f"dear-{uuid.uuid4().hex[:12]}"
         undo = ["sh", "-c", _CANCEL, name]
         with Fleet([self._tied(job, self._sbatch(job, name), undo)]) as fleet:
             outcome = self._await(job, fleet, name)
-        return outcome or self._judged(job, fleet)
+        return outcome or self._outcome(job, fleet)
 
     def _await(self, job: Job, fleet: Fleet, name: str) -> Outcome | None:
-        """Waits for the batch job; None if it has ended, else the outcome."""
+        """Waits for the batch job; returns None if it ended by itself, else the outcome."""
         began, ended = _marks(job)
         running = False
         deadline = time.monotonic() + self._options.queue_s
-        # `sbatch --wait` itself asks only every half minute.
+        # `sbatch --wait` itself polls only every half minute.
         while not fleet.wait(POLL_S) and not ended.exists():
             if not running and began.exists():
                 running = True
@@ -180,22 +168,22 @@ class SlurmLauncher(Launcher):
                 return Outcome.of("timeout", f"still in Slurm's queue after {queue_s:g} s")
         return None
 
-    def _judged(self, job: Job, fleet: Fleet) -> Outcome:
+    def _outcome(self, job: Job, fleet: Fleet) -> Outcome:
         log = job.folder / f"log-{job.repeat}-srun.txt"
-        said = log.read_text(errors="replace") if log.exists() else ""
+        output = log.read_text(errors="replace") if log.exists() else ""
         _, ended = _marks(job)
         code = int(ended.read_text()) if ended.exists() else next(iter(fleet.codes.values()), 0)
         otherwise = fleet.failure()
         if code:
-            lines = said.strip().splitlines()
+            lines = output.strip().splitlines()
             otherwise = f"srun ended with status {code}: {lines[-1]}" if lines else otherwise
-        return outcome_of(job, _failures(said), otherwise=otherwise)
+        return outcome_of(job, _failures(output), otherwise=otherwise)
 
     def _srun(self, job: Job) -> list[str]:
         options = self._options
         command = ["srun", "--ntasks", str(job.world_size), "--kill-on-bad-exit=1"]
         command += ["--cpu-bind=none", "--output", str(job.log_path(0).resolve())]
-        command += self._place(job.world_size)
+        command += self._size(job.world_size)
         return [*command, *options.srun_args, self._envs.python, *job.worker]
 
     def _sbatch(self, job: Job, name: str) -> list[str]:
@@ -208,7 +196,7 @@ class SlurmLauncher(Launcher):
         command += ["--output", str(job.folder.resolve() / f"log-{job.repeat}-srun.txt")]
         if options.partition is not None:
             command += ["--partition", options.partition]
-        command += self._place(job.world_size)
+        command += self._size(job.world_size)
         return [*command, *options.sbatch_args, "--wrap", script]
 
     def _tied(self, job: Job, command: list[str], undo: list[str]) -> HostCommand:
@@ -225,20 +213,21 @@ class SlurmLauncher(Launcher):
 
 
 def _marks(job: Job) -> tuple[Path, Path]:
-    """Files that the batch script makes when it begins and when it ends."""
+    """Returns the files that the batch script creates when it starts and when it ends."""
     folder = job.folder.resolve()
     return folder / f"slurm-began-{job.repeat}", folder / f"slurm-ended-{job.repeat}"
 
 
-def _failures(said: str) -> dict[int, int]:
-    """Exit status by rank, from srun's messages about tasks; for several at once of the first."""
+def _failures(output: str) -> dict[int, int]:
+    """Returns the exit status of failed ranks, from srun's messages about tasks; of a message for
+    several tasks only the first counts."""
     numbers = {signal.strsignal(number): -number for number in signal.valid_signals()}
-    found = re.findall(r"srun: error: \S+ tasks? (\d+)\S*: (.+?)(?: \(core dumped\))?\n", said)
+    pattern = r"srun: error: \S+ tasks? (\d+)\S*: (.+?)(?: \(core dumped\))?\n"
     failures = {}
-    for task, what in found:
-        exited = re.fullmatch(r"Exited with exit code (\d+)", what)
-        code = int(exited[1]) if exited else numbers.get(what, 0)
-        # SIGTERM is Slurm's own, for those whose neighbour failed.
+    for task, cause in re.findall(pattern, output):
+        exited = re.fullmatch(r"Exited with exit code (\d+)", cause)
+        code = int(exited[1]) if exited else numbers.get(cause, 0)
+        # Slurm sends SIGTERM to the other ranks when one fails.
         if code not in (0, -signal.SIGTERM):
             failures[int(task)] = code
     return failures

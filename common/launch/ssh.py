@@ -1,4 +1,4 @@
-"""Ranks on the hosts of a hostfile by one remote shell command per host; no scheduler needed."""
+"""Launcher of ranks on the hosts of a hostfile by one remote shell command per host."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from dear.errors import UserError
 
 
 class SshLauncher(PerHostLauncher):
-    """Runs `ssh HOST python -m common.launch.node ...` for every host.
+    """Launcher that runs `ssh HOST python -m common.launch.node ...` for every host.
 
-    Each rank gets its place in the job as torchrun would tell it. Remote ranks end when the
-    connection to them does.
+    Ranks get the same variables as from torchrun. Remote ranks end with the connection to their
+    host.
     """
 
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)
         if self._hosts is None:
-            raise UserError("launcher ssh needs hosts: give hostfile=FILE, lines HOST slots=N")
+            raise UserError("launcher ssh needs hosts; give hostfile=FILE with lines HOST slots=N")
 
     def run(self, job: Job) -> Outcome:
         for rank in range(job.world_size):
@@ -29,15 +29,13 @@ class SshLauncher(PerHostLauncher):
         return super().run(job)
 
     def _argv(
-        self, job: Job, place: int, placed: Sequence[Block], meet: Mapping[str, str], tied: bool
+        self, job: Job, index: int, used: Sequence[Block], meet: Mapping[str, str], tied: bool
     ) -> list[str]:
-        block = placed[place]
+        block = used[index]
         numbers = (job.repeat, block.first, block.count, job.world_size)
-        return [
-            *(self._envs.python, "-m", "common.launch.node", *(["--tied"] if tied else [])),
-            *("--ranks", str(job.folder.resolve()), *map(str, numbers)),
-            *("--", self._envs.python, *job.worker),
-        ]
+        command = [self._envs.python, "-m", "common.launch.node", *(["--tied"] if tied else [])]
+        command += ["--ranks", str(job.folder.resolve()), *map(str, numbers)]
+        return [*command, "--", self._envs.python, *job.worker]
 
     def _env(self, meet: Mapping[str, str]) -> Mapping[str, str]:
         return meet

@@ -1,4 +1,4 @@
-"""Ranks started by torchrun: one on this machine, or one per host of a hostfile."""
+"""Launcher of ranks by torchrun, on this machine or on the hosts of a hostfile."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from common.launch.per_host import Fleet, PerHostLauncher
 
 
 class TorchrunLauncher(PerHostLauncher):
-    """Runs `torchrun ... -m WORKER` on every host, with fixed places of the hosts.
+    """Launcher that runs `torchrun ... -m WORKER` on every host, with fixed node ranks.
 
-    A host's torchrun, and all that it has started, ends when the connection to it does.
+    A host's torchrun and all its descendants end with the connection to the host.
     """
 
     def _argv(
-        self, job: Job, place: int, placed: Sequence[Block], meet: Mapping[str, str], tied: bool
+        self, job: Job, index: int, used: Sequence[Block], meet: Mapping[str, str], tied: bool
     ) -> list[str]:
         python = self._envs.python
         start = [python, "-m", "common.launch.node", "--tied", "--", python] if tied else [python]
         nodes = ["--standalone"]
-        if len(placed) > 1:
-            nodes = ["--nnodes", str(len(placed)), "--node-rank", str(place)]
+        if len(used) > 1:
+            nodes = ["--nnodes", str(len(used)), "--node-rank", str(index)]
             nodes += ["--master-addr", meet["MASTER_ADDR"], "--master-port", meet["MASTER_PORT"]]
-        nodes += ["--nproc-per-node", str(placed[place].count)]
+        nodes += ["--nproc-per-node", str(used[index].count)]
         return [*start, "-m", "torch.distributed.run", *nodes, *job.worker]
 
     def _log(self, job: Job, block: Block) -> Path:
@@ -40,7 +40,7 @@ class TorchrunLauncher(PerHostLauncher):
 
 
 def _killed(log: str) -> dict[int, int]:
-    """Exit status by rank, from torchrun's report of processes that a signal ended."""
-    found = re.findall(r"rank\s*: (\d+) \(local_rank: \d+\)\s+exitcode\s*: (-\d+)", log)
-    # SIGTERM is torchrun's own, for those whose neighbour failed.
-    return {int(rank): int(code) for rank, code in found if code != "-15"}
+    """Returns the exit status of killed ranks, from torchrun's report."""
+    codes = re.findall(r"rank\s*: (\d+) \(local_rank: \d+\)\s+exitcode\s*: (-\d+)", log)
+    # torchrun sends SIGTERM to the other ranks when one fails.
+    return {int(rank): int(code) for rank, code in codes if code != "-15"}

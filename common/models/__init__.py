@@ -1,1 +1,1 @@
-"""Models with their real weight shapes, most of them from torchvision, timm and transformers."""
+"""Models that a trial trains, real or replayed, and their data."""

@@ -1,10 +1,10 @@
-"""A model of the user's own, from a Python file that says three things at most.
+"""Model from a user's Python file, which defines up to three functions.
 
     def model() -> torch.nn.Module               # or the file defines one class of modules
     def batch(batch_size) -> (inputs, targets)   # inputs: a tensor, a tuple, or a dict by name
     def loss(output, *targets) -> torch.Tensor   # without it: cross entropy
 
-docs/bring_your_own.md is the recipe.
+docs/bring_your_own.md describes the steps.
 """
 
 from __future__ import annotations
@@ -30,36 +30,36 @@ _PACKAGE = "own_models"
 def build(
     name: str, batch_size: int, sentence_len: int | None, generator: torch.Generator
 ) -> Workload:
-    """The model of a file that the registry has been told of, with one batch of its own.
+    """Returns the model of a file that was added to the registry, with one batch from the file.
 
-    Weights come from torch's global random state, as of any model; `batch` draws from that too, set
-    anew from `generator` meanwhile.
+    Weights come from torch's global random state, as for any model. `batch` draws from that state
+    too, which is seeded from `generator` during the call.
 
     Raises:
-        UserError: the file says less than it must, or what it says raises an exception.
+        UserError: the file lacks a function, or one of its functions raises an exception.
     """
     path = Path(brought_of(name, batch_size).source.removeprefix(FILE))
     return workload(path, batch_size, generator)
 
 
 def check(path: Path) -> tuple[ModuleType, Callable[[], Any]]:
-    """The file as a module, and what makes its model: it says what it must.
+    """Imports the file, and returns the module and the function that makes its model.
 
     Raises:
-        UserError: it does not, or cannot be imported.
+        UserError: the file lacks a function, or cannot be imported.
     """
     file = module_of(path, _PACKAGE)
     make = _maker(path, file)
     if not callable(getattr(file, "batch", None)):
         raise UserError(
-            f"{path}: has no function batch(batch_size), which returns (inputs, targets) of so "
-            "many samples"
+            f"{path}: has no function batch(batch_size), which returns (inputs, targets) with "
+            "that number of samples"
         )
     return file, make
 
 
 def workload(path: Path, batch_size: int, generator: torch.Generator) -> Workload:
-    """The same as `build`, of any file."""
+    """Returns the same as `build`, for any file."""
     file, make = check(path)
     model = _call(path, "model", make)
     if not isinstance(model, nn.Module):
@@ -80,15 +80,15 @@ def workload(path: Path, batch_size: int, generator: torch.Generator) -> Workloa
 
 
 def _maker(path: Path, file: ModuleType) -> Callable[[], Any]:
-    """The function `model`, or the only class of modules that the file defines."""
-    made = getattr(file, "model", None)
-    if isinstance(made, nn.Module):
+    """Returns the function `model`, or the only class of modules that the file defines."""
+    model = getattr(file, "model", None)
+    if isinstance(model, nn.Module):
         raise UserError(
-            f"{path}: model is a module already; write a function model() that makes one, so that "
-            "its weights are drawn on every rank alike"
+            f"{path}: model is already a module; write a function model() that returns one, so "
+            "that all ranks draw the same weights"
         )
-    if callable(made):
-        return made
+    if callable(model):
+        return model
     kinds = [
         value
         for value in vars(file).values()
@@ -99,18 +99,19 @@ def _maker(path: Path, file: ModuleType) -> Callable[[], Any]:
     if len(kinds) != 1:
         names = ", ".join(kind.__name__ for kind in kinds) or "none"
         raise UserError(
-            f"{path}: has no function model(), nor one torch.nn.Module that could be meant "
+            f"{path}: has no function model() and not exactly one class of torch.nn.Module "
             f"(classes of modules: {names})"
         )
     needed = [
-        one.name
-        for one in inspect.signature(kinds[0]).parameters.values()
-        if one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
+        param.name
+        for param in inspect.signature(kinds[0]).parameters.values()
+        if param.default is param.empty
+        and param.kind not in (param.VAR_POSITIONAL, param.VAR_KEYWORD)
     ]
     if needed:
         raise UserError(
-            f"{path}: {kinds[0].__name__} needs {', '.join(needed)}; write a function model() that "
-            "makes one"
+            f"{path}: {kinds[0].__name__} needs arguments ({', '.join(needed)}); write a function "
+            "model() that returns one"
         )
     return kinds[0]
 
@@ -121,7 +122,7 @@ def _call(path: Path, name: str, function: Callable[[], Any]) -> Any:
     except UserError:
         raise
     except Exception as error:
-        raise UserError(f"{path}: {name}() has failed: {told(error, path)}") from error
+        raise UserError(f"{path}: {name}() failed: {told(error, path)}") from error
 
 
 def _tensors(path: Path, values: Any) -> tuple[torch.Tensor, ...]:
@@ -141,7 +142,7 @@ def _by_name(path: Path, values: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 def _check(path: Path, value: Any) -> None:
     if not isinstance(value, torch.Tensor):
-        raise UserError(f"{path}: batch() must return tensors, got {_kind(value)} among them")
+        raise UserError(f"{path}: batch() must return tensors, got {_kind(value)}")
 
 
 def _kind(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""A layer profile: how long each module of a model takes on a device. No torch in here."""
+"""Layer profile: the time of each module of a model on a device. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,25 +11,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from common.paths import CONFIGS
 from dear.errors import UserError
 
-FOLDER = Path(__file__).parents[2] / "configs" / "profiles"
-"""Profiles lie in `FOLDER/<device>/<model>-bs<N>.json`."""
+FOLDER = CONFIGS / "profiles"
+"""Folder of the profiles `<device>/<model>-bs<N>.json`."""
 SCHEMA = 1
 _COLUMNS = {
     "modules": ["module", "calls", "parameters"],
     "calls": ["position in the forward pass", "forward ms", "backward ms"],
     "parameters": ["name", "shape", "position among the gradients", "ms from backward's start"],
 }
-_HEAD = (
-    "model", "device", "device_name", "memory_bytes_per_s", "kind", "batch_size", "sentence_len",
-    "sample_unit", "dtype", "rule",
-)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """A stretch of the forward pass in which no other module ran, and its backward pass."""
+    """Stretch of the forward pass in which one module runs, and its backward pass."""
 
     module: str
     """Name in `named_modules()`; a container's stretches lie between the calls of its children."""
@@ -39,13 +36,13 @@ class Call:
 
 @dataclass(frozen=True, kw_only=True)
 class ProfiledParameter:
-    """A parameter, and when in the backward pass its gradient is complete."""
+    """Parameter, with the time in the backward pass at which its gradient is complete."""
 
     name: str
     """Name in `named_parameters()`."""
     shape: tuple[int, ...]
     position: int | None
-    """Place in the order in which gradients become ready; None for one that never gets any."""
+    """Index in the order in which gradients become ready; None for a parameter without gradient."""
     ready_s: float | None
     """Seconds from the start of the backward pass."""
 
@@ -56,23 +53,23 @@ class ProfiledParameter:
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """A model's training step on one device, layer by layer."""
+    """Training step of a model on one device, layer by layer."""
 
     model: str
     device: str
     """Name of the folder; `MODEL@DEVICE` names the replayed model."""
     device_name: str
-    """What the device calls itself."""
+    """Full name of the device."""
     memory_bytes_per_s: float
-    """Bytes that the device reads and writes per second, in memory of its own. A replayed model's
-    updates, and copies of gradients, take as long as this says."""
+    """Bytes per second that the device reads and writes in its own memory; determines the time of
+    a replayed model's updates and of copies of gradients."""
     kind: Literal["measured", "modelled"]
     batch_size: int
     sentence_len: int | None
     sample_unit: str
     dtype: str
     rule: str
-    """How the times came about."""
+    """Description of how the times were obtained."""
     modules: tuple[str, ...]
     """Modules that take time or own parameters, in the model's order."""
     calls: tuple[Call, ...]
@@ -80,11 +77,11 @@ class Profile:
     parameters: tuple[ProfiledParameter, ...]
     """In the model's order."""
     shared: dict[str, str] = field(default_factory=dict)
-    """Further names of parameters, with their first ones."""
+    """Further names of parameters, with their first names."""
 
     @functools.cached_property
     def digest(self) -> str:
-        """Of all that a replay follows; `device_name` and `rule` are for people."""
+        """Hash of everything that affects a replay; `device_name` and `rule` do not."""
         values = dataclasses.asdict(self)
         del values["device_name"], values["rule"]
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
@@ -99,18 +96,38 @@ class Profile:
 
     @property
     def step_s(self) -> float:
-        """Forward and backward; the optimizer's update is no part of a profile."""
+        """Time of forward and backward pass; a profile does not contain the optimizer's update."""
         return self.forward_s + self.backward_s
 
     @property
     def parameter_bytes(self) -> int:
-        """Of all parameters as float32."""
+        """Bytes of all parameters as float32."""
         return 4 * sum(math.prod(param.shape) for param in self.parameters)
 
     def gradients(self) -> list[ProfiledParameter]:
-        """The parameters that get gradients, in the order in which they get them."""
+        """Returns the parameters with gradients, in the order in which these become ready."""
         ready = [param for param in self.parameters if param.position is not None]
         return sorted(ready, key=lambda param: param.position)
+
+    @functools.cached_property
+    def first_calls(self) -> dict[str, int]:
+        """Position of the first call that reads a parameter, by the parameter's name.
+
+        The parameters of a module that is never called are read by the module around it.
+        """
+        calls: dict[str, int] = {}
+        for position, call in enumerate(self.calls):
+            calls.setdefault(call.module, position)
+
+        def call_of(module: str) -> int:
+            while module not in calls and module:
+                module = module.rpartition(".")[0]
+            return calls.get(module, 0)
+
+        first = {param.name: call_of(param.module) for param in self.parameters}
+        for alias, name in self.shared.items():
+            first[name] = min(first[name], call_of(alias.rpartition(".")[0]))
+        return first
 
     def save(self, path: Path) -> None:
         """Writes JSON with one module per line."""
@@ -118,9 +135,9 @@ class Profile:
         for position, call in enumerate(self.calls):
             rows[call.module][1].append([position, _ms(call.forward_s), _ms(call.backward_s)])
         for param in self.parameters:
-            own = param.name.rpartition(".")[2]
+            short_name = param.name.rpartition(".")[2]
             ready = None if param.ready_s is None else _ms(param.ready_s)
-            rows[param.module][2].append([own, param.shape, param.position, ready])
+            rows[param.module][2].append([short_name, param.shape, param.position, ready])
         head = {"schema": SCHEMA} | {key: getattr(self, key) for key in _HEAD}
         head |= {"columns": _COLUMNS, "shared": self.shared}
         lines = [f"{json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]
@@ -129,22 +146,24 @@ class Profile:
         path.write_text("{\n" + "\n".join(lines) + '\n"modules": [\n' + body + "\n]\n}\n")
 
 
+_HEAD = [
+    entry.name
+    for entry in dataclasses.fields(Profile)
+    if entry.name not in ("modules", "calls", "parameters", "shared")
+]
+
+
 def _ms(seconds: float) -> float:
     return round(seconds * 1e3, 4)
 
 
 @functools.lru_cache(maxsize=16)
 def load(path: Path) -> Profile:
-    """Reads a profile; raises `UserError` if the file is none."""
+    """Reads a profile; raises `UserError` if the file does not contain one."""
     try:
         values = json.loads(path.read_text())
         if values["schema"] != SCHEMA:
-            raise UserError(f"profile {path}: schema {values['schema']}, this reads {SCHEMA}")
-        if values.get("memory_bytes_per_s", 0) <= 0:
-            raise UserError(
-                f"profile {path}: says nothing of its device's memory; record it again, or add to "
-                'its head a line such as "memory_bytes_per_s": 616e9'
-            )
+            raise UserError(f"profile {path}: schema {values['schema']}; allowed: {SCHEMA}")
         rows = values["modules"]
         calls = sorted(
             (position, Call(module=name, forward_s=forward / 1e3, backward_s=backward / 1e3))
@@ -157,13 +176,13 @@ def load(path: Path) -> Profile:
             calls=tuple(call for _, call in calls),
             parameters=tuple(
                 ProfiledParameter(
-                    name=f"{name}.{own}" if name else own,
+                    name=f"{name}.{short_name}" if name else short_name,
                     shape=tuple(shape),
                     position=position,
                     ready_s=None if ready is None else ready / 1e3,
                 )
                 for name, _, params in rows
-                for own, shape, position, ready in params
+                for short_name, shape, position, ready in params
             ),
             shared=values["shared"],
         )
@@ -174,15 +193,15 @@ def load(path: Path) -> Profile:
 
 
 def path_of(model: str, device: str, batch_size: int) -> Path:
-    """Where the profile lies or would lie."""
+    """Returns the path of a profile in `FOLDER`, whether it exists or not."""
     return FOLDER / device / f"{model}-bs{batch_size}.json"
 
 
 def batch_sizes() -> dict[str, list[int]]:
-    """`MODEL@DEVICE` and the batch sizes there are profiles for; from the files' names alone."""
-    found: dict[str, list[int]] = {}
+    """Returns the batch sizes that have a profile, by `MODEL@DEVICE`; reads only file names."""
+    sizes: dict[str, list[int]] = {}
     for path in sorted(FOLDER.glob("*/*-bs*.json")):
         model, _, batch = path.stem.rpartition("-bs")
         if batch.isdigit():
-            found.setdefault(f"{model}@{path.parent.name}", []).append(int(batch))
-    return {name: sorted(sizes) for name, sizes in found.items()}
+            sizes.setdefault(f"{model}@{path.parent.name}", []).append(int(batch))
+    return {name: sorted(batches) for name, batches in sizes.items()}

@@ -1,8 +1,8 @@
-"""Every model by name, without importing torch: what makes it, and what one sample is called.
+"""Registry of models by name: builder, default sizes and sample unit. Imports no torch.
 
 `resnet50` computes; `resnet50@rtx2080ti-modelled` replays the times that are recorded in
-`configs/profiles/rtx2080ti-modelled/`. Others are brought along (`bring`): by a file of the user's,
-by their type in transformers, or with a profile that lies elsewhere.
+`configs/profiles/rtx2080ti-modelled/`. `bring` adds models that the project does not contain: from
+a user's file, by their type in transformers, or with a profile in another folder.
 """
 
 from __future__ import annotations
@@ -11,43 +11,46 @@ import dataclasses
 import importlib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from common.models import profile as profiles
-from common.models.datasets import Kind
 from common.models.profile import Profile
 from common.models.workload import Workload
 from dear.errors import UserError, unknown
 from dear.lazy import torch
 
+Kind = Literal["digits", "small images", "images", "text"]
+"""Input of a model: grey images of 28 x 28 pixels; colour images of 32 x 32; colour images of the
+model's own size; sequences of words."""
+
 _MIXED = {"amp-bf16": "bfloat16", "amp-fp16": "float16"}
 DTYPES = ("float32", "float64", "bfloat16", *_MIXED)
-"""What parameters and inputs can be of; mixed precision: of float32, and autocast computes in
-less."""
+"""Types of parameters and inputs. Mixed precision (amp) means float32 with autocast."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelEntry:
-    """One line of the registry."""
+    """Entry of the registry."""
 
     builder: str
     """`module:function`; the function takes (name, batch_size, sentence_len, generator)."""
     sample_unit: str = "img"
-    """What throughput counts: `img`, `sen` for sentences, or `sample` where nobody knows."""
+    """Unit of throughput: `img`, `sen` for sentences, or `sample` if it is not known."""
     batch_size: int = 32
-    """Samples per worker where an experiment does not say."""
+    """Default number of samples per worker."""
     sentence_len: int | None = None
-    """Default length in tokens; None for models that have no such thing."""
+    """Default length in tokens; None for models without sentences."""
     learns: Kind | None = None
-    """The data that it can learn; its builder then takes `classes`, too."""
+    """Kind of data that the model can be trained on; its builder then also takes `classes`."""
     image_size: int | None = None
-    """Pixels of a side, of images that are cut to its size."""
+    """Side of an image in pixels, for data whose images are cropped to this size."""
 
     @property
     def module(self) -> str:
         return self.builder.partition(":")[0]
 
 
-# The classification models of torchvision 0.26 to 0.28 (checked against the library by a test).
+# Classifiers of torchvision 0.26 to 0.28 (a test compares the list with the library).
 _TORCHVISION = """
 alexnet convnext_base convnext_large convnext_small convnext_tiny densenet121 densenet161
 densenet169 densenet201 efficientnet_b0 efficientnet_b1 efficientnet_b2 efficientnet_b3
@@ -63,16 +66,23 @@ vgg11 vgg11_bn vgg13 vgg13_bn vgg16 vgg16_bn vgg19 vgg19_bn vit_b_16 vit_b_32 vi
 vit_l_32 wide_resnet101_2 wide_resnet50_2
 """.split()  # noqa: SIM905  (one name per line would be 80 lines)
 
+_PACKAGE = "common.models.architectures"
 _BERT = ModelEntry(
-    builder="common.models.bert:build", sample_unit="sen", batch_size=8, sentence_len=64
+    builder=f"{_PACKAGE}.bert:build",
+    sample_unit="sen",
+    batch_size=8,
+    sentence_len=64,
 )
 
 _CIFAR_DEPTHS = (20, 32, 44, 56, 110)
-_OF_CIFAR = ModelEntry(
-    builder="common.models.cifar:build", batch_size=128, learns="small images", image_size=32
+_CIFAR = ModelEntry(
+    builder=f"{_PACKAGE}.cifar:build",
+    batch_size=128,
+    learns="small images",
+    image_size=32,
 )
-_OF_WORDS = ModelEntry(
-    builder="common.models.lstm:build",
+_LSTM = ModelEntry(
+    builder=f"{_PACKAGE}.lstm:build",
     sample_unit="sen",
     batch_size=20,
     sentence_len=35,
@@ -80,29 +90,27 @@ _OF_WORDS = ModelEntry(
 )
 
 
-def _of_imagenet(builder: str, image_size: int = 224) -> ModelEntry:
-    return ModelEntry(
-        builder=f"common.models.cnn:{builder}", learns="images", image_size=image_size
-    )
+def _imagenet(builder: str, image_size: int = 224) -> ModelEntry:
+    return ModelEntry(builder=f"{_PACKAGE}.cnn:{builder}", learns="images", image_size=image_size)
 
 
 _COMPUTED: dict[str, ModelEntry] = {
-    **{name: _of_imagenet("build_torchvision") for name in _TORCHVISION},
-    "inception_v3": _of_imagenet("build_torchvision", 227),  # as the references feed it
-    "inceptionv4": _of_imagenet("build_timm"),
-    **{f"resnet{depth}": _OF_CIFAR for depth in _CIFAR_DEPTHS},
-    "vgg16_cifar": _OF_CIFAR,
-    "lstm": _OF_WORDS,
-    "lstm_small": _OF_WORDS,
+    **{name: _imagenet("build_torchvision") for name in _TORCHVISION},
+    "inception_v3": _imagenet("build_torchvision", 227),  # the size that the reference suites use
+    "inceptionv4": _imagenet("build_timm"),
+    **{f"resnet{depth}": _CIFAR for depth in _CIFAR_DEPTHS},
+    "vgg16_cifar": _CIFAR,
+    "lstm": _LSTM,
+    "lstm_small": _LSTM,
     "bert_base": _BERT,
     "bert": _BERT,
-    "mnist_cnn": ModelEntry(builder="common.models.mnist:build", learns="digits"),
+    "mnist_cnn": ModelEntry(builder=f"{_PACKAGE}.mnist:build", learns="digits"),
 }
-_REPLAY_BUILDER = "common.models.replay:build"
+_REPLAY_BUILDER = "common.models.replay.model:build"
 
 
 def _replayed() -> dict[str, ModelEntry]:
-    """The models that profiles have been recorded for; the files are not read."""
+    """Returns the entries of models with a profile; reads no profile."""
     return {
         name: dataclasses.replace(
             _COMPUTED[name.partition("@")[0]], builder=_REPLAY_BUILDER, batch_size=sizes[0]
@@ -116,52 +124,59 @@ MODELS: dict[str, ModelEntry] = {**_COMPUTED, **_replayed()}
 
 
 FILE, HF, TIMM = "file:", "hf:", "timm:"
-"""How names of models begin that the registry does not have: a file's path, a type of transformers,
-a name of timm."""
-_LIBRARIES = {HF: "common.models.huggingface", TIMM: "common.models.any_timm"}
+"""Prefixes of models that the registry does not contain: a file's path, a type of transformers, a
+name of timm."""
+_LIBRARIES = {
+    HF: f"{_PACKAGE}.huggingface",
+    TIMM: f"{_PACKAGE}.any_timm",
+}
 _FILE_ENTRY = ModelEntry(builder="common.models.own_file:build", sample_unit="sample")
-_OF_ANY_SIZE = 0
+_ANY_SIZE = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Brought:
-    """Where a model is from that the registry, as it ships, does not have: what workers need."""
+    """Origin of a model that the project does not contain; workers need it."""
 
     source: str
-    """`file:PATH` (absolute, on every host the same), `hf:TYPE`, `timm:NAME`, or a name of the
+    """`file:PATH` (absolute, the same on every host), `hf:TYPE`, `timm:NAME`, or a name of the
     registry."""
     digest: str | None = None
-    """Of the file, and of what it imports from beside it."""
+    """Digest of the file and of the modules in its folder that it imports."""
     profile: str | None = None
-    """The file whose times are replayed, absolute; None: the model computes."""
+    """Absolute path of the profile that is replayed; None: the model computes."""
 
 
 _brought: dict[str, dict[int, Brought]] = {}
-"""By name and batch size (computed: any)."""
+"""Added models by name and batch size (`_ANY_SIZE` for models that compute)."""
 
 
 def bring(name: str, brought: Brought) -> None:
-    """Makes `name` a model, in this process.
+    """Adds the model `name` to the registry of this process.
 
     Raises:
-        UserError: another one is called that already, or its file or profile is none.
+        UserError: the name belongs to another model, or the profile is invalid.
     """
     known = _brought.get(name, {})
     for other in known.values():
         if (other.source, other.digest) != (brought.source, brought.digest):
-            raise UserError(f"model {name}: there are two, {other.source} and {brought.source}")
-    size = _OF_ANY_SIZE
+            raise UserError(
+                f"model {name}: two models have this name: {other.source} and {brought.source}"
+            )
+    size = _ANY_SIZE
     if brought.profile is not None:
         size = profiles.load(Path(brought.profile)).batch_size
     if known.get(size, brought) != brought:
-        raise UserError(f"model {name}: stands twice with batch_size {size}, but other sentences")
+        raise UserError(
+            f"model {name}: given twice with batch_size {size}, but with different sentence_len"
+        )
     _brought[name] = known | {size: brought}
 
 
 def brought_of(name: str, batch_size: int) -> Brought | None:
-    """What `bring` was told of the model at this batch size; None: it is the registry's own."""
+    """Returns the origin of a model that `bring` has added for this batch size; None for others."""
     known = _brought.get(name, {})
-    return known.get(batch_size) or known.get(_OF_ANY_SIZE)
+    return known.get(batch_size) or known.get(_ANY_SIZE)
 
 
 def _brought_entry(name: str) -> ModelEntry | None:
@@ -170,33 +185,35 @@ def _brought_entry(name: str) -> ModelEntry | None:
         return None
     size, brought = next(iter(known.items()))
     if brought.profile is not None:
-        made = profiles.load(Path(brought.profile))
+        profile = profiles.load(Path(brought.profile))
         return ModelEntry(
             builder=_REPLAY_BUILDER,
-            sample_unit=made.sample_unit,
+            sample_unit=profile.sample_unit,
             batch_size=size,
-            sentence_len=made.sentence_len,
+            sentence_len=profile.sentence_len,
         )
     if brought.source.startswith(FILE):
         return _FILE_ENTRY
-    module = next(one for prefix, one in _LIBRARIES.items() if brought.source.startswith(prefix))
+    module = _LIBRARIES[brought.source.partition(":")[0] + ":"]
     return importlib.import_module(module).entry(brought.source)
 
 
 def _paths(name: str) -> dict[int, Path]:
-    """The profiles of a replayed model, by batch size."""
+    """Returns the profiles of a replayed model, by batch size."""
     model, _, device = name.partition("@")
     sizes = profiles.batch_sizes().get(name, ())
-    shipped = {size: profiles.path_of(model, device, size) for size in sizes}
-    brought = _brought.get(name, {}).items()
-    return shipped | {size: Path(one.profile) for size, one in brought if one.profile}
+    paths = {size: profiles.path_of(model, device, size) for size in sizes}
+    for size, brought in _brought.get(name, {}).items():
+        if brought.profile:
+            paths[size] = Path(brought.profile)
+    return paths
 
 
 def model_entry(name: str) -> ModelEntry:
-    """The registry's line for `name`; raises `UserError` for an unknown name."""
-    known = MODELS.get(name) or _brought_entry(name)
-    if known is not None:
-        return known
+    """Returns the entry of the model `name`; raises `UserError` for an unknown name."""
+    entry = MODELS.get(name) or _brought_entry(name)
+    if entry is not None:
+        return entry
     model, at, device = name.partition("@")
     if not at:
         raise unknown("model", name, MODELS)
@@ -208,37 +225,39 @@ def model_entry(name: str) -> ModelEntry:
 
 
 def is_replay(name: str) -> bool:
-    """True for a model that waits recorded times instead of computing."""
+    """Returns True for a model that waits recorded times instead of computing."""
     return model_entry(name).builder == _REPLAY_BUILDER
 
 
 def profile_of(name: str, batch_size: int, sentence_len: int | None = None) -> Profile:
-    """The profile that `name` (`MODEL@DEVICE`) replays at this batch size.
+    """Returns the profile that the model `name` (`MODEL@DEVICE`) replays at this batch size.
 
     Raises:
-        UserError: no such model, no profile for that batch size or sentence length, or a file that
-            is none.
+        UserError: the model does not exist, has no profile for this batch size or sentence length,
+            or its file is invalid.
     """
     if not is_replay(name):
         raise UserError(f"model {name} is computed, not replayed; a replayed one is MODEL@DEVICE")
     paths = _paths(name)
     if batch_size not in paths:
         raise UserError(
-            f"batch_size: no profile of {name} for {batch_size}; "
-            f"there are some for {', '.join(map(str, sorted(paths)))}"
+            f"batch_size: {name} has no profile for {batch_size}; "
+            f"allowed: {', '.join(map(str, sorted(paths)))}"
         )
     profile = profiles.load(paths[batch_size])
     if sentence_len not in (None, profile.sentence_len):
-        raise _other_sentences(name, sentence_len, [profile.sentence_len])
+        raise _wrong_length(name, sentence_len, [profile.sentence_len])
     return profile
 
 
 def sentence_len(name: str, given: int | None) -> int | None:
-    """The sentence length to use.
+    """Returns the sentence length to use.
+
+    Args:
+        given: the requested length; None: the model's default.
 
     Raises:
-        UserError: the model has none and one is given, or a replayed model was recorded with
-            others.
+        UserError: the model has no sentences, or a replayed model has no profile for this length.
     """
     entry = model_entry(name)
     if given is not None and entry.sentence_len is None:
@@ -247,14 +266,13 @@ def sentence_len(name: str, given: int | None) -> int | None:
         return entry.sentence_len if given is None else given
     recorded = [profile_of(name, size).sentence_len for size in _paths(name)]
     if given is not None and given not in recorded:
-        raise _other_sentences(name, given, sorted(set(recorded)))
+        raise _wrong_length(name, given, sorted(set(recorded)))
     return recorded[0] if given is None else given
 
 
-def _other_sentences(name: str, given: int, recorded: list[int | None]) -> UserError:
+def _wrong_length(name: str, given: int, recorded: list[int | None]) -> UserError:
     return UserError(
-        f"sentence_len: no profile of {name} for {given}; "
-        f"there are some for {', '.join(map(str, recorded))}"
+        f"sentence_len: {name} has no profile for {given}; allowed: {', '.join(map(str, recorded))}"
     )
 
 
@@ -265,26 +283,27 @@ def build(
     generator: torch.Generator,
     classes: int | None = None,
 ) -> Workload:
-    """Makes the model with random weights and one synthetic batch drawn from `generator`.
+    """Returns the model with random weights and one synthetic batch drawn from `generator`.
 
-    Weights come from torch's global random state: seed it alike on all ranks.
+    Weights come from torch's global random state, which must have the same seed on all ranks.
 
     Args:
-        classes: of the data that it is to learn; None: as many as its authors had.
+        classes: number of classes of the data; None: the model's default.
     """
     module, _, function = model_entry(name).builder.partition(":")
     builder = getattr(importlib.import_module(module), function)
-    more = {} if classes is None else {"classes": classes}
-    return builder(name, batch_size, sentence_len, generator, **more)
+    if classes is None:
+        return builder(name, batch_size, sentence_len, generator)
+    return builder(name, batch_size, sentence_len, generator, classes)
 
 
 def precision(dtype: str) -> tuple[torch.dtype, torch.dtype | None]:
-    """What parameters and inputs are of, and what autocast computes in (None: there is none)."""
+    """Returns the type of parameters and inputs, and the type of autocast (None: no autocast)."""
     mixed = _MIXED.get(dtype)
     return (torch.float32, getattr(torch, mixed)) if mixed else (getattr(torch, dtype), None)
 
 
 def sample_size(name: str, sentence_len: int | None) -> int | None:
-    """Of what the model learns: pixels of a side, or words; None where its data has a size."""
+    """Returns the size of a sample: pixels of a side, or words; None if the data fixes it."""
     entry = model_entry(name)
     return sentence_len if entry.learns == "text" else entry.image_size

@@ -1,8 +1,8 @@
-"""Lets the published torchvision wheel import beside a CPU build of torch.
+"""Makes the published torchvision wheel importable together with a CPU build of torch.
 
-That wheel is built for CUDA; beside a CPU torch its C++ operators do not load, and its import fails
-where it registers a fake kernel for `nms` and `qnms`. Declaring the two operators is enough: the
-classification models use neither. Where the operators exist this does nothing.
+That wheel is built for CUDA. With a CPU torch its C++ operators do not load, and its import fails
+when it registers a fake kernel for `nms` and `qnms`. It suffices to declare these two operators,
+which the classification models do not use. This module does nothing if the operators exist.
 """
 
 from __future__ import annotations

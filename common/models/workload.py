@@ -1,4 +1,4 @@
-"""What a trial trains: a model, one synthetic batch, and the loss."""
+"""Workload of a trial: a model, one batch, and the loss."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from dear.lazy import torch
 
 @dataclass(kw_only=True)
 class Workload:
-    """A model with a batch that fits it; `loss()` is one forward pass."""
+    """Model with a batch for it; `loss()` is one forward pass."""
 
     model: torch.nn.Module
     inputs: dict[str, torch.Tensor] | tuple[torch.Tensor, ...]
     """Keyword or positional arguments of the model; floating-point ones are cast by `to`."""
     targets: tuple[torch.Tensor, ...]
     criterion: Callable[..., torch.Tensor]
-    """`criterion(output, *targets)` is the scalar loss."""
+    """Function of the model's output and the targets that returns the scalar loss."""
     autocast: torch.dtype | None = None
-    """Mixed precision: what torch.autocast computes in; None: everything is in its own type."""
+    """Type that torch.autocast computes in (mixed precision); None: no autocast."""
     scaler: torch.amp.GradScaler | None = None
-    """Scales the loss where gradients of `autocast` would fall out of its range."""
+    """Scaler of the loss, if gradients in the type of `autocast` may leave its range."""
 
     def to(
         self, device: torch.device, dtype: torch.dtype, autocast: torch.dtype | None = None
     ) -> Workload:
-        """The same workload on `device` with floating-point weights and inputs of `dtype`."""
+        """Returns the workload on `device`; weights and floating-point inputs become `dtype`."""
 
         def move(value: torch.Tensor) -> torch.Tensor:
             return value.to(device, dtype if value.is_floating_point() else value.dtype)
@@ -48,14 +48,14 @@ class Workload:
         )
 
     def feed(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
-        """Makes this the batch, where there is one tensor of each."""
+        """Replaces the batch of a workload with one input tensor and one target tensor."""
         (before,) = self.inputs
         kind = before.dtype if inputs.is_floating_point() else inputs.dtype
         self.inputs = (inputs.to(before.device, kind),)
         self.targets = (targets.to(before.device),)
 
     def loss(self) -> torch.Tensor:
-        """One forward pass through the model and the criterion; a scalar."""
+        """Runs model and criterion once, and returns the scalar loss."""
         with self._precision():
             if isinstance(self.inputs, dict):
                 output = self.model(**self.inputs)
@@ -64,11 +64,11 @@ class Workload:
             return self.criterion(output, *self.targets)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """The backward pass; gradients are those of the scaled loss where there is a scaler."""
+        """Runs the backward pass; with a scaler, gradients are those of the scaled loss."""
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
-        """The optimizer's step; a scaler skips it where a gradient is not finite."""
+        """Runs the optimizer's step; a scaler skips it if a gradient is not finite."""
         if self.scaler is None:
             optimizer.step()
         else:

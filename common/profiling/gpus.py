@@ -8,10 +8,11 @@ from pathlib import Path
 
 import yaml
 
+from common.paths import CONFIGS
 from dear.errors import UserError, unknown
 from dear.options import build_options, positive
 
-TABLE = Path(__file__).parents[2] / "configs" / "gpus.yaml"
+TABLE = CONFIGS / "gpus.yaml"
 DEFAULT = "rtx2080ti"
 """What is modelled where nobody says, and there is no GPU to measure: that which the efficiency of
 training steps is known of."""

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.models.profile import Profile, load, path_of
+from common.paths import CONFIGS, ROOT
 from common.results import shipped
 from common.results.faith import doubt
 from common.results.marked import written
@@ -27,8 +28,8 @@ from dear.cost.collectives import TABLES
 from dear.cost.fit import AlphaBeta
 from dear.training.algorithm import algorithm_options
 
-PAGE = shipped.ROOT / "docs" / "validation.md"
-_PUBLISHED = shipped.ROOT / "configs" / "published"
+PAGE = ROOT / "docs" / "validation.md"
+_PUBLISHED = CONFIGS / "published"
 DEVICE = "rtx2080ti-modelled"
 MODELS = {"ResNet-50": "resnet50", "BERT-Base": "bert_base"}
 BASELINE = "BSP-A2A"

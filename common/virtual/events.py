@@ -1,4 +1,4 @@
-"""A clock that jumps from one event to the next. The same events give the same times."""
+"""Virtual clock that jumps from one event to the next; the same events give the same times."""
 
 from __future__ import annotations
 
@@ -10,35 +10,35 @@ from dear.errors import UserError
 
 
 class Events:
-    """What is to happen, in the order of time; at the same moment, as it was asked for."""
+    """Queue of events in order of time; events at the same time run in the order of the calls."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
-        self._coming: list[tuple[float, int, Callable[[], None]]] = []
+        self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._count = itertools.count()
 
     def at(self, moment_s: float, action: Callable[[], None]) -> None:
-        """Lets `action` happen then, or now if that is over."""
-        heapq.heappush(self._coming, (max(moment_s, self.now_s), next(self._count), action))
+        """Schedules `action` for this time, or for now if the time has passed."""
+        heapq.heappush(self._queue, (max(moment_s, self.now_s), next(self._count), action))
 
     def run_for(self, seconds: float) -> None:
-        """Lets so much time pass, and all happen that falls into it."""
+        """Advances the clock by `seconds`, and runs all events up to then."""
         end_s = self.now_s + seconds
-        while self._coming and self._coming[0][0] <= end_s:
-            self._happen()
+        while self._queue and self._queue[0][0] <= end_s:
+            self._run_next()
         self.now_s = end_s
 
     def run_until(self, over: Callable[[], bool]) -> None:
-        """Lets time pass until `over()`.
+        """Runs events until `over()` returns True.
 
         Raises:
-            UserError: nothing is left that could bring that about.
+            UserError: no event is left.
         """
         while not over():
-            if not self._coming:
-                raise UserError("the event model waits for what never ends")
-            self._happen()
+            if not self._queue:
+                raise UserError("the event model waits for an event that never comes")
+            self._run_next()
 
-    def _happen(self) -> None:
-        self.now_s, _, action = heapq.heappop(self._coming)
+    def _run_next(self) -> None:
+        self.now_s, _, action = heapq.heappop(self._queue)
         action()

@@ -1,4 +1,4 @@
-"""A step that nobody has run: from a layer profile, an algorithm's options and costs.
+"""Prediction of a training step from a layer profile, an algorithm's options, and costs.
 
 from common.models.profile import load, path_of
 from common.virtual.foresee import foresee, halved
@@ -7,8 +7,8 @@ from dear.training.algorithm import algorithm_options
 
 profile = load(path_of("resnet50", "rtx2080ti-modelled", 64))
 costs = halved(table_costs("10gbe", 64))
-found = foresee(profile, "dear", algorithm_options("dear", {}), costs, world_size=64)
-found.step_s, found.exposed_s  # seconds
+prediction = foresee(profile, "dear", algorithm_options("dear", {}), costs, world_size=64)
+prediction.step_s, prediction.exposed_s  # seconds
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ def foresee(
     world_size: int,
     update_s: float | None = None,
 ) -> Prediction:
-    """The steady step of an algorithm on equal ranks, each with a link of its own.
+    """Predicts the steady step of an algorithm on equal ranks, each with its own link.
 
     Args:
-        options: of the algorithm (`dear.training.algorithm.algorithm_options`).
-        costs: seconds by bytes of the full buffer, by operation. Of one that has `occupancy_s`,
-            queued messages overlap the rest (`common.virtual.link`); of others nothing.
-        update_s: of the optimizer's step for all parameters; None: SGD with momentum.
+        options: the algorithm's options (`dear.training.algorithm.algorithm_options`).
+        costs: cost by operation. Queued messages overlap the part of a cost that is not in its
+            `occupancy_s` (see `common.virtual.link`), and nothing of a cost without `occupancy_s`.
+        update_s: seconds of the optimizer's step for all parameters; None: SGD with momentum.
 
     Raises:
-        UnmodelledError: the algorithm does not state its order, or its groups.
-        UserError: there is no such algorithm.
+        UnmodelledError: the algorithm does not state its order or its groups.
+        UserError: the algorithm does not exist.
     """
     kind = algorithm_class(algorithm)
     passes = passes_of(profile, update_s_of(profile) if update_s is None else update_s)
@@ -61,7 +61,7 @@ def foresee(
 
 
 def arrived(passes: Passes) -> Arrived:
-    """The gradients as rules of grouping take them; the owner of each is its module."""
+    """Returns the gradients as input of the rules of grouping; the owner of each is its module."""
     gradients = passes.gradients
     return Arrived(
         sizes=[gradient.nbytes for gradient in gradients],
@@ -72,10 +72,10 @@ def arrived(passes: Passes) -> Arrived:
 
 
 def share_on_wire(options: Any) -> float:
-    """Bytes on the wire per byte of float32 gradients, by an algorithm's options.
+    """Returns the bytes on the wire per byte of float32 gradients.
 
     Raises:
-        UnmodelledError: compressing takes work that the model does not know.
+        UnmodelledError: the algorithm compresses, and the time of this is not modelled.
     """
     compression = getattr(options, "compression", "none")
     if compression in ("fp16", "bf16"):
@@ -86,7 +86,7 @@ def share_on_wire(options: Any) -> float:
 
 
 def halved(all_reduce: AlphaBeta) -> dict[str, AlphaBeta]:
-    """Costs of all three collectives where only the all-reduce's are published: its two halves
-    have half of its steps and half of its bytes each."""
+    """Returns costs of all three collectives from the all-reduce's: each of its two halves has
+    half of its steps and half of its bytes."""
     half = AlphaBeta(alpha_s=all_reduce.alpha_s / 2, beta_s_per_byte=all_reduce.beta_s_per_byte / 2)
     return {"all_reduce": all_reduce, "reduce_scatter": half, "all_gather": half}

@@ -1,7 +1,7 @@
-"""A link as collectives see it: queues, of which one may overtake another in mid-flight.
+"""Link as collectives use it: several queues, with preemption by more urgent messages.
 
-A message costs a start-up, which those behind it in a queue overlap, and the occupancy of the link,
-which nothing overlaps. A message alone takes both.
+A message costs a start-up, which later messages of its queue overlap, and the occupancy of the
+link, which nothing overlaps. A single message takes the sum of both.
 """
 
 from __future__ import annotations
@@ -15,63 +15,63 @@ from typing import Protocol, runtime_checkable
 from common.virtual.events import Events
 
 CHUNK_BYTES = 128 * 1024
-"""What a more urgent message waits for: the comm core moves a buffer in pieces of this size."""
+"""Unit of preemption: the comm core moves a buffer in pieces of this size."""
 
 Cost = Callable[[float], float]
-"""Seconds of one collective alone, by the bytes of its full buffer."""
+"""Function from the bytes of the full buffer to the seconds of a single collective."""
 
 
 @runtime_checkable
 class Occupying(Protocol):
-    """A cost that knows which part of it queued messages cannot overlap."""
+    """Cost with a known part that queued messages cannot overlap."""
 
     def occupancy_s(self, nbytes: float) -> float: ...
 
 
 def occupancy_s(cost: Cost, nbytes: float) -> float:
-    """Seconds for which the link is busy: all of them, where the cost does not tell."""
+    """Returns the seconds for which the link is busy: the whole cost, if the part is not known."""
     return cost.occupancy_s(nbytes) if isinstance(cost, Occupying) else cost(nbytes)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pairwise:
-    """A cost that was measured for one message, and for two equal messages that start together."""
+    """Cost measured for one message, and for two equal messages that start together."""
 
     alone: Cost
     pair: Cost
-    """Seconds of both messages, by their total bytes."""
+    """Function from the total bytes of both messages to their seconds."""
 
     def __call__(self, nbytes: float) -> float:
         return self.alone(nbytes)
 
     def occupancy_s(self, nbytes: float) -> float:
-        """Seconds between the ends of two equal messages: how long one keeps the link busy."""
+        """Returns the seconds between the ends of two equal messages."""
         return min(self.alone(nbytes), max(0.0, self.pair(2 * nbytes) - self.alone(nbytes)))
 
 
 @dataclass(eq=False)
 class Sending:
-    """A message on its way."""
+    """Message in a queue or in flight."""
 
     channel: int
     priority: float
     nbytes: float
     left_s: float
-    """Of its occupancy."""
+    """Remaining occupancy in seconds."""
     start_up_s: float
     order: int
-    """Among all that were sent."""
+    """Index among all messages of the link."""
     then: Callable[[], None] | None = None
     ended: bool = False
     chunk_s: float = 0.0
 
 
 class Link:
-    """Serves the heads of its channels, each a queue; the most urgent head first, then the oldest.
+    """Link that serves the first messages of its channels: the most urgent one, then the oldest.
 
     Args:
-        events: the clock.
-        chunk_bytes: between so many bytes a more urgent head takes over.
+        events: the virtual clock.
+        chunk_bytes: unit after which a more urgent message takes over.
     """
 
     def __init__(self, events: Events, chunk_bytes: float = CHUNK_BYTES) -> None:
@@ -82,7 +82,7 @@ class Link:
         self._served: Sending | None = None
         self._since_s = 0.0
         self._turn = 0
-        """Of what is served; an end that was planned for an earlier turn is void."""
+        """Number of the current turn; an end that was planned in an earlier turn is ignored."""
         self.busy_s = 0.0
 
     def send(
@@ -94,10 +94,10 @@ class Link:
         priority: float = 0.0,
         then: Callable[[], None] | None = None,
     ) -> Sending:
-        """Queues a collective over `nbytes` now; large `priority` is urgent.
+        """Queues a collective of `nbytes` now; a higher `priority` is more urgent.
 
         Args:
-            then: called when it ends.
+            then: called when the collective ends.
         """
         occupied_s, alone_s = occupancy_s(cost, nbytes), cost(nbytes)
         sending = Sending(
@@ -120,7 +120,7 @@ class Link:
 
     def _head(self) -> Sending | None:
         heads = [queue[0] for queue in self._channels.values() if queue]
-        return max(heads, key=lambda one: (one.priority, -one.order)) if heads else None
+        return max(heads, key=lambda head: (head.priority, -head.order)) if heads else None
 
     def _serve(self) -> None:
         self._served = self._head()
@@ -139,7 +139,7 @@ class Link:
         self._events.at(end_s, end)
 
     def _yield(self) -> None:
-        """What is served goes on to the end of its chunk."""
+        """Lets the current message continue to the end of its chunk."""
         served = self._served
         gone_s = self._events.now_s - self._since_s
         chunks = math.ceil(gone_s / served.chunk_s - 1e-9) if served.chunk_s else 1

@@ -1,4 +1,4 @@
-"""What a device computes in a step, and what is sent of it: from a profile and a plan's sizes."""
+"""Compute and messages of a training step, from a layer profile and the sizes of a plan."""
 
 from __future__ import annotations
 
@@ -10,32 +10,32 @@ from common.models.profile import Profile
 
 
 class UnmodelledError(Exception):
-    """What the event model cannot compute, and why; a sentence without its full stop."""
+    """Reason why the event model cannot compute a step; a sentence without its full stop."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gradient:
-    """One gradient of the backward pass."""
+    """Gradient of the backward pass."""
 
     name: str
     nbytes: int
     ready_s: float
-    """From the start of the backward pass."""
+    """Seconds from the start of the backward pass."""
     layer: int
-    """Before which stretch of the forward pass its parameter must be current."""
+    """Index of the first stretch of the forward pass that reads the parameter."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Passes:
-    """One rank's compute in a step."""
+    """Compute of one rank in a step."""
 
     forward_s: tuple[float, ...]
-    """By layer: the stretches of the forward pass."""
+    """Stretches of the forward pass, one per layer."""
     backward_s: float
     update_s: float
-    """The optimizer's step for all parameters."""
+    """Time of the optimizer's step for all parameters."""
     gradients: tuple[Gradient, ...]
-    """As they arrive."""
+    """In the order in which they become ready."""
 
     @property
     def nbytes(self) -> int:
@@ -44,49 +44,35 @@ class Passes:
 
 @dataclass(frozen=True, kw_only=True)
 class Message:
-    """Gradients that travel together."""
+    """Gradients that are sent together."""
 
     members: tuple[int, ...]
-    """Their places in `Passes.gradients`."""
+    """Indices in `Passes.gradients`."""
     nbytes: float
-    """On the wire."""
+    """Bytes on the wire."""
     some: bool | None = None
-    """Whether it has the transfers that are stated of some messages only; None: not known."""
+    """True for a message with the transfers that only some messages have; None: not known."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bundle:
-    """What a recorded plan says of a message."""
+    """Message in a recorded plan."""
 
     nbytes: int
     tensors: int = 0
-    """0: not known."""
+    """Number of tensors; 0: not known."""
     names: tuple[str, ...] = ()
-    """Of its first and its last parameter, where they are known."""
+    """Names of its first and last parameter, if they are known."""
     some: bool | None = None
-    """Whether it has the transfers that only some messages have; None: not known."""
+    """Same as `Message.some`."""
 
 
 def passes_of(profile: Profile, update_s: float) -> Passes:
-    """The passes that a profile tells of.
+    """Returns the passes of a profile.
 
     Args:
         update_s: seconds of the optimizer's step for all parameters (`update_s_of`, or measured).
     """
-    first: dict[str, int] = {}
-    for place, call in enumerate(profile.calls):
-        first.setdefault(call.module, place)
-    modules: dict[str, list[str]] = {}
-    for name in [param.name for param in profile.parameters]:
-        modules[name] = [name.rpartition(".")[0]]
-    for alias, name in profile.shared.items():
-        modules[name].append(alias.rpartition(".")[0])
-
-    def layer(module: str) -> int:
-        while module and module not in first:  # read by the module around it
-            module = module.rpartition(".")[0]
-        return first.get(module, 0)
-
     return Passes(
         forward_s=tuple(call.forward_s for call in profile.calls),
         backward_s=profile.backward_s,
@@ -96,7 +82,7 @@ def passes_of(profile: Profile, update_s: float) -> Passes:
                 name=param.name,
                 nbytes=4 * math.prod(param.shape),
                 ready_s=param.ready_s,
-                layer=min(map(layer, modules[param.name])),
+                layer=profile.first_calls[param.name],
             )
             for param in profile.gradients()
         ),
@@ -104,44 +90,45 @@ def passes_of(profile: Profile, update_s: float) -> Passes:
 
 
 def update_s_of(profile: Profile, tensors: int = 5) -> float:
-    """Seconds of an update that reads and writes each parameter so many times.
+    """Returns the seconds of an update that reads or writes `tensors` values per parameter.
 
-    5: SGD with momentum reads parameter, gradient and momentum, and writes two of them; 7: Adam.
+    The value is 5 for SGD with momentum, which reads parameter, gradient and momentum and writes
+    parameter and momentum. It is 7 for Adam.
     """
     nbytes = sum(4 * math.prod(param.shape) for param in profile.gradients())
     return tensors * nbytes / profile.memory_bytes_per_s
 
 
 def messages_of(passes: Passes, plan: Sequence[Bundle], share: float = 1.0) -> tuple[Message, ...]:
-    """The messages of a recorded plan, in its order.
+    """Returns the messages of a recorded plan, in the plan's order.
 
-    A plan tells sizes, and mostly the names at both ends. What travels together arrives together:
-    each message is a stretch of what is left of the gradients as they arrive.
+    A plan has sizes, and usually the first and last name of each message. Gradients of a message
+    become ready one after the other, so each message is a contiguous part of the remaining ones.
 
     Args:
         share: bytes on the wire per byte of gradients.
 
     Raises:
-        UnmodelledError: the plan is not one of these gradients.
+        UnmodelledError: the plan does not match the gradients.
     """
     left = list(range(len(passes.gradients)))
-    found = []
+    messages = []
     for bundle in plan:
         stretch = _stretch(passes, left, bundle)
         if stretch is None:
             raise UnmodelledError("its plan does not fit the gradients of its profile")
         members = tuple(left[stretch])
         del left[stretch]
-        found.append(Message(members=members, nbytes=bundle.nbytes * share, some=bundle.some))
+        messages.append(Message(members=members, nbytes=bundle.nbytes * share, some=bundle.some))
     if left:
         raise UnmodelledError(f"its plan lacks {len(left)} of {len(passes.gradients)} gradients")
-    return tuple(found)
+    return tuple(messages)
 
 
 def _stretch(passes: Passes, left: Sequence[int], bundle: Bundle) -> slice | None:
     gradients = passes.gradients
-    wanted = set(bundle.names)
-    starts = range(len(left)) if wanted else range(1)
+    known_names = set(bundle.names)
+    starts = range(len(left)) if known_names else range(1)
     for start in starts:
         total, stop = 0, start
         names = set()
@@ -149,8 +136,8 @@ def _stretch(passes: Passes, left: Sequence[int], bundle: Bundle) -> slice | Non
             total += gradients[left[stop]].nbytes
             names.add(gradients[left[stop]].name)
             stop += 1
-        alike = bundle.tensors in (0, stop - start) and wanted <= names
-        if total == bundle.nbytes and alike:
+        matches = bundle.tensors in (0, stop - start) and known_names <= names
+        if total == bundle.nbytes and matches:
             return slice(start, stop)
     return None
 
@@ -158,12 +145,15 @@ def _stretch(passes: Passes, left: Sequence[int], bundle: Bundle) -> slice | Non
 def grouped(
     passes: Passes, groups: Sequence[Sequence[int]], share: float = 1.0
 ) -> tuple[Message, ...]:
-    """Messages of groups of gradients, given by their places as they arrive (as the rules of
-    `dear.buckets.grouping` give them)."""
+    """Returns the messages of groups of gradients.
+
+    Args:
+        groups: indices in `passes.gradients`, as from the rules of `dear.buckets.grouping`.
+    """
     return tuple(
         Message(
             members=tuple(group),
-            nbytes=share * sum(passes.gradients[place].nbytes for place in group),
+            nbytes=share * sum(passes.gradients[index].nbytes for index in group),
         )
         for group in groups
     )

@@ -1,4 +1,4 @@
-"""A training step on one of many equal ranks, as an algorithm's statement of order has it."""
+"""Event model of a training step on one of many equal ranks, by the algorithm's `Overlap`."""
 
 from __future__ import annotations
 
@@ -16,38 +16,38 @@ OPERATIONS: dict[Kind, str] = {
     "reduce": "reduce_scatter",
     "gather": "all_gather",
 }
-"""The collective of each kind of transfer; the others are no collectives."""
+"""Collective of each kind of transfer; other kinds are not collectives."""
 
 FUSED = "fused_all_reduce"
-"""The same of several tensors, which are copied into one buffer and out of it."""
+"""All-reduce of several tensors, which are copied into one buffer and out of it."""
 
 LONGEST = 64
-"""Steps after which the mean of the second half counts, where no period shows."""
+"""Number of steps after which the mean of the second half is the result, if no period is found."""
 PERIODS = 4
-"""Steps that a period may have."""
+"""Largest number of steps of a period."""
 SAME = 1e-9
-"""Relative difference of equal steps."""
+"""Largest relative difference of equal steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wait:
-    """Where the device stood still for a message."""
+    """Wait of the device for a message."""
 
     moment: Moment
     layer: int | None
-    """Before which layer, if before one."""
+    """Layer before which the device waited; None: not before a layer."""
     seconds: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """A step once it repeats itself. Seconds."""
+    """Steady step; seconds."""
 
     step_s: float
     exposed_s: float
-    """Of that, waits for communication."""
+    """Part of `step_s` in which the device waits for communication."""
     waits: tuple[Wait, ...]
-    """Of the last step."""
+    """Waits in the last step."""
 
 
 def predict(
@@ -58,16 +58,16 @@ def predict(
     world_size: int,
     chunk_bytes: float = CHUNK_BYTES,
 ) -> Prediction:
-    """The steady step of an algorithm on `world_size` equal ranks, each with a link of its own.
+    """Predicts the steady step of an algorithm on `world_size` equal ranks, each with its own link.
 
     Args:
-        messages: what travels together, in the order of the plan (`messages_of`, `grouped`).
-        statement: what the algorithm says of them (`Algorithm.overlap_of`).
-        costs: seconds by bytes of the full buffer, by operation (`all_reduce`, ...) of the engine
-            that sends; without one of `FUSED`, copies cost nothing.
+        messages: messages in the order of the plan (`messages_of`, `grouped`).
+        statement: the algorithm's statement of their order (`Algorithm.overlap_of`).
+        costs: cost by operation (`all_reduce`, ...) of the engine that sends; without a cost of
+            `FUSED`, copies cost nothing.
 
     Raises:
-        UnmodelledError: the statement does not tell enough, or a cost is missing.
+        UnmodelledError: the statement is incomplete, or a cost is missing.
     """
     if isinstance(statement, Unstated) and statement.cycles is not None:
         _check_costs(["average"], costs)
@@ -83,13 +83,13 @@ def _check_costs(kinds: Sequence[Kind], costs: Mapping[str, Cost]) -> None:
     for kind in kinds:
         operation = OPERATIONS.get(kind)
         if operation is None:
-            raise UnmodelledError(f"its ranks {kind} with a few others, which is no collective")
+            raise UnmodelledError(f"its ranks {kind} with a few others, which is not a collective")
         if operation not in costs:
             raise UnmodelledError(f"no cost of {operation} is known")
 
 
 def _steady(rank: _Rank) -> Prediction:
-    """Steps until they repeat themselves."""
+    """Runs steps until their times repeat."""
     lengths: list[float] = []
     exposed: list[float] = []
     while len(lengths) < LONGEST:
@@ -105,12 +105,12 @@ def _steady(rank: _Rank) -> Prediction:
 
 
 def _repeats(lengths: Sequence[float], period: int) -> bool:
-    """Whether the last steps are twice the same period. The first of all, which has nothing to
-    wait for, does not count."""
+    """Returns True if the last steps are twice the same period. The very first step, in which
+    nothing is awaited, does not count."""
     if len(lengths) < 2 * period + 1:
         return False
     pairs = zip(lengths[-2 * period : -period], lengths[-period:], strict=True)
-    return all(math.isclose(one, other, rel_tol=SAME) for one, other in pairs)
+    return all(math.isclose(*pair, rel_tol=SAME) for pair in pairs)
 
 
 def _mean(lengths: Sequence[float], exposed: Sequence[float], rank: _Rank) -> Prediction:
@@ -123,7 +123,7 @@ def _mean(lengths: Sequence[float], exposed: Sequence[float], rank: _Rank) -> Pr
 
 
 class _Rank:
-    """One of the ranks, which are alike: its device and its link."""
+    """Device and link of one rank."""
 
     def __init__(self, passes: Passes, messages: Sequence[Message], chunk_bytes: float) -> None:
         self.events = Events()
@@ -132,11 +132,11 @@ class _Rank:
         self.waits: list[Wait] = []
 
     def step(self) -> None:
-        """Computes one step, and waits in it."""
+        """Runs one step."""
         raise NotImplementedError
 
     def wait(self, sendings: Sequence[Sending], moment: Moment, layer: int | None = None) -> None:
-        """Stands still until all of them have ended."""
+        """Waits until all these messages have ended."""
         began_s = self.events.now_s
         self.events.run_until(lambda: all(sending.ended for sending in sendings))
         waited_s = self.events.now_s - began_s
@@ -145,7 +145,7 @@ class _Rank:
 
 
 class _Stated(_Rank):
-    """A rank that does as its algorithm states."""
+    """Rank that follows the statement of its algorithm."""
 
     def __init__(
         self,
@@ -159,20 +159,20 @@ class _Stated(_Rank):
         super().__init__(passes, messages, chunk_bytes)
         self._overlap, self._costs = overlap, costs
         gradients, layers = passes.gradients, len(passes.forward_s)
-        self._layer = [min(gradients[i].layer for i in one.members) for one in messages]
-        """Before which each message is first needed."""
-        self._ready = [max(one.members) for one in messages]
-        """With which gradient each is complete."""
+        self._layer = [min(gradients[i].layer for i in message.members) for message in messages]
+        """First layer that reads each message."""
+        self._ready = [max(message.members) for message in messages]
+        """Last gradient of each message."""
         shared = any(t.kind == "gather" and "parameters" in t.carries for t in overlap.transfers)
         rate_s = passes.update_s / passes.nbytes / (world_size if shared else 1)
         self._update_s = [rate_s * sum(gradients[i].nbytes for i in m.members) for m in messages]
         self._urgency = [float(layers - layer) for layer in self._layer]
         self._by_need = sorted(range(len(messages)), key=self._layer.__getitem__)
         self._ahead = _ahead(messages)
-        self._transfers = [_transfers_of(one, overlap) for one in messages]
+        self._transfers = [_transfers_of(message, overlap) for message in messages]
         self._step = 0
         self._under_way: dict[tuple[int, Transfer, int], list[Sending]] = {}
-        """By message, transfer and the step in which it started."""
+        """Messages in flight, by message, transfer and step of the start."""
 
     def step(self) -> None:
         every = range(len(self.messages))
@@ -190,30 +190,30 @@ class _Stated(_Rank):
 
     def _backward(self) -> None:
         at_s = 0.0
-        for place, gradient in enumerate(self.passes.gradients):
-            self._do(self._ahead.get(place, []), "ahead")
+        for index, gradient in enumerate(self.passes.gradients):
+            self._do(self._ahead.get(index, []), "ahead")
             self.events.run_for(max(0.0, gradient.ready_s - at_s))
             at_s = max(at_s, gradient.ready_s)
-            complete = [i for i, last in enumerate(self._ready) if last == place]
+            complete = [i for i, last in enumerate(self._ready) if last == index]
             self._do(complete, "gradient")
             if self._overlap.updates == "gradient":
                 self.events.run_for(sum(self._update_s[i] for i in complete))
         self.events.run_for(max(0.0, self.passes.backward_s - at_s))
 
     def _end(self) -> None:
-        """`step()`: what is awaited and the update, message by message; then what starts."""
+        """Runs the optimizer's `step()`: waits and updates by message, then new messages."""
         every = range(len(self.messages))
         for i in every:
             self._await([i], "step", began_before=True)
             if self._overlap.updates == "step":
                 self.events.run_for(self._update_s[i])
-        # Of what is urgent, nothing starts before what is needed earlier.
+        # In the order in which the messages are needed.
         self._start(self._by_need, "step")
         self._await(every, "step")
 
     def _do(self, messages: Sequence[int], moment: Moment, layer: int | None = None) -> None:
-        """What started earlier and is awaited at this moment, what starts, and what is awaited at
-        once."""
+        """Runs one moment: waits for messages that started earlier, starts messages, and waits for
+        those that are awaited at once."""
         self._await(messages, moment, layer, began_before=True)
         self._start(messages, moment)
         self._await(messages, moment, layer)
@@ -245,10 +245,10 @@ class _Stated(_Rank):
         *,
         began_before: bool = False,
     ) -> None:
-        """Waits for what is awaited at this moment.
+        """Waits for the transfers that are awaited at this moment.
 
         Args:
-            began_before: leave out what starts at this moment itself.
+            began_before: True to omit transfers that start at this moment.
         """
         for i in messages:
             for transfer in self._transfers[i]:
@@ -261,18 +261,20 @@ class _Stated(_Rank):
 
 
 def _ahead(messages: Sequence[Message]) -> dict[int, list[int]]:
-    """Messages that are fetched ahead, by the place of a gradient: just before the backward pass
-    computes that gradient, those of the layers that it reaches next. The first message is fetched
-    at the begin of the pass, together with the second."""
+    """Returns the messages that are fetched ahead, by the index of a gradient.
+
+    Just before the backward pass computes the gradient, the messages of the next layers are
+    fetched. The first message is fetched at the start of the pass, together with the second.
+    """
     reached = sorted(range(len(messages)), key=lambda i: min(messages[i].members))
-    found: dict[int, list[int]] = {}
+    ahead: dict[int, list[int]] = {}
     for before, i in zip([*reached[:1], *reached], reached, strict=False):
-        found.setdefault(min(messages[before].members), []).append(i)
-    return found
+        ahead.setdefault(min(messages[before].members), []).append(i)
+    return ahead
 
 
 def _transfers_of(message: Message, overlap: Overlap) -> tuple[Transfer, ...]:
-    """Those that a message has."""
+    """Returns the transfers of a message."""
     instead = [t for t in overlap.transfers if t.buckets == "instead"]
     some = any(t.buckets == "some" for t in overlap.transfers)
     if (some and message.some is None) or any(t.up_to_bytes is None for t in instead):
@@ -283,7 +285,7 @@ def _transfers_of(message: Message, overlap: Overlap) -> tuple[Transfer, ...]:
 
 
 class _InCycles(_Rank):
-    """A rank on which a thread of its own sends what is ready, in cycles."""
+    """Rank with a separate thread that sends ready tensors in cycles."""
 
     def __init__(
         self,
@@ -296,10 +298,10 @@ class _InCycles(_Rank):
         self._cycles, self._cost = cycles, costs["all_reduce"]
         self._fused_cost = costs.get(FUSED, self._cost)
         self._ready: list[float] = []
-        """Bytes of what has not been sent."""
+        """Bytes of each tensor that has not been sent."""
         self._missing = 0
-        """Tensors of the pass that have not ended."""
-        self._share = sum(one.nbytes for one in messages) / passes.nbytes
+        """Number of tensors of the pass that have not arrived."""
+        self._share = sum(message.nbytes for message in messages) / passes.nbytes
         self._begin()
 
     def step(self) -> None:
@@ -325,7 +327,7 @@ class _InCycles(_Rank):
             self._missing += 1
 
     def _begin(self) -> None:
-        """A cycle: ranks agree on what all of them have now, fuse it and send it, then rest."""
+        """Starts a cycle: ranks agree on common tensors, fuse and send them, and pause."""
         began_s, ready = self.events.now_s, self._ready
         self._ready = []
         agreed_s = began_s + self._cost(self._cycles.agreement_bytes)

@@ -31,7 +31,7 @@ from dear.bluefog.collectives import (
 )
 from dear.bluefog.job import called, job
 from dear.bluefog.windows import Named
-from dear.comm.neighbors import Exchange, Machines, Pending, Round
+from dear.comm.neighbors import Exchange, Pending, Round
 from dear.comm.windows import NeighborWindow
 from dear.errors import UserError
 from dear.lazy import torch
@@ -53,55 +53,42 @@ class CommunicationType(enum.Enum):
     empty = "empty"
 
 
-class _Nothing:
-    """Rounds in which nothing is sent."""
+class _OfTheJob:
+    """Sender of rounds that belongs to the job, and stays open when an optimizer is closed."""
 
-    def start(self, values: torch.Tensor, part: Round) -> Pending:
-        return Pending()
+    def __init__(self, start: Callable[[torch.Tensor, Round], Pending]) -> None:
+        self.start = start
 
     def close(self) -> None:
-        """Does nothing."""
+        return
 
 
-class _Means(_Nothing):
-    """Rounds that average over all ranks."""
-
-    def start(self, values: torch.Tensor, part: Round) -> Pending:
-        mixed = values.clone()
-        work = job().communicator.all_reduce(mixed, op="mean")
-        return Pending(work.wait, work.done, lambda target: target.copy_(mixed))
-
-
-class _MachineRounds(_Nothing):
-    """Rounds between machines, sent by the job's `Machines`, which the job closes."""
-
-    def __init__(self, machines: Machines) -> None:
-        self._machines = machines
-
-    def start(self, values: torch.Tensor, part: Round) -> Pending:
-        return self._machines.start(values, part)
+def _start_mean(values: torch.Tensor, part: Round) -> Pending:
+    """Starts the mean over all ranks."""
+    mixed = values.clone()
+    work = job().communicator.all_reduce(mixed, op="mean")
+    return Pending(work.wait, work.done, lambda target: target.copy_(mixed))
 
 
 def _averaging(kind: CommunicationType, knobs: Any) -> GraphExchange:
     """Returns the exchange of `kind`, whose rounds follow the optimizer's present attributes."""
     alone = always(Round(self_weight=1.0))
     if kind is CommunicationType.empty:
-        return GraphExchange(alone, _Nothing())
+        return GraphExchange(alone, _OfTheJob(lambda values, part: Pending()))
     if kind is CommunicationType.allreduce:
-        return GraphExchange(alone, _Means())
+        return GraphExchange(alone, _OfTheJob(_start_mean))
     if kind is CommunicationType.hierarchical_neighbor_allreduce:
         current = job()
-
-        def machine_part(steps: int) -> Round:
-            return chosen_part(
+        return GraphExchange(
+            lambda steps: chosen_part(
                 current.machine_part,
                 knobs.self_weight,
                 knobs.src_machine_weights,
                 knobs.dst_machine_weights,
                 "optimizer",
-            )
-
-        return GraphExchange(machine_part, _MachineRounds(current.machines))
+            ),
+            _OfTheJob(current.machines.start),
+        )
     if kind is not CommunicationType.neighbor_allreduce:
         raise UserError(f"communication_type must be a bf.CommunicationType, got {kind!r}")
     messages = Exchange(job().communicator, STREAMS)

@@ -104,7 +104,7 @@ def _sender(operation: str, does: str) -> Callable[..., int]:
             frozen, p = tensor.detach().clone(), window.p
 
             def locked() -> None:
-                with window.mutex(weights):
+                with window.slots.mutex(weights):
                     _wait(window.put(frozen, weights, add=add, p=p))
 
             handle = found.in_background(locked)
@@ -155,7 +155,7 @@ def win_get_nonblocking(
     fetched = [] if require_mutex else window.fetch(weights)
 
     def store() -> None:
-        with window.mutex(weights) if require_mutex else contextlib.nullcontext():
+        with window.slots.mutex(weights) if require_mutex else contextlib.nullcontext():
             window.store(fetched or window.fetch(weights), weights)
 
     return found.in_background(store)
@@ -191,7 +191,7 @@ def win_update(
     part = job().part()
     own = part.self_weight if self_weight is None else self_weight
     weights = part.sources if neighbor_weights is None else neighbor_weights
-    with window.mutex([window.rank]) if require_mutex else contextlib.nullcontext():
+    with window.slots.mutex([window.rank]) if require_mutex else contextlib.nullcontext():
         target = found.tensor.detach().clone() if clone else found.tensor.detach()
         window.collect(target, own, weights, reset=reset)
         if clone:
@@ -214,7 +214,9 @@ def win_read_neighbor(name: str, rank: int, require_mutex: bool = False) -> torc
     """
     found = named(name)
     copy = torch.zeros_like(found.tensor).detach()
-    with found.window.mutex([found.window.rank]) if require_mutex else contextlib.nullcontext():
+    with (
+        found.window.slots.mutex([found.window.rank]) if require_mutex else contextlib.nullcontext()
+    ):
         found.window.collect(copy, 0.0, {rank: 1.0})
     return copy
 
@@ -227,13 +229,13 @@ def win_mutex(name: str, for_self: bool = False, ranks: list[int] | None = None)
     """
     window = named(name).window
     wanted = list(window.targets if ranks is None else ranks)
-    with window.mutex([*wanted, window.rank] if for_self else wanted):
+    with window.slots.mutex([*wanted, window.rank] if for_self else wanted):
         yield
 
 
 def get_win_version(name: str) -> dict[int, int]:
     """In-neighbour -> writes to its slot since the last `win_update`."""
-    return named(name).window.versions()
+    return named(name).window.slots.versions()
 
 
 def win_associated_p(name: str) -> float:

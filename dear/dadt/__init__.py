@@ -245,19 +245,18 @@ def initialize(
     nothing. After `shutdown` it may be called again.
 
     Args:
-        cycle_duration_ms: least time between two rounds of finding out what is ready everywhere, in
+        cycle_duration_ms: least time between two rounds in which ranks agree on ready requests, in
             milliseconds. Gradients that are ready in the same cycle share buffers.
         executor_type: `mpi`, `gloo` or `comm_core` for CPU tensors, `nccl` for CUDA tensors
-            (`mpicuda`, the older name, means the same); None: what `dear.init` chooses.
+            (`mpicuda`, the older name, means the same); None: the choice of `dear.init`.
         all_reduce_buffer_size: bytes up to which all-reduces share a buffer; 0: each runs alone.
         gpu_device_id: the GPU of this rank; -1: that of its local rank.
-        broad_cast_executor: of broadcasts, as in older versions; None: `executor_type`.
-        all_reduce_executor: of all else, as in older versions; None: `executor_type`.
-        group_buffer_size: of older versions, where it had no effect, as it has none here: the log
-            says so.
-        timeline: a file to write in `shutdown`, `-rankR` put before its suffix, for
-            chrome://tracing or Perfetto; beside it one for each optimizer. None: none.
-        timeout_s: the longest that one collective may take.
+        broad_cast_executor: backend of broadcasts (older versions); None: `executor_type`.
+        all_reduce_executor: backend of the rest (older versions); None: `executor_type`.
+        group_buffer_size: an argument of older versions without effect; the log warns.
+        timeline: file that `shutdown` writes, with `-rankR` before its suffix, for chrome://tracing
+            or Perfetto; each optimizer gets one beside it. None: no file.
+        timeout_s: time limit of one collective.
 
     Raises:
         UserError: a bad or contradictory argument, or the job runs already on another backend.
@@ -266,19 +265,13 @@ def initialize(
     global _session
     if group_buffer_size is not None:
         log.warning("dadt.init: group_buffer_size never had an effect in DADT and has none here")
-    named = {executor_type, all_reduce_executor} - {None}
-    if len({EXECUTORS.get(name, name) for name in named}) > 1:
-        raise UserError(
-            "dadt.init: executor_type and all_reduce_executor mean the same, got "
-            f"{', '.join(sorted(named))}"
-        )
-    executor = min(named, default=broad_cast_executor)
-    if EXECUTORS.get(broad_cast_executor) == EXECUTORS.get(executor):
-        broad_cast_executor = None
+    executor, broadcast_executor = _executors(
+        executor_type, all_reduce_executor, broad_cast_executor
+    )
     settings = Settings(
         cycle_duration_ms=cycle_duration_ms,
         executor=executor,
-        broadcast_executor=broad_cast_executor,
+        broadcast_executor=broadcast_executor,
         all_reduce_buffer_size=all_reduce_buffer_size,
         gpu_device_id=gpu_device_id,
         timeline=timeline,
@@ -292,6 +285,22 @@ def initialize(
 
 
 init = initialize
+
+
+def _executors(
+    executor_type: str | None, all_reduce_executor: str | None, broadcast_executor: str | None
+) -> tuple[str | None, str | None]:
+    """Returns the executor, and that of broadcasts; None: the same."""
+    named = {executor_type, all_reduce_executor} - {None}
+    if len({EXECUTORS.get(name, name) for name in named}) > 1:
+        raise UserError(
+            "dadt.init: executor_type and all_reduce_executor mean the same, got "
+            f"{', '.join(sorted(named))}"
+        )
+    executor = min(named, default=broadcast_executor)
+    if EXECUTORS.get(broadcast_executor) == EXECUTORS.get(executor):
+        return executor, None
+    return executor, broadcast_executor
 
 
 def shutdown() -> None:

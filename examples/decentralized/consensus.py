@@ -1,6 +1,6 @@
 """Average consensus: ranks compute the mean of all their numbers by exchanges with neighbours.
 
-    torchrun --standalone --nproc-per-node 8 examples/decentralized/consensus.py --out plots/out
+    torchrun --standalone --nproc-per-node 8 examples/decentralized/consensus.py --out logs/curves
 
 In each iteration, a rank replaces its numbers by the weighted sum of its own numbers and those of
 its neighbours. The distance of the ranks from the mean shrinks by the topology's mixing rate, which

@@ -1,7 +1,7 @@
 """Linear regression by neighbour averaging; each rank has its own data.
 
     torchrun --standalone --nproc-per-node 8 examples/decentralized/linear_regression.py \\
-        --out plots/out
+        --out logs/curves
 
 Every rank measures a relation that differs a little from rank to rank. The ranks search for the
 model that fits all data best. Plain neighbour averaging with a constant step size stops near it,

@@ -1,7 +1,7 @@
 """Logistic regression by neighbour averaging; each rank has its own data.
 
     torchrun --standalone --nproc-per-node 8 examples/decentralized/logistic_regression.py \\
-        --out plots/out
+        --out logs/curves
 
 Differs from `linear_regression.py` in its loss, which is not quadratic: answers are yes or no, each
 rank answers by a different rule, and large weights are penalised.

@@ -27,7 +27,8 @@ import dear  # dear
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from common.models.datasets import load_digits, load_mnist
+from common.models.datasets.digits import load_digits
+from common.models.datasets.mnist import load_mnist
 
 
 class Net(nn.Module):

@@ -15,7 +15,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from common.emulation.cluster import EmulatedCluster
-from common.emulation.config import network_profile
+from common.emulation.links.profile import network_profile
 
 OPERATION_TIMES_OUT_S = 45.0
 

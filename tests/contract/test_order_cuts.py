@@ -336,7 +336,7 @@ def delays_less_than_asked_for(patch: Patch) -> None:
 
 @cut("dadt", AT_ONCE, buffer_mb=0.0)
 def waits_for_each_message(patch: Patch) -> None:
-    _then(patch, dadt._Dense, "send", lambda self, communicator: self.work.wait())
+    _then(patch, dadt.DenseMessage, "send", lambda self, communicator: self.work.wait())
 
 
 # --- shards ---------------------------------------------------------------------------------------

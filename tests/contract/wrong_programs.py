@@ -17,7 +17,7 @@ from common.harness.trial import Briefing, Trial
 from common.harness.worker import timed
 from common.harness.worker.checking import plain
 from common.harness.worker.checking.inquiry import inquire
-from common.models.pace import Pace, set_pace
+from common.models.replay.pace import Pace, set_pace
 from common.results.records.trust import Check
 from dear.algorithms.asynchronous.asyncddp import AsyncExchange
 from dear.algorithms.asynchronous.push_sum import PushSumExchange

@@ -25,7 +25,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from common.emulation.namespaces import die_with_parent
+from common.emulation.hosts.namespaces import die_with_parent
 from common.machine import machine_card
 from common.results.shipped import MISSED
 from tests.mutants import report, seen

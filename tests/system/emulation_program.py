@@ -12,10 +12,15 @@ import time
 from pathlib import Path
 
 from common.emulation.cluster import EmulatedCluster, VirtualHost
-from common.emulation.config import Distance, NetworkProfile, Site, network_profile
 from common.emulation.dilation import calibrate
 from common.emulation.flow import transfer_cost
-from common.emulation.measured import measured_network
+from common.emulation.links.profile import Distance, NetworkProfile, Site, network_profile
+from common.emulation.measured import (
+    link_rates,
+    measured_network,
+    packet_delays,
+    rates_together,
+)
 
 LIMIT_S = 30.0
 SERVE = """
@@ -124,7 +129,7 @@ def hosts_have_names_addresses_and_memory_of_their_own() -> None:
 
 
 def remote_shell(cluster: EmulatedCluster) -> None:
-    shell = [sys.executable, "-m", "common.emulation.rsh"]
+    shell = [sys.executable, "-m", "common.emulation.hosts.rsh"]
     words = ["-o", "BatchMode=yes", "-x", "10.78.0.3", "hostname;", "echo", "$((6*7))"]
     # From a host as well as from the sandbox: mpirun's daemons start each other.
     assert output(cluster.hosts[0], [*shell, *words]) == "h2\n42\n"
@@ -153,17 +158,17 @@ def links_have_the_speed_asked_for(kind: str) -> None:
     with EmulatedCluster(
         hosts=2, profile=network_profile("5gbit"), time_scale=50, links=kind
     ) as cluster:
-        assert (cluster.kind, cluster.notes) == (kind, [])
-        near(cluster.measure(0.2), [5, 5])
-        for host in cluster.measure_together(0.3):
+        assert (cluster.links.kind, cluster.notes) == (kind, [])
+        near(link_rates(cluster, 0.2), [5, 5])
+        for host in rates_together(cluster, 0.3):
             assert 0.8 * 5 < host["gbps"] < 1.1 * 5, host
         cluster.set_rate(1, 0.5)
-        near(cluster.measure(0.2), [5, 0.5])
+        near(link_rates(cluster, 0.2), [5, 0.5])
         cluster.restore()
-        near(cluster.measure(0.2), [5, 5])
+        near(link_rates(cluster, 0.2), [5, 5])
         cluster.set_profile(network_profile("200mbit"), 1)
         assert (cluster.profile.name, cluster.time_scale) == ("200mbit", 1)
-        near(cluster.measure(0.2), [0.2, 0.2])
+        near(link_rates(cluster, 0.2), [0.2, 0.2])
 
 
 def near(measured: list[dict[str, object]], wanted: list[float]) -> None:
@@ -192,7 +197,7 @@ def a_cut_link_carries_nothing_until_it_is_restored(kind: str) -> None:
         done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
         assert done.returncode != 0 and "timed out" in done.stderr
         try:
-            cluster.measure(0.1)
+            link_rates(cluster, 0.1)
         except RuntimeError as error:
             assert "link of h1" in str(error)
         else:
@@ -216,11 +221,11 @@ def the_kernel_delays_or_says_that_it_cannot() -> None:
         round_trip_s = float(output(cluster.hosts[0], python(CONNECT)))
         if not any("netem" in note for note in cluster.notes):
             assert round_trip_s > 0.075  # 2 x 20 ms x 2, less the jitter
-        cluster.measure(0.2)
+        link_rates(cluster, 0.2)
         cluster.set_rate(0, 0.05)
         cluster.set_profile(network_profile("100mbit"), 1)
         assert cluster.notes == []
-        near(cluster.measure(0.2), [0.1, 0.1])
+        near(link_rates(cluster, 0.2), [0.1, 0.1])
 
 
 def the_switch_delays() -> None:
@@ -231,7 +236,7 @@ def the_switch_delays() -> None:
         serve(cluster.hosts[1])
         assert float(output(cluster.hosts[0], python(CONNECT))) > 0.0155  # 2 x 4 ms x 2
         delays_are(cluster, {"h0": 4000, "h1": 4000, "h2": 4000})
-        cluster.set_delay(1, 1000)
+        cluster.links.set_delay(1, 1000)
         delays_are(cluster, {"h0": 1000, "h1": 1000, "h2": 4000})
         cluster.restore()
         delays_are(cluster, {"h1": 4000})
@@ -244,7 +249,7 @@ def the_switch_delays() -> None:
 
 def delays_are(cluster: EmulatedCluster, wanted_us: dict[str, float]) -> None:
     """From these hosts to the next; a busy machine may add to it."""
-    rows = {row["source"]: row for row in cluster.measure_delays(0.2)}
+    rows = {row["source"]: row for row in packet_delays(cluster, 0.2)}
     assert [row["target"] for row in rows.values()] == ["h1", "h2", "h0"]
     for source, us in wanted_us.items():
         # Half of all jitter is downwards.
@@ -255,9 +260,9 @@ def delays_are(cluster: EmulatedCluster, wanted_us: dict[str, float]) -> None:
 def the_switch_loses_frames() -> None:
     profile = NetworkProfile(name="lossy", gbps=1, latency_us=100, loss_percent=1)
     with EmulatedCluster(hosts=2, profile=profile, links="switch") as cluster:
-        before = cluster.counters()
-        cluster.measure_together(1.0)
-        after = cluster.counters()
+        before = cluster.links.counters()
+        rates_together(cluster, 1.0)
+        after = cluster.links.counters()
         lost, frames = (after[key] - before[key] for key in ("lost", "frames"))
         assert frames > 3000, after
         # Four standard deviations of the mean, and what it is known to.
@@ -276,13 +281,13 @@ def sites_are_far_from_each_other_and_share_a_line() -> None:
         between=(Distance(sites=("a", "b"), latency_us=20000, gbps=0.1),),
     )
     with EmulatedCluster(hosts=4, profile=profile) as cluster:
-        assert cluster.kind == "switch"
-        rows = cluster.measure_delays(0.2)
+        assert cluster.links.kind == "switch"
+        rows = packet_delays(cluster, 0.2)
         seen = {(row["source"], row["target"]): row["delay_us"] for row in rows}
         far = {pair for pair, us in seen.items() if us > 19000}
         assert far == {("h1", "h2"), ("h3", "h0")} and len(seen) == 4, seen
         # Of the ring h1 to h2 and h3 to h0 pass the lines between the sites.
-        rates = [row["gbps"] for row in cluster.measure_together(1.0)]
+        rates = [row["gbps"] for row in rates_together(cluster, 1.0)]
         assert rates[2] < 0.13 and rates[0] < 0.13, rates
 
 
@@ -310,7 +315,7 @@ def what_is_on_a_long_way_does_not_stop_what_is_on_a_short_one() -> None:
         sending = subprocess.Popen(here.command(python(DATAGRAMS, near.address)))
         cost = transfer_cost(here, far)
         assert sending.wait(LIMIT_S) == 0
-        found = cluster.counters()
+        found = cluster.links.counters()
         assert cost > 0 and found["packets"] > 10_000 and found["missed"] == 0, found
 
 
@@ -345,25 +350,25 @@ def a_server_of_ssh_answers_over_the_switch() -> None:
         assert "listening" in server.stderr.readline()
         options = ["-o", "StrictHostKeyChecking=no", "-o", f"UserKnownHostsFile={os.devnull}"]
         options += ["-o", "LogLevel=ERROR", "-o", "BatchMode=yes", "-p", "2222", "-i", str(key)]
-        before = cluster.counters()
+        before = cluster.links.counters()
         said = output(one, ["ssh", *options, "h1", "hostname; echo $SSH_CONNECTION"])
         assert said.split()[:2] == ["h1", "10.78.0.1"], said
-        assert cluster.counters()["frames"] - before["frames"] > 10
+        assert cluster.links.counters()["frames"] - before["frames"] > 10
 
 
 def a_dead_switch_is_told_and_replaced() -> None:
     with EmulatedCluster(
         hosts=2, profile=network_profile("100mbit"), time_scale=1, links="switch"
     ) as cluster:
-        assert cluster.broken() is None
+        assert cluster.links.broken() is None
         (pid,) = [pid for pid in programs() if pid]
         os.kill(pid, signal.SIGKILL)
-        while cluster.broken() is None:
+        while cluster.links.broken() is None:
             time.sleep(0.01)
-        assert cluster.broken() == "the switch of the virtual hosts was killed by signal 9"
-        assert cluster.counters() is None
+        assert cluster.links.broken() == "the switch of the virtual hosts was killed by signal 9"
+        assert cluster.links.counters() is None
         try:
-            cluster.measure(0.1)
+            link_rates(cluster, 0.1)
         except RuntimeError as error:
             assert "carries no data" in str(error)
         else:
@@ -375,8 +380,8 @@ def a_dead_switch_is_told_and_replaced() -> None:
         else:
             raise AssertionError("a dead switch has obeyed")
         cluster.set_profile(network_profile("100mbit"), 1.0)
-        assert cluster.broken() is None
-        near(cluster.measure(0.2), [0.1, 0.1])
+        assert cluster.links.broken() is None
+        near(link_rates(cluster, 0.2), [0.1, 0.1])
     assert programs() == []
 
 

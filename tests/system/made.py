@@ -14,8 +14,8 @@ from PIL import Image
 
 from common.emulation.config import Fault
 from common.harness.trial import MeasureConfig, OptimizerConfig, Trial, options_of
-from common.models import replay
 from common.models.profile import Call, Profile, ProfiledParameter
+from common.models.replay import model as replay
 from common.models.workload import Workload
 
 

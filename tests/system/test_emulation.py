@@ -17,8 +17,8 @@ import pytest
 
 from common.emulation import sandbox
 from common.emulation.cluster import EmulatedCluster
-from common.emulation.config import network_profile
-from common.emulation.network import address_of
+from common.emulation.hosts.network import address_of
+from common.emulation.links.profile import network_profile
 from dear.errors import UserError
 from tests.system.processes import LIMIT_S, ROOT, wait_for
 from tests.system.sandboxes import Outside, in_sandbox, needs_sandbox, start

@@ -13,7 +13,7 @@ import pytest
 
 from common.emulation import sandbox
 from common.emulation.cluster import EmulatedCluster
-from common.emulation.config import network_profile
+from common.emulation.links.profile import network_profile
 from common.harness.running.fabric import WORKER
 from common.launch.hosts import Host
 from common.launch.job import Job, make_launcher

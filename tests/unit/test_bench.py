@@ -7,6 +7,7 @@ import json
 import types
 
 import pytest
+from bench.rig.limits import Limits
 
 from bench import (
     collectives,
@@ -17,7 +18,6 @@ from bench import (
     wrappers,
 )
 from bench.rig import cases, session, table, team
-from bench.rig.limits import Limits
 from bench.rig.output import Output
 from common.emulation import sandbox
 from common.emulation.cluster import VirtualHost
@@ -252,7 +252,7 @@ def test_mpi_reaches_virtual_hosts_by_the_stand_in_of_ssh(monkeypatch):
     made.name, made._layout = "mpi", team.Layout(hosts=hosts, per_host=1)
     words = made._mpirun()
     assert words[words.index("-H") + 1] == "10.78.0.1:1,10.78.0.2:1"
-    assert words[words.index("plm_rsh_agent") + 1].endswith("-m common.emulation.rsh")
+    assert words[words.index("plm_rsh_agent") + 1].endswith("-m common.emulation.hosts.rsh")
 
 
 def test_results_are_never_overwritten_and_a_name_is_given_back(tmp_path):

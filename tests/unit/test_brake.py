@@ -9,8 +9,11 @@ import time
 
 import pytest
 
-from common.models import pace
-from common.models.pace import Brake, Pace
+from common.emulation.faults import phase_of
+from common.models.replay import brake as brake_module
+from common.models.replay import pace, threads
+from common.models.replay.brake import Brake
+from common.models.replay.pace import Pace
 from dear.errors import UserError
 
 
@@ -29,24 +32,26 @@ def slowed(tmp_path, factor: float, crowd: float = 1.0) -> Brake:
 def waited(monkeypatch) -> list[float]:
     """What `time.sleep` was asked for in the brake."""
     asked: list[float] = []
-    monkeypatch.setattr(pace.time, "sleep", asked.append)
+    monkeypatch.setattr(brake_module.time, "sleep", asked.append)
     return asked
 
 
 def test_compute_is_followed_by_a_wait(tmp_path, monkeypatch):
-    asked, read, plain = waited(monkeypatch), [], pace._ran_and_waited_s
+    asked, read, plain = waited(monkeypatch), [], brake_module.ran_and_waited_s
 
     def noted() -> tuple[float, float]:
         read.append(plain())
         return read[-1]
 
-    monkeypatch.setattr(pace, "_ran_and_waited_s", noted)
+    monkeypatch.setattr(brake_module, "ran_and_waited_s", noted)
     with slowed(tmp_path, 5.0):
         compute(0.05)
     ran_s, waited_s = (end - begin for begin, end in zip(*read, strict=True))
     assert ran_s >= 0.05 and waited_s >= 0
     # Less by what the thread has waited for its core, which may be all of it.
-    assert sum(asked) == pytest.approx(max(0.0, 4 * ran_s - waited_s), abs=pace.SHORTEST_SLEEP_S)
+    assert sum(asked) == pytest.approx(
+        max(0.0, 4 * ran_s - waited_s), abs=brake_module.SHORTEST_SLEEP_S
+    )
 
 
 @pytest.mark.parametrize(
@@ -58,7 +63,7 @@ def test_it_takes_as_long_whoever_computes_at_the_same_time(
 ):
     asked = waited(monkeypatch)
     times = iter([(1.0, 2.0), (1.0 + ran_ms / 1e3, 2.0 + waited_ms / 1e3)])
-    monkeypatch.setattr(pace, "_ran_and_waited_s", lambda: next(times))
+    monkeypatch.setattr(brake_module, "ran_and_waited_s", lambda: next(times))
     with slowed(tmp_path, 5.0, crowd):
         pass
     assert sum(asked) == pytest.approx(sleeps_ms / 1e3, abs=1e-9)
@@ -83,8 +88,8 @@ def test_at_full_speed_nothing_waits(tmp_path, monkeypatch, factor):
 
 
 def test_a_kernel_that_does_not_tell_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(pace, "_SCHEDSTAT", tmp_path / "schedstat")
-    monkeypatch.setattr(pace, "_own", threading.local())
+    monkeypatch.setattr(threads, "SCHEDSTAT", tmp_path / "schedstat")
+    monkeypatch.setattr(threads, "_local", threading.local())
     with pytest.raises(UserError, match="this kernel has no"), slowed(tmp_path, 2.0):
         compute(0.01)
 
@@ -94,8 +99,8 @@ class Host:
 
     def __init__(self, monkeypatch, brake: Brake) -> None:
         self.brake, self.ran, self.waited, self.slept = brake, 3.0, 7.0, []
-        monkeypatch.setattr(pace, "_ran_and_waited_s", lambda: (self.ran, self.waited))
-        monkeypatch.setattr(pace.time, "sleep", self.slept.append)
+        monkeypatch.setattr(brake_module, "ran_and_waited_s", lambda: (self.ran, self.waited))
+        monkeypatch.setattr(brake_module.time, "sleep", self.slept.append)
 
     def work(self, ran_s: float, waited_s: float = 0.0) -> None:
         self.ran, self.waited = self.ran + ran_s, self.waited + waited_s
@@ -155,13 +160,19 @@ def test_within_a_piece_results_are_held_back_until_their_time(monkeypatch):
 
 
 def test_this_threads_own_time_is_told_also_after_a_fork():
-    before = pace._host_s()
+    before = threads.host_s()
     compute(0.02)
-    assert 0.02 <= pace._host_s() - before < 10
+    assert 0.02 <= threads.host_s() - before < 10
     child = os.fork()
     if not child:
         # The parent's file would tell of the parent's waiting.
-        mine = pace._SCHEDSTAT.read_text().split()[1]
-        pace._host_s()
-        os._exit(abs(int(os.pread(pace._own.file, 64, 0).split()[1]) - int(mine)) > 50e6)
+        mine = threads.SCHEDSTAT.read_text().split()[1]
+        threads.host_s()
+        os._exit(abs(int(os.pread(threads._local.file, 64, 0).split()[1]) - int(mine)) > 50e6)
     assert os.waitpid(child, 0)[1] == 0
+
+
+def test_a_phase_without_a_process_id_has_none(tmp_path):
+    (tmp_path / "phase-0-rank1").write_text("? measuring")
+    assert phase_of(tmp_path, 0, 1) == (0, "measuring")
+    assert phase_of(tmp_path, 0, 0) == (0, "")

@@ -229,7 +229,7 @@ WRONG_MODELS = {
     ),
     "a class with arguments": (
         "from torch import nn\nclass A(nn.Module):\n    def __init__(self, width): pass\n",
-        ["A needs width", "write a function model()"],
+        ["A needs arguments (width)", "write a function model()"],
     ),
     "made already": ("import torch\nmodel = torch.nn.Linear(2, 2)\n", ["write a function model()"]),
     "no model": (TINY + "def model(): return 3\n", ["must return a torch.nn.Module, got int"]),
@@ -239,7 +239,7 @@ WRONG_MODELS = {
     ),
     "no pair": (TINY + "def batch(n): return torch.ones(n)\n", ["a pair (inputs, targets)"]),
     "no tensors": (TINY + "def batch(n): return [1], None\n", ["must return tensors, got int"]),
-    "fails to be made": (TINY + "def model(): {}['k']\n", ["model() has failed: KeyError: 'k'"]),
+    "fails to be made": (TINY + "def model(): {}['k']\n", ["model() failed: KeyError: 'k'"]),
     "fails in forward": (
         TINY.replace("Linear(999, 4)", "Linear(998, 4)"),
         ["model mine.py: fails in its forward or backward pass: RuntimeError", "998"],
@@ -286,7 +286,7 @@ def test_bad_names_are_one_line(tmp_path, mine):
     shutil.copy(path, elsewhere)
     elsewhere.write_text(TINY + "# other\n")
     bring(path)
-    assert "model mine.py: there are two" in one_line(lambda: bring(elsewhere))
+    assert "model mine.py: two models have this name" in one_line(lambda: bring(elsewhere))
 
 
 def test_a_profile_is_made_once_and_kept_outside_of_the_repository(tmp_path, mine, monkeypatch):
@@ -379,6 +379,15 @@ def test_a_digest_is_of_the_file_and_of_what_it_imports_beside_it(tmp_path, mine
     found.add(digest_of(path))
     assert len(found) == 3
     assert bring(path).step_s > 0, "what lies beside the file can be imported"
+
+
+@pytest.mark.parametrize("name", ["common", "plots", "json"])
+def test_a_module_in_the_files_folder_that_another_hides_is_refused(tmp_path, mine, name):
+    path = mine(f"import {name}\n" + TINY)
+    digest_of(path)
+    (tmp_path / f"{name}.py").write_text("")
+    message = one_line(lambda: digest_of(path))
+    assert f"another module {name!r}" in message and "rename" in message
 
 
 def test_a_trial_changes_with_the_file_and_not_with_its_place(tmp_path, trial, mine):
@@ -558,3 +567,11 @@ def test_a_mistake_is_one_line_and_status_2(capsys, flags, words):
     said = capsys.readouterr()
     assert said.out == "" and said.err.count("\n") == 1
     assert words in said.err
+
+
+def test_a_profile_is_kept_by_the_content_of_the_model_file():
+    keys = [
+        own._key(registry.Brought(source="file:/m.py", digest=digest), "a", "rtx2080ti", 8, None)
+        for digest in ("1", "2")
+    ]
+    assert keys[0] != keys[1]

@@ -8,13 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from common.emulation.config import Fault, network_profile
+from common.emulation.config import Fault
 from common.emulation.dilation import Calibration, Choice
+from common.emulation.links.profile import network_profile
 from common.harness.experiment import load
-from common.harness.running import cell as cells
 from common.harness.running import fabric as fabrics
+from common.harness.running import launches
 from common.harness.running.cell import Cell
 from common.harness.running.fabric import Fabric
+from common.harness.running.launches import CellContext
 from common.harness.running.turn import Turn, order_seed, planned
 from common.harness.running.ui import Progress
 from common.harness.running.underway import Standing, Underway
@@ -99,17 +101,20 @@ class Rounds:
     def run(self, fail_fast: bool = False) -> bool:
         left = planned(self.trials, self.kept)
         self.progress = Progress(total=len(left), left=left)
-        cell = Cell(
-            self.trials,
+        context = CellContext(
             sweep="sweep",
             fabric=self.fabric,
-            settled=self.settled,
             base="ddp",
             timeout_s=self.timeout_s,
             launch=self.launch,
             record=self.record,
             progress=self.progress,
             report=self.report,
+        )
+        cell = Cell(
+            self.trials,
+            context,
+            settled=self.settled,
             kept=self.kept,
             keep=lambda standing: setattr(self, "standing", standing),
         )
@@ -175,7 +180,7 @@ def test_processes_do_not_start_more_slowly_at_a_larger_scale(monkeypatch):
     rounds = Rounds(MeasureConfig(repeats=1, warmup_steps=1), needs={"dear": 20.0})
     rounds.timeout_s = 58.0
     clock = iter(range(0, 1000, 10))
-    monkeypatch.setattr(cells.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(launches.time, "monotonic", lambda: next(clock))
     assert rounds.run()
     assert rounds.statuses() == dict.fromkeys(NAMES, "ok")
 
@@ -206,7 +211,7 @@ def test_a_trial_that_is_too_heavy_has_no_number_and_slows_nobody(limit, monkeyp
         # does takes what it takes.
         rounds.timeout_s = 57.0
         clock = iter(range(0, 1000, 10))  # each launch takes 10 s
-        monkeypatch.setattr(cells.time, "monotonic", lambda: next(clock))
+        monkeypatch.setattr(launches.time, "monotonic", lambda: next(clock))
     assert rounds.run()
     assert rounds.fabric.scales == [4.0]
     turn, outcome = rounds.recorded["dear"]
@@ -607,7 +612,7 @@ def test_what_goes_wrong_at_twice_the_scale_costs_no_result():
 
 def test_the_time_to_go_counts_rounds_at_twice_the_scale_twice(monkeypatch):
     clock = iter(range(0, 10_000, 5))  # each launch takes 5 s
-    monkeypatch.setattr(cells.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(launches.time, "monotonic", lambda: next(clock))
     rounds = Rounds(MeasureConfig(repeats=1, repeats_at_2k=1))
     assert rounds.run()
     # Before the second launch: 3 at k and 4 at 2k are to come.

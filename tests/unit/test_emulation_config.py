@@ -11,14 +11,8 @@ import pytest
 
 from common import cgroups
 from common import machine as memory
-from common.emulation import dilation, network
-from common.emulation.config import (
-    ClusterConfig,
-    Fault,
-    NetworkProfile,
-    network_profile,
-    payload_bytes_per_s,
-)
+from common.emulation import dilation
+from common.emulation.config import ClusterConfig, Fault
 from common.emulation.dilation import (
     Calibration,
     Load,
@@ -30,7 +24,14 @@ from common.emulation.dilation import (
     needed_scale,
     readable_scales,
 )
-from common.emulation.measured import counted_between, network_record, told_of
+from common.emulation.hosts import network
+from common.emulation.links.profile import (
+    NetworkProfile,
+    Stretch,
+    network_profile,
+    payload_bytes_per_s,
+)
+from common.emulation.measured import counted_between, counter_notes, network_record
 from common.harness.running import fabric
 from dear.errors import UserError
 from dear.options import build_options
@@ -325,10 +326,10 @@ def test_what_a_switch_has_dropped_is_told():
     after = before | {"frames": 1090, "lost": 110, "late_us": {"median": 2.0}}
     counted = counted_between(before, after)
     assert (counted["frames"], counted["lost"], counted["loss_percent"]) == (990, 10, 1.0)
-    assert counted["late_us"] == {"median": 2.0} and told_of(counted) == []
+    assert counted["late_us"] == {"median": 2.0} and counter_notes(counted) == []
     assert counted_between(None, after) is counted_between(before, None) is None
-    assert told_of(None) == []
-    full, late = told_of(counted_between(before, after | {"overflows": 150, "missed": 103}))
+    assert counter_notes(None) == []
+    full, late = counter_notes(counted_between(before, after | {"overflows": 150, "missed": 103}))
     assert full == "50 of 1050 frames found a queue of the switch full: TCP sends them again"
     assert late == "the switch came too late for 3 packets: this machine is too busy"
 
@@ -395,3 +396,8 @@ def test_every_trial_on_virtual_hosts_must_fit(monkeypatch):
     assert [(how["hosts"], how["ranks_per_host"]) for _, how in asked] == [(4, 1), (2, 2)]
     copies = [how["optimizer_copies"] for _, how in asked[:2]]
     assert copies[0] == copies[1] + 1, "a delayed algorithm holds gradients of a step more"
+
+
+def test_a_stretch_of_a_trace_needs_a_rate_that_links_can_have():
+    with pytest.raises(UserError, match="trace"):
+        Stretch(gbps=0.0, for_s=1.0)

@@ -11,7 +11,8 @@ import pytest
 import yaml
 
 from common.emulation import config as emulation
-from common.emulation.config import Fault, network_profile
+from common.emulation.config import Fault
+from common.emulation.links.profile import network_profile
 from common.harness import cli
 from common.harness import experiment as experiments
 from common.harness.experiment import load
@@ -407,3 +408,8 @@ def test_speed_ups_are_relative_to_an_algorithm_of_the_experiment(read):
 def test_flags_about_virtual_hosts_are_overrides(given, wanted):
     options = cli.parse(["run", "some.yaml", *given.split()])
     assert cluster_overrides(options) == wanted
+
+
+def test_a_batch_size_is_at_least_one(read):
+    models = [{"name": "mnist_cnn", "batch_size": 0}]
+    assert one_line(read, GOOD | {"models": models}).startswith("batch_size")

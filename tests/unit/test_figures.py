@@ -241,7 +241,7 @@ def test_the_program_names_what_does_not_fit(tmp_path, monkeypatch, capsys):
     style.program(bool, "", gallery.draw)
     out = capsys.readouterr().out
     assert "no scaling: it needs an algorithm at two numbers of workers" in out
-    assert "plots/out/s/throughput.csv" in out and "throughput.png" in out
+    assert "s/figures/throughput.csv" in out and "throughput.png" in out
     for name, text in (("nothing", "has no experiment.json"), ("s", "two numbers of workers")):
         monkeypatch.setattr("sys.argv", ["scaling", str(tmp_path / name)])
         with pytest.raises(SystemExit) as left:

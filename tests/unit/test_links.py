@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from common.emulation import links, network
-from common.emulation.config import Distance, NetworkProfile, Site, network_profile
-from common.emulation.links import switched
+from common.emulation.hosts import network
+from common.emulation.links import base, choice, choose, switched
+from common.emulation.links.profile import Distance, NetworkProfile, Site, network_profile
 from common.emulation.links.switched import SwitchedLinks
 from common.emulation.links.tc import KernelLinks, bucket_command, queue_commands
 from dear.errors import UserError
@@ -150,28 +151,28 @@ def test_a_queue_holds_what_is_under_way_on_the_longest_line():
 def test_the_kernel_shapes_where_it_can_do_all_that_is_asked_for(
     asked, netem, sites, kind, monkeypatch
 ):
-    monkeypatch.setattr(links, "has_netem", lambda: netem)
+    monkeypatch.setattr(choice, "has_netem", lambda: netem)
     profiles = [network_profile("10gbe"), *([two_sites()] if sites else [])]
-    assert links.choose(asked, profiles).kind == kind
+    assert choose(asked, profiles).kind == kind
 
 
 def test_what_cannot_be_had_is_said(monkeypatch):
-    with pytest.raises(UserError, match="tc knows no sites, which network 'far' has"):
-        links.choose("tc", [two_sites()])
-    monkeypatch.setattr(links, "has_netem", lambda: False)
+    with pytest.raises(UserError, match="tc does not support sites, which network 'far' has"):
+        choose("tc", [two_sites()])
+    monkeypatch.setattr(choice, "has_netem", lambda: False)
     monkeypatch.setattr(switched, "PROGRAM", Path("/no/such/program"))
     with pytest.raises(UserError, match=r"the switch is not built.*make core"):
-        links.choose("auto", [network_profile("10gbe")])
+        choose("auto", [network_profile("10gbe")])
 
 
-class Told(SwitchedLinks):
-    """Without a program: keeps what it would be told."""
+class RecordedLinks(SwitchedLinks):
+    """Links that record the switch's commands and the hosts' queues, without a program."""
 
     def __init__(self, profile, time_scale, hosts, monkeypatch):
         super().__init__()
         self.lines, self.queues = [], []
-        monkeypatch.setattr(self, "_start", lambda: None)
-        monkeypatch.setattr(self, "_tell", self.lines.extend)
+        program = SimpleNamespace(apply=self.lines.extend)
+        monkeypatch.setattr(switched, "SwitchProgram", lambda ports: program)
         monkeypatch.setattr(self, "_on_all", lambda tool, here, there: self.queues.extend(there))
         monkeypatch.setattr(network, "batch", lambda tool, lines, pid: self.queues.extend(lines))
         self.connect(list(range(hosts)))
@@ -179,32 +180,32 @@ class Told(SwitchedLinks):
 
 
 def test_the_switch_is_told_every_line_and_path_in_this_machines_time(monkeypatch):
-    told = Told(two_sites(), 10, 4, monkeypatch)
-    assert "line up 3 1000000000 9223372036854775808" in told.lines
-    assert "line down 0 1000000000 4000000" in told.lines
-    assert "line trunk 1 100000000 4000000" in told.lines
-    assert "line trunk 4 0 4000000" in told.lines, "no limit"
-    assert "path 0 1 50000 0 0.000000000000 -1" in told.lines
-    assert "path 1 2 1000000 20000 0.005000000000 0" in told.lines
-    assert sum(line.startswith("path ") for line in told.lines) == 4 * 3
+    links = RecordedLinks(two_sites(), 10, 4, monkeypatch)
+    assert "line up 3 1000000000 9223372036854775808" in links.lines
+    assert "line down 0 1000000000 4000000" in links.lines
+    assert "line trunk 1 100000000 4000000" in links.lines
+    assert "line trunk 4 0 4000000" in links.lines, "no limit"
+    assert "path 0 1 50000 0 0.000000000000 -1" in links.lines
+    assert "path 1 2 1000000 20000 0.005000000000 0" in links.lines
+    assert sum(line.startswith("path ") for line in links.lines) == 4 * 3
     # A host may send a little faster than its link: the switch says what the rate is.
-    (queue,) = told.queues
+    (queue,) = links.queues
     assert "root handle 1: tbf rate 1050000000bit" in queue
 
-    told.lines.clear()
-    told.set_rate(2, 5)
-    assert told.lines == [
+    links.lines.clear()
+    links.set_rate(2, 5)
+    assert links.lines == [
         "line up 2 500000000 9223372036854775808",
         "line down 2 500000000 4000000",
     ]
-    told.lines.clear()
-    told.set_delay(2, 700)
-    assert set(told.lines) >= {
+    links.lines.clear()
+    links.set_delay(2, 700)
+    assert set(links.lines) >= {
         "path 2 3 7000000 0 0.000000000000 -1",
         "path 3 2 7000000 0 0.000000000000 -1",
         "path 1 2 7000000 0 0.005000000000 0",
     }
-    assert sum(line.startswith("path ") for line in told.lines) == 6, "to and from each other host"
+    assert sum(line.startswith("path ") for line in links.lines) == 6, "to and from each other host"
 
 
 def test_the_switch_looks_as_often_as_the_shortest_way_asks_for(monkeypatch):
@@ -212,15 +213,15 @@ def test_the_switch_looks_as_often_as_the_shortest_way_asks_for(monkeypatch):
         (line,) = [line for line in lines if line.startswith("patience ")]
         return int(line.split()[1])
 
-    told = Told(two_sites(latency_us=60), 10, 4, monkeypatch)
-    assert patience(told.lines) == 600_000 - 50_000
-    told.lines.clear()
-    told.set_delay(2, 20)  # below all others
-    assert patience(told.lines) == 200_000 - 50_000
-    told.lines.clear()
-    told.set_delay(2, 700)
-    assert patience(told.lines) == 600_000 - 50_000
-    assert patience(Told(two_sites(), 1, 4, monkeypatch).lines) == 0
+    links = RecordedLinks(two_sites(latency_us=60), 10, 4, monkeypatch)
+    assert patience(links.lines) == 600_000 - 50_000
+    links.lines.clear()
+    links.set_delay(2, 20)  # below all others
+    assert patience(links.lines) == 200_000 - 50_000
+    links.lines.clear()
+    links.set_delay(2, 700)
+    assert patience(links.lines) == 600_000 - 50_000
+    assert patience(RecordedLinks(two_sites(), 1, 4, monkeypatch).lines) == 0
 
 
 def test_without_netem_the_kernel_says_what_it_leaves_out(monkeypatch):
@@ -241,13 +242,13 @@ def test_without_netem_the_kernel_says_what_it_leaves_out(monkeypatch):
 
 def test_with_netem_a_link_is_delayed_both_ways(monkeypatch):
     monkeypatch.setattr("common.emulation.links.tc.has_netem", lambda: True)
-    told = []
-    monkeypatch.setattr(network, "batch", lambda tool, lines, pid=None: told.append((pid, lines)))
+    calls = []
+    monkeypatch.setattr(network, "batch", lambda tool, lines, pid=None: calls.append((pid, lines)))
     kernel = KernelLinks()
     kernel.pids, kernel.time_scale = [11, 12], 2.0
     kernel.profile = NetworkProfile(name="far", gbps=1, latency_us=100)
     kernel.set_delay(1, 500)
-    (_, down), (pid, up) = told
+    (_, down), (pid, up) = calls
     assert re.match("qdisc replace dev p1 root handle 2: netem limit .* delay 1000us$", down[0])
     # What it sends has 100 us at the other end.
     assert pid == 12 and re.search("dev eth0 root handle 2: netem limit .* delay 800us$", up[0])
@@ -256,3 +257,11 @@ def test_with_netem_a_link_is_delayed_both_ways(monkeypatch):
     with pytest.raises(RuntimeError, match=refused):
         kernel.set_delay(1, 50)
     assert SwitchedLinks.refusal(kernel.profile, 50) is None
+
+
+def test_every_command_on_the_links_is_waited_for(monkeypatch):
+    started, finished = [], []
+    monkeypatch.setattr(network, "start", lambda *job: started.append(job) or job)
+    monkeypatch.setattr(network, "finish", finished.append)
+    base.Links._on_all(SimpleNamespace(pids=[1, 2]), "tc", ["a"], ["b"])
+    assert finished == started == [("tc", ["a"]), ("tc", ["b"], 1), ("tc", ["b"], 2)]

@@ -11,9 +11,9 @@ import torch
 
 from common.harness.trial import OptimizerConfig
 from common.harness.worker.timing.stopwatch import Stopwatch
-from common.models import pace
-from common.models.lead import Lead, leads_s
-from common.models.pace import Pace, paced
+from common.models.replay import pace
+from common.models.replay.lead import Lead, leads_s
+from common.models.replay.pace import Pace, paced
 from dear.buckets.updates import PartialUpdate, element_wise
 
 
@@ -45,7 +45,7 @@ class FakeTime:
 def clock(monkeypatch):
     made = FakeTime(late_s=0.003)
     monkeypatch.setattr(pace, "time", made)
-    monkeypatch.setattr(pace, "_host_s", lambda: made.host_s)
+    monkeypatch.setattr(pace, "thread_host_s", lambda: made.host_s)
     return made
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from common.models import registry
+from common.models.architectures.cifar import CifarResNet, Residual
 from dear.errors import UserError
 
 
@@ -26,7 +27,7 @@ def parameters(workload):
 @pytest.fixture
 def small_bert(monkeypatch):
     """bert_base with two thin layers, at its full vocabulary."""
-    from common.models import bert
+    from common.models.architectures import bert
 
     monkeypatch.setitem(bert._SIZES, "bert_base", (16, 2, 2, 32))
     return registry.build("bert_base", 16, 64, generator())
@@ -37,7 +38,7 @@ def test_every_classifier_of_torchvision_is_listed_and_nothing_else():
     import torchvision  # isort: skip
 
     theirs = torchvision.models.list_models(module=torchvision.models)
-    builder = "common.models.cnn:build_torchvision"
+    builder = "common.models.architectures.cnn:build_torchvision"
     ours = [name for name, entry in registry.MODELS.items() if entry.builder == builder]
     assert sorted(ours) == sorted(theirs)
 
@@ -116,3 +117,9 @@ def test_sentence_length_is_for_sentence_models():
     assert registry.sentence_len("resnet50", None) is None
     with pytest.raises(UserError, match="sentence_len: model resnet50 has no sentences"):
         registry.sentence_len("resnet50", 64)
+
+
+def test_a_cifar_resnet_has_the_layers_of_its_name():
+    model = CifarResNet(20, classes=10)
+    assert sum(isinstance(module, Residual) for module in model) == 9
+    assert 0.26e6 < sum(param.numel() for param in model.parameters()) < 0.28e6

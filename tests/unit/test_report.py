@@ -214,6 +214,7 @@ def test_every_way_to_end_is_marked_with_its_reason(tmp_path):
     assert "no <such> thing" in rows and "no <such> thing" in shown
     assert "kind crash rank 1" in _plain(shown) and "Traceback: <boom>" in shown
     assert found.html.count("x" * 4000) == 0, "only its end"
+    assert found.html.count("x" * 2500) == 1
     assert "incorrect" in rows and "off plain training" in shown
     assert "disturbed: other processes used 3.0 cores" in rows
     assert "disturbed: other processes used 3.0 cores" in shown

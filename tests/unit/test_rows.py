@@ -549,3 +549,8 @@ def test_a_record_without_a_bound_shows_none():
     times = broken_down(row)
     assert times.pop("event model") == ""
     assert list(times.values())[-8:] == ["-"] * 8
+
+
+def test_a_step_of_exactly_twice_its_bound_is_not_flagged():
+    least = reach.LIMITS.least
+    assert reach.reach(least) is None and reach.reach(least - 1e-9) == "far from bound"

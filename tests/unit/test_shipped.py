@@ -343,7 +343,7 @@ def test_texts_and_records_do_not_make_a_tree_dirty(tmp_path, monkeypatch):
     for arguments in (["init", "-q"], ["add", "-A"], ["commit", "-q", "-m", "one"]):
         who = ["-c", "user.name=x", "-c", "user.email=x"]
         subprocess.run(["git", "-C", tmp_path, *who, *arguments], check=True)
-    monkeypatch.setattr(machine, "_ROOT", tmp_path)
+    monkeypatch.setattr(machine, "ROOT", tmp_path)
     (tmp_path / "README.md").write_text("new\n")
     (tmp_path / "docs" / "records" / "new.json").write_text("{}")
     (tmp_path / "tests" / "mutants").mkdir(parents=True)

@@ -456,7 +456,7 @@ def test_a_changed_checkout_is_told_by_a_digest_of_its_changes(tmp_path, monkeyp
         command = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b", *args]
         subprocess.run(command, check=True, capture_output=True)
 
-    monkeypatch.setattr(machine, "_ROOT", tmp_path)
+    monkeypatch.setattr(machine, "ROOT", tmp_path)
     git("init")
     (tmp_path / "file").write_text("1")
     git("add", "file")

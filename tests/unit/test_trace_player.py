@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 from common.emulation import trace
-from common.emulation.config import Stretch
+from common.emulation.links.profile import Stretch
 from common.emulation.trace import TracePlayer
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from common.models.profile import Call, ProfiledParameter, load, path_of
-from common.models.replay import Replay
+from common.models.replay.model import Replay
 from common.virtual.events import Events
 from common.virtual.foresee import arrived, foresee, halved, share_on_wire
 from common.virtual.link import Link
@@ -357,7 +357,7 @@ def test_compressing_is_not_modelled_but_halves_of_bytes_are():
 
 
 def test_a_wait_for_nothing_is_an_error_and_no_loop():
-    with pytest.raises(UserError, match="never ends"):
+    with pytest.raises(UserError, match="an event that never comes"):
         Events().run_until(lambda: False)
 
 

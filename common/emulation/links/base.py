@@ -6,8 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
-from common.emulation import network
-from common.emulation.config import NetworkProfile
+from common.emulation.hosts import network
+from common.emulation.links.profile import NetworkProfile
 
 
 class Links(ABC):
@@ -19,10 +19,10 @@ class Links(ABC):
     """
 
     kind: str
+    profile: NetworkProfile
 
     def __init__(self) -> None:
         self.pids: list[int] = []
-        self.profile: NetworkProfile | None = None
         self.time_scale = 1.0
 
     @abstractmethod
@@ -78,15 +78,31 @@ class Links(ABC):
 
     @property
     def pid(self) -> int | None:
-        """PID of the program that implements the links, if there is one."""
+        """PID of the switch program, as /proc shows it; None if the kernel shapes the links."""
         return None
 
     def counters(self) -> dict[str, Any] | None:
-        """Returns what the links have counted so far; None if they have no counters."""
+        """Returns what the links have counted so far; None for links without counters.
+
+        `packets`, `frames` and `bytes`: delivered. `lost`: frames lost as the profile demands.
+        `overflows`: frames dropped because a queue was full. `missed`: packets that the switch did
+        not read in time. `unsendable`: packets for a cut link. `astray`: packets with an unknown
+        destination. `late_us`: delay between due time and delivery since the last call (median,
+        p99, max; microseconds of this machine). `cpu_s`: CPU seconds. `priority`: real-time,
+        raised or ordinary.
+        """
         return None
 
+    def cpu_s(self) -> float:
+        """CPU seconds used so far by the switch program; 0 if the kernel shapes the links."""
+        counted = self.counters()
+        return 0.0 if counted is None else counted["cpu_s"]
+
     def broken(self) -> str | None:
-        """Returns why the links no longer carry packets, or None if they work."""
+        """Returns why the links no longer carry packets, or None if they work.
+
+        `set_profile` repairs broken links.
+        """
         return None
 
     def close(self) -> None:

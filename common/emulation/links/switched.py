@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import select
 import subprocess
@@ -11,11 +12,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from common.emulation import network
-from common.emulation.config import Connection, NetworkProfile
+from common.emulation.hosts import network
+from common.emulation.hosts.namespaces import die_with_parent
 from common.emulation.links.base import Links
+from common.emulation.links.profile import Connection, NetworkProfile
 from common.emulation.links.tc import bucket_command
-from common.emulation.namespaces import die_with_parent
 from dear.errors import UserError
 
 PROGRAM = Path(__file__).parent / "link_switch/link_switch"
@@ -28,6 +29,78 @@ _ANSWER_S = 10.0
 # The switch itself is late by about _SPARE_NS. With more patience its packet rings would overflow.
 _SPARE_NS, _MOST_PATIENCE_NS = 50e3, 1e6
 _UNLIMITED = 2**63
+
+
+class SwitchProgram:
+    """Process of link_switch; fabric.h describes its commands.
+
+    Args:
+        ports: devices of all links, each with the number of its host's address.
+
+    Attributes:
+        priority: real-time, raised or ordinary.
+        pid: PID as /proc shows it.
+    """
+
+    def __init__(self, ports: Sequence[tuple[str, int]]) -> None:
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  (closed with the program)
+        self._process = subprocess.Popen(
+            [str(PROGRAM), *(f"{device}={number}" for device, number in ports)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+            preexec_fn=die_with_parent,
+        )
+        try:
+            words = self._answer().split()
+            if len(words) != 3 or words[0] != "ready":
+                raise RuntimeError(f"the switch answered {' '.join(words)!r}; expected 'ready ...'")
+        except BaseException:
+            self.close()
+            raise
+        self.priority, self.pid = words[1], int(words[2])
+
+    def apply(self, lines: Sequence[str]) -> None:
+        """Sends commands that change the links, and waits until they have taken effect."""
+        answer = self.ask("\n".join([*lines, "sync"]))
+        if answer != "ok":
+            raise RuntimeError(f"the switch answered {answer!r}; expected 'ok'")
+
+    def ask(self, text: str) -> str:
+        """Sends commands, and returns the answer to the last one."""
+        try:
+            self._process.stdin.write(f"{text}\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            self._process.wait()
+            raise RuntimeError(self.broken()) from None
+        return self._answer()
+
+    def broken(self) -> str | None:
+        """Returns how the program ended; None while it runs."""
+        status = self._process.poll()
+        if status is None:
+            return None
+        cause = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
+        self._errors.seek(0)
+        last_line = self._errors.read().decode().strip().splitlines()[-1:]
+        return f"the switch of the virtual hosts {cause}" + "".join(f": {w}" for w in last_line)
+
+    def close(self) -> None:
+        """Ends the program."""
+        self._process.kill()
+        self._process.communicate()
+        self._errors.close()
+
+    def _answer(self) -> str:
+        if not select.select([self._process.stdout], [], [], _ANSWER_S)[0]:
+            raise RuntimeError(f"the switch of the virtual hosts did not answer in {_ANSWER_S:g} s")
+        line = self._process.stdout.readline().strip()
+        if not line:
+            self._process.wait()
+            raise RuntimeError(self.broken())
+        return line
 
 
 class SwitchedLinks(Links):
@@ -47,9 +120,7 @@ class SwitchedLinks(Links):
                 "cluster.links: the switch is not built; run make core, or use links: tc, which "
                 "does not support sites, and only bandwidth if the kernel has no netem"
             )
-        self._process: subprocess.Popen[str] | None = None
-        self._errors: Any = None
-        self.priority, self._pid = "", None
+        self._program: SwitchProgram | None = None
 
     def commands(self, holders: Sequence[int]) -> list[str]:
         return [
@@ -61,26 +132,31 @@ class SwitchedLinks(Links):
         ]
 
     def shape(self) -> None:
-        if self._process is None or self.broken():
-            self._start()
+        if self._program is not None and self._program.broken():
+            self._end()
+        if self._program is None:
+            hosts = range(len(self.pids))
+            ports = [(network.port_of(host), network.address_of(host)) for host in hosts]
+            ports.append((_OWN_PORT, network.BRIDGE_ADDRESS))
+            self._program = SwitchProgram([(d, network.number_of(ip)) for d, ip in ports])
         self._on_all("tc", [], [self._host_queue(self.profile)])
-        self._tell([self._patience(self.profile.nearest_us), *self._lines(), *self._paths()])
+        self._apply([_patience(self.profile.nearest_us, self.time_scale), *self._all_lines()])
 
     def set_rate(self, host: int, gbps: float) -> None:
         profile = dataclasses.replace(self.profile, gbps=gbps)
         network.batch("tc", [self._host_queue(profile)], self.pids[host])
-        self._tell(self._line(host, profile))
+        self._apply(self._line(host, profile))
 
     def set_delay(self, host: int, latency_us: float) -> None:
         others = [other for other in range(len(self.pids)) if other != host]
         # A smaller latency also shortens the time in which no packet can become due.
-        lines = [self._patience(min(latency_us, self.profile.nearest_us))]
+        lines = [_patience(min(latency_us, self.profile.nearest_us), self.time_scale)]
         for pair in [(host, other) for other in others] + [(other, host) for other in others]:
             connection = dataclasses.replace(
                 self.profile.connection(*pair, len(self.pids)), latency_us=latency_us, jitter_us=0
             )
             lines.append(self._path(*pair, connection))
-        self._tell(lines)
+        self._apply(lines)
 
     def left_out(self) -> str | None:
         return None
@@ -91,67 +167,35 @@ class SwitchedLinks(Links):
 
     @property
     def pid(self) -> int | None:
-        return self._pid
+        return None if self._program is None else self._program.pid
 
     def counters(self) -> dict[str, Any] | None:
-        """Returns the counts since the program started; `late_us` is since the last call: the
-        delay between due time and delivery, in microseconds of this machine."""
-        if self._process is None or self.broken():
+        if self._program is None or self._program.broken():
             return None
-        return {**json.loads(self._ask("stats")), "priority": self.priority}
+        return {**json.loads(self._program.ask("stats")), "priority": self._program.priority}
 
     def broken(self) -> str | None:
-        if self._process is None or self._process.poll() is None:
-            return None
-        status = self._process.returncode
-        cause = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
-        self._errors.seek(0)
-        last_line = self._errors.read().decode().strip().splitlines()[-1:]
-        return f"the switch of the virtual hosts {cause}" + "".join(f": {w}" for w in last_line)
+        return None if self._program is None else self._program.broken()
 
     def close(self) -> None:
         super().close()
         self._end()
 
     def _end(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.communicate()
-            self._errors.close()
-            self._process = self._pid = None
+        if self._program is not None:
+            self._program.close()
+            self._program = None
 
-    def _start(self) -> None:
-        self._end()
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  (closed with the program)
-        ports = [
-            f"{network.port_of(host)}={network.number_of(network.address_of(host))}"
-            for host in range(len(self.pids))
-        ]
-        own_port = f"{_OWN_PORT}={network.number_of(network.BRIDGE_ADDRESS)}"
-        self._process = subprocess.Popen(
-            [str(PROGRAM), *ports, own_port],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            text=True,
-            preexec_fn=die_with_parent,
-        )
-        words = self._answer().split()
-        if len(words) != 3 or words[0] != "ready":
-            raise RuntimeError(f"the switch answered {' '.join(words)!r}; expected 'ready ...'")
-        self.priority, self._pid = words[1], int(words[2])
+    def _apply(self, lines: Sequence[str]) -> None:
+        self._program.apply(lines)
 
-    def _patience(self, nearest_us: float) -> str:
-        # No packet becomes due earlier than the shortest latency after its arrival.
-        ns = 1e3 * nearest_us * self.time_scale - _SPARE_NS
-        return f"patience {round(min(max(0.0, ns), _MOST_PATIENCE_NS))}"
-
-    def _lines(self) -> list[str]:
-        profile, hosts = self.profile, len(self.pids)
-        lines = [line for host in range(hosts) for line in self._line(host, profile)]
-        trunks = profile.trunks()
-        for number, (gbps, queue_bytes) in enumerate(trunks):
+    def _all_lines(self) -> list[str]:
+        profile, count = self.profile, len(self.pids)
+        lines = [line for host in range(count) for line in self._line(host, profile)]
+        for number, (gbps, queue_bytes) in enumerate(profile.trunks()):
             lines.append(f"line trunk {number} {self._bits_per_s(gbps or 0)} {queue_bytes}")
+        for pair in itertools.permutations(range(count), 2):
+            lines.append(self._path(*pair, profile.connection(*pair, count)))
         return lines
 
     def _line(self, host: int, profile: NetworkProfile) -> list[str]:
@@ -161,11 +205,6 @@ class SwitchedLinks(Links):
             f"line up {host} {speed} {_UNLIMITED}",
             f"line down {host} {speed} {profile.queue_bytes}",
         ]
-
-    def _paths(self) -> list[str]:
-        hosts = range(len(self.pids))
-        pairs = [(a, b) for a in hosts for b in hosts if a != b]
-        return [self._path(a, b, self.profile.connection(a, b, len(self.pids))) for a, b in pairs]
 
     def _path(self, a: int, b: int, connection: Connection) -> str:
         times_us = (connection.latency_us, connection.jitter_us)
@@ -180,25 +219,8 @@ class SwitchedLinks(Links):
         faster = dataclasses.replace(profile, gbps=_HEADROOM * profile.gbps)
         return bucket_command(network.IFNAME, faster, self.time_scale, False)
 
-    def _tell(self, lines: Sequence[str]) -> None:
-        answer = self._ask("\n".join([*lines, "sync"]))
-        if answer != "ok":
-            raise RuntimeError(f"the switch answered {answer!r}; expected 'ok'")
 
-    def _ask(self, text: str) -> str:
-        try:
-            self._process.stdin.write(f"{text}\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            self._process.wait()
-            raise RuntimeError(self.broken()) from None
-        return self._answer()
-
-    def _answer(self) -> str:
-        if not select.select([self._process.stdout], [], [], _ANSWER_S)[0]:
-            raise RuntimeError(f"the switch of the virtual hosts did not answer in {_ANSWER_S:g} s")
-        line = self._process.stdout.readline().strip()
-        if not line:
-            self._process.wait()
-            raise RuntimeError(self.broken())
-        return line
+def _patience(nearest_us: float, time_scale: float) -> str:
+    # No packet becomes due earlier than the shortest latency after its arrival.
+    ns = 1e3 * nearest_us * time_scale - _SPARE_NS
+    return f"patience {round(min(max(0.0, ns), _MOST_PATIENCE_NS))}"

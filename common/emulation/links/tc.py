@@ -7,9 +7,9 @@ import functools
 import math
 from collections.abc import Sequence
 
-from common.emulation import network
-from common.emulation.config import FRAME_BYTES, NetworkProfile
+from common.emulation.hosts import network
 from common.emulation.links.base import Links
+from common.emulation.links.profile import FRAME_BYTES, NetworkProfile
 
 # Size of a token bucket: one large TCP packet (64 KiB in 46 segments with headers, as tbf counts
 # it; larger ones are segmented, slowly), plus tokens for the time by which a timer may be late.
@@ -133,9 +133,9 @@ def bucket_command(device: str, profile: NetworkProfile, time_scale: float, nete
     """Returns the command that sets only the rate; queued packets remain queued."""
     position = f"parent {_NETEM}1 handle {_TBF_BELOW}" if netem else f"root handle {_TBF_ALONE}"
     burst = burst_bytes(profile.gbps, time_scale)
-    rate = round(profile.gbps * 1e9 / time_scale)
+    bits_per_s = round(profile.gbps * 1e9 / time_scale)
     return (
-        f"qdisc replace dev {device} {position} tbf rate {rate}bit "
+        f"qdisc replace dev {device} {position} tbf rate {bits_per_s}bit "
         f"burst {burst}b limit {burst + profile.queue_bytes}b"
     )
 

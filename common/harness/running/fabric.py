@@ -13,7 +13,6 @@ from typing import Any
 
 from common.cgroups import usable_cores
 from common.emulation.cluster import EmulatedCluster
-from common.emulation.config import network_profile
 from common.emulation.dilation import (
     Calibration,
     Choice,
@@ -26,11 +25,12 @@ from common.emulation.dilation import (
     needed_scale,
 )
 from common.emulation.faults import FaultInjector, blame
+from common.emulation.links.profile import network_profile
 from common.emulation.measured import (
     counted_between,
+    counter_notes,
     measured_network,
     network_record,
-    told_of,
 )
 from common.emulation.trace import TracePlayer
 from common.harness.experiment import Experiment
@@ -206,14 +206,14 @@ class EmulatedFabric(Fabric):
             ranks_per_host=self._config.ranks_per_host,
             burst_bytes=self._cluster.burst_bytes,
             wire_bytes_per_s=self._cluster.wire_bytes_per_s if alone else None,
-            links_pid=self._cluster.links_pid,
+            links_pid=self._cluster.links.pid,
         )
 
     def run(self, trial: Trial, job: Job) -> Outcome:
-        before = self._cluster.counters()
+        before = self._cluster.links.counters()
         outcome, seen = self._traced(trial, job)
         outcome = self._checked(outcome)
-        seen |= counted_between(before, self._cluster.counters()) or {}
+        seen |= counted_between(before, self._cluster.links.counters()) or {}
         if seen and outcome.status == "ok":
             others = [c for c in self._launches.get(trial.hash, []) if c["repeat"] != job.repeat]
             self._launches[trial.hash] = [*others, {"repeat": job.repeat, **seen}]
@@ -250,7 +250,7 @@ class EmulatedFabric(Fabric):
 
     def _checked(self, outcome: Outcome) -> Outcome:
         """As it is; failed, whatever it says, if the links did not last until its end."""
-        reason = self._cluster.broken()
+        reason = self._cluster.links.broken()
         if reason is None:
             return outcome
         self._cluster.set_profile(self._links, self._choice.time_scale)  # for what comes next
@@ -260,7 +260,9 @@ class EmulatedFabric(Fabric):
         measured = self._network.get((trial.network or "", self._choice.time_scale))
         launches = self._launches.get(trial.hash, [])
         if measured is not None and launches:
-            said = [f"repeat {one['repeat']}: {line}" for one in launches for line in told_of(one)]
+            said = [
+                f"repeat {one['repeat']}: {line}" for one in launches for line in counter_notes(one)
+            ]
             notes = [*measured.notes, *(f"{trial.label}, {line}" for line in said)]
             measured = dataclasses.replace(measured, launches=launches, notes=notes)
         return FabricFacts(
@@ -277,7 +279,7 @@ class EmulatedFabric(Fabric):
             fault = trial.fault
             if fault is not None and fault.kind == "link_delay":
                 network = network_profile(trial.network or "")
-                if reason := self._cluster.refusal(network, fault.delay_us):
+                if reason := self._cluster.links.refusal(network, fault.delay_us):
                     raise UserError(f"faults: {fault.title}: {reason}")
 
     def _choose(self, trial: Trial) -> Choice:

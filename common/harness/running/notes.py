@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from common.emulation.dilation import FELL_BEHIND, FOREIGN_CORES, UNFAITHFUL_WAIT
 from common.results.records.trust import CostCheck, Note, Strain
+from dear.comm.backends import missing_comm_core
 
 LATE = 0.02
 """Share of the time that a rank may compute longer on an emulated cluster: of real compute, for
@@ -28,6 +29,12 @@ COST_MISFIT, COST_NOISE, COST_DRIFT = 0.05, 0.15, 0.1
 """Costs of collectives above any of these are doubtful: the error of the fit beyond sampling error,
 the sampling error alone, and the change from the trial's begin to its end, all relative. Another
 program then used the network or the machine, or the engine sends in ways that the fit lacks."""
+
+
+def no_comm_core(backend: str) -> Note | None:
+    """Returns a note on a trial over Gloo if the comm core cannot be used here."""
+    reason = missing_comm_core() if backend == "gloo" else None
+    return reason and Note(kind="no comm core", text=f"over gloo: {reason}")
 
 
 def unfaithful(strain: Sequence[Strain]) -> bool | None:

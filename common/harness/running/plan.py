@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from common.harness.running.sweep import to_run
 from common.harness.sweeps import RECORDS, short
 from common.harness.trial import Trial
 from common.launch.job import Job
+from common.paths import DRIVER
 from common.results import store
 from dear.errors import UserError
 
@@ -101,7 +101,7 @@ def show(
     runs = sum(entry["run"] for entry in entries)
     print(f"{len(entries)} trials, {runs} to run; results in {short(str(folder))}")
     again = [word for word in options.arguments if word not in ("-n", "--dry-run")]
-    command = [short(sys.executable), "benchmarks.py", *again]
+    command = [*map(short, DRIVER), *again]
     largest = max(trial.world_size for trial in trials)
     script = launcher and launcher.batch_script(command, experiment.name, largest)
     if script:

@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from common.emulation.config import payload_bytes_per_s
+from common.emulation.links.profile import payload_bytes_per_s
 from common.harness.running import notes
 from common.harness.trial import BASELINE, Trial
 from common.launch.job import Outcome
@@ -178,7 +178,7 @@ def _notes(
     unfaithful: bool | None,
 ) -> list[Note]:
     strain = [result.strain for result in results]
-    written: list[Note | None] = []
+    written: list[Note | None] = [notes.no_comm_core(trial.backend)]
     threads = trial.threads_per_rank * trial.world_size
     crowded = trial.launcher == "local" and trial.device == "cpu" and threads > machine["cores"]
     if not emulated:

@@ -17,6 +17,7 @@ from common.emulation.dilation import Choice
 from common.harness.experiment import Experiment
 from common.harness.running.cell import Cell
 from common.harness.running.fabric import WORKER, Fabric, misfit
+from common.harness.running.launches import CellContext
 from common.harness.running.record import make_record
 from common.harness.running.turn import Turn, now, order_seed, planned
 from common.harness.running.ui import Progress
@@ -152,17 +153,20 @@ class Sweep:
             folder.mkdir(parents=True)
             trial.save(folder)
         path = self._underway(trials)
-        cell = Cell(
-            trials,
+        context = CellContext(
             sweep=self.experiment.name,
             fabric=self.fabric,
-            settled=settled,
             base=self.experiment.base,
             timeout_s=self.experiment.timeout_s,
             launch=self._launch,
             record=self._record,
             progress=self._progress,
             report=self.report,
+        )
+        cell = Cell(
+            trials,
+            context,
+            settled=settled,
             kept=kept,
             keep=lambda now: Underway(run=run, machine=self.machine, standing=now).save(path),
         )

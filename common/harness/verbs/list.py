@@ -12,9 +12,9 @@ from typing import Any
 import yaml
 
 from common.harness import own
-from common.harness.sweeps import EXPERIMENTS, ROOT
 from common.harness.verbs.run import add_plugin
 from common.models.registry import MODELS
+from common.paths import EXPERIMENTS, ROOT
 from common.profiling import gpus
 from dear.algorithms.aliases import ALIASES
 from dear.training.algorithm import algorithm_class, algorithm_names

@@ -8,8 +8,9 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from common.harness.sweeps import EXPERIMENTS, LOGS, ROOT, find_sweep
+from common.harness.sweeps import find_sweep
 from common.harness.verbs.show import add_sweep
+from common.paths import COMMAND, EXPERIMENTS, LOGS, ROOT
 from dear.errors import UserError
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ def _again(folder: Path) -> tuple[str | None, str]:
     path = EXPERIMENTS / f"{folder.name}.yaml"
     if not path.exists():
         return None, "No experiment file that comes with the harness has this name."
-    command = f"python benchmarks.py run {folder.name}"
+    command = f"{COMMAND} run {folder.name}"
     wanted = set(Comparison.load(folder).trials)
     try:
         today = {trial.hash for trial in load(path).trials()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import shlex
 import sys
@@ -12,8 +13,9 @@ from pathlib import Path
 from common.emulation import sandbox
 from common.harness import own
 from common.harness.experiment import Experiment, load
-from common.harness.sweeps import EXPERIMENTS, ROOT, default_experiment, find_experiment, short
+from common.harness.sweeps import default_experiment, find_experiment, short
 from common.harness.trial import Trial
+from common.paths import COMMAND, DRIVER, EXPERIMENTS, MODULE
 from common.results.records import Record, is_learning
 
 HELP = "run an experiment"
@@ -147,10 +149,11 @@ def main(options: argparse.Namespace) -> int:
     experiment = load(path, [*cluster_overrides(options), *options.set], given)
     everything = experiment.trials()
     assumed = given.assumed([model.name for model in experiment.models])
-    if assumed and not sandbox.inside():  # the process outside has printed it
-        print(assumed, file=sys.stderr)
+    for line in filter(None, (assumed, experiment.fallback)):
+        if not sandbox.inside():  # the process outside has printed it
+            print(line, file=sys.stderr)
     if experiment.cluster is not None and not options.dry_run and not sandbox.inside():
-        return sandbox.run([sys.executable, str(ROOT / "benchmarks.py"), *options.arguments])
+        return sandbox.run([*DRIVER, *options.arguments])
 
     from common.harness.running import plan
     from common.harness.running.fabric import check_fit
@@ -206,7 +209,7 @@ def _measure(
         compare_to=experiment.base, trials=tuple(trial.hash for trial in everything)
     )
     fabric = make_fabric(experiment, trials)
-    command = shlex.join(["python", "benchmarks.py", *options.arguments])
+    command = f"{COMMAND} {shlex.join(options.arguments)}"
     asked = (command, path.read_text())
     sweep = Sweep(experiment, trials, comparison, folder, fabric, machine_card(), progress, asked)
     try:
@@ -241,14 +244,17 @@ def _print(
 
 def _draw(folder: Path, records: Sequence[Record], *, quiet: bool) -> None:
     """Draws the main figure alone: all figures take 3 to 20 s, too long for the end of a sweep."""
+    if importlib.util.find_spec("matplotlib") is None:
+        print("no figure: matplotlib is missing: pip install 'dear-bench[plots]'", file=sys.stderr)
+        return
     from plots import learning, throughput
 
     draw = learning.draw if is_learning(records) else throughput.draw
-    paths = draw(folder, ROOT / "plots" / "out" / folder.name)
+    paths = draw(folder, folder / "figures")
     if not quiet:
         kinds = ", ".join(path.suffix[1:] for path in paths[1:])
         print(f"figure: {short(str(paths[0]))} (and {kinds})")
-        print(f"more figures: python -m plots.gallery {short(str(folder))}")
+        print(f"more figures: {MODULE} plots.gallery {short(str(folder))}")
 
 
 def _status(trials: Sequence[Trial], records: Sequence[Record]) -> int:

@@ -30,8 +30,8 @@ from common.harness.trial import Briefing, Trial
 from common.harness.worker.checking.inquiry import inquire
 from common.harness.worker.learning import learn, load_data
 from common.harness.worker.timed import gradient_bytes, say, time_steps
-from common.models.pace import set_pace
 from common.models.registry import build, precision
+from common.models.replay.pace import set_pace
 from common.models.workload import Workload
 from common.results.records import Result
 from common.results.records.trust import Check

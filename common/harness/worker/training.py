@@ -14,10 +14,11 @@ from typing import Any
 import torch
 
 from common.harness.trial import BASELINE, OptimizerConfig, Trial
-from common.models import pace
-from common.models.pace import Brake, paced
 from common.models.registry import is_replay
-from common.models.replay import Replay
+from common.models.replay import pace
+from common.models.replay.brake import Brake
+from common.models.replay.model import Replay
+from common.models.replay.pace import paced
 from common.models.workload import Workload
 from common.results.records import Breakdown
 from dear.comm import runtime

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
-from common.models.datasets import Samples
+from common.models.datasets.sources import Samples
 from dear.errors import UserError
 from dear.training.pace import LocalStepRandomBatchSampler
 

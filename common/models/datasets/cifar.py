@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from common.models import torchvision_cpu  # noqa: F401  (before torchvision)
-from common.models.datasets import Parts
+from common.models.datasets.sources import Parts
 from common.models.datasets.tensors import Tensors
 from dear.errors import UserError
 from dear.lazy import torch

@@ -6,8 +6,8 @@ import hashlib
 import importlib.util
 from pathlib import Path
 
-from common.models.datasets import Parts
 from common.models.datasets.mnist import MEAN, STD, contents
+from common.models.datasets.sources import Parts
 from common.models.datasets.tensors import Split, Tensors, split
 from dear.errors import UserError
 from dear.lazy import torch

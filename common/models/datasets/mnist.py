@@ -8,7 +8,7 @@ import hashlib
 import math
 from pathlib import Path
 
-from common.models.datasets import Parts
+from common.models.datasets.sources import Parts
 from common.models.datasets.tensors import Split, Tensors, split
 from dear.errors import UserError
 from dear.lazy import np, torch

@@ -12,7 +12,7 @@ import hashlib
 from collections import Counter
 from pathlib import Path
 
-from common.models.datasets import Parts
+from common.models.datasets.sources import Parts
 from common.models.datasets.tensors import Tensors
 from dear.errors import UserError
 from dear.lazy import torch

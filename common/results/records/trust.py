@@ -33,6 +33,7 @@ NoteKind = Literal[
     "diverged",
     "interrupted",
     "killed",
+    "no comm core",
     "not stationary",
     "oversubscribed",
     "relaunch",

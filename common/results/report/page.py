@@ -18,6 +18,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from common.paths import COMMAND
 from common.results import plans, rows, shipped, stats, store
 from common.results.learning.summary import LearnRow
 from common.results.overview import Overview, overview
@@ -97,6 +98,7 @@ def build(folder: Path, *, commands: Commands, figures: Figures | None = None) -
         made_by=made_by,
         again=None if runs or made_by else commands.again(),
         sweep=commands.sweep,
+        harness=COMMAND,
         downloads=_downloads(folder, records, comparison),
         learned=told is not None and told.kind is LearnRow,
         script=Markup(script),

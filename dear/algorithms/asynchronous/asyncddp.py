@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import dataclass
-from pathlib import Path
 
 from dear.buckets.flat import Bucket
+from dear.comm.backends import missing_comm_core
 from dear.comm.communicator import Communicator
 from dear.comm.neighbors import Round, core_module
 from dear.cost.bounds import Bound
@@ -142,9 +142,7 @@ class AsyncDdp(GraphAlgorithm):
     def unavailable(cls) -> str | None:
         if importlib.util.find_spec("networkx") is None:
             return "networkx is not installed; topologies need it"
-        core = importlib.util.find_spec("comm_core")
-        built = core is not None and Path(core.origin or "").with_name("_built_for.json").exists()
-        return None if built else "the comm core is not built: build it with scripts/build.sh"
+        return missing_comm_core()
 
     def engine(self, replica: Replica) -> Overlapped:
         options, communicator = replica.options, replica.communicator

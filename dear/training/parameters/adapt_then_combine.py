@@ -1,4 +1,4 @@
-"""Averages of updated parameters, either until a module reads them or at once."""
+"""Averages of updated parameters, either in `step()` or until a module reads them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,25 @@ from dear.training.hooks import ReaderMap
 from dear.training.parameters.engine import SteppedEngine
 
 
-class AdaptThenCombine(SteppedEngine):
+class AdaptAndCombine(SteppedEngine):
+    """Engine with `x <- average(x - update(gradient at x))`, all in `step()`."""
+
+    def advance(self, update: Callable[[], Any]) -> Any:
+        self.begin()
+        averages = self.due()
+        result = self.adapt(update, averages=averages)
+        if averages:
+            self.share_all()
+            self.combine()
+        self.steps += 1
+        return result
+
+    def combine(self) -> None:
+        """Mixes the buckets that must be current when `step()` returns."""
+        self.mix_all()
+
+
+class AdaptThenCombine(AdaptAndCombine):
     """Engine with `x <- average(x - update(gradient at x))`, averaged when it is read.
 
     It adapts and shares the parameters in `step()`. A module that is about to run mixes the buckets
@@ -27,15 +45,11 @@ class AdaptThenCombine(SteppedEngine):
     def advance(self, update: Callable[[], Any]) -> Any:
         self.settle()
         self._readers.freeze()
-        self.begin()
-        averages = self.due()
-        result = self.adapt(update, averages=averages)
-        if averages:
-            self.share_all()
-            for index in self._readers.unread() & self.unmixed:
-                self.mix(index)
-        self.steps += 1
-        return result
+        return super().advance(update)
+
+    def combine(self) -> None:
+        for index in self._readers.unread() & self.unmixed:
+            self.mix(index)
 
     def settle(self) -> None:
         self.mix_all()
@@ -48,17 +62,3 @@ class AdaptThenCombine(SteppedEngine):
         if self.unmixed:
             for index in self._readers.due(module, self.unmixed):
                 self.mix(index)
-
-
-class AdaptAndCombine(SteppedEngine):
-    """Engine with `x <- average(x - update(gradient at x))`, averaged in `step()`."""
-
-    def advance(self, update: Callable[[], Any]) -> Any:
-        self.begin()
-        averages = self.due()
-        result = self.adapt(update, averages=averages)
-        if averages:
-            self.share_all()
-            self.mix_all()
-        self.steps += 1
-        return result

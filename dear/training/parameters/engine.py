@@ -24,7 +24,14 @@ from dear.buckets.flat import Bucket
 from dear.buckets.grouping import MIB, fuse, layers
 from dear.errors import UserError
 from dear.lazy import torch
-from dear.training.engine import Engine, GradScaling, Replica, grouped, refuse_lbfgs
+from dear.training.engine import (
+    Engine,
+    GradScaling,
+    Replica,
+    grouped,
+    refuse_lbfgs,
+    step_after_closure,
+)
 from dear.training.parameters.exchange import BucketExchange
 
 STATE_KEY = "replica"
@@ -84,7 +91,7 @@ class ParameterEngine(Engine, ABC):
             )
         return self.advance(update)
 
-    step_closure = Engine.step_after_closure
+    step_closure = step_after_closure
 
     def clip_grad_norm(
         self, params: Sequence[torch.nn.Parameter], max_norm: float, norm_type: float

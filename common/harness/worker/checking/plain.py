@@ -20,7 +20,7 @@ from common.harness.worker.checking.correctness import Farthest
 from common.harness.worker.checking.passes import Passes
 from common.harness.worker.checking.serial import ORDERS, on_the_wire, summed_on_the_wire
 from common.harness.worker.training import Training, done, make_optimizer
-from common.models import pace
+from common.models.replay import pace
 from common.models.workload import Workload
 from dear.comm import runtime
 from dear.comm.communicator import Communicator

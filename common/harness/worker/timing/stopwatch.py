@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from common.models import pace
+from common.models.replay import pace
 
 _MS_PER_S = 1e3
 

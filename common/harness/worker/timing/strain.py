@@ -19,7 +19,7 @@ from pathlib import Path
 
 from common import cgroups
 from common.emulation.flow import cores_s
-from common.models import pace
+from common.models.replay import pace
 from common.results.records.trust import Strain
 
 _TASKS = Path("/proc/self/task")

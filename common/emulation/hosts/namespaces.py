@@ -26,6 +26,8 @@ _LIBC = ctypes.CDLL(None, use_errno=True)  # loaded before any fork: a child onl
 # Namespaces of a virtual host, named as in /proc/PID/ns, in the order of entering them. The mount
 # namespace comes last, because it changes the meaning of /proc/PID.
 HOST = {"net": NEWNET, "uts": NEWUTS, "ipc": NEWIPC, "mnt": NEWNS}
+SWITCH = "switch"  # host name of the sandbox
+LOCALHOST = "127.0.0.1 localhost\n::1 localhost ip6-localhost ip6-loopback\n"
 # -S skips the site packages, which are not needed and take longest to look up.
 SCRIPT = [sys.executable, "-I", "-S"]
 ENTER = [*SCRIPT, __file__, "enter"]

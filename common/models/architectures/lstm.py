@@ -1,4 +1,4 @@
-"""A language model: which word comes next, by LSTMs (Zaremba et al. 2014, arXiv 1409.2329)."""
+"""Language model of LSTMs that predicts the next word (Zaremba et al. 2014, arXiv 1409.2329)."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from torch.nn import functional
 from common.models.workload import Workload
 
 VOCABULARY = 10_000
-"""Of the Penn Treebank, as everybody cuts it."""
+"""Usual vocabulary size for the Penn Treebank."""
 _LAYERS, _RANGE = 2, {"lstm_small": 0.1, "lstm": 0.04}
 _SIZES = {"lstm_small": (200, 0.0), "lstm": (1500, 0.65)}
-"""Units of a layer, and the share that dropout leaves out: the paper's small and large model."""
+"""Units per layer and dropout probability of the paper's small and large model."""
 
 
 class LanguageModel(nn.Module):
-    """Two layers of LSTM between an embedding and a linear layer; no state is kept between samples.
+    """Two LSTM layers between an embedding and a linear layer; samples do not share state.
 
     Args:
-        units: of each layer, and of the embedding.
-        spread: weights are drawn evenly from between minus and plus this.
+        units: size of each layer and of the embedding.
+        spread: weights are drawn uniformly between `-spread` and `spread`.
     """
 
     def __init__(self, words: int, units: int, dropout: float, spread: float) -> None:
@@ -33,9 +33,9 @@ class LanguageModel(nn.Module):
             nn.init.uniform_(param, -spread, spread)
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
-        """Numbers of words `[n, length]` -> scores of the next one `[n, length, words]`."""
-        found, _ = self.lstm(self.dropout(self.embedding(words)))
-        return self.scores(self.dropout(found))
+        """Maps word ids `[n, length]` to scores of the next word `[n, length, words]`."""
+        hidden, _ = self.lstm(self.dropout(self.embedding(words)))
+        return self.scores(self.dropout(hidden))
 
 
 def build(
@@ -45,8 +45,8 @@ def build(
     generator: torch.Generator,
     classes: int = VOCABULARY,
 ) -> Workload:
-    """`lstm` (66 million parameters with 10,000 words) or `lstm_small` (4.7 million), with random
-    weights and random words `[batch_size, sentence_len]`."""
+    """Builds `lstm` (66 million parameters with 10,000 words) or `lstm_small` (4.7 million), with
+    random weights and random words `[batch_size, sentence_len]`."""
     units, dropout = _SIZES[name]
     shape = (batch_size, sentence_len)
     return Workload(

@@ -1,59 +1,59 @@
-"""By how much a replayed backward pass runs ahead of its device, so that gradients leave in time.
+"""Lead of a replayed backward pass over its device, so that collectives start on time.
 
-What hooks do with a gradient before its collective starts, as copying it into a bucket or updating
-its parameters, takes this machine's CPU much longer than a device. The next layers make up for it,
-but the collective would start late. So each stretch of the pass ends earlier on the host than on
-the device, by what the hooks behind it took in the last two passes beyond what the device would
-need: the lesser of both, as something else may have held up one of them.
+Hooks work on a gradient before its collective starts: they copy it into a bucket, or update its
+parameters. This takes the machine's CPU much longer than it would take a device. Later layers make
+up for it, but the collective would start late. So each stretch of the pass ends earlier on the host
+than on the device, by the time that its hooks took beyond the device's time. Of the last two passes
+the smaller value counts, because another program may have delayed one of them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from common.models.pace import Pace
+from common.models.replay.pace import Pace
 
-# No host copies faster: what hooks did in less time than this says was not to copy the gradients.
+# No host copies faster: hooks that took less time than this implies did not copy the gradients.
 _HOST_BYTES_PER_S = 40e9
 
 
 @dataclass
 class _Stretch:
-    """A part of a backward pass, and the hooks behind it; seconds of this machine."""
+    """Part of a backward pass with the hooks that follow it; seconds of this machine."""
 
     device_s: float
-    """What the device computes, copies and updates, hooks included."""
+    """Time of the device for compute, copies and updates, hooks included."""
     hooks_s: float = 0.0
-    """What the thread ran, or waited for a core, in hooks."""
+    """Time that the thread ran, or waited for a core, in hooks."""
     hooks_device_s: float = 0.0
-    """What the device would need for that."""
+    """Time that the device would need for the same."""
 
 
 class Lead:
-    """What the passes of one model have taught.
+    """Leads of one model's backward passes, learned from the previous ones.
 
     Args:
-        memory_bytes_per_s: of the device.
+        memory_bytes_per_s: memory bandwidth of the device.
     """
 
     def __init__(self, memory_bytes_per_s: float) -> None:
         self._memory_bytes_per_s = memory_bytes_per_s
         self._excess_s: list[float] = []
-        """Of the last pass, by stretch."""
+        """Excess of each stretch's hooks in the last pass."""
         self.leads_s: list[float] = []
-        """By stretch, by how much earlier than the device the host ends it."""
+        """Time by which the host ends each stretch earlier than the device."""
 
     def begin(self, pace: Pace) -> Pass:
-        """A backward pass begins."""
+        """Starts a backward pass."""
         return Pass(lead=self, pace=pace, leads_s=self.leads_s)
 
     def copy_s(self, nbytes: int, host_s: float) -> float:
-        """Seconds that the device needs to copy `nbytes` of gradients; 0 if hooks that took
-        `host_s` cannot have copied so many."""
+        """Returns the seconds that the device needs to copy `nbytes` of gradients; 0 if hooks that
+        took `host_s` cannot have copied as much."""
         return 2 * nbytes / self._memory_bytes_per_s * (host_s >= 2 * nbytes / _HOST_BYTES_PER_S)
 
     def learn(self, stretches: list[_Stretch]) -> None:
-        """Plans the next pass after one that had these stretches."""
+        """Plans the next pass from the stretches of the last one."""
         before_s = self._excess_s
         self._excess_s = [stretch.hooks_s - stretch.hooks_device_s for stretch in stretches]
         excess_s = self._excess_s
@@ -63,19 +63,19 @@ class Lead:
 
 
 def leads_s(excess_s: list[float], device_s: list[float]) -> list[float]:
-    """The least by which each stretch must end early, so that no hook ends later than planned.
+    """Returns the smallest leads with which no stretch's hooks end later than on the device.
 
     Args:
-        excess_s: by which the hooks behind each stretch take the host longer than the device.
-        device_s: of each stretch, without its hooks: in so much the host can catch up.
+        excess_s: time of each stretch's hooks on the host beyond their time on the device.
+        device_s: device time of each stretch without its hooks, in which the host can catch up.
     """
-    found: list[float] = []
+    leads: list[float] = []
     following_s = 0.0
     for excess, device in zip(reversed(excess_s), reversed(device_s), strict=True):
         lead = max(0.0, excess + following_s)
-        found.append(lead)
+        leads.append(lead)
         following_s = max(0.0, lead - device)
-    return found[::-1]
+    return leads[::-1]
 
 
 @dataclass
@@ -87,37 +87,38 @@ class Pass:
     leads_s: list[float]
     _stretches: list[_Stretch] = field(default_factory=list)
     _nbytes: int = 0
-    """Of gradients that no hook may have copied yet."""
+    """Bytes of gradients that no hook has copied yet."""
     _host_s: float = 0.0
     _queued_s: float = 0.0
 
     def next(self, seconds: float) -> None:
-        """A stretch begins that takes so many emulated seconds, as `Pace.begin`."""
-        place = len(self._stretches)
-        lead_s = self.leads_s[place] if place < len(self.leads_s) else 0.0
+        """Starts a stretch of `seconds` emulated seconds; see `Pace.begin`."""
+        index = len(self._stretches)
+        lead_s = self.leads_s[index] if index < len(self.leads_s) else 0.0
         before_s = self.pace.queued_s
         self.pace.begin(seconds, lead_s)
         device_s = self.pace.queued_s - before_s
-        self._hooks_end(before_s)
+        self._end_hooks(before_s)
         self._stretches.append(_Stretch(device_s=device_s))
 
     def left(self, nbytes: int) -> None:
-        """The stretch has ended with so many bytes of gradients: hooks run."""
+        """Ends the stretch, which made `nbytes` bytes of gradients; hooks run next."""
         self._nbytes += nbytes
         self._host_s, self._queued_s = self.pace.host_s, self.pace.queued_s
 
     def end(self) -> None:
-        """The pass has ended."""
+        """Ends the pass."""
         before_s = self.pace.queued_s
         self.pace.begin(0.0)
-        self._hooks_end(before_s)
+        self._end_hooks(before_s)
         self.pace.finish()
         self.lead.learn(self._stretches)
 
-    def _hooks_end(self, queued_s: float) -> None:
-        """
+    def _end_hooks(self, queued_s: float) -> None:
+        """Records the hooks that ran after the last stretch.
+
         Args:
-            queued_s: what the device had been given to do when they did.
+            queued_s: seconds of work that the device had been given when the hooks ended.
         """
         if not self._stretches:
             return

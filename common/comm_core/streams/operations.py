@@ -1,42 +1,15 @@
-"""Streams of a `Communicator`: operations that run one after another in the background.
-
-The body of an operation is a generator. It starts collectives, yields their works and is resumed
-once they have ended; its frame keeps temporary tensors alive. A stream runs its operations in the
-order of the calls and starts none before the previous one has ended, so an operation may use the
-results of earlier ones on its stream. For CPU tensors a thread runs the operations (only if needed:
-the caller itself starts a single collective). For CUDA tensors a `torch.cuda.Stream` does, and the
-host never waits. A lane is a process group with the streams that use it. A handle is a number that
-identifies one or more operations.
-"""
+"""Operations on CPU or CUDA tensors, and streams that run them one after another."""
 
 from __future__ import annotations
 
-import atexit
-import itertools
-import logging
 import threading
-import weakref
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 
-from .collectives import Body, Channel
-from .job import backends_of
-
-log = logging.getLogger("comm_core")
-
-EXIT_TIMEOUT_S = 5.0
-"""Longest wait for each stream's operations when the process exits without `destroy`."""
-
-# Backends that run the collectives of a group one after another, in the order of the calls. Gloo
-# runs two at a time.
-_ORDERED = frozenset({"comm_core"})
-
-_EACH = 1 << 40  # handles per communicator: different communicators never use the same handle
-_serials = itertools.count()
+from ..collectives import Body
 
 
 class Operation(Protocol):
@@ -122,23 +95,6 @@ class HostOperation:
             self._body.close()
         self._body, self._works = None, []
         self._ended.set()
-
-
-_open_lanes: weakref.WeakSet[Lane] = weakref.WeakSet()
-
-
-@atexit.register
-def _end_threads() -> None:
-    # For a script that ends without `destroy`. A thread that returns to Python after the end of the
-    # interpreter aborts the process. Such a thread may be a stream's, or one of Gloo's, which frees
-    # the tensors of an operation shortly after its end. Gloo joins its threads when the process
-    # group is destroyed; that would hang if an operation still waits for a peer.
-    while _open_lanes:
-        lane = _open_lanes.pop()
-        lane.host.close(EXIT_TIMEOUT_S)
-        if set(lane.backends.values()) == {"gloo"} and lane.idle():
-            lane.close()
-            lane.channel = None
 
 
 class HostStream:
@@ -270,119 +226,3 @@ class DeviceStream:
         """Blocks the host until the device has finished everything submitted."""
         if self._last is not None:
             self._last.settle()
-
-
-class Lane:
-    """Process group with one stream for each device whose tensors use it."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.backends = backends_of(group)
-        ordered = self.backends.get("cpu") in _ORDERED
-        self.host = HostStream(ordered)
-        self.devices: dict[torch.device, DeviceStream] = {}
-        self.channel: Channel | None = Channel(group, dist.get_world_size(group), ordered)
-        """None after the interpreter's exit handler has run."""
-        _open_lanes.add(self)
-
-    def stream(self, device: torch.device) -> HostStream | DeviceStream:
-        """Returns the stream for tensors on `device`."""
-        if device.type == "cpu":
-            return self.host
-        if device not in self.devices:
-            self.devices[device] = DeviceStream(device)
-        return self.devices[device]
-
-    def idle(self) -> bool:
-        """True if nothing is queued or in flight."""
-        return all(stream.idle() for stream in (self.host, *self.devices.values()))
-
-    def close(self) -> None:
-        """Ends the streams, then destroys the process group."""
-        for stream in (self.host, *self.devices.values()):
-            stream.close()
-        try:
-            dist.destroy_process_group(self.channel.group)
-        except (ValueError, AssertionError):
-            log.debug("torch.distributed has already destroyed this process group")
-
-
-class Handles:
-    """Operations by handle. Successful operations are forgotten; errors are kept."""
-
-    def __init__(self) -> None:
-        self._first = next(_serials) * _EACH
-        self._next = self._first
-        self._pending: dict[int, tuple[Operation, ...]] = {}
-        self._failed: dict[int, RuntimeError] = {}
-        self._unreported: set[int] = set()
-
-    def new(self, *operations: Operation) -> int:
-        """Returns a new handle for `operations`."""
-        self._forget_ended()
-        handle = self._next
-        self._next += 1
-        self._pending[handle] = operations
-        return handle
-
-    def wait(self, handle: int) -> None:
-        """Waits like `Operation.wait`; raises the errors of `Communicator.sync_stream`."""
-        self._check(handle)
-        # A handle that is not pending has ended.
-        for operation in self._pending.get(handle, ()):
-            operation.wait()
-            self._note_error(handle, operation)
-        if handle in self._failed:
-            self._unreported.discard(handle)
-            raise self._failed[handle]
-
-    def done(self, handle: int) -> bool:
-        """True once all operations of `handle` have succeeded or failed; never blocks."""
-        self._check(handle)
-        return all(operation.ended() for operation in self._pending.get(handle, ()))
-
-    def wait_all(self) -> None:
-        """Waits for all operations; raises the first error that has not been raised yet."""
-        for handle, operations in self._pending.items():
-            for operation in operations:
-                operation.wait()
-                self._note_error(handle, operation)
-        self._forget_ended()
-        if errors := self.take_unreported():
-            raise errors[0]
-
-    def settle_all(self) -> None:
-        """Blocks the host until all operations have ended; raises nothing."""
-        for operations in self._pending.values():
-            for operation in operations:
-                operation.settle()
-        self._forget_ended()
-
-    def take_unreported(self) -> list[RuntimeError]:
-        """Returns the errors that were not raised yet, oldest first, and marks them reported."""
-        errors = [self._failed[handle] for handle in sorted(self._unreported)]
-        self._unreported.clear()
-        return errors
-
-    def _check(self, handle: int) -> None:
-        if not isinstance(handle, int) or isinstance(handle, bool):
-            raise TypeError(f"a handle must be an int, got {handle!r}")
-        if not self._first <= handle < self._next:
-            raise ValueError(f"unknown handle {handle}: this communicator never returned it")
-
-    def _forget_ended(self) -> None:
-        # Stops at the first operation that still runs: most operations end oldest first.
-        while self._pending:
-            handle, operations = next(iter(self._pending.items()))
-            if not all(operation.ended() for operation in operations):
-                return
-            for operation in operations:
-                operation.settle()  # does not block here; it collects the error
-                self._note_error(handle, operation)
-            del self._pending[handle]
-
-    def _note_error(self, handle: int, operation: Operation) -> None:
-        if operation.error is not None and handle not in self._failed:
-            failed = RuntimeError(f"{operation.name} failed: {operation.error}")
-            failed.__cause__ = operation.error
-            self._failed[handle] = failed
-            self._unreported.add(handle)

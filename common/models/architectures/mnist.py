@@ -1,4 +1,4 @@
-"""A small convolutional net for 28 x 28 grey images: MNIST, or random pixels of its shape."""
+"""Small convolutional network for grey images of 28 x 28 pixels, such as MNIST."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class MnistCnn(nn.Module):
         )
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Scores `[n, classes]`."""
+        """Returns scores `[n, classes]`."""
         return self.classifier(self.features(images))
 
 
@@ -39,7 +39,7 @@ def build(
     generator: torch.Generator,
     classes: int = 10,
 ) -> Workload:
-    """`MnistCnn` with random weights and random pixels."""
+    """Builds `MnistCnn` with random weights and random pixels."""
     return Workload(
         model=MnistCnn(classes),
         inputs=(torch.randn(batch_size, 1, 28, 28, generator=generator),),

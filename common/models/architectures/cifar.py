@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from common.models.cnn import images_for
+from common.models.architectures.cnn import images_for
 from common.models.registry import model_entry
 from common.models.workload import Workload
 

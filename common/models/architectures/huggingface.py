@@ -15,7 +15,7 @@ import torch
 from torch.nn import functional
 
 from common.models import torchvision_cpu  # noqa: F401  (transformers imports torchvision)
-from common.models.cnn import images_for
+from common.models.architectures.cnn import images_for
 from common.models.registry import HF, ModelEntry
 from common.models.workload import Workload
 from dear.errors import UserError, unknown
@@ -24,7 +24,7 @@ import transformers  # isort: skip
 from transformers.models.auto import modeling_auto as auto  # isort: skip
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # isort: skip
 
-_BUILDER = "common.models.huggingface:build"
+_BUILDER = "common.models.architectures.huggingface:build"
 _SENTENCE_LEN = 64
 _IMAGE_SIZE = 224
 _HEADS = {

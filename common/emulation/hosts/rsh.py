@@ -1,4 +1,6 @@
-"""Stand-in for ssh on virtual hosts: `python -m common.emulation.rsh [OPTIONS] HOST COMMAND...`.
+"""Stand-in for ssh on virtual hosts.
+
+    python -m common.emulation.hosts.rsh [OPTIONS] HOST COMMAND...
 
 As with ssh, the words of the command are joined and passed to a shell. Unlike with ssh, the
 environment and the working folder are kept. ssh's options are accepted and ignored.
@@ -11,10 +13,10 @@ import sys
 from pathlib import Path
 
 if __name__ == "__main__":
-    sys.path[:0] = [str(Path(__file__).parents[2])]
+    sys.path[:0] = [str(Path(__file__).parents[3])]
 
-from common.emulation.namespaces import enter
-from common.emulation.network import TABLE, published
+from common.emulation.hosts.namespaces import enter
+from common.emulation.hosts.network import TABLE, published
 
 _FAILED = 255  # ssh's exit status if it cannot connect
 _WITH_VALUE = set("BbcDEeFIiJLlmOoPpQRSWw")  # options of ssh that take a value

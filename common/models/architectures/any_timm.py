@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 from common.models import torchvision_cpu  # noqa: F401  (before timm, which imports torchvision)
-from common.models.cnn import CLASSES, images_for
+from common.models.architectures.cnn import CLASSES, images_for
 from common.models.registry import TIMM, ModelEntry
 from common.models.workload import Workload
 from dear.errors import unknown
@@ -19,7 +19,7 @@ def entry(name: str) -> ModelEntry:
     kind = name.removeprefix(TIMM)
     if not timm.is_model(kind):
         raise unknown("model of timm", kind, timm.list_models(), "see timm.list_models()")
-    return ModelEntry(builder="common.models.any_timm:build")
+    return ModelEntry(builder="common.models.architectures.any_timm:build")
 
 
 def build(

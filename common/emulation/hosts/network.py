@@ -17,8 +17,7 @@ import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from common.emulation.namespaces import enter, proc_pid
-from common.emulation.sandbox import LOCALHOST, SWITCH
+from common.emulation.hosts.namespaces import LOCALHOST, SWITCH, enter, proc_pid
 from dear.errors import unknown
 
 BRIDGE, IFNAME, PREFIX_LENGTH = "br0", "eth0", 16

@@ -1,0 +1,1 @@
+"""Virtual hosts: their namespaces, addresses and names."""

@@ -1,0 +1,42 @@
+"""Choice between the kinds of links.
+
+`tc` is a bridge of the kernel whose ports are shaped by tbf and netem. `switch` is a program of
+this project between the ends of the links; it needs only veth devices and packet sockets, and it
+supports sites. Both count bytes as common/emulation/hosts/network.py describes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from common.emulation.links.base import Links
+from common.emulation.links.profile import NetworkProfile
+from common.emulation.links.switched import SwitchedLinks
+from common.emulation.links.tc import KernelLinks, has_netem
+from dear.errors import UserError
+
+
+def check(kind: str, profiles: Iterable[NetworkProfile]) -> None:
+    """Raises `UserError` if links of this kind cannot apply one of the profiles."""
+    for profile in profiles:
+        if kind == "tc" and profile.sites:
+            raise UserError(
+                f"cluster.links: tc does not support sites, which network {profile.name!r} has; "
+                "use switch"
+            )
+
+
+def choose(kind: str, profiles: Sequence[NetworkProfile]) -> Links:
+    """Returns links of this kind (`auto`, `switch` or `tc`) that can apply all profiles.
+
+    `auto` means `tc` if the kernel has netem and no profile has sites, else `switch`: the kernel
+    forwards at half the CPU time, and results are comparable with other emulations based on it.
+
+    Raises:
+        UserError: as for `check`, or the switch is not built.
+    """
+    check(kind, profiles)
+    sites = any(profile.sites for profile in profiles)
+    if kind == "tc" or (kind == "auto" and has_netem() and not sites):
+        return KernelLinks()
+    return SwitchedLinks()

@@ -1,0 +1,282 @@
+"""Network profiles: speed, delay and loss of the links of a cluster, and bandwidth traces."""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+import itertools
+import json
+import math
+import re
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import yaml
+
+from common.paths import CONFIGS
+from dear.errors import UserError, unknown
+from dear.options import at_least, build_options, positive
+
+_FOLDER = CONFIGS / "networks"
+_BANDWIDTH = re.compile(r"(\d+(?:\.\d+)?)(k|m|g)bit", re.IGNORECASE)
+_GBPS = {"k": 1e-6, "m": 1e-3, "g": 1.0}
+_MIN_GBPS, _MAX_GBPS = 1e-3, 1000.0
+# TCP never speeds up if fewer than two super-packets fit. The default suits deep-buffer switches.
+_MIN_QUEUE_KB, _QUEUE_BYTES = 150, 4_000_000
+# Sizes of a full TCP segment on Ethernet with an MTU of 1500 bytes: the bytes that count towards
+# a virtual link's rate (network.py explains them), and the payload within them.
+FRAME_BYTES, PAYLOAD_BYTES = 1514, 1448
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """Hosts of a cluster that are near each other; one entry of `sites:`."""
+
+    name: str
+    hosts: int | None = None
+    """Number of hosts, in the order of the sites. None for all sites: hosts are divided evenly."""
+
+    def __post_init__(self) -> None:
+        if self.hosts is not None:
+            at_least(f"site {self.name!r}: hosts", self.hosts, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Distance:
+    """Connection between two sites, the same in both directions; one entry of `between:`."""
+
+    sites: tuple[str, str]
+    latency_us: float
+    """One-way latency between hosts of the two sites; replaces the network's `latency_us`."""
+    gbps: float | None = None
+    """Rate of the one line per direction that all their hosts share; None: no limit."""
+    jitter_us: float = 0
+    loss_percent: float = 0
+
+    def __post_init__(self) -> None:
+        if len(self.sites) != 2 or self.sites[0] == self.sites[1]:
+            raise UserError(f"between: needs two different sites, got {', '.join(self.sites)}")
+        subject = f"between {' and '.join(self.sites)}"
+        if self.gbps is not None:
+            _check_rate(subject, self.gbps)
+        _check_path(subject, self.latency_us, self.jitter_us, self.loss_percent)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stretch:
+    """Period with a constant rate; one entry of `trace:`."""
+
+    gbps: float
+    for_s: float
+    """Duration in emulated seconds."""
+
+    def __post_init__(self) -> None:
+        _check_rate("trace", self.gbps)
+        positive("trace: for_s", self.for_s)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Connection:
+    """Properties of the path between two hosts, without the links of the hosts themselves."""
+
+    latency_us: float
+    jitter_us: float
+    loss_percent: float
+    gbps: float | None = None
+    trunk: int | None = None
+    """Index of the line between the two sites in `NetworkProfile.trunks`; None: no such line."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NetworkProfile:
+    """Links of a cluster: one from each host to the switch, the same in both directions."""
+
+    name: str
+    gbps: float
+    """Rate in Gb/s on the wire, Ethernet headers included."""
+    latency_us: float = 0
+    """One-way latency between hosts in microseconds, in addition to the kernel's own delay."""
+    jitter_us: float = 0
+    """Largest deviation from the latency, uniformly distributed, in microseconds."""
+    loss_percent: float = 0
+    """Percentage of frames that are lost, independently of each other."""
+    queue_kb: float | None = None
+    """Queue of one link in the switch, in units of 1000 bytes; packets beyond it are dropped.
+    None: two round trips at full rate, and at least 4 MB."""
+    sites: tuple[Site, ...] = ()
+    """Sites that the hosts are divided among; empty: all hosts are in one location."""
+    between: tuple[Distance, ...] = ()
+    """Connections, one for each pair of sites."""
+    trace: tuple[Stretch, ...] = ()
+    """Rates of all links while a trial is measured, played in order and repeated. Before that, and
+    without a trace, the rate is `gbps`."""
+    stands_for: str = ""
+    """Name of the real network that this profile imitates."""
+    source: str = ""
+    """Source of the numbers."""
+    rdma: bool = False
+    """True if the real network bypasses the kernel (RDMA); the emulation still uses TCP."""
+
+    def __post_init__(self) -> None:
+        subject = f"network {self.name!r}"
+        _check_rate(subject, self.gbps)
+        _check_path(subject, self.latency_us, self.jitter_us, self.loss_percent)
+        if self.queue_kb is not None and self.queue_kb < _MIN_QUEUE_KB:
+            raise UserError(
+                f"{subject}: queue_kb must be at least {_MIN_QUEUE_KB}, one large packet of TCP, "
+                f"got {self.queue_kb:g}"
+            )
+        names = [site.name for site in self.sites]
+        if len(set(names)) < len(names):
+            raise UserError(f"{subject}: sites: two have the same name: {', '.join(names)}")
+        counted = [site.hosts is not None for site in self.sites]
+        if any(counted) and not all(counted):
+            raise UserError(f"{subject}: sites: give `hosts:` for each of them, or for none")
+        expected_pairs = {frozenset(pair) for pair in itertools.combinations(names, 2)}
+        given_pairs = [frozenset(distance.sites) for distance in self.between]
+        for distance in self.between:
+            for name in distance.sites:
+                if name not in names:
+                    raise unknown(f"{subject}: between: site", name, names)
+        if len(set(given_pairs)) < len(given_pairs) or set(given_pairs) != expected_pairs:
+            raise UserError(f"{subject}: between: needs one entry for each pair of sites")
+
+    @property
+    def digest(self) -> str:
+        """Hash of all values that affect the links; `stands_for` and `source` do not."""
+        values = asdict(self)
+        del values["stands_for"], values["source"]
+        return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
+
+    @property
+    def queue_bytes(self) -> int:
+        """Queue size of a host's link in bytes; see `queue_kb`."""
+        return self._queue_bytes(self.gbps, self.latency_us)
+
+    @property
+    def under_way_bytes(self) -> int:
+        """Most bytes in flight in one round trip between any two hosts."""
+        paths = [(self.gbps, self.latency_us)]
+        paths += [(min(self.gbps, far.gbps or self.gbps), far.latency_us) for far in self.between]
+        return max(_under_way_bytes(*path) for path in paths)
+
+    @property
+    def farthest_us(self) -> float:
+        """Largest latency between two hosts, in microseconds."""
+        return max([self.latency_us, *(far.latency_us for far in self.between)])
+
+    @property
+    def narrowest_gbps(self) -> float:
+        """Rate of the slowest line on a ring through all hosts, in Gb/s."""
+        return min([self.gbps, *(far.gbps for far in self.between if far.gbps is not None)])
+
+    @property
+    def nearest_us(self) -> float:
+        """Smallest delay of a packet between two hosts (latency minus jitter), in microseconds."""
+        paths = [(self.latency_us, self.jitter_us)]
+        paths += [(far.latency_us, far.jitter_us) for far in self.between]
+        return min(latency_us - jitter_us for latency_us, jitter_us in paths)
+
+    def check_hosts(self, hosts: int) -> None:
+        """Raises `UserError` unless the sites have exactly `hosts` hosts in total."""
+        self._site_of(0, hosts)
+
+    def connection(self, source: int, target: int, hosts: int) -> Connection:
+        """Returns the connection from one host to another in a cluster of `hosts` hosts."""
+        if self.sites:
+            source_site, target_site = (
+                self.sites[self._site_of(host, hosts)].name for host in (source, target)
+            )
+            for number, distance in enumerate(self.between):
+                if {source_site, target_site} == set(distance.sites):
+                    direction = int(distance.sites[0] != source_site)
+                    trunk = None if distance.gbps is None else 2 * number + direction
+                    return Connection(
+                        latency_us=distance.latency_us,
+                        jitter_us=distance.jitter_us,
+                        loss_percent=distance.loss_percent,
+                        gbps=distance.gbps,
+                        trunk=trunk,
+                    )
+        return Connection(
+            latency_us=self.latency_us, jitter_us=self.jitter_us, loss_percent=self.loss_percent
+        )
+
+    def trunks(self) -> list[tuple[float | None, int]]:
+        """Rate in Gb/s (None: no limit) and queue size in bytes of each line between sites, one
+        line per direction."""
+        return [
+            (far.gbps, self._queue_bytes(far.gbps or self.gbps, far.latency_us))
+            for far in self.between
+            for _ in range(2)
+        ]
+
+    def _queue_bytes(self, gbps: float, latency_us: float) -> int:
+        if self.queue_kb is not None:
+            return math.ceil(1000 * self.queue_kb)
+        return max(_QUEUE_BYTES, 2 * _under_way_bytes(gbps, latency_us))
+
+    def _site_of(self, host: int, hosts: int) -> int:
+        """Returns the index of the site that contains this host."""
+        counts = [site.hosts for site in self.sites]
+        if None in counts:
+            hosts_per_site, remainder = divmod(hosts, len(counts))
+            counts = [hosts_per_site + (number < remainder) for number in range(len(counts))]
+        if self.sites and sum(counts) != hosts:
+            raise UserError(
+                f"network {self.name!r}: its sites have {sum(counts)} hosts, the cluster {hosts}"
+            )
+        for site, count in zip(self.sites, counts, strict=True):
+            if not count:
+                raise UserError(f"network {self.name!r}: no host is in site {site.name!r}")
+        return bisect.bisect_right(list(itertools.accumulate(counts)), host)
+
+
+def _under_way_bytes(gbps: float, latency_us: float) -> int:
+    return math.ceil(gbps * 1e9 / 8 * 2 * latency_us * 1e-6)
+
+
+def _check_rate(subject: str, gbps: float) -> None:
+    if not _MIN_GBPS <= gbps <= _MAX_GBPS:
+        raise UserError(f"{subject}: bandwidth must be from 1mbit to 1000gbit, got {gbps} Gb/s")
+
+
+def _check_path(subject: str, latency_us: float, jitter_us: float, loss_percent: float) -> None:
+    for key, value in (
+        ("latency_us", latency_us),
+        ("jitter_us", jitter_us),
+        ("loss_percent", loss_percent),
+    ):
+        at_least(f"{subject}: {key}", value, 0)
+    if jitter_us > latency_us:
+        raise UserError(f"{subject}: jitter_us must not exceed latency_us")
+    if loss_percent >= 100:
+        raise UserError(f"{subject}: loss_percent must be below 100")
+
+
+def payload_bytes_per_s(gbps: float) -> float:
+    """Highest TCP payload rate, without headers, of a virtual link of `gbps` Gb/s."""
+    return gbps * 1e9 / 8 * PAYLOAD_BYTES / FRAME_BYTES
+
+
+def network_profile(name: str) -> NetworkProfile:
+    """Returns the profile of that name, or a profile for a bandwidth such as `2.5gbit`.
+
+    Raises:
+        UserError: the profile does not exist, or its file is invalid.
+    """
+    bandwidth = _BANDWIDTH.fullmatch(name)
+    if bandwidth:
+        gbps = float(bandwidth[1]) * _GBPS[bandwidth[2].lower()]
+        return NetworkProfile(name=name, gbps=gbps, stands_for="links of this bandwidth")
+    names = [path.stem for path in _FOLDER.glob("*.yaml")]
+    if name not in names:
+        raise unknown("network", name, [*names, "a bandwidth such as 2.5gbit"])
+    path = _FOLDER / f"{name}.yaml"
+    try:
+        values: Any = yaml.safe_load(path.read_text())
+    except yaml.YAMLError as error:
+        raise UserError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(values, dict):
+        raise UserError(f"{path}: must be a mapping of keys to values")
+    return build_options(NetworkProfile, {"name": name, **values}, f"key of {path.name}")

@@ -1,0 +1,119 @@
+"""Gradients of a replayed model: random numbers that depend on the step and on the parameters."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+# A prime, so that two parts of a large gradient are not equal at a distance by which a collective
+# that misplaces its pieces is likely to be wrong.
+BLOCK = 262_139
+SCALE = 0.1
+_PIECE = 2 * BLOCK
+HEAD = 16_384
+"""Number of elements of each gradient that depend on the values that the forward pass has read."""
+SEEN = 16
+"""Number of elements of each parameter that these depend on."""
+_STRENGTH = 20.0
+_signs: dict[torch.dtype, torch.Tensor] = {}
+
+
+class GradientSource:
+    """Source of gradients: a block of normal random numbers that fits into a CPU's cache."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        block = torch.randn(BLOCK, generator=generator) * SCALE
+        # Twice, so that `BLOCK` numbers from any offset are contiguous.
+        self._twice = torch.cat([block, block])
+        self._cast: dict[torch.dtype, torch.Tensor] = {}
+
+    def window(self, dtype: torch.dtype, offset: int) -> torch.Tensor:
+        """Returns `BLOCK` numbers from this offset on."""
+        if dtype not in self._cast:
+            self._cast[dtype] = self._twice.to(dtype)
+        return self._cast[dtype].narrow(0, offset % BLOCK, BLOCK)
+
+
+class Gradients:
+    """Gradients of one step, made one after the other, as early as there is time.
+
+    Args:
+        key: distinguishes the gradients of this step from those of other steps.
+        chain: parameters with their index in the model, in the order of the backward pass.
+    """
+
+    def __init__(
+        self, source: GradientSource, key: int, chain: Sequence[tuple[torch.Tensor, int]]
+    ) -> None:
+        self._source = source
+        self._key = key
+        self._ready: dict[int, torch.Tensor] = {}
+        self._pieces = self._make(chain)
+        self._piece_s = 0.0
+
+    def take(
+        self, param: torch.Tensor, index: int, scale: float, factor: float = 1.0
+    ) -> torch.Tensor:
+        """Returns the gradient of `param`, the parameter `index` of the model, times `scale`.
+
+        Args:
+            factor: result of `fingerprint`; the gradient's first `HEAD` elements are multiplied by
+                it. Only these, because gradients are made before the forward pass has read all
+                layers, and another pass over all elements would take time.
+        """
+        while index not in self._ready:
+            if next(self._pieces, None) is None:  # taken before, or frozen when the step began
+                self._pieces = self._make([(param, index)])
+        gradient = self._ready.pop(index)
+        gradient.view(-1)[:HEAD].mul_(factor)
+        return gradient if scale == 1.0 else gradient.mul_(scale)
+
+    def work_ahead(self, rest_s: Callable[[], float]) -> None:
+        """Makes gradients for later, as long as one more piece fits into `rest_s()`."""
+        while rest_s() > 1.5 * self._piece_s:
+            began = time.perf_counter()
+            if next(self._pieces, None) is None:
+                return
+            self._piece_s = 0.5 * (self._piece_s + time.perf_counter() - began)
+
+    def _make(self, chain: Sequence[tuple[torch.Tensor, int]]) -> Iterator[bool]:
+        for param, index in chain:
+            gradient = torch.empty(param.shape, dtype=param.dtype)  # `param` may be sharded by now
+            window = self._source.window(param.dtype, self._key + index * 65_537)
+            for piece in gradient.view(-1).split(_PIECE):
+                tile(piece, window)
+                yield True
+            self._ready[index] = gradient
+
+
+def fingerprint(param: torch.Tensor) -> float:
+    """Returns a number from 0.5 to 1.5 that changes when the values of a parameter change.
+
+    It makes the gradient depend on where it was computed, as a real one does, though on few
+    elements, spread over the tensor. A step of usual size changes the number by some percent; the
+    effect of rounding is smaller than the rounding itself.
+    """
+    if param.dtype not in _signs:
+        # The sum of all signs is not 0, nor are the sums of neighbours.
+        alternating = torch.arange(SEEN) % 3 - 0.9
+        _signs[param.dtype] = alternating.to(param.dtype)
+    count = min(param.numel(), SEEN)
+    if not count:
+        return 1.0
+    chosen = param.detach().as_strided((count,), (param.numel() // count,))
+    total = chosen.dot(_signs[param.dtype][:count]).item()
+    # A triangle wave, which has the same slope everywhere.
+    return 1 + math.asin(math.sin(_STRENGTH * total)) / math.pi
+
+
+def tile(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Fills `target` with repetitions of `source`."""
+    flat, count, size = target.view(-1), target.numel(), source.numel()
+    rows, rest = divmod(count, size)
+    if rows:
+        flat[: rows * size].view(rows, size).copy_(source.expand(rows, size))
+    if rest:
+        flat[rows * size :].copy_(source[:rest])

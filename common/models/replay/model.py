@@ -1,0 +1,222 @@
+"""Model without arithmetic: real parameters and gradients, and the times of a profile.
+
+The forward and backward pass of each layer wait as long as the profile says for its device, and
+leave the core to other threads meanwhile. Algorithms see an ordinary module tree: modules are
+called in the recorded order, and autograd delivers gradients in the recorded order at the recorded
+times.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Collection
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from common.models.profile import Profile
+from common.models.registry import profile_of
+from common.models.replay import pace
+from common.models.replay.gradients import BLOCK, Gradients, GradientSource, fingerprint, tile
+from common.models.replay.lead import Lead, Pass
+from common.models.replay.plan import Body, Unit, Work, plan
+from common.models.workload import Workload
+from dear.errors import UserError
+from dear.training.hooks import at_end_of_backward
+
+_WEIGHT_SCALE = 0.02
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # from glibc's malloc.h
+
+
+def build(
+    name: str, batch_size: int, sentence_len: int | None, generator: torch.Generator
+) -> Workload:
+    """Returns the replayed model `MODEL@DEVICE`, whose gradients are drawn from `generator`."""
+    _keep_freed_memory()
+    return workload(profile_of(name, batch_size, sentence_len), generator)
+
+
+def workload(profile: Profile, generator: torch.Generator) -> Workload:
+    """Returns the model that replays `profile`; its batch is one number, which is also its loss."""
+    return Workload(
+        model=Replay(profile, generator),
+        inputs=(torch.rand((), generator=generator),),
+        targets=(),
+        criterion=lambda output: output,
+    )
+
+
+class Module(nn.Module):
+    """Module of the recorded model that owns parameters, or contains a module that does."""
+
+    def forward(self, x: torch.Tensor, body: Body, step: _Step) -> torch.Tensor:
+        """Runs `body`; `x` only connects the stretches of the backward pass."""
+        for part in body.parts:
+            if isinstance(part, Work):
+                step.forward(part.forward_s)
+                for unit in part.units:
+                    params = [step.model.parameter(name) for name, _ in unit.params]
+                    x = _Backward.apply(x, step, unit, *params)
+            else:
+                child = self._modules[part.module.rpartition(".")[2]]
+                x = child(x, part, step)
+        return x
+
+
+class List(Module, nn.ModuleList):
+    """Module that was a list or a sequence; algorithms may take its layers one by one."""
+
+
+class Replay(Module):
+    """Recorded model; `named_parameters()` are those of the real model.
+
+    Attributes:
+        memory_bytes_per_s: memory bandwidth of the replayed device.
+    """
+
+    def __init__(self, profile: Profile, generator: torch.Generator) -> None:
+        super().__init__()
+        # Only lists and sequences are known to name their modules by numbers.
+        paths = [name.split(".") for name in profile.modules]
+        lists = {
+            ".".join(path[:i]) for path in paths for i, word in enumerate(path) if word.isdecimal()
+        }
+        for name in profile.modules:
+            _descend(self, name, lists)
+        weights = torch.randn(BLOCK) * _WEIGHT_SCALE
+        self._owners: dict[str, tuple[nn.Module, str]] = {}
+        for param in profile.parameters:
+            owner = _descend(self, param.module)
+            short_name = param.name.rpartition(".")[2]
+            values = torch.empty(param.shape)
+            tile(values, weights)
+            owner.register_parameter(short_name, nn.Parameter(values))
+            self._owners[param.name] = owner, short_name
+        for alias, name in profile.shared.items():
+            module, _, short_name = alias.rpartition(".")
+            _descend(self, module).register_parameter(short_name, self.get_parameter(name))
+        self._body = plan(profile)
+        index = {param.name: number for number, param in enumerate(profile.parameters)}
+        self._chain = [(param.name, index[param.name]) for param in profile.gradients()]
+        self._source = GradientSource(generator)
+        self.memory_bytes_per_s = profile.memory_bytes_per_s
+        self.lead = Lead(profile.memory_bytes_per_s)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns `x`, after the recorded time."""
+        # Drawn, so that another training from the same seed gets the same gradients.
+        key = int(torch.randint(2**31, ()))
+        chain = []
+        if torch.is_grad_enabled():
+            pairs = ((self.parameter(name), index) for name, index in self._chain)
+            chain = [(param, index) for param, index in pairs if param.requires_grad]
+            # The last stretch of the backward pass may have no parameter that leads to it.
+            x = x.detach().requires_grad_()
+        step = _Step(self, Gradients(self._source, key, chain))
+        return super().forward(x, self._body, step)
+
+    def parameter(self, name: str) -> torch.Tensor:
+        """Returns the tensor that is registered under `name` now."""
+        owner, short_name = self._owners[name]
+        return owner._parameters[short_name]
+
+    def to(self, *args: Any, **kwargs: Any) -> Replay:
+        """Moves the model as usual; raises `UserError` for a device that is not a CPU."""
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, (str, torch.device)):
+                _check_device(torch.device(value))
+        return super().to(*args, **kwargs)
+
+    def cuda(self, device: Any = None) -> NoReturn:
+        """Raises `UserError`."""
+        _check_device(torch.device("cuda"))
+
+
+class _Step:
+    """One forward pass and its backward pass."""
+
+    def __init__(self, model: Replay, gradients: Gradients) -> None:
+        self.model = model
+        self.gradients = gradients
+        self.pace = pace.current()
+        self._pass: Pass | None = None
+
+    def forward(self, seconds: float) -> None:
+        """Computes a layer; the host makes gradients for later, if it has time."""
+        self.pace.begin(seconds)
+        self.gradients.work_ahead(self.pace.rest)
+        self.pace.finish()
+
+    def begin_backward(self, unit: Unit) -> None:
+        """Starts a stretch of the backward pass."""
+        if self._pass is None:
+            self._pass = self.model.lead.begin(self.pace)
+            at_end_of_backward(self._pass.end)
+        self._pass.next(unit.backward_s)
+
+    def end_backward(self, nbytes: int) -> None:
+        """Ends the stretch, which made `nbytes` bytes of gradients."""
+        self.pace.finish()
+        self._pass.left(nbytes)
+
+
+def _check_device(device: torch.device) -> None:
+    if device.type != "cpu":
+        raise UserError(
+            f"device: replayed models wait on the CPU and cannot run on {device.type}; "
+            "use device: cpu"
+        )
+
+
+def _keep_freed_memory() -> None:
+    """Makes the C library keep freed memory for later use, as a GPU's allocator does.
+
+    Otherwise the kernel allocates and clears the memory of all gradients again in every step, which
+    costs twice as much as filling them.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc only
+    if mallopt is not None:
+        mallopt(_M_MMAP_MAX, 0)
+        mallopt(_M_TRIM_THRESHOLD, -1)
+
+
+def _descend(root: nn.Module, path: str, lists: Collection[str] = ()) -> nn.Module:
+    """Returns the module at `path`, and creates it if necessary.
+
+    Args:
+        lists: paths of the modules that become a `List`.
+    """
+    module, names = root, path.split(".") if path else []
+    for depth, name in enumerate(names, 1):
+        if name not in module._modules:
+            module.add_module(name, List() if ".".join(names[:depth]) in lists else Module())
+        module = module._modules[name]
+    return module
+
+
+class _Backward(torch.autograd.Function):
+    """Identity whose backward pass takes the time of a unit and makes its gradients meanwhile."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, step: _Step, unit: Unit, *params: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.step, ctx.unit, ctx.params = step, unit, params
+        ctx.factors = [fingerprint(param) for param in params]
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        step = ctx.step
+        step.begin_backward(ctx.unit)
+        scale = gradient.item()
+        gradients = [
+            step.gradients.take(param, index, scale, factor) if wanted else None
+            for param, (_, index), factor, wanted in zip(
+                ctx.params, ctx.unit.params, ctx.factors, ctx.needs_input_grad[3:], strict=True
+            )
+        ]
+        step.gradients.work_ahead(step.pace.rest)
+        step.end_backward(sum(grad.nbytes for grad in gradients if grad is not None))
+        return gradient, None, None, *gradients

@@ -1,7 +1,7 @@
-"""What runs beside what: when each transfer of a step starts, and what waits for it.
+"""Statements of order: when each transfer of a step starts, and what waits for it.
 
-An algorithm states it as data (`Algorithm.overlap`). `tests/contract/test_order.py` holds the
-program to the statement, on a network whose transfers end when the test says so.
+An algorithm declares its order as data (`Algorithm.overlap`). `tests/contract/test_order.py` checks
+it on a network whose transfers end only when the test ends them.
 """
 
 from __future__ import annotations
@@ -10,53 +10,50 @@ from dataclasses import dataclass
 from typing import Literal
 
 Moment = Literal["model", "layer", "ahead", "gradient", "pass", "step"]
-"""The moments of a training step, in their order:
+"""Moments of a training step, in order:
 
-- `model`: a training forward pass is about to begin.
-- `layer`: a layer is about to run that reads what the message carries, and the one before has run.
-- `ahead`: the backward pass is about to go through the layer that it reaches just before its own.
-- `gradient`: the last gradient of the message's parameters is there, and the next one is not.
-- `pass`: the backward pass has computed all gradients, and `backward()` has not returned.
+- `model`: before a training forward pass.
+- `layer`: before a layer that reads the message's values, and after the layer before it.
+- `ahead`: before the backward pass of the layer whose gradients come just before the message's.
+- `gradient`: after the last gradient of the message's parameters, and before the next gradient.
+- `pass`: after the last gradient of the backward pass, and before `backward()` returns.
 - `step`: inside `step()`.
 """
 
 Kind = Literal["average", "reduce", "gather", "exchange", "put", "get"]
-"""What a transfer does:
+"""Kinds of transfers:
 
-- `average`: everybody's values become one on all ranks (an all-reduce, or an all-gather of
-  payloads).
-- `reduce`, `gather`: its two halves: sums to owners, and from owners to everybody.
+- `average`: all ranks get the mean of all (an all-reduce, or an all-gather of compressed values).
+- `reduce`, `gather`: the halves of an average: sums to owners, and from owners to all ranks.
 - `exchange`: neighbours send to each other, or average in groups.
-- `put`, `get`: one-sided: writes into a neighbour's memory, reads from it.
+- `put`, `get`: one-sided writes into a neighbour's memory, and reads from it.
 """
 
 Content = Literal["gradients", "parameters"]
-"""Estimates of the mean gradient count as gradients."""
+"""Values of a transfer. Estimates of the mean gradient count as gradients."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Transfer:
-    """What becomes of each message of one kind; a message is a bucket, or a part of it."""
+    """Course of all messages of one kind; a message is a bucket, or a part of it."""
 
     kind: Kind
     carries: tuple[Content, ...] = ("gradients",)
     starts: Moment
     awaited: Moment | None
-    """What does not go on before it has ended: `layer` its own layers only, `gradient` the update
-    of its own bucket only. None: nothing waits."""
+    """Moment that waits for the transfer. `layer`: only its own layers wait; `gradient`: only the
+    update of its own bucket waits; None: nothing waits."""
     steps_later: int = 0
-    """How many calls of `step()` later than the start that is; the step in which it starts ends
-    with `step()`."""
+    """Calls of `step()` between start and wait. The step of the start ends with `step()`."""
     urgent: bool = False
-    """What the next forward pass reads first goes first, of all that could start or is under
-    way."""
+    """Whether messages that the next forward pass needs first overtake the others."""
 
     buckets: Literal["all", "some", "instead"] = "all"
-    """`some`: not every bucket has it; `instead`: those that have it lack the others."""
+    """`some`: only some buckets have it; `instead`: buckets that have it lack the other kinds."""
     up_to_bytes: float | None = None
-    """With `instead`, which buckets have it: those of at most so many bytes on the wire."""
+    """Largest size on the wire of a bucket that has it, with `instead`."""
     part_bytes: float | None = None
-    """A bucket travels in equal parts of at most so many bytes on the wire; None: whole."""
+    """Largest size on the wire of the equal parts of a bucket; None: a bucket is one message."""
 
     def __str__(self) -> str:
         what = f"{self.kind} of {' and '.join(self.carries)}"
@@ -93,19 +90,19 @@ def _steps(count: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Overlap:
-    """What an algorithm states of a step, once it has settled (`Options.settling_steps`)."""
+    """Statement of an algorithm about its steps, once it has settled (`Options.settling_steps`)."""
 
     transfers: tuple[Transfer, ...]
-    """One for each kind of message; together they carry every layer in each step that
-    communicates, and there are no others."""
+    """Kinds of messages. Together they carry every layer in each step that communicates; there are
+    no other messages."""
     updates: Literal["gradient", "step", "layer"] = "step"
-    """When a bucket is updated: in the backward pass with its last gradient, in `step()`, or just
-    before its layers run again."""
+    """Moment of a bucket's update: with its last gradient, in `step()`, or before its layers run
+    again."""
     meetings: tuple[Moment, ...] = ()
-    """Where all ranks wait for each other besides (barriers)."""
+    """Additional barriers of all ranks."""
 
     def __str__(self) -> str:
-        parts = [str(one) for one in self.transfers]
+        parts = [str(transfer) for transfer in self.transfers]
         if self.updates != "step":
             parts.append(f"updated {_WAITING[self.updates]}")
         parts += [f"all ranks meet {_WAITING[moment]}" for moment in self.meetings]
@@ -114,28 +111,30 @@ class Overlap:
 
 @dataclass(frozen=True, kw_only=True)
 class Cycles:
-    """A thread of its own sends in cycles what the backward pass has left; its end waits for all.
+    """Rule of an engine with a thread that sends gradients in cycles; the pass waits for its end.
 
-    In each cycle ranks agree on what all of them have (one small all-reduce), fuse that in the
-    order of its arrival, and all-reduce one buffer after the other; then they rest.
+    In each cycle the ranks agree by a small all-reduce on the tensors that all of them have. They
+    fuse these tensors in the order of arrival and all-reduce one buffer after the other. Then they
+    rest.
     """
 
     cycle_s: float
-    """From the begin of one cycle to the next, unless it takes longer."""
+    """Least time from the begin of a cycle to the next, in seconds."""
     fusion_bytes: float
-    """No buffer is larger, but for a single tensor that is."""
+    """Largest size of a buffer with several tensors."""
     agreement_bytes: float
+    """Size of the small all-reduce."""
     marks_bytes: float = 0.0
-    """Per tensor: what is all-reduced besides when the pass has ended."""
+    """Extra bytes per tensor that are all-reduced after the pass."""
 
 
 @dataclass(frozen=True)
 class Unstated:
-    """An algorithm that states nothing, and why: its order is made where nobody can look."""
+    """Missing statement of an algorithm whose order cannot be observed, with the reason."""
 
     reason: str
     cycles: Cycles | None = None
-    """By which rule it is made, where that is known."""
+    """Rule of its order, if it is known."""
 
     def __str__(self) -> str:
         return f"Not stated: {self.reason}"

@@ -251,6 +251,7 @@ class Sharded(Between):
             self._tables.append(table)
 
     def step(self, update: Callable[[], Any], arrival: Sequence[int]) -> set[int]:
+        # `update` is not used: if there are step hooks, the engine calls `step_averaged` instead.
         # Second halves start in the same order on all ranks, as early as that order allows.
         # Meanwhile a rank updates the buckets that have arrived. It blocks only on the oldest
         # transfer.

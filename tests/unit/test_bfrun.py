@@ -46,7 +46,7 @@ def test_on_several_hosts_mpirun_does(monkeypatch):
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        (["-np", "2"], "what is to run"),
+        (["-np", "2"], "no command given"),
         (["-np", "0", "x"], "-np must be at least 1"),
         (["-np", "2", "--use-infiniband", "x"], "--use-infiniband goes with -H or -hostfile"),
         (["-np", "2", "-p", "9", "x"], "--ssh-port goes with -H or -hostfile"),

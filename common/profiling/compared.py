@@ -1,6 +1,6 @@
-"""Writes into docs/emulation.md how modelled profiles compare with what others measured.
+"""Writes tables into docs/emulation.md that compare modelled profiles with published times.
 
-`python -m common.profiling.compared`; a test holds the page to it.
+Run it with `python -m common.profiling.compared`; a test checks that the page is up to date.
 """
 
 from __future__ import annotations
@@ -20,16 +20,23 @@ _ELSEWHERE = ("rtx3090-fp16", "l4-tf32")
 
 
 def times() -> str:
-    """Every shipped profile, and below it what is published of the same model."""
+    """Returns a table of the profiles in this project, each followed by published times."""
     lines = [
         "| model | of what | batch | forward ms | backward ms | backward / forward | samples/s |",
         "|---|---|--:|--:|--:|--:|--:|",
     ]
     for case in modelled.CASES.values():
-        made = profiles.load(profiles.path_of(case.model, modelled.FOLDER_NAME, case.batch_size))
+        path = profiles.path_of(case.model, modelled.FOLDER_NAME, case.batch_size)
+        profile = profiles.load(path)
         what = f"our profile, factors of {case.like}" if case.like else "our profile"
         lines.append(
-            _line(case.model, what, made.batch_size, made.forward_s * 1e3, made.backward_s * 1e3)
+            _line(
+                case.model,
+                what,
+                case.batch_size,
+                profile.forward_s * 1e3,
+                profile.backward_s * 1e3,
+            )
         )
         lines += [
             _published_line(row, case)
@@ -63,20 +70,20 @@ def _rate(row: Published) -> str:
 
 
 def elsewhere() -> str:
-    """Speeds beside ResNet-50's on GPUs that no factor comes from."""
+    """Returns a table of speeds relative to ResNet-50 on GPUs that no factor is derived from."""
     lines = [
         f"| GPU | model | published, beside {_REFERENCE} | counted, beside {_REFERENCE} | off |",
         "|---|---|--:|--:|--:|",
     ]
     for device in _ELSEWHERE:
         rows = [row for row in published.rows() if row.device == device]
-        theirs = {row.model: row.batch_size / row.training_ms for row in rows}
-        ours = {row.model: row.batch_size / _step_ms(row) for row in rows}
+        published_rates = {row.model: row.batch_size / row.training_ms for row in rows}
+        counted_rates = {row.model: row.batch_size / _step_ms(row) for row in rows}
         for row in rows:
             if row.model == _REFERENCE:
                 continue
-            measured = theirs[row.model] / theirs[_REFERENCE]
-            counted = ours[row.model] / ours[_REFERENCE]
+            measured = published_rates[row.model] / published_rates[_REFERENCE]
+            counted = counted_rates[row.model] / counted_rates[_REFERENCE]
             side = "" if row.side == 224 else f", images of {row.side} x {row.side}"
             lines.append(
                 f"| {device}, {row.framework} | {row.model}{side} | {measured:.3f} | "
@@ -86,7 +93,7 @@ def elsewhere() -> str:
 
 
 def _step_ms(row: Published) -> float:
-    """Counted, with the factors of ResNet-50, which are the same for all models here."""
+    """Returns the counted time of a step, with the factors of ResNet-50 for all models."""
     factors = modelled.EFFICIENCIES[f"{_REFERENCE}-bs64"]
     layers = modelled.count(row.model, row.batch_size, find(row.device), row.side)
     return 1e3 * (layers.forward_s * factors.forward + layers.backward_s * factors.backward)

@@ -1,4 +1,4 @@
-"""The GPUs that a profile can be modelled for, by name: `configs/gpus.yaml`. No torch in here."""
+"""GPUs that a profile can be modelled for, from `configs/gpus.yaml`. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,50 +14,51 @@ from dear.options import build_options, positive
 
 TABLE = CONFIGS / "gpus.yaml"
 DEFAULT = "rtx2080ti"
-"""What is modelled where nobody says, and there is no GPU to measure: that which the efficiency of
-training steps is known of."""
+"""GPU that is modelled by default, if there is no GPU to measure: efficiencies of training steps
+are known for it."""
 PRECISIONS = ("fp32", "tf32", "fp16")
-"""What the matrices of a step are multiplied in; `fp16`: everything is in 16 bits."""
+"""Precisions of matrix products; with `fp16`, everything has 16 bits."""
 MODELLED = "-modelled"
-"""How the names of devices end that nobody has measured."""
+"""Suffix of the names of devices that were not measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """One entry of the table: peaks of a device, of dense matrices, and who says so."""
+    """Entry of the table: peak rates of a device for dense matrices, with their source."""
 
     name: str
-    """As its maker calls it."""
+    """Name by its manufacturer."""
     fp32_tflops: float
     """10^12 operations per second."""
     tf32_tflops: float | None = None
-    """None: it has no such units."""
+    """None: the device has no units for it."""
     fp16_tflops: float
-    """With sums in float32."""
+    """Rate with sums in float32."""
     memory_gb_per_s: float
     """10^9 bytes per second."""
     source: str
-    """Which document, and where in it."""
+    """Document and position in it."""
 
     def __post_init__(self) -> None:
-        for key in (*(f"{precision}_tflops" for precision in PRECISIONS), "memory_gb_per_s"):
-            positive(key, getattr(self, key))
+        for precision in PRECISIONS:
+            positive(f"{precision}_tflops", getattr(self, f"{precision}_tflops"))
+        positive("memory_gb_per_s", self.memory_gb_per_s)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """A processor's limits."""
+    """Peak rates of a processor."""
 
     name: str
     flops: float
-    """Operations per second in the precision that is meant."""
+    """Operations per second in the chosen precision."""
     bandwidth: float
     """Bytes per second to and from its memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """A GPU of the table, and the precision of a step on it."""
+    """GPU of the table, with the precision of a step."""
 
     key: str
     gpu: Gpu
@@ -71,28 +72,28 @@ class Choice:
 
     @property
     def folder_name(self) -> str:
-        """What stands behind the `@` of a replayed model: `a100-40g-tf32-modelled`."""
-        of_what = "" if self.precision == "fp32" else f"-{self.precision}"
-        return f"{self.key}{of_what}{MODELLED}"
+        """Part of a replayed model's name after the `@`, such as `a100-40g-tf32-modelled`."""
+        suffix = "" if self.precision == "fp32" else f"-{self.precision}"
+        return f"{self.key}{suffix}{MODELLED}"
 
 
 @functools.cache
 def table(path: Path = TABLE) -> dict[str, Gpu]:
-    """All entries by name, as the file has them."""
+    """Returns all entries by name, in the order of the file."""
     entries = yaml.safe_load(path.read_text())
     return {key: build_options(Gpu, given, f"key of GPU {key}") for key, given in entries.items()}
 
 
 def find(text: str) -> Choice:
-    """The GPU called `text`, `NAME` for float32, or `NAME-tf32` or `NAME-fp16`.
+    """Returns the GPU `NAME` for float32, `NAME-tf32` or `NAME-fp16`.
 
     Raises:
-        UserError: there is no such GPU, or it has no such units.
+        UserError: the GPU does not exist, or has no units for this precision.
     """
     name, precision = text, "fp32"
-    for one in PRECISIONS:
-        if text.endswith(f"-{one}"):
-            name, precision = text.removesuffix(f"-{one}"), one
+    for choice in PRECISIONS:
+        if text.endswith(f"-{choice}"):
+            name, precision = text.removesuffix(f"-{choice}"), choice
     if name not in table():
         raise unknown("GPU", text, table())
     gpu = table()[name]

@@ -1,4 +1,4 @@
-"""Records a model's layer times on the device at hand.
+"""Records the layer times of a model on this machine's device.
 
 `python -m common.profiling.layers --model resnet50 --batch 64` writes
 `configs/profiles/<device>/resnet50-bs64.json`, which `model: resnet50@<device>` replays.
@@ -22,7 +22,7 @@ SEED = 1
 
 
 def record_profile(options: argparse.Namespace) -> Profile:
-    """Times the model's layers; raises `UserError` for what cannot be done here."""
+    """Times the model's layers; raises `UserError` if that is impossible here."""
     import torch
 
     from common.machine import machine_card
@@ -32,7 +32,7 @@ def record_profile(options: argparse.Namespace) -> Profile:
     entry = registry.model_entry(model)
     batch_size = options.batch if options.batch is not None else entry.batch_size
     if registry.is_replay(model):
-        raise UserError(f"--model {model}: a replayed model computes nothing that could be timed")
+        raise UserError(f"--model {model}: a replayed model has no compute to time")
     if dtype not in registry.DTYPES:
         raise unknown("dtype", dtype, registry.DTYPES)
     at_least("--batch", batch_size, 1)
@@ -43,17 +43,17 @@ def record_profile(options: argparse.Namespace) -> Profile:
         raise UserError("--device cuda: torch sees no CUDA device here; use --device cpu")
     sentence_len = registry.sentence_len(model, options.sentence_len)
     torch.manual_seed(SEED)
-    place = torch.device(device)
+    torch_device = torch.device(device)
     workload = registry.build(model, batch_size, sentence_len, torch.Generator().manual_seed(SEED))
-    workload = workload.to(place, *registry.precision(dtype))
+    workload = workload.to(torch_device, *registry.precision(dtype))
     workload.model.train()
-    layers, overhead = record(workload, place, warmup=warmup, steps=steps)
+    layers, overhead = record(workload, torch_device, warmup=warmup, steps=steps)
     name = torch.cuda.get_device_name() if device == "cuda" else machine_card()["cpu"]
     return Profile(
         model=model,
         device=options.name or folder_name(name),
         device_name=name,
-        memory_bytes_per_s=round(memory_bytes_per_s(place)),
+        memory_bytes_per_s=round(memory_bytes_per_s(torch_device)),
         kind="measured",
         batch_size=batch_size,
         sentence_len=sentence_len,
@@ -70,7 +70,7 @@ def record_profile(options: argparse.Namespace) -> Profile:
 
 
 def folder_name(device_name: str) -> str:
-    """`NVIDIA GeForce RTX 2080 Ti` becomes `rtx-2080-ti`."""
+    """Returns a folder name such as `rtx-2080-ti` for `NVIDIA GeForce RTX 2080 Ti`."""
     short = re.sub(r"\b(nvidia|geforce|tesla|cpu)\b|\(r\)|\(tm\)|@.*", " ", device_name.lower())
     return re.sub(r"[^a-z0-9]+", "-", short).strip("-") or "unknown"
 
@@ -83,17 +83,17 @@ class _Parser(argparse.ArgumentParser):
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = _Parser(prog="python -m common.profiling.layers", allow_abbrev=False)
     parser.description = __doc__.partition("\n")[0]
-    parser.add_argument("--model", required=True, help="a model of `benchmarks.py list`")
+    parser.add_argument("--model", required=True, help="a model from `benchmarks.py list`")
     parser.add_argument("--batch", type=int, help="samples (default: the model's)")
-    parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda where there is")
+    parser.add_argument("--device", choices=("cuda", "cpu"), help="default: cuda if available")
     parser.add_argument("--sentence-len", type=int, help="tokens, for models of sentences")
     parser.add_argument(
-        "--dtype", default="float32", help=f"of {', '.join(registry.DTYPES)} (float32)"
+        "--dtype", default="float32", help=f"one of {', '.join(registry.DTYPES)} (float32)"
     )
     parser.add_argument("--warmup", type=int, default=5, help="steps before the timed ones (5)")
     parser.add_argument("--steps", type=int, default=20, help="timed steps, twice (20)")
-    parser.add_argument("--name", help="how to call the device (default: from its own name)")
-    parser.add_argument("--out", type=Path, help="where to write (configs/profiles/...)")
+    parser.add_argument("--name", help="name of the device (default: derived from its full name)")
+    parser.add_argument("--out", type=Path, help="output file (default: in configs/profiles)")
     return parser.parse_args(arguments)
 
 

@@ -1,8 +1,7 @@
-"""Makes the profiles of a GPU that nobody lent: counted work, scaled to published speeds.
+"""Modelled profiles for GPUs that are not available: counted work, scaled to published speeds.
 
-`python -m common.profiling.modelled` writes those that come with the project to
-configs/profiles/rtx2080ti-modelled/; `profile_of_any` makes one of any model for any GPU of
-configs/gpus.yaml.
+`python -m common.profiling.modelled` writes the profiles in configs/profiles/rtx2080ti-modelled/.
+`profile_of_any` models any model on any GPU of configs/gpus.yaml.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ from dear.errors import UserError
 
 
 class Roofline(Clock, TorchDispatchMode):
-    """Adds up max(operations / peak, bytes / bandwidth) of all kernels of what runs inside it.
+    """Clock that adds up max(operations / peak, bytes / bandwidth) of all kernels run inside it.
 
-    Tensors may be on the `meta` device: nothing is computed then.
+    Tensors may be on the `meta` device, on which nothing is computed.
     """
 
     def __init__(self, device: Device) -> None:
@@ -56,8 +55,9 @@ FOLDER_NAME, RTX_2080_TI = _RTX_2080_TI.folder_name, _RTX_2080_TI.device
 
 @dataclass(frozen=True, kw_only=True)
 class Efficiency:
-    """By how much the passes of a step take longer than counted at the peaks of a GPU. It is below
-    1 where algorithms multiply less than is counted, as those of Winograd do for 3 x 3 kernels."""
+    """Factors by which the passes of a step take longer than counted at a GPU's peak rates. They
+    are below 1 for algorithms with fewer operations than counted, such as Winograd's for 3 x 3
+    kernels."""
 
     forward: float
     backward: float
@@ -70,22 +70,22 @@ EFFICIENCIES = {
     "bert_base-bs64": Efficiency(forward=1.2556, backward=1.2556),
     "bert-bs8": Efficiency(forward=1.8323, backward=1.8323),
 }
-"""What `efficiency` says of the cases with a published time."""
+"""Results of `efficiency` for the cases with a published time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A profile to make. Published are times of an RTX 2080 Ti, of certain batch sizes."""
+    """Modelled profile, with the batch sizes of published times of an RTX 2080 Ti."""
 
     model: str
     batch_size: int
     total: int | None = None
-    """The batch size whose time of a training step is published."""
+    """Batch size with a published time of a training step."""
     split: int | None = None
-    """The batch size whose times of a training step and of inference are published, both by the
-    same people; None: the passes are as efficient as each other."""
+    """Batch size with published times of a training step and of inference from the same source;
+    None: both passes are equally efficient."""
     like: str | None = None
-    """The case that it is as efficient as, where nothing is published."""
+    """Case with the same efficiency, if nothing is published for this one."""
 
     @property
     def name(self) -> str:
@@ -109,10 +109,10 @@ CASES = {
 
 
 def model_profile(case: Case) -> Profile:
-    """Counts the work of every kernel of a training step and scales each pass by one factor."""
+    """Returns a profile of the counted work of a training step; each pass is scaled by a factor."""
     layers = count(case.model, case.batch_size, _RTX_2080_TI)
     factors = EFFICIENCIES[case.like or case.name]
-    counted = _counted_words(RTX_2080_TI, layers, factors)
+    counted = _counted_text(RTX_2080_TI, layers, factors)
     layers.scale(layers.forward_s * factors.forward, layers.backward_s * factors.backward)
     entry = registry.model_entry(case.model)
     return Profile(
@@ -131,26 +131,25 @@ def model_profile(case: Case) -> Profile:
 
 
 def _reason(case: Case) -> str:
-    """Where the factors of a case come from."""
+    """Returns the source of the factors of a case."""
     if case.like:
         return (
-            f"these are the factors of {case.like}, as nothing usable is published for "
+            f"these are the factors of {case.like}, because nothing usable is published for "
             f"{case.name} ({_reason(CASES[case.like])})"
         )
     total = published.find(case.model, gpus.DEFAULT, case.total)
-    text = f"so that a batch of {total.batch_size} takes {total.training_ms:g} ms ({total.source})"
+    text = f"chosen so that a batch of {total.batch_size} takes {total.training_ms:g} ms ({total.source})"
     if case.split is None:
         return f"{text}, with one factor for both passes"
     split = published.find(case.model, gpus.DEFAULT, case.split)
     return (
-        f"{text}, and the forward pass as much longer than counted as the published inference of "
-        f"a batch of {split.batch_size}, {split.inference_ms:g} of {split.training_ms:g} ms "
-        f"({split.source})"
+        f"{text}; the ratio of the passes follows from the published inference of a batch of "
+        f"{split.batch_size}, {split.inference_ms:g} of {split.training_ms:g} ms ({split.source})"
     )
 
 
 def efficiency(case: Case) -> Efficiency:
-    """What the published times of a case say, which is not `like` another one."""
+    """Returns the factors of a case from its published times; the case has no `like`."""
     forward = backward = 1.0
     if case.split is not None:
         split = published.find(case.model, gpus.DEFAULT, case.split)
@@ -165,17 +164,17 @@ def efficiency(case: Case) -> Efficiency:
     return Efficiency(forward=forward * scale, backward=backward * scale)
 
 
-def _counted_words(device: Device, layers: Layers, factors: Efficiency) -> str:
+def _counted_text(device: Device, layers: Layers, factors: Efficiency) -> str:
     return (
         f"per kernel max(flops / {device.flops / 1e12:g} TFLOP/s, bytes / "
-        f"{device.bandwidth / 1e9:g} GB/s), added up by module (launching kernels costs nothing): "
+        f"{device.bandwidth / 1e9:g} GB/s), added up by module (kernel launches cost nothing): "
         f"forward {layers.forward_s * 1e3:.4f} ms times {factors.forward:.4f}, "
         f"backward {layers.backward_s * 1e3:.4f} ms times {factors.backward:.4f}"
     )
 
 
 def _workload(model: str, batch_size: int, side: int | None, dtype: torch.dtype) -> Workload:
-    """A model of the registry without memory; `side` is that of its images, if not the usual."""
+    """Returns a model of the registry on `meta`; `side` replaces the default size of images."""
     length = registry.model_entry(model).sentence_len
     with torch.device("meta"):
         workload = registry.build(model, batch_size, length, torch.Generator())
@@ -185,12 +184,12 @@ def _workload(model: str, batch_size: int, side: int | None, dtype: torch.dtype)
 
 
 def count(model: str, batch_size: int, gpu: gpus.Choice, side: int | None = None) -> Layers:
-    """The counted times of a training step of a model of the registry, unscaled."""
+    """Returns the counted times of a training step of a model of the registry, unscaled."""
     return _layers(_workload(model, batch_size, side, _dtype(gpu)), gpu.device)
 
 
 def inference_s(model: str, batch_size: int) -> float:
-    """The counted time of a forward pass without gradients on an RTX 2080 Ti, unscaled."""
+    """Returns the counted seconds of inference on an RTX 2080 Ti, unscaled."""
     workload = _workload(model, batch_size, None, torch.float32)
     workload.model.eval()
     clock = Roofline(RTX_2080_TI)
@@ -204,15 +203,15 @@ def _dtype(gpu: gpus.Choice) -> torch.dtype:
 
 
 def _layers(workload: Workload, device: Device) -> Layers:
-    """The work of one step, by module."""
+    """Returns the counted times of one step, by module."""
     if isinstance(workload.inputs, dict):
-        # All ones, which transformers would look up; without values the answer is to leave it out.
+        # All ones. transformers reads its values, which do not exist on `meta`, to skip the mask.
         workload.inputs.pop("attention_mask", None)
     workload.model.train()
     clock = Roofline(device)
     stretches = Stretches(workload.model, clock)
     try:
-        # Attention in plain matrix products, as the published figures had it.
+        # Attention as plain matrix products, as in the published measurements.
         with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH), clock:
             return Layers(workload.model, [hooked_step(workload, stretches)])
     finally:
@@ -228,25 +227,25 @@ def profile_of_any(
     sentence_len: int | None,
     sample_unit: str,
 ) -> Profile:
-    """A profile of any model for any GPU, measured by nobody: counted work times an efficiency.
+    """Returns a modelled profile of any model for any GPU: counted work times an efficiency.
 
-    That is what is known of the same model on an RTX 2080 Ti, else of ResNet-50 there.
+    The efficiency is that of the same model on an RTX 2080 Ti, or else of ResNet-50 there.
 
     Args:
-        name: of the model, without a device.
-        build: makes it with its batch; called again if it cannot be counted without computing.
+        name: name of the model, without a device.
+        build: returns the model with its batch; called again if counting on `meta` fails.
 
     Raises:
-        UserError: the model fails in its forward or backward pass, or has nothing to train.
+        UserError: the model fails in its forward or backward pass, or has no parameter to train.
     """
     layers = _counted(name, build, gpu)
     like = _like(name)
     factors = EFFICIENCIES[like]
-    counted = _counted_words(gpu.device, layers, factors)
+    counted = _counted_text(gpu.device, layers, factors)
     layers.scale(layers.forward_s * factors.forward, layers.backward_s * factors.backward)
     rule = (
         f"{counted}; these are the factors of {like} on an RTX 2080 Ti ({_reason(CASES[like])}), "
-        f"assumed here, where nothing is published; peaks: {gpu.gpu.source}"
+        f"assumed because nothing is published for this GPU; peaks: {gpu.gpu.source}"
     )
     return Profile(
         model=name,
@@ -264,7 +263,7 @@ def profile_of_any(
 
 
 def _like(name: str) -> str:
-    """The case with published times whose efficiency is assumed of a model."""
+    """Returns the case with published times whose efficiency is assumed for a model."""
     for case in CASES.values():
         if case.model == name:
             return case.like or case.name
@@ -272,11 +271,11 @@ def _like(name: str) -> str:
 
 
 def _counted(name: str, build: Callable[[], Workload], gpu: gpus.Choice) -> Layers:
-    def counted_on(place: str) -> Layers:
-        with torch.device(place):
-            workload = build().to(torch.device(place), _dtype(gpu))
+    def counted_on(device: str) -> Layers:
+        with torch.device(device):
+            workload = build().to(torch.device(device), _dtype(gpu))
             if not any(param.requires_grad for param in workload.model.parameters()):
-                raise UserError(f"model {name}: has no parameters that could be trained")
+                raise UserError(f"model {name}: has no parameters to train")
             return _layers(workload, gpu.device)
 
     try:
@@ -284,7 +283,7 @@ def _counted(name: str, build: Callable[[], Workload], gpu: gpus.Choice) -> Laye
     except UserError:
         raise
     except Exception:
-        # Perhaps because what it does depends on values, which tensors on `meta` have not.
+        # Perhaps the model depends on values, which tensors on `meta` do not have.
         try:
             return counted_on("cpu")
         except UserError:
@@ -296,7 +295,7 @@ def _counted(name: str, build: Callable[[], Workload], gpu: gpus.Choice) -> Laye
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m common.profiling.modelled")
     parser.description = __doc__
-    parser.add_argument("cases", nargs="*", help=f"of {', '.join(CASES)}; all by default")
+    parser.add_argument("cases", nargs="*", help=f"of {', '.join(CASES)} (default: all)")
     parser.add_argument("--folder", type=Path, default=FOLDER / FOLDER_NAME)
     options = parser.parse_args(arguments)
     for name in options.cases or CASES:

@@ -1,10 +1,10 @@
-"""What collectives cost on this network: times by size, and alpha and beta of a robust fit.
+"""Costs of collectives on this network: times by size, and alpha and beta of a robust fit.
 
   python -m common.profiling.network --ranks 4
   torchrun --nproc-per-node 4 -m common.profiling.network --json network.json
 
-Alone, it starts `--ranks` processes on this machine; under torchrun, mpirun or srun it is one rank.
-A time is the lower quartile of repeats, of each the maximum over ranks.
+Without a launcher it starts `--ranks` processes on this machine; under torchrun, mpirun or srun it
+is one rank. A time is the lower quartile of the repeats, each of which is the maximum over ranks.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def main(argv: list[str]) -> int:
     if facts.launcher == "none":
         return _start_ranks(argv, args.ranks)
     if facts.world_size == 1:
-        raise UserError(f"{facts.launcher} started one rank; a network needs two at least")
+        raise UserError(f"{facts.launcher} started 1 rank; at least 2 are needed")
     _measure(args)
     return 0
 
@@ -65,12 +65,12 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _start_ranks(argv: list[str], ranks: int) -> int:
-    """Runs this command on `ranks` processes of this machine; the first failure's status."""
+    """Runs this command on `ranks` processes; returns the status of the first failure, or 0."""
     with tempfile.TemporaryDirectory() as folder, Ranks() as started:
         for rank in range(ranks):
             env = rank_env(rank, ranks, store=Path(folder, "store"))
             started.command([sys.executable, "-m", "common.profiling.network", *argv], env=env)
-        started.wait(grace_s=START_S)  # rank 0 says what was wrong
+        started.wait(grace_s=START_S)  # rank 0 reports errors
         failed = started.first_failure
         return 0 if failed is None else abs(started.codes[failed])
 
@@ -101,7 +101,7 @@ def _measure(args: argparse.Namespace) -> None:
 
 
 def table(results: list[Measurement]) -> list[str]:
-    """Lines for people: times by size, then the fits and how far they are off."""
+    """Returns lines with times by size, then the fits and their errors."""
     lines = ["bytes".rjust(12) + "".join(f"{result.operation} us".rjust(20) for result in results)]
     columns = [dict(zip(result.nbytes, result.typical_s, strict=True)) for result in results]
     for nbytes in sorted({size for column in columns for size in column}):
@@ -115,8 +115,8 @@ def table(results: list[Measurement]) -> list[str]:
         name = fit.name or ("larger ones" if fit.smaller else "all sizes")
         off = result.agreement()
         lines.append(
-            f"{result.operation}: {name}: {_line(fit)}; one half of the repeats "
-            f"is {off.error:.1%} off the fit to the other, and {off.noise:.1%} off the other itself"
+            f"{result.operation}: {name}: {_line(fit)}; one half of the repeats differs by "
+            f"{off.error:.1%} from the fit to the other half, and by {off.noise:.1%} from that half"
         )
     return lines
 
@@ -129,7 +129,7 @@ def _line(line: AlphaBeta) -> str:
 
 
 def record(results: list[Measurement], ranks: int, backend: str) -> dict[str, Any]:
-    """What the JSON file holds; seconds and bytes throughout."""
+    """Returns the content of the JSON file, in seconds and bytes."""
     return {
         "schema": 1,
         "kind": "network",
@@ -151,6 +151,6 @@ if __name__ == "__main__":
     try:
         sys.exit(main(sys.argv[1:]))
     except (UserError, Unavailable) as error:
-        if os.environ.get("RANK", "0") == "0":  # once, not by every rank
+        if os.environ.get("RANK", "0") == "0":  # only once
             print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

@@ -1,4 +1,4 @@
-"""Times of one GPU that others measured and published: configs/published/single_gpu.csv."""
+"""Published step times of single GPUs, from configs/published/single_gpu.csv."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ TABLE = CONFIGS / "published" / "single_gpu.csv"
 
 @dataclass(frozen=True, kw_only=True)
 class Published:
-    """A row of the table; milliseconds of one batch."""
+    """Row of the table; times in milliseconds per batch."""
 
     model: str
     device: str
-    """As in configs/gpus.yaml, with the precision behind it, or the maker's name."""
+    """Name as in configs/gpus.yaml with the precision, or the manufacturer's name."""
     framework: str
     batch_size: int
     side: int | None
-    """Pixels of an image's side."""
+    """Side of an image in pixels."""
     training_ms: float
-    """Forward and backward pass."""
+    """Time of forward and backward pass."""
     inference_ms: float | None
-    """Forward pass: without gradients, unless the source says that it was in training."""
+    """Time of the forward pass, without gradients unless the source states otherwise."""
     source: str
 
 
 @functools.cache
 def rows() -> tuple[Published, ...]:
-    """The whole table, as the file has it."""
+    """Returns the whole table, in the order of the file."""
     with TABLE.open(newline="") as file:
         return tuple(
             Published(
@@ -49,7 +49,7 @@ def rows() -> tuple[Published, ...]:
 
 
 def find(model: str, device: str, batch_size: int) -> Published:
-    """The only such row; raises `ValueError` where there is none, or several."""
+    """Returns the matching row; raises `ValueError` unless there is exactly one."""
     (row,) = [
         row
         for row in rows()

@@ -1,4 +1,4 @@
-"""Measures a model's layers on the device at hand."""
+"""Measures the layers of a model on this machine's device."""
 
 from __future__ import annotations
 
@@ -20,26 +20,28 @@ _COPIED_BYTES, _COPIES = 256 << 20, 11
 
 
 class Clock:
-    """What a step is measured with: wall time, a GPU's events, or counted operations."""
+    """Clock of a step: wall time, events of a GPU, or counted operations."""
 
     def prepare(self) -> None:
-        """Called before a step with hooks."""
+        """Prepares for a step with hooks."""
 
     def mark(self) -> Any:
-        """A reading, cheap, since it is taken in the middle of the step: here of wall time, for
-        the CPU, which has done its work when a call returns."""
+        """Returns a reading; it must be cheap, because it is taken in the middle of a step.
+
+        Here it is wall time, because a CPU has finished its work when a call returns.
+        """
         return time.perf_counter()
 
     def seconds(self, earlier: Any, later: Any) -> float:
-        """Between two readings; asked for after the step."""
+        """Returns the seconds between two readings; called after the step."""
         return later - earlier
 
 
 class CudaClock(Clock):
-    """Events in the current stream, so that the GPU's own time is measured, without waiting."""
+    """Clock of events in the current stream, which measures the GPU's time without waiting."""
 
     def prepare(self) -> None:
-        """Keeps the GPU busy for 0.1 s or so: the host, slowed by hooks, then gets ahead of it."""
+        """Keeps the GPU busy for about 0.1 s, so that the slower host gets ahead of it."""
         torch.cuda._sleep(150_000_000)
 
     def mark(self) -> torch.cuda.Event:
@@ -55,15 +57,15 @@ class CudaClock(Clock):
 def record(
     workload: Workload, device: torch.device, *, warmup: int, steps: int
 ) -> tuple[Layers, float]:
-    """Times `steps` plain steps for the totals and as many with hooks for the shares.
+    """Times `steps` plain steps for the totals, and as many with hooks for the shares of layers.
 
     Returns:
-        The layers, and by how much the hooks made the step longer (1.05 is five percent).
+        The layers, and the factor by which the hooks made the step longer.
     """
     clock = CudaClock() if device.type == "cuda" else Clock()
     for _ in range(warmup):
         _plain_step(workload, clock)
-    # Read afterwards, since reading waits for the GPU.
+    # Evaluated afterwards, because this waits for the GPU.
     marks = [_plain_step(workload, clock) for _ in range(steps)]
     plain = [[clock.seconds(*pair) for pair in pairwise(step)] for step in marks]
     stretches = Stretches(workload.model, clock)
@@ -81,7 +83,7 @@ def record(
 
 
 def failing(model: str, error: Exception) -> UserError:
-    """What is said of a model whose step raises an exception, in one line."""
+    """Returns the error for a model whose step raises an exception, in one line."""
     text = " ".join(str(error).split())[:400]
     return UserError(
         f"model {model}: fails in its forward or backward pass: {type(error).__name__}: {text}"
@@ -89,8 +91,11 @@ def failing(model: str, error: Exception) -> UserError:
 
 
 def memory_bytes_per_s(device: torch.device) -> float:
-    """Bytes that the device reads and writes per second: of the median of some copies of a tensor
-    that no cache holds, each of whose bytes is read once and written once."""
+    """Returns the bytes that the device reads and writes per second.
+
+    It is the median over copies of a tensor larger than the caches; each byte of it is read once
+    and written once.
+    """
     clock = CudaClock() if device.type == "cuda" else Clock()
     source = torch.ones(_COPIED_BYTES, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -99,13 +104,13 @@ def memory_bytes_per_s(device: torch.device) -> float:
         began = clock.mark()
         target.copy_(source)
         marks.append((began, clock.mark()))
-    # The first makes the system hand out the memory.
+    # The first copy includes the allocation of memory.
     times = [clock.seconds(*pair) for pair in marks[1:]]
     return 2 * _COPIED_BYTES / statistics.median(times)
 
 
 def _plain_step(workload: Workload, clock: Any) -> list[Any]:
-    """The clock before, between and after the forward and the backward pass."""
+    """Runs a step; returns readings before, between and after forward and backward pass."""
     workload.model.zero_grad()
     marks = [clock.mark()]
     loss = workload.loss()
@@ -116,7 +121,7 @@ def _plain_step(workload: Workload, clock: Any) -> list[Any]:
 
 
 def hooked_step(workload: Workload, stretches: Stretches) -> Step:
-    """One forward and backward pass, split."""
+    """Runs one forward and backward pass, and returns the times of their stretches."""
     workload.model.zero_grad()
     stretches.begin_forward()
     loss = workload.loss()
@@ -126,12 +131,12 @@ def hooked_step(workload: Workload, stretches: Stretches) -> Step:
 
 
 class Layers:
-    """What several split steps of a model have in common: medians, as a profile wants them."""
+    """Layers of a model, with the medians of their times over several steps."""
 
     def __init__(self, model: torch.nn.Module, steps: Sequence[Step]) -> None:
         orders = {(*step.modules, None, *(name for name, _ in step.ready)) for step in steps}
         if len(orders) != 1:
-            raise UserError("the model's layers run in another order in every step: no profile")
+            raise UserError("no profile: the order of the model's layers differs between steps")
         self._model = model
         self._names = steps[0].modules
         self._forward = _medians([step.forward_s for step in steps])
@@ -152,7 +157,7 @@ class Layers:
         return sum(self._backward)
 
     def scale(self, forward_s: float, backward_s: float) -> None:
-        """Keeps the shares and makes the passes take these times."""
+        """Scales all times so that the passes take these times."""
         forward, backward = forward_s / self.forward_s, backward_s / self.backward_s
         self._forward = [seconds * forward for seconds in self._forward]
         self._backward = [seconds * backward for seconds in self._backward]
@@ -161,7 +166,7 @@ class Layers:
         self._backward_s = backward_s
 
     def fields(self) -> dict[str, Any]:
-        """The fields of a `Profile` that say what the layers are and how long they take."""
+        """Returns the fields of a `Profile` for the layers and their times."""
         calls = self._calls()
         positions = {name: position for position, name in enumerate(self._ready)}
         parameters = tuple(
@@ -184,8 +189,8 @@ class Layers:
         }
 
     def _calls(self) -> list[Call]:
-        """The stretches; those too short to matter lend their time to the one before."""
-        # The first call of a module with parameters is where they are first needed.
+        """Returns the stretches; the time of very short ones is added to the previous one."""
+        # A stretch in which parameters are first read is kept.
         needed = {name.rpartition(".")[0] for name, _ in self._model.named_parameters()}
         shortest = _SHORTEST_SHARE * (self.forward_s + self.backward_s)
         kept: list[tuple[str, list[float]]] = []
@@ -210,21 +215,22 @@ def _medians(rows: Sequence[Sequence[float]]) -> list[float]:
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One training step, split. Both passes have the same stretches; seconds."""
+    """Times of one training step in seconds. Both passes have the same stretches."""
 
     modules: list[str]
-    """Per stretch the innermost module that runs, in the order of the forward pass."""
+    """Innermost running module of each stretch, in the order of the forward pass."""
     forward_s: list[float]
     backward_s: list[float]
     ready: list[tuple[str, float]]
-    """Parameters in the order in which their gradients are complete, from the backward's start."""
+    """Parameters in the order in which their gradients become complete, with the time since the
+    start of the backward pass."""
 
 
 class Stretches:
-    """Hooks a model so that a clock is read whenever a module begins or ends, in both passes.
+    """Hooks that read a clock whenever a module of a model begins or ends, in both passes.
 
-    In the backward pass the stretch of the forward pass that made a tensor begins when the gradient
-    of that tensor is there: the first node of the stretch's part of the graph is about to run.
+    In the backward pass, a stretch begins when the gradient of a tensor that it made is complete,
+    because the first node of its part of the graph runs next.
     """
 
     def __init__(self, model: torch.nn.Module, clock: Clock) -> None:
@@ -237,7 +243,7 @@ class Stretches:
                 self._hook_param(name, param)
 
     def begin_forward(self) -> None:
-        """The step begins, outside of all modules."""
+        """Starts a step, outside of all modules."""
         self._running = [""]
         self._starts = [("", self._clock.mark())]
         self._nodes: dict[Any, None] = {}
@@ -245,12 +251,12 @@ class Stretches:
         self._ready: list[tuple[str, Any]] = []
 
     def begin_backward(self) -> None:
-        """The loss is there; its own part of the graph belongs to the last stretch."""
+        """Ends the forward pass; the loss belongs to the last stretch."""
         self._forward_end = self._clock.mark()
         self._entered.append((len(self._starts) - 1, self._clock.mark()))
 
     def end(self) -> Step:
-        """The backward pass has ended."""
+        """Ends the backward pass, and returns the times."""
         end = self._clock.mark()
         self._nodes.clear()
         seconds = self._clock.seconds
@@ -268,7 +274,7 @@ class Stretches:
         )
 
     def remove(self) -> None:
-        """Takes out all hooks."""
+        """Removes all hooks."""
         while self._handles:
             self._handles.pop().remove()
 
@@ -293,12 +299,12 @@ class Stretches:
         self._handles.append(param.register_post_accumulate_grad_hook(ready))
 
     def _boundary(self, values: Any) -> None:
-        """Watches for the backward pass to come to the stretch that ends now."""
+        """Adds hooks that fire when the backward pass enters the stretch that ends now."""
         stretch = len(self._starts) - 1
         for tensor in tensors(values):
             node = tensor.grad_fn
             if node is not None and node not in self._nodes:
-                self._nodes[node] = None  # keeps it, or another might get its identity
+                self._nodes[node] = None  # a reference, so that its identity is not reused
                 node.register_prehook(
                     lambda gradients, stretch=stretch: self._entered.append(
                         (stretch, self._clock.mark())
@@ -307,7 +313,7 @@ class Stretches:
 
 
 def tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Those in a value of dictionaries, lists and tuples."""
+    """Yields all tensors in a value of nested dictionaries, lists and tuples."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (dict, list, tuple)):

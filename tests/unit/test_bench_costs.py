@@ -1,4 +1,4 @@
-"""What `bench/costs.py` says of the times that a sweep has kept."""
+"""`bench/costs.py` on the times that a sweep has recorded."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from tests.unit.test_measured_costs import WIRE, sampled, zigzag
 
 @pytest.fixture
 def sweep(tmp_path):
-    """A function that keeps a sweep whose only trial has timed this."""
+    """Returns a function that writes a sweep whose only trial has this measurement."""
 
-    def kept(measured):
+    def write(measured):
         folder = tmp_path / "tiny"
         made = with_first(record("dear", 0.1, 4), evidence="evidence.json.gz")
         (folder / made.id).mkdir(parents=True)
         store.append(folder / "records.jsonl", made)
         Comparison(compare_to="dear", trials=(made.hash,)).save(folder)
         values = {**dataclasses.asdict(measured), "time_scale": 2.0}
-        told = {
+        evidence = {
             "traces": [{}],
             "collectives": [{**values, "when": when} for when in ("begin", "end")],
         }
         with gzip.open(folder / made.evidence, "wt") as file:
-            json.dump(told, file)
+            json.dump(evidence, file)
         return folder
 
-    return kept
+    return write
 
 
 def test_a_fit_of_the_right_shape_meets_the_bars(sweep, tmp_path, capsys):

@@ -251,7 +251,7 @@ WRONG_MODELS = {
     ),
     "frozen": (
         TINY + "m = model\ndef model(): return m().requires_grad_(False)\n",
-        ["no parameters that could be trained"],
+        ["no parameters to train"],
     ),
 }
 

@@ -10,7 +10,7 @@ import pytest
 from common.models.profile import load, path_of
 from common.results import anchors
 from common.results.marked import written
-from common.results.records import REAL
+from common.results.records import REAL, FabricFacts
 from tests.unit import made_record
 
 PLACE = {
@@ -25,7 +25,7 @@ PLACE = {
 
 def emulated(algorithm, step_s, **more):
     made = made_record.record(algorithm, step_s, **{**PLACE, **more})
-    return dataclasses.replace(made, fabric="emulated")
+    return dataclasses.replace(made, fabric=FabricFacts(kind="emulated"))
 
 
 def resnet(records, gpus=8):

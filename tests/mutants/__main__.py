@@ -1,7 +1,7 @@
 """`python -m tests.mutants`: draws mutants, lets the tests that see them try to catch them.
 
-First all tests of `make test` run once in a copy of the checkout while coverage.py notes which
-lines each executes. Then every mutant of the sample lives for a while in a copy, and meets the
+First all tests run once in a copy of the checkout while coverage.py notes which lines each
+executes. Then every mutant of the sample lives for a while in a copy, and meets the
 fastest tests that execute its line, one case of each test before the second of any, until one
 fails or the bounds are reached. Results are kept as they come: a run that was ended goes on where
 it was, as long as the checkout is the same.
@@ -192,7 +192,7 @@ def ordered(names: Sequence[str], found: seen.Seen) -> list[tuple[str, float]]:
     chosen: list[tuple[str, float]] = []
     spent = 0.0
     for _, seconds, name in sorted(ranked):
-        if len(chosen) == MOST_TESTS or (chosen and spent + seconds > MOST_S):
+        if len(chosen) == MOST_TESTS or spent + seconds > MOST_S:
             continue
         chosen.append((name, seconds))
         spent += seconds
@@ -221,10 +221,10 @@ def _look(scratch: Path, state: str) -> None:
     folder, mark = scratch / "seen", scratch / "seen" / "state"
     if mark.exists() and mark.read_text() == state:
         return
-    print("which test sees what: all tests of `make test` once, about 12 minutes", flush=True)
+    print("which test executes which line: all tests once, about 40 minutes", flush=True)
     shutil.rmtree(folder, ignore_errors=True)
     tree = Tree(ROOT, scratch / "tree")
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "not full", "tests"]
+    command = [sys.executable, "-m", "pytest", "-q", "tests"]
     command += ["-p", "no:cacheprovider", "-p", "tests.mutants.seen"]
     env = {**os.environ, **seen.environment(tree.folder, folder)}
     with (scratch / "seen.log").open("w") as log:

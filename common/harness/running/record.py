@@ -1,7 +1,6 @@
-"""From what the workers wrote to the record of a trial, with the bound beside its result.
+"""Record of a trial from the results of its workers, with its bound and its notes.
 
-The bound says how short the trial's step could be, and how much of that it reaches. Everything is
-in seconds of what the fabric stands for.
+All times are in seconds of the modelled cluster.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ from dear.cost.fit import CollectiveCost
 from dear.training.algorithm import algorithm_class
 
 ALONE = "compute"
-"""The kind of bound where nothing is communicated."""
+"""Kind of the bound of a trial without communication."""
 
 
 def stepping_s(result: Result, trial: Trial) -> float:
@@ -124,14 +123,14 @@ def _breakdown(results: Sequence[Result]) -> Breakdown | None:
 
 
 def _check(results: Sequence[Result]) -> Check:
-    """The comparison with plain training (first repeat) and the worst of all agreements."""
+    """Returns the first repeat's check against plain training, with the worst of all agreements."""
     checks = [result.check for result in results]
 
     def worst(key: str) -> float | None:
         values = [getattr(check, key) for check in checks]
         return None if None in values else max(values)
 
-    # After a training at ranks' own pace one may be dead: nobody looks then.
+    # A rank may have died in a training without steps in common: then agreement is not checked.
     agree = [check.replicas_agree for check in checks if check.replicas_agree is not None]
     return _finite(
         dataclasses.replace(
@@ -144,7 +143,7 @@ def _check(results: Sequence[Result]) -> Check:
 
 
 def _finite(value: Any) -> Any:
-    """The same with None for infinity and nan, which JSON does not know."""
+    """Replaces infinity and nan by None, because JSON has neither."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, list):
@@ -158,7 +157,7 @@ def _finite(value: Any) -> Any:
 def _throughput(trial: Trial, results: Sequence[Result]) -> Throughput:
     unit = f"{model_entry(trial.model).sample_unit}/s"
     if trial.learn is not None:
-        # Of whole runs: their median, lowest and highest; of a single one there is no interval.
+        # Median, lowest and highest of whole runs; a single run has no interval.
         rates = sorted(samples_per_s(result, trial) for result in results)
         low, high = (rates[0], rates[-1]) if len(rates) > 1 else (None, None)
         value = statistics.median(rates)
@@ -212,7 +211,7 @@ def _notes(
 
 
 def _bound(trial: Trial, first: Result, network: Network) -> Bound | None:
-    """None if the compute was not measured."""
+    """Returns the bounds of a step; None if its compute was not measured."""
     compute = first.compute
     if compute is None:
         return None
@@ -223,17 +222,17 @@ def _bound(trial: Trial, first: Result, network: Network) -> Bound | None:
         kind = algorithm.bound_of(trial.options)
         local_size = first.local_size or trial.ranks_per_host or 1
         traffic = algorithm.traffic(trial.options, trial.world_size, local_size)
-        if kind != "asynchronous":  # what the links cannot carry is left out
+        if kind != "asynchronous":  # such an algorithm skips what the links cannot carry
             wire_s = _wire_limit_s(trial, first, traffic, network)
         bound_s = None
-        # Traffic between some of the ranks is costed by the communicator's `exchange`.
+        # Traffic between some of the ranks costs what the communicator's `exchange` costs.
         costs = first.costs if traffic else sending_costs(first.costs, first.engine_costs)
         known = first.engine_costs is not None or algorithm.sends_by(trial.options) is None
         if kind is not None and costs and known:
-            # Ranks whose links differ wait for each other sooner or later.
+            # Ranks with different links wait for each other in the long run.
             each = _comm_times(trial, first, costs, traffic)
             bound_s = max(step_bound_s(kind, compute, comm, trial.world_size) for comm in each)
-            # Measured costs are good to some per cent only.
+            # Measured costs have an error of some per cent.
             bound_s = bound_s if wire_s is None else max(bound_s, wire_s)
     return Bound(
         kind=kind,
@@ -246,10 +245,10 @@ def _bound(trial: Trial, first: Result, network: Network) -> Bound | None:
 def _comm_times(
     trial: Trial, first: Result, costs: dict[str, CollectiveCost], traffic: Traffic | None
 ) -> list[CommTimes]:
-    """By host, or one for all."""
+    """Returns the times of a step's communication by host, or one for all hosts."""
     if traffic is None:
         return [comm_times(first.gradient_bytes, costs)]
-    # Ranks that share a link; on one host alone, each has its own.
+    # Ranks of a host share its link. On a single host each rank has its own.
     per_host = trial.ranks_per_host or first.local_size or 1
     per_host = 1 if per_host >= trial.world_size else per_host
     return exchange_times(first.gradient_bytes, traffic.loads(per_host), costs, per_host)
@@ -267,5 +266,5 @@ def _wire_limit_s(
     consistency = algorithm_class(trial.algorithm).capabilities.consistency
     if consistency not in ("synchronous", "delayed"):
         return None
-    # Ranks of one host need no link to average among themselves.
+    # Ranks of one host average among themselves without a link.
     return wire_limit_s(first.gradient_bytes, trial.hosts, bytes_per_s)

@@ -38,7 +38,7 @@ Rerun = Literal["failed", "all"]
 
 @dataclass(frozen=True, kw_only=True)
 class _Costs:
-    """What collectives cost, which launch has measured it, and whether it still held at its end."""
+    """Costs of collectives, the launch that measured them, and their check at its end."""
 
     trial: str
     repeat: int
@@ -51,9 +51,9 @@ class Sweep:
     """One experiment with its folder of records.
 
     Attributes:
-        folder: `logs/<name>`; made if it is not there.
+        folder: `logs/<name>`; created if it does not exist.
         report: called whenever the progress has changed.
-        command: what the user has typed, and the experiment file's text; None: nobody typed it.
+        command: the user's command line and the text of the experiment file; None: no user.
     """
 
     experiment: Experiment
@@ -76,11 +76,11 @@ class Sweep:
         self._begun_again: dict[str, str] = {}
 
     def run(self, rerun: Rerun = "failed", fail_fast: bool = False) -> None:
-        """Runs what has no valid record (or everything), and records each trial as it ends.
+        """Runs the trials without a valid record (or all), and records each trial when it ends.
 
         Raises:
             UserError: the folder cannot be written, or another sweep is using it.
-            KeyboardInterrupt: after the trial under way has been recorded as interrupted.
+            KeyboardInterrupt: after the running trials have been recorded as interrupted.
         """
         with _exclusive(self.folder):
             store.mend(self._path)
@@ -104,17 +104,17 @@ class Sweep:
                 run.save(self.folder)
             with self.fabric:
                 for trials in _cells(todo):
-                    # Those of a cell that was stopped in the middle take turns with each other.
+                    # Trials of an interrupted cell continue their rounds without the others.
                     begun = [trial for trial in trials if trial.hash in self._kept]
                     others = [trial for trial in trials if trial.hash not in self._kept]
                     for some in filter(None, (begun, others)):
-                        # What has a time scale already does not share that of the others.
+                        # Trials with different given time scales cannot share rounds.
                         for choice, alike in self._by_scale(some):
                             if not self._run_cell(alike, choice, fail_fast):
                                 return
 
     def _go_on(self, trials: list[Trial]) -> None:
-        """Takes over what a run that was stopped has left of this cell."""
+        """Takes over the results of this cell from an interrupted run."""
         begun = Underway.load(self._underway(trials))
         if begun is None:
             return
@@ -141,13 +141,13 @@ class Sweep:
         return path_of(self.folder, order_seed(self.experiment.name, trials[0]))
 
     def _run_cell(self, trials: list[Trial], settled: Choice | None, fail_fast: bool) -> bool:
-        """False if a trial failed and `fail_fast` says to stop."""
+        """Runs a cell; returns False if a trial failed and `fail_fast` asks to stop."""
         kept = {one.hash: self._kept[one.hash] for one in trials if one.hash in self._kept}
         run = next((self._runs[trial] for trial in kept), self._run_id)
         for trial in trials:
             self._runs[trial.hash] = run
             if trial.hash in kept and kept[trial.hash].results:
-                continue  # the folder has what was measured
+                continue  # the folder has the measurements
             folder = self.folder / trial.id
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
@@ -176,7 +176,7 @@ class Sweep:
         return going_on
 
     def _by_scale(self, cell: list[Trial]) -> list[tuple[Choice | None, list[Trial]]]:
-        """Trials of a cell, by the time scale that they must have; None: it is to choose."""
+        """Groups trials of a cell by the time scale that they must have; None: to be chosen."""
         again = {trial.hash for trial in self._todo}
         kept = [
             record
@@ -195,7 +195,7 @@ class Sweep:
     def _launch(
         self, trial: Trial, repeat: int, slower: float = 1.0
     ) -> tuple[Outcome, Result | None]:
-        """Runs one repeat; the workers are told what collectives cost, if another trial knows."""
+        """Runs one repeat; the workers get the costs of collectives that another trial measured."""
         job = Job(
             folder=self.folder / trial.id,
             repeat=repeat,
@@ -205,12 +205,12 @@ class Sweep:
             env=self.experiment.worker_env,
             may_lose_ranks=trial.own_pace,
         )
-        job.clear()  # a launch may be done again
+        job.clear()  # a launch may be repeated
         briefing = self.fabric.briefing(trial, job.folder)
         place = cost_place(trial, briefing.time_scale)
         known = self._costs.get(place)
         if known is not None and (known.trial, known.repeat) == (trial.hash, repeat):
-            known = None  # this launch is done again, as it was disturbed: so were the costs
+            known = None  # a disturbed launch is repeated: its costs were disturbed, too
         dataclasses.replace(briefing, costs=known and known.costs).save()
         outcome = self.fabric.run(trial, job)
         if outcome.status != "ok":
@@ -251,13 +251,13 @@ _AS_THE_OTHERS = "as others of the cell, which are on record: "
 
 
 def _settled(trial: Trial, kept: Sequence[Record]) -> Choice | None:
-    """The time scale of what the trial is compared with and that is not run again.
+    """Returns the time scale of the valid records that the trial is compared with.
 
-    Those of the same cell and as many workers, and what a fault is compared with: the same without
-    it. The single worker is compared with all.
+    These are records of the same cell and world size. A trial with a fault is compared with the
+    same trial without it, and the single worker with all world sizes.
 
     Args:
-        kept: newest first.
+        kept: valid records, newest first.
     """
     cell = _without_fault(trial).cell
     for record in kept:
@@ -276,18 +276,18 @@ def _without_fault(trial: Trial) -> Trial:
 
 
 def _cells(trials: Sequence[Trial]) -> list[list[Trial]]:
-    """By what trials of one time scale share, in the order of each one's first."""
-    found: dict[tuple[Any, ...], list[Trial]] = {}
+    """Groups trials by cell, in the order of first appearance."""
+    cells: dict[tuple[Any, ...], list[Trial]] = {}
     for trial in trials:
-        found.setdefault(trial.cell, []).append(trial)
-    return list(found.values())
+        cells.setdefault(trial.cell, []).append(trial)
+    return list(cells.values())
 
 
 def to_run(trials: list[Trial], path: Path, rerun: Rerun, base: str) -> list[Trial]:
-    """The trials that a run would run: all, or those whose newest record is not valid.
+    """Returns the trials that a run would run: all, or those without a valid newest record.
 
-    Where that of `base`, a label or an algorithm, is flagged, so are all that are compared with it:
-    they must take turns with it, and may need another time scale.
+    If the record of the baseline is flagged, all trials compared with it run again: they must take
+    turns with it, and may need another time scale.
     """
     if rerun == "all":
         return trials
@@ -325,7 +325,7 @@ def _unavailable(trial: Trial) -> str | None:
 
 
 def cost_place(trial: Trial, time_scale: float) -> tuple[Any, ...]:
-    """What the costs of collectives depend on; of the model, how large messages are."""
+    """Returns all settings that the costs of collectives depend on."""
     same = ("model", "dtype", "world_size", "ranks_per_host", "network")
     same += ("launcher", "backend", "device")
     return (time_scale, *(getattr(trial, key) for key in same))
@@ -342,5 +342,8 @@ def _exclusive(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UserError(f"another run is using {folder}; wait for it or name=OTHER") from None
+            raise UserError(
+                f"{folder} is in use by another run: wait for it, or choose another name with "
+                "`--set name=OTHER`"
+            ) from None
         yield

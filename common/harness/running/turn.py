@@ -1,4 +1,4 @@
-"""A trial of a cell under way, and the launches and the order that a cell begins with."""
+"""Running trial of a cell, its planned launches, and the seed of a cell's rounds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from common.results.records.trust import Note, Systematic, mean_step_s
 
 @dataclass(eq=False)
 class Turn:
-    """A trial of the cell under way: its repeats so far."""
+    """Running trial of a cell with its repeats so far."""
 
     trial: Trial
     order: Order
@@ -27,11 +27,11 @@ class Turn:
     at_2k: list[Result] = field(default_factory=list)
     notes: list[Note] = field(default_factory=list)
     facts: FabricFacts | None = None
-    """Of the fabric that the results are of; None while it is the current one."""
+    """Facts of the fabric that the results were measured on; None: the current fabric."""
 
     @classmethod
     def going_on(cls, trial: Trial, order: Order, kept: Standing) -> Turn:
-        """From where a run that was stopped has left it."""
+        """Continues a trial of an interrupted run."""
         turn = cls(trial, Order(seed=order.seed, positions=[*kept.positions]))
         for key in ("started", "duration_s", "results", "set_aside", "at_2k", "notes"):
             setattr(turn, key, getattr(kept, key))
@@ -42,14 +42,14 @@ class Turn:
         return turn
 
     def standing(self, facts: FabricFacts) -> Standing:
-        """What to keep of it, should the run be stopped."""
+        """Returns the results so far, for a run that continues after an interruption."""
         keys = ("started", "duration_s", "results", "set_aside", "at_2k", "notes")
-        own = {key: getattr(self, key) for key in keys}
-        return Standing(**own, positions=self.order.positions, facts=self.facts or facts)
+        values = {key: getattr(self, key) for key in keys}
+        return Standing(**values, positions=self.order.positions, facts=self.facts or facts)
 
     @property
     def systematic(self) -> Systematic | None:
-        """None without results at 2k."""
+        """Results at twice the time scale; None without any."""
         if not self.at_2k or self.facts is None:
             return None
         return Systematic(
@@ -60,30 +60,30 @@ class Turn:
 
 
 def order_seed(sweep: str, trial: Trial) -> int:
-    """Of the rounds of the trial's cell; the same for all of them, and in every run.
+    """Returns the seed of the rounds of a trial's cell; it is the same in every run.
 
     Args:
-        sweep: the experiment's name: sweeps that repeat each other must not repeat their order.
+        sweep: name of the experiment. Repeated sweeps have other names, and so another order.
     """
     text = f"{sweep} {trial.seed} {trial.cell}"
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big")
 
 
 def planned(trials: Sequence[Trial], kept: Mapping[str, Standing]) -> list[Planned]:
-    """The launches that these take at least.
+    """Returns the least launches that these trials need.
 
     Args:
-        kept: what trials have already, by hash.
+        kept: results so far, by hash.
     """
-    found = []
+    launches = []
     for trial in trials:
         has = kept.get(trial.hash)
         repeats, at_2k = (len(has.results), len(has.at_2k)) if has else (0, 0)
-        found += [Planned(trial)] * (trial.measure.least_repeats - repeats)
-        found += [Planned(trial, slower=2.0)] * (trial.measure.repeats_at_2k - at_2k)
-    return found
+        launches += [Planned(trial)] * (trial.measure.least_repeats - repeats)
+        launches += [Planned(trial, slower=2.0)] * (trial.measure.repeats_at_2k - at_2k)
+    return launches
 
 
 def now() -> str:
-    """In UTC, for records."""
+    """Returns the time in UTC, in ISO 8601, for records."""
     return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")

@@ -1,7 +1,7 @@
-"""A cell that has begun: kept after each launch, so that a run that is stopped goes on there.
+"""State of a cell that has begun, saved after each launch, so that an interrupted run can continue.
 
-The file stands beside the records until the cell has ended. It is gone on with only where nothing
-has changed that a number depends on: repeats of one trial are one sample.
+The file lies beside the records until the cell has ended. A later run continues only if nothing has
+changed that a number depends on, because all repeats of a trial form one sample.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _SAME = (
     *("cpu", "cores", "cpus", "core_limit", "gpus", "kernel", "sysctl", "python", "packages"),
     *("comm_core", "commit", "diff", "environment"),
 )
-"""Of `machine_card`: what must not have changed."""
+"""Fields of `machine_card` that must not have changed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Standing:
-    """What a trial of the cell has so far; see `cell.Turn`."""
+    """Results of a running trial so far; see `turn.Turn`."""
 
     started: str
     duration_s: float
@@ -36,17 +36,17 @@ class Standing:
     at_2k: list[Result] = field(default_factory=list)
     notes: list[Note] = field(default_factory=list)
     facts: FabricFacts
-    """Of the fabric when it was kept."""
+    """Facts of the fabric at that time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Underway:
-    """A cell that has begun.
+    """Cell that has begun.
 
     Attributes:
-        run: that has begun it; its records have this one.
-        machine: of that run.
-        standing: by hash of the trial, of those that have not ended.
+        run: run that began it; its records name this run.
+        machine: machine card of that run.
+        standing: results of the trials that have not ended, by hash.
     """
 
     schema: int = SCHEMA
@@ -55,14 +55,14 @@ class Underway:
     standing: dict[str, Standing] = field(default_factory=dict)
 
     def save(self, path: Path) -> None:
-        """Writes it, whole or not at all."""
+        """Writes the file completely or not at all."""
         partial = path.with_suffix(".partial")
         partial.write_text(json.dumps(dataclasses.asdict(self)))
         partial.replace(path)
 
     @classmethod
     def load(cls, path: Path) -> Underway | None:
-        """What `save` wrote; None where nothing has begun, or another version has written it."""
+        """Reads what `save` wrote; None if there is no file, or one of another version."""
         try:
             values = json.loads(path.read_text())
         except FileNotFoundError:
@@ -70,16 +70,16 @@ class Underway:
         return typed(cls, values) if values.get("schema") == SCHEMA else None
 
     def changed(self, machine: Mapping[str, Any]) -> list[str]:
-        """What is another now, so that the cell must begin again.
+        """Returns the changed fields of the machine card, after which the cell must begin again.
 
         Args:
-            machine: as it is now (`machine_card`).
+            machine: the current machine card.
         """
-        # As it was read: JSON knows no tuples.
+        # The saved card was read from JSON, which has no tuples.
         now = json.loads(json.dumps(machine))
         return [key for key in _SAME if now.get(key) != self.machine.get(key)]
 
 
 def path_of(folder: Path, seed: int) -> Path:
-    """Where a cell of the sweep in `folder` is kept; `seed` is that of its order."""
+    """Returns the file of a cell of the sweep in `folder`; `seed` is that of its rounds."""
     return folder / f"underway-{seed:08x}.json"

@@ -78,6 +78,7 @@ docs: $(READY)
 	$(PY) -m common.results.readme
 	$(PY) -m common.results.anchors
 	$(PY) -m common.profiling.compared
+	$(PY) -m common.harness.verbs.list
 
 horovod:
 	rm -f $(HOROVOD)

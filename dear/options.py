@@ -91,7 +91,7 @@ def build_options(cls: type[T], given: Mapping[str, Any], what: str) -> T:
         if key not in fields:
             if not fields:
                 raise UserError(f"unknown {what} {key!r}: it has none")
-            raise unknown(what, key, fields)
+            raise unknown(what, key, fields, "see `list --keys`")
         values[key] = _convert(value, hints[key], f"{what} {key!r}")
     for name, field in fields.items():
         missing = field.default is field.default_factory is dataclasses.MISSING
@@ -141,7 +141,8 @@ def _convert(value: Any, hint: Any, what: str) -> Any:
     if mapping or dataclasses.is_dataclass(hint):
         if not isinstance(value, Mapping):
             raise _mismatch(what, value, "a mapping of names to values")
-        return dict(value) if mapping else build_options(hint, value, f"key of {what}")
+        name = what.rpartition(" ")[2].strip("'`")
+        return dict(value) if mapping else build_options(hint, value, f"key of `{name}`")
     return _convert_scalar(value, hint, what)
 
 

@@ -3,6 +3,13 @@
 #   [nworkers=8] [hostfile=FILE] [rdma=0] run_with.sh LAUNCHER [EXPERIMENT.yaml] [FLAGS of `run`]
 # With nworkers, mpirun and ssh take their hosts from configs/cluster$nworkers unless told otherwise.
 set -euo pipefail
+for name in dnn bs senlen method ngpu_per_node cluster nworker; do
+  if [[ -n "${!name:-}" ]]; then
+    echo "error: variable $name: this script reads nworkers, hostfile and rdma only; use --set," \
+      "or dear/horovod_mpi_cj.sh" >&2
+    exit 2
+  fi
+done
 root=$(cd "$(dirname "$0")/.." && pwd)
 launcher=$1
 shift

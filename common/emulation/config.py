@@ -19,12 +19,15 @@ class ClusterConfig:
     """Virtual hosts on this machine, connected by one switch; the key `cluster:`."""
 
     kind: Literal["emulated"] = "emulated"
+    """Kind of cluster."""
     hosts: int = 4
+    """Number of virtual hosts."""
     ranks_per_host: int = 1
+    """Ranks on each host."""
     network: str = "10gbe"
     """Name of a profile in configs/networks, or a bandwidth such as 100mbit or 2.5gbit."""
     time_scale: float | None = None
-    """Real seconds per emulated second; None: chosen to suit this machine."""
+    """Real seconds per emulated second; null: chosen to suit this machine."""
     min_time_scale: float = 1.0
     """Smallest time scale that is chosen automatically. A larger one has a smaller systematic
     error, and leaves room for algorithms of a later run, which keeps the scale of this run."""
@@ -68,12 +71,15 @@ class Fault:
     """Disturbance of the cluster during a trial; one entry of `faults:`."""
 
     kind: Literal["link_down", "link_rate", "link_delay", "slow_host", "kill_rank"]
+    """Kind of disturbance."""
     host: int | None = None
+    """Index of the host, for all kinds but kill_rank."""
     rank: int | None = None
+    """Index of the rank, for kill_rank."""
     at_s: float = 0.0
     """Start, in emulated seconds after the measurement has begun."""
     for_s: float | None = None
-    """Duration in emulated seconds; None: until the trial ends."""
+    """Duration in emulated seconds; null: until the trial ends."""
     rate: str | None = None
     """New rate for link_rate: a bandwidth such as 1gbit, or a profile's name."""
     delay_us: float | None = None

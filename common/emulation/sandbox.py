@@ -24,7 +24,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 if __name__ == "__main__":
-    sys.path[:0] = [str(Path(__file__).parents[2])]
+    # -S hides the installed packages, among which `dear` is beside `dear_bench`.
+    sys.path[:0] = [str(Path(__file__).parents[up]) for up in (2, 3)]
 
 from common.emulation.hosts import namespaces as ns
 from dear.errors import UserError

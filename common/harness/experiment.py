@@ -1,4 +1,4 @@
-"""What an experiment file may say, the trials that it stands for, and how it is read: strictly."""
+"""Keys of an experiment file, its trials, and the strict reader of the file."""
 
 from __future__ import annotations
 
@@ -45,9 +45,11 @@ class AlgorithmChoice:
     """An algorithm with options that differ from its defaults."""
 
     name: str
-    """Of the algorithm, or an alias of `dear.algorithms.aliases`."""
+    """An algorithm of `list`, or one of its other names."""
     options: dict[str, Any] = field(default_factory=dict)
+    """Options of the algorithm that differ from its defaults."""
     label: str | None = None
+    """Name in tables; null: the algorithm's name and its options."""
 
     def __post_init__(self) -> None:
         name, options = aliases.resolved(self.name, self.options)
@@ -65,17 +67,18 @@ class AlgorithmChoice:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelChoice:
-    """A model and how it is fed; None takes the registry's default."""
+    """A model and the size of its batches."""
 
     name: str
-    """Of the registry, `file:PATH`, `hf:TYPE` or `timm:NAME` (docs/bring_your_own.md)."""
+    """A model of `list`, `file:PATH`, `hf:TYPE` or `timm:NAME` (docs/bring_your_own.md)."""
     batch_size: int | None = None
-    """Samples per worker."""
+    """Samples per worker and step; null: the model's default."""
     sentence_len: int | None = None
+    """Tokens per sentence; null: the model's default."""
     gpu: str | None = None
-    """Replay the times that the model takes there: of configs/gpus.yaml (modelled, where no profile
-    of it is there yet), or `here`: measured on this machine's. None: it computes, unless its name
-    says `MODEL@DEVICE`."""
+    """GPU whose compute times are replayed: one of configs/gpus.yaml (modelled unless the project
+    has a profile), or `here` (measured on this machine's GPU). null: the model computes, unless its
+    name is `MODEL@DEVICE`."""
 
     def __post_init__(self) -> None:
         if self.batch_size is not None:
@@ -95,59 +98,66 @@ class Experiment:
     """The keys of an experiment file."""
 
     name: str
-    """Names the folders of logs and plots."""
+    """Name of the sweep and of its folder."""
     description: str = ""
+    """Text that `list` shows."""
     plugins: tuple[str, ...] = ()
-    """Files of algorithms that do not come with the project; `load` loads them."""
+    """Python files with algorithms that do not come with the project."""
     algorithms: tuple[AlgorithmChoice | str, ...]
+    """Algorithms to compare, each a name or a mapping."""
     models: tuple[ModelChoice | str, ...]
+    """Models to train, each a name or a mapping."""
     world_sizes: tuple[int, ...] | None = None
-    """None: every rank of the emulated cluster, or 2 workers."""
+    """Numbers of workers; null: all ranks of the emulated cluster, or 2 workers."""
     baseline: bool = True
-    """Also run one worker with the plain optimizer; scaling efficiency is relative to it."""
+    """Also run one worker with the plain optimizer. Scaling efficiency is relative to it."""
     compare_to: str | None = None
-    """The label that speed-ups are relative to, or an algorithm of which there is one variant;
-    None takes the first."""
+    """Baseline of the speed-ups: a label, or an algorithm with a single variant. null: the first
+    algorithm."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """Optimizer of all trials."""
     measure: MeasureConfig = field(default_factory=MeasureConfig)
+    """Number and length of the measurements."""
     learn: LearnConfig | None = None
-    """Train for a time or some epochs, at own pace where the algorithm allows it, instead of timing
-    steps."""
+    """Train for a time or some epochs, and record accuracy and loss, instead of timing steps."""
     data_dir: str | None = None
-    """Where the files of learn.data are; None: where the environment says (`MNIST_DIR`,
-    `CIFAR_DIR`, `IMAGE_DIR`, `TEXT_FILE`)."""
+    """Folder of the files of `learn.data`; null: the value of `MNIST_DIR`, `CIFAR_DIR`, `IMAGE_DIR`
+    or `TEXT_FILE`."""
     cluster: ClusterConfig | None = None
-    """Virtual hosts to run on; None runs on what is really there."""
+    """Virtual hosts to run on; null: the real machine, or the hosts of the launcher."""
     networks: tuple[str, ...] = ()
-    """An axis: every trial on each of these, instead of the cluster's one network."""
+    """Networks, each of which runs every trial, in place of `cluster.network`."""
     faults: tuple[Fault, ...] = ()
-    """An axis: every trial undisturbed and with each of these."""
+    """Faults, each of which runs every trial, in addition to runs without a fault."""
     collective_timeout_s: float = 300.0
-    """The longest that one collective may take, in seconds of this machine; then it fails."""
+    """Time limit of one collective, in real seconds; then it fails."""
     launcher: str = "local"
+    """Program that starts the ranks: local, torchrun, mpirun, ssh or slurm."""
     launcher_options: dict[str, Any] = field(default_factory=dict)
     """Options of the launcher, see docs/clusters.md."""
     hostfile: str | None = None
-    """Where to run, for launchers that reach other hosts: lines `HOST slots=N`; relative to the
-    current folder."""
+    """File with lines `HOST slots=N` for launchers that reach other hosts; relative to the current
+    folder."""
     backend: Literal["comm_core", "gloo", "mpi", "nccl"] | None = None
-    """What moves the bytes; None takes comm_core for cpu (gloo where it is not built) and nccl for
+    """Backend of torch.distributed; null: comm_core for cpu (gloo if it is not built), nccl for
     cuda."""
     device: Literal["cpu", "cuda"] = "cpu"
+    """Device of the model."""
     dtype: str = "float32"
-    """Of parameters and inputs; `amp-bf16`, `amp-fp16`: float32, and autocast computes in 16 bits
+    """Type of parameters and inputs. `amp-bf16` and `amp-fp16`: float32 with autocast in 16 bits
     (fp16 with a GradScaler)."""
     tf32: bool = False
-    """GPUs: matrices of float32 are multiplied in TensorFloat-32."""
+    """GPUs: multiply float32 matrices in TensorFloat-32."""
     cudnn_benchmark: bool = False
-    """GPUs: cuDNN looks for the fastest convolutions in the first steps."""
+    """GPUs: let cuDNN search for the fastest convolutions in the first steps."""
     seed: int = 1
+    """Seed of parameters and data."""
     threads_per_rank: int | None = None
-    """None shares the cores of this machine among the ranks of the largest world."""
+    """Compute threads of each rank; null: this machine's cores divided by the largest world."""
     report_lines: bool = False
-    """At the end also print what the reference suites print, for programs that read that."""
+    """Also print the lines of the reference suites at the end, for programs that read them."""
     timeout_s: float = 600.0
-    """Longest duration of one repeat of one trial, in seconds; then it is killed."""
+    """Time limit of one repeat of one trial, in seconds; then it is killed."""
 
     def __post_init__(self) -> None:
         for key, kind in (("algorithms", AlgorithmChoice), ("models", ModelChoice)):

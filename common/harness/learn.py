@@ -1,4 +1,4 @@
-"""Training for real: what an experiment says of it below the key `learn:`."""
+"""Keys of an experiment file for training on data, below `learn:`."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ BUDGET_S = 20.0
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig:
-    """How the learning rate changes, by torch's schedulers; it is set anew before every step."""
+    """Schedule of the learning rate, by torch's schedulers; it changes before each step."""
 
     kind: Literal["constant", "multistep", "cosine", "exponential"] = "constant"
-    """`multistep`: it is multiplied by `gamma` after each of `milestones`; `cosine`: it falls to 0
-    in the last epoch; `exponential`: it is multiplied by `gamma` in each epoch, evenly."""
+    """Form of the schedule. `multistep`: times `gamma` after each of `milestones`; `cosine`: falls
+    to 0 in the last epoch; `exponential`: times `gamma` in each epoch, step by step."""
     milestones: tuple[int, ...] = ()
-    """Epochs, ascending."""
+    """Epochs in ascending order, for `multistep`."""
     gamma: float = 0.1
+    """Factor of `multistep` and `exponential`."""
     warmup_epochs: float = 0.0
-    """At first it rises evenly for so many epochs: from the unscaled one where it is scaled, else
-    from a tenth."""
+    """Epochs in which the rate rises linearly: from the unscaled rate with `scale`, else from a
+    tenth."""
     scale: Literal["none", "linear", "sqrt"] = "none"
-    """With more workers the batch of a step is larger: the learning rate is multiplied by their
-    number (Goyal et al. 2017, arXiv 1706.02677), or by its square root."""
+    """Factor for the larger batch of several workers: their number (Goyal et al. 2017, arXiv
+    1706.02677), or its square root."""
 
     def __post_init__(self) -> None:
         positive("learn.schedule.gamma", self.gamma)
@@ -55,34 +56,33 @@ class ScheduleConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LearnConfig:
-    """Training for a time or for some epochs; the key `learn:`. Algorithms that wait for nobody run
-    at own pace."""
+    """Training for a time or for some epochs. Ranks of asynchronous algorithms make steps at their
+    own pace."""
 
     budget_s: float = BUDGET_S
-    """Seconds of training, of the emulated cluster where there is one. Judging does not count."""
+    """Seconds of training, emulated seconds on virtual hosts. Evaluation does not count."""
     eval_every_s: float = 1.0
-    """Seconds of training between two copies of the parameters, which are judged afterwards."""
+    """Seconds of training between two copies of the parameters. They are evaluated afterwards."""
     epochs: int | None = None
-    """Train for so many rounds of the data instead. Goes with `data`."""
+    """Epochs of training, in place of `budget_s`. Needs `data`."""
     eval_every_epochs: int = 1
     """Epochs between two copies of the parameters."""
     data: str | None = None
-    """What the model learns, of `common.models.datasets.SOURCES`: `mnist`, `cifar10`, `cifar100`,
-    `imagefolder` (ImageNet's form) or `text`, whose files are in `data_dir`; `digits`: those of
-    scikit-learn; null: the model's made-up batch, for rates of steps at own pace; nothing is
-    judged."""
+    """Data set: `mnist`, `cifar10`, `cifar100`, `imagefolder` (ImageNet's layout) or `text`, with
+    files in `data_dir`; `digits` of scikit-learn. null: the model's synthetic batch, without
+    evaluation."""
     loader_workers: int = 0
     """Processes of each rank that read batches ahead; 0: the rank reads them itself."""
     schedule: ScheduleConfig | None = None
-    """How the learning rate changes from epoch to epoch. Goes with `epochs`."""
+    """Schedule of the learning rate. Needs `epochs`."""
     sampler: Literal["shared", "own"] = "shared"
-    """`shared`: in each round all ranks share one order of the data; `own`: each rank goes through
-    the whole data in an order of its own (dear.training.pace.LocalStepRandomBatchSampler)."""
+    """Order of the data. `shared`: in each epoch all ranks share one order; `own`: each rank reads
+    all data in an order of its own (dear.training.pace.LocalStepRandomBatchSampler)."""
     batch_sizes: tuple[int, ...] | None = None
-    """Samples per step of each rank instead of the model's: a slower host may have a smaller part.
-    In averages every rank counts the same. Goes with `data`."""
+    """Samples per step of each rank, in place of the model's. A slower host may have fewer.
+    Averages weigh all ranks equally. Needs `data`."""
     target_accuracy: float | None = None
-    """Share of right answers, 0 .. 1; how soon it is reached is told. null: none."""
+    """Accuracy, 0 .. 1, for which the time to reach it is recorded; null: none."""
 
     def __post_init__(self) -> None:
         if self.batch_sizes is not None:

@@ -42,10 +42,13 @@ class OptimizerConfig:
     """The same optimizer and settings for every algorithm of an experiment."""
 
     name: Literal["sgd", "adamw"] = "sgd"
+    """Optimizer of torch."""
     lr: float = 0.01
+    """Learning rate."""
     momentum: float = 0.0
-    """SGD only."""
+    """Momentum of SGD."""
     weight_decay: float = 0.0
+    """Weight decay."""
 
     def __post_init__(self) -> None:
         positive("optimizer.lr", self.lr)
@@ -68,28 +71,29 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class MeasureConfig:
-    """How long to measure. Steps are timed one by one; the first ones are left out."""
+    """Number and length of the measurements. Each step is timed; warm-up steps are left out."""
 
     repeats: int | tuple[int, int] = 3
-    """Separate starts of the workers, interleaved with those of the compared algorithms; or the
-    least and the most, with `precision`."""
+    """Separate starts of the workers, interleaved with those of the compared algorithms. With
+    `precision`: the smallest and the largest number, as [5, 12]."""
     precision: float | None = None
-    """Half width of the 95 % intervals, as a share of the value, at which the trials of a cell stop
-    together; whether they differ plays no part."""
+    """Half width of the 95 % intervals, relative to the value, at which all trials of a cell stop
+    together. Differences between them do not matter."""
     repeats_at_2k: int = 0
-    """Further repeats of an emulated cell at twice its time scale k, which tell how far step times
-    depend on it: the systematic error. They are no part of the result."""
+    """Extra repeats of an emulated cell at twice its time scale k. They estimate the systematic
+    error, and are not part of the result."""
     warmup_steps: int = 3
-    """At least; all steps in which the algorithm still looks for its settings are left out too."""
+    """Least untimed steps. Steps in which the algorithm tunes itself are untimed, too."""
     num_iters: int = 1
-    """Blocks of steps per repeat; a barrier stands before each block."""
+    """Blocks of steps per repeat, with a barrier before each block."""
     steps_per_iter: int | None = None
-    """Steps per block; None lets rank 0 choose so that a block takes `min_iter_s`."""
+    """Steps per block; null: rank 0 chooses, so that a block takes `min_iter_s`."""
     min_iter_s: float = 1.0
+    """Duration of a block in seconds, if rank 0 chooses the number of steps."""
     min_steps: int = 3
-    """Least steps per block where rank 0 chooses."""
+    """Smallest number of steps per block, if rank 0 chooses it."""
     check_steps: int = 2
-    """Steps that are first trained plainly and then with the algorithm, and compared."""
+    """Steps that are trained both with and without the algorithm, and compared."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.repeats, int):

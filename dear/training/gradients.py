@@ -1,14 +1,14 @@
 """Events of the backward pass, and the engines that average gradients.
 
-An algorithm overrides these moments:
+An algorithm overrides these moments. Only a `DeferredEngine` has those marked with *:
 
     loss.backward()       arrived(param)  a gradient arrived, also under `no_sync()`
                           ready(unit)     all gradients of a unit arrived: start its transfer; the
                                           order is the same on every rank
                           passed()        the pass is over, and every unit was ready
-    optimizer.step()      apply(update)   gradients are final or under way: update, or begin to
-    optimizer.synchronize()  arrive()     set `p.grad` to the mean
-    model(x)              finish(unit)    a module is about to read parameters that `apply` deferred
+    optimizer.step()      apply(update) * gradients are final or under way: update, or begin to
+    optimizer.synchronize()  arrive() *   set `p.grad` to the mean
+    model(x)              finish(unit) *  a module is about to read parameters that `apply` deferred
     optimizer.zero_grad() drop()          forget the transfers of a pass that ended with an error
 """
 
@@ -185,6 +185,14 @@ class GradientEngine(Engine):
 
     arrived: Callable[[torch.nn.Parameter], None] | None = None
     """Moment `arrived(param)`; None: the algorithm does not use it."""
+
+    def __init_subclass__(cls) -> None:
+        never = {"apply", "arrive", "finish"} & vars(cls).keys()
+        if never and "DeferredEngine" not in [base.__name__ for base in cls.__mro__]:
+            raise UserError(
+                f"{cls.__name__} overrides {min(never)}(), which only a DeferredEngine calls: "
+                "derive from DeferredEngine, or average in passed()"
+            )
 
     def __init__(
         self,

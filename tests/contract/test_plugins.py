@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from dear.errors import UserError
+from dear.training.gradients import GradientEngine
 from tests.system.processes import ROOT, python
 
 EXAMPLE = ROOT / "examples" / "bring_your_own_algorithm.py"
@@ -56,6 +58,11 @@ def test_each_wrong_algorithm_fails_the_test_that_is_about_it(tmp_path):
     )
     for name, test in FAILING.items():
         assert re.search(rf"^FAILED \S*{test}\[{name}", said, re.MULTILINE), (name, said)
+
+
+def test_a_moment_that_is_never_called_is_refused():
+    with pytest.raises(UserError, match=r"Wrong overrides apply\(\), which only a DeferredEngine"):
+        type("Wrong", (GradientEngine,), {"apply": lambda self, update: None})
 
 
 def test_a_plugin_that_is_none_is_one_line(tmp_path):

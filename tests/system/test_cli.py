@@ -10,7 +10,8 @@ import sys
 import pytest
 
 from common.harness import cli
-from common.harness.verbs.list import listing
+from common.harness.verbs.list import KEYS, keys_table, listing
+from common.results.marked import written
 from dear.training.algorithm import algorithm_class
 from tests.system.processes import ROOT, python
 
@@ -122,6 +123,24 @@ def test_list_names_what_there_is(capsys):
     assert {"allreduce", "wfbp", "ddp", "horovod", "dear"} <= set(listing["algorithms"])
     assert {"resnet50", "bert", "bert_base", "inceptionv4", "mnist_cnn"} <= set(listing["models"])
     assert QUICK.endswith(next(name for name in listing["experiments"] if "/quick" in name))
+
+
+def test_list_explains_each_key_of_an_experiment(capsys):
+    assert cli.main(["list", "--keys"]) == 0
+    text = capsys.readouterr().out
+    assert "measure.precision: number or null = null\n    Half width of the 95 %" in text
+    assert "models[].batch_size: " in text and "learn.schedule.kind: `constant` or " in text
+    assert cli.main(["list", "--keys", "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)["keys"]
+    assert {"name": "seed", "type": "integer", "default": "1"}.items() <= {
+        key["name"]: key for key in listed
+    }["seed"].items()
+    assert all(key["meaning"].endswith(".") for key in listed)
+
+
+def test_the_documents_have_todays_keys():
+    page = (ROOT / "docs" / "experiments.md").read_text()
+    assert written(page, KEYS, keys_table()) == page, "make docs"
 
 
 def test_what_cannot_run_here_is_listed_with_the_reason(monkeypatch):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import dear
 from common.harness.verbs import Status
 from common.paths import ROOT
 
@@ -86,6 +87,19 @@ def test_exit_statuses_are_those_of_the_command_line():
     for page in PAGES:
         for status in re.findall(r"exit(?: status|s with) (\d+)", page.read_text()):
             assert int(status) in list(Status), (name_of(page), status)
+
+
+def test_the_version_is_in_one_place_and_has_a_changelog():
+    assert f"\n## {dear.__version__}\n" in (ROOT / "CHANGELOG.md").read_text()
+    for name in ("pyproject.toml", "setup.py", "CITATION.cff", "README.md"):
+        assert dear.__version__ not in (ROOT / name).read_text(), name
+
+
+def test_the_environment_and_the_package_require_the_same_versions():
+    lines = (ROOT / "requirements.txt").read_text().splitlines()
+    pinned = [line for line in lines if line and not line.startswith(("#", "torch"))]
+    package = (ROOT / "pyproject.toml").read_text()
+    assert [line for line in pinned if f'"{line}"' not in package] == []
 
 
 def _commands() -> list[str]:

@@ -338,6 +338,12 @@ def test_the_scripts_plan_a_sweep(tools, tmp_path, script, words):
     assert words in done.stdout and "mnist_cnn bs=32 n=2" in done.stdout
 
 
+@pytest.mark.parametrize("name", ["dnn", "bs", "nworker"])
+def test_a_variable_that_the_scripts_would_ignore_is_refused(name):
+    done = plan("run_torchrun.sh", **{name: "4"})
+    assert done.returncode == 2 and done.stderr.startswith(f"error: variable {name}: ")
+
+
 CONFIGS = Path(__file__).parents[2] / "configs"
 
 

@@ -16,10 +16,13 @@ from common.harness.running.sweep import to_run
 from common.harness.sweeps import RECORDS, short
 from common.harness.trial import Trial
 from common.launch.job import Job
+from common.models.registry import is_replay, profile_of
 from common.paths import DRIVER
 from common.results import store
 from dear.errors import UserError
 
+_START_S = 2.0
+"""Seconds that a start of the workers takes at least."""
 _ON_VIRTUAL_HOSTS = "(on virtual hosts: they live only while a sweep runs)"
 
 
@@ -99,13 +102,40 @@ def show(
     for trial, entry in zip(trials, entries, strict=True):
         print("\n".join(_lines(trial, entry)))
     runs = sum(entry["run"] for entry in entries)
-    print(f"{len(entries)} trials, {runs} to run; results in {short(str(folder))}")
+    chosen = zip(trials, entries, strict=True)
+    least_s = sum(_least_s(trial, entry, experiment) for trial, entry in chosen if entry["run"])
+    about = f" (at least {ui.duration(least_s)})" if runs else ""
+    print(f"{len(entries)} trials, {runs} to run{about}; results in {short(str(folder))}")
     again = [word for word in options.arguments if word not in ("-n", "--dry-run")]
     command = [*map(short, DRIVER), *again]
     largest = max(trial.world_size for trial in trials)
     script = launcher and launcher.batch_script(command, experiment.name, largest)
     if script:
         print(f"\nAll of it in one allocation, as a file for sbatch:\n\n{script}")
+
+
+def _least_s(trial: Trial, entry: dict[str, Any], experiment: Experiment) -> float:
+    """Returns the duration of the last run, or a lower bound: the timed blocks and the starts."""
+    if entry["last_duration_s"]:
+        return entry["last_duration_s"]
+    measure, learn = trial.measure, trial.learn
+    timed_s = measure.num_iters * (measure.min_iter_s if measure.steps_per_iter is None else 0.0)
+    if learn is not None:
+        timed_s = 0.0 if learn.epochs else learn.budget_s
+    cluster = experiment.cluster
+    scale = trial.time_scale or (cluster.min_time_scale if cluster else 1.0)
+    return measure.least_repeats * (scale * timed_s + _START_S)
+
+
+def _size(trial: Trial) -> str:
+    """Returns the size of a replayed model; models that compute are not built for a plan."""
+    if not is_replay(trial.model):
+        return ""
+    profile = profile_of(trial.model, trial.batch_size, trial.sentence_len)
+    return (
+        f"{profile.parameter_bytes / 4e6:.3g} M parameters, forward {profile.forward_s * 1e3:.3g} "
+        f"ms, backward {profile.backward_s * 1e3:.3g} ms; "
+    )
 
 
 def _lines(trial: Trial, entry: dict[str, Any]) -> list[str]:
@@ -115,7 +145,7 @@ def _lines(trial: Trial, entry: dict[str, Any]) -> list[str]:
     chosen = ", ".join(f"{key}={value}" for key, value in entry["trial"]["options"].items())
     return [
         f"{trial.title}  [{state}]",
-        f"    {trial.measure.plan}, global batch "
+        f"    {_size(trial)}{trial.measure.plan}, global batch "
         f"{sum(trial.rank_batches)}, {trial.dtype}, {trial.backend}, "
         f"{trial.threads_per_rank} threads per rank"
         + (f", {trial.hosts} virtual hosts on {trial.network}" if trial.hosts else "")

@@ -185,8 +185,15 @@ _READS_SHAPE = {
     aten.avg_pool3d_backward,
 }
 """Operators that need only the shape of their second argument."""
-_OVERWRITES = set(
-    ["copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_", "random_", "exponential_"]
+_OVERWRITES = (
+    "copy_",
+    "fill_",
+    "zero_",
+    "normal_",
+    "uniform_",
+    "bernoulli_",
+    "random_",
+    "exponential_",
 )
 """Operators that write their first argument without reading it."""
 
